@@ -1,0 +1,28 @@
+# Two commands do everything on a fresh machine:  make check   and   make test
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: check test env lint tiny-gpt-oss example clean help
+
+check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 world scores again
+	$(BIN)/mismatch check --model tiny-gpt-oss
+
+test: env  ## every test that needs no GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+env:  ## .venv at the root; CPU or CUDA flavour found by itself; does nothing when up to date
+	@$(PYTHON) tools/make_env.py
+
+lint: env  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+tiny-gpt-oss: env  ## train the embedded model again (about 15 minutes on 2 cores)
+	$(BIN)/python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss
+
+clean:  ## runs and caches; not the environment
+	rm -rf runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16

@@ -1,0 +1,5 @@
+"""`python -m mismatch`."""
+
+from mismatch.cli.main import main
+
+main()

@@ -1,0 +1,33 @@
+"""The errors that users see: what went wrong, where, and how to mend it."""
+
+from __future__ import annotations
+
+
+class MismatchError(Exception):
+    """A failure with a remedy. The command line prints both and exits with code 2.
+
+    Args:
+        message: what went wrong and where (file, line, layer, row …).
+        fix: what the user can do about it; a command where one exists.
+    """
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  fix: {self.fix}" if self.fix else self.message
+
+
+class EmptyComparison(MismatchError):
+    """A metric was asked for over zero tokens. Nothing measured is never 0, 1 or NaN."""
+
+    def __init__(self, message: str = "no action tokens to compare", fix: str = "") -> None:
+        super().__init__(
+            message, fix or "check the action mask: no token was sampled by the policy"
+        )
+
+
+class CorruptCapture(MismatchError):
+    """Routed experts that cannot be true: wrong shape, ids out of range, missing rows."""

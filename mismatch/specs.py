@@ -1,0 +1,136 @@
+"""What to run. Specs are frozen data: hashable, comparable, and written into every artefact."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from mismatch.types import Sampling
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
+TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One inference engine.
+
+    Attributes:
+        model: hub id or directory, resolved (no alias).
+        args: further engine arguments, (name, value) pairs, values as JSON would read them.
+    """
+
+    engine: str = "vllm"
+    model: str = ""
+    revision: str | None = None
+    dtype: Dtype = "bf16"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
+    args: tuple[tuple[str, Any], ...] = ()
+    routing: bool = True
+    prefill: bool = True
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """Where the prompts come from: the built-in task, or a JSONL file."""
+
+    task: str = "arithmetic"
+    path: str | None = None
+    num_prompts: int = 64
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    engine: EngineSpec = field(default_factory=EngineSpec)
+    prompts: PromptSpec = field(default_factory=PromptSpec)
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSpec:
+    """One way to run the training forward.
+
+    Attributes:
+        dtype: FSDP's ``param_dtype``: the dtype of the computation.
+        master_dtype: dtype of the sharded parameters at rest.
+        autocast: dtype of an enclosing ``torch.autocast``, or None.
+        head_dtype: dtype of the LM head's matmul; None: that of the computation.
+        experts: transformers' experts implementation; "auto" is transformers' own choice.
+        layout: "padding" (one row per sequence, right-padded) or "packing" (several per row).
+        grad: run the forward in train mode with gradients on.
+    """
+
+    model: str = ""
+    revision: str | None = None
+    dtype: Dtype = "bf16"
+    master_dtype: Dtype = "fp32"
+    autocast: Dtype | None = None
+    attention: str = "auto"
+    experts: str = "auto"
+    head_dtype: Dtype | None = None
+    micro_batch_tokens: int = 4096
+    layout: Literal["padding", "packing"] = "padding"
+    grad: bool = False
+    routing: bool = True
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One named scoring that the training world has to make."""
+
+    name: str
+    spec: TrainSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSpec:
+    """The whole of `mismatch check`."""
+
+    rollout: RolloutSpec = field(default_factory=RolloutSpec)
+    train: TrainSpec = field(default_factory=TrainSpec)
+    nproc_per_node: int = 2
+    noise_floor: bool = True
+    seed: int = 0  # of the bootstrap
+
+
+T = TypeVar("T")
+
+
+def to_dict(spec: Any) -> dict[str, Any]:
+    """A spec as plain JSON data."""
+    return dataclasses.asdict(spec)
+
+
+def from_dict(cls: type[T], data: dict[str, Any]) -> T:
+    """The inverse of :func:`to_dict`."""
+    nested = {
+        "engine": EngineSpec,
+        "prompts": PromptSpec,
+        "sampling": Sampling,
+        "rollout": RolloutSpec,
+        "train": TrainSpec,
+        "spec": TrainSpec,
+    }
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if name in nested and isinstance(value, dict):
+            value = from_dict(nested[name], value)
+        elif name == "args":
+            value = tuple((key, item) for key, item in value)
+        values[name] = value
+    return cls(**values)
+
+
+def spec_hash(spec: Any) -> str:
+    """Twelve hex digits that change whenever anything in the spec does."""
+    text = json.dumps(to_dict(spec), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

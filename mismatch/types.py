@@ -1,0 +1,375 @@
+"""The spine: what the stages hand to each other.
+
+Shape legend, used in every docstring of the project:
+    N  sequences            P  prompts (each with N/P samples)
+    T  all tokens of all sequences, concatenated (prompt and response)
+    A  action tokens: those of T that the policy sampled, in the same order
+    L  MoE layers           K  experts per token          E  experts
+
+Every array is flat: sequence n owns tokens ``offsets[n]:offsets[n + 1]`` of T.
+Log-probabilities are float64, in nats. ``delta = train - rollout``, without exception.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Fingerprint = dict[str, Any]
+Status = Literal["healthy", "warn", "critical"]
+CheckStatus = Literal["passed", "warning", "failed", "not_tested"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The law that samples. All of it is sent to the engine explicitly.
+
+    >>> Sampling(temperature=0.7).truncates
+    False
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    max_tokens: int = 128
+    samples_per_prompt: int = 4
+    seed: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the tail of the distribution is cut before sampling."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Token ids that an engine produced, with what is needed to score them again.
+
+    Example: two samples of one prompt of two tokens::
+
+        Rollout(
+            token_ids=[5, 6, 7, 8,  5, 6, 9],      # [T] int64
+            offsets=[0, 4, 7],                     # [N + 1]
+            action_mask=[0, 0, 1, 1,  0, 0, 1],    # [T] bool: sampled by the policy
+            turn=[0, 0, 1, 1,  0, 0, 1],           # [T] 0 prompt, then 1, 2 … per assistant turn
+            prompt_index=[0, 0],                   # [N]
+            finish_reason=("length", "stop"),      # [N]
+            rewards=[0.0, 1.0],                    # [N] or None
+            sampling=Sampling(max_tokens=2), fingerprint={"engine": "vllm", …},
+        )
+    """
+
+    token_ids: Ints
+    offsets: Ints
+    action_mask: Bools
+    turn: Ints
+    prompt_index: Ints
+    finish_reason: tuple[str, ...]
+    sampling: Sampling
+    fingerprint: Fingerprint
+    rewards: Floats | None = None
+
+    def __post_init__(self) -> None:
+        tokens, sequences = len(self.token_ids), len(self.offsets) - 1
+        lengths = {
+            "action_mask": (len(self.action_mask), tokens),
+            "turn": (len(self.turn), tokens),
+            "prompt_index": (len(self.prompt_index), sequences),
+            "finish_reason": (len(self.finish_reason), sequences),
+        }
+        for name, (got, want) in lengths.items():
+            if got != want:
+                raise MismatchError(f"rollout: {name} has {got} entries, expected {want}")
+        if sequences < 1 or self.offsets[0] != 0 or self.offsets[-1] != tokens:
+            raise MismatchError("rollout: offsets do not cover the tokens")
+        if (np.diff(self.offsets) < 1).any():
+            raise MismatchError("rollout: a sequence without tokens")
+        if self.action_mask[self.offsets[:-1]].any():
+            raise MismatchError(
+                "rollout: the first token of a sequence cannot be an action: nothing predicts it"
+            )
+
+    @property
+    def actions(self) -> Ints:
+        """Indices into T of the action tokens, [A]."""
+        return np.flatnonzero(self.action_mask)
+
+    @property
+    def sequence_of_token(self) -> Ints:
+        """Sequence of every token, [T]."""
+        return np.repeat(np.arange(self.n_sequences), np.diff(self.offsets))
+
+    @property
+    def n_sequences(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def n_actions(self) -> int:
+        return int(self.action_mask.sum())
+
+    @property
+    def n_prompts(self) -> int:
+        return len(np.unique(self.prompt_index))
+
+    def sequences(self) -> list[Ints]:
+        """Token ids of each sequence, N arrays."""
+        return np.split(self.token_ids, self.offsets[1:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Experts chosen for every forwarded token. Row t is the forward pass of token t.
+
+    Action token t was predicted by the forward of t - 1, so its experts are row t - 1;
+    the last token of a sequence is never forwarded by an engine and has no row there.
+
+    Example: one MoE layer (the model's layer 3), top-2 of 8 experts, three tokens::
+
+        Routing(layers=(3,), num_experts=8, ids=[[[1, 5]], [[0, 2]], [[0, 0]]],   # [T, L, K] uint8
+                present=[True, True, False],                                      # [T]
+                weights=[[[.7, .3]], …] or None,                                  # [T, L, K]
+                margin=[[0.4], …] or None)                                        # [T, L]
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    ids: NDArray[Any]
+    present: Bools
+    weights: NDArray[np.float32] | None = None
+    margin: NDArray[np.float32] | None = None
+
+    @property
+    def top_k(self) -> int:
+        return int(self.ids.shape[2])
+
+    def validate(self, rollout: Rollout, source: str) -> None:
+        """Raise :class:`CorruptCapture` naming layer and row if these ids cannot be true."""
+        want = (len(rollout.token_ids), len(self.layers))
+        if self.ids.ndim != 3 or self.ids.shape[:2] != want or len(self.present) != want[0]:
+            raise CorruptCapture(
+                f"{source}: routed experts have shape {self.ids.shape}, expected {want} + (K,)",
+                "upgrade the engine, or run without routing: --no-routing",
+            )
+        needed = rollout.actions - 1
+        missing = needed[~self.present[needed]]
+        if len(missing):
+            self._corrupt(source, "no experts", int(missing[0]), None)
+        rows = self.ids[self.present].astype(np.int64)
+        row_index = np.flatnonzero(self.present)
+        out_of_range = (rows < 0) | (rows >= self.num_experts)
+        if out_of_range.any():
+            row, layer, _ = np.argwhere(out_of_range)[0]
+            self._corrupt(source, "an expert id out of range", row_index[row], layer)
+        ordered = np.sort(rows, axis=2)
+        repeated = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
+        if repeated.any():
+            row, layer = np.argwhere(repeated)[0]
+            self._corrupt(source, "the same expert twice", row_index[row], layer)
+        if len(rows) > 64 and self.top_k < self.num_experts:
+            constant = (ordered == ordered[:1]).all(axis=(0, 2))
+            if constant.any():
+                layer = int(np.flatnonzero(constant)[0])
+                self._corrupt(source, "the same experts for every token", row_index[0], layer)
+
+    def _corrupt(self, source: str, what: str, row: int, layer: int | None) -> None:
+        where = "" if layer is None else f" at layer {self.layers[layer]}"
+        raise CorruptCapture(
+            f"{source}: corrupt route capture: {what} for token {row}{where}",
+            "upgrade the engine, or run without routing: --no-routing",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What one back-end says about the action tokens of one rollout.
+
+    Example::
+
+        Scoring(name="vllm:decode", token_ids=[7, 8, 9], logprobs=[-.1, -2., -.3],   # [A]
+                entropy=None, top1=None, fingerprint={…})
+
+    Attributes:
+        token_ids: [A] the ids that were scored; must equal the rollout's.
+        logprobs: [A] float64 nats; NaN where the back-end gave none.
+        entropy: [A] of the back-end's own distribution, nats, or None.
+        top1: [A] id of the back-end's most likely token, or None.
+        extra: named [A] float64 arrays for the semantic checks: ``logprobs_untempered`` (at T = 1,
+            where T ≠ 1), ``kept_mass`` (probability that survives top-p/top-k, where they are on).
+    """
+
+    name: str
+    token_ids: Ints
+    logprobs: Floats
+    fingerprint: Fingerprint
+    entropy: Floats | None = None
+    top1: Ints | None = None
+    routing: Routing | None = None
+    extra: dict[str, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number with what it rests on.
+
+    >>> Estimate(3e-4, 2e-4, 4e-4, n_tokens=8192, n_sequences=256, n_prompts=64).n_tokens
+    8192
+
+    ``low`` and ``high`` bound the 95 % interval; both None where none is defined (maxima).
+    ``flags``: "heavy-tail" (few tokens carry the value), "few-prompts" …: the interval may be
+    too narrow.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    n_tokens: int
+    n_sequences: int
+    n_prompts: int
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two scorings of the same tokens. ``delta = train - rollout``.
+
+    Attributes:
+        sampled_by_left: the rollout side is the normalised law that sampled these tokens, so that
+            ``kl`` and ``k3_kl`` estimate KL(rollout ‖ train); otherwise they are divergence scores.
+        breakdowns: name -> columns of equal length, for figures and tables (position, layer …).
+    """
+
+    rollout: str
+    train: str
+    sampled_by_left: bool
+    metrics: dict[str, Estimate]
+    routing: dict[str, Estimate] = field(default_factory=dict)
+    breakdowns: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One semantic check.
+
+    >>> Check("alignment", "passed", "best lag 0 (correlation 0.999)").status
+    'passed'
+    """
+
+    id: str
+    status: CheckStatus
+    detail: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One headline metric against its level.
+
+    >>> Judgement("k3_kl", "healthy", 3e-4, 1e-3, 1.3e-2, "NeMo-RL docs").status
+    'healthy'
+    """
+
+    metric: str
+    status: Status
+    value: float
+    healthy: float
+    critical: float
+    source: str
+    inconclusive: bool = False
+    deciding_prompts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The run's verdict: the worst judgement, or a failed check.
+
+    Attributes:
+        levels: the column of the levels table that applied, e.g. "bf16 MoE".
+    """
+
+    status: Status
+    reason: str
+    levels: str
+    judgements: tuple[Judgement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two scorings of one rollout, side by side: what every metric is computed from.
+
+    Attributes:
+        delta: [A] train - rollout.
+        sequence: [A] sequence of each action token.
+        prompt: [N] prompt of each sequence.
+    """
+
+    rollout: Floats
+    train: Floats
+    sequence: Ints
+    prompt: Ints
+
+    @property
+    def delta(self) -> Floats:
+        return self.train - self.rollout
+
+    @classmethod
+    def of(cls, rollout: Rollout, left: Scoring, right: Scoring) -> Pair:
+        """Pair two scorings, after making sure that they speak of the same tokens.
+
+        Raises:
+            MismatchError: other token ids, or non-finite logprobs (with the sequence named).
+            EmptyComparison: no action token at all.
+        """
+        if rollout.n_actions == 0:
+            raise EmptyComparison()
+        actions = rollout.actions
+        for scoring in (left, right):
+            if not np.array_equal(scoring.token_ids, rollout.token_ids[actions]):
+                raise MismatchError(
+                    f"{scoring.name} scored other tokens than the rollout's",
+                    "score the rollout's token ids, never re-tokenised text",
+                )
+            bad = ~np.isfinite(scoring.logprobs)
+            if bad.any():
+                first = int(np.flatnonzero(bad)[0])
+                raise MismatchError(
+                    f"{scoring.name}: {int(bad.sum())} logprobs are not finite; the first is in "
+                    f"sequence {rollout.sequence_of_token[actions[first]]}, action token {first}",
+                    "look for overflow (fp16) or padding that was scored as tokens",
+                )
+        return cls(
+            left.logprobs.astype(np.float64),
+            right.logprobs.astype(np.float64),
+            rollout.sequence_of_token[actions],
+            rollout.prompt_index,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was measured, judged and not tested; knows nothing about HTML.
+
+    Attributes:
+        fingerprints: scoring name -> what really ran on that side.
+        comparisons: the first is the headline: the law that sampled against the trainer.
+        noise_floor: pairs that should agree (prefill vs decode, trainer vs itself regrouped …);
+            each with a few metrics only.
+        not_tested: what this run could not see, and why, one sentence each.
+        run: spec, command line, versions, seconds per stage, created (ISO time).
+    """
+
+    model: str
+    verdict: Verdict
+    fingerprints: dict[str, Fingerprint]
+    comparisons: tuple[Comparison, ...]
+    noise_floor: tuple[Comparison, ...]
+    checks: tuple[Check, ...]
+    not_tested: tuple[str, ...]
+    run: dict[str, Any]

@@ -1,0 +1,287 @@
+"""Every semantic check is proved by the fault that it exists for; a clean pair passes them all."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch.diagnose import semantics
+from mismatch.types import Estimate, Rollout, Sampling, Scoring
+
+VOCABULARY, PROMPT, RESPONSE, EOS = 40, 3, 12, 1
+
+
+def law(rng, temperature=1.0):
+    """A random next-token law per token, and the ids drawn from it at a temperature."""
+    logits = rng.normal(0, 2, (16 * RESPONSE, VOCABULARY))
+    logits[:, EOS] = -30  # only the last token of a sequence stops, planted below
+    scaled = logits / temperature
+    logprobs = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
+    ids = np.array([rng.choice(VOCABULARY, p=np.exp(row)) for row in logprobs])
+    return logits, logprobs, ids
+
+
+def make(temperature=1.0, noise=0.01, seed=0):
+    """A rollout of 16 sequences of 8 prompts and its two scorings, which differ by noise."""
+    rng = np.random.default_rng(seed)
+    logits, logprobs, ids = law(rng, temperature)
+    ids[RESPONSE - 1 :: RESPONSE] = EOS
+    sampled = logprobs[np.arange(len(ids)), ids]
+    length = PROMPT + RESPONSE
+    token_ids = np.full((16, length), 5)
+    token_ids[:, PROMPT:] = ids.reshape(16, RESPONSE)
+    mask = np.zeros((16, length), bool)
+    mask[:, PROMPT:] = True
+    rollout = Rollout(
+        token_ids=token_ids.ravel(),
+        offsets=np.arange(17) * length,
+        action_mask=mask.ravel(),
+        turn=mask.ravel().astype(int),
+        prompt_index=np.arange(16) // 2,
+        finish_reason=("stop",) * 16,
+        sampling=Sampling(temperature=temperature, samples_per_prompt=2),
+        fingerprint={},
+    )
+    files = {"model.safetensors": "aa", "config.json": "bb"}
+    weights = {"lm_head.weight": [1, 2, 3], "model.norm.weight": [4, 5, 6]}
+    shared = {
+        "logprobs_temperature": temperature,
+        "logprobs_truncated": False,
+        "source_files": files,
+        "weights": weights,
+    }
+    effective = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+    engine = {**shared, "stop_token_ids": [EOS], "bos_token_id": 2, "sampling": effective}
+    left = Scoring("vllm:decode", ids, sampled, engine)
+    extra = {}
+    if temperature != 1:
+        full = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        extra["logprobs_untempered"] = full[np.arange(len(ids)), ids]
+    noisy = np.minimum(sampled + rng.normal(0, noise, len(ids)), 0)
+    right = Scoring("fsdp", ids, noisy, dict(shared), extra=extra)
+    return rollout, left, right
+
+
+def ratio(left, right, half=0.01, flags=()):
+    value = float(np.exp(right.logprobs - left.logprobs).mean())
+    return Estimate(value, value - half, value + half, 192, 16, 8, flags)
+
+
+def statuses(rollout, left, right, **kwargs):
+    checks = semantics.input_checks(rollout, left, right)
+    checks += semantics.semantic_checks(rollout, left, right, ratio(left, right, **kwargs))
+    return {check.id: check for check in checks}
+
+
+def assert_only(checks, *expected):
+    assert {id for id, check in checks.items() if check.status == "failed"} == set(expected)
+    for id in expected:
+        assert checks[id].detail
+        assert checks[id].fix
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_clean_pair_passes_every_check(temperature):
+    checks = statuses(*make(temperature))
+    assert {check.status for check in checks.values()} == {"passed"}
+    assert len(checks) == 12
+
+
+def test_other_token_ids_fail():
+    rollout, left, right = make()
+    ids = right.token_ids.copy()
+    ids[30] += 1
+    check = semantics.same_token_ids(rollout, left, replace(right, token_ids=ids))
+    assert check.status == "failed"
+    assert "sequence 2" in check.detail
+
+
+def test_a_missing_token_fails():
+    rollout, left, right = make()
+    short = replace(right, token_ids=right.token_ids[:-1], logprobs=right.logprobs[:-1])
+    assert semantics.same_token_ids(rollout, left, short).status == "failed"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_missing_logprobs_fail(value):
+    rollout, left, right = make()
+    logprobs = right.logprobs.copy()
+    logprobs[5] = value
+    check = semantics.missing_logprobs(rollout, left, replace(right, logprobs=logprobs))
+    assert check.status == "failed"
+    assert "1 of 192" in check.detail
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_an_off_by_one_fails_alignment(shift):
+    rollout, left, right = make()
+    shifted = replace(right, logprobs=np.roll(right.logprobs, shift))
+    check = semantics.alignment(rollout, left, shifted)
+    assert check.status == "failed"
+    assert f"best lag is {shift:+d}" in check.detail
+
+
+def test_shuffled_rows_warn_in_alignment():
+    rollout, left, right = make()
+    shuffled = np.random.default_rng(1).permutation(right.logprobs)
+    assert semantics.alignment(rollout, left, replace(right, logprobs=shuffled)).status == "warning"
+
+
+def test_raw_logprobs_at_another_temperature_fail():
+    rollout, left, right = make(temperature=0.7)
+    raw = replace(
+        left,
+        logprobs=right.extra["logprobs_untempered"],
+        fingerprint=left.fingerprint | {"logprobs_temperature": 1.0},
+    )
+    checks = statuses(rollout, raw, right, half=0.02)
+    assert checks["temperature"].status == "failed"
+    assert "processed_logprobs" in checks["temperature"].fix
+
+
+def test_an_engine_that_lies_about_its_temperature_is_caught_by_the_data():
+    rollout, left, right = make(temperature=0.7)
+    liar = replace(left, logprobs=right.extra["logprobs_untempered"])
+    assert semantics.temperature(rollout, liar, right).status == "failed"
+
+
+def test_renormalised_truncation_fails_and_explains_the_ratio():
+    rollout, left, right = make()
+    kept = np.full(len(left.logprobs), 0.9)
+    cut = replace(
+        left,
+        logprobs=left.logprobs - np.log(0.9),
+        fingerprint=left.fingerprint | {"logprobs_truncated": True},
+    )
+    rollout = replace(rollout, sampling=replace(rollout.sampling, top_p=0.9))
+    effective = left.fingerprint["sampling"] | {"top_p": 0.9}
+    cut = replace(cut, fingerprint=cut.fingerprint | {"sampling": effective})
+    checks = statuses(rollout, cut, replace(right, extra={"kept_mass": kept}))
+    assert_only(checks, "truncation")
+    assert "0.9000" in checks["truncation"].detail
+    assert checks["importance-ratio"].status == "passed"
+
+
+def test_a_one_sided_delta_is_truncation_though_nobody_declared_it():
+    rollout, left, right = make()
+    cut = replace(right, logprobs=left.logprobs - 0.05)
+    assert semantics.truncation(rollout, left, cut).status == "failed"
+
+
+def test_a_ratio_that_excludes_one_fails():
+    rollout, left, right = make()
+    off = replace(right, logprobs=right.logprobs - 0.1)
+    check = semantics.importance_ratio(rollout, left, off, ratio(left, off))
+    assert check.status == "failed"
+
+
+def test_a_heavy_tail_makes_the_ratio_check_a_warning():
+    rollout, left, right = make()
+    off = replace(right, logprobs=right.logprobs - 0.1)
+    check = semantics.importance_ratio(rollout, left, off, ratio(left, off, flags=("heavy-tail",)))
+    assert check.status == "warning"
+
+
+def test_padding_with_zero_fails():
+    _, left, right = make()
+    logprobs = left.logprobs.copy()
+    logprobs[RESPONSE - 1 :: RESPONSE] = 0.0
+    assert semantics.zero_logprobs(replace(left, logprobs=logprobs), right).status == "failed"
+
+
+def test_a_certain_token_may_have_logprob_zero():
+    _, left, right = make()
+    a, b = left.logprobs.copy(), right.logprobs.copy()
+    a[3], b[3] = 0.0, -1e-7
+    check = semantics.zero_logprobs(replace(left, logprobs=a), replace(right, logprobs=b))
+    assert check.status == "passed"
+
+
+@pytest.mark.parametrize(("value", "status"), [(0.02, "failed"), (1e-5, "warning")])
+def test_positive_logprobs(value, status):
+    _, left, right = make()
+    logprobs = right.logprobs.copy()
+    logprobs[0] = value
+    assert semantics.positive_logprobs(left, replace(right, logprobs=logprobs)).status == status
+
+
+def test_a_parameter_from_generation_config_fails():
+    rollout, left, right = make()
+    effective = left.fingerprint["sampling"] | {"repetition_penalty": 1.1}
+    left = replace(left, fingerprint=left.fingerprint | {"sampling": effective})
+    assert_only(statuses(rollout, left, right), "sampling-parameters")
+
+
+def test_a_dropped_eos_fails():
+    rollout, left, right = make()
+    ids = rollout.token_ids.copy()
+    ids[rollout.offsets[4] - 1] = 7
+    check = semantics.special_tokens(replace(rollout, token_ids=ids), left, right)
+    assert check.status == "failed"
+    assert "sequence 3" in check.detail
+
+
+def test_an_appended_eos_fails():
+    rollout, left, right = make()
+    logprobs = right.logprobs.copy()
+    logprobs[RESPONSE - 1 :: RESPONSE] = -9.0  # the trainer finds the EOS most unlikely
+    sampled = left.logprobs.copy()
+    sampled[RESPONSE - 1 :: RESPONSE] = -0.1
+    check = semantics.special_tokens(
+        rollout, replace(left, logprobs=sampled), replace(right, logprobs=logprobs)
+    )
+    assert check.status == "failed"
+    assert "stop tokens" in check.detail
+
+
+def test_an_eos_in_the_middle_fails():
+    rollout, left, right = make()
+    ids = rollout.token_ids.copy()
+    ids[rollout.offsets[2] + PROMPT + 2] = EOS
+    check = semantics.special_tokens(replace(rollout, token_ids=ids), left, right)
+    assert check.status == "failed"
+
+
+def test_a_doubled_bos_fails():
+    rollout, left, right = make()
+    ids = rollout.token_ids.copy()
+    ids[rollout.offsets[:-1]] = ids[rollout.offsets[:-1] + 1] = 2
+    check = semantics.special_tokens(replace(rollout, token_ids=ids), left, right)
+    assert check.status == "failed"
+    assert "two BOS" in check.detail
+
+
+def test_other_source_files_fail():
+    left, right = make()[1].fingerprint, make()[2].fingerprint
+    right = right | {"source_files": {"model.safetensors": "cc", "config.json": "bb"}}
+    check = semantics.source_files(left, right)
+    assert check.status == "failed"
+    assert "model.safetensors" in check.detail
+
+
+def test_stale_weights_fail_and_unmapped_names_are_listed():
+    left, right = make()[1].fingerprint, make()[2].fingerprint
+    left = left | {"unmapped_weights": ["odd.weight"]}
+    assert "odd.weight" in semantics.weights_as_loaded(left, right).detail
+    right = right | {"weights": right["weights"] | {"lm_head.weight": [1, 2, 4]}}
+    check = semantics.weights_as_loaded(left, right)
+    assert check.status == "failed"
+    assert "lm_head.weight" in check.detail
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda r, a, b: semantics.source_files({}, {}),
+        lambda r, a, b: semantics.weights_as_loaded({}, {}),
+        lambda r, a, b: semantics.sampling_parameters(r, replace(a, fingerprint={})),
+        lambda r, a, b: semantics.special_tokens(r, replace(a, fingerprint={}), b),
+        lambda r, a, b: semantics.truncation(r, replace(a, fingerprint={}), b),
+        lambda r, a, b: semantics.temperature(
+            r, replace(a, fingerprint={}), replace(b, fingerprint={})
+        ),
+        lambda r, a, b: semantics.importance_ratio(r, a, b, Estimate(1, None, None, 9, 2, 1)),
+    ],
+)
+def test_what_lacks_its_data_is_not_tested_and_never_passed(check):
+    assert check(*make()).status == "not_tested"

@@ -1,0 +1,53 @@
+"""Write docs/licences.md: what the project depends on, and under which licence.
+
+.venv/bin/python tools/licences.py > docs/licences.md
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = """# Licences
+
+`mismatch` is under Apache-2.0 (LICENSE, NOTICE). The embedded model `tiny-gpt-oss` was trained by
+this project on text that this project generates and carries the same licence. Fonts, scripts or
+images of others are not shipped: the HTML report uses the reader's system fonts.
+
+Direct dependencies, as `make env` installs them on a CPU. `tools/licences.py` writes this table.
+
+| package | needed for | version | licence |
+| --- | --- | --- | --- |"""
+
+
+def main() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    print(HEADER)
+    groups = {"base": project["dependencies"], **project["optional-dependencies"]}
+    for group, requirements in groups.items():
+        for requirement in requirements:
+            name = re.split(r"[\[<>=~! ]", requirement)[0]
+            if name == project["name"]:
+                continue
+            try:
+                facts = metadata(name)
+            except PackageNotFoundError:
+                print(f"| {name} | {group} | not installed on a CPU | Apache-2.0 |")
+                continue
+            print(f"| {name} | {group} | {facts['Version']} | {licence(facts)} |")
+
+
+def licence(facts) -> str:
+    """The SPDX expression where there is one, else the classifier, else the first line."""
+    if facts["License-Expression"]:
+        return facts["License-Expression"]
+    lines = facts.get_all("Classifier") or []
+    classifiers = [line.split(" :: ")[-1] for line in lines if "License :: OSI" in line]
+    return classifiers[0] if classifiers else (facts["License"] or "unknown").splitlines()[0]
+
+
+if __name__ == "__main__":
+    main()
