@@ -323,9 +323,13 @@ def source_files(left: Fingerprint, right: Fingerprint) -> Check:
 def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     """Parameters hold the same values after loading, by digest, where names can be mapped."""
     a, b = left.get("weights"), right.get("weights")
-    if not a or not b:
-        why = left.get("weights_not_comparable") or right.get("weights_not_comparable")
-        detail = why or "a side gave no digest of its parameters"
+    lossy = [side["dtype"] for side in (left, right) if side.get("weights_comparable") is False]
+    if lossy or not a or not b:
+        detail = (
+            f"held in {lossy[0]}, which the checkpoint's values do not fit"
+            if lossy
+            else (left.get("weights_not_comparable") or "a side gave no digest of its parameters")
+        )
         return Check("weights-as-loaded", "not_tested", detail)
     common = sorted(a.keys() & b.keys())
     if not common:

@@ -1,0 +1,289 @@
+"""Every edge of the verdict rule, and the table that it reads."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from mismatch.errors import MismatchError
+from mismatch.levels import (
+    REFERENCES,
+    column_for,
+    exit_code,
+    judge,
+    judge_one,
+    references_for,
+    verdict,
+)
+from mismatch.metrics import METRICS
+from mismatch.thresholds import COLUMNS, Level, default_thresholds, load_thresholds
+from mismatch.types import Check, Comparison, Estimate, Judgement
+
+K3 = Level(1e-3, 1e-2, "test")
+PEARSON = Level(0.99, 0.97, "test")
+
+
+def estimate(value: float, low=None, high=None, flags=()) -> Estimate:
+    return Estimate(value, low, high, 1000, 256, 64, flags)
+
+
+@pytest.mark.parametrize(
+    ("low", "value", "high", "status", "inconclusive"),
+    [
+        (1e-4, 2e-4, 5e-4, "healthy", False),
+        (1e-4, 5e-4, 1e-3, "healthy", False),  # high end exactly on the bound
+        (1e-4, 5e-4, 1.1e-3, "warn", True),  # spans healthy
+        (1e-3, 2e-3, 3e-3, "warn", True),  # low end on the bound: healthy is not excluded
+        (2e-3, 3e-3, 5e-3, "warn", False),
+        (2e-3, 5e-3, 1e-2, "warn", False),  # high end exactly on critical
+        (2e-3, 5e-3, 2e-2, "warn", True),  # spans critical
+        (1e-2, 2e-2, 3e-2, "warn", True),  # low end exactly on critical: not above
+        (1.1e-2, 2e-2, 3e-2, "critical", False),
+        (1e-4, 5e-3, 2e-2, "warn", True),  # spans both
+    ],
+)
+def test_rule_for_low_is_good(low, value, high, status, inconclusive):
+    got = judge_one("k3_kl", estimate(value, low, high), K3)
+    assert (got.status, got.inconclusive) == (status, inconclusive)
+    assert (got.deciding_prompts is not None) is inconclusive or value in (1e-3, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("low", "value", "high", "status", "inconclusive"),
+    [
+        (0.995, 0.998, 0.999, "healthy", False),
+        (0.99, 0.995, 0.999, "healthy", False),
+        (0.985, 0.995, 0.999, "warn", True),
+        (0.975, 0.98, 0.985, "warn", False),
+        (0.96, 0.975, 0.98, "warn", True),
+        (0.5, 0.9, 0.96, "critical", False),
+        (0.5, 0.9, 0.97, "warn", True),
+    ],
+)
+def test_rule_for_high_is_good(low, value, high, status, inconclusive):
+    got = judge_one("probs_pearson", estimate(value, low, high), PEARSON)
+    assert (got.status, got.inconclusive) == (status, inconclusive)
+
+
+@pytest.mark.parametrize(
+    ("value", "status"), [(1e-3, "healthy"), (2e-3, "warn"), (1e-2, "warn"), (2e-2, "critical")]
+)
+def test_without_an_interval_the_value_decides(value, status):
+    got = judge_one("logprob_abs_diff_max", estimate(value), K3)
+    assert (got.status, got.inconclusive, got.deciding_prompts) == (status, False, None)
+
+
+def test_one_prompt_and_overflow():
+    assert judge_one("k3_kl", estimate(1e-4, flags=("one-prompt",)), K3).inconclusive
+    assert judge_one("k3_kl", estimate(math.inf, flags=("overflow",)), K3).status == "critical"
+
+
+def test_deciding_prompts_clear_the_bounds_that_matter():
+    # Value 0.0005 in the healthy zone: arm 0.001 against a distance of 0.0005 -> 4 times 64.
+    got = judge_one("k3_kl", estimate(5e-4, 1e-4, 1.5e-3), K3)
+    assert got.deciding_prompts in (256, 257)
+    # The same with an interval across both bounds: settling the healthy one settles both.
+    both = judge_one("k3_kl", estimate(5e-4, 1e-4, 2.05e-2), K3)
+    assert both.deciding_prompts == pytest.approx(64 * 40**2, abs=2)
+    # Between the bounds: the harder of the two decides.
+    between = judge_one("k3_kl", estimate(3e-3, 0.0, 1.7e-2), K3)
+    assert between.deciding_prompts == pytest.approx(64 * max(1.5, 2.0) ** 2, abs=2)
+    # Mirrored: pearson 0.98 with bounds 0.99 and 0.97.
+    mirrored = judge_one("probs_pearson", estimate(0.98, 0.96, 0.985), PEARSON)
+    assert mirrored.deciding_prompts == pytest.approx(256, abs=2)
+
+
+def test_columns():
+    bf16, fp16, fp32 = ({"dtype": d} for d in ("bf16", "fp16", "fp32"))
+    assert column_for(fp32, fp32) == "fp32"
+    assert column_for(fp32, fp16) == column_for(fp16, fp32) == "fp16"
+    assert column_for(fp16, bf16) == "bf16 dense"  # 8 significant bits against 11
+    assert column_for(bf16, bf16 | {"moe": True}) == "bf16 MoE"
+    assert column_for(fp16 | {"moe": True}, fp16) == "fp16"
+    assert column_for(fp32, fp32 | {"autocast": "bf16"}) == "bf16 dense"
+    assert column_for({"dtype": "torch.bfloat16"}, fp32) == "bf16 dense"
+    assert column_for({"dtype": "float32", "kv_cache_dtype": "auto"}, fp32) == "fp32"
+    assert column_for(bf16 | {"kv_cache_dtype": "fp8_e4m3"}, bf16) == "quantised"
+    assert column_for(bf16 | {"kv_cache_dtype": "bfloat16"}, bf16) == "bf16 dense"
+    assert column_for(bf16 | {"quantization": "mxfp4"}, bf16) == "quantised"
+    assert column_for(bf16 | {"quantization": None}, bf16) == "bf16 dense"
+    with pytest.raises(MismatchError, match="float8"):
+        column_for({"dtype": "float8"}, fp32)
+    with pytest.raises(MismatchError, match="dtype"):
+        column_for({}, {})
+
+
+def test_the_table_is_sound():
+    table = default_thresholds()
+    for metric, columns in table.items():
+        assert metric in METRICS
+        assert set(columns) <= set(COLUMNS)
+        for level in columns.values():
+            assert level.source
+            worse = level.critical - level.healthy
+            assert worse < 0 if METRICS[metric].good == "high" else worse > 0
+    for column in COLUMNS:
+        assert "k3_kl" in {metric for metric in table if column in table[metric]}
+    assert set(table["logprob_abs_diff_max"]) == {"fp32"}
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+
+
+def test_the_documented_table_is_the_one_that_judges():
+    start = PAGE.index("| metric | fp32 | fp16 |")
+    rows = [line.strip("|").split("|") for line in PAGE[start:].split("\n\n")[0].splitlines()[2:]]
+    documented = {}
+    for name, *cells in rows:
+        columns = dict(zip(COLUMNS, cells, strict=True))
+        documented[name.split("`")[1]] = {
+            column: tuple(float(bound) for bound in cell.split("/"))
+            for column, cell in columns.items()
+            if cell.strip()
+        }
+    assert documented == {
+        metric: {column: (cell.healthy, cell.critical) for column, cell in columns.items()}
+        for metric, columns in default_thresholds().items()
+    }
+
+
+def test_the_documented_example_loads(tmp_path):
+    example = PAGE.split("```toml\n")[1].split("```")[0]
+    cell = load_thresholds(written(tmp_path, example))["k3_kl"]["bf16 MoE"]
+    assert cell == Level(1e-3, 5e-3, "our last three runs")
+
+
+def comparison(**values: Estimate) -> Comparison:
+    return Comparison("vllm:decode", "fsdp", True, values)
+
+
+def test_judge_takes_the_metrics_that_have_a_cell():
+    numbers = comparison(
+        k3_kl=estimate(1e-4, 1e-5, 2e-4),
+        ess_token=estimate(0.1, 0.1, 0.1),
+        logprob_abs_diff_max=estimate(5.0),
+    )
+    assert [j.metric for j in judge(numbers, "bf16 MoE")] == ["k3_kl"]
+    in_fp32 = {j.metric: j.status for j in judge(numbers, "fp32")}
+    assert in_fp32 == {"logprob_abs_diff_max": "critical", "k3_kl": "warn"}
+
+
+def judged(*statuses: str) -> list[Judgement]:
+    names = ("k3_kl", "probs_diff_mean", "token_mult_prob_error")
+    return [
+        Judgement(name, status, 0.5, 0.1, 0.4, "s")
+        for name, status in zip(names, statuses, strict=False)
+    ]
+
+
+PASSED, FAILED = Check("alignment", "passed", "lag 0"), Check("temperature", "failed", "raw at 0.7")
+
+
+def test_verdict_is_the_worst():
+    assert verdict(judged("healthy", "healthy"), [PASSED], "fp32").status == "healthy"
+    assert verdict(judged("healthy", "warn"), [PASSED], "fp32").status == "warn"
+    worst = verdict(judged("warn", "critical", "healthy"), [PASSED], "bf16 MoE")
+    assert worst.status == "critical"
+    assert worst.levels == "bf16 MoE"
+    assert worst.reason.startswith("probs_diff_mean 0.5 is beyond its critical bound 0.4")
+    assert len(worst.judgements) == 3
+
+
+def test_a_failed_check_is_critical_whatever_the_numbers():
+    got = verdict(judged("healthy"), [PASSED, FAILED], "fp32")
+    assert got.status == "critical"
+    assert "temperature" in got.reason
+    assert "raw at 0.7" in got.reason
+    assert verdict([], [FAILED], "fp32").status == "critical"
+    warned = Check("eos", "warning", "3 of 64")
+    untested = Check("truncation", "not_tested", "off")
+    assert verdict(judged("healthy"), [warned, untested], "fp32").status == "healthy"
+
+
+def test_nothing_measured_never_passes():
+    with pytest.raises(MismatchError, match="nothing measured"):
+        verdict([], [PASSED], "fp32")
+
+
+def test_an_undecided_warning_says_how_many_prompts_decide():
+    undecided = judge_one("k3_kl", estimate(5e-4, 1e-4, 1.5e-3), K3)
+    assert "256 prompts" in verdict([undecided], [], "fp32").reason.replace("257", "256")
+    certain = judge_one("probs_diff_mean", estimate(5e-3, 4e-3, 6e-3), K3)
+    reason = verdict([undecided, certain], [], "fp32").reason
+    assert reason.startswith("probs_diff_mean")
+    assert "k3_kl" in reason
+
+
+def test_exit_codes():
+    codes = {
+        status: [exit_code(verdict(judged(status), [], "fp32"), on) for on in ("critical", "warn")]
+        for status in ("healthy", "warn", "critical")
+    }
+    assert codes == {"healthy": [0, 0], "warn": [0, 1], "critical": [1, 1]}
+    with pytest.raises(MismatchError, match="never"):
+        exit_code(verdict(judged("warn"), [], "fp32"), "never")
+
+
+def written(folder, text: str):
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_thresholds_replace_cells_and_only_those(tmp_path):
+    cells = '[k3_kl."bf16 MoE"]\nhealthy = 5e-4\n[ess_token."fp32"]\nhealthy = 0.99\ncritical = 0.9'
+    path = written(tmp_path, cells)
+    mine, ours = load_thresholds(path), default_thresholds()
+    assert mine["k3_kl"]["bf16 MoE"].healthy == 5e-4
+    assert mine["k3_kl"]["bf16 MoE"].critical == ours["k3_kl"]["bf16 MoE"].critical
+    assert "mine.toml" in mine["k3_kl"]["bf16 MoE"].source
+    assert mine["ess_token"]["fp32"].healthy == 0.99
+    assert mine["k3_kl"]["fp32"] == ours["k3_kl"]["fp32"]
+    assert "ess_token" not in ours
+    numbers = comparison(k3_kl=estimate(1e-3, 9e-4, 1.1e-3))
+    assert judge(numbers, "bf16 MoE")[0].status == "healthy"
+    assert judge(numbers, "bf16 MoE", mine)[0].status == "warn"
+
+
+BAD_FILES = {
+    "[k3_lk.fp32]\nhealthy = 1": ("line 1.*unknown metric: 'k3_lk'", "did you mean 'k3_kl'"),
+    '# mine\n[k3_kl."bf16 moe"]\nhealthy = 1': ("line 2.*column of k3_kl", "'bf16 MoE'"),
+    "[k3_kl.fp32]\nhelthy = 1": ("line 2.*unknown key", "did you mean 'healthy'"),
+    "[k3_kl.fp32]\nhealthy = 'low'": ("no number: 'low'", "k3_kl"),
+    "[k3_kl.fp32]\nhealthy = nan": ("no number: nan", "k3_kl"),
+    "[k3_kl.fp32]\nhealthy = true": ("no number: True", "k3_kl"),
+    "[k3_kl.fp32]\nhealthy = 1.0": ("healthy 1 is worse than critical", "healthy lies below"),
+    "[probs_pearson.fp32]\nhealthy = 0.9\ncritical = 0.95": ("worse", "healthy lies above"),
+    "[ess_token.fp32]\nhealthy = 0.9": ("critical is no number: None", "ess_token"),
+    "k3_kl = 3": ("k3_kl is no table", '"bf16 MoE"'),
+    "[k3_kl]\nfp32 = 3": ("no table of bounds", "healthy"),
+    "[ratio_mean.fp32]\nhealthy = 1": ("unknown metric: 'ratio_mean'", "ratio"),
+    "[k3_kl": ("is not TOML", "k3_kl"),
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_bad_thresholds_name_the_place_and_the_fix(text, tmp_path):
+    message, fix = BAD_FILES[text]
+    with pytest.raises(MismatchError, match=message) as caught:
+        load_thresholds(written(tmp_path, text))
+    assert fix in caught.value.fix
+    assert "mine.toml" in caught.value.message
+
+
+def test_thresholds_file_missing(tmp_path):
+    with pytest.raises(MismatchError, match=r"none\.toml"):
+        load_thresholds(tmp_path / "none.toml")
+
+
+def test_references_are_usable_beside_our_numbers():
+    for reference in REFERENCES:
+        assert reference.metric in METRICS or reference.metric == "logprob_diff_rms"
+        assert reference.column in (*COLUMNS, "")
+        assert reference.value > 0
+        assert reference.source
+    found = references_for("logprob_abs_diff_mean", "bf16 MoE")
+    assert {r.model for r in found} >= {"gpt-oss-20b", "Qwen3.5-35B-A3B"}
+    assert all(r.normal for r in found)

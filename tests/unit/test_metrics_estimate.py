@@ -1,0 +1,269 @@
+"""Intervals hold what they promise, because whole prompts move together."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mismatch.metrics import METRICS
+from mismatch.metrics.estimate import (
+    Estimator,
+    PromptSums,
+    heavy_tail,
+    hill_index,
+    prompts_needed,
+    student,
+    woodruff,
+)
+from mismatch.metrics.registry import columns
+from mismatch.types import Estimate
+
+MEAN = METRICS["logprob_abs_diff_mean"]
+
+
+def design(prompts: int, samples: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """(sequence of each token, prompt of each sequence)."""
+    sequence = np.repeat(np.arange(prompts * samples), tokens)
+    return sequence, np.repeat(np.arange(prompts), samples)
+
+
+def correlated(rng, prompts: int, samples: int, tokens: int) -> np.ndarray:
+    """Gaussian deltas whose scale is shared within a prompt and within a sample."""
+    scale = rng.normal(0, 0.4, (prompts, 1, 1)) + rng.normal(0, 0.3, (prompts, samples, 1))
+    return (0.01 * np.exp(scale) * rng.normal(size=(prompts, samples, tokens))).ravel()
+
+
+TRUE_MEAN = 0.01 * math.exp((0.4**2 + 0.3**2) / 2) * math.sqrt(2 / math.pi)
+
+
+def coverage(prompts: int, *, by_sequence: bool = False, replications: int = 400) -> float:
+    sequence, prompt = design(prompts, 4, 10)
+    hits = 0
+    for seed in range(replications):
+        delta = correlated(np.random.default_rng(10_000 + seed), prompts, 4, 10)
+        clusters = np.arange(len(prompt)) if by_sequence else prompt
+        got = Estimator(sequence, clusters, seed=seed).one(MEAN, {"delta": delta})
+        hits += got.low <= TRUE_MEAN <= got.high
+    return hits / replications
+
+
+def test_coverage_with_64_prompts_of_4_correlated_samples():
+    assert coverage(64) >= 0.92
+
+
+def test_coverage_with_256_prompts():
+    assert 0.93 <= coverage(256, replications=300) <= 0.97
+
+
+def test_the_coverage_test_can_fail_resampling_sequences_does():
+    assert coverage(36, by_sequence=True, replications=200) < 0.90
+
+
+def test_copies_of_samples_bring_no_precision():
+    """Four identical samples of a prompt know no more than one."""
+    rng = np.random.default_rng(3)
+    once = 0.01 * rng.normal(size=(40, 1, 25)) * rng.exponential(1, (40, 1, 1))
+    one = Estimator(*design(40, 1, 25)).one(MEAN, {"delta": once.ravel()})
+    four = Estimator(*design(40, 4, 25)).one(MEAN, {"delta": once.repeat(4, axis=1).ravel()})
+    assert (four.value, four.low, four.high) == pytest.approx((one.value, one.low, one.high))
+    assert (four.n_tokens, four.n_sequences, four.n_prompts) == (4000, 160, 40)
+
+
+def test_counts_are_of_what_was_compared():
+    """Sequence 1 has no action token, so its prompt is not there either."""
+    got = Estimator(np.array([0, 0, 2, 3]), np.array([5, 6, 7, 7])).one(MEAN, {"delta": np.ones(4)})
+    assert (got.n_tokens, got.n_sequences, got.n_prompts) == (4, 3, 2)
+
+
+def test_standard_error_of_a_mean_is_the_textbook_one():
+    sums = np.random.default_rng(0).normal(size=(30, 8))
+    got = PromptSums.of(columns(sums.ravel()), np.repeat(np.arange(30), 8), 30, MEAN.combine)
+    assert got.error == pytest.approx(sums.mean(axis=1).std(ddof=1) / math.sqrt(30))
+
+
+@pytest.mark.parametrize("name", ["ratio_std", "ess_token", "probs_pearson", "kl_over_entropy"])
+def test_a_resample_equals_the_metric_on_the_redrawn_tokens(name):
+    """Sums per prompt, reweighted, are the real thing; the error is that of a jackknife."""
+    rng = np.random.default_rng(1)
+    prompts, metric = 40, METRICS[name]
+    cluster = rng.integers(0, prompts, 3000)
+    rollout = np.log(rng.uniform(0.05, 1.0, 3000))
+    delta = rng.normal(0, 0.1, 3000)
+    arrays = {"rollout": rollout, "train": rollout + delta, "delta": delta}
+    arrays["train_entropy"] = rng.exponential(1.0, 3000)
+    terms = metric.terms(**{need: arrays[need] for need in metric.needs})
+    sums = PromptSums.of(columns(terms), cluster, prompts, metric.combine)
+
+    weights = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=3).astype(float)
+    values, _ = sums.resampled(weights)
+    for weight, got in zip(weights, values, strict=True):
+        rows = np.concatenate(
+            [np.flatnonzero(cluster == p) for p in np.repeat(range(prompts), weight.astype(int))]
+        )
+        assert got == pytest.approx(metric(*(arrays[need][rows] for need in metric.needs)))
+
+    left_out = [metric.value(terms[cluster != p]) for p in range(prompts)]
+    jackknife = math.sqrt((prompts - 1) * np.var(left_out))
+    assert sums.error == pytest.approx(jackknife, rel=0.1)
+
+
+def test_identical_sides_have_a_point_interval():
+    sequence, prompt = design(20, 2, 10)
+    zeros = np.zeros(len(sequence))
+    arrays = {"delta": zeros, "sequence": sequence}
+    for name in ("k3_kl", "kl", "ratio_std", "chi2_seq", "logprob_abs_diff_p99", "clip_fraction"):
+        got = Estimator(sequence, prompt).one(METRICS[name], arrays)
+        assert (got.value, got.low, got.high, got.flags) == (0.0, 0.0, 0.0, ()), name
+    for name in ("ratio_mean", "token_mult_prob_error", "ess_token"):
+        got = Estimator(sequence, prompt).one(METRICS[name], arrays)
+        assert (got.value, got.low, got.high) == (1.0, 1.0, 1.0), name
+
+
+def test_the_seed_decides():
+    sequence, prompt = design(30, 2, 10)
+    delta = correlated(np.random.default_rng(0), 30, 2, 10)
+    intervals = [
+        Estimator(sequence, prompt, seed=seed).one(MEAN, {"delta": delta}) for seed in (1, 1, 2)
+    ]
+    assert intervals[0] == intervals[1] != intervals[2]
+
+
+def test_flags_and_missing_intervals():
+    rng = np.random.default_rng(0)
+    sequence, prompt = design(1, 4, 50)
+    alone = Estimator(sequence, prompt).one(MEAN, {"delta": rng.normal(size=200)})
+    assert (alone.low, alone.high, alone.flags) == (None, None, ("one-prompt",))
+    sequence, prompt = design(4, 4, 50)
+    few = Estimator(sequence, prompt).one(MEAN, {"delta": rng.normal(size=800)})
+    assert few.flags == ("few-prompts",)
+    assert few.low < few.value < few.high
+    largest = METRICS["logprob_abs_diff_max"]
+    got = Estimator(sequence, prompt).one(largest, {"delta": rng.normal(size=800)})
+    assert (got.low, got.high, got.flags) == (None, None, ())
+    spike = np.r_[np.full(799, 1e-3), 1.0]
+    assert "heavy-tail" in Estimator(sequence, prompt).one(METRICS["k3_kl"], {"delta": spike}).flags
+    rare = Estimator(sequence, prompt).one(METRICS["ratio_outside_2"], {"delta": np.full(800, 0.1)})
+    assert rare.value == 0.0
+    assert "no-events" in rare.flags
+    huge = np.r_[np.zeros(799), -2000.0]
+    endless = Estimator(sequence, prompt).one(METRICS["token_mult_prob_error"], {"delta": huge})
+    assert (endless.value, endless.low, endless.flags) == (math.inf, None, ("overflow",))
+
+
+def test_an_undefined_metric_is_absent():
+    sequence, prompt = design(4, 4, 5)
+    arrays = {"rollout": np.full(80, -1.0), "train": np.full(80, -2.0)}
+    names = ("probs_pearson", "probs_diff_mean", "k3_kl")
+    made = Estimator(sequence, prompt).all([METRICS[name] for name in names], arrays)
+    assert set(made) == {"probs_diff_mean"}  # no correlation of constants; delta was not given
+
+
+def test_two_prompts_and_one_that_carries_everything_get_wide_intervals():
+    sequence, prompt = design(2, 1, 10)
+    two = Estimator(sequence, prompt).one(
+        MEAN, {"delta": np.r_[np.full(10, 1.0), np.full(10, 2.0)]}
+    )
+    assert two.low == 0.0
+    assert two.high > 3.0
+    sequence, prompt = design(64, 1, 10)
+    delta = np.zeros(640)
+    delta[0] = 1.0
+    lone = Estimator(sequence, prompt).one(METRICS["ratio_outside_2"], {"delta": delta})
+    assert lone.low == 0.0
+    assert lone.high > 2 * lone.value
+    assert "heavy-tail" in lone.flags
+
+
+def test_hill_index_knows_a_pareto_from_a_gaussian():
+    rng = np.random.default_rng(0)
+    assert hill_index(rng.pareto(1.5, 20_000) + 1) == pytest.approx(1.5, rel=0.15)
+    assert heavy_tail(rng.pareto(1.5, 20_000) + 1)
+    assert not heavy_tail(rng.normal(size=20_000))
+    assert not heavy_tail(np.zeros(100))
+
+
+def test_woodruff_covers_quantiles_of_correlated_tokens():
+    hits = dict.fromkeys((0.5, 0.9), 0)
+    rng = np.random.default_rng(5)
+    cluster = np.repeat(np.arange(64), 40)
+    truth = {p: np.quantile(np.abs(correlated(rng, 20_000, 4, 5)), p) for p in hits}
+    for _ in range(300):
+        values = np.abs(correlated(rng, 64, 4, 10))
+        for p in hits:
+            low, high = woodruff(values, cluster, p)
+            hits[p] += low <= truth[p] <= high
+    assert all(0.90 <= count / 300 <= 0.99 for count in hits.values()), hits
+
+
+def test_a_quantile_beyond_the_sample_has_no_interval():
+    sequence, prompt = design(20, 2, 5)
+    delta = np.random.default_rng(0).normal(size=200)
+    got = Estimator(sequence, prompt).one(METRICS["logprob_abs_diff_p999"], {"delta": delta})
+    assert (got.low, got.high, got.flags) == (None, None, ("few-tokens",))
+    assert got.value == np.abs(delta).max()
+
+
+def test_student_points():
+    table = {1: 12.706, 2: 4.303, 3: 3.182, 5: 2.571, 10: 2.228, 30: 2.042, 1000: 1.962}
+    for freedom, point in table.items():
+        assert student(freedom) == pytest.approx(point, rel=8e-3)
+
+
+def estimate(value: float, low: float | None, high: float | None, prompts: int = 64) -> Estimate:
+    return Estimate(value, low, high, 1000, 256, prompts)
+
+
+def test_prompts_needed():
+    # 1 ± 0.5 against 0.75: the arm of 0.5 must fall under 0.25, so 4 times the prompts and one.
+    assert prompts_needed(estimate(1.0, 0.5, 1.5), 0.75) == 257
+    assert prompts_needed(estimate(1.0, 0.5, 1.25), 1.125) == 257  # the arm on the bound's side
+    assert prompts_needed(estimate(1.0, 0.5, 1.5), 2.0) == 64  # decided already
+    assert prompts_needed(estimate(1.0, 0.5, 1.5), 1.0) is None  # no n can tell
+    assert prompts_needed(estimate(1.0, None, None), 0.75) is None
+
+
+def test_prompts_needed_is_about_right():
+    """With the n that it asks for, the bound lies outside the interval (for typical draws)."""
+    bound, rng = 1.15 * TRUE_MEAN, np.random.default_rng(11)
+    needed = []
+    for _ in range(20):
+        small = Estimator(*design(24, 4, 10)).one(MEAN, {"delta": correlated(rng, 24, 4, 10)})
+        needed.append(prompts_needed(small, bound))
+    n = int(np.median([count for count in needed if count is not None]))
+    decided = 0
+    for _ in range(20):
+        large = Estimator(*design(n, 4, 10)).one(MEAN, {"delta": correlated(rng, n, 4, 10)})
+        decided += not large.low <= bound <= large.high
+    assert decided >= 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 40), st.integers(0, 10_000), st.sampled_from(sorted(METRICS)))
+def test_intervals_hold_the_value_and_stay_in_range(prompts, seed, name):
+    metric = METRICS[name]
+    rng = np.random.default_rng(seed)
+    sequence, prompt = design(prompts, 2, 6)
+    rollout = -rng.exponential(1.0, len(sequence))
+    delta = rng.standard_t(3, len(sequence)) * 0.05
+    arrays = {"rollout": rollout, "train": rollout + delta, "delta": delta, "sequence": sequence}
+    got = Estimator(sequence, prompt).all([metric], arrays).get(name)
+    if got is not None and got.low is not None:
+        low, high = metric.bounds
+        assert low <= got.low <= got.value <= got.high <= high
+
+
+def test_fast_enough_for_every_run():
+    sequence, prompt = design(64, 4, 80)
+    rng = np.random.default_rng(0)
+    rollout = -rng.exponential(1.0, len(sequence))
+    delta = rng.normal(0, 0.01, len(sequence))
+    arrays = {"rollout": rollout, "train": rollout + delta, "delta": delta, "sequence": sequence}
+    began = time.perf_counter()
+    made = Estimator(sequence, prompt).all(METRICS.values(), arrays)
+    assert len(made) > 35
+    assert time.perf_counter() - began < 2.0
