@@ -21,6 +21,9 @@ lint: env  ## ruff and mypy
 tiny-gpt-oss: env  ## train the embedded model again (about 15 minutes on 2 cores)
 	$(BIN)/python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss
 
+example: env  ## the saved run under examples/ and the README's pictures
+	$(BIN)/python tools/make_pictures.py
+
 clean:  ## runs and caches; not the environment
 	rm -rf runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 

@@ -1,0 +1,78 @@
+"""The command `mismatch`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from mismatch import __version__
+from mismatch.cli.check import check
+from mismatch.cli.report import report
+from mismatch.errors import MismatchError
+
+app = typer.Typer(
+    name="mismatch",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Do the inference engine and the trainer give the same tokens the same probabilities? "
+    "Measure it before the run: mismatch check --model MODEL",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mismatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(check)
+app.command()(report)
+
+
+def main() -> NoReturn:
+    """Exit codes: 0 healthy or warn, 1 critical or a failed check, 2 nothing could be measured."""
+    # A TERM ends the tool as Ctrl-C does: through every `finally`, so that no worker is left.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = app(standalone_mode=False)
+    except MismatchError as error:
+        _complain(error.message, error.fix)
+    except KeyboardInterrupt:
+        _complain("interrupted; every process that was started has been ended", "run it again")
+    except OSError as error:
+        _complain(str(error), "check the path, its permissions and the free disk space")
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # click's own usage errors have one
+            raise
+        _complain(error.format_message(), "mismatch COMMAND --help lists every option")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _complain(message: str, fix: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    if fix:
+        print(f"  fix: {fix}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""From what an engine returned to a rollout and its scorings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch.engines.base import Engine, ExpertLayout, Progress, Sample
+from mismatch.engines.model_info import ModelInfo
+from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.specs import RolloutSpec
+from mismatch.tasks.arithmetic import reward
+from mismatch.tasks.prompts import Prompt
+from mismatch.types import Fingerprint, Floats, Rollout, Routing, Scoring
+
+
+def decode_fingerprint(
+    engine: Engine, spec: RolloutSpec, tokenizer: Any, info: ModelInfo
+) -> Fingerprint:
+    """The engine's fingerprint with the weights as loaded.
+
+    Raises:
+        MismatchError: the engine runs in another dtype than was asked for.
+    """
+    found = engine.fingerprint("decode")
+    if found["dtype"] != spec.engine.dtype:
+        raise MismatchError(
+            f"{engine.name} runs in {found['dtype']}, --dtype asked for {spec.engine.dtype}",
+            f"use --dtype {found['dtype']}",
+        )
+    found |= {"stop_token_ids": list(info.stop_ids), "bos_token_id": tokenizer.bos_token_id}
+    if found["dtype"] == "fp16":
+        found["weights_not_comparable"] = "fp16 weights have lost bits that the checkpoint has"
+        return found
+    weights = engine.weights()
+    found["weights"] = {name: list(digest) for name, digest in weights.digests.items()}
+    found["unmapped_weights"] = list(weights.unmapped)
+    return found
+
+
+def build_rollout(
+    prompts: Sequence[list[int]],
+    samples: Sequence[Sequence[Sample]],
+    spec: RolloutSpec,
+    fingerprint: Fingerprint,
+) -> Rollout:
+    """All samples as one flat rollout; the digests stay with the scoring."""
+    pairs = [(p, s) for p, group in enumerate(samples) for s in group]
+    sequences = [prompts[p] + sample.token_ids for p, sample in pairs]
+    sampled = [
+        np.arange(len(ids)) >= len(prompts[p]) for (p, _), ids in zip(pairs, sequences, strict=True)
+    ]
+    actions = np.concatenate(sampled)
+    digests = ("weights", "unmapped_weights")
+    return Rollout(
+        token_ids=np.concatenate([np.asarray(ids, np.int64) for ids in sequences]),
+        offsets=np.cumsum([0, *map(len, sequences)]).astype(np.int64),
+        action_mask=actions,
+        turn=actions.astype(np.int64),
+        prompt_index=np.asarray([p for p, _ in pairs], np.int64),
+        finish_reason=tuple(sample.finish_reason for _, sample in pairs),
+        sampling=spec.sampling,
+        fingerprint={key: value for key, value in fingerprint.items() if key not in digests},
+    )
+
+
+def decode_scoring(
+    engine: Engine,
+    samples: Sequence[Sequence[Sample]],
+    rollout: Rollout,
+    fingerprint: Fingerprint,
+) -> Scoring:
+    """What the engine said while it sampled, with the experts it used."""
+    name = f"{engine.name}:decode"
+    flat = [sample for group in samples for sample in group]
+    layout = engine.experts()
+    routing = None
+    if layout is not None:
+        routing = build_routing([sample.routed for sample in flat], layout, rollout, name)
+    return Scoring(
+        name=name,
+        token_ids=rollout.token_ids[rollout.actions],
+        logprobs=np.concatenate([sample.logprobs for sample in flat]),
+        fingerprint=fingerprint,
+        routing=routing,
+    )
+
+
+def prefill_scoring(engine: Engine, rollout: Rollout, progress: Progress) -> Scoring:
+    """The engine's own rescoring of the sampled ids by prefill."""
+    sequences = [ids.tolist() for ids in rollout.sequences()]
+    masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
+    starts = [int(np.flatnonzero(mask)[0]) for mask in masks]
+    scores = engine.prefill(sequences, starts, rollout.sampling.temperature, progress)
+    return Scoring(
+        name=f"{engine.name}:prefill",
+        token_ids=rollout.token_ids[rollout.actions],
+        logprobs=np.concatenate(scores),
+        fingerprint=engine.fingerprint("prefill"),
+    )
+
+
+def build_routing(
+    rows: Sequence[NDArray[Any] | None], layout: ExpertLayout, rollout: Rollout, source: str
+) -> Routing:
+    """Experts of all sequences, [T, L, K]; the last token of a sequence has no row.
+
+    Raises:
+        CorruptCapture: a sequence without experts, of another shape, or impossible ids.
+    """
+    shape = (len(rollout.token_ids), len(layout.layers), layout.top_k)
+    ids = np.zeros(shape, np.uint8 if layout.num_experts <= 256 else np.uint16)
+    present = np.zeros(shape[0], bool)
+    bounds = zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)
+    for sequence, (found, (start, end)) in enumerate(zip(rows, bounds, strict=True)):
+        forwarded = int(end - start) - 1
+        experts = _require_rows(found, forwarded, layout, f"{source}, sequence {sequence}")
+        ids[start : end - 1] = experts[:forwarded]
+        present[start : end - 1] = True
+    routing = Routing(layout.layers, layout.num_experts, ids, present)
+    routing.validate(rollout, source)
+    return routing
+
+
+def _require_rows(
+    found: NDArray[Any] | None, forwarded: int, layout: ExpertLayout, where: str
+) -> NDArray[Any]:
+    """Experts of one sequence, checked before they are narrowed to the smallest dtype."""
+    fix = "upgrade the engine, or run without routing: --no-routing"
+    wanted = (forwarded, len(layout.layers), layout.top_k)
+    if found is None:
+        raise CorruptCapture(f"{where}: no routed experts, expected {wanted}", fix)
+    # Some engines also return a row for the last token, which no forward made: not used.
+    if found.shape[1:] != wanted[1:] or len(found) - forwarded not in (0, 1):
+        raise CorruptCapture(f"{where}: routed experts {found.shape}, expected {wanted}", fix)
+    if found.max(initial=0) >= layout.num_experts or found.min(initial=0) < 0:
+        raise CorruptCapture(f"{where}: expert {found.max()} of {layout.num_experts}", fix)
+    return found
+
+
+def response_rewards(prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any) -> Floats | None:
+    """1 for a right answer, 0 for a wrong one, per sequence; None where no answer is known."""
+    answers = [prompts[index].answer for index in rollout.prompt_index]
+    known = [answer for answer in answers if answer is not None]
+    if len(known) != len(answers):
+        return None
+    masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
+    texts = [
+        tokenizer.decode(ids[mask], skip_special_tokens=True)
+        for ids, mask in zip(rollout.sequences(), masks, strict=True)
+    ]
+    scores = [reward(text, answer) for text, answer in zip(texts, known, strict=True)]
+    return np.asarray(scores, np.float64)

@@ -1,0 +1,137 @@
+"""The protocol that every engine fulfils, and the data that crosses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+
+from numpy.typing import NDArray
+
+from mismatch.types import Fingerprint, Floats
+
+if TYPE_CHECKING:
+    from mismatch.specs import EngineSpec
+    from mismatch.types import Sampling
+
+Mode = Literal["decode", "prefill"]
+
+# (finished sequences, all sequences, tokens so far)
+Progress = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sampled continuation of a prompt.
+
+    Example: two tokens after a prompt of three, one MoE layer, top-2::
+
+        Sample(token_ids=[7, 2], logprobs=[-0.1, -1.3], finish_reason="stop",
+               routed=[[[1, 5]], [[0, 2]], [[3, 1]], [[1, 5]]])
+
+    Attributes:
+        token_ids: the sampled ids, with the EOS or stop token where one was sampled.
+        logprobs: of the sampled ids, float64 nats, one per id.
+        finish_reason: "stop" (EOS or a stop token) or "length".
+        routed: [rows, L, K] experts of the prompt's tokens and then of the sampled ones; the last
+            sampled token is never forwarded, so rows = prompt + sampled - 1. None: not captured.
+    """
+
+    token_ids: list[int]
+    logprobs: Floats
+    finish_reason: str
+    routed: NDArray[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """Where the experts of a model are: L of its decoder layers, K of E experts in each."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do for one spec and sampling law, known before any weight is loaded.
+
+    Attributes:
+        prefill: it can score given token ids at T = 1.
+        prefill_tempered: also at the sampling temperature where that is not 1.
+        processed_logprobs: it reports logprobs after temperature and truncation.
+        deterministic: the same seed gives the same tokens.
+        reasons: capability -> why it is missing, one sentence each.
+    """
+
+    decode: bool = True
+    prefill: bool = True
+    prefill_tempered: bool = True
+    routed_experts: bool = True
+    processed_logprobs: bool = True
+    deterministic: bool = True
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Digests of the parameters as loaded (see mismatch.weights_digest).
+
+    Attributes:
+        digests: checkpoint name -> digest.
+        unmapped: the engine's names for which no checkpoint name is known.
+    """
+
+    digests: dict[str, Any]
+    unmapped: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    """One engine with one model and one sampling law. A context manager: weights live inside it.
+
+    Args of the constructor:
+        spec: the model and how to run it.
+        sampling: the law that will sample; engines fix their logprob mode when they load.
+        longest: tokens of the longest sequence (prompt and response) that will come.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None: ...
+
+    @classmethod
+    def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
+        """What this engine can do here, without loading weights."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
+        """``samples_per_prompt`` samples of every prompt, in the order of the prompts.
+
+        Raises:
+            MismatchError: the engine gave fewer samples or logprobs than asked for.
+        """
+
+    def prefill(
+        self,
+        sequences: Sequence[list[int]],
+        starts: Sequence[int],
+        temperature: float,
+        progress: Progress,
+    ) -> list[Floats]:
+        """Logprobs (float64 nats, at ``temperature``) of the tokens ``start:`` of each sequence.
+
+        Raises:
+            MismatchError: a start below 1 (nothing predicts the first token).
+        """
+
+    def experts(self) -> ExpertLayout | None:
+        """Layout of the captured experts, or None where none are captured."""
+
+    def weights(self) -> LoadedWeights:
+        """Digests of the parameters as they were loaded."""
+
+    def fingerprint(self, mode: Mode) -> Fingerprint:
+        """What really ran, resolved by the engine."""

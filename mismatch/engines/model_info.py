@@ -1,0 +1,163 @@
+"""What a checkpoint says about itself, read before any weight is."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mismatch.errors import MismatchError
+from mismatch.specs import EngineSpec
+
+GENERATIVE = ("CausalLM", "ConditionalGeneration", "LMHead")
+EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+REQUIRED_FILES = {
+    "config.json": ["config.json"],
+    "weights (*.safetensors)": ["*.safetensors", "*.bin"],
+    "tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"],
+}
+TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The parts of a model's configuration that the engines need.
+
+    Attributes:
+        context: positions that the model was made for, or None where it does not say.
+        stop_ids: every id that ends a response (EOS of config, generation config, tokenizer).
+        num_experts, top_k: of its MoE layers, 0 for a dense model.
+    """
+
+    model_type: str
+    vocab_size: int
+    context: int | None
+    stop_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    @property
+    def moe(self) -> bool:
+        return self.num_experts > 0 and self.top_k > 0
+
+
+def require_model(spec: EngineSpec) -> None:
+    """Check that a model given as a directory has its files.
+
+    Raises:
+        MismatchError: no such directory, or no config.json or weights in it.
+    """
+    path = Path(spec.model)
+    if not path.exists():
+        if spec.model.count("/") == 1 and not spec.model.startswith((".", "/", "~")):
+            return  # a hub id
+        raise MismatchError(
+            f"model {spec.model!r} does not exist",
+            "give a directory with config.json, a hub id (org/name), or tiny-gpt-oss",
+        )
+    for what, patterns in REQUIRED_FILES.items():
+        if not any(any(path.glob(pattern)) for pattern in patterns):
+            raise MismatchError(
+                f"model {spec.model}: no {what}",
+                "save it with save_pretrained() of the model and of its tokenizer",
+            )
+
+
+def load_tokenizer(spec: EngineSpec) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        MismatchError: it is missing or cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        )
+    except Exception as error:  # transformers raises many kinds here
+        raise MismatchError(
+            f"tokenizer of {spec.model} cannot be loaded: {first_line(error)}",
+            "save it beside the model: tokenizer.save_pretrained(DIR)",
+        ) from error
+
+
+def read_model_info(spec: EngineSpec) -> ModelInfo:
+    """Read config.json, generation_config.json and the tokenizer.
+
+    Raises:
+        MismatchError: they are missing or cannot be read.
+    """
+    from transformers import AutoConfig
+
+    require_model(spec)
+    try:
+        config = AutoConfig.from_pretrained(
+            spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        )
+    except Exception as error:
+        raise MismatchError(
+            f"configuration of {spec.model} cannot be read: {first_line(error)}",
+            "check the model's name and config.json; a model with code of its own needs "
+            "--trust-remote-code, a new architecture a newer transformers",
+        ) from error
+    _require_causal(spec, config)
+    text = config.get_text_config()
+    return ModelInfo(
+        model_type=config.model_type,
+        vocab_size=int(text.vocab_size),
+        context=getattr(text, "max_position_embeddings", None),
+        stop_ids=_stop_ids(spec, text),
+        num_experts=_first_number(text, EXPERT_FIELDS),
+        top_k=_first_number(text, TOP_K_FIELDS),
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line, for a message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return textwrap.shorten(lines[0], 300, placeholder=" …") if lines else type(error).__name__
+
+
+def _require_causal(spec: EngineSpec, config: Any) -> None:
+    names = list(config.architectures or [])
+    generates = any(kind in name for name in names for kind in GENERATIVE)
+    if names and not generates and not spec.trust_remote_code:
+        raise MismatchError(
+            f"model {spec.model} is a {names[0]}: not a causal language model",
+            "choose a model that generates text (…ForCausalLM)",
+        )
+
+
+def load_fix(error: BaseException) -> str:
+    """What may help when an engine cannot load a model."""
+    text = str(error).lower()
+    if "routed" in text or "auxoutput" in text:
+        return "run without routing: --no-routing"
+    if "deserializ" in text or "metadata" in text:
+        return "the weight files are damaged: copy or download them again"
+    if "memory" in text:
+        return "lower --gpu-memory-utilization or --max-model-len, or use --tensor-parallel-size"
+    if "not supported" in text or "architecture" in text:
+        return "choose a model that this engine supports, or another engine: --engine …"
+    return "look into logs/engine.log; --engine-arg key=value passes further options to the engine"
+
+
+def _stop_ids(spec: EngineSpec, config: Any) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    generation: Any = None
+    with contextlib.suppress(OSError):  # many models have none
+        generation = GenerationConfig.from_pretrained(spec.model, revision=spec.revision or "main")
+    ids: set[int] = set()
+    for source in (config, generation, load_tokenizer(spec)):
+        found = getattr(source, "eos_token_id", None)
+        ids.update(found if isinstance(found, list) else [] if found is None else [found])
+    return tuple(sorted(ids))
+
+
+def _first_number(config: Any, names: tuple[str, ...]) -> int:
+    values = (getattr(config, name, None) for name in names)
+    return next((int(value) for value in values if value), 0)

@@ -1,0 +1,267 @@
+"""The pictures of the report, from the tokens table and the report's breakdowns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch.reports.quantities import number
+from mismatch.reports.summary import headline
+from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.reports.worst import rank_in_response
+from mismatch.types import Report
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One figure with its words.
+
+    Attributes:
+        title: what it shows, a few words.
+        caption: how to read it, a sentence or two.
+    """
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+
+
+def pictures(report: Report, tokens: pd.DataFrame) -> list[Picture]:
+    """All figures that the data allow, in reading order.
+
+    Args:
+        tokens: finite deltas only (:func:`mismatch.reports.worst.comparable`).
+    """
+    if tokens.empty:
+        return []
+    made = [
+        histogram(tokens),
+        probabilities(tokens),
+        by_probability(tokens),
+        by_position(tokens),
+        routing_by_layer(report),
+        routing_harm(tokens),
+    ]
+    return [picture for picture in made if picture is not None]
+
+
+def histogram(tokens: pd.DataFrame) -> Picture:
+    """Counts of delta on a logarithmic axis: the tail is what hurts."""
+    delta = tokens["delta"].to_numpy(dtype=np.float64)
+    counts, edges = delta_histogram(delta)
+    with drawing() as (figure, axes):
+        axes.stairs(counts, edges, fill=True, color=ACCENT, linewidth=0)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.set_ylim(0.6, max(2.0, counts.max() * 1.6))
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.set_xlabel("delta = train - rollout, nats")
+        axes.set_ylabel("tokens (log)")
+        svg = to_svg(figure, "histogram", "Histogram of delta, logarithmic counts")
+    return Picture(
+        "histogram",
+        "How far single tokens are off",
+        "A narrow spike at 0 is rounding. Long tails on both sides are tokens whose importance "
+        "ratio is far from 1; a shifted or lopsided shape is a systematic difference.",
+        svg,
+    )
+
+
+def delta_histogram(delta: Array, bins: int = 81) -> tuple[Array, Array]:
+    """Counts and edges of an odd number of bins centred on 0, [bins] and [bins + 1]."""
+    reach = float(np.abs(delta).max()) or 1e-9
+    counts, edges = np.histogram(delta, bins=bins, range=(-reach * 1.0001, reach * 1.0001))
+    return counts, edges
+
+
+def probabilities(tokens: pd.DataFrame, bins: int = 64) -> Picture:
+    """Both sides' probabilities of every token, as a grid of counts: its size never grows."""
+    counts, edges = probability_grid(tokens, bins)
+    with drawing() as (figure, axes):
+        axes.plot([0, 1], [0, 1], color=FAINT, linewidth=0.8, dashes=(4, 3))
+        _squares(axes, counts, edges)
+        axes.set(xlim=(0, 1), ylim=(0, 1))
+        axes.set_xlabel("probability, rollout")
+        axes.set_ylabel("probability, train")
+        svg = to_svg(figure, "probabilities", "Token probabilities of both sides")
+    return Picture(
+        "probabilities",
+        "Probability, side against side",
+        "Every token once; stronger colour means more of them. Agreement is the diagonal. A bent "
+        "band is another temperature, a cloud without a diagonal is a misalignment of tokens.",
+        svg,
+    )
+
+
+def probability_grid(tokens: pd.DataFrame, bins: int = 64) -> tuple[Array, Array]:
+    """Tokens per cell, [bins (rollout), bins (train)], and the edges of both axes, [bins + 1]."""
+    rollout = np.exp(tokens["rollout_logprob"].to_numpy(dtype=np.float64))
+    train = np.exp(tokens["train_logprob"].to_numpy(dtype=np.float64))
+    counts, edges, _ = np.histogram2d(rollout, train, bins=bins, range=[[0, 1], [0, 1]])
+    return counts, edges
+
+
+def _squares(axes: Axes, counts: Array, edges: Array, shades: int = 5) -> None:
+    """Filled cells of a grid in a few opacities of one colour, so that CSS can recolour them."""
+    from matplotlib.collections import PolyCollection
+
+    step = edges[1] - edges[0]
+    level = np.ceil(shades * np.log1p(counts) / np.log1p(max(counts.max(), 1)))
+    for shade in range(1, shades + 1):
+        cells = np.argwhere(level == shade)
+        if not len(cells):
+            continue
+        x, y = edges[cells[:, 0]], edges[cells[:, 1]]
+        corners = [(0, 0), (step, 0), (step, step), (0, step)]
+        squares = np.stack([np.stack([x + dx, y + dy], axis=1) for dx, dy in corners], axis=1)
+        axes.add_collection(
+            PolyCollection(
+                list(squares),
+                facecolor=ACCENT,
+                edgecolor="none",
+                alpha=0.15 + 0.85 * shade / shades,
+            )
+        )
+
+
+def by_probability(tokens: pd.DataFrame) -> Picture:
+    """Mean |delta| by the probability that the engine gave: unlikely tokens are off by more."""
+    edges = np.array([0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0 + 1e-9])
+    probability = np.exp(tokens["rollout_logprob"].to_numpy(dtype=np.float64))
+    bucket = np.clip(np.searchsorted(edges, probability, side="right") - 1, 0, len(edges) - 2)
+    labels = ["<.01", ".01", ".05", ".1", ".25", ".5", ".75", ".9", "≥.99"]
+    mean, count = bucket_means(bucket, tokens, len(labels))
+    with drawing() as (figure, axes):
+        _bars(axes, labels, mean, count)
+        axes.set_xlabel("probability that the engine gave the token, from")
+        axes.set_ylabel("mean |delta|, nats")
+        svg = to_svg(figure, "by-probability", "Mean |delta| by the engine's probability")
+    return Picture(
+        "by-probability",
+        "Likely and unlikely tokens",
+        "Unlikely tokens are always off by more: rounding weighs more far out in the tail. Bars "
+        "that stay high on the right, where the engine is sure, do not come from rounding alone. "
+        "Above the bars: tokens.",
+        svg,
+    )
+
+
+def by_position(tokens: pd.DataFrame, buckets: int = 32) -> Picture:
+    """|delta| along the response: mean and 99 % quantile per bucket of positions."""
+    offset = rank_in_response(tokens)
+    width = max(1, -(-int(offset.max() + 1) // buckets))
+    bucket = offset // width
+    size = np.abs(tokens["delta"].to_numpy(dtype=np.float64))
+    rows = [(index, size[bucket == index]) for index in np.unique(bucket)]
+    x = np.array([index * width + (width - 1) / 2 for index, _ in rows])
+    mean = np.array([values.mean() for _, values in rows])
+    high = np.array([np.quantile(values, 0.99) for _, values in rows])
+    error = np.array([values.std() / np.sqrt(len(values)) for _, values in rows])
+    with drawing() as (figure, axes):
+        axes.fill_between(x, np.maximum(mean - 2 * error, 0), mean + 2 * error, color=BAND, lw=0)
+        axes.plot(x, mean, color=ACCENT, linewidth=2, label="mean (± 2 standard errors)")
+        axes.plot(x, high, color=SECOND, linewidth=1.2, dashes=(4, 2), label="99 % quantile")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("sampled token of the sequence")
+        axes.set_ylabel("|delta|, nats")
+        axes.legend(loc="upper right", ncols=2)
+        axes.margins(x=0.01)
+        axes.set_ylim(top=max(float(high.max()) * 1.25, 1e-12))
+        svg = to_svg(figure, "by-position", "|delta| along the response")
+    return Picture(
+        "by-position",
+        "Along the response",
+        "A flat line is what rounding gives. A line that climbs points at positions (rope, sliding "
+        "window) or at state that decays (a quantised KV cache); far right few tokens are left.",
+        svg,
+    )
+
+
+def routing_by_layer(report: Report) -> Picture | None:
+    """Share of tokens whose experts differ, per MoE layer, with its interval."""
+    columns = headline(report).breakdowns.get("routing_by_layer")
+    if not columns or not columns.get("layer"):
+        return None
+    layer = [str(index) for index in columns["layer"]]
+    share = 100 * np.array(columns["disagree"], dtype=np.float64)
+    bounds = [np.array(columns.get(side) or columns["disagree"], dtype=np.float64) * 100
+              for side in ("low", "high")]  # fmt: skip
+    whisker = [
+        np.nan_to_num(np.maximum(share - bounds[0], 0)),
+        np.nan_to_num(np.maximum(bounds[1] - share, 0)),
+    ]
+    with drawing() as (figure, axes):
+        x = np.arange(len(layer))
+        axes.bar(x, share, color=ACCENT, width=0.7)
+        axes.errorbar(
+            x, share, yerr=whisker, fmt="none", color=INK, ecolor=INK, elinewidth=1, capsize=2
+        )
+        step = max(1, len(layer) // 16)
+        axes.set_xticks(x[::step], layer[::step])
+        axes.set_xlabel("layer")
+        axes.set_ylabel("other experts, % of tokens")
+        svg = to_svg(figure, "routing-by-layer", "Routing disagreement per layer")
+    return Picture(
+        "routing-by-layer",
+        "Where the experts differ",
+        "Share of tokens for which the trainer's router picks another set of experts. A slow rise "
+        "with depth is accumulated rounding; one layer near 100 % is a broken capture or router.",
+        svg,
+    )
+
+
+def routing_harm(tokens: pd.DataFrame, most: int = 4) -> Picture | None:
+    """Mean |delta| of tokens with 0, 1, 2 … layers that chose other experts."""
+    flips = tokens["routing_flips"]
+    if flips.isna().all() or int(flips.max()) == 0:
+        return None
+    known = tokens[flips.notna()]
+    bucket = np.minimum(known["routing_flips"].to_numpy(dtype=np.int64), most)
+    mean, count = bucket_means(bucket, known, int(bucket.max()) + 1)
+    labels = [str(index) if index < most else f"{most}+" for index in range(len(mean))]
+    with drawing() as (figure, axes):
+        _bars(axes, labels, mean, count)
+        axes.set_xlabel("layers of the token that chose other experts")
+        axes.set_ylabel("mean |delta|, nats")
+        svg = to_svg(figure, "routing-harm", "Mean |delta| by number of differing layers")
+    return Picture(
+        "routing-harm",
+        "What other experts cost",
+        "Equal bars: the differing experts are near-ties and harmless. Rising bars: routing "
+        "carries part of the mismatch. Above the bars: tokens.",
+        svg,
+    )
+
+
+def bucket_means(bucket: Array, tokens: pd.DataFrame, size: int) -> tuple[Array, Array]:
+    """Mean |delta| and count per bucket, [size] each; NaN where a bucket is empty."""
+    delta = np.abs(tokens["delta"].to_numpy(dtype=np.float64))
+    count = np.bincount(bucket, minlength=size)
+    total = np.bincount(bucket, weights=delta, minlength=size)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan), count
+
+
+def _bars(axes: Axes, labels: list[str], mean: Array, count: Array) -> None:
+    """Bars with the number of tokens above each; an empty bucket has neither."""
+    x = np.arange(len(labels))
+    height = np.nan_to_num(mean)
+    axes.bar(x, height, color=ACCENT, width=0.7)
+    axes.set_xticks(x, labels)
+    top = float(height.max()) or 1e-12
+    axes.set_ylim(0, top * 1.15)
+    for position, value, tokens in zip(x, height, count, strict=True):
+        if tokens:
+            text = f"{tokens:,}" if tokens < 10_000 else f"{number(tokens / 1000)}k"
+            axes.text(
+                float(position), value + top * 0.02, text, ha="center", color=FAINT, fontsize=9.5
+            )

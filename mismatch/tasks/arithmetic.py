@@ -1,0 +1,183 @@
+"""The built-in task: arithmetic word problems whose answer can be verified.
+
+Everything is drawn from `random.Random(seed).random()`, the one method whose sequence Python
+promises never to change, so (n, seed) names the same problems on every machine and version.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+Step = tuple[int, str, int, int]
+"""One operation: (left, operator, right, result)."""
+
+
+def word_list(text: str) -> tuple[str, ...]:
+    """The words of `text`, in order."""
+    return tuple(text.split())
+
+
+NAMES = word_list(
+    "Ada Ben Clara David Emma Felix Grace Henry Iris Jack Kate Leo Mia Noah Olga Peter Rosa Sam "
+    "Tina Victor Wendy Zoe"
+)
+ITEMS = word_list(
+    "apples books coins stamps pencils marbles shells cards buttons stones flowers cookies eggs "
+    "keys balls candles toys plums lemons beads"
+)
+BOXES = word_list("boxes bags baskets jars drawers")
+PLACES = ("in the garden", "at the market", "at school", "at home", "in the park", "on the beach")
+
+# An answer counts only where nothing follows that would make it another number ("42.5", "4,200").
+_ANSWER = re.compile(r"Answer:[ \t]*(-?[0-9]{1,9})(?![0-9]|[.,][0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One prompt and its integer answer.
+
+    Example:
+        >>> Problem(prompt="Mia has 3 plums and finds 4 more. How many plums?", answer=7).messages
+        [{'role': 'user', 'content': 'Mia has 3 plums and finds 4 more. How many plums?'}]
+    """
+
+    prompt: str
+    answer: int
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The prompt as the single user turn of a chat."""
+        return [{"role": "user", "content": self.prompt}]
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A problem with its solution, from which worked answers are written.
+
+    The last step's result is the answer.
+
+    Example:
+        Story("Mia has 3 plums. ...", who="Mia", item="plums", steps=((3, "+", 4, 7),))
+    """
+
+    prompt: str
+    who: str
+    item: str
+    steps: tuple[Step, ...]
+
+    @property
+    def answer(self) -> int:
+        return self.steps[-1][3]
+
+
+def pick(rng: random.Random, options: Sequence[T]) -> T:
+    """One of `options`, uniformly."""
+    return options[int(rng.random() * len(options))]
+
+
+def between(rng: random.Random, low: int, high: int) -> int:
+    """An integer in [low, high], uniformly."""
+    return low + int(rng.random() * (high - low + 1))
+
+
+def story(rng: random.Random) -> Story:
+    """Draw one word problem: one or two operations, every result below 400.
+
+    Easy and hard on purpose: a very small model learns the sums and few of the long products, so
+    that it is right often, and not always.
+    """
+    return pick(rng, (_gain_or_lose, _gain_or_lose, _gain_and_lose, _compare, _groups, _groups))(
+        rng
+    )
+
+
+def _move(rng: random.Random, who: str, item: str, have: int) -> tuple[str, Step]:
+    """A sentence that adds to or takes from `have` things, and its arithmetic step."""
+    most = 9 if rng.random() < 0.6 else 30
+    if have < 5 or rng.random() < 0.5:
+        n = between(rng, 2, most)
+        verb = pick(rng, ("finds", "buys", "gets", "wins", "collects"))
+        return f"{who} {verb} {n} more {item} {pick(rng, PLACES)}.", (have, "+", n, have + n)
+    n = between(rng, 2, min(most, have - 1))
+    verb = pick(rng, ("loses", "sells", "gives away", "drops"))
+    return f"{who} {verb} {n} {item} {pick(rng, PLACES)}.", (have, "-", n, have - n)
+
+
+def _gain_or_lose(rng: random.Random) -> Story:
+    who, item, have = pick(rng, NAMES), pick(rng, ITEMS), between(rng, 3, 40)
+    text, step = _move(rng, who, item, have)
+    question = pick(rng, ("does {w} have now?", "are left with {w}?", "does {w} end up with?"))
+    prompt = f"{who} has {have} {item}. {text} How many {item} {question.format(w=who)}"
+    return Story(prompt, who, item, (step,))
+
+
+def _gain_and_lose(rng: random.Random) -> Story:
+    who, item, have = pick(rng, NAMES), pick(rng, ITEMS), between(rng, 3, 40)
+    first, step = _move(rng, who, item, have)
+    second, last = _move(rng, who, item, step[3])
+    prompt = f"{who} has {have} {item}. {first} Then {second} How many {item} does {who} have now?"
+    return Story(prompt, who, item, (step, last))
+
+
+def _compare(rng: random.Random) -> Story:
+    who, other, item = pick(rng, NAMES), pick(rng, NAMES), pick(rng, ITEMS)
+    a, b = between(rng, 3, 40), between(rng, 2, 20)
+    if other == who:
+        other = "a friend"
+    if rng.random() < 0.5 or a <= b:
+        step, question = (a, "+", b, a + b), f"How many {item} do they have together?"
+    else:
+        step, question = (a, "-", b, a - b), f"How many more {item} does {who} have?"
+    return Story(f"{who} has {a} {item} and {other} has {b} {item}. {question}", who, item, (step,))
+
+
+def _groups(rng: random.Random) -> Story:
+    who, item, box = pick(rng, NAMES), pick(rng, ITEMS), pick(rng, BOXES)
+    hard = rng.random() < 0.6
+    a, b = between(rng, 2, 9), between(rng, 12, 33) if hard else between(rng, 2, 9)
+    prompt = f"{who} has {a} {box} with {b} {item} in each of them."
+    step = (a, "x", b, a * b)
+    if rng.random() < 0.5:
+        return Story(f"{prompt} How many {item} does {who} have?", who, item, (step,))
+    text, last = _move(rng, who, item, a * b)
+    prompt = f"{prompt} {text} How many {item} does {who} have now?"
+    return Story(prompt, who, item, (step, last))
+
+
+def arithmetic_problems(n: int, seed: int) -> list[Problem]:
+    """`n` word problems, the same for the same (n, seed) everywhere.
+
+    A shorter list is a prefix of a longer one. Problems are distinct: a repeated prompt is
+    drawn again, up to 100 times.
+
+    Raises:
+        ValueError: n is negative.
+    """
+    if n < 0:
+        raise ValueError(f"n must not be negative, got {n}")
+    rng = random.Random(seed)
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    for _ in range(n):
+        for _attempt in range(100):
+            drawn = story(rng)
+            if drawn.prompt not in seen:
+                break
+        seen.add(drawn.prompt)
+        problems.append(Problem(drawn.prompt, drawn.answer))
+    return problems
+
+
+def reward(response: str, answer: int) -> float:
+    """1.0 where the last "Answer: N" of the response is `answer`, else 0.0.
+
+    A response without a readable last answer scores 0.0; nothing in it can raise.
+    """
+    tail = response.rfind("Answer:")
+    found = _ANSWER.match(response, tail) if tail >= 0 else None
+    return float(found is not None and int(found.group(1)) == answer)

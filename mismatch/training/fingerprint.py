@@ -1,0 +1,89 @@
+"""What really ran on the training side: resolved, never merely requested."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mismatch.specs import Pass
+from mismatch.training.load import Loaded, resident_share
+from mismatch.training.logprobs import Law
+from mismatch.training.world import World
+from mismatch.types import Fingerprint, Sampling
+from mismatch.weights_digest import ZERO, Digest, comparable, digest_tensor, source_hashes
+
+
+def fingerprint(
+    world: World, loaded: Loaded, job: Pass, sampling: Sampling, routing: str
+) -> Fingerprint:
+    """Facts about one pass; all ranks must call it (shards and digests are summed over them)."""
+    import transformers
+
+    spec, scorer = job.spec, loaded.scorer
+    shares = world.gather((resident_share(scorer), loaded.peak_bytes)) or []
+    facts: Fingerprint = {
+        "mode": "reference" if job.name.startswith("reference") else "train",
+        "backend": "fsdp2",
+        "model": spec.model,
+        "revision": spec.revision,
+        "dtype": spec.dtype,
+        "master_dtype": spec.master_dtype,
+        "autocast": spec.autocast,
+        "head_dtype": spec.head_dtype or spec.autocast or spec.dtype,
+        "attention": loaded.attention.label,
+        "attention_requested": spec.attention,
+        "honours_sinks": loaded.attention.honours_sinks,
+        "experts": loaded.experts,
+        "moe": bool(scorer.moe),
+        "routing": routing,
+        "layout": spec.layout,
+        "micro_batch_tokens": spec.micro_batch_tokens,
+        "grad": spec.grad,
+        "temperature": sampling.temperature,
+        "logprobs_temperature": Law(sampling.temperature).scored_temperature,
+        "logprobs_truncated": False,
+        "world_size": world.size,
+        "device": _device_name(world.device),
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "resident_fraction": [share for share, _ in shares],
+        "source_files": _sources(world, loaded),
+        "weights": loaded_digests(world, loaded),
+        "weights_comparable": comparable(spec.master_dtype),
+    }
+    if loaded.peak_bytes is not None:
+        facts["load_peak_bytes"] = [peak for _, peak in shares]
+    return facts
+
+
+def loaded_digests(world: World, loaded: Loaded) -> dict[str, Digest]:
+    """Digest of every parameter and persistent buffer as held, by the model's own names."""
+    tensors = loaded.scorer.model.state_dict()
+    digests = []
+    for tensor in tensors.values():
+        if isinstance(tensor, DTensor):
+            digests.append(digest_tensor(tensor.to_local()))
+        elif tensor.is_floating_point() and world.rank == 0:  # buffers are the same on all ranks
+            digests.append(digest_tensor(tensor))
+        else:
+            digests.append(ZERO)
+    totals = world.sum(torch.tensor(digests, dtype=torch.int64))
+    return {
+        name: (int(row[0]), int(row[1]), int(row[2]))
+        for name, row in zip(tensors, totals, strict=True)
+    }
+
+
+def _sources(world: World, loaded: Loaded) -> dict[str, str]:
+    if world.rank != 0 or loaded.directory is None:
+        return {}
+    return source_hashes(loaded.directory)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,239 @@
+"""Load a causal language model under FSDP2 so that no rank ever holds it whole.
+
+transformers' own loader does the reading: it knows each family's checkpoint conversions (experts
+stored one by one and fused in memory, MXFP4 …) and slices every tensor on disk down to the local
+shard. What we replace, for the time of one ``from_pretrained``, is its sharding step: our
+mixed-precision policy, our mesh, and FSDP2 at world size 1 as well (transformers leaves it out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from mismatch.errors import MismatchError
+from mismatch.specs import TORCH_NAMES, TrainSpec
+from mismatch.training.attention import Attention, resolve_for
+from mismatch.training.memory import MemoryPeak
+from mismatch.training.scorer import Scorer
+from mismatch.training.source import (
+    first_line,
+    model_directory,
+    read_config,
+    require_tokenizer,
+    skeleton,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A sharded model, ready to score.
+
+    Attributes:
+        directory: where the files came from; None if unknown.
+        experts: the experts implementation that runs; None for a dense model.
+        peak_bytes: most memory that loading took on this rank; None if not watched.
+    """
+
+    scorer: Scorer
+    spec: TrainSpec
+    attention: Attention
+    experts: str | None
+    directory: Path | None
+    peak_bytes: int | None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a spec's short name: ``"bf16"`` is ``torch.bfloat16``."""
+    return getattr(torch, TORCH_NAMES[name])  # type: ignore[no-any-return]
+
+
+def load(spec: TrainSpec, mesh: DeviceMesh, device: torch.device, watch: bool = False) -> Loaded:
+    """Load ``spec.model`` sharded over ``mesh``, parameters at rest in ``spec.master_dtype``.
+
+    Args:
+        watch: also measure the most memory that loading takes.
+
+    Raises:
+        MismatchError: files missing, architecture unknown, weights that do not fit the model, an
+            attention or experts implementation that cannot run it.
+    """
+    config = read_config(spec)
+    directory = model_directory(spec)
+    if Path(spec.model).is_dir():
+        require_tokenizer(Path(spec.model))
+    bare = skeleton(config, spec.trust_remote_code)
+    attention = resolve_for(spec.attention, bare)
+    _require_experts(spec.experts, bare)
+    del bare
+    with MemoryPeak(device, watch) as peak, _our_sharding(spec, mesh, device) as wrapped:
+        model, info = _from_pretrained(spec, attention, config)
+    _require_complete(spec, info)
+    scorer = wrapped[0]
+    _settle_dtype(scorer, torch_dtype(spec.master_dtype))
+    ran = model.config._attn_implementation
+    if ran != attention.implementation:
+        raise MismatchError(
+            f"attention {attention.implementation} was resolved, but {ran} runs",
+            "name the kernel: --attention eager or sink-sdpa",
+        )
+    experts = model.config._experts_implementation if scorer.moe else None
+    return Loaded(scorer, spec, attention, experts, directory, peak.bytes)
+
+
+def resident_share(scorer: Scorer) -> float:
+    """Share of the model's parameters that this rank holds, from its local shards."""
+    total = local = 0
+    for parameter in scorer.parameters():
+        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        total += parameter.numel()
+        local += held.numel()
+    return local / total
+
+
+def _from_pretrained(spec: TrainSpec, attention: Attention, config: Any) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    options: dict[str, Any] = dict(_dequantised(spec, config))
+    if spec.experts != "auto":
+        options["experts_implementation"] = spec.experts
+    try:
+        pair: Any = AutoModelForCausalLM.from_pretrained(
+            spec.model,
+            revision=spec.revision,
+            dtype=torch_dtype(spec.master_dtype),
+            attn_implementation=attention.implementation,
+            trust_remote_code=spec.trust_remote_code,
+            distributed_config=DistributedConfig(),
+            output_loading_info=True,
+            **options,
+        )
+        return pair[0], pair[1]
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise MismatchError(
+            f"cannot load {spec.model}: {first_line(error)}",
+            "check that the weights (*.safetensors and their index) are complete and match "
+            "config.json",
+        ) from error
+
+
+def _dequantised(spec: TrainSpec, config: Any) -> Iterator[tuple[str, Any]]:
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return
+    method = quantised["quant_method"] if isinstance(quantised, dict) else quantised.quant_method
+    method = getattr(method, "value", method)
+    if method != "mxfp4":
+        raise MismatchError(
+            f"{spec.model} is quantised ({method}); a trainer needs weights in full precision",
+            "give the unquantised checkpoint",
+        )
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    yield "quantization_config", Mxfp4Config(dequantize=True)
+
+
+@contextmanager
+def _our_sharding(
+    spec: TrainSpec, mesh: DeviceMesh, device: torch.device
+) -> Iterator[list[Scorer]]:
+    """Within the block, ``from_pretrained`` shards with our policy; the root lands in the list."""
+    import transformers.modeling_utils as modeling
+
+    wrapped: list[Scorer] = []
+
+    def prepare(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+        return config, device, None
+
+    def distribute(cls: Any, model: Any, config: Any, mesh_manager: Any) -> Any:
+        wrapped.append(shard(model, spec, mesh))
+        return model
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (modeling.PreTrainedModel, "prepare_distribute_model", classmethod(prepare)),
+        (modeling.PreTrainedModel, "maybe_distribute_model", classmethod(distribute)),
+        # It reserves the memory of whole tensors, on every rank.
+        (modeling, "caching_allocator_warmup", lambda *args, **kwargs: None),
+    ]
+    saved = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in replaced]
+    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        yield wrapped
+    finally:
+        for owner, name, value in saved:
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def shard(model: Any, spec: TrainSpec, mesh: DeviceMesh) -> Scorer:
+    """Wrap a model that has no weights yet: FSDP2 per decoder layer, and at the root."""
+    scorer = Scorer(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch_dtype(spec.dtype), reduce_dtype=torch.float32)
+    blocks = set(model._no_split_modules or ())
+    layers = [m for m in scorer.decoder.modules() if type(m).__name__ in blocks]
+    if not layers:
+        raise MismatchError(
+            f"{model.config.model_type} does not say which of its modules are decoder layers",
+            "use an architecture of transformers that declares _no_split_modules",
+        )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # The root too gives its weights back after each pass: embedding and head are a large share.
+    fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return scorer
+
+
+def _settle_dtype(scorer: Scorer, dtype: torch.dtype) -> None:
+    """Bring all parameters to the master dtype: FSDP2 refuses mixtures within a block.
+
+    Dequantised experts and modules that a family keeps in float32 come in dtypes of their own.
+    """
+    for module in scorer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dtype != dtype and parameter.is_floating_point():
+                cast = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                setattr(module, name, cast)
+    scorer.model.tie_weights(recompute_mapping=False)
+
+
+def _require_experts(name: str, bare: Any) -> None:
+    from mismatch.training.routing import moe_layers
+
+    if name == "auto":
+        return
+    if not moe_layers(bare.get_decoder()):
+        raise MismatchError(
+            f"--experts-implementation {name}: {bare.config.model_type} has no experts",
+            "leave it out",
+        )
+    try:
+        bare.get_correct_experts_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise MismatchError(
+            f"--experts-implementation {name} cannot run: {first_line(error)}",
+            "use auto, eager or grouped_mm",
+        ) from error
+
+
+def _require_complete(spec: TrainSpec, info: dict[str, Any]) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise MismatchError(
+            f"{spec.model}: the checkpoint lacks {len(missing)} of the model's tensors, "
+            f"e.g. {missing[0]}; they would be random",
+            "use a complete checkpoint of this architecture",
+        )

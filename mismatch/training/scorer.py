@@ -1,0 +1,175 @@
+"""The root module that FSDP2 wraps: decoder, head and logprobs in one forward.
+
+The head's weights are gathered only while the root's forward runs, so the chunked logprobs are
+computed inside it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from mismatch.errors import MismatchError
+from mismatch.training.logprobs import Law, TokenStats, token_stats
+from mismatch.training.packing import Batch
+from mismatch.training.routing import LayerRoutes, moe_layers, recording
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How to run a forward pass; dtypes None: that of the computation.
+
+    Attributes:
+        routing: record the experts.
+    """
+
+    law: Law
+    autocast: torch.dtype | None = None
+    head_dtype: torch.dtype | None = None
+    routing: bool = False
+
+
+class Scorer(nn.Module):
+    """A causal language model that returns per-token statistics instead of logits."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.decoder_config = model.config.get_text_config()
+        self.moe = moe_layers(self.decoder)
+
+    @property
+    def decoder(self) -> nn.Module:
+        model: Any = self.model
+        decoder: Any = model.get_decoder()
+        whole = decoder is self.model  # Llama 4 names itself; we run the part without the head
+        part: nn.Module = model.model if whole else decoder
+        return part
+
+    def forward(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Call ``work(*args)`` with the root's parameters gathered, as FSDP2 wants it.
+
+        ``work`` is one of this module's methods below; results are tuples and tensors, which is
+        where FSDP2 hooks its backward.
+        """
+        return work(*args)
+
+    def score(
+        self, batch: Batch, predicting: torch.Tensor, targets: torch.Tensor, ask: Ask
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[LayerRoutes] | None]:
+        """Statistics of ``targets`` [n], each predicted at flattened row ``predicting`` [n].
+
+        Returns:
+            The fields of :class:`TokenStats`, and the routes of every MoE layer if asked for.
+        """
+        with ExitStack() as stack:
+            if ask.autocast is not None:
+                stack.enter_context(torch.autocast(batch.input_ids.device.type, ask.autocast))
+            recorder = stack.enter_context(recording(self.moe)) if ask.routing else None
+            hidden = self.hidden(batch)
+            routes = recorder.finished() if recorder is not None else None
+            rows = hidden.reshape(-1, hidden.shape[-1])[predicting]
+            stats = token_stats(rows, targets, self._head(ask), self._vocabulary(), ask.law)
+        return tuple(getattr(stats, field.name) for field in fields(TokenStats)), routes
+
+    def head_gap(self, batch: Batch) -> torch.Tensor:
+        """How far our logits are from the family's own forward, as a share of their range.
+
+        A family whose forward does more to its logits than we know shows here.
+        """
+        ours = self._head(Ask(Law()))(self.hidden(batch))
+        own: torch.Tensor = self.model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+        ).logits
+        gap: torch.Tensor = (own.float() - ours.float()).abs().max() / own.float().abs().max()
+        return gap
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """Last hidden states [B, S, H]."""
+        mask: Any = batch.attention_mask
+        if batch.position_ids is not None:
+            mask = self._packed_masks(batch)
+        out = self.decoder(
+            input_ids=batch.input_ids,
+            attention_mask=mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        )
+        hidden: torch.Tensor = out.last_hidden_state
+        return hidden
+
+    def _packed_masks(self, batch: Batch) -> Any:
+        """Block-diagonal masks, one per layer type: positions alone do not separate documents.
+
+        gpt-oss builds its masks without looking at the positions, and leaks silently otherwise.
+        """
+        from transformers import masking_utils
+
+        weight = self.model.get_input_embeddings().weight
+        shape = (*batch.input_ids.shape, 1)
+        like = torch.empty(shape, dtype=weight.dtype, device=batch.input_ids.device)
+        family = self.decoder_config.model_type
+        try:
+            masks = masking_utils.create_masks_for_generate(
+                self.decoder_config, like, None, None, position_ids=batch.position_ids
+            )
+        except TypeError as error:  # a layer type whose mask transformers cannot build from outside
+            raise MismatchError(
+                f"{family}: no masks for packed documents: {error}", "use --layout padding"
+            ) from error
+        if not isinstance(masks, dict) or takes_mask_per_layer_type(self.decoder):
+            return masks
+        if len(masks) == 1:
+            return next(iter(masks.values()))
+        raise MismatchError(
+            f"{family} mixes {', '.join(sorted(masks))} layers and takes no mask per layer type: "
+            "packed documents would leak",
+            "use --layout padding",
+        )
+
+    def _vocabulary(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def _head(self, ask: Ask) -> Any:
+        """Hidden states [c, H] to logits [c, V], as the family's own forward ends."""
+        head = self.model.get_output_embeddings()
+        dtype = ask.head_dtype
+        if dtype is None:
+            return lambda hidden: finish_logits(head(hidden), self.decoder_config)
+        weight = head.weight.to(dtype)
+        bias = None if head.bias is None else head.bias.to(dtype)
+
+        def in_dtype(hidden: torch.Tensor) -> torch.Tensor:
+            # The dtype was asked for by name: an enclosing autocast must not undo it.
+            off = (
+                torch.autocast(hidden.device.type, enabled=False) if ask.autocast else nullcontext()
+            )
+            with off:
+                logits = nn.functional.linear(hidden.to(dtype), weight, bias)
+                return finish_logits(logits, self.decoder_config)
+
+        return in_dtype
+
+
+def finish_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """What some families do to logits after the head: Granite, Cohere, Gemma 2 and kin."""
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
+    if factor := getattr(config, "logit_scale", None):
+        logits = logits * factor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def takes_mask_per_layer_type(decoder: nn.Module) -> bool:
+    """Whether the decoder's forward accepts ``{"full_attention": mask, …}``."""
+    source = inspect.getsource(inspect.unwrap(type(decoder).forward))
+    return bool(re.search(r"isinstance\([^)]*attention_mask[^)]*dict\)", source))

@@ -1,0 +1,113 @@
+"""The ranks of one training world: set-up, gathering, progress, and the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mismatch.errors import MismatchError
+
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process's place among the ranks.
+
+    Attributes:
+        control: a gloo group for what is not a tensor of the model.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+
+    @classmethod
+    def start(cls) -> World:
+        """Join the world that torchrun's environment describes; without it, a world of one."""
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        device = _device()
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+        elif size == 1:
+            dist.init_process_group(
+                backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT
+            )
+        else:
+            raise MismatchError(
+                f"WORLD_SIZE is {size}, but there is no MASTER_ADDR",
+                "start it with torchrun, or without WORLD_SIZE in the environment",
+            )
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",))
+        control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        return cls(rank, size, device, mesh, control)
+
+    def gather(self, part: Any) -> list[Any] | None:
+        """Every rank's ``part`` on rank 0, in rank order; None elsewhere."""
+        parts: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(part, parts, dst=0, group=self.control)
+        return parts
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a CPU tensor over all ranks, on every rank; int64 wraps around."""
+        dist.all_reduce(tensor, group=self.control)
+        return tensor
+
+    def close(self) -> None:
+        """Leave the world. Call it when all ranks are done, not after an error."""
+        dist.barrier(group=self.control)
+        dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    count = torch.cuda.device_count()
+    if local >= count:
+        raise MismatchError(
+            f"rank {local} of this machine has no GPU: there are {count}",
+            f"lower --nproc-per-node to {count}",
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+@dataclass
+class Progress:
+    """Lines ``progress PASS done/total tokens tok/s eta`` on stderr, from rank 0 only.
+
+    Example: ``progress fsdp:grad 4096/7200 tokens 812 tok/s eta 4s``.
+    """
+
+    name: str
+    total: int
+    active: bool
+    every_s: float = 0.5
+    started: float = field(default_factory=time.monotonic)
+    shown: float = 0.0
+
+    def update(self, done: int) -> None:
+        now = time.monotonic()
+        if not self.active or (done < self.total and now - self.shown < self.every_s):
+            return
+        self.shown = now
+        rate = done / max(now - self.started, 1e-9)
+        eta = (self.total - done) / rate if rate > 0 else 0.0
+        print(
+            f"progress {self.name} {done}/{self.total} tokens {rate:.0f} tok/s eta {eta:.0f}s",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,184 @@
+"""The engine's process: ``python -m mismatch.workers.engine JOB.json``.
+
+JOB: ``{"run_dir": …, "spec": RolloutSpec as a dict}``. Samples, writes ``rollout.parquet`` and the
+scoring ``<engine>:decode`` (with the routed experts), then the engine's own rescoring of the same
+tokens as ``<engine>:prefill``. A failure is left in ``errors/engine.json``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mismatch import store
+from mismatch.engines.artefacts import (
+    build_rollout,
+    decode_fingerprint,
+    decode_scoring,
+    prefill_scoring,
+    response_rewards,
+)
+from mismatch.engines.base import Capabilities, Sample
+from mismatch.engines.model_info import ModelInfo, first_line, load_tokenizer, read_model_info
+from mismatch.engines.registry import engine_class
+from mismatch.errors import MismatchError
+from mismatch.specs import RolloutSpec, from_dict
+from mismatch.tasks.prompts import Prompt, read_prompts, render_prompts
+from mismatch.workers.launch import write_error
+
+PROGRESS_INTERVAL_S = 0.5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one job; 0, or 1 with the error left for the parent."""
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    job = store.read_json(Path(path))
+    run_dir = Path(job["run_dir"])
+    try:
+        run(run_dir, from_dict(RolloutSpec, job["spec"]))
+    except MismatchError as error:
+        traceback.print_exc()
+        write_error(run_dir, "engine", error)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        what = f"the engine failed: {type(error).__name__}: {first_line(error)}"
+        log = run_dir / "logs" / "engine.log"
+        write_error(run_dir, "engine", MismatchError(what, f"the whole story is in {log}"))
+        return 1
+    return 0
+
+
+def run(run_dir: Path, spec: RolloutSpec) -> None:
+    """Sample, rescore, and write every artefact of the rollout stage."""
+    kind = engine_class(spec.engine.engine)
+    capabilities = kind.capabilities(spec.engine, spec.sampling)
+    prompts = read_prompts(spec.prompts)
+    info = read_model_info(spec.engine)
+    tokenizer = load_tokenizer(spec.engine)
+    ids = render_prompts(prompts, tokenizer, info.vocab_size)
+    longest = require_context(spec, prompts, ids, info)
+    with kind(spec.engine, spec.sampling, longest) as engine:
+        samples = engine.generate(ids, Reporter("rollout"))
+        require_complete(samples, len(ids), spec.sampling.samples_per_prompt, engine.name)
+        fingerprint = decode_fingerprint(engine, spec, tokenizer, info)
+        fingerprint["not_tested"] = not_tested(spec, capabilities)
+        rollout = build_rollout(ids, samples, spec, fingerprint)
+        rewards = response_rewards(prompts, rollout, tokenizer)
+        rollout = replace(rollout, rewards=rewards)
+        decode = decode_scoring(engine, samples, rollout, fingerprint)
+        store.save_rollout(run_dir, rollout)
+        store.save_scoring(run_dir, decode, rollout)
+        if wants_prefill(spec, capabilities):
+            store.save_scoring(
+                run_dir, prefill_scoring(engine, rollout, Reporter("prefill")), rollout
+            )
+
+
+def wants_prefill(spec: RolloutSpec, capabilities: Capabilities) -> bool:
+    tempered = spec.sampling.temperature not in (0.0, 1.0)
+    able = capabilities.prefill and (capabilities.prefill_tempered or not tempered)
+    return spec.engine.prefill and able
+
+
+def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[str]:
+    """What was asked for and this engine cannot do, one sentence each."""
+    wanted = {
+        "prefill": spec.engine.prefill,
+        "prefill_tempered": spec.engine.prefill and spec.sampling.temperature not in (0.0, 1.0),
+        "routed_experts": spec.engine.routing,
+        "deterministic": True,
+    }
+    return [
+        f"{spec.engine.engine}: {capabilities.reasons.get(name, f'no {name}')}"
+        for name, asked in wanted.items()
+        if asked and not getattr(capabilities, name)
+    ]
+
+
+# ---------------------------------------------------------------- checks
+
+
+def require_context(
+    spec: RolloutSpec, prompts: Sequence[Prompt], ids: Sequence[list[int]], info: ModelInfo
+) -> int:
+    """Length of the longest sequence that may come, in tokens.
+
+    Raises:
+        MismatchError: a prompt, or a prompt and its response, exceed the context (prompt named).
+    """
+    index = max(range(len(ids)), key=lambda i: len(ids[i]))
+    prompt, origin = len(ids[index]), prompts[index].origin
+    longest = prompt + spec.sampling.max_tokens
+    limit = spec.engine.max_model_len or info.context
+    if limit is None:
+        return longest
+    # Rescoring asks the engine to sample one token more than the sequence has.
+    room = limit - (1 if spec.engine.prefill else 0)
+    if prompt >= room:
+        raise MismatchError(
+            f"{origin} has {prompt} tokens, the context is {limit}",
+            "shorten or drop the prompt, or raise --max-model-len if the model allows it",
+        )
+    if longest > room:
+        raise MismatchError(
+            f"{origin} has {prompt} tokens; with --max-tokens {spec.sampling.max_tokens} "
+            f"it exceeds the context of {limit}",
+            f"use --max-tokens {room - prompt} or fewer, or raise --max-model-len",
+        )
+    return longest
+
+
+def require_complete(
+    samples: Sequence[Sequence[Sample]], prompts: int, per_prompt: int, engine: str
+) -> None:
+    """Every prompt has all its samples, and every sample a logprob per token.
+
+    Raises:
+        MismatchError: the engine gave fewer, or tokens without logprobs.
+    """
+    got = sum(len(group) for group in samples)
+    if len(samples) != prompts or any(len(group) != per_prompt for group in samples):
+        raise MismatchError(
+            f"{engine} returned {got} samples, asked for {prompts} x {per_prompt}",
+            "look into logs/engine.log for requests that were dropped",
+        )
+    for index, group in enumerate(samples):
+        for sample in group:
+            if not sample.token_ids or len(sample.token_ids) != len(sample.logprobs):
+                raise MismatchError(
+                    f"{engine}: {len(sample.token_ids)} tokens but {len(sample.logprobs)} logprobs "
+                    f"in a sample of prompt {index}",
+                    "look into logs/engine.log for aborted requests",
+                )
+
+
+class Reporter:
+    """Writes ``progress`` lines for the parent, a few per second."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.start = time.monotonic()
+        self.last = 0.0
+
+    def __call__(self, done: int, total: int, tokens: int) -> None:
+        now = time.monotonic()
+        if now - self.last < PROGRESS_INTERVAL_S and done < total:
+            return
+        self.last = now
+        elapsed = max(now - self.start, 1e-9)
+        eta = elapsed * (total - done) / max(done, 1)
+        print(
+            f"progress {self.what} {done}/{total} sequences, {tokens} tokens, "
+            f"{tokens / elapsed:.0f} tok/s, eta {eta:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

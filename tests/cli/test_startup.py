@@ -1,0 +1,52 @@
+"""The command starts without heavy imports, and the wheel holds only `mismatch`."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+HEAVY = ("torch", "pandas", "matplotlib", "transformers", "vllm", "sglang", "pyarrow", "numpy")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(arguments):
+    code = (
+        "import sys, runpy\n"
+        f"sys.argv = ['mismatch', *{arguments!r}]\n"
+        "try: runpy.run_module('mismatch', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_top_level_links_show_the_two_rooms_a_user_meets_first():
+    assert (ROOT / "cli").resolve() == ROOT / "mismatch" / "cli"
+    assert (ROOT / "reports").resolve() == ROOT / "mismatch" / "reports"
+
+
+def test_the_wheel_holds_only_mismatch(tmp_path):
+    source = tmp_path / "source"  # a copy: a stale build folder must not decide what is inside
+    ignore = shutil.ignore_patterns(".venv*", "runs", ".git", "build", "*.egg-info")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignore)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += ["-w", str(tmp_path), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"mismatch"}
+    for needed in (
+        "mismatch/models/tiny-gpt-oss/model.safetensors",
+        "mismatch/models/tiny-gpt-oss/chat_template.jinja",
+        "mismatch/reports/schema/report-1.json",
+        "mismatch/py.typed",
+    ):
+        assert needed in names
+    assert any(name.startswith("mismatch/reports/templates/") for name in names)

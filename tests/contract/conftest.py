@@ -1,0 +1,148 @@
+"""Every engine samples the same prompts under the same laws, each once, in a process of its own.
+
+vLLM is never imported here: what the tests look at are the artefacts that the worker left, and a
+float32 forward of plain transformers over the same token ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mismatch import store
+from mismatch.models import EMBEDDED
+from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec, to_dict
+from mismatch.types import Rollout, Sampling, Scoring
+
+MODEL = EMBEDDED["tiny-gpt-oss"]
+PROMPTS = 12
+PLAIN = Sampling(max_tokens=48, samples_per_prompt=3, seed=11)
+LAWS = {
+    "plain": PLAIN,
+    "crowded": PLAIN,
+    "chunked": PLAIN,
+    "tempered": dataclasses.replace(PLAIN, temperature=0.7),
+    "truncated": dataclasses.replace(PLAIN, temperature=0.9, top_p=0.8, top_k=20),
+    "greedy": dataclasses.replace(PLAIN, temperature=0.0),
+}
+# Little room: requests wait, are preempted and forwarded again; prompts are cut into chunks.
+ARGUMENTS: dict[tuple[str, str], tuple[tuple[str, Any], ...]] = {
+    ("vllm", "crowded"): (("num_gpu_blocks_override", 40), ("block_size", 32)),
+    ("vllm", "chunked"): (("max_num_batched_tokens", 64), ("max_num_seqs", 16)),
+    ("transformers", "crowded"): (("max_num_seqs", 3),),
+}
+
+
+def installed(engine: str) -> bool:
+    return importlib.util.find_spec(engine) is not None
+
+
+@dataclass
+class Run:
+    """One finished job of the engine's worker."""
+
+    directory: Path
+    engine: str
+    sampling: Sampling
+
+    @cached_property
+    def rollout(self) -> Rollout:
+        return store.load_rollout(self.directory)
+
+    @cached_property
+    def decode(self) -> Scoring:
+        return store.load_scoring(self.directory, f"{self.engine}:decode")
+
+    @cached_property
+    def prefill(self) -> Scoring:
+        return store.load_scoring(self.directory, f"{self.engine}:prefill")
+
+    def responses(self) -> list[list[int]]:
+        """Sampled ids of every sequence."""
+        masks = np.split(self.rollout.action_mask, self.rollout.offsets[1:-1])
+        pairs = zip(self.rollout.sequences(), masks, strict=True)
+        return [ids[mask].tolist() for ids, mask in pairs]
+
+
+def work(directory: Path, spec: RolloutSpec) -> subprocess.CompletedProcess[str]:
+    """Run the engine's worker to its end."""
+    job = directory / "job.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    job.write_text(json.dumps({"run_dir": str(directory), "spec": to_dict(spec)}))
+    return subprocess.run(
+        [sys.executable, "-m", "mismatch.workers.engine", str(job)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="session")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
+    """(engine, law) -> its run, made at most once."""
+    made: dict[tuple[str, str], Run] = {}
+
+    def get(engine: str, law: str) -> Run:
+        if not installed(engine):
+            pytest.skip(f"{engine} is not installed: make env")
+        if (engine, law) not in made:
+            directory = tmp_path_factory.mktemp(f"{engine}-{law}")
+            spec = RolloutSpec(
+                EngineSpec(engine, str(MODEL), dtype="fp32", args=ARGUMENTS.get((engine, law), ())),
+                PromptSpec(num_prompts=PROMPTS),
+                LAWS[law],
+            )
+            done = work(directory, spec)
+            assert done.returncode == 0, done.stdout[-3000:]
+            made[engine, law] = Run(directory, engine, LAWS[law])
+        return made[engine, law]
+
+    return get
+
+
+@dataclass
+class Reference:
+    """Plain transformers in float32: what the numbers should be."""
+
+    model: Any
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """[T, V] float64."""
+        return self._forward(ids).logits[0].double().numpy()
+
+    def experts(self, ids: np.ndarray) -> np.ndarray:
+        """[T, L, K] of the router's own logits."""
+        top_k = self.model.config.num_experts_per_tok
+        layers = self._forward(ids).router_logits
+        return np.stack([layer.topk(top_k, dim=-1).indices.numpy() for layer in layers], axis=1)
+
+    def _forward(self, ids: np.ndarray) -> Any:
+        import torch
+
+        with torch.no_grad():
+            return self.model(torch.as_tensor(ids)[None], output_router_logits=True)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float32, attn_implementation="eager"
+    )
+    return Reference(model.eval())

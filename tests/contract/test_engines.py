@@ -1,0 +1,276 @@
+"""The contract of every engine: same tests, same prompts, vLLM and transformers alike.
+
+The argument: in float32 an engine's logprobs are those of a plain forward under the law that it was
+told to sample from. So decode equals prefill, temperature and truncation are what the fingerprint
+says, and the captured experts are the router's, whatever batching, chunks and preemption did.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from mismatch import store
+from mismatch.engines.registry import engine_class
+from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec
+from mismatch.types import Sampling
+from tests.contract.conftest import LAWS, MODEL, PLAIN, PROMPTS, Reference, Run, installed, work
+
+Runs = Callable[[str, str], Run]
+ENGINES = ("vllm", "transformers")
+SAME_IN_FP32 = 1e-4
+
+every_engine = pytest.mark.parametrize("engine", ENGINES)
+every_law = pytest.mark.parametrize("law", [law for law in LAWS if law != "chunked"])
+
+
+def law_logprobs(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """The sampling law in float64 numpy, written apart from the product's."""
+    logits = logits / (sampling.temperature or 1.0)
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    if sampling.temperature == 0 or not sampling.truncates:
+        return np.log(probs)
+    for row in probs:
+        ranked = np.argsort(-row)[: sampling.top_k or None]
+        mass = row[ranked] / row[ranked].sum()
+        # The token that carries the sum past top_p is the last one kept.
+        kept = ranked[: int(np.searchsorted(np.cumsum(mass), sampling.top_p)) + 1]
+        cut = np.zeros_like(row)
+        cut[kept] = row[kept] / row[kept].sum()
+        row[:] = cut
+    with np.errstate(divide="ignore"):
+        return np.log(probs)
+
+
+def expected_logprobs(run: Run, reference: Reference, sampling: Sampling) -> np.ndarray:
+    rows = []
+    masks = np.split(run.rollout.action_mask, run.rollout.offsets[1:-1])
+    for ids, mask in zip(run.rollout.sequences(), masks, strict=True):
+        actions = np.flatnonzero(mask)
+        law = law_logprobs(reference.logits(ids)[actions - 1], sampling)
+        rows.append(law[np.arange(len(actions)), ids[actions]])
+    return np.concatenate(rows)
+
+
+@every_engine
+@every_law
+def test_every_prompt_has_all_its_samples(engine: str, law: str, run_of: Runs) -> None:
+    rollout = run_of(engine, law).rollout
+    assert rollout.prompt_index.tolist() == list(np.repeat(np.arange(PROMPTS), 3))
+    assert rollout.n_actions == len(run_of(engine, law).decode.logprobs)
+    for ids, mask in zip(
+        rollout.sequences(), np.split(rollout.action_mask, rollout.offsets[1:-1]), strict=True
+    ):
+        first = int(np.flatnonzero(mask)[0])
+        assert first > 0
+        assert mask[first:].all()
+        assert 1 <= len(ids) - first <= PLAIN.max_tokens
+    samples = rollout.sequences()[:3]
+    prompt = int(np.flatnonzero(rollout.action_mask)[0])
+    assert all((ids[:prompt] == samples[0][:prompt]).all() for ids in samples)
+
+
+@every_engine
+@every_law
+def test_logprobs_are_finite_and_not_positive(engine: str, law: str, run_of: Runs) -> None:
+    for scoring in (run_of(engine, law).decode, run_of(engine, law).prefill):
+        assert np.isfinite(scoring.logprobs).all()
+        assert scoring.logprobs.max() <= 1e-6
+        assert scoring.logprobs.min() < -0.1
+
+
+@every_engine
+def test_a_sampled_stop_token_is_kept_as_an_action(engine: str, run_of: Runs) -> None:
+    run = run_of(engine, "plain")
+    stop_ids = run.decode.fingerprint["stop_token_ids"]
+    assert stop_ids
+    assert set(run.rollout.finish_reason) == {"stop", "length"}
+    for reason, response in zip(run.rollout.finish_reason, run.responses(), strict=True):
+        assert not set(response[:-1]) & set(stop_ids)
+        assert (response[-1] in stop_ids) == (reason == "stop")
+        assert reason == "stop" or len(response) == PLAIN.max_tokens
+
+
+@every_engine
+def test_samples_of_a_prompt_differ(engine: str, run_of: Runs) -> None:
+    responses = run_of(engine, "plain").responses()
+    different = [len({tuple(r) for r in responses[i : i + 3]}) for i in range(0, 3 * PROMPTS, 3)]
+    assert np.mean(different) > 2
+
+
+@every_engine
+def test_greedy_takes_the_most_likely_token(
+    engine: str, run_of: Runs, reference: Reference
+) -> None:
+    run = run_of(engine, "greedy")
+    responses = run.responses()
+    assert all(responses[i] == responses[i + 1] == responses[i + 2] for i in range(0, 36, 3))
+    best = expected_logprobs(run, reference, PLAIN)
+    masks = np.split(run.rollout.action_mask, run.rollout.offsets[1:-1])
+    highest = np.concatenate(
+        [
+            law_logprobs(reference.logits(ids)[np.flatnonzero(mask) - 1], PLAIN).max(-1)
+            for ids, mask in zip(run.rollout.sequences(), masks, strict=True)
+        ]
+    )
+    assert np.abs(best - highest).max() < 1e-5
+
+
+@every_engine
+@every_law
+def test_decode_logprobs_are_of_the_law_that_sampled(
+    engine: str, law: str, run_of: Runs, reference: Reference
+) -> None:
+    run = run_of(engine, law)
+    expected = expected_logprobs(run, reference, run.sampling)
+    assert np.abs(expected - run.decode.logprobs).max() < SAME_IN_FP32
+
+
+@every_engine
+@every_law
+def test_prefill_scores_the_same_tokens_at_the_same_temperature(
+    engine: str, law: str, run_of: Runs, reference: Reference
+) -> None:
+    run = run_of(engine, law)
+    untruncated = Sampling(temperature=run.sampling.temperature)
+    expected = expected_logprobs(run, reference, untruncated)
+    assert np.abs(expected - run.prefill.logprobs).max() < SAME_IN_FP32
+    if not run.sampling.truncates:
+        assert np.abs(run.decode.logprobs - run.prefill.logprobs).max() < SAME_IN_FP32
+
+
+@every_engine
+def test_another_temperature_would_have_been_seen(
+    engine: str, run_of: Runs, reference: Reference
+) -> None:
+    run = run_of(engine, "tempered")
+    raw = expected_logprobs(run, reference, PLAIN)
+    assert np.abs(raw - run.decode.logprobs).mean() > 100 * SAME_IN_FP32
+
+
+@every_engine
+@every_law
+def test_experts_are_the_routers(engine: str, law: str, run_of: Runs, reference: Reference) -> None:
+    run = run_of(engine, law)
+    check_experts(run, reference)
+
+
+def check_experts(run: Run, reference: Reference) -> None:
+    routing = run.decode.routing
+    assert routing is not None
+    assert routing.layers == tuple(range(reference.model.config.num_hidden_layers))
+    last = run.rollout.offsets[1:] - 1
+    assert np.flatnonzero(~routing.present).tolist() == last.tolist()
+    want = np.concatenate([reference.experts(ids) for ids in run.rollout.sequences()])
+    present = routing.present
+    differ = (np.sort(want[present], -1) != np.sort(routing.ids[present], -1)).any(-1)
+    assert differ.sum() == 0
+
+
+@every_engine
+def test_the_seed_decides_the_tokens_whatever_the_batch(engine: str, run_of: Runs) -> None:
+    assert run_of(engine, "crowded").responses() == run_of(engine, "plain").responses()
+
+
+def test_chunked_prefill_changes_neither_logprobs_nor_experts(
+    run_of: Runs, reference: Reference
+) -> None:
+    run = run_of("vllm", "chunked")
+    assert run.decode.fingerprint["chunked_prefill"] is True
+    assert run.decode.fingerprint["seeding"] == "engine"
+    expected = expected_logprobs(run, reference, run.sampling)
+    assert np.abs(expected - run.decode.logprobs).max() < SAME_IN_FP32
+    assert np.abs(expected - run.prefill.logprobs).max() < SAME_IN_FP32
+    check_experts(run, reference)
+
+
+@every_engine
+def test_weights_as_loaded_are_the_checkpoints(engine: str, run_of: Runs) -> None:
+    from safetensors.torch import load_file
+
+    from mismatch.weights_digest import digest_tensor
+
+    fingerprint = run_of(engine, "plain").decode.fingerprint
+    checkpoint = load_file(MODEL / "model.safetensors")
+    want = {name: list(digest_tensor(tensor)) for name, tensor in checkpoint.items()}
+    assert fingerprint["weights"] == want
+    assert fingerprint["unmapped_weights"] == []
+
+
+@every_engine
+@every_law
+def test_the_fingerprint_tells_the_law(engine: str, law: str, run_of: Runs) -> None:
+    run = run_of(engine, law)
+    decode, prefill, asked = run.decode.fingerprint, run.prefill.fingerprint, run.sampling
+    assert (decode["mode"], prefill["mode"]) == ("decode", "prefill")
+    assert decode["logprobs_temperature"] == prefill["logprobs_temperature"]
+    assert decode["logprobs_temperature"] == (asked.temperature or 1.0)
+    assert decode["logprobs_truncated"] == asked.truncates
+    assert prefill["logprobs_truncated"] is False
+    for name in ("temperature", "top_p", "top_k", "max_tokens"):
+        assert decode["sampling"][name] == getattr(asked, name)
+    assert decode["engine"] == engine
+    assert decode["dtype"] == decode["kv_cache_dtype"] == "fp32"
+    assert decode["moe"] is True
+    for name in ("version", "attention", "moe_backend", "device", "seed", "max_model_len"):
+        assert decode[name] not in (None, "", "unknown")
+    assert decode["source_files"]["model.safetensors"]
+    assert decode["not_tested"] == []
+
+
+@every_engine
+def test_rewards_are_of_the_arithmetic_task(engine: str, run_of: Runs) -> None:
+    from transformers import AutoTokenizer
+
+    from mismatch.tasks.arithmetic import arithmetic_problems, reward
+
+    run = run_of(engine, "plain")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    problems = arithmetic_problems(PROMPTS, 0)
+    want = [
+        reward(tokenizer.decode(response, skip_special_tokens=True), problems[prompt].answer)
+        for response, prompt in zip(run.responses(), run.rollout.prompt_index, strict=True)
+    ]
+    assert run.rollout.rewards is not None
+    assert run.rollout.rewards.tolist() == want
+
+
+@every_engine
+def test_capabilities_are_known_before_anything_is_loaded(engine: str) -> None:
+    if not installed(engine):
+        pytest.skip(f"{engine} is not installed: make env")
+    code = (
+        "import sys\n"
+        "from mismatch.engines.registry import engine_class\n"
+        "from mismatch.specs import EngineSpec\n"
+        "from mismatch.types import Sampling\n"
+        f"able = engine_class({engine!r}).capabilities(EngineSpec({engine!r}), Sampling())\n"
+        "assert able.decode and able.prefill and able.prefill_tempered and able.routed_experts\n"
+        "assert able.processed_logprobs\n"
+        "assert not {'torch', 'vllm', 'transformers'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@every_engine
+def test_an_unknown_engine_argument_is_refused(engine: str, tmp_path) -> None:
+    if not installed(engine):
+        pytest.skip(f"{engine} is not installed: make env")
+    near = {"vllm": "max_num_seqs", "transformers": "max_num_seqs"}[engine]
+    spec = EngineSpec(engine, str(MODEL), args=(("max-num-seq", 4),))
+    done = work(tmp_path, RolloutSpec(spec, PromptSpec(num_prompts=2), PLAIN))
+    assert done.returncode == 1
+    error = store.read_json(tmp_path / "errors" / "engine.json")
+    assert "max-num-seq" in error["message"]
+    assert near in error["fix"]
+
+
+def test_vllm_is_never_imported_by_these_tests() -> None:
+    assert engine_class("transformers").name == "transformers"
+    assert not any(name == "vllm" or name.startswith("vllm.") for name in sys.modules)

@@ -1,0 +1,89 @@
+"""Whole checks, each run once through the command line and shared by the tests that read it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished `mismatch check`: its output and its artefacts."""
+
+    directory: Path
+    code: int
+    output: str
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.directory / "report.json").read_text())
+
+    @property
+    def headline(self) -> dict[str, Any]:
+        return self.report["comparisons"][0]
+
+    def value(self, metric: str) -> float:
+        return self.headline["metrics"][metric]["value"]
+
+    @property
+    def checks(self) -> dict[str, str]:
+        return {check["id"]: check["status"] for check in self.report["checks"]}
+
+    @property
+    def failed(self) -> set[str]:
+        return {id for id, status in self.checks.items() if status == "failed"}
+
+    @property
+    def tokens(self) -> pd.DataFrame:
+        return pd.read_parquet(self.directory / "tokens.parquet")
+
+
+def check_command(directory: Path, *flags: str) -> list[str]:
+    command = [sys.executable, "-m", "mismatch", "check", "--out", str(directory)]
+    if "--model" not in flags:
+        command += ["--model", "tiny-gpt-oss"]
+    return [*command, *flags]
+
+
+def run_check(directory: Path, *flags: str) -> Run:
+    done = subprocess.run(
+        check_command(directory, *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    return Run(directory, done.returncode, done.stdout)
+
+
+SMALL = ("--num-prompts", "16", "--samples-per-prompt", "2", "--no-noise-floor")
+
+
+def shared_run(name: str, *flags: str) -> Any:
+    """A session fixture that runs one check."""
+
+    @pytest.fixture(scope="session", name=name)
+    def fixture(tmp_path_factory: pytest.TempPathFactory) -> Run:
+        run = run_check(tmp_path_factory.mktemp(name) / "run", *flags)
+        assert run.code in (0, 1), run.output  # 2: nothing was measured
+        return run
+
+    return fixture
+
+
+default_run = shared_run("default_run", "--num-prompts", "48")
+fp32_run = shared_run("fp32_run", *SMALL, "--dtype", "fp32", "--train-dtype", "fp32")
+no_sinks_run = shared_run("no_sinks_run", *SMALL, "--attention", "no-sinks")
+raw_run = shared_run(
+    "raw_run", *SMALL, "--temperature", "0.7", "--engine-arg", "logprobs_mode=raw_logprobs"
+)
+tempered_run = shared_run(
+    "tempered_run", *SMALL, "--engine", "transformers", "--temperature", "0.7"
+)

@@ -1,0 +1,212 @@
+"""The main job, from the command line: real vLLM samples, a real 2-rank FSDP2 world scores again.
+
+The argument: in float32 both sides agree to 1e-4 and choose the same experts, so that whatever is
+measured in bf16 is the mismatch of bf16 kernels, and a planted fault stands out against it.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+
+from mismatch.reports.document import schema
+
+from .conftest import SMALL, run_check
+
+pytestmark = pytest.mark.slow
+ARTEFACTS = (
+    "report.html",
+    "report.json",
+    "report.md",
+    "tokens.parquet",
+    "rollout.parquet",
+    "spec.json",
+    "scores/vllm-decode.parquet",
+    "scores/vllm-prefill.parquet",
+    "scores/fsdp.parquet",
+    "routing/vllm-decode.safetensors",
+    "routing/fsdp.safetensors",
+)
+
+
+def test_a_healthy_model_passes_and_leaves_its_artefacts(default_run):
+    assert default_run.code == 0, default_run.output
+    assert default_run.report["verdict"]["status"] in ("healthy", "warn")
+    last = default_run.output.strip().splitlines()[-1]
+    assert last.startswith("verdict: ")
+    assert default_run.report["verdict"]["status"] in last.lower()
+    for name in ARTEFACTS:
+        assert (default_run.directory / name).stat().st_size > 0, name
+
+
+def test_the_output_is_plain_where_it_is_not_a_terminal(default_run):
+    assert "\x1b" not in default_run.output
+    assert max(map(len, default_run.output.splitlines())) <= 200
+
+
+@pytest.mark.parametrize("run", ["default_run", "fp32_run", "no_sinks_run", "raw_run"])
+def test_reports_fulfil_the_shipped_schema(run, request):
+    Draft202012Validator(schema()).validate(request.getfixturevalue(run).report)
+
+
+def test_bf16_mismatch_has_the_size_that_this_model_shows(default_run):
+    """Seen for a trained gpt-oss of this size: mean |delta| 0.011, k3 3.1e-4."""
+    assert 1e-3 < default_run.value("logprob_abs_diff_mean") < 0.03
+    assert 1e-6 < default_run.value("k3_kl") < 2e-3
+    assert default_run.value("probs_pearson") > 0.99
+    assert 0 < default_run.headline["routing"]["routing_disagree_layer"]["value"] < 0.2
+    assert default_run.headline["sampled_by_left"] is True
+
+
+def test_every_number_carries_its_interval_and_counts(default_run):
+    sizes = default_run.report["run"]
+    for name, estimate in default_run.headline["metrics"].items():
+        assert estimate["n_prompts"] == 48, name
+        assert estimate["n_sequences"] == sizes["n_sequences"] == 192, name
+        assert estimate["n_tokens"] == sizes["n_tokens"], name
+        if estimate["low"] is not None:
+            assert estimate["low"] <= estimate["value"] <= estimate["high"], name
+
+
+def test_the_report_says_what_the_token_table_says(default_run):
+    tokens = default_run.tokens
+    assert len(tokens) == default_run.report["run"]["n_tokens"]
+    delta = tokens["train_logprob"] - tokens["rollout_logprob"]
+    np.testing.assert_array_equal(tokens["delta"], delta)
+    assert default_run.value("logprob_abs_diff_mean") == pytest.approx(delta.abs().mean())
+    assert default_run.value("k3_kl") == pytest.approx((np.exp(delta) - 1 - delta).mean())
+    flips = tokens["routing_flips"]
+    any_flip = default_run.headline["routing"]["routing_disagree_any"]["value"]
+    assert (flips > 0).mean() == pytest.approx(any_flip)
+    assert tokens["token"].str.len().gt(0).mean() > 0.9
+
+
+def test_the_noise_floor_is_measured_not_assumed(default_run):
+    floor = {(pair["left"], pair["right"]): pair for pair in default_run.report["noise_floor"]}
+    exact = [
+        ("vllm:decode", "vllm:prefill"),  # equal on a CPU, not on a GPU
+        ("fsdp", "fsdp:regrouped"),
+        ("fsdp", "fsdp:grad"),
+    ]
+    for pair in exact:
+        assert floor[pair]["metrics"]["logprob_abs_diff_mean"]["value"] < 1e-3, pair
+    for side in ("vllm:decode", "fsdp"):
+        assert floor[side, "reference:fp32"]["metrics"]["logprob_abs_diff_mean"]["value"] > 1e-3
+
+
+def test_all_semantic_checks_pass_on_a_clean_run(default_run):
+    bad = {id: status for id, status in default_run.checks.items() if status != "passed"}
+    assert bad.keys() <= {"importance-ratio"}, bad  # a 99.7 % test, so a warning may happen
+    assert "failed" not in bad.values()
+    assert len(default_run.checks) == 12
+
+
+def test_fingerprints_hold_what_ran(default_run):
+    prints = default_run.report["fingerprints"]
+    engine, trainer = prints["vllm:decode"], prints["fsdp"]
+    assert engine["engine"] == "vllm"
+    assert engine["dtype"] == "bf16"
+    assert trainer["attention"] not in ("auto", None)
+    assert trainer["honours_sinks"] is True
+    assert trainer["world_size"] == 2
+    assert max(trainer["resident_fraction"]) <= 0.6
+    assert prints["reference:fp32"]["dtype"] == "fp32"
+
+
+def test_float32_on_both_sides_agrees(fp32_run):
+    assert fp32_run.value("logprob_abs_diff_max") <= 1e-4
+    assert fp32_run.headline["routing"]["routing_disagree_layer"]["value"] == 0
+    assert fp32_run.headline["routing"]["routing_disagree_any"]["value"] == 0
+    assert fp32_run.report["verdict"]["status"] == "healthy"
+    assert fp32_run.report["verdict"]["levels"] == "fp32"
+
+
+def test_a_sinkless_trainer_is_critical(default_run, no_sinks_run):
+    assert no_sinks_run.code == 1
+    assert no_sinks_run.report["verdict"]["status"] == "critical"
+    assert no_sinks_run.value("k3_kl") >= 20 * default_run.value("k3_kl")
+    trainer = no_sinks_run.report["fingerprints"]["fsdp"]
+    assert trainer["honours_sinks"] is False
+    assert "critical" in no_sinks_run.output.strip().splitlines()[-1].lower()
+
+
+def test_raw_logprobs_at_another_temperature_fail_as_that(raw_run):
+    assert raw_run.code == 1
+    assert "temperature" in raw_run.failed
+    assert "processed_logprobs" in raw_run.output
+
+
+def test_the_right_logprob_mode_for_a_temperature_is_chosen(tempered_run):
+    assert "temperature" not in tempered_run.failed
+    assert tempered_run.code == 0, tempered_run.output
+    assert tempered_run.value("logprob_abs_diff_mean") < 0.03
+
+
+def test_another_checkpoint_on_the_train_side_is_named(tmp_path):
+    """One parameter of the trainer's copy is changed: files and values as loaded both show it."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    from mismatch.models import EMBEDDED
+
+    copy = shutil.copytree(EMBEDDED["tiny-gpt-oss"], tmp_path / "model")
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.1.self_attn.sinks"
+    tensors[name] = tensors[name] + 0.5
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    run = run_check(tmp_path / "run", *SMALL, "--train-model", str(copy))
+    assert run.code == 1
+    assert {"source-files", "weights-as-loaded"} <= run.failed, run.checks
+    details = {check["id"]: check["detail"] for check in run.report["checks"]}
+    assert name in details["weights-as-loaded"]
+    assert "1 of " in details["weights-as-loaded"]
+
+
+def test_thresholds_and_fail_on_decide_the_exit_code(tmp_path):
+    from .conftest import check_command  # noqa: F401  (documents where the flags go)
+
+    levels = tmp_path / "levels.toml"
+    levels.write_text('[k3_kl]\n"bf16 MoE" = { healthy = 1e-12, critical = 1e-11 }\n')
+    flags = ("--engine", "transformers", "--thresholds", str(levels))
+    run = run_check(tmp_path / "run", *SMALL, *flags)
+    judged = {j["metric"]: j for j in run.report["verdict"]["judgements"]}
+    assert judged["k3_kl"]["critical"] == 1e-11
+    assert run.code == 1
+    assert run.report["verdict"]["status"] == "critical"
+
+
+def test_prompts_from_a_file_in_all_three_forms(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "Mia has 3 plums and finds 4 more."},
+        {"messages": [{"role": "user", "content": "What is 3 + 4?"}]},
+        {"prompt_token_ids": [5, 6, 7, 8, 9]},
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--engine", "transformers", "--prompts", str(prompts), "--no-noise-floor")
+    run = run_check(tmp_path / "run", *flags)
+    assert run.report["run"]["n_prompts"] == 3
+    assert run.report["run"]["n_sequences"] == 12
+    assert run.code in (0, 1)
+    assert run.failed == set()
+
+
+def test_a_report_can_be_written_again(default_run, tmp_path):
+    import shutil
+    import subprocess
+    import sys
+
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("report.json", "tokens.parquet"):
+        shutil.copy(default_run.directory / name, copy)
+    done = subprocess.run(
+        [sys.executable, "-m", "mismatch", "report", str(copy)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (copy / "report.html").read_bytes() == (
+        default_run.directory / "report.html"
+    ).read_bytes()
+    assert done.stdout.strip().splitlines()[-1] == default_run.output.strip().splitlines()[-1]

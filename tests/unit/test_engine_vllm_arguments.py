@@ -1,0 +1,156 @@
+"""What is sent to vLLM. A stand-in lists vLLM's arguments: the real one is heavy to import."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from mismatch.engines import vllm_args
+from mismatch.engines.model_info import ModelInfo
+from mismatch.errors import MismatchError
+from mismatch.specs import EngineSpec
+from mismatch.types import Sampling
+
+MOE = ModelInfo("gpt_oss", 100, 4096, (2,), num_experts=8, top_k=2)
+DENSE = dataclasses.replace(MOE, num_experts=0, top_k=0)
+
+
+@dataclasses.dataclass
+class EngineArgs:
+    model: str = ""
+    enforce_eager: bool = False
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    logprobs_mode: str = "raw_logprobs"
+    generation_config: str = "auto"
+    worker_extension_cls: str = ""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("vllm")
+    module.EngineArgs = EngineArgs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: True)
+
+
+def arguments(spec: EngineSpec, info: ModelInfo = MOE, **law: Any) -> dict[str, Any]:
+    return vllm_args.engine_arguments(spec, Sampling(**law), info, longest=200)
+
+
+def with_args(**args: Any) -> EngineSpec:
+    return EngineSpec(model="m", args=tuple(args.items()))
+
+
+@pytest.mark.parametrize(
+    ("law", "mode"),
+    [
+        ({}, "raw_logprobs"),
+        ({"temperature": 0.7}, "processed_logprobs"),
+        ({"top_p": 0.9}, "processed_logprobs"),
+        ({"top_k": 5}, "processed_logprobs"),
+        ({"temperature": 0.0}, "raw_logprobs"),
+        ({"temperature": 0.0, "top_k": 5}, "raw_logprobs"),
+    ],
+)
+def test_the_logprob_mode_follows_the_law(law: dict[str, Any], mode: str) -> None:
+    assert arguments(EngineSpec(model="m"), **law)["logprobs_mode"] == mode
+
+
+def test_nothing_is_left_to_vllms_defaults_that_changes_the_law() -> None:
+    found = arguments(EngineSpec(model="m", dtype="fp32"), seed=4)
+    assert found["generation_config"] == "vllm"
+    assert (found["dtype"], found["seed"]) == ("float32", 4)
+    sent = vllm_args.sampling_arguments(Sampling(top_k=3), (2, 7))
+    assert (sent["n"], sent["top_k"], sent["stop_token_ids"]) == (1, 3, [2, 7])
+    assert (sent["min_p"], sent["repetition_penalty"], sent["min_tokens"]) == (0.0, 1.0, 0)
+
+
+def test_the_context_is_as_long_as_needed_and_no_longer_than_the_model() -> None:
+    assert arguments(EngineSpec(model="m"))["max_model_len"] == 256
+    assert arguments(EngineSpec(model="m", max_model_len=1000))["max_model_len"] == 1000
+    short = dataclasses.replace(MOE, context=201)
+    assert arguments(EngineSpec(model="m"), short)["max_model_len"] == 201
+    silent = dataclasses.replace(MOE, context=None)
+    assert "max_model_len" not in arguments(EngineSpec(model="m"), silent)
+
+
+def test_routes_are_captured_by_us_on_a_cpu_and_by_vllm_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_cpu = arguments(EngineSpec(model="m"))
+    assert on_cpu["enable_prefix_caching"] is False
+    assert "enable_return_routed_experts" not in on_cpu
+    monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: False)
+    on_gpu = arguments(EngineSpec(model="m"))
+    assert on_gpu["enable_return_routed_experts"] is True
+    assert "enable_prefix_caching" not in on_gpu
+    assert "enforce_eager" not in on_gpu
+    assert "enable_return_routed_experts" not in arguments(EngineSpec(model="m"), DENSE)
+    assert "enable_return_routed_experts" not in arguments(EngineSpec(model="m", routing=False))
+
+
+def test_prefix_caching_with_routes_on_a_cpu_is_refused() -> None:
+    spec = with_args(enable_prefix_caching=True)
+    with pytest.raises(MismatchError, match="prefix caching") as caught:
+        arguments(spec)
+    assert "--no-routing" in caught.value.fix
+    assert arguments(spec, DENSE)["enable_prefix_caching"] is True
+
+
+def test_prefills_are_whole_unless_the_user_asks_otherwise() -> None:
+    assert arguments(EngineSpec(model="m"))["enable_chunked_prefill"] is False
+    chunked = arguments(with_args(max_num_batched_tokens=64))
+    assert "enable_chunked_prefill" not in chunked
+    assert chunked["max_num_batched_tokens"] == 64
+
+
+def test_the_users_arguments_win() -> None:
+    found = arguments(
+        with_args(**{"enforce-eager": False, "logprobs_mode": "raw_logprobs"}), top_k=2
+    )
+    assert found["enforce_eager"] is False
+    assert found["logprobs_mode"] == "raw_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says", "fix"),
+    [
+        ("max_num_seq", 4, "no such engine argument", "max_num_seqs"),
+        ("zzz", 4, "no such engine argument", "vllm serve --help"),
+        ("dtype", "float32", "sets this itself", "--dtype"),
+        ("model", "x", "sets this itself", "--model"),
+        ("worker-extension-cls", "x", "own worker extension", "drop it"),
+        ("logprobs_mode", "raw_logits", "not logprobs", "processed_logprobs"),
+    ],
+)
+def test_a_bad_argument_is_refused(name: str, value: Any, says: str, fix: str) -> None:
+    with pytest.raises(MismatchError) as caught:
+        arguments(with_args(**{name: value}))
+    assert says in caught.value.message
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("temperature", [0.005, 2.5])
+def test_a_temperature_that_vllm_would_change_or_refuse(temperature: float) -> None:
+    with pytest.raises(MismatchError, match="vLLM samples at"):
+        arguments(EngineSpec(model="m"), temperature=temperature)
+
+
+def test_the_environment_is_a_default_and_not_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    # Set before it is unset: so that the test's own change is undone as well.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(name, "1")
+    vllm_args.set_environment()
+    assert vllm_args.os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    assert vllm_args.os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

@@ -1,0 +1,147 @@
+"""report.json: what is written is read back, validates, and broken documents are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from mismatch.errors import MismatchError
+from mismatch.reports.document import SCHEMA, report_from_json, report_to_json, schema
+from mismatch.types import Report
+from tests.reports_fixture import estimate, make_empty_report, make_failing_report, make_report
+
+
+def reports() -> list[Report]:
+    return [make_report(), make_failing_report()[0], make_empty_report()[0]]
+
+
+def validate(document: Any) -> None:
+    jsonschema.Draft202012Validator(schema()).validate(document)
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(schema())
+    assert schema()["$id"] == SCHEMA
+
+
+@pytest.mark.parametrize("report", reports(), ids=["healthy", "failing", "empty"])
+def test_round_trip_through_strict_json(report: Report) -> None:
+    document = report_to_json(report)
+    text = json.dumps(document, allow_nan=False)
+    validate(json.loads(text))
+    assert report_from_json(json.loads(text)) == report
+
+
+def test_the_layout_that_readers_rely_on() -> None:
+    document = report_to_json(make_report())
+    first = document["comparisons"][0]
+    assert (first["rollout"], first["train"], first["sampled_by_left"]) == (
+        "vllm:decode",
+        "fsdp",
+        True,
+    )
+    k3 = first["metrics"]["k3_kl"]
+    assert k3["low"] < k3["value"] < k3["high"]
+    assert (k3["n_sequences"], k3["n_prompts"]) == (64, 16)
+    assert first["metrics"]["logprob_abs_diff_max"]["low"] is None
+    noise = {entry["id"]: entry for entry in document["noise_floor"]}
+    assert noise["fsdp / fsdp:regrouped"]["metrics"]["logprob_abs_diff_mean"]["value"] == 3e-4
+
+
+def test_numbers_are_finite_or_null() -> None:
+    report = make_report()
+    odd = estimate(1.0, None)
+    metrics = {"k3_kl": replace(odd, value=math.nan), "ratio_max": replace(odd, value=math.inf)}
+    comparison = replace(report.comparisons[0], metrics=metrics)
+    fingerprints = {
+        "fsdp": {
+            "resident": np.array([0.5, 0.5]),
+            "rank": np.int64(1),
+            "odd": (math.inf, {"b", "a"}),
+        }
+    }
+    document = report_to_json(replace(report, comparisons=(comparison,), fingerprints=fingerprints))
+    json.dumps(document, allow_nan=False)
+    validate(document)
+    written = document["comparisons"][0]["metrics"]
+    assert written["k3_kl"]["value"] is None
+    assert written["ratio_max"]["value"] is None
+    assert document["fingerprints"]["fsdp"] == {
+        "resident": [0.5, 0.5],
+        "rank": 1,
+        "odd": [None, ["a", "b"]],
+    }
+    assert math.isnan(report_from_json(document).comparisons[0].metrics["k3_kl"].value)
+
+
+def broken() -> list[tuple[str, list[Any], Any]]:
+    """(what, path to change, new value); ``...`` removes the entry."""
+    return [
+        ("schema version", ["schema"], "mismatch.report/2"),
+        ("unknown field", ["surprise"], 1),
+        ("no verdict", ["verdict"], ...),
+        ("unknown status", ["verdict", "status"], "fine"),
+        ("value as text", ["comparisons", 0, "metrics", "k3_kl", "value"], "0.1"),
+        ("no n_prompts", ["comparisons", 0, "metrics", "k3_kl", "n_prompts"], ...),
+        ("zero tokens", ["comparisons", 0, "metrics", "k3_kl", "n_tokens"], 0),
+        ("no metrics", ["comparisons", 0, "metrics"], {}),
+        (
+            "metric name",
+            ["comparisons", 0, "metrics", "K3 KL"],
+            report_to_json(make_report())["comparisons"][0]["metrics"]["k3_kl"],
+        ),
+        ("check status", ["checks", 0, "status"], "ok"),
+        ("empty reason", ["not_tested"], [""]),
+    ]
+
+
+@pytest.mark.parametrize(("what", "path", "value"), broken(), ids=[item[0] for item in broken()])
+def test_broken_documents_do_not_validate(what: str, path: list[Any], value: Any) -> None:
+    document = copy.deepcopy(report_to_json(make_report()))
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        validate(document)
+
+
+@pytest.mark.parametrize("document", [None, [], {}, {"schema": "mismatch.report/2"}, "text"])
+def test_another_schema_is_refused_by_name(document: Any) -> None:
+    with pytest.raises(MismatchError, match=r"mismatch\.report/1") as error:
+        report_from_json(document)
+    assert error.value.fix
+
+
+def test_a_document_of_another_version_is_not_guessed_at() -> None:
+    document = report_to_json(make_report()) | {"schema": "mismatch.report/2"}
+    with pytest.raises(MismatchError, match=r"mismatch\.report/2"):
+        report_from_json(document)
+
+
+@pytest.mark.parametrize("missing", ["verdict", "comparisons", "checks", "run"])
+def test_a_missing_field_is_named(missing: str) -> None:
+    document = report_to_json(make_report())
+    del document[missing]
+    with pytest.raises(MismatchError, match=missing):
+        report_from_json(document)
+
+
+def test_every_field_of_the_schema_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "report-json.md").read_text("utf-8")
+    described = schema()
+    objects = [described, *described["$defs"].values()]
+    fields = {name for item in objects for name in item.get("properties", {})}
+    assert len(fields) > 30
+    assert [name for name in sorted(fields) if f"`{name}`" not in text] == []

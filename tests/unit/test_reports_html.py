@@ -1,0 +1,246 @@
+"""The HTML report and its figures: data, escaping, self-containment, determinism."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from mismatch.reports import figures
+from mismatch.reports.html import to_html
+from mismatch.reports.worst import comparable
+from mismatch.types import Check
+from tests.reports_fixture import (
+    HOSTILE,
+    make_empty_report,
+    make_failing_report,
+    make_report,
+    make_tokens,
+)
+
+VOID = {"meta", "br", "img", "hr", "link", "input"}
+ALLOWED = {
+    *("html", "head", "meta", "title", "style", "body", "header", "main", "footer", "section"),
+    *("div", "span", "p", "h1", "h2", "h3", "strong", "small", "code", "pre", "mark", "bdi", "i"),
+    *("ul", "li", "dl", "dt", "dd", "table", "caption", "thead", "tbody", "tr", "th", "td"),
+    *("details", "summary", "figure", "figcaption"),
+    *("svg", "g", "path", "text", "tspan", "use", "defs", "clippath", "rect"),
+}
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a document; complains where tags do not nest."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(document)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self._open or self._open[-1] != "style":
+            self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+@pytest.fixture(scope="module")
+def document() -> str:
+    tokens = make_tokens()
+    return to_html(make_report(tokens), tokens)
+
+
+@pytest.fixture(scope="module")
+def page(document: str) -> Page:
+    return Page(document)
+
+
+def test_the_first_screen_answers(page: Page) -> None:
+    text = page.words
+    answers = ["✓ Healthy", "tiny-gpt-oss"]
+    answers += ["By how much?", "What next?", "Is this normal?", "Where does it sit?"]
+    places = [text.index(answer) for answer in answers]
+    assert max(places) < text.index("Headline numbers")
+    assert text.index("The two sides' probabilities of a token") < text.index("By how much?")
+
+
+def test_numbers_of_the_report_are_on_the_page(page: Page) -> None:
+    metrics = make_report().comparisons[0].metrics
+    for name in metrics:
+        assert name in page.words
+    assert f"{metrics['logprob_abs_diff_mean'].value:.5f}" in page.words
+    assert "NeMo-RL gen_kl_error" in page.words
+
+
+def test_hostile_tokens_are_only_text(page: Page, document: str) -> None:
+    assert set(page.tags) <= ALLOWED  # no script, no image, no link
+    assert "<img src=x onerror=alert(1)>" in page.words  # seen, as text
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert "{{ 7 * 7 }}" in page.words
+    assert "⟨202E⟩gnp.exe" in page.words
+    for character in "\x00\x07\x1b\u202e\u202c":
+        assert character not in document
+    assert len(HOSTILE) == 9
+
+
+def test_hostile_names_are_only_text() -> None:
+    attack = '"><script>alert(1)</script>'
+    report = make_report()
+    hostile = replace(
+        report,
+        model=attack,
+        checks=(Check(attack, "failed", attack, attack),),
+        not_tested=(attack,),
+        fingerprints=report.fingerprints | {attack: {"engine": attack}},
+        run=report.run | {"command": attack, "created": attack, "versions": {attack: attack}},
+    )
+    page = Page(to_html(hostile, make_tokens()))
+    assert set(page.tags) <= ALLOWED
+    assert page.words.count("<script>alert(1)</script>") > 6
+
+
+def test_nothing_is_fetched(page: Page, document: str) -> None:
+    fetching = {"src", "srcset", "action", "data", "poster", "background"}
+    assert not [item for item in page.attributes if item[1] in fetching]
+    links = [value for _, name, value in page.attributes if name in {"href", "xlink:href"}]
+    assert all(value.startswith("#") for value in links)
+    assert not re.search(r"@import|url\((?!#)", document)
+    assert "default-src 'none'" in document
+
+
+def test_no_path_of_this_machine_and_no_date(document: str) -> None:
+    assert "site-packages" not in document
+    assert "dc:date" not in document
+    assert "Matplotlib v" not in document
+
+
+def test_ids_are_unique(page: Page) -> None:
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    local = {value[1:] for _, name, value in page.attributes if name == "href"}
+    assert local <= set(ids)
+
+
+def test_the_same_input_gives_the_same_bytes(document: str) -> None:
+    tokens = make_tokens()
+    assert to_html(make_report(tokens), tokens) == document
+
+
+def test_a_user_style_does_not_restyle_the_report(document: str) -> None:
+    import matplotlib as mpl
+
+    tokens = make_tokens()
+    with mpl.rc_context({"axes.xmargin": 0.4, "xtick.direction": "in", "font.size": 30}):
+        assert to_html(make_report(tokens), tokens) == document
+
+
+def test_half_a_million_tokens_stay_small() -> None:
+    rng = np.random.default_rng(0)
+    base = make_tokens()
+    big = pd.concat([base.assign(sequence=base["sequence"] + 64 * i) for i in range(100)])
+    big["rollout_logprob"] = -rng.gamma(0.5, 1.5, len(big))
+    big["delta"] = 0.3 * rng.standard_normal(len(big))
+    big["train_logprob"] = np.minimum(big["rollout_logprob"] + big["delta"], 0)
+    assert len(big) > 500_000
+    assert len(to_html(make_report(), big).encode()) < 3_000_000
+
+
+def test_colours_follow_the_scheme(document: str) -> None:
+    svg = "".join(re.findall(r"<svg.*?</svg>", document, flags=re.DOTALL))
+    assert "var(--accent)" in svg
+    assert not re.findall(r"(?:fill|stroke): ?#[0-9a-f]{3,6}", svg)
+    assert "prefers-color-scheme: dark" in document
+
+
+def test_figures_by_name_and_data() -> None:
+    tokens = comparable(make_tokens())
+    drawn = {picture.name: picture for picture in figures.pictures(make_report(), tokens)}
+    assert list(drawn) == [
+        "histogram",
+        "probabilities",
+        "by-probability",
+        "by-position",
+        "routing-by-layer",
+        "routing-harm",
+    ]
+    counts = tokens["routing_flips"].value_counts()
+    assert f">{counts[0]:,}<" in drawn["routing-harm"].svg  # the number above the bar
+    dense = make_tokens(routing=False)
+    report = make_report()
+    plain = replace(report.comparisons[0], breakdowns={}, routing={})
+    names = [item.name for item in figures.pictures(replace(report, comparisons=(plain,)), dense)]
+    assert names == ["histogram", "probabilities", "by-probability", "by-position"]
+
+
+def test_histogram_counts_every_token_and_is_centred() -> None:
+    delta = np.array([-0.5, 0.0, 0.0, 0.25, 0.5])
+    counts, edges = figures.delta_histogram(delta, bins=11)
+    assert counts.sum() == 5
+    assert counts[5] == 2
+    assert edges[0] == pytest.approx(-edges[-1])
+    identical, _ = figures.delta_histogram(np.zeros(7))
+    assert identical.sum() == 7
+
+
+def test_probability_grid_has_the_rollout_on_its_first_axis() -> None:
+    tokens = pd.DataFrame({"rollout_logprob": [np.log(0.9)], "train_logprob": [np.log(0.2)]})
+    counts, edges = figures.probability_grid(tokens, bins=10)
+    assert counts.sum() == 1
+    assert counts[8, 1] + counts[9, 2] + counts[8, 2] + counts[9, 1] == 1
+    assert edges[[0, -1]].tolist() == [0, 1]
+
+
+def test_a_bar_without_tokens_carries_no_number() -> None:
+    tokens = comparable(make_tokens())
+    tokens = tokens[tokens["routing_flips"].isin([0, 2])]
+    drawn = figures.routing_harm(tokens)
+    assert drawn is not None
+    numbers = re.findall(r"<text[^>]*>([\d,]+)</text>", drawn.svg)
+    assert numbers[-2:] == [f"{count:,}" for count in tokens["routing_flips"].value_counts()]
+
+
+def test_bucket_means() -> None:
+    tokens = pd.DataFrame({"delta": [0.1, -0.3, 0.5]})
+    mean, count = figures.bucket_means(np.array([0, 0, 2]), tokens, 3)
+    assert mean == pytest.approx([0.2, np.nan, 0.5], nan_ok=True)
+    assert count.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("make", [make_failing_report, make_empty_report])
+def test_failing_and_empty_reports_render(make) -> None:  # type: ignore[no-untyped-def]
+    report, tokens = make()
+    page = Page(to_html(report, tokens))
+    assert "Critical" in page.words
+    assert report.checks[-1].fix in page.words
+    assert ("svg" in page.tags) == bool(report.comparisons)
+
+
+def test_identical_sides_render() -> None:
+    tokens = make_tokens().assign(delta=0.0)
+    tokens["train_logprob"] = tokens["rollout_logprob"]
+    assert (
+        "Nowhere: delta is exactly 0 for every token." in Page(to_html(make_report(), tokens)).words
+    )

@@ -1,0 +1,93 @@
+"""Numbers and foreign strings: what is written is what was meant, and nothing hostile survives."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mismatch.reports.quantities import bound, number, percent, plural, times
+from mismatch.reports.text import line, token_text, visible
+
+MOVING = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.011123, "0.0111"),
+        (0.0009999, "1.00e-3"),
+        (3.1e-4, "3.10e-4"),
+        (-3.1e-4, "-3.10e-4"),
+        (0.9996, "1.00"),
+        (12.34, "12.3"),
+        (999.7, "1,000"),
+        (12345.6, "12,346"),
+        (2.5e9, "2.50e9"),
+        (float("nan"), "–"),
+        (float("inf"), "inf"),
+        (None, "–"),
+    ],
+)
+def test_three_significant_digits(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+@given(st.floats(1e-12, 1e12))
+def test_a_written_number_reads_back_within_its_digits(value: float) -> None:
+    assert float(number(value).replace(",", "")) == pytest.approx(value, rel=5.1e-3)
+
+
+def test_percent_keeps_what_is_missing_to_a_hundred() -> None:
+    assert [percent(share) for share in (0.0, 0.0373, 0.998, 0.99991, 1.0, 12.5)] == [
+        "0 %",
+        "3.7 %",
+        "99.80 %",
+        "99.99 %",
+        "100 %",
+        "1,250 %",
+    ]
+
+
+def test_bounds_counts_and_factors() -> None:
+    assert [bound(value) for value in (0.03, 1e-5, 1.08, 0.0)] == ["0.03", "1e-5", "1.08", "0"]
+    assert (plural(1, "prompt"), plural(2048, "token")) == ("1 prompt", "2,048 tokens")
+    assert (times(0.63), times(137.0)) == ("0.63×", "137×")
+
+
+@given(st.text())
+def test_nothing_invisible_or_moving_survives(text: str) -> None:
+    shown = visible(text)
+    assert not {unicodedata.category(character) for character in shown} & MOVING
+    assert "\n" not in shown
+    assert not shown or not unicodedata.combining(shown[0])
+    shown.encode("utf-8")  # a lone surrogate would fail here, and in write_text
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"),
+    [
+        ("\u202egnp.exe", "⟨202E⟩gnp.exe"),
+        ("\x1b[31m", "⟨1B⟩[31m"),
+        ("\ud83d", "⟨D83D⟩"),
+        ("\u200b", "⟨200B⟩"),
+        ("\u00a0", "⟨A0⟩"),
+        (" the ", "␣the␣"),
+        ("\n", "↵"),
+        ("\u0301", "\u25cc\u0301"),
+        ("", "(empty)"),
+    ],
+)
+def test_tokens_are_spelled_out(token: str, shown: str) -> None:
+    assert token_text(token) == shown
+
+
+def test_long_tokens_are_cut() -> None:
+    assert token_text("a" * 500, limit=20) == "a" * 19 + "…"
+
+
+def test_a_line_is_one_line() -> None:
+    assert line("killed\n  by\tsignal 9\x07") == "killed by signal 9⟨7⟩"

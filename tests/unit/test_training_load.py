@@ -1,0 +1,219 @@
+"""Loading says what is wrong with a model, and puts transformers back as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.specs import Pass, TrainSpec
+from mismatch.training import scorer as scorer_module
+from mismatch.training.load import Loaded, load, resident_share
+from mismatch.training.packing import collate
+from mismatch.training.score import score_pass
+from mismatch.training.world import World
+from tests.checkpoints import make, rollout
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World.start()
+    yield world
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def broken(llama: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    for path in llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def _load(world: World, model: Path | str, **fields: Any) -> Loaded:
+    return load(TrainSpec(model=str(model), **fields), world.mesh, world.device)
+
+
+def test_missing_directory(world: World, tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="does not exist") as caught:
+        _load(world, tmp_path / "nowhere")
+    assert "config.json" in caught.value.fix
+
+
+def test_missing_weights(world: World, broken: Path) -> None:
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(MismatchError, match="cannot load"):
+        _load(world, broken)
+
+
+def test_missing_tokenizer(world: World, broken: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (broken / name).unlink()
+    with pytest.raises(MismatchError, match="no tokenizer"):
+        _load(world, broken)
+
+
+def test_missing_tensor(world: World, broken: Path) -> None:
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MismatchError, match=r"layers\.1\.mlp\.up_proj.*random"):
+        _load(world, broken)
+
+
+def test_wrong_shape(world: World, broken: Path) -> None:
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(5)
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MismatchError, match="cannot load"):
+        _load(world, broken)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "no_such_family"}, "no_such_family"),
+        ({"model_type": "t5"}, "not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    ],
+)
+def test_configurations_that_cannot_run(
+    world: World, broken: Path, changes: dict[str, Any], said: str
+) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(MismatchError, match=said):
+        _load(world, broken)
+
+
+def test_mxfp4_checkpoints_are_dequantised(world: World, tmp_path: Path) -> None:
+    # gpt-oss is published so: experts as 4-bit blocks with one scale per 32 values.
+    make("gpt_oss", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    draw = torch.Generator().manual_seed(0)
+    packed = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = tensor.shape
+            shape = (experts, outputs, inputs // 32, 16)
+            packed[f"{name}_blocks"] = torch.randint(0, 256, shape, generator=draw).byte()
+            packed[f"{name}_scales"] = torch.full(shape[:3], 122, dtype=torch.uint8)  # 2 ** -5
+        else:
+            packed[name] = tensor
+    save_file(packed, tmp_path / "model.safetensors", {"format": "pt"})
+    ours = _load(world, tmp_path).scorer.model.state_dict()
+    plain = transformers.GptOssForCausalLM.from_pretrained(
+        tmp_path, quantization_config=transformers.Mxfp4Config(dequantize=True)
+    )
+    for name, tensor in plain.state_dict().items():
+        held = ours[name].full_tensor()
+        assert held.dtype == torch.float32
+        assert torch.equal(held, tensor.float()), name
+    experts = ours["model.layers.0.mlp.experts.gate_up_proj"].full_tensor()
+    assert experts.abs().max() == 6 * 2**-5  # the largest 4-bit value at that scale
+
+
+def test_experts_of_a_dense_model(world: World, llama: Path) -> None:
+    with pytest.raises(MismatchError, match="has no experts"):
+        _load(world, llama, experts="grouped_mm")
+
+
+def test_transformers_is_left_as_it_was(world: World, llama: Path) -> None:
+    import transformers.modeling_utils as modeling
+
+    def state() -> tuple[Any, ...]:
+        cls = modeling.PreTrainedModel
+        names = ("prepare_distribute_model", "maybe_distribute_model")
+        found = [getattr(cls, name).__func__ for name in names]
+        return (*found, modeling.caching_allocator_warmup)
+
+    before = state()
+    _load(world, llama)
+    assert state() == before
+
+
+def test_the_model_is_sharded_in_the_master_dtype(world: World, llama: Path) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    loaded = _load(world, llama, master_dtype="fp32")
+    wrapped = [m for m in loaded.scorer.modules() if isinstance(m, FSDPModule)]
+    assert len(wrapped) == 3  # two decoder layers and the root, even at world size 1
+    assert all(isinstance(p, DTensor) for p in loaded.scorer.parameters())
+    assert {p.dtype for p in loaded.scorer.parameters()} == {torch.float32}
+    assert resident_share(loaded.scorer) == 1.0
+
+
+def test_a_head_that_does_more_is_refused(
+    world: World, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = _load(world, llama)
+    monkeypatch.setattr(scorer_module, "finish_logits", lambda logits, config: logits / 2)
+    with pytest.raises(MismatchError, match="does more to the logits"):
+        score_pass(world, loaded, rollout(), Pass("fsdp", loaded.spec))
+
+
+def test_dropout_is_refused_where_it_would_act(world: World, llama: Path) -> None:
+    loaded = _load(world, llama)
+    loaded.scorer.decoder_config.attention_dropout = 0.1
+    with pytest.raises(MismatchError, match=r"attention_dropout = 0\.1"):
+        score_pass(world, loaded, rollout(), Pass("grad", TrainSpec(str(llama), grad=True)))
+    assert score_pass(world, loaded, rollout(), Pass("fsdp", TrainSpec(str(llama)))) is not None
+
+
+def test_rollouts_that_cannot_be_scored(world: World, llama: Path) -> None:
+    loaded = _load(world, llama)
+    job = Pass("fsdp", loaded.spec)
+    with pytest.raises(MismatchError, match="outside the vocabulary"):
+        score_pass(world, loaded, rollout(vocabulary=5000), job)
+    with pytest.raises(EmptyComparison):
+        score_pass(world, loaded, rollout(((4, 0), (3, 0))), job)
+
+
+def test_packed_documents_that_leak_are_refused(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # gpt-oss without our masks: positions alone do not separate its documents.
+    spec = TrainSpec(str(make("gpt_oss", tmp_path)), layout="packing", dtype="fp32")
+    loaded = load(spec, world.mesh, world.device)
+    assert score_pass(world, loaded, rollout(), Pass("packed", spec)) is not None
+    monkeypatch.setattr(scorer_module.Scorer, "_packed_masks", lambda self, batch: None)
+    with pytest.raises(MismatchError, match="packed documents see each other"):
+        score_pass(world, loaded, rollout(), Pass("packed", spec))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sink-sdpa"])
+def test_a_packed_document_does_not_see_its_neighbour(
+    world: World, tmp_path: Path, attention: str
+) -> None:
+    spec = TrainSpec(
+        str(make("gpt_oss", tmp_path)), attention=attention, experts="eager", dtype="fp32"
+    )
+    scorer = load(spec, world.mesh, world.device).scorer.eval()
+    draw = np.random.default_rng(0)
+    first, other, second = (draw.integers(3, 300, 40) for _ in range(3))  # beyond the window of 16
+
+    def hidden(*documents: np.ndarray) -> torch.Tensor:
+        with torch.no_grad():
+            batch = collate(documents, "packing", world.device)
+            return scorer(scorer.hidden, batch)[0, -40:]  # type: ignore[no-any-return]
+
+    together = hidden(first, second)
+    assert torch.equal(together, hidden(other, second))
+    assert torch.allclose(together, hidden(second), atol=1e-4)

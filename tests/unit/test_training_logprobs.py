@@ -1,0 +1,123 @@
+"""Chunked logprobs and entropies are those of the naive way, in the same dtype."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mismatch.training.logprobs import Law, TokenStats, kept_mass, token_stats
+
+ROWS, HIDDEN, VOCABULARY = 37, 48, 997
+
+
+def _case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.nn.Linear]:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=dtype)
+    with torch.no_grad():
+        head.weight.mul_(4)  # logits of about ±7, as a language model has
+    return torch.randn(ROWS, HIDDEN, dtype=dtype), torch.randint(VOCABULARY, (ROWS,)), head
+
+
+def _stats(law: Law, dtype: torch.dtype = torch.float32, rows: int = 5) -> TokenStats:
+    hidden, targets, head = _case(dtype)
+    budget = rows * VOCABULARY * 12  # at most that many rows per chunk
+    with torch.no_grad():
+        return token_stats(hidden, targets, head, VOCABULARY, law, budget)
+
+
+def _naive(temperature: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden, targets, head = _case(dtype)
+    with torch.no_grad():
+        logps = (head(hidden).float() / temperature).log_softmax(-1)
+    return logps, logps.gather(1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_chunks_equal_the_naive_path_of_the_same_dtype(
+    dtype: torch.dtype, temperature: float
+) -> None:
+    logps, picked = _naive(temperature, dtype)
+    stats = _stats(Law(temperature), dtype)
+    assert (stats.logprobs - picked).abs().max() <= 1e-6
+    assert (stats.entropy + (logps.exp() * logps).sum(-1)).abs().max() <= 1e-5
+    assert torch.equal(stats.top1, logps.argmax(-1))
+
+
+def test_uniform_logits_have_the_uniform_entropy() -> None:
+    def flat(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden), 64)
+
+    stats = token_stats(torch.zeros(3, 1), torch.tensor([0, 5, 63]), flat, 64)
+    assert stats.logprobs.tolist() == pytest.approx([-math.log(64)] * 3)
+    assert stats.entropy.tolist() == pytest.approx([math.log(64)] * 3)
+
+
+def test_greedy_is_scored_at_temperature_one() -> None:
+    assert torch.equal(_stats(Law(0.0)).logprobs, _stats(Law(1.0)).logprobs)
+    assert _stats(Law(0.0)).untempered is None
+
+
+def test_untempered_logprobs_stand_beside_tempered_ones() -> None:
+    stats, plain = _stats(Law(0.6)), _stats(Law(1.0))
+    assert stats.untempered is not None
+    assert torch.equal(stats.untempered, plain.logprobs)
+    assert (stats.logprobs - plain.logprobs).abs().max() > 0.1
+
+
+def test_no_chunk_holds_more_rows_than_the_budget() -> None:
+    hidden, targets, head = _case(torch.float32)
+    seen = []
+
+    def watched(rows: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        return head(rows)
+
+    with torch.no_grad():
+        token_stats(hidden, targets, watched, VOCABULARY, chunk_bytes=5 * VOCABULARY * 12)
+    assert max(seen) == 5
+    assert sum(seen) == ROWS
+
+
+def test_gradients_are_those_of_the_naive_path() -> None:
+    hidden, targets, head = _case(torch.float32)
+    hidden.requires_grad_()
+    token_stats(hidden, targets, head, VOCABULARY, chunk_bytes=60_000).logprobs.sum().backward()
+    chunked = (hidden.grad, head.weight.grad)
+    hidden.grad = head.weight.grad = None
+    head(hidden).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
+    for got, want in zip(chunked, (hidden.grad, head.weight.grad), strict=True):
+        assert got is not None
+        assert torch.allclose(got, want, atol=1e-4)
+
+
+PROBABILITIES = torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]]).log()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (0, 1.0, 1.0),
+        (2, 1.0, 0.7),
+        (0, 0.65, 0.7),  # the 0.3 is needed to pass 0.65, the rest falls
+        (0, 0.05, 0.4),  # never less than the most likely token
+        (3, 0.5, 0.7),  # top-p counts in the renormalised 0.9: 0.4 / 0.9 < 0.5
+        (99, 1.0, 1.0),
+    ],
+)
+def test_kept_mass(top_k: int, top_p: float, kept: float) -> None:
+    assert kept_mass(PROBABILITIES, top_k, top_p).item() == pytest.approx(kept)
+
+
+def test_ties_at_the_top_k_threshold_are_kept() -> None:
+    tied = torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log()
+    assert kept_mass(tied, 2, 1.0).item() == pytest.approx(1.0)
+
+
+def test_kept_mass_is_reported_only_where_something_is_cut() -> None:
+    assert _stats(Law(1.0)).kept_mass is None
+    cut = _stats(Law(1.0, top_k=3)).kept_mass
+    assert cut is not None
+    assert 0 < cut.min() < cut.max() < 1

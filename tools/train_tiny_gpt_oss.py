@@ -1,0 +1,241 @@
+"""Train the embedded model `tiny-gpt-oss` from nothing: tokenizer, weights, model card.
+
+    python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss
+
+A fixed number of steps on text that mismatch.tasks.corpus generates, all seeds fixed, one
+thread: the same machine and versions give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_gpt_oss_card import arithmetic_accuracy, sinks_of, write_card
+from tiny_gpt_oss_model import CALL, MESSAGE, PAD, RETURN, VOCABULARY, build_model, train_tokenizer
+from torch.nn import functional as F
+from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
+
+from mismatch.tasks.arithmetic import arithmetic_problems
+from mismatch.tasks.corpus import chats
+
+SEEDS = {"weights": 0, "tokenizer_text": 1, "training_text": 2, "held_out_text": 3}
+BATCH_TOKENS = 2048  # padded tokens per step
+CONTEXT = 256  # longest training document, in tokens
+PEAK_LR = 3e-3
+SINKS_SPEED = 8.0  # times the learning rate
+# Prompts are never said, so they weigh little. Digits are few, and free words are noise to them.
+LOSS_WEIGHTS = {"prompt": 0.2, "words": 1.0, "digits": 4.0}
+AUX_WEIGHT = 0.005  # load balance: enough to keep every expert alive, not to flatten the router
+STEPS = 2200
+# The matrices are small: a second thread gains little, and loses a lot on a busy machine.
+THREADS = 1
+CARD_PROMPTS = 512  # default prompts that the model card's accuracy is measured on
+OPTIMIZER = (
+    f"AdamW (0.9, 0.98), weight decay 0.05, peak learning rate {PEAK_LR}, sinks {SINKS_SPEED:.0f} "
+    f"times that, cosine, clip 1.0, {BATCH_TOKENS} padded tokens per step, float32"
+)
+
+
+def documents(
+    tokenizer: PreTrainedTokenizerFast, seed: int, prompts: set[str] | None = None
+) -> Iterator[list[int]]:
+    """Token ids of one conversation at a time, as the chat template renders it.
+
+    Args:
+        prompts: collects the first user turns, to count test prompts that were trained on.
+    """
+    for chat in chats(seed):
+        if prompts is not None:
+            prompts.add(chat["messages"][0]["content"])
+        ids = tokenizer.apply_chat_template(
+            chat["messages"], tools=chat["tools"], return_dict=False
+        )
+        if len(ids) <= CONTEXT:
+            yield ids
+
+
+def batches(
+    docs: Iterator[list[int]], shuffle: random.Random
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Endless (ids [rows, T], mask [rows, T]) of about BATCH_TOKENS tokens each.
+
+    One document per row, from position 0, as in use: gpt-oss leaks across packed documents.
+    Documents of like length share a batch, so that little is padding.
+    """
+    while True:
+        pool = sorted(islice(docs, 512), key=len)
+        grouped: list[list[list[int]]] = [[]]
+        for ids in pool:
+            if (len(grouped[-1]) + 1) * len(ids) > BATCH_TOKENS:
+                grouped.append([])
+            grouped[-1].append(ids)
+        shuffle.shuffle(grouped)
+        for rows in grouped:
+            width = max(map(len, rows))
+            ids = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
+            yield ids, (ids != PAD).long()
+
+
+def assistant_tokens(ids: torch.Tensor) -> torch.Tensor:
+    """Mask [rows, T] of the tokens that the assistant says, its closing token included.
+
+    Only assistant turns close with <|return|> or <|call|>: from there back to <|message|>.
+    """
+    said = torch.zeros_like(ids, dtype=torch.bool)
+    inside = torch.zeros(len(ids), dtype=torch.bool)
+    for t in range(ids.shape[1] - 1, -1, -1):
+        inside = (inside & (ids[:, t] != MESSAGE)) | (ids[:, t] == RETURN) | (ids[:, t] == CALL)
+        said[:, t] = inside
+    return said
+
+
+def loss_of(
+    model: GptOssForCausalLM, ids: torch.Tensor, mask: torch.Tensor, digits: torch.Tensor
+) -> torch.Tensor:
+    """Weighted next-token cross entropy (nats per token) plus the load-balance loss.
+
+    No attention mask: with causal attention, padding on the right cannot reach a real token.
+    """
+    out = model(input_ids=ids, use_cache=False, output_router_logits=True)
+    weight = torch.where(torch.isin(ids, digits), LOSS_WEIGHTS["digits"], LOSS_WEIGHTS["words"])
+    weight = torch.where(assistant_tokens(ids), weight, LOSS_WEIGHTS["prompt"]) * mask
+    losses = F.cross_entropy(
+        out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
+    weight = weight[:, 1:].flatten()
+    aux = load_balance(out.router_logits, mask)
+    return (losses * weight).sum() / weight.sum() + AUX_WEIGHT * aux
+
+
+def load_balance(router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor) -> torch.Tensor:
+    """Switch Transformer's balance loss, mean over layers; 1.0 where all experts work alike."""
+    keep = mask.flatten().bool()
+    losses = []
+    for logits in router_logits:
+        probs = logits.reshape(-1, logits.shape[-1])[keep].softmax(-1)
+        chosen = torch.zeros_like(probs).scatter_(1, probs.topk(2, dim=-1).indices, 0.5)
+        losses.append(probs.shape[-1] * (chosen.mean(0) * probs.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up over 50 steps, then a cosine down to 2 % of the peak."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return PEAK_LR * min(1.0, (step + 1) / 50) * (0.02 + 0.98 * cosine)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What training has done so far; prints a line every 50 steps."""
+
+    steps: int
+    began: float = field(default_factory=time.monotonic)
+    done: int = 0
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def recent_loss(self) -> float:
+        recent = self.losses[-50:]
+        return sum(recent) / len(recent)
+
+    def add(self, tokens: int, loss: float) -> None:
+        self.done += 1
+        self.tokens += tokens
+        self.losses.append(loss)
+        if self.done % 50 == 0 or self.done == self.steps:
+            speed = self.tokens / self.seconds
+            line = f"step {self.done}/{self.steps}  loss {self.recent_loss:.4f}  {speed:.0f} tok/s"
+            print(line, flush=True)
+
+
+def make_optimizer(model: GptOssForCausalLM) -> torch.optim.Optimizer:
+    """AdamW; vectors do not decay, and sinks, which start near 0, learn faster."""
+    matrices, vectors, sinks = [], [], []
+    for name, parameter in model.named_parameters():
+        group = sinks if name.endswith("sinks") else vectors if parameter.ndim < 2 else matrices
+        group.append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": 0.05, "speed": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "speed": 1.0},
+        {"params": sinks, "weight_decay": 0.0, "speed": SINKS_SPEED},
+    ]
+    return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
+
+
+def train(
+    model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int
+) -> dict[str, Any]:
+    """Run `steps` optimiser steps; returns what the model card says about them."""
+    optimizer = make_optimizer(model)
+    prompts: set[str] = set()
+    stream = batches(documents(tokenizer, SEEDS["training_text"], prompts), random.Random(0))
+    digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
+    progress = Progress(steps)
+    for step, (ids, mask) in enumerate(islice(stream, steps)):
+        model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = group["speed"] * learning_rate(step, steps)
+        loss = loss_of(model, ids, mask, digits)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        progress.add(int(mask.sum()), loss.item())
+        if progress.done % 250 == 0:
+            task = arithmetic_accuracy(model, tokenizer, arithmetic_problems(128, seed=7))
+            print(f"  {100 * task['accuracy']:.0f} % of 128 other problems right", flush=True)
+    return {
+        "steps": steps,
+        "tokens": progress.tokens,
+        "seconds": round(progress.seconds, 1),
+        "loss": round(progress.recent_loss, 5),
+        "default_prompts_in_training_text": sum(
+            problem.prompt in prompts for problem in arithmetic_problems(CARD_PROMPTS, seed=0)
+        ),
+    }
+
+
+def held_out_batches(tokenizer: PreTrainedTokenizerFast) -> list[tuple[torch.Tensor, ...]]:
+    """Eight batches (ids, mask, assistant mask) of conversations from a seed of their own."""
+    stream = batches(documents(tokenizer, SEEDS["held_out_text"]), random.Random(0))
+    return [(ids, mask, assistant_tokens(ids)) for ids, mask in islice(stream, 8)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="optimiser steps (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=THREADS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = train_tokenizer(SEEDS["tokenizer_text"])
+    model = build_model(SEEDS["weights"])
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+    record = {"sinks_before": sinks_of(model), "seeds": SEEDS, "threads": args.threads}
+    record |= {"vocabulary": VOCABULARY, "loss_weights": LOSS_WEIGHTS, "optimizer": OPTIMIZER}
+    record |= train(model, tokenizer, args.steps)
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    print("measuring", flush=True)
+    card = write_card(args.out, record, held_out_batches(tokenizer), CARD_PROMPTS)
+    print(card)
+
+
+if __name__ == "__main__":
+    main()
