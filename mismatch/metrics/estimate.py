@@ -6,6 +6,8 @@ sums, never on tokens again.
 
     means, ratios   >= 256 prompts: percentile bootstrap; fewer: bootstrap-t, whose standard error
                     is the linearised (delta-method) one over prompts
+    rare shares     (seen in under 10 prompts) Wilson, on the number of independent units that the
+                    standard error over prompts amounts to
     quantiles       Woodruff: the interval of the distribution function at the quantile, inverted
     extremes        none
 """
@@ -25,6 +27,7 @@ from mismatch.types import Estimate, Floats, Ints
 RESAMPLES = 1000
 PERCENTILE_FROM = 256  # prompts
 FEW_PROMPTS = 16
+RARE_PROMPTS = 10  # with events; below, resamples without any would stretch bootstrap-t to [0, 1]
 HEAVY_SHARE = 0.2  # of a metric, carried by one unit
 HILL_LEAST = 2.0  # tail index below which the variance is infinite
 LEVELS = (0.025, 0.975)
@@ -134,7 +137,9 @@ class Estimator:
             interval = woodruff(terms, cluster, metric.probability)
             flags += ["few-tokens"] if interval is None else []
         else:
-            interval = self._smooth(columns(terms), metric.combine, cluster)
+            interval = self._rare_share(metric, terms, cluster) or self._smooth(
+                columns(terms), metric.combine, cluster
+            )
             flags += ["heavy-tail"] if heavy_tail(terms) else []
             flags += ["no-events"] if self._unseen(metric, terms, arrays) else []
         if interval is None:
@@ -149,6 +154,16 @@ class Estimator:
         """A share of 0 although the sides differ: [0, 0] is then no bound on rarer events."""
         share = metric.unit == "share" and "delta" in metric.needs
         return bool(share and not terms.any() and arrays["delta"].any())
+
+    def _rare_share(self, metric: Metric, terms: Floats, cluster: Ints) -> Interval | None:
+        """Wilson's interval where a share's rarer outcome is seen in few prompts, but is seen."""
+        if metric.unit != "share" or metric.kind != "mean" or terms.ndim != 1:
+            return None
+        seen = [len(np.unique(cluster[terms != outcome])) for outcome in (0.0, 1.0)]
+        if not 0 < min(seen) < RARE_PROMPTS:
+            return None
+        sums = PromptSums.of(columns(terms), cluster, self.n_prompts, metric.combine)
+        return wilson(sums.value, sums.error, student(self.n_prompts - 1))
 
     def _smooth(self, terms: Floats, combine: Combine, cluster: Ints) -> Interval | None:
         sums = PromptSums.of(terms, cluster, self.n_prompts, combine)
@@ -248,6 +263,17 @@ def _quantiles(values: Floats) -> Interval | None:
         return None
     low, high = np.quantile(defined, LEVELS, method="inverted_cdf")
     return float(low), float(high)
+
+
+def wilson(share: float, error: float, z: float) -> Interval:
+    """Wilson's score interval of a share whose standard error is known.
+
+    The error stands for the number of independent units, share (1 - share) / error².
+    """
+    units = share * (1.0 - share) / error**2
+    centre = (share + z**2 / (2.0 * units)) / (1.0 + z**2 / units)
+    arm = z / (1.0 + z**2 / units) * math.sqrt(error**2 + z**2 / (4.0 * units**2))
+    return centre - arm, centre + arm
 
 
 def student(freedom: int) -> float:

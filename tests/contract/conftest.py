@@ -124,11 +124,10 @@ class Reference:
         """[T, V] float64."""
         return self._forward(ids).logits[0].double().numpy()
 
-    def experts(self, ids: np.ndarray) -> np.ndarray:
-        """[T, L, K] of the router's own logits."""
-        top_k = self.model.config.num_experts_per_tok
+    def routers(self, ids: np.ndarray) -> np.ndarray:
+        """[T, L, E] logits of every router."""
         layers = self._forward(ids).router_logits
-        return np.stack([layer.topk(top_k, dim=-1).indices.numpy() for layer in layers], axis=1)
+        return np.stack([layer.double().numpy() for layer in layers], axis=1)
 
     def _forward(self, ids: np.ndarray) -> Any:
         import torch

@@ -173,7 +173,7 @@ def test_two_prompts_and_one_that_carries_everything_get_wide_intervals():
     sequence, prompt = design(64, 1, 10)
     delta = np.zeros(640)
     delta[0] = 1.0
-    lone = Estimator(sequence, prompt).one(METRICS["ratio_outside_2"], {"delta": delta})
+    lone = Estimator(sequence, prompt).one(MEAN, {"delta": delta})
     assert lone.low == 0.0
     assert lone.high > 2 * lone.value
     assert "heavy-tail" in lone.flags
@@ -267,3 +267,43 @@ def test_fast_enough_for_every_run():
     made = Estimator(sequence, prompt).all(METRICS.values(), arrays)
     assert len(made) > 35
     assert time.perf_counter() - began < 2.0
+
+
+SHARE = METRICS["ratio_outside_2"]
+
+
+def rare(seed: int, prompts: int = 36, rate: float = 0.004) -> np.ndarray:
+    """Deltas that are beyond a factor of 2 with a probability that is shared within a prompt."""
+    rng = np.random.default_rng(seed)
+    shared = rate * rng.gamma(2.0, 0.5, (prompts, 1))
+    return np.where(rng.random((prompts, 40)) < shared, 1.0, 0.0).ravel()
+
+
+def test_one_event_in_one_prompt_does_not_stretch_the_interval_to_everything():
+    delta = np.zeros(16 * 160)
+    delta[700] = 1.0
+    got = Estimator(*design(16, 4, 40)).one(SHARE, {"delta": delta})
+    assert got.value == 1 / 2560
+    assert 0 < got.low < got.value / 3
+    assert 3 * got.value < got.high < 10 * got.value
+
+
+def test_events_of_one_prompt_count_as_hardly_more_than_one():
+    spread, clumped = np.zeros(2560), np.zeros(2560)
+    spread[np.arange(8) * 320] = 1.0
+    clumped[:8] = 1.0
+    widths = [
+        (got := Estimator(*design(16, 4, 40)).one(SHARE, {"delta": delta})).high - got.low
+        for delta in (spread, clumped)
+    ]
+    assert widths[1] > 2 * widths[0]
+
+
+def test_coverage_of_a_rare_share():
+    hits = seen = 0
+    for seed in range(400):
+        got = Estimator(*design(36, 4, 10), seed=seed).one(SHARE, {"delta": rare(seed)})
+        if got.value > 0:
+            seen += 1
+            hits += got.low <= 0.004 <= got.high
+    assert hits / seen >= 0.93
