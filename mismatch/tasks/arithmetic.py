@@ -98,7 +98,7 @@ def story(rng: random.Random) -> Story:
 
 def _move(rng: random.Random, who: str, item: str, have: int) -> tuple[str, Step]:
     """A sentence that adds to or takes from `have` things, and its arithmetic step."""
-    most = 9 if rng.random() < 0.6 else 30
+    most = 9 if rng.random() < 0.8 else 30
     if have < 5 or rng.random() < 0.5:
         n = between(rng, 2, most)
         verb = pick(rng, ("finds", "buys", "gets", "wins", "collects"))
@@ -109,7 +109,7 @@ def _move(rng: random.Random, who: str, item: str, have: int) -> tuple[str, Step
 
 
 def _gain_or_lose(rng: random.Random) -> Story:
-    who, item, have = pick(rng, NAMES), pick(rng, ITEMS), between(rng, 3, 40)
+    who, item, have = pick(rng, NAMES), pick(rng, ITEMS), between(rng, 3, 20)
     text, step = _move(rng, who, item, have)
     question = pick(rng, ("does {w} have now?", "are left with {w}?", "does {w} end up with?"))
     prompt = f"{who} has {have} {item}. {text} How many {item} {question.format(w=who)}"
@@ -117,7 +117,7 @@ def _gain_or_lose(rng: random.Random) -> Story:
 
 
 def _gain_and_lose(rng: random.Random) -> Story:
-    who, item, have = pick(rng, NAMES), pick(rng, ITEMS), between(rng, 3, 40)
+    who, item, have = pick(rng, NAMES), pick(rng, ITEMS), between(rng, 3, 20)
     first, step = _move(rng, who, item, have)
     second, last = _move(rng, who, item, step[3])
     prompt = f"{who} has {have} {item}. {first} Then {second} How many {item} does {who} have now?"
@@ -126,7 +126,7 @@ def _gain_and_lose(rng: random.Random) -> Story:
 
 def _compare(rng: random.Random) -> Story:
     who, other, item = pick(rng, NAMES), pick(rng, NAMES), pick(rng, ITEMS)
-    a, b = between(rng, 3, 40), between(rng, 2, 20)
+    a, b = between(rng, 3, 20), between(rng, 2, 12)
     if other == who:
         other = "a friend"
     if rng.random() < 0.5 or a <= b:
@@ -138,8 +138,8 @@ def _compare(rng: random.Random) -> Story:
 
 def _groups(rng: random.Random) -> Story:
     who, item, box = pick(rng, NAMES), pick(rng, ITEMS), pick(rng, BOXES)
-    hard = rng.random() < 0.6
-    a, b = between(rng, 2, 9), between(rng, 12, 33) if hard else between(rng, 2, 9)
+    hard = rng.random() < 0.3
+    a, b = between(rng, 2, 6), between(rng, 12, 33) if hard else between(rng, 2, 6)
     prompt = f"{who} has {a} {box} with {b} {item} in each of them."
     step = (a, "x", b, a * b)
     if rng.random() < 0.5:

@@ -15,17 +15,18 @@ from mismatch.tasks.corpus import chats, worked_answer
 
 PINNED = [
     Problem(
-        "Rosa has 5 bags with 29 buttons in each of them. How many buttons does Rosa have?", 145
+        "Rosa has 4 bags with 5 buttons in each of them. How many buttons does Rosa have?",
+        answer=20,
     ),
     Problem(
-        "Mia has 22 lemons. Mia sells 6 lemons on the beach. Then Mia sells 14 lemons in the park. "
+        "Mia has 12 lemons. Mia sells 6 lemons on the beach. Then Mia sells 5 lemons in the park. "
         "How many lemons does Mia have now?",
-        2,
+        answer=1,
     ),
     Problem(
-        "Peter has 6 boxes with 32 stones in each of them. Peter drops 4 stones at home. "
+        "Peter has 5 boxes with 6 stones in each of them. Peter drops 4 stones at home. "
         "How many stones does Peter have now?",
-        188,
+        answer=26,
     ),
 ]
 
