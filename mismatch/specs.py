@@ -12,6 +12,7 @@ from mismatch.types import Sampling
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
+TemperatureIn = Literal["fp32", "logits", "logits-rounded"]
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -22,6 +23,7 @@ class EngineSpec:
     Attributes:
         model: hub id or directory, resolved (no alias).
         args: further engine arguments, (name, value) pairs, values as JSON would read them.
+        python: interpreter that the engine's process runs under; None: this one.
     """
 
     engine: str = "vllm"
@@ -35,16 +37,28 @@ class EngineSpec:
     routing: bool = True
     prefill: bool = True
     trust_remote_code: bool = False
+    python: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """Where the prompts come from: the built-in task, or a JSONL file."""
+    """Where the prompts come from: the built-in task, a JSONL file, or a data set.
+
+    Attributes:
+        dataset: hub id, file (jsonl, json, parquet, csv) or directory; wins over ``task``.
+        prompt_column: None: found by its name.
+        answer_column: None: no rewards.
+    """
 
     task: str = "arithmetic"
     path: str | None = None
     num_prompts: int = 64
     seed: int = 0
+    dataset: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+    prompt_column: str | None = None
+    answer_column: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,9 @@ class TrainSpec:
         head_dtype: dtype of the LM head's matmul; None: that of the computation.
         experts: transformers' experts implementation; "auto" is transformers' own choice.
         layout: "padding" (one row per sequence, right-padded) or "packing" (several per row).
+        temperature_in: where logits are divided by T: "fp32" after the upcast; "logits" before it,
+            in their own dtype; "logits-rounded" likewise, with T rounded to that dtype first.
+        logprobs_dtype: what logprobs and entropies are rounded to on their way out, or None.
         grad: run the forward in train mode with gradients on.
     """
 
@@ -81,6 +98,8 @@ class TrainSpec:
     grad: bool = False
     routing: bool = True
     trust_remote_code: bool = False
+    temperature_in: TemperatureIn = "fp32"
+    logprobs_dtype: Dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +112,20 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class CheckSpec:
-    """The whole of `mismatch check`."""
+    """The whole of `mismatch check`.
+
+    Attributes:
+        preset: the framework whose trainer ``train`` imitates, with the version read; or "".
+        not_reproduced: what that framework does and this run does not, one sentence each.
+    """
 
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
     nproc_per_node: int = 2
     noise_floor: bool = True
     seed: int = 0  # of the bootstrap
+    preset: str = ""
+    not_reproduced: tuple[str, ...] = ()
 
 
 T = TypeVar("T")
@@ -126,6 +152,8 @@ def from_dict(cls: type[T], data: dict[str, Any]) -> T:
             value = from_dict(nested[name], value)
         elif name == "args":
             value = tuple((key, item) for key, item in value)
+        elif name == "not_reproduced":
+            value = tuple(value)
         values[name] = value
     return cls(**values)
 

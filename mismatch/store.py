@@ -1,60 +1,64 @@
-"""Artefacts on disk: written to a temporary name and renamed, read with their schema checked.
+"""Artefacts on disk: written whole or not at all, read with their schema and checksum checked.
 
 A run directory holds::
 
+    run.json                  every command that worked here: versions, platform, environment
     spec.json                 the CheckSpec
+    manifest.json             checksum, schema and inputs of every artefact
     rollout.parquet           one row per sequence
+    vocabulary.json           text of every token id that occurs
     scores/<name>.parquet     one row per sequence: logprobs, entropy … of its action tokens
     routing/<name>.safetensors  experts per token and layer
+    comparison.json           two scorings side by side, every metric with its interval
     tokens.parquet            one row per action token: both logprobs side by side
     report.json, report.html, report.md
-    logs/, errors/            what the child processes said
+    jobs/, logs/, errors/     what the child processes were asked and said
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch import manifest
 from mismatch.errors import MismatchError
+from mismatch.manifest import write_atomic
+from mismatch.specs import spec_hash, to_dict
+from mismatch.tables import (
+    flat,
+    missing_fix,
+    plain,
+    ragged,
+    read_header,
+    read_table,
+    require_file,
+    require_schema,
+    write_table,
+)
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 
 if TYPE_CHECKING:
     import pandas as pd
-    import pyarrow as pa
+
+    from mismatch.specs import RolloutSpec, TrainSpec
 
 ROLLOUT_SCHEMA = "mismatch.rollout/1"
 SCORING_SCHEMA = "mismatch.scoring/1"
 ROUTING_SCHEMA = "mismatch.routing/1"
 TOKENS_SCHEMA = "mismatch.tokens/1"
+VOCABULARY_SCHEMA = "mismatch.vocabulary/1"
 REQUIRED_COLUMNS = {
     ROLLOUT_SCHEMA: {"token_ids", "action_mask", "turn", "prompt_index", "finish_reason"},
     SCORING_SCHEMA: {"token_ids", "logprobs"},
     TOKENS_SCHEMA: {"sequence", "position", "rollout_logprob", "train_logprob", "delta"},
 }
-
-
-def write_atomic(path: Path, write: Callable[[Path], object]) -> Path:
-    """Call ``write(temporary)`` and rename: a reader sees the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise MismatchError(
-            f"cannot write {path}: {error.strerror or error}",
-            "free disk space or choose another directory: --out DIR",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+ROLLOUT = "rollout.parquet"
+VOCABULARY = "vocabulary.json"
+TOKENS = "tokens.parquet"
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -63,35 +67,40 @@ def write_text(path: Path, text: str) -> Path:
 
 def write_json(path: Path, data: Any) -> Path:
     """Strict JSON: NaN and infinity are errors, not invalid documents."""
-    return write_text(path, json.dumps(data, indent=1, allow_nan=False, default=_plain) + "\n")
+    return write_text(path, json.dumps(data, indent=1, allow_nan=False, default=plain) + "\n")
 
 
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise MismatchError(f"{path} does not exist", "make it: mismatch check --model …") from None
+        raise MismatchError(f"{path} does not exist", missing_fix(path)) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise MismatchError(f"{path} cannot be read: {error}", "run the stage again") from error
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return str(value)
+def save_document(run_dir: Path | str, name: str, data: Any, **entry: Any) -> Path:
+    """Write JSON data and record it; ``entry`` as :func:`mismatch.manifest.record` takes it."""
+    path = write_json(Path(run_dir) / name, data)
+    manifest.record(run_dir, name, **entry)
+    return path
+
+
+def load_document(run_dir: Path | str, name: str) -> Any:
+    """Read JSON data after comparing it with its checksum."""
+    manifest.verify(run_dir, name)
+    return read_json(Path(run_dir) / name)
 
 
 # ---------------------------------------------------------------- rollout
 
 
-def save_rollout(run_dir: Path | str, rollout: Rollout) -> Path:
-    """Write ``rollout.parquet``."""
+def save_rollout(run_dir: Path | str, rollout: Rollout, made_by: RolloutSpec | None = None) -> Path:
+    """Write ``rollout.parquet``; ``made_by`` is kept beside it, for resuming."""
     rows: dict[str, Any] = {
-        "token_ids": _ragged(rollout.token_ids, rollout.offsets),
-        "action_mask": _ragged(rollout.action_mask, rollout.offsets),
-        "turn": _ragged(rollout.turn, rollout.offsets),
+        "token_ids": ragged(rollout.token_ids, rollout.offsets),
+        "action_mask": ragged(rollout.action_mask, rollout.offsets),
+        "turn": ragged(rollout.turn, rollout.offsets),
         "prompt_index": rollout.prompt_index,
         "finish_reason": list(rollout.finish_reason),
     }
@@ -101,18 +110,22 @@ def save_rollout(run_dir: Path | str, rollout: Rollout) -> Path:
         "sampling": dataclasses.asdict(rollout.sampling),
         "fingerprint": rollout.fingerprint,
     }
-    return _write_parquet(Path(run_dir) / "rollout.parquet", rows, ROLLOUT_SCHEMA, header)
+    path = write_table(Path(run_dir) / ROLLOUT, rows, ROLLOUT_SCHEMA, header)
+    manifest.record(run_dir, ROLLOUT, ROLLOUT_SCHEMA, _hash(made_by))
+    return path
 
 
 def load_rollout(run_dir: Path | str) -> Rollout:
-    """Read ``rollout.parquet``; MismatchError if absent, truncated or of another schema."""
-    table, header = _read_parquet(Path(run_dir) / "rollout.parquet", ROLLOUT_SCHEMA)
-    token_ids, offsets = _flat(table, "token_ids")
+    """Read ``rollout.parquet``; MismatchError if absent, damaged or of another schema."""
+    manifest.verify(run_dir, ROLLOUT)
+    path = Path(run_dir) / ROLLOUT
+    table, header = read_table(path, ROLLOUT_SCHEMA, REQUIRED_COLUMNS[ROLLOUT_SCHEMA])
+    token_ids, offsets = flat(table, "token_ids")
     return Rollout(
         token_ids=token_ids.astype(np.int64),
         offsets=offsets,
-        action_mask=_flat(table, "action_mask")[0].astype(np.bool_),
-        turn=_flat(table, "turn")[0].astype(np.int64),
+        action_mask=flat(table, "action_mask")[0].astype(np.bool_),
+        turn=flat(table, "turn")[0].astype(np.int64),
         prompt_index=table.column("prompt_index").to_numpy().astype(np.int64),
         finish_reason=tuple(table.column("finish_reason").to_pylist()),
         sampling=Sampling(**header["sampling"]),
@@ -126,8 +139,17 @@ def load_rollout(run_dir: Path | str) -> Rollout:
 # ---------------------------------------------------------------- scorings
 
 
-def save_scoring(run_dir: Path | str, scoring: Scoring, rollout: Rollout) -> Path:
-    """Write ``scores/<name>.parquet`` and, where experts were captured, their routing file."""
+def save_scoring(
+    run_dir: Path | str,
+    scoring: Scoring,
+    rollout: Rollout,
+    made_by: RolloutSpec | TrainSpec | None = None,
+) -> Path:
+    """Write ``scores/<name>.parquet`` and, where experts were captured, their routing file.
+
+    The scores are recorded last, as made from the rollout (and routing) that lie there now: a
+    scoring that is recorded is complete. ``made_by`` is kept in it, for resuming.
+    """
     run_dir = Path(run_dir)
     offsets = action_offsets(rollout)
     columns = {
@@ -137,43 +159,59 @@ def save_scoring(run_dir: Path | str, scoring: Scoring, rollout: Rollout) -> Pat
         "top1": scoring.top1,
         **{f"extra.{name}": values for name, values in scoring.extra.items()},
     }
-    rows = {name: _ragged(v, offsets) for name, v in columns.items() if v is not None}
+    rows = {name: ragged(v, offsets) for name, v in columns.items() if v is not None}
     header: dict[str, Any] = {"name": scoring.name, "fingerprint": scoring.fingerprint}
+    if made_by is not None:
+        header["spec"] = to_dict(made_by)
+    inputs = [ROLLOUT]
     if scoring.routing is not None:
-        _save_routing(run_dir / "routing" / f"{_stem(scoring.name)}.safetensors", scoring.routing)
+        inputs.append(routing_file(scoring.name))
+        _save_routing(run_dir, inputs[-1], scoring.routing)
         header["routing"] = True
-    path = run_dir / "scores" / f"{_stem(scoring.name)}.parquet"
-    return _write_parquet(path, rows, SCORING_SCHEMA, header)
+    name = scoring_file(scoring.name)
+    path = write_table(run_dir / name, rows, SCORING_SCHEMA, header)
+    manifest.record(run_dir, name, SCORING_SCHEMA, _hash(made_by), inputs)
+    return path
 
 
 def load_scoring(run_dir: Path | str, name: str) -> Scoring:
     """Read one scoring by its name, e.g. ``"vllm:decode"``."""
     run_dir = Path(run_dir)
-    path = run_dir / "scores" / f"{_stem(name)}.parquet"
-    table, header = _read_parquet(path, SCORING_SCHEMA)
-    flat = {column: _flat(table, column)[0] for column in table.column_names}
-    routing = None
-    if header.get("routing"):
-        routing = _load_routing(run_dir / "routing" / f"{_stem(name)}.safetensors")
+    manifest.verify(run_dir, scoring_file(name))
+    path = run_dir / scoring_file(name)
+    table, header = read_table(path, SCORING_SCHEMA, REQUIRED_COLUMNS[SCORING_SCHEMA])
+    columns = {column: flat(table, column)[0] for column in table.column_names}
     return Scoring(
         name=header["name"],
-        token_ids=flat["token_ids"].astype(np.int64),
-        logprobs=flat["logprobs"].astype(np.float64),
+        token_ids=columns["token_ids"].astype(np.int64),
+        logprobs=columns["logprobs"].astype(np.float64),
         fingerprint=header["fingerprint"],
-        entropy=flat.get("entropy"),
-        top1=flat.get("top1"),
-        routing=routing,
-        extra={k.removeprefix("extra."): v for k, v in flat.items() if k.startswith("extra.")},
+        entropy=columns.get("entropy"),
+        top1=columns.get("top1"),
+        routing=_load_routing(run_dir, routing_file(name)) if header.get("routing") else None,
+        extra={k.removeprefix("extra."): v for k, v in columns.items() if k.startswith("extra.")},
     )
+
+
+def scoring_header(run_dir: Path | str, name: str) -> dict[str, Any]:
+    """``name``, ``fingerprint`` and, where one was given, ``spec`` of a scoring."""
+    return read_header(Path(run_dir) / scoring_file(name), SCORING_SCHEMA)
 
 
 def scoring_names(run_dir: Path | str) -> list[str]:
     """Names of all scorings in a run directory, sorted."""
-    import pyarrow.parquet as pq
-
     files = sorted((Path(run_dir) / "scores").glob("*.parquet"))
-    metadata = [pq.read_schema(file).metadata or {} for file in files]
-    return [json.loads(entry[b"header"])["name"] for entry in metadata]
+    return [read_header(file, SCORING_SCHEMA)["name"] for file in files]
+
+
+def scoring_file(name: str) -> str:
+    """Path of a scoring inside its run directory."""
+    return f"scores/{_stem(name)}.parquet"
+
+
+def routing_file(name: str) -> str:
+    """Path of a scoring's experts inside its run directory."""
+    return f"routing/{_stem(name)}.safetensors"
 
 
 def action_offsets(rollout: Rollout) -> np.ndarray:
@@ -186,26 +224,36 @@ def _stem(name: str) -> str:
     return name.replace(":", "-").replace("/", "-")
 
 
-def _save_routing(path: Path, routing: Routing) -> None:
-    from safetensors.numpy import save_file
+def _hash(spec: RolloutSpec | TrainSpec | None) -> str:
+    return "" if spec is None else spec_hash(spec)
+
+
+def _save_routing(run_dir: Path, name: str, routing: Routing) -> None:
+    from safetensors.numpy import save
 
     tensors = {"ids": routing.ids, "present": routing.present}
     if routing.weights is not None:
         tensors["weights"] = routing.weights.astype(np.float32)
     if routing.margin is not None:
         tensors["margin"] = routing.margin.astype(np.float32)
-    tensors = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    tensors = {key: np.ascontiguousarray(value) for key, value in tensors.items()}
     metadata = {
         "schema": ROUTING_SCHEMA,
         "layers": json.dumps(routing.layers),
         "num_experts": str(routing.num_experts),
     }
-    write_atomic(path, lambda target: save_file(tensors, target, metadata))
+    # Bytes first: the library's own writer reports a full disk as no OSError.
+    data = save(tensors, metadata)
+    write_atomic(run_dir / name, lambda target: target.write_bytes(data))
+    manifest.record(run_dir, name, ROUTING_SCHEMA)
 
 
-def _load_routing(path: Path) -> Routing:
+def _load_routing(run_dir: Path, name: str) -> Routing:
     from safetensors import SafetensorError, safe_open
 
+    path = run_dir / name
+    require_file(path)
+    manifest.verify(run_dir, name)
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -214,7 +262,7 @@ def _load_routing(path: Path) -> Routing:
         raise MismatchError(
             f"{path} cannot be read: {error}", "run the stage that makes it again"
         ) from error
-    _require_schema(path, metadata.get("schema"), ROUTING_SCHEMA)
+    require_schema(path, metadata.get("schema"), ROUTING_SCHEMA)
     return Routing(
         layers=tuple(json.loads(metadata["layers"])),
         num_experts=int(metadata["num_experts"]),
@@ -230,81 +278,28 @@ def _load_routing(path: Path) -> Routing:
 
 def save_vocabulary(run_dir: Path | str, texts: dict[int, str]) -> Path:
     """Write ``vocabulary.json``: the text of every id that occurs in the rollout."""
-    return write_json(Path(run_dir) / "vocabulary.json", {str(k): v for k, v in texts.items()})
+    data = {str(token): text for token, text in texts.items()}
+    return save_document(run_dir, VOCABULARY, data, schema=VOCABULARY_SCHEMA)
 
 
 def load_vocabulary(run_dir: Path | str) -> dict[int, str]:
     """Texts of the ids in the rollout; empty where none were saved."""
-    path = Path(run_dir) / "vocabulary.json"
-    return {int(k): v for k, v in read_json(path).items()} if path.exists() else {}
+    if not (Path(run_dir) / VOCABULARY).exists():
+        return {}
+    return {int(token): text for token, text in load_document(run_dir, VOCABULARY).items()}
 
 
-def save_tokens(run_dir: Path | str, frame: pd.DataFrame) -> Path:
+def save_tokens(run_dir: Path | str, frame: pd.DataFrame, **entry: Any) -> Path:
     """Write ``tokens.parquet``: one row per action token, both sides next to each other."""
     columns = {name: frame[name].array for name in frame.columns}
-    return _write_parquet(Path(run_dir) / "tokens.parquet", columns, TOKENS_SCHEMA, {})
+    path = write_table(Path(run_dir) / TOKENS, columns, TOKENS_SCHEMA, {})
+    manifest.record(run_dir, TOKENS, TOKENS_SCHEMA, **entry)
+    return path
 
 
 def load_tokens(run_dir: Path | str) -> pd.DataFrame:
-    table, _ = _read_parquet(Path(run_dir) / "tokens.parquet", TOKENS_SCHEMA)
+    manifest.verify(run_dir, TOKENS)
+    path = Path(run_dir) / TOKENS
+    table, _ = read_table(path, TOKENS_SCHEMA, REQUIRED_COLUMNS[TOKENS_SCHEMA])
     frame: pd.DataFrame = table.to_pandas()
     return frame
-
-
-# ---------------------------------------------------------------- parquet
-
-
-def _ragged(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
-    import pyarrow as pa
-
-    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
-
-
-def _flat(table: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Values and offsets of a list column, whatever slices the reader made."""
-    import pyarrow.compute as pc
-
-    lists = table.column(column)
-    lengths = pc.list_value_length(lists).to_numpy()
-    values = pc.list_flatten(lists).to_numpy()
-    return values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-def _write_parquet(path: Path, columns: dict[str, Any], schema: str, header: Any) -> Path:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.table(columns)
-    text = json.dumps(header, allow_nan=False, default=_plain)
-    table = table.replace_schema_metadata({"schema": schema, "header": text})
-    return write_atomic(path, lambda target: pq.write_table(table, target, compression="zstd"))
-
-
-def _read_parquet(path: Path, schema: str) -> tuple[pa.Table, dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not path.exists():
-        raise MismatchError(f"{path} does not exist", "make it: mismatch check --model …")
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise MismatchError(
-            f"{path} is not a readable Parquet file (truncated or foreign): {reason}",
-            "run the stage that makes it again",
-        ) from error
-    metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-    _require_schema(path, metadata.get("schema"), schema)
-    missing = REQUIRED_COLUMNS[schema] - set(table.column_names)
-    if missing:
-        raise MismatchError(f"{path} lacks the columns {sorted(missing)}", "run the stage again")
-    return table, json.loads(metadata["header"])
-
-
-def _require_schema(path: Path, found: str | None, wanted: str) -> None:
-    if found != wanted:
-        raise MismatchError(
-            f"{path} has schema {found or 'none'}, this version reads {wanted}",
-            "make it again with this version of mismatch",
-        )

@@ -113,6 +113,55 @@ def _draw(name: str, parameter: Any, config: Any, generator: Any) -> Any:
     return noise * 1.2 / fan_in**0.5
 
 
+def make_mxfp4(directory: Path | str, plain: Path | str, seed: int = 0, **overrides: Any) -> Path:
+    """Write a tiny gpt-oss in the released format, and the same model dequantised under ``plain``.
+
+    As published, experts come as 4-bit values, two to a byte (``_blocks``), with one power of two
+    per 32 of them (``_scales``), outputs before inputs. The plain checkpoint is float32 and holds
+    exactly those numbers, computed here from the format's definition and by nobody's loader.
+    """
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    directory, plain = make("gpt_oss", directory, seed, **overrides), Path(plain)
+    plain.mkdir(parents=True, exist_ok=True)
+    for path in directory.iterdir():
+        (plain / path.name).write_bytes(path.read_bytes())
+    generator = torch.Generator().manual_seed(seed)
+    packed, values = {}, {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            packed[name], values[name] = tensor, tensor.float()
+            continue
+        experts, inputs, outputs = tensor.shape
+        shape = (experts, outputs, inputs // 32, 16)
+        # Powers of two around those that give each weight matrix its usual size.
+        usual = 127 - round(float(np.log2(3 * inputs**0.5)))
+        blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        scales = torch.randint(usual - 1, usual + 2, shape[:3], generator=generator)
+        packed[f"{name}_blocks"], packed[f"{name}_scales"] = blocks, scales.to(torch.uint8)
+        values[name] = _dequantised(blocks, scales).transpose(1, 2).contiguous()
+    save_file(packed, directory / "model.safetensors", {"format": "pt"})
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _dequantised(blocks: Any, scales: Any) -> Any:
+    """[E, out, in / 32, 16] bytes and [E, out, in / 32] exponents to [E, out, in] float32."""
+    import torch
+
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([sizes, -sizes])  # sign, two bits of exponent, one of mantissa
+    nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # the low half comes first
+    values = table[nibbles.long()] * torch.exp2(scales.float() - 127)[..., None]
+    return values.flatten(2)
+
+
 def tokenizer() -> Any:
     """A byte-level tokenizer without merges: ids 0-2 pad, bos, eos, then the 256 bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -11,8 +11,17 @@ import typer
 
 from mismatch import __version__
 from mismatch.cli.check import check
+from mismatch.cli.compare import compare
+from mismatch.cli.doctor import doctor
+from mismatch.cli.models import models
 from mismatch.cli.report import report
+from mismatch.cli.rollout import rollout
+from mismatch.cli.score import score
 from mismatch.errors import MismatchError
+
+RESUME = "go on where it stopped: the same command with --resume"
+
+INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt
 
 app = typer.Typer(
     name="mismatch",
@@ -41,7 +50,12 @@ def _root(
 
 
 app.command()(check)
+app.command()(rollout)
+app.command()(score)
+app.command()(compare)
 app.command()(report)
+app.command()(doctor)
+app.command()(models)
 
 
 def main() -> NoReturn:
@@ -49,18 +63,29 @@ def main() -> NoReturn:
     # A TERM ends the tool as Ctrl-C does: through every `finally`, so that no worker is left.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = app(standalone_mode=False)
+        code = app(_bare_resume(sys.argv[1:]), standalone_mode=False)
     except MismatchError as error:
         _complain(error.message, error.fix)
     except KeyboardInterrupt:
-        _complain("interrupted; every process that was started has been ended", "run it again")
+        code = INTERRUPTED
     except OSError as error:
         _complain(str(error), "check the path, its permissions and the free disk space")
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own usage errors have one
             raise
         _complain(error.format_message(), "mismatch COMMAND --help lists every option")
+    if code == INTERRUPTED:
+        _complain("interrupted; every process that was started has been ended", RESUME)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _bare_resume(arguments: list[str]) -> list[str]:
+    """``--resume`` may stand alone, which typer has no words for: the newest run is meant."""
+    followed = zip(arguments, [*arguments[1:], "-"], strict=True)
+    return [
+        "--resume=newest" if one == "--resume" and after.startswith("-") else one
+        for one, after in followed
+    ]
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -31,6 +31,10 @@ class ConsoleNarrator:
         elapsed = time.monotonic() - start
         self.console.print(f"{title}: done in {elapsed:.0f} s", highlight=False, markup=False)
 
+    def note(self, text: str) -> None:
+        """One line between stages."""
+        self.console.print(text, highlight=False, markup=False)
+
     def _plain_lines(self) -> Callable[[str], None]:
         last = time.monotonic()
 

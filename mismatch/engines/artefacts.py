@@ -12,6 +12,7 @@ from mismatch.engines.base import Engine, ExpertLayout, Progress, Sample
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.specs import RolloutSpec
+from mismatch.tasks.answers import numeric_reward
 from mismatch.tasks.arithmetic import reward
 from mismatch.tasks.prompts import Prompt
 from mismatch.types import Fingerprint, Floats, Rollout, Routing, Scoring
@@ -152,5 +153,9 @@ def response_rewards(prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any
         tokenizer.decode(ids[mask], skip_special_tokens=True)
         for ids, mask in zip(rollout.sequences(), masks, strict=True)
     ]
-    scores = [reward(text, answer) for text, answer in zip(texts, known, strict=True)]
+    graders = {"arithmetic": reward, "number": numeric_reward}
+    scores = [
+        graders[prompts[index].grader](text, answer)
+        for index, text, answer in zip(rollout.prompt_index, texts, known, strict=True)
+    ]
     return np.asarray(scores, np.float64)

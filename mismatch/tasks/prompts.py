@@ -17,7 +17,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mismatch.errors import MismatchError
 from mismatch.specs import PromptSpec
@@ -37,7 +37,9 @@ class Prompt:
 
     Attributes:
         origin: where it comes from, for messages: file and line, or task and number.
-        answer: of the built-in arithmetic task.
+        answer: the right one, a whole number, where it is known.
+        grader: how a response is read: "arithmetic" (the built-in task's format) or "number" (the
+            final number, in the usual ways of writing it).
     """
 
     origin: str
@@ -45,6 +47,7 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None
     token_ids: list[int] | None = None
     answer: int | None = None
+    grader: Literal["arithmetic", "number"] = "arithmetic"
 
 
 def read_prompts(spec: PromptSpec) -> list[Prompt]:
@@ -53,6 +56,10 @@ def read_prompts(spec: PromptSpec) -> list[Prompt]:
     Raises:
         MismatchError: unknown task, or a file that is missing, empty or malformed (with the line).
     """
+    if spec.dataset is not None:
+        from mismatch.tasks.datasets import read_dataset
+
+        return read_dataset(spec)
     if spec.path is not None:
         return read_file(Path(spec.path))[: spec.num_prompts]
     if spec.task != "arithmetic":

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mismatch.errors import MismatchError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 # Our names in transformers' registry; one with "sdpa" in it would be taken for transformers' own.
 OURS = {"sink-sdpa": "mismatch_sinks", "no-sinks": "mismatch_no_sinks"}
-NAMES = ("auto", "eager", "sdpa", "sink-sdpa", "no-sinks", "flash_attention_2", "flash_attention_3")
+NAMES = (
+    *("auto", "transformers", "eager", "sdpa", "sink-sdpa", "no-sinks"),
+    *("flash_attention_2", "flash_attention_3"),
+)
 PLANTED = "no-sinks (planted fault: ignores the learned sinks)"
 SINK_FLASH = re.compile(r"vllm-flash-attn3|flash_attention_4|metal-flash-sdpa|aiter-flash-attn")
 
@@ -67,12 +69,18 @@ def resolve_for(name: str, model: PreTrainedModel) -> Attention:
     register_kernels()
     sinks = has_sinks(model)
     if name == "auto":
-        name = "eager" if sinks or not model._supports_sdpa else "sdpa"
-        return Attention("auto", name, True if sinks else None)
+        return _automatic(model, sinks)
+    if name == "transformers":  # what from_pretrained takes when nobody names a kernel
+        name = "sdpa" if model._supports_sdpa else "eager"
     if name in OURS:
         if not sinks:
             raise MismatchError(
                 f"--attention {name} makes no sense: {_family(model)} has no attention sinks",
+                "use --attention auto",
+            )
+        if not _lets_masks_be(model):
+            raise MismatchError(
+                f"--attention {name} cannot run {_family(model)}, which computes with its masks",
                 "use --attention auto",
             )
         return Attention(name, OURS[name], name == "sink-sdpa")
@@ -91,6 +99,13 @@ def resolve_for(name: str, model: PreTrainedModel) -> Attention:
     return Attention(name, implementation, True if sinks else None)
 
 
+def _automatic(model: PreTrainedModel, sinks: bool) -> Attention:
+    """One kernel whatever the length: a pass must not mix two (docs/decisions, number 4)."""
+    if not sinks:
+        return Attention("auto", "sdpa" if model._supports_sdpa else "eager", None)
+    return Attention("auto", OURS["sink-sdpa"] if _lets_masks_be(model) else "eager", True)
+
+
 def has_sinks(model: PreTrainedModel) -> bool:
     """Whether the model learns attention sinks."""
     return any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters())
@@ -98,6 +113,13 @@ def has_sinks(model: PreTrainedModel) -> bool:
 
 def _family(model: PreTrainedModel) -> str:
     return str(model.config.model_type)
+
+
+def _lets_masks_be(model: PreTrainedModel) -> bool:
+    """Whether the family hands masks on untouched: one that runs flash kernels, without 4D masks,
+    does; DeepSeek-V4 and Hunyuan-V4 append keys of their own and take eager's mask apart.
+    """
+    return bool(model._supports_flash_attn)
 
 
 def _honours(implementation: str) -> bool:
@@ -123,84 +145,9 @@ def register_kernels() -> None:
     """Make our kernels known to transformers; calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from mismatch.training.kernels import blocked_mask, sink_attention, sinkless_attention
+
     kernels = {"sink-sdpa": sink_attention, "no-sinks": sinkless_attention}
     for name, registered in OURS.items():
         AttentionInterface.register(registered, kernels[name])
-        AttentionMaskInterface.register(registered, boolean_mask)
-
-
-def boolean_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """[B, 1, Tq, Tk] True where a token may look; every token may look at itself.
-
-    The mask is always there (transformers skips plain causal masks for sdpa), and no row is empty:
-    padding whose window holds only padding would become NaN and poison real rows as 0 · NaN.
-    """
-    import torch
-    from transformers.masking_utils import sdpa_mask
-
-    kwargs["allow_is_causal_skip"] = False
-    mask = sdpa_mask(*args, **kwargs)
-    assert mask is not None
-    queries, keys = mask.shape[-2:]
-    itself = torch.eye(queries, keys, dtype=torch.bool, device=mask.device)
-    return mask | itself
-
-
-def sink_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Softmax over the tokens and the sink, in PyTorch's fused kernel; differentiable in the sinks.
-
-    A key and a value of zeros are appended: their score is 0 before the additive mask, which
-    carries the sink logit, so the softmax sees exactly one more term and the output none.
-
-    Shapes: query [B, H, Tq, D], key and value [B, Hkv, Tk, D], s_aux [H]; returns [B, Tq, H, D].
-    """
-    import torch
-    import torch.nn.functional as F
-
-    sinks = s_aux if s_aux is not None else module.sinks
-    assert isinstance(sinks, torch.Tensor)
-    batch, heads, queries, _dim = query.shape
-    key, value = (F.pad(_per_head(x, heads), (0, 0, 0, 1)) for x in (key, value))
-    blocked = torch.finfo(query.dtype).min
-    mask = attention_mask.new_zeros(attention_mask.shape, dtype=query.dtype)
-    mask = mask.masked_fill(~attention_mask, blocked).expand(batch, heads, queries, -1)
-    column = sinks.to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=torch.cat([mask, column], -1), dropout_p=dropout, scale=scaling
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def sinkless_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """The planted fault: plain attention for a model with sinks, as a wrong kernel would run it."""
-    import torch.nn.functional as F
-
-    key, value = (_per_head(x, query.shape[1]) for x in (key, value))
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _per_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeat grouped keys or values, so that every query head has its own."""
-    return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+        AttentionMaskInterface.register(registered, blocked_mask)

@@ -32,6 +32,8 @@ def fingerprint(
         "master_dtype": spec.master_dtype,
         "autocast": spec.autocast,
         "head_dtype": spec.head_dtype or spec.autocast or spec.dtype,
+        "temperature_in": spec.temperature_in,
+        "logprobs_dtype": spec.logprobs_dtype or "fp32",
         "attention": loaded.attention.label,
         "attention_requested": spec.attention,
         "honours_sinks": loaded.attention.honours_sinks,

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from mismatch.errors import MismatchError
 from mismatch.specs import TORCH_NAMES, TrainSpec
+from mismatch.training import mxfp4
 from mismatch.training.attention import Attention, resolve_for
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.scorer import Scorer
@@ -66,14 +67,8 @@ def load(spec: TrainSpec, mesh: DeviceMesh, device: torch.device, watch: bool = 
         MismatchError: files missing, architecture unknown, weights that do not fit the model, an
             attention or experts implementation that cannot run it.
     """
-    config = read_config(spec)
+    config, attention = require_runnable(spec)
     directory = model_directory(spec)
-    if Path(spec.model).is_dir():
-        require_tokenizer(Path(spec.model))
-    bare = skeleton(config, spec.trust_remote_code)
-    attention = resolve_for(spec.attention, bare)
-    _require_experts(spec.experts, bare)
-    del bare
     with MemoryPeak(device, watch) as peak, _our_sharding(spec, mesh, device) as wrapped:
         model, info = _from_pretrained(spec, attention, config)
     _require_complete(spec, info)
@@ -87,6 +82,22 @@ def load(spec: TrainSpec, mesh: DeviceMesh, device: torch.device, watch: bool = 
         )
     experts = model.config._experts_implementation if scorer.moe else None
     return Loaded(scorer, spec, attention, experts, directory, peak.bytes)
+
+
+def require_runnable(spec: TrainSpec) -> tuple[Any, Attention]:
+    """The model's configuration and the kernel that will run, before any weight is loaded.
+
+    Raises:
+        MismatchError: configuration or tokenizer missing, architecture unknown, an attention or
+            experts implementation that cannot run it.
+    """
+    config = read_config(spec)
+    if Path(spec.model).is_dir():
+        require_tokenizer(Path(spec.model))
+    bare = skeleton(config, spec.trust_remote_code)
+    attention = resolve_for(spec.attention, bare)
+    _require_experts(spec.experts, bare)
+    return config, attention
 
 
 def resident_share(scorer: Scorer) -> float:
@@ -149,6 +160,7 @@ def _our_sharding(
     spec: TrainSpec, mesh: DeviceMesh, device: torch.device
 ) -> Iterator[list[Scorer]]:
     """Within the block, ``from_pretrained`` shards with our policy; the root lands in the list."""
+    import transformers.integrations.mxfp4 as released
     import transformers.modeling_utils as modeling
 
     wrapped: list[Scorer] = []
@@ -160,11 +172,15 @@ def _our_sharding(
         wrapped.append(shard(model, spec, mesh))
         return model
 
+    def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.nn.Parameter:
+        return torch.nn.Parameter(mxfp4.dequantise(blocks, scales, torch_dtype(spec.master_dtype)))
+
     replaced: list[tuple[Any, str, Any]] = [
         (modeling.PreTrainedModel, "prepare_distribute_model", classmethod(prepare)),
         (modeling.PreTrainedModel, "maybe_distribute_model", classmethod(distribute)),
         # It reserves the memory of whole tensors, on every rank.
         (modeling, "caching_allocator_warmup", lambda *args, **kwargs: None),
+        (released, "dequantize_convertops", dequantise),
     ]
     saved = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in replaced]
     try:
@@ -192,6 +208,9 @@ def shard(model: Any, spec: TrainSpec, mesh: DeviceMesh) -> Scorer:
         )
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    if model.supports_gradient_checkpointing:
+        # In train mode only: a forward with gradients then keeps one hidden state per layer.
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     # The root too gives its weights back after each pass: embedding and head are a large share.
     fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return scorer

@@ -3,19 +3,27 @@
 The numerics are the trainer's: the head's matmul in its own dtype, then a float32 log-softmax over
 the whole vocabulary. Only the token axis is cut, so each row sees the same arithmetic as in the
 naive way; an online logsumexp over vocabulary chunks would differ in the last bits.
+
+It is cut twice. Chunks are large, for the head: few rows read the whole weight for little work, and
+some matmul kernels round differently below a few hundred rows (bfloat16 on AMX: at 256 and fewer).
+Strips of a chunk are small, for the float32 rows that the softmax takes. Without gradients two
+buffers serve all strips: fresh memory of this size goes back to the system at every step, and
+getting it again costs more than the arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from mismatch.specs import TemperatureIn
 
 if TYPE_CHECKING:
     import torch
 
-CHUNK_BYTES = 256 << 20  # of the float32 rows alive at once
-ROWS_ALIVE = 3  # logits, log-probabilities, probabilities
+CHUNK_BYTES = 192 << 20  # of the logits alive at once, in the head's dtype
+STRIP_BYTES = 32 << 20  # of each of the two float32 buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,19 @@ class Law:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounding:
+    """Where a trainer rounds on its way from logits to logprobs; the default: nowhere.
+
+    Attributes:
+        temperature_in: as in :class:`mismatch.specs.TrainSpec`.
+        logprobs: dtype that logprobs and entropies are rounded to; None: they stay float32.
+    """
+
+    temperature_in: TemperatureIn = "fp32"
+    logprobs: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenStats:
     """Per row, [n], float32 nats (top1: int64).
 
@@ -63,6 +84,7 @@ def token_stats(
     vocabulary: int,
     law: Law | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    rounding: Rounding | None = None,
 ) -> TokenStats:
     """Score ``targets`` under the distributions that ``head`` makes of ``hidden``.
 
@@ -71,26 +93,76 @@ def token_stats(
         targets: [n] token ids.
         head: hidden states [c, H] to logits [c, V], in the dtype that the trainer would have.
         vocabulary: V, which sets how many rows fit into ``chunk_bytes``.
+        rounding: what else the trainer rounds.
 
-    With gradients on, each chunk is recomputed in the backward pass instead of being kept.
+    With gradients on, each strip is recomputed in the backward pass instead of being kept.
     """
+    law, rounding = law or Law(), rounding or Rounding()
+    logit_bytes = head(hidden[:0]).element_size()
+    room = _Room.of(hidden, max(1, min(STRIP_BYTES // (4 * vocabulary), len(targets))), vocabulary)
+    parts = [
+        _run(_chunk, states, wanted, head, law, rounding, room)
+        for states, wanted in _cut(hidden, targets, chunk_bytes // (logit_bytes * vocabulary))
+    ]
+    return TokenStats(*_joined(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Where a strip puts its rows, [rows, V] float32; None: in new memory, as autograd needs it.
+
+    Attributes:
+        first: logits, divided logits, probabilities, in turn.
+        second: log-probabilities.
+    """
+
+    rows: int
+    first: torch.Tensor | None = None
+    second: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, hidden: torch.Tensor, rows: int, vocabulary: int) -> _Room:
+        import torch
+
+        if torch.is_grad_enabled():
+            return cls(rows)
+        both = hidden.new_empty(2, rows, vocabulary, dtype=torch.float32)
+        return cls(rows, both[0], both[1])
+
+    def part(self, count: int) -> _Room:
+        """Room for ``count`` rows."""
+        if self.first is None or self.second is None:
+            return self
+        return _Room(count, self.first[:count], self.second[:count])
+
+    def upcast(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw.float() if self.first is None else self.first.copy_(raw)
+
+
+Columns = tuple[Any, ...]  # the fields of TokenStats
+
+
+def _cut(rows: torch.Tensor, targets: torch.Tensor, most: int) -> Iterator[tuple[Any, Any]]:
+    """Even parts of at most ``most`` rows: a short last one would take another matmul kernel."""
+    count = max(1, -(-len(targets) // max(1, most)))
+    return zip(rows.tensor_split(count), targets.tensor_split(count), strict=True)
+
+
+def _run(work: Callable[..., Columns], *args: Any) -> Columns:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    law = law or Law()
-    rows = max(1, chunk_bytes // (ROWS_ALIVE * 4 * vocabulary))
-    # Even chunks: a short last one would take another matmul kernel, and other last bits.
-    count = max(1, -(-len(targets) // rows))
-    parts = []
-    for states, wanted in zip(hidden.tensor_split(count), targets.tensor_split(count), strict=True):
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(_chunk, states, wanted, head, law, use_reentrant=False))
-        else:
-            parts.append(_chunk(states, wanted, head, law))
-    columns: list[Any] = [
-        None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
-    ]
-    return TokenStats(*columns)
+    if not torch.is_grad_enabled():
+        return work(*args)
+    columns: Columns = checkpoint(work, *args, use_reentrant=False)
+    return columns
+
+
+def _joined(parts: list[Columns]) -> Columns:
+    import torch
+
+    columns = zip(*parts, strict=True)
+    return tuple(None if column[0] is None else torch.cat(column) for column in columns)
 
 
 def _chunk(
@@ -98,21 +170,57 @@ def _chunk(
     targets: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     law: Law,
-) -> tuple[torch.Tensor | None, ...]:
+    rounding: Rounding,
+    room: _Room,
+) -> Columns:
+    strips = _cut(head(hidden), targets, room.rows)
+    return _joined([_run(_strip, raw, wanted, law, rounding, room) for raw, wanted in strips])
+
+
+def _strip(
+    raw: torch.Tensor, targets: torch.Tensor, law: Law, rounding: Rounding, room: _Room
+) -> Columns:
     import torch
 
-    logits = head(hidden).float()
-    tempered = logits if law.scored_temperature == 1.0 else logits / law.scored_temperature
-    logps = torch.log_softmax(tempered, dim=-1)
-    picked = logps.gather(-1, targets[:, None])[:, 0]
+    room = room.part(len(raw))
+    logits = room.upcast(raw)
+    top1 = logits.detach().max(-1).indices
     untempered = None
     if law.scored_temperature != 1.0:
-        untempered = torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None])[:, 0]
-    with torch.no_grad():
-        kept = kept_mass(logps, law.top_k, law.top_p) if law.truncates else None
-        top1 = logits.argmax(-1)
-    entropy = -(logps.exp() * logps).sum(-1)
+        plain = torch.log_softmax(logits, -1, out=room.second)
+        untempered = plain.gather(-1, targets[:, None])[:, 0]
+        if rounding.temperature_in == "fp32":
+            logits = torch.div(logits, law.scored_temperature, out=room.first)
+        else:
+            logits = room.upcast(divide(raw, law.scored_temperature, rounding.temperature_in))
+    logps = torch.log_softmax(logits, -1, out=room.second)
+    picked = logps.gather(-1, targets[:, None])[:, 0]
+    kept = None
+    if law.truncates:
+        with torch.no_grad():
+            kept = kept_mass(logps, law.top_k, law.top_p)
+    terms = torch.exp(logps, out=room.first)
+    entropy = -torch.mul(terms, logps, out=room.first).sum(-1)
+    if rounding.logprobs is not None:
+        picked, entropy = (value.to(rounding.logprobs).float() for value in (picked, entropy))
     return picked, entropy, top1, untempered, kept
+
+
+def divide(logits: torch.Tensor, temperature: float, where: TemperatureIn) -> torch.Tensor:
+    """Logits over the temperature in float32, rounded where the trainer rounds.
+
+    >>> import torch
+    >>> x = torch.tensor([12.375], dtype=torch.bfloat16)
+    >>> [divide(x, 0.7, where).item() for where in ("logits", "logits-rounded")]
+    [17.625, 17.75]
+    """
+    import torch
+
+    if where == "fp32":
+        return logits.float() / temperature
+    if where == "logits-rounded":
+        return (logits / torch.tensor(temperature, dtype=logits.dtype)).float()
+    return (logits / temperature).float()
 
 
 def kept_mass(logps: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

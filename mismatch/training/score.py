@@ -11,7 +11,7 @@ from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.fingerprint import fingerprint
 from mismatch.training.load import Loaded, torch_dtype
-from mismatch.training.logprobs import Law, TokenStats
+from mismatch.training.logprobs import Law, Rounding, TokenStats
 from mismatch.training.packing import Batch, MicroBatch, collate, plan_batches
 from mismatch.training.routing import LayerRoutes
 from mismatch.training.scorer import Ask
@@ -58,7 +58,7 @@ def score_pass(world: World, loaded: Loaded, rollout: Rollout, job: Pass) -> Sco
     if routing_note != "captured":
         ask = replace(ask, routing=False)
     with torch.set_grad_enabled(spec.grad):
-        parts = _run_batches(world, loaded, rollout, job, ask)
+        parts = run_batches(world, loaded, rollout, job, ask)
     gathered = world.gather(parts)
     facts = fingerprint(world, loaded, job, rollout.sampling, routing_note)
     if gathered is None:
@@ -73,10 +73,14 @@ def _ask(spec: TrainSpec, rollout: Rollout, loaded: Loaded) -> Ask:
         autocast=torch_dtype(spec.autocast) if spec.autocast else None,
         head_dtype=torch_dtype(spec.head_dtype) if spec.head_dtype else None,
         routing=spec.routing and bool(loaded.scorer.moe),
+        rounding=Rounding(
+            spec.temperature_in,
+            torch_dtype(spec.logprobs_dtype) if spec.logprobs_dtype else None,
+        ),
     )
 
 
-def _run_batches(world: World, loaded: Loaded, rollout: Rollout, job: Pass, ask: Ask) -> list[Part]:
+def run_batches(world: World, loaded: Loaded, rollout: Rollout, job: Pass, ask: Ask) -> list[Part]:
     """This rank's micro-batches: every W-th, and as many forward passes as any other rank."""
     lengths = [int(n) for n in np.diff(rollout.offsets)]
     batches = plan_batches(lengths, job.spec.micro_batch_tokens, job.spec.layout)

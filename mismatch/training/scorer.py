@@ -10,14 +10,14 @@ import inspect
 import re
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 
 from mismatch.errors import MismatchError
-from mismatch.training.logprobs import Law, TokenStats, token_stats
+from mismatch.training.logprobs import Law, Rounding, TokenStats, token_stats
 from mismatch.training.packing import Batch
 from mismatch.training.routing import LayerRoutes, moe_layers, recording
 
@@ -34,6 +34,7 @@ class Ask:
     autocast: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
     routing: bool = False
+    rounding: Rounding = field(default_factory=Rounding)
 
 
 class Scorer(nn.Module):
@@ -76,8 +77,9 @@ class Scorer(nn.Module):
             hidden = self.hidden(batch)
             routes = recorder.finished() if recorder is not None else None
             rows = hidden.reshape(-1, hidden.shape[-1])[predicting]
-            stats = token_stats(rows, targets, self._head(ask), self._vocabulary(), ask.law)
-        return tuple(getattr(stats, field.name) for field in fields(TokenStats)), routes
+            head, vocabulary = self._head(ask), self._vocabulary()
+            stats = token_stats(rows, targets, head, vocabulary, ask.law, rounding=ask.rounding)
+        return tuple(getattr(stats, item.name) for item in fields(TokenStats)), routes
 
     def head_gap(self, batch: Batch) -> torch.Tensor:
         """How far our logits are from the family's own forward, as a share of their range.

@@ -1,8 +1,9 @@
 """The engine's process: ``python -m mismatch.workers.engine JOB.json``.
 
-JOB: ``{"run_dir": …, "spec": RolloutSpec as a dict}``. Samples, writes ``rollout.parquet`` and the
-scoring ``<engine>:decode`` (with the routed experts), then the engine's own rescoring of the same
-tokens as ``<engine>:prefill``. A failure is left in ``errors/engine.json``.
+JOB: ``{"run_dir": …, "spec": RolloutSpec as a dict}``. Samples, writes ``rollout.parquet``, the
+texts of its tokens and the scoring ``<engine>:decode`` (with the routed experts), then the engine's
+own rescoring of the same tokens as ``<engine>:prefill``. What lies there already is not made again.
+A failure is left in ``errors/engine.json``.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from mismatch import store
+import numpy as np
+
+from mismatch import resume, store
 from mismatch.engines.artefacts import (
     build_rollout,
     decode_fingerprint,
@@ -22,13 +27,13 @@ from mismatch.engines.artefacts import (
     prefill_scoring,
     response_rewards,
 )
-from mismatch.engines.base import Capabilities, Sample
+from mismatch.engines.base import Capabilities, Engine, Sample
 from mismatch.engines.model_info import ModelInfo, first_line, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
 from mismatch.errors import MismatchError
 from mismatch.specs import RolloutSpec, from_dict
 from mismatch.tasks.prompts import Prompt, read_prompts, render_prompts
-from mismatch.workers.launch import write_error
+from mismatch.workers.launch import leave, report_ready, report_timing, write_error
 
 PROGRESS_INTERVAL_S = 0.5
 
@@ -53,30 +58,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Ready:
+    """What is known before the engine starts."""
+
+    prompts: list[Prompt]
+    ids: list[list[int]]
+    tokenizer: Any
+    info: ModelInfo
+    capabilities: Capabilities
+
+
 def run(run_dir: Path, spec: RolloutSpec) -> None:
-    """Sample, rescore, and write every artefact of the rollout stage."""
+    """Sample, rescore, and write every artefact of the rollout stage that is not there yet."""
     kind = engine_class(spec.engine.engine)
     capabilities = kind.capabilities(spec.engine, spec.sampling)
     prompts = read_prompts(spec.prompts)
     info = read_model_info(spec.engine)
     tokenizer = load_tokenizer(spec.engine)
+    require_vocabulary(tokenizer, info, spec.engine.model)
     ids = render_prompts(prompts, tokenizer, info.vocab_size)
     longest = require_context(spec, prompts, ids, info)
     with kind(spec.engine, spec.sampling, longest) as engine:
-        samples = engine.generate(ids, Reporter("rollout"))
-        require_complete(samples, len(ids), spec.sampling.samples_per_prompt, engine.name)
-        fingerprint = decode_fingerprint(engine, spec, tokenizer, info)
-        fingerprint["not_tested"] = not_tested(spec, capabilities)
-        rollout = build_rollout(ids, samples, spec, fingerprint)
-        rewards = response_rewards(prompts, rollout, tokenizer)
-        rollout = replace(rollout, rewards=rewards)
-        decode = decode_scoring(engine, samples, rollout, fingerprint)
-        store.save_rollout(run_dir, rollout)
-        store.save_scoring(run_dir, decode, rollout)
-        if wants_prefill(spec, capabilities):
-            store.save_scoring(
-                run_dir, prefill_scoring(engine, rollout, Reporter("prefill")), rollout
-            )
+        report_ready()
+        if not resume.rollout_done(run_dir, spec):
+            sample(run_dir, spec, engine, Ready(prompts, ids, tokenizer, info, capabilities))
+        if wants_prefill(spec, capabilities) and not resume.prefill_done(run_dir, spec):
+            rollout = store.load_rollout(run_dir)
+            with timed("prefill"):
+                scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
+            store.save_scoring(run_dir, scoring, rollout, made_by=spec)
+
+
+def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> None:
+    """Sample and save; the decode scoring last, which marks the rollout as complete."""
+    with timed("generate"):
+        samples = engine.generate(ready.ids, Reporter("rollout"))
+    require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
+    fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info)
+    fingerprint["not_tested"] = not_tested(spec, ready.capabilities)
+    rollout = build_rollout(ready.ids, samples, spec, fingerprint)
+    rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)
+    rollout = replace(rollout, rewards=rewards)
+    decode = decode_scoring(engine, samples, rollout, fingerprint)
+    texts = token_texts(ready.tokenizer, np.unique(rollout.token_ids).tolist())
+    store.save_rollout(run_dir, rollout, made_by=spec)
+    store.save_vocabulary(run_dir, texts)
+    store.save_scoring(run_dir, decode, rollout, made_by=spec)
+
+
+def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
+    """The text of every id; a token that is no whole character as the vocabulary spells it."""
+    texts = {}
+    for token in ids:
+        text = str(tokenizer.decode([token]))
+        if not text or "\ufffd" in text:
+            spelled = tokenizer.convert_ids_to_tokens(token)
+            text = str(spelled) if spelled else f"<{token}>"
+        texts[int(token)] = text
+    return texts
+
+
+@contextmanager
+def timed(name: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    report_timing(name, time.monotonic() - start)
 
 
 def wants_prefill(spec: RolloutSpec, capabilities: Capabilities) -> bool:
@@ -133,6 +180,20 @@ def require_context(
     return longest
 
 
+def require_vocabulary(tokenizer: Any, info: ModelInfo, model: str) -> None:
+    """A tokenizer of another model is found out before anything is sampled.
+
+    Raises:
+        MismatchError: its own vocabulary is larger than the model's (padding above it is usual).
+    """
+    if tokenizer.vocab_size > info.vocab_size:
+        raise MismatchError(
+            f"tokenizer/model vocabulary mismatch: the tokenizer of {model} knows "
+            f"{tokenizer.vocab_size} tokens, the model {info.vocab_size}",
+            "save the model's own tokenizer beside the weights: tokenizer.save_pretrained(DIR)",
+        )
+
+
 def require_complete(
     samples: Sequence[Sequence[Sample]], prompts: int, per_prompt: int, engine: str
 ) -> None:
@@ -181,4 +242,4 @@ class Reporter:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

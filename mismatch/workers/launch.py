@@ -1,7 +1,13 @@
-"""Start a child process, show its progress, and leave nothing behind whatever happens.
+"""Start child processes, show their progress, and leave nothing behind whatever happens.
 
 Each engine and each training world is a process of its own: its memory is given back when it ends,
-and its crash is an error message here and not the end of the tool.
+and its crash is an error message here and not the end of the tool. Lines of a worker's output that
+begin with one of these words are for the parent, all others go to ``logs/<label>.log``::
+
+    progress rollout 12/64 sequences …      shown while the stage runs
+    ready                                   weights are loaded, work begins
+    timing generate 12.31                   seconds of one part of the work
+    error {"message": …, "fix": …}          where no error file could be written
 """
 
 from __future__ import annotations
@@ -12,17 +18,22 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from mismatch.errors import MismatchError
 
 TAIL_LINES = 12
 GRACE_S = 10.0  # between asking a process to end and ending it
-PROGRESS = "progress "
+POLL_S = 0.05
+PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
 OUT_OF_MEMORY = (
     "a killed process is often out of memory: "
     "lower --num-prompts, --max-tokens or --micro-batch-tokens"
@@ -35,59 +46,157 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 
-def run_worker(
-    label: str,
-    command: Sequence[str],
-    run_dir: Path,
-    on_progress: Progress = lambda line: None,
-    env: dict[str, str] | None = None,
-) -> None:
-    """Run ``command`` to its end; its output goes to ``logs/<label>.log``.
+def _silent(line: str) -> None:
+    pass
 
-    Lines that start with ``progress `` are handed to ``on_progress`` without that word.
 
-    Raises:
-        MismatchError: the worker failed. Its own words if it left an error file, else its last
-            lines and what its exit status means.
+class Worker:
+    """A child process that is at work; made by :func:`started`.
+
+    Attributes:
+        on_progress: called with every progress line, from a thread of its own.
+        timings: seconds of the parts of its work, as it said; ``ready``: of its start-up.
     """
-    log_path = run_dir / "logs" / f"{label}.log"
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    clear_errors(run_dir)
-    tag = uuid.uuid4().hex
-    with open(log_path, "wb") as log:
-        process = subprocess.Popen(
+
+    def __init__(
+        self,
+        label: str,
+        command: Sequence[str],
+        run_dir: Path,
+        on_progress: Progress = _silent,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.label = label
+        self.run_dir = run_dir
+        self.on_progress = on_progress
+        self.timings: dict[str, float] = {}
+        self.log_path = run_dir / "logs" / f"{label}.log"
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._said: list[MismatchError] = []
+        self._tag = uuid.uuid4().hex
+        clear_errors(run_dir, label)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = open(self.log_path, "wb")  # noqa: SIM115 (closed by stop)
+        self._start = time.monotonic()
+        self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1", TAG: tag},
+            env={**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1", TAG: self._tag},
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        assert process.stdout is not None
-        reader = threading.Thread(
-            target=_relay, args=(process.stdout, log, on_progress), daemon=True
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._relay, args=(self._process.stdout,), daemon=True
         )
-        reader.start()
-        try:
-            code = process.wait()
-        finally:
-            kill_tree(process, tag)
-            reader.join(GRACE_S)
-    if code != 0:
-        raise _failure(label, code, run_dir, log_path)
+        self._reader.start()
+
+    def ended(self) -> bool:
+        """Whether it is done.
+
+        Raises:
+            MismatchError: it failed. Its own words if it left any, else its last lines and what
+                its exit status means.
+        """
+        code = self._process.poll()
+        if code is None:
+            return False
+        self.stop()
+        if code != 0:
+            raise self._failure(code)
+        return True
+
+    def stop(self) -> None:
+        """End the process and all its descendants, whatever they are doing."""
+        kill_tree(self._process, self._tag)
+        self._reader.join(GRACE_S)
+        with contextlib.suppress(OSError):
+            self._log.close()
+
+    def _relay(self, stream: IO[bytes]) -> None:
+        # A progress bar of a library ends its lines with \r; both ends count here.
+        for raw in stream:
+            for piece in raw.replace(b"\r", b"\n").splitlines():
+                self._line(piece.decode("utf-8", "replace"))
+            # A full disk must not stop the reading: the worker would wait on its output for ever.
+            with contextlib.suppress(OSError, ValueError):
+                self._log.flush()
+
+    def _line(self, line: str) -> None:
+        if line.startswith(PROGRESS):
+            self.on_progress(line.removeprefix(PROGRESS))
+        elif line == READY:
+            self.timings[READY] = round(time.monotonic() - self._start, 3)
+        elif line.startswith(TIMING):
+            _, name, seconds = line.split()
+            self.timings[name] = float(seconds)
+        elif line.startswith(ERROR + "{"):
+            self._said.append(MismatchError(**json.loads(line.removeprefix(ERROR))))
+        else:
+            self._tail.append(line)
+            with contextlib.suppress(OSError, ValueError):
+                self._log.write(line.encode() + b"\n")
+
+    def _failure(self, code: int) -> MismatchError:
+        # Of several ranks the first to fail knows why; the others only lost their peer.
+        files = sorted(_error_files(self.run_dir, self.label), key=lambda f: f.stat().st_mtime_ns)
+        if files:
+            return MismatchError(**json.loads(files[0].read_text()))
+        if self._said:
+            return self._said[0]
+        lines = [line for line in self._tail if line.strip()]
+        shown = "\n".join(f"    {line[:200]}" for line in lines)
+        memory = f"; {OUT_OF_MEMORY}" if code in (-9, 128 + 9) else ""
+        return MismatchError(
+            f"the {self.label} process {_meaning(code)}; its last lines:\n{shown}",
+            f"the whole log is {self.log_path}{memory}",
+        )
 
 
-def _relay(stream: IO[bytes], log: IO[bytes], on_progress: Progress) -> None:
-    # A progress bar of a library ends its lines with \r; both ends count here.
-    for raw in stream:
-        for piece in raw.replace(b"\r", b"\n").splitlines():
-            line = piece.decode("utf-8", "replace")
-            if line.startswith(PROGRESS):
-                on_progress(line.removeprefix(PROGRESS))
-            else:
-                log.write(piece + b"\n")
-        log.flush()
+@contextmanager
+def started(
+    label: str,
+    command: Sequence[str],
+    run_dir: Path,
+    on_progress: Progress = _silent,
+    env: dict[str, str] | None = None,
+) -> Iterator[Worker]:
+    """A worker that runs within the block and does not outlive it."""
+    worker = Worker(label, command, run_dir, on_progress, env)
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+def finish(worker: Worker, *beside: Worker) -> None:
+    """Wait until a worker is done.
+
+    Raises:
+        MismatchError: it failed, or one beside it did: whichever was first.
+    """
+    while not worker.ended():
+        for other in beside:
+            other.ended()
+        time.sleep(POLL_S)
+
+
+def run_worker(
+    label: str,
+    command: Sequence[str],
+    run_dir: Path,
+    on_progress: Progress = _silent,
+    env: dict[str, str] | None = None,
+) -> None:
+    """Run ``command`` to its end.
+
+    Raises:
+        MismatchError: see :meth:`Worker.ended`.
+    """
+    with started(label, command, run_dir, on_progress, env) as worker:
+        finish(worker)
 
 
 def kill_tree(process: subprocess.Popen[bytes], tag: str) -> None:
@@ -146,29 +255,42 @@ def error_path(run_dir: Path | str, label: str) -> Path:
 
 def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
     """Called by a worker: leave an error that the parent will raise as its own."""
+    text = json.dumps({"message": error.message, "fix": error.fix})
     path = error_path(run_dir, label)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"message": error.message, "fix": error.fix}))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError:  # a full disk: the reason itself, perhaps
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        print(f"{ERROR}{text}", file=sys.stderr, flush=True)
 
 
-def clear_errors(run_dir: Path) -> None:
-    for path in (run_dir / "errors").glob("*.json"):
+def leave(code: int) -> NoReturn:
+    """Called by a worker at its end: all is saved, and tearing torch down takes seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report_ready() -> None:
+    """Called by a worker: start-up is over."""
+    print(READY, file=sys.stderr, flush=True)
+
+
+def report_timing(name: str, seconds: float) -> None:
+    """Called by a worker: how long one part of its work took."""
+    print(f"{TIMING}{name} {seconds:.3f}", file=sys.stderr, flush=True)
+
+
+def clear_errors(run_dir: Path, label: str) -> None:
+    for path in _error_files(run_dir, label):
         path.unlink()
 
 
-def _failure(label: str, code: int, run_dir: Path, log_path: Path) -> MismatchError:
-    # Of several ranks the first to fail knows why; the others only lost their peer.
-    errors = sorted((run_dir / "errors").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    if errors:
-        said = json.loads(errors[0].read_text())
-        return MismatchError(said["message"], said["fix"])
-    tail = log_path.read_text(errors="replace").strip().splitlines()[-TAIL_LINES:]
-    shown = "\n".join(f"    {line[:200]}" for line in tail)
-    memory = f"; {OUT_OF_MEMORY}" if code in (-9, 128 + 9) else ""
-    return MismatchError(
-        f"the {label} process {_meaning(code)}; its last lines:\n{shown}",
-        f"the whole log is {log_path}{memory}",
-    )
+def _error_files(run_dir: Path, label: str) -> list[Path]:
+    """Of a worker and of its ranks: ``<label>.json``, ``<label>-rank0.json`` …"""
+    return [*(run_dir / "errors").glob(f"{label}.json"), *(run_dir / "errors").glob(f"{label}-*")]
 
 
 def _meaning(code: int) -> str:

@@ -66,6 +66,22 @@ def run_check(directory: Path, *flags: str) -> Run:
 SMALL = ("--num-prompts", "16", "--samples-per-prompt", "2", "--no-noise-floor")
 
 
+# Tests of the tool itself (resuming, failing) need no vLLM and few tokens.
+TINY_SAMPLING = (
+    *("--model", "tiny-gpt-oss", "--engine", "transformers"),
+    *("--num-prompts", "4", "--samples-per-prompt", "2", "--max-tokens", "16"),
+)
+TINY_RUN = (*TINY_SAMPLING, "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted check of a few tokens."""
+    run = run_check(tmp_path_factory.mktemp("tiny") / "tiny", *TINY_RUN)
+    assert run.code in (0, 1), run.output
+    return run.directory
+
+
 def shared_run(name: str, *flags: str) -> Any:
     """A session fixture that runs one check."""
 

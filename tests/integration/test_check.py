@@ -5,6 +5,10 @@ measured in bf16 is the mismatch of bf16 kernels, and a planted fault stands out
 """
 
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +16,7 @@ from jsonschema import Draft202012Validator
 
 from mismatch.reports.document import schema
 
-from .conftest import SMALL, run_check
+from .conftest import SMALL, Run, run_check
 
 pytestmark = pytest.mark.slow
 ARTEFACTS = (
@@ -145,8 +149,6 @@ def test_the_right_logprob_mode_for_a_temperature_is_chosen(tempered_run):
 
 def test_another_checkpoint_on_the_train_side_is_named(tmp_path):
     """One parameter of the trainer's copy is changed: files and values as loaded both show it."""
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     from mismatch.models import EMBEDDED
@@ -164,17 +166,21 @@ def test_another_checkpoint_on_the_train_side_is_named(tmp_path):
     assert "1 of " in details["weights-as-loaded"]
 
 
-def test_thresholds_and_fail_on_decide_the_exit_code(tmp_path):
-    from .conftest import check_command  # noqa: F401  (documents where the flags go)
-
+def test_thresholds_and_fail_on_decide_the_exit_code(default_run, tmp_path):
     levels = tmp_path / "levels.toml"
-    levels.write_text('[k3_kl]\n"bf16 MoE" = { healthy = 1e-12, critical = 1e-11 }\n')
-    flags = ("--engine", "transformers", "--thresholds", str(levels))
-    run = run_check(tmp_path / "run", *SMALL, *flags)
+    levels.write_text('[k3_kl]\n"bf16 MoE" = { healthy = 1e-12, critical = 1e-10 }\n')
+    copy = Path(shutil.copytree(default_run.directory, tmp_path / "copy"))
+    command = [sys.executable, "-m", "mismatch", "compare", str(copy)]
+    done = subprocess.run([*command, "--thresholds", str(levels)], capture_output=True, text=True)
+    run = Run(copy, done.returncode, done.stdout)
     judged = {j["metric"]: j for j in run.report["verdict"]["judgements"]}
-    assert judged["k3_kl"]["critical"] == 1e-11
-    assert run.code == 1
+    assert judged["k3_kl"]["critical"] == 1e-10
+    assert run.code == 1, done.stderr
     assert run.report["verdict"]["status"] == "critical"
+    levels.write_text('[k3_kl]\n"bf16 MoE" = { healthy = 1e-12, critical = 1 }\n')
+    warned = [*command, "--thresholds", str(levels)]
+    assert subprocess.run(warned, capture_output=True).returncode == 0
+    assert subprocess.run([*warned, "--fail-on", "warn"], capture_output=True).returncode == 1
 
 
 def test_prompts_from_a_file_in_all_three_forms(tmp_path):
@@ -194,10 +200,6 @@ def test_prompts_from_a_file_in_all_three_forms(tmp_path):
 
 
 def test_a_report_can_be_written_again(default_run, tmp_path):
-    import shutil
-    import subprocess
-    import sys
-
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("report.json", "tokens.parquet"):

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import pytest
 
 from mismatch.models import EMBEDDED
 
-from .conftest import SMALL, check_command, run_check
+from ..limited import mounted
+from .conftest import SMALL, TINY_RUN, check_command, run_check
 
 pytestmark = pytest.mark.slow
 QUICK = (*SMALL, "--engine", "transformers")
@@ -52,6 +56,13 @@ def wait_for_workers(directory: Path, module: str, count: int) -> list[psutil.Pr
     raise AssertionError(f"{module} never started")
 
 
+def wait_for_file(path: Path) -> None:
+    end = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} never came"
+        time.sleep(0.05)
+
+
 def assert_ended(process: subprocess.Popen[str], directory: Path, *expected: str) -> None:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2, output
@@ -75,9 +86,9 @@ def test_a_killed_engine_is_named(tmp_path):
 
 def test_a_killed_rank_is_named_and_nothing_that_was_sampled_is_lost(tmp_path):
     process = start(tmp_path / "run", *QUICK)
+    wait_for_file(tmp_path / "run" / "jobs" / "train.go")  # the engine is done
     # torchrun and two ranks carry the module's name
     workers = wait_for_workers(tmp_path, "mismatch.workers.train", 3)
-    time.sleep(2)
     max(workers, key=lambda p: p.pid).kill()
     assert_ended(process, tmp_path / "run", "train process", "fix:")
     assert (tmp_path / "run" / "rollout.parquet").exists()
@@ -130,10 +141,30 @@ def foreign_ids(folder: Path) -> list[str]:
     return ["--prompts", str(path)]
 
 
+def without_chat_template(folder: Path) -> list[str]:
+    model = tiny_copy(folder)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    return ["--model", str(model)]
+
+
+def tokenizer_of_another_model(folder: Path) -> list[str]:
+    """The model is left with fewer rows than its tokenizer has tokens."""
+    model = tiny_copy(folder)
+    config = json.loads((model / "config.json").read_text())
+    config["vocab_size"] = 300
+    (model / "config.json").write_text(json.dumps(config))
+    return ["--model", str(model)]
+
+
 CASES = {
+    "chat template missing": (without_chat_template, "no chat template"),
+    "tokenizer of another model": (tokenizer_of_another_model, "vocabulary mismatch"),
     "tokenizer missing": (without_tokenizer, "tokenizer"),
     "architecture unknown": (unknown_architecture, "gpt_oops"),
-    "weights truncated": (truncated_weights, "model.safetensors"),
+    "weights truncated": (truncated_weights, "damaged"),
     "prompt longer than the context": (long_prompt, "100000"),
     "token id out of vocabulary": (foreign_ids, "10000000"),
     "attention that drops sinks": (lambda f: ["--attention", "sdpa"], "sink"),
@@ -156,3 +187,105 @@ def test_an_unknown_engine_argument_is_refused(tmp_path):
     run = run_check(tmp_path / "run", *SMALL, "--engine-arg", "enforce_eagre=true")
     assert run.code == 2, run.output
     assert "enforce_eager" in run.output
+
+
+# ---------------------------------------------------------------- before anything is sampled
+
+
+def test_a_trainer_that_cannot_run_is_refused_before_vllm_has_sampled(tmp_path):
+    """Both start together; the engine is ended as soon as the trainer has found out."""
+    run = run_check(tmp_path / "run", "--attention", "sdpa")
+    assert run.code == 2, run.output
+    assert "--attention sdpa ignores the learned attention sinks" in run.output
+    assert "sink-sdpa" in run.output
+    assert not (tmp_path / "run" / "rollout.parquet").exists()
+    assert not workers_of(tmp_path, "mismatch.workers.engine")
+
+
+# ---------------------------------------------------------------- engines of third parties
+
+PLUGIN = """
+    from mismatch.engines.transformers import TransformersEngine
+
+    class Forgetful(TransformersEngine):
+        name = "forgetful"
+
+        def generate(self, prompts, progress):
+            samples = super().generate(prompts, progress)
+            return [*samples[:-1], samples[-1][:-1]]
+
+    class Dying(TransformersEngine):
+        name = "dying"
+
+        def generate(self, prompts, progress):
+            raise ConnectionError("the server hung up")
+"""
+
+
+def third_party(folder: Path) -> str:
+    """A PYTHONPATH with a package that provides engines by entry points."""
+    (folder / "plugin.py").write_text(textwrap.dedent(PLUGIN))
+    info = folder / "plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    points = "[mismatch.engines]\nforgetful = plugin:Forgetful\ndying = plugin:Dying\n"
+    (info / "entry_points.txt").write_text(points)
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ("forgetful", "returned 7 samples, asked for 4 x 2"),
+        ("dying", "ConnectionError: the server hung up"),
+    ],
+)
+def test_an_engine_that_does_not_deliver_is_named(tmp_path, monkeypatch, engine, expected):
+    monkeypatch.setenv("PYTHONPATH", third_party(tmp_path))
+    run = run_check(tmp_path / "run", *TINY_RUN, "--engine", engine)
+    assert run.code == 2, run.output
+    assert expected in run.output
+    assert "fix:" in run.output
+    assert not (tmp_path / "run" / "rollout.parquet").exists()
+
+
+# ---------------------------------------------------------------- another environment
+
+
+def test_the_engine_runs_under_the_interpreter_that_was_named(tmp_path):
+    """An environment of its own, made of this one: only its name tells them apart."""
+    python = tmp_path / "other-python"
+    script = '#!/bin/sh\necho "$PYTHONPATH" > {0}.path\nexec {1} "$@"\n'
+    python.write_text(script.format(python, sys.executable))
+    python.chmod(0o755)
+    command = [sys.executable, "-m", "mismatch", "rollout", "--model", "tiny-gpt-oss"]
+    command += ["--num-prompts", "1", "--max-tokens", "4", "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*command, "--vllm-python", str(python)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "rollout.parquet").exists()
+    assert json.loads((tmp_path / "run" / "spec.json").read_text())["rollout"]["engine"][
+        "python"
+    ] == str(python)
+    root = Path(__file__).parent.parent.parent
+    assert (tmp_path / "other-python.path").read_text().startswith(str(root))
+
+
+# ---------------------------------------------------------------- disks
+
+
+@pytest.mark.parametrize(
+    ("room_kib", "whose"), [(32, "rollout|vocabulary|transformers"), (88, "fsdp")]
+)
+def test_a_disk_that_fills_up_under_a_worker(tmp_path, room_kib, whose):
+    """Too little for the rollout (in the engine), or for the trainer's scorings (in rank 0)."""
+    command = [sys.executable, "-m", "mismatch", "check", *TINY_RUN, "--out", "disk/run"]
+    keep = ["sh", "-c", '"$@"; code=$?; cp -r disk/run kept; exit $code', "sh", *command]
+    done = mounted(tmp_path / "disk", f"size={room_kib}k", keep, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(f"cannot write disk/run/.*({whose}).*No space left on device", done.stderr)
+    assert "fix: free disk space" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "kept").rglob("*.partial"))
+    assert not (tmp_path / "kept" / "report.json").exists()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.workers.launch import run_worker, write_error
+from mismatch.workers.launch import finish, run_worker, started, write_error
 
 
 def python(code: str) -> list[str]:
@@ -115,3 +115,77 @@ time.sleep(600)
     os.kill(process.pid, number)
     process.wait(20)
     wait_for(lambda: not alive(int(pid_file.read_text())))
+
+
+# ---------------------------------------------------------------- two workers at once
+
+
+def test_the_first_failure_ends_the_other_at_once(tmp_path):
+    """An engine that would sample for ten minutes, beside a trainer that refuses its spec."""
+    refusal = f"""
+        import sys
+        from mismatch.errors import MismatchError
+        from mismatch.workers.launch import write_error
+        write_error({str(tmp_path)!r}, "train-rank0", MismatchError("no such kernel", "another"))
+        sys.exit(2)
+    """
+    start = time.monotonic()
+    with (
+        pytest.raises(MismatchError, match="no such kernel"),
+        started("train", python(refusal), tmp_path) as train,
+        started("engine", python("import time; time.sleep(600)"), tmp_path) as engine,
+    ):
+        finish(engine, train)
+    assert time.monotonic() - start < 30
+    assert engine._process.poll() is not None
+
+
+def test_one_worker_is_not_blamed_for_the_error_of_the_other(tmp_path):
+    write_error(tmp_path, "train-rank0", MismatchError("of the trainer"))
+    with pytest.raises(MismatchError, match="exit code 3"):
+        run_worker("engine", python("raise SystemExit(3)"), tmp_path)
+
+
+def test_a_worker_that_ends_well_beside_another_is_no_failure(tmp_path):
+    with (
+        started("train", python("pass"), tmp_path) as train,
+        started("engine", python("import time; time.sleep(1)"), tmp_path) as engine,
+    ):
+        finish(engine, train)
+        finish(train)
+
+
+def test_a_worker_says_how_long_it_took(tmp_path):
+    code = """
+        from mismatch.workers.launch import report_ready, report_timing
+        report_ready()
+        report_timing("load:fsdp", 1.25)
+    """
+    with started("train", python(code), tmp_path) as worker:
+        finish(worker)
+    assert worker.timings.keys() == {"ready", "load:fsdp"}
+    assert worker.timings["load:fsdp"] == 1.25
+    assert 0 < worker.timings["ready"] < 60
+
+
+def test_an_error_that_cannot_be_written_is_said_instead(tmp_path):
+    """A full disk, here a file where the directory should be: the reason must not be lost."""
+    (tmp_path / "errors").write_text("")
+    code = f"""
+        import sys
+        from mismatch.errors import MismatchError
+        from mismatch.workers.launch import write_error
+        write_error({str(tmp_path)!r}, "job", MismatchError("disk full", "free\\nsome"))
+        sys.exit(1)
+    """
+    with pytest.raises(MismatchError, match="disk full") as caught:
+        run_worker("job", python(code), tmp_path)
+    assert caught.value.fix == "free\nsome"
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_the_worker(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "job.log").symlink_to("/dev/full")
+    code = "print('x' * 1000 + '\\n', end='', flush=True)\n" * 300 + "raise SystemExit('the end')"
+    with pytest.raises(MismatchError, match="the end"):
+        run_worker("job", python(code), tmp_path)

@@ -91,6 +91,9 @@ def test_nan_logprobs_survive_so_that_a_check_can_name_them(tmp_path):
 def test_a_truncated_file_is_refused(tmp_path):
     path = store.save_rollout(tmp_path, rollout())
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(MismatchError, match=r"rollout\.parquet is truncated"):
+        store.load_rollout(tmp_path)
+    (tmp_path / "manifest.json").unlink()  # a file that came alone, without its checksum
     with pytest.raises(MismatchError, match="not a readable Parquet"):
         store.load_rollout(tmp_path)
 

@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file, save_file
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training import scorer as scorer_module
 from mismatch.training.load import Loaded, load, resident_share
+from mismatch.training.logprobs import Law
 from mismatch.training.packing import collate
 from mismatch.training.score import score_pass
+from mismatch.training.scorer import Ask
 from mismatch.training.world import World
-from tests.checkpoints import make, rollout
+from tests.checkpoints import make, make_mxfp4, rollout
+from tests.tensors import Largest
 
 
 @pytest.fixture(scope="module")
@@ -100,33 +102,76 @@ def test_configurations_that_cannot_run(
         _load(world, broken)
 
 
-def test_mxfp4_checkpoints_are_dequantised(world: World, tmp_path: Path) -> None:
-    # gpt-oss is published so: experts as 4-bit blocks with one scale per 32 values.
-    make("gpt_oss", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    draw = torch.Generator().manual_seed(0)
-    packed = {}
-    for name, tensor in load_file(tmp_path / "model.safetensors").items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            experts, inputs, outputs = tensor.shape
-            shape = (experts, outputs, inputs // 32, 16)
-            packed[f"{name}_blocks"] = torch.randint(0, 256, shape, generator=draw).byte()
-            packed[f"{name}_scales"] = torch.full(shape[:3], 122, dtype=torch.uint8)  # 2 ** -5
-        else:
-            packed[name] = tensor
-    save_file(packed, tmp_path / "model.safetensors", {"format": "pt"})
-    ours = _load(world, tmp_path).scorer.model.state_dict()
-    plain = transformers.GptOssForCausalLM.from_pretrained(
-        tmp_path, quantization_config=transformers.Mxfp4Config(dequantize=True)
-    )
-    for name, tensor in plain.state_dict().items():
-        held = ours[name].full_tensor()
-        assert held.dtype == torch.float32
-        assert torch.equal(held, tensor.float()), name
-    experts = ours["model.layers.0.mlp.experts.gate_up_proj"].full_tensor()
-    assert experts.abs().max() == 6 * 2**-5  # the largest 4-bit value at that scale
+@pytest.mark.parametrize("master", ["bf16", "fp32"])
+def test_mxfp4_checkpoints_are_dequantised(world: World, tmp_path: Path, master: str) -> None:
+    released = make_mxfp4(tmp_path / "released", tmp_path / "plain")
+    held = _load(world, released, master_dtype=master).scorer.model.state_dict()
+    for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
+        assert torch.equal(held[name].full_tensor().float(), tensor), name
+        assert held[name].dtype == (torch.float32 if master == "fp32" else torch.bfloat16)
+
+
+def test_131072_positions_take_no_table(world: World, tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    model = make("gpt_oss", tmp_path, max_position_embeddings=131072, rope_parameters=rope)
+    loaded = _load(world, model, dtype="fp32")
+    buffers = dict(loaded.scorer.named_buffers())
+    assert sum(buffer.numel() for buffer in buffers.values()) < 1000
+    # Yarn as the config says, and not the plain frequencies.
+    (frequencies,) = [b for name, b in buffers.items() if name.endswith("original_inv_freq")]
+    plain = 150000.0 ** (-torch.arange(0, 16, 2) / 16)
+    assert frequencies[0] == pytest.approx(plain[0])
+    assert frequencies[-1] == pytest.approx(plain[-1] / 32)
+
+
+def test_long_rows_make_no_square_tensor(world: World, tmp_path: Path) -> None:
+    scorer = _load(world, make("gpt_oss", tmp_path)).scorer.eval()
+    for layout in ("padding", "packing"):
+        sizes = []
+        for tokens in (1024, 2048):
+            batch = collate([np.arange(tokens) % 300], layout, world.device)
+            with torch.no_grad(), Largest() as largest:
+                scorer(scorer.hidden, batch)
+            sizes.append(largest.numel)
+        assert sizes[1] <= 2.1 * sizes[0], layout
+
+
+def test_with_gradients_a_layer_keeps_its_input_and_no_more(world: World, tmp_path: Path) -> None:
+    layers = ["sliding_attention", "full_attention"] * 2
+    model = make("gpt_oss", tmp_path, num_hidden_layers=4, layer_types=layers)
+    scorer = _load(world, model, dtype="bf16").scorer.train()
+    batch = collate([np.arange(3, 303)] * 2, "padding", world.device)
+    rows, wanted = torch.arange(100), batch.input_ids[0, 1:101]
+    blocks = [m for m in scorer.modules() if hasattr(m, "gradient_checkpointing")]
+    assert all(block.gradient_checkpointing for block in blocks)
+
+    def run(frugal: bool) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        for block in blocks:
+            block.gradient_checkpointing = frugal
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        scorer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            stats, _ = scorer(scorer.score, batch, rows, wanted, Ask(Law(), routing=True))
+        stats[0].sum().backward()
+        slopes = [p.grad.full_tensor() for p in scorer.parameters() if p.grad is not None]
+        return stats[0].detach(), slopes, sum(kept.values())
+
+    frugal, slopes, few = run(True)
+    plain, steep, many = run(False)
+    assert torch.equal(frugal, plain)
+    assert len(slopes) == len(list(scorer.parameters()))
+    for ours, theirs in zip(slopes, steep, strict=True):
+        assert torch.equal(ours, theirs)
+    assert few < many / 5
 
 
 def test_experts_of_a_dense_model(world: World, llama: Path) -> None:

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from mismatch.training import logprobs
 from mismatch.training.logprobs import Law, TokenStats, kept_mass, token_stats
+from tests.tensors import Largest
 
 ROWS, HIDDEN, VOCABULARY = 37, 48, 997
 
@@ -20,9 +22,15 @@ def _case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.nn.Line
     return torch.randn(ROWS, HIDDEN, dtype=dtype), torch.randint(VOCABULARY, (ROWS,)), head
 
 
+@pytest.fixture(autouse=True)
+def _small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two rows at a time, so that strips end within chunks and chunks within strips.
+    monkeypatch.setattr(logprobs, "STRIP_BYTES", 2 * 4 * VOCABULARY)
+
+
 def _stats(law: Law, dtype: torch.dtype = torch.float32, rows: int = 5) -> TokenStats:
     hidden, targets, head = _case(dtype)
-    budget = rows * VOCABULARY * 12  # at most that many rows per chunk
+    budget = rows * VOCABULARY * hidden.element_size()  # at most that many rows per chunk
     with torch.no_grad():
         return token_stats(hidden, targets, head, VOCABULARY, law, budget)
 
@@ -76,9 +84,30 @@ def test_no_chunk_holds_more_rows_than_the_budget() -> None:
         return head(rows)
 
     with torch.no_grad():
-        token_stats(hidden, targets, watched, VOCABULARY, chunk_bytes=5 * VOCABULARY * 12)
+        token_stats(hidden, targets, watched, VOCABULARY, chunk_bytes=5 * VOCABULARY * 4)
     assert max(seen) == 5
     assert sum(seen) == ROWS
+
+
+def test_gradients_do_not_change_a_bit() -> None:
+    hidden, targets, head = _case(torch.bfloat16)
+    work = (hidden, targets, head, VOCABULARY, Law(0.6, top_k=5), 10_000)
+    with torch.no_grad():
+        alone = token_stats(*work)
+    watched = token_stats(*work)
+    assert watched.logprobs.requires_grad
+    for name in ("logprobs", "entropy", "top1", "untempered", "kept_mass"):
+        assert torch.equal(getattr(watched, name), getattr(alone, name)), name
+
+
+def test_nothing_larger_than_a_chunk_is_ever_made() -> None:
+    def flat(rows: torch.Tensor) -> torch.Tensor:  # no weight, which would be the largest tensor
+        return rows[:, :1].expand(-1, VOCABULARY).contiguous()
+
+    hidden, targets, _ = _case(torch.float32)
+    with torch.no_grad(), Largest() as largest:
+        token_stats(hidden, targets, flat, VOCABULARY, chunk_bytes=5 * VOCABULARY * 4)
+    assert largest.numel == 5 * VOCABULARY  # the naive way holds 37 rows
 
 
 def test_gradients_are_those_of_the_naive_path() -> None:

@@ -1,0 +1,220 @@
+"""gpt-oss-20b at full shape on one GPU, without its weights: load, score, memory, tokens/s.
+
+    python benchmarks/gpu_gpt_oss.py [--tiny] [--json FILE] [--write docs/gpu-results.md]
+
+The real architecture (24 layers, 32 experts, vocabulary 201,088 …) gets random bf16 weights
+straight on the device, shard by shard, so that neither a checkpoint on disk, nor a hub, nor an
+engine is needed; scoring is the product's own path: FSDP2 at world size 1, routing recorded,
+logprobs and entropies of every token. Random weights route more evenly than trained ones; nothing
+else about speed or memory depends on their values. Needs one GPU of 80 GB or more.
+
+``--tiny`` runs the same code on a model of a few thousand parameters, on a CPU as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mismatch.specs import Pass, TrainSpec  # noqa: E402
+from mismatch.training.attention import resolve_for  # noqa: E402
+from mismatch.training.load import Loaded, shard, torch_dtype  # noqa: E402
+from mismatch.training.logprobs import Law  # noqa: E402
+from mismatch.training.memory import MemoryPeak  # noqa: E402
+from mismatch.training.score import run_batches  # noqa: E402
+from mismatch.training.scorer import Ask  # noqa: E402
+from mismatch.training.source import skeleton  # noqa: E402
+from mismatch.training.world import World  # noqa: E402
+from tests.checkpoints import configuration, rollout  # noqa: E402
+
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 24,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+PROMPT = 64
+GIB = 1 << 30
+START, END = "<!-- gpt-oss-20b -->", "<!-- /gpt-oss-20b -->"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One load of work.
+
+    Attributes:
+        peak_gib: most device memory in use at once, weights included.
+    """
+
+    name: str
+    tokens: int
+    seconds: float
+    peak_gib: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def random_model(config: Any, spec: TrainSpec, world: World) -> Loaded:
+    """The architecture with random weights, each rank making only its own shard."""
+    import transformers
+
+    attention = resolve_for(spec.attention, skeleton(config))
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model = build(
+            config,
+            dtype=torch_dtype(spec.master_dtype),
+            attn_implementation=attention.implementation,
+        )
+    scorer = shard(model, spec, world.mesh)
+    scorer.to_empty(device=world.device)
+    rope = model.model.rotary_emb  # its frequencies are buffers, and now empty as well
+    model.model.rotary_emb = type(rope)(config).to(world.device)
+    torch.manual_seed(world.rank)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local = parameter.to_local()
+            if "norm" in name:
+                local.fill_(1.0)
+            elif name.endswith("bias"):
+                local.zero_()
+            else:
+                local.normal_(std=1.0 if "sinks" in name else 0.02)
+    experts = model.config._experts_implementation
+    return Loaded(scorer.eval(), spec, attention, experts, None, None)
+
+
+def score(world: World, loaded: Loaded, name: str, lengths: list[int]) -> Measured:
+    """Every token behind the prompt of sequences of these lengths, once; the first to run warms."""
+    config = loaded.scorer.decoder_config
+    work = rollout(tuple((PROMPT, n - PROMPT) for n in lengths), vocabulary=config.vocab_size)
+    ask, job = Ask(Law(), routing=True), Pass(name, loaded.spec)
+    _wait(world.device)
+    resident = _allocated(world.device)
+    with torch.no_grad(), MemoryPeak(world.device, True) as peak:
+        started = time.perf_counter()
+        parts = run_batches(world, loaded, work, job, ask)
+        _wait(world.device)
+        seconds = time.perf_counter() - started
+    scored = sum(len(part.targets) for part in parts)
+    assert scored == work.n_actions, f"{scored} of {work.n_actions} tokens were scored"
+    assert peak.bytes is not None
+    return Measured(name, sum(lengths), seconds, (resident + peak.bytes) / GIB)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def run(tiny: bool) -> dict[str, Any]:
+    world = World.start()
+    if not tiny and world.device.type != "cuda":
+        world.close()
+        raise SystemExit("no GPU here: use --tiny to run the same code on a tiny model")
+    config = configuration("gpt_oss", **({} if tiny else SHAPE))
+    long, many = (512, [256] * 4) if tiny else (16384, [2048] * 16)
+    # Room for a long sequence of its own, or for eight of the others in one forward pass.
+    spec = TrainSpec("random", dtype="bf16", master_dtype="bf16", micro_batch_tokens=long)
+    with MemoryPeak(world.device, True) as peak:
+        started = time.perf_counter()
+        loaded = random_model(config, spec, world)
+        _wait(world.device)
+        build_s = time.perf_counter() - started
+    score(world, loaded, "warm-up", [256])
+    works = [(f"{len(many)} x {many[0]}", many), (f"1 x {long}", [long])]
+    measured = [score(world, loaded, name, lengths) for name, lengths in works]
+    facts = {
+        "model": "tiny" if tiny else "gpt-oss-20b shape, random weights",
+        "parameters": sum(p.numel() for p in loaded.scorer.parameters()),
+        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "attention": loaded.attention.label,
+        "experts": loaded.experts,
+        "build_s": build_s,
+        "build_peak_gib": (peak.bytes or 0) / GIB,
+        "scored": [{**asdict(one), "tokens_per_s": one.tokens_per_s} for one in measured],
+    }
+    world.close()
+    return facts
+
+
+def markdown(facts: dict[str, Any]) -> str:
+    lines = [
+        f"{facts['device']}, torch {facts['torch']}, Python {facts['python']}; "
+        f"{facts['parameters'] / 1e9:.1f} billion parameters ({facts['model']}), bf16, "
+        f"attention {facts['attention']}, experts {facts['experts']}.",
+        "",
+        f"Built in {facts['build_s']:.1f} s with a peak of {facts['build_peak_gib']:.1f} GiB.",
+        "",
+        "| tokens | seconds | tokens/s | peak memory |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for one in facts["scored"]:
+        lines.append(
+            f"| {one['name']} | {one['seconds']:.2f} | {one['tokens_per_s']:.0f} | "
+            f"{one['peak_gib']:.1f} GiB |"
+        )
+    return "\n".join(lines)
+
+
+def write(path: Path, text: str) -> None:
+    """Replace what stands between the two marks."""
+    before, mark, rest = path.read_text().partition(START)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise SystemExit(f"{path} lacks the marks {START} and {END}")
+    path.write_text(f"{before}{START}\n{text}\n{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, also on a CPU")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--write", type=Path, help="put the table into this Markdown file")
+    options = parser.parse_args()
+    facts = run(options.tiny)
+    print(markdown(facts))
+    if options.json:
+        options.json.write_text(json.dumps(facts, indent=1))
+    if options.write:
+        write(options.write, markdown(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Predicted against measured peak memory of the training world, on models small enough for a CPU.
+
+    python benchmarks/memory.py [--only NAME] [--json FILE]
+
+Each case runs the real worker (``mismatch.workers.train`` under torchrun) on a checkpoint with
+random weights (or on tiny-gpt-oss) and compares its peak with ``mismatch.doctor.memory``.
+
+What is measured: the kernel's own high-water mark of each rank's resident memory (VmHWM), set back
+right before a pass begins, less what is mapped from files (libraries, checkpoints: the kernel can
+drop it), above the anonymous memory right before the weights load. glibc is told to map every block
+of 64 KiB or more on its own (MALLOC_MMAP_THRESHOLD_), so that a freed tensor leaves the process at
+once and the mark follows the tensors that are alive, not the allocator's leftovers.
+
+What is not the model's is taken off: what the matmul libraries keep for good (touched before
+anything is measured; oneDNN's cache of compiled kernels, up to 1 MiB for each shape that it meets,
+is switched off), and Python objects and code data, measured by a run of the same family with hardly
+any tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+MIB = 1 << 20
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training world. ``sizes`` are fields of the family's configuration."""
+
+    family: str  # of tests/checkpoints.py, or "tiny-gpt-oss"
+    sizes: dict[str, Any]
+    lengths: tuple[int, ...]  # tokens per sequence, prompt of 8 included
+    world: int = 1
+    spec: dict[str, Any] = field(default_factory=dict)
+
+
+DENSE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32768,
+    "max_position_embeddings": 4096,
+}
+MOE = {
+    **DENSE,
+    "moe_intermediate_size": 384,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "vocab_size": 8192,
+}
+GPT_OSS = {
+    **DENSE,
+    "num_hidden_layers": 2,
+    "intermediate_size": 512,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "vocab_size": 8192,
+    "sliding_window": 128,
+}
+LONG = (2048,) * 2
+CASES = {
+    "tiny gpt-oss": Case("tiny-gpt-oss", {}, (2000,) * 4, spec={"micro_batch_tokens": 8192}),
+    "tiny gpt-oss, 2 ranks, fp32": Case(
+        "tiny-gpt-oss", {}, (1500,) * 4, 2, {"micro_batch_tokens": 4096, "dtype": "fp32"}
+    ),
+    "tiny gpt-oss, eager": Case("tiny-gpt-oss", {}, (2000,) * 2, spec={"attention": "eager"}),
+    "tiny gpt-oss, grad": Case("tiny-gpt-oss", {}, (1500,) * 2, spec={"grad": True}),
+    "dense": Case("qwen3", DENSE, LONG),
+    "dense, 2 ranks": Case("qwen3", DENSE, LONG, 2),
+    "dense, eager": Case("qwen3", DENSE, LONG, spec={"attention": "eager"}),
+    "dense, grad": Case("qwen3", DENSE, LONG, spec={"grad": True}),
+    "dense, fp32": Case("qwen3", DENSE, LONG, spec={"dtype": "fp32"}),
+    "MoE, 2 ranks": Case("qwen3_moe", MOE, LONG, 2),
+    "MoE, grad": Case("qwen3_moe", MOE, LONG, spec={"grad": True}),
+    "MoE, batched_mm": Case("qwen3_moe", MOE, (128,) * 2, spec={"experts": "batched_mm"}),
+    "gpt-oss": Case("gpt_oss", GPT_OSS, LONG),
+    "gpt-oss, 2 ranks": Case("gpt_oss", GPT_OSS, LONG, 2),
+    "gpt-oss, eager": Case("gpt_oss", GPT_OSS, LONG, spec={"attention": "eager"}),
+    "gpt-oss, grad": Case("gpt_oss", GPT_OSS, LONG, spec={"grad": True}),
+    "gpt-oss, packing": Case("gpt_oss", GPT_OSS, LONG, spec={"layout": "packing"}),
+}
+
+
+# ---------------------------------------------------------------- inside a rank
+
+
+def rank_main(job_path: str) -> int:
+    """Run the worker; leave the marks of this rank beside the job."""
+    import mismatch.training.load as loading
+    import mismatch.training.score as scoring
+    from mismatch.workers import train
+
+    touch_libraries()
+    marks: dict[str, int] = {}
+    real_load, real_score = loading.load, scoring.score_pass
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        marks.setdefault("base", status("RssAnon"))
+        loaded = real_load(*args, **kwargs)
+        marks["load"] = loaded.peak_bytes or 0
+        return loaded
+
+    def score_pass(*args: Any, **kwargs: Any) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to what is resident now
+        result = real_score(*args, **kwargs)
+        marks["peak"] = status("VmHWM") - status("RssFile") - status("RssShmem")
+        return result
+
+    loading.load, scoring.score_pass = load, score_pass
+    code = train.main([job_path])
+    out = Path(job_path).with_name(f"marks-{os.environ.get('RANK', '0')}.json")
+    out.write_text(json.dumps(marks))
+    return code
+
+
+def touch_libraries() -> None:
+    """Let the matmul libraries allocate what they keep for good before anything is measured."""
+    import torch
+    import torch.nn.functional as F
+
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float32):
+            rows, weight = torch.rand(4096, 512, dtype=dtype), torch.rand(4, 512, 1024, dtype=dtype)
+            F.linear(rows, weight[0].T)
+            F.grouped_mm(rows, weight, offs=torch.arange(1, 5, dtype=torch.int32) * 1024)
+            torch.bmm(rows.view(4, 1024, 512), weight)
+
+
+def status(name: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
+
+
+# ---------------------------------------------------------------- outside
+
+
+def measure(case: Case, folder: Path) -> dict[str, int]:
+    """Peak bytes above the base, the largest over the ranks: of the pass, and of the loading."""
+    from mismatch import store
+    from mismatch.specs import TrainSpec, to_dict
+    from tests import checkpoints
+
+    model = checkpoint(case, folder)
+    config = json.loads((model / "config.json").read_text())
+    rollout = checkpoints.rollout(
+        tuple((8, length - 8) for length in case.lengths), vocabulary=config["vocab_size"]
+    )
+    store.save_rollout(folder, rollout)
+    spec = TrainSpec(model=str(model), **case.spec)
+    job = {
+        "run_dir": str(folder),
+        "resident_report": True,
+        "passes": [{"name": "fsdp", "spec": to_dict(spec)}],
+    }
+    path = store.write_json(folder / "job.json", job)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(case.world), __file__, "--rank", str(path)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(64 << 10),
+        "MALLOC_MMAP_MAX_": "1000000",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{case}: failed\n{done.stderr[-3000:]}")
+    ranks = [json.loads(p.read_text()) for p in sorted(folder.glob("marks-*.json"))]
+    return {
+        "pass": max(marks["peak"] - marks["base"] for marks in ranks),
+        "load": max(marks["load"] for marks in ranks),
+    }
+
+
+def checkpoint(case: Case, folder: Path) -> Path:
+    from mismatch.models import EMBEDDED
+    from tests import checkpoints
+
+    if case.family in EMBEDDED:
+        return EMBEDDED[case.family]
+    return checkpoints.make(case.family, folder / "model", **case.sizes)
+
+
+def predict(case: Case, folder: Path) -> Any:
+    from mismatch.doctor.memory import Work, predict_trainer
+    from mismatch.doctor.shape import read_shape
+    from mismatch.specs import TrainSpec
+
+    model = checkpoint(case, folder) if not (folder / "model").exists() else folder / "model"
+    shape = read_shape(json.loads((model / "config.json").read_text()))
+    spec = TrainSpec(model=str(model), **case.spec)
+    return predict_trainer(shape, spec, case.world, Work(case.lengths), device="cpu")
+
+
+def almost_empty(case: Case) -> Case:
+    """The same family and settings with hardly any tensors: what is left is the framework's."""
+    small = {} if case.family == "tiny-gpt-oss" else {"max_position_embeddings": 4096}
+    return replace(case, sizes=small, lengths=(24, 24))
+
+
+def run(names: list[str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    framework: dict[tuple[Any, ...], int] = {}
+    for name in names:
+        case = CASES[name]
+        key = (case.family, case.world, json.dumps(case.spec, sort_keys=True))
+        if key not in framework:
+            with tempfile.TemporaryDirectory() as folder:
+                empty = almost_empty(case)
+                seen = measure(empty, Path(folder))["pass"]
+                framework[key] = seen - predict(empty, Path(folder)).peak_bytes
+        with tempfile.TemporaryDirectory() as folder:
+            seen_bytes = measure(case, Path(folder))
+            predicted = predict(case, Path(folder))
+        measured = seen_bytes["pass"] - framework[key]
+        rows.append(
+            {
+                "case": name,
+                "predicted_mib": predicted.peak_bytes / MIB,
+                "measured_mib": measured / MIB,
+                "framework_mib": framework[key] / MIB,
+                "load_mib": seen_bytes["load"] / MIB,
+                "ratio": predicted.peak_bytes / measured,
+                "moment": predicted.moment,
+            }
+        )
+        show(rows[-1])
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    off = "" if abs(row["ratio"] - 1) <= TOLERANCE else "  <- beyond 15 %"
+    print(
+        f"{row['case']:<30} predicted {row['predicted_mib']:8.1f} MiB   "
+        f"measured {row['measured_mib']:8.1f} MiB   ratio {row['ratio']:.3f}   "
+        f"(framework {row['framework_mib']:.0f}, loading {row['load_mib']:.0f} MiB; "
+        f"at its highest: {row['moment']}){off}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=sorted(CASES))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        return rank_main(arguments.rank)
+    rows = run(arguments.only or list(CASES))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    worst = max(abs(row["ratio"] - 1) for row in rows)
+    print(f"worst: {worst:.1%} off; wanted: {TOLERANCE:.0%}")
+    return 0 if worst <= TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

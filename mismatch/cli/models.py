@@ -1,0 +1,80 @@
+"""`mismatch models`: the names that --model knows."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+EXPLANATION = (
+    "experts: MoE layers × experts × active per token; mxfp4: only the experts, the rest is bf16.\n"
+    "Any other model: --model org/name (hub) or --model DIRECTORY."
+)
+
+
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> int:
+    """List embedded models and short names: parameters, experts, released format, context."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = model_rows()
+    if as_json:
+        typer.echo(json.dumps({"schema": "mismatch.models/1", "models": rows}, indent=2))
+        return 0
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("name", "parameters", "active", "experts", "released", "context", "hub id"):
+        numbers = title in ("parameters", "active", "context")
+        table.add_column(title, justify="right" if numbers else "left", no_wrap=title != "hub id")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            _billions(row["parameters"]),
+            _billions(row["active_parameters"]),
+            row["experts"] or "dense",
+            row["released"].split()[0],
+            f"{row['context']:,}",
+            row["hub_id"] or "embedded",
+        )
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a file or a pipe has no width: no line is cut
+    console.print(table)
+    console.print(EXPLANATION, highlight=False)
+    return 0
+
+
+def model_rows() -> list[dict[str, Any]]:
+    """One row per name, from the shipped configs; no network, no torch."""
+    from mismatch.doctor.shape import read_shape
+    from mismatch.models import EMBEDDED
+    from mismatch.models.aliases import ALIASES
+    from mismatch.models.offline import find_config
+
+    found: list[tuple[str, str | None, str, dict[str, Any], tuple[str, ...]]] = [
+        (name, None, "bf16", find_config(str(path)).values, ()) for name, path in EMBEDDED.items()
+    ]
+    found += [(a.name, a.hub_id, a.released, a.config, a.unconfirmed) for a in ALIASES.values()]
+    rows = []
+    for name, hub_id, released, config, unconfirmed in found:
+        shape = read_shape(config)
+        moe = f"{shape.layers}×{shape.experts}×{shape.top_k}" if shape.experts else None
+        rows.append(
+            {
+                "name": name,
+                "hub_id": hub_id,
+                "parameters": shape.parameters,
+                "active_parameters": shape.active_parameters,
+                "experts": moe,
+                "released": released,
+                "context": shape.context,
+                "unconfirmed": list(unconfirmed),
+            }
+        )
+    return rows
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"

@@ -1,0 +1,207 @@
+"""Every flag once, in groups that the verbs share.
+
+A group is a class: annotated attributes are flags, their values the defaults. A verb names its
+groups (:func:`mismatch.cli.flags.with_flags`). A new flag is one attribute here, and appears in the
+help, in ``--config`` files and in ``--print-config`` of every verb that has the group.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class DtypeName(StrEnum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class Layout(StrEnum):
+    padding = "padding"
+    packing = "packing"
+
+
+class TemperatureIn(StrEnum):
+    fp32 = "fp32"
+    logits = "logits"
+    rounded = "logits-rounded"
+
+
+class FailOn(StrEnum):
+    critical = "critical"
+    warn = "warn"
+
+
+MODEL, PROMPTS, ENGINE, TRAIN, OUTPUT = (
+    "Model",
+    "Prompts and sampling",
+    "Engine (rollout side)",
+    "Trainer (FSDP2 side)",
+    "Verdict and output",
+)
+
+
+def _flag(panel: str, help: str | None = None) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(help=help, rich_help_panel=panel)
+    return option
+
+
+class ModelFlags:
+    model: Annotated[str | None, _flag(MODEL, "Embedded model, hub id or directory.")] = None
+    revision: Annotated[str | None, _flag(MODEL, "Revision of a hub model.")] = None
+    trust_remote_code: Annotated[bool, _flag(MODEL, "Run code that comes with the model.")] = False
+
+
+class TrainModelFlags:
+    train_model: Annotated[str | None, _flag(MODEL, "Another checkpoint for the trainer.")] = None
+
+
+class PromptFlags:
+    prompts: Annotated[
+        str | None,
+        _flag(
+            PROMPTS,
+            "JSONL file: prompt, messages or prompt_token_ids per line. "
+            "Default: built-in arithmetic.",
+        ),
+    ] = None
+    dataset: Annotated[
+        str | None,
+        _flag(PROMPTS, "Hub id, file (jsonl, json, parquet, csv) or save_to_disk directory."),
+    ] = None
+    dataset_config: Annotated[str | None, _flag(PROMPTS, "Configuration of a hub data set.")] = None
+    dataset_split: Annotated[str, _flag(PROMPTS, "Split of the data set.")] = "train"
+    prompt_column: Annotated[
+        str | None, _flag(PROMPTS, "Column with the prompts; default: found by its name.")
+    ] = None
+    answer_column: Annotated[
+        str | None, _flag(PROMPTS, "Column with the answers (whole numbers), for rewards.")
+    ] = None
+    num_prompts: Annotated[
+        int | None, _flag(PROMPTS, "Default: 64, or all of a --prompts file.")
+    ] = None
+    samples_per_prompt: Annotated[int, _flag(PROMPTS, "Samples of each prompt.")] = 4
+    max_tokens: Annotated[int, _flag(PROMPTS, "Longest response.")] = 128
+    temperature: Annotated[float, _flag(PROMPTS)] = 1.0
+    top_p: Annotated[float, _flag(PROMPTS, "1: off.")] = 1.0
+    top_k: Annotated[int, _flag(PROMPTS, "0: off.")] = 0
+    seed: Annotated[int, _flag(PROMPTS, "Of prompts, sampling and intervals.")] = 0
+
+
+class EngineFlags:
+    engine: Annotated[str, _flag(ENGINE, "vllm or transformers.")] = "vllm"
+    vllm_python: Annotated[
+        str | None,
+        _flag(ENGINE, "Interpreter of the environment that holds vLLM, where it is another."),
+    ] = None
+    dtype: Annotated[DtypeName, _flag(ENGINE, "Of the engine.")] = DtypeName.bf16
+    tensor_parallel_size: Annotated[int, _flag(ENGINE)] = 1
+    max_model_len: Annotated[int | None, _flag(ENGINE)] = None
+    gpu_memory_utilization: Annotated[float | None, _flag(ENGINE)] = None
+    engine_arg: Annotated[
+        list[str] | None,
+        _flag(ENGINE, "Any other engine argument, key=value (JSON values); repeatable."),
+    ] = None
+    prefill: Annotated[bool, _flag(ENGINE, "Rescore by the engine's prefill.")] = True
+
+
+class RoutingFlags:
+    routing: Annotated[bool, _flag(ENGINE, "Capture routed experts.")] = True
+
+
+class TrainFlags:
+    nproc_per_node: Annotated[int | None, _flag(TRAIN, "Ranks; default: GPUs, or 2 on a CPU.")] = (
+        None
+    )
+    trainer: Annotated[
+        str | None,
+        _flag(TRAIN, "Run what a framework's FSDP trainer runs: verl, verl-legacy, trl, skyrl."),
+    ] = None
+    train_dtype: Annotated[DtypeName, _flag(TRAIN, "Of the computation.")] = DtypeName.bf16
+    master_dtype: Annotated[DtypeName, _flag(TRAIN, "Of the sharded parameters.")] = DtypeName.fp32
+    autocast: Annotated[
+        DtypeName | None, _flag(TRAIN, "Run under torch.autocast, as verl does.")
+    ] = None
+    attention: Annotated[
+        str, _flag(TRAIN, "auto, eager, sdpa, sink-sdpa …; no-sinks is a planted fault.")
+    ] = "auto"
+    experts_implementation: Annotated[str, _flag(TRAIN, "auto, eager, grouped_mm, batched_mm.")] = (
+        "auto"
+    )
+    head_dtype: Annotated[DtypeName | None, _flag(TRAIN, "Of the LM head.")] = None
+    temperature_in: Annotated[
+        TemperatureIn, _flag(TRAIN, "Where logits are divided by the temperature.")
+    ] = TemperatureIn.fp32
+    logprobs_dtype: Annotated[
+        DtypeName | None, _flag(TRAIN, "Round logprobs on their way out.")
+    ] = None
+    micro_batch_tokens: Annotated[int, _flag(TRAIN)] = 4096
+    layout: Annotated[Layout, _flag(TRAIN, "One sequence per row, or several.")] = Layout.padding
+    noise_floor: Annotated[bool, _flag(TRAIN, "Also measure what noise alone does.")] = True
+
+
+class VerlFlags:
+    verl_config: Annotated[Path | None, _flag(TRAIN, "Your verl run's YAML, for both sides.")] = (
+        None
+    )
+    verl_override: Annotated[
+        list[str] | None, _flag(TRAIN, "key=value, as on verl's command line; repeatable.")
+    ] = None
+
+
+class LevelFlags:
+    thresholds: Annotated[Path | None, _flag(OUTPUT, "TOML file that overrides levels.")] = None
+
+
+class ExitFlags:
+    fail_on: Annotated[FailOn, _flag(OUTPUT, "Verdict from which the exit code is 1.")] = (
+        FailOn.critical
+    )
+
+
+class NewRunFlags:
+    out: Annotated[Path | None, _flag(OUTPUT, "Run directory; default: runs/TIME-MODEL.")] = None
+    resume: Annotated[
+        str | None,
+        _flag(
+            OUTPUT,
+            "Go on with this run, or (without a directory) with the newest unfinished one of "
+            "these flags.",
+        ),
+    ] = None
+
+
+class ConfigFlags:
+    config: Annotated[
+        Path | None,
+        _flag(OUTPUT, "TOML file of flags (same names); flags given here override it."),
+    ] = None
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config", help="Print all flags as TOML and exit.", rich_help_panel=OUTPUT
+        ),
+    ] = False
+
+
+class RunArgument:
+    run: Annotated[Path, typer.Argument(help="Run directory.")]
+
+
+ALL_GROUPS = (
+    ModelFlags,
+    TrainModelFlags,
+    PromptFlags,
+    EngineFlags,
+    RoutingFlags,
+    TrainFlags,
+    VerlFlags,
+    LevelFlags,
+    ExitFlags,
+    NewRunFlags,
+    ConfigFlags,
+)

@@ -1,0 +1,35 @@
+"""`mismatch rollout`: the engine's side alone."""
+
+from __future__ import annotations
+
+from mismatch.cli.flags import Flags, with_flags
+from mismatch.cli.options import (
+    ConfigFlags,
+    EngineFlags,
+    ModelFlags,
+    NewRunFlags,
+    PromptFlags,
+    RoutingFlags,
+)
+
+
+@with_flags(ModelFlags, PromptFlags, EngineFlags, RoutingFlags, NewRunFlags, ConfigFlags)
+def rollout(flags: Flags) -> int:
+    """Sample in the engine, with its own logprobs and experts; score later, here or elsewhere."""
+    from mismatch.cli import session
+    from mismatch.cli.to_spec import require_model, rollout_spec
+    from mismatch.models import resolve_model
+    from mismatch.pipeline import run_rollout
+    from mismatch.preflight import preflight_rollout
+    from mismatch.specs import CheckSpec, TrainSpec
+
+    spec = session.stored_spec(flags)
+    if spec is None:
+        model = resolve_model(require_model(flags))
+        train = TrainSpec(model=model, **flags.pick("revision trust_remote_code"))
+        spec = CheckSpec(rollout=rollout_spec(flags, model), train=train, seed=flags["seed"])
+    preflight_rollout(spec.rollout)
+    run_dir = session.open_run("rollout", spec, flags)
+    run_rollout(spec, run_dir, session.narrator(), session.command())
+    session.say(f"Everything is in {run_dir}. Score it: mismatch score {run_dir}")
+    return 0

@@ -1,0 +1,73 @@
+"""`mismatch score`: the training side alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mismatch.cli.flags import Flags, with_flags
+from mismatch.cli.options import (
+    TRAIN,
+    ConfigFlags,
+    ModelFlags,
+    RoutingFlags,
+    RunArgument,
+    TrainFlags,
+)
+from mismatch.errors import MismatchError
+
+PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._]*"
+
+
+class ScoreFlags:
+    name: Annotated[
+        str,
+        typer.Option(
+            help="Of the scoring; another than fsdp is added beside it.", rich_help_panel=TRAIN
+        ),
+    ] = "fsdp"
+
+
+@with_flags(RunArgument, ModelFlags, TrainFlags, ScoreFlags, RoutingFlags, ConfigFlags)
+def score(flags: Flags) -> int:
+    """Score the tokens of a run under FSDP2; passes that are there already are not made again.
+
+    The run may come from another machine: --model says where the checkpoint is here.
+    """
+    import re
+
+    from mismatch.cli import session
+    from mismatch.cli.to_spec import ranks, train_spec
+    from mismatch.cli.trainer import with_trainer
+    from mismatch.models import resolve_model
+    from mismatch.pipeline import run_score
+    from mismatch.preflight import preflight_training
+    from mismatch.runs import load_spec
+
+    if not re.fullmatch(PLAIN_NAME, flags["name"]):
+        raise MismatchError(
+            f"--name {flags['name']!r} is no plain name", "use letters, digits, dots, underscores"
+        )
+    run: Path = flags["run"]
+    found = load_spec(run)
+    model = resolve_model(flags["model"]) if flags["model"] else found.train.model
+    if Path(model).is_absolute() and not Path(model).is_dir():
+        raise MismatchError(
+            f"the run's model {model} is not on this machine", "say where it is: --model MODEL"
+        )
+    spec = replace(
+        found,
+        train=train_spec(flags, model),
+        nproc_per_node=ranks(flags),
+        noise_floor=flags["noise_floor"],
+    )
+    spec, notes = with_trainer(spec, flags)
+    for note in notes:
+        session.say(note)
+    preflight_training(spec.train, spec.nproc_per_node)
+    run_score(spec, run, session.narrator(), flags["name"], session.command())
+    session.say(f"Compare: mismatch compare {run}")
+    return 0

@@ -1,0 +1,86 @@
+"""What the verbs have in common: console, run directory, last line and exit code."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mismatch.cli.flags import Flags
+from mismatch.errors import MismatchError
+
+if TYPE_CHECKING:
+    from mismatch.cli.narrator import ConsoleNarrator
+    from mismatch.levels import Thresholds
+    from mismatch.specs import CheckSpec
+    from mismatch.types import Report
+
+# Flags that may stand beside --resume RUN without saying what to run.
+NOT_SPEC = {"resume", "out", "config", "print_config", "thresholds", "fail_on"}
+
+
+def stored_spec(flags: Flags) -> CheckSpec | None:
+    """The spec of the run that ``--resume RUN`` names, where no other flag says what to run."""
+    from mismatch.runs import NEWEST, load_spec
+
+    resume = flags["resume"]
+    if resume in (None, NEWEST) or flags.given - NOT_SPEC:
+        return None
+    return load_spec(Path(resume))
+
+
+def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
+    """The run directory to work in; says so where it is an earlier one."""
+    from mismatch.runs import NEWEST
+    from mismatch.runs import open_run as open_directory
+
+    if flags["resume"] not in (None, NEWEST) and flags["out"] is not None:
+        raise MismatchError(
+            "--resume RUN and --out DIR are two directories", "drop --out: RUN is worked in"
+        )
+    model = flags["model"] or spec.rollout.engine.model
+    run_dir, resumed = open_directory(verb, spec, model, flags["out"], flags["resume"])
+    if resumed:
+        say(f"resuming {run_dir}")
+    elif flags["resume"] is not None:
+        say(f"no unfinished run of these flags: starting {run_dir}")
+    return run_dir
+
+
+def levels(flags: Flags) -> Thresholds | None:
+    """The user's levels, if any."""
+    from mismatch.levels import load_thresholds
+
+    return load_thresholds(flags["thresholds"]) if flags["thresholds"] else None
+
+
+def narrator() -> ConsoleNarrator:
+    from rich.console import Console
+
+    from mismatch.cli.narrator import ConsoleNarrator
+
+    return ConsoleNarrator(Console())
+
+
+def say(text: str) -> None:
+    from rich.console import Console
+
+    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def command() -> str:
+    """The command line, as it would be typed again."""
+    return shlex.join(["mismatch", *sys.argv[1:]])
+
+
+def conclude(report: Report, run_dir: Path | None, flags: Flags) -> int:
+    """Print the report; the verdict is its last line. Returns the exit code."""
+    from rich.console import Console
+
+    from mismatch.levels import exit_code
+    from mismatch.reports.terminal import print_report
+
+    print_report(report, Console(), run_dir)
+    code: int = exit_code(report.verdict, flags["fail_on"].value)
+    return code

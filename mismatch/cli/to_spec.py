@@ -1,0 +1,115 @@
+"""Flags to specs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from mismatch.cli.flags import Flags
+from mismatch.errors import MismatchError
+
+if TYPE_CHECKING:
+    from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
+
+NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
+
+
+def check_spec(flags: Flags) -> CheckSpec:
+    """The spec that the flags of `check` mean."""
+    from mismatch.models import resolve_model
+    from mismatch.specs import CheckSpec
+
+    model = resolve_model(flags["model"] or verl_model(flags) or require_model(flags))
+    train_model = resolve_model(flags["train_model"]) if flags["train_model"] else model
+    return CheckSpec(
+        rollout=rollout_spec(flags, model),
+        train=train_spec(flags, train_model),
+        nproc_per_node=ranks(flags),
+        noise_floor=flags["noise_floor"],
+        seed=flags["seed"],
+    )
+
+
+def verl_model(flags: Flags) -> str | None:
+    """The model that ``--verl-config`` names, if there is one."""
+    if flags["verl_config"] is None:
+        return None
+    from mismatch.presets.verl_config import read_verl_config
+
+    return read_verl_config(flags["verl_config"], flags["verl_override"] or ()).model()
+
+
+def require_model(flags: Flags) -> str:
+    """The model's name; MismatchError without one."""
+    if not flags["model"]:
+        raise MismatchError("no model given: --model is missing", NO_MODEL)
+    return str(flags["model"])
+
+
+def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
+    """The engine's side; ``model`` is resolved already."""
+    from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec
+    from mismatch.types import Sampling
+
+    if flags["vllm_python"] and flags["engine"] != "vllm":
+        raise MismatchError(
+            f"--vllm-python given with --engine {flags['engine']}", "drop one of the two"
+        )
+    engine = EngineSpec(
+        engine=flags["engine"],
+        model=model,
+        dtype=flags["dtype"].value,
+        args=tuple(_engine_arg(text) for text in flags["engine_arg"] or ()),
+        python=flags["vllm_python"],
+        **flags.pick("tensor_parallel_size max_model_len gpu_memory_utilization prefill"),
+        **flags.pick("revision trust_remote_code routing"),
+    )
+    if flags["prompts"] and flags["dataset"]:
+        raise MismatchError("--prompts and --dataset both name the prompts", "drop one of the two")
+    default_prompts = 64 if flags["prompts"] is None else 10**9  # a file: all of it
+    prompts = PromptSpec(
+        path=flags["prompts"],
+        num_prompts=default_prompts if flags["num_prompts"] is None else flags["num_prompts"],
+        seed=flags["seed"],
+        **flags.pick("dataset dataset_config dataset_split prompt_column answer_column"),
+    )
+    law = flags.pick("temperature top_p top_k max_tokens samples_per_prompt seed")
+    return RolloutSpec(engine=engine, prompts=prompts, sampling=Sampling(**law))
+
+
+def train_spec(flags: Flags, model: str) -> TrainSpec:
+    """The trainer's side; ``model`` is resolved already."""
+    from mismatch.specs import TrainSpec
+
+    return TrainSpec(
+        model=model,
+        dtype=flags["train_dtype"].value,
+        master_dtype=flags["master_dtype"].value,
+        autocast=flags["autocast"] and flags["autocast"].value,
+        head_dtype=flags["head_dtype"] and flags["head_dtype"].value,
+        experts=flags["experts_implementation"],
+        layout=flags["layout"].value,
+        temperature_in=flags["temperature_in"].value,
+        logprobs_dtype=flags["logprobs_dtype"] and flags["logprobs_dtype"].value,
+        **flags.pick("attention micro_batch_tokens"),
+        **flags.pick("revision trust_remote_code routing"),
+    )
+
+
+def ranks(flags: Flags) -> int:
+    """``--nproc-per-node``, or the GPUs, or 2."""
+    from mismatch.stages import local_gpus
+
+    given: int | None = flags["nproc_per_node"]
+    return (local_gpus() or 2) if given is None else given
+
+
+def _engine_arg(text: str) -> tuple[str, Any]:
+    """``key=value`` with the value read as JSON where it is JSON, else as text."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise MismatchError(f"--engine-arg {text!r} is not key=value", "--engine-arg seed=1")
+    try:
+        return key.strip().replace("-", "_"), json.loads(value)
+    except json.JSONDecodeError:
+        return key.strip().replace("-", "_"), value

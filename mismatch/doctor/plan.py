@@ -1,0 +1,225 @@
+"""What `mismatch check` would do, without doing it: stages, tokens, kernels, memory, limits.
+
+Works offline: sizes come from the model's config.json (its directory, the hub's cache, or the one
+that ships for an alias). Nothing is loaded and no process is started.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from mismatch.doctor.engine import Demand
+from mismatch.doctor.fit import Fit
+from mismatch.doctor.machine import Machine
+from mismatch.doctor.parts import Work
+from mismatch.doctor.shape import Shape, read_shape
+from mismatch.doctor.sides import engine_fit, engine_shape, trainer_fits
+from mismatch.models.offline import OfflineConfig, find_config
+from mismatch.specs import CheckSpec, PromptSpec
+
+TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
+CHARACTERS_PER_TOKEN = 3  # low, so that prompts are rather over- than underestimated
+UNKNOWN_PROMPT_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of the run, in order.
+
+    Attributes:
+        processes: how many, and what they are.
+    """
+
+    name: str
+    processes: str
+    work: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A dry run.
+
+    Attributes:
+        config_source: where the model's sizes were read.
+        tokens: "sampled at most", "longest sequence", "scored at most" and so on.
+        kernels: what would run: attention, experts, engine.
+        sides: memory of the engine and of every pass on one device.
+        not_measured: what this run cannot show here, and why.
+        notes: assumptions.
+    """
+
+    model: str
+    config_source: str
+    device: str
+    stages: tuple[Stage, ...]
+    tokens: dict[str, int]
+    kernels: dict[str, str]
+    sides: tuple[Fit, ...]
+    not_measured: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(text for side in self.sides for text in side.warnings)
+
+    @property
+    def fits(self) -> bool:
+        return all(side.level != "does not fit" for side in self.sides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        data = asdict(self)
+        for plain, side in zip(data["sides"], self.sides, strict=True):
+            plain["prediction"]["peak_bytes"] = side.prediction.peak_bytes
+            plain["prediction"]["moment"] = side.prediction.moment
+        return {"schema": "mismatch.plan/1", **data, "fits": self.fits, "warnings": self.warnings}
+
+
+def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
+    """Plan a check.
+
+    Args:
+        machine: where it would run; None: this machine (imports are not tried).
+
+    Raises:
+        MismatchError: no config.json offline, a family whose memory cannot be predicted, prompts
+            that cannot be read, or a kernel that would be refused.
+    """
+    from mismatch.doctor.machine import look
+    from mismatch.pipeline import training_passes
+
+    machine = machine or look(try_imports=False)
+    found = find_config(spec.train.model, spec.train.revision)
+    shape = read_shape(found.values)
+    prompts, longest_prompt, notes = _prompts(spec.rollout.prompts)
+    sampling = spec.rollout.sampling
+    sequences = prompts * sampling.samples_per_prompt
+    longest = longest_prompt + sampling.max_tokens
+    passes = training_passes(spec)
+    if spec.train.autocast:
+        notes.append("the copies of the weights that autocast makes are not counted")
+    sides = (
+        engine_fit(spec, engine_shape(spec, shape), Demand(sequences, longest, sampling), machine),
+        *trainer_fits(spec, shape, Work([longest] * sequences, sampling), machine, passes),
+    )
+    return Plan(
+        model=spec.rollout.engine.model,
+        config_source=found.source,
+        device=machine.device,
+        stages=_stages(spec, [item.name for item in passes]),
+        tokens=_tokens(spec, prompts, longest, len(passes)),
+        kernels=_kernels(spec, found),
+        sides=sides,
+        not_measured=tuple(_not_measured(spec, shape, machine)),
+        notes=tuple(notes),
+    )
+
+
+# ---------------------------------------------------------------- what there is to do
+
+
+def _tokens(spec: CheckSpec, prompts: int, longest: int, passes: int) -> dict[str, int]:
+    """Upper bounds: no response ends before its last token."""
+    sampling = spec.rollout.sampling
+    sequences = prompts * sampling.samples_per_prompt
+    return {
+        "prompts": prompts,
+        "sequences": sequences,
+        "longest sequence": longest,
+        "sampled at most": sequences * sampling.max_tokens,
+        "rescored by the engine's prefill": sequences * longest * spec.rollout.engine.prefill,
+        "scored by the trainer at most": sequences * longest * passes,
+    }
+
+
+def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
+    """Number of prompts, tokens of the longest (estimated without a tokenizer), and remarks."""
+    if spec.dataset is not None:
+        note = f"prompts of the data set are taken to have {UNKNOWN_PROMPT_TOKENS} tokens at most"
+        return spec.num_prompts, UNKNOWN_PROMPT_TOKENS, [note]
+    from mismatch.tasks.prompts import Prompt, read_prompts
+
+    def tokens(prompt: Prompt) -> int:
+        if prompt.token_ids is not None:
+            return len(prompt.token_ids)
+        if prompt.messages is not None:
+            length = sum(len(str(message.get("content") or "")) for message in prompt.messages)
+            return math.ceil(length / CHARACTERS_PER_TOKEN) + TEMPLATE_TOKENS
+        return math.ceil(len(prompt.text or "") / CHARACTERS_PER_TOKEN)
+
+    prompts = read_prompts(spec)
+    notes = []
+    if any(prompt.token_ids is None for prompt in prompts):
+        notes.append(
+            f"tokens of prompts are estimated: {CHARACTERS_PER_TOKEN} characters each, "
+            f"{TEMPLATE_TOKENS} for the chat template"
+        )
+    return len(prompts), max(tokens(prompt) for prompt in prompts), notes
+
+
+def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
+    engine = spec.rollout.engine
+    prefill = ", then rescores the same tokens by prefill" if engine.prefill else ""
+    ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
+    return (
+        Stage(
+            "rollout",
+            f"1 × {engine.engine}, tensor parallel {engine.tensor_parallel_size}",
+            f"samples{prefill}",
+        ),
+        Stage("score", f"torchrun, {ranks}, FSDP2", f"passes: {', '.join(passes)}"),
+        Stage("compare", "this process", "metrics with intervals, semantic checks, noise floor"),
+        Stage("report", "this process", "report.html, report.json, report.md, tokens.parquet"),
+    )
+
+
+def _kernels(spec: CheckSpec, found: OfflineConfig) -> dict[str, str]:
+    train = spec.train
+    kernels = {
+        "engine": f"{spec.rollout.engine.engine}, {spec.rollout.engine.dtype}",
+        "trainer": f"{train.dtype}, parameters at rest {train.master_dtype}"
+        + (f", autocast {train.autocast}" if train.autocast else ""),
+    }
+    if read_shape(found.values).experts:
+        auto = "grouped_mm (transformers' choice)"
+        kernels["experts"] = auto if train.experts == "auto" else train.experts
+    if not any(find_spec(name) is None for name in ("torch", "transformers")):
+        kernels["attention"] = _attention(train.attention, found.values)
+    else:
+        kernels["attention"] = f"{train.attention} (not resolved: torch is not installed)"
+    return kernels
+
+
+def _attention(name: str, values: dict[str, Any]) -> str:
+    """The kernel that the trainer would resolve; MismatchError where it would refuse."""
+    from transformers import AutoConfig
+
+    from mismatch.training.attention import resolve_attention
+
+    fields = {k: v for k, v in values.items() if k not in ("model_type", "quantization_config")}
+    config = AutoConfig.for_model(values["model_type"], **fields)
+    found = resolve_attention(name, config)
+    sinks = {None: "", True: ", honours the sinks", False: ", IGNORES the sinks"}
+    return f"{found.label}{sinks[found.honours_sinks]}"
+
+
+def _not_measured(spec: CheckSpec, shape: Shape, machine: Machine) -> list[str]:
+    engine = spec.rollout.engine
+    missing = []
+    if machine.device == "cpu":
+        missing.append("batch variance: CPU kernels do not depend on the batch")
+        missing.append("CUDA kernels and NCCL: there is no GPU here")
+    if not shape.experts:
+        missing.append("routing disagreement: a dense model has no experts")
+    elif not (engine.routing and spec.train.routing):
+        missing.append("routing disagreement: --no-routing")
+    if not engine.prefill:
+        missing.append("the engine's own noise (decode against prefill): --no-prefill")
+    elif spec.rollout.sampling.truncates:
+        missing.append("prefill under truncation: prefill logprobs are of the whole distribution")
+    if not spec.noise_floor:
+        missing.append("the trainer's own noise and float32: --no-noise-floor")
+    return missing

@@ -1,0 +1,205 @@
+"""``manifest.json`` of a run directory: what was written, from what, and its checksum.
+
+Every artefact is written to a temporary name, synced, renamed, and then recorded here: an artefact
+that is recorded is whole, and one whose bytes have changed since is refused when it is read. A
+directory without a manifest (files copied one by one) is read unverified.
+
+Example of an entry::
+
+    "scores/fsdp.parquet": {
+      "sha256": "5d1c…", "bytes": 4182, "schema": "mismatch.scoring/1",
+      "made_by": "0c1f9e1b2a3d",                        hash of the spec that made it
+      "inputs": {"rollout.parquet": "88ab…"}            checksums of what it was made from
+    }
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from mismatch.errors import MismatchError
+
+NAME = "manifest.json"
+SCHEMA = "mismatch.manifest/1"
+Entry = dict[str, Any]
+
+
+def write_atomic(path: Path, write: Callable[[Path], object]) -> Path:
+    """Call ``write(temporary)``, sync and rename: a reader sees the whole file or none.
+
+    Raises:
+        MismatchError: the disk is full, the directory cannot be written …; nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except OSError as error:
+        raise MismatchError(
+            f"cannot write {path}: {error.strerror or error}",
+            "free disk space or choose another directory: --out DIR; "
+            "what was finished before stays: --resume",
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def _sync(path: Path) -> None:
+    """To the disk itself: a rename must never outlive the bytes that it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def entries(run_dir: Path | str) -> dict[str, Entry]:
+    """Everything recorded, by path inside the run directory; empty without a manifest.
+
+    Raises:
+        MismatchError: a manifest that is no manifest, or of another version.
+    """
+    path = Path(run_dir) / NAME
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        schema, artefacts = document["schema"], document["artefacts"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MismatchError(
+            f"{path} cannot be read: {error}",
+            "delete it to read the artefacts unverified, or make the run again",
+        ) from error
+    if schema != SCHEMA:
+        raise MismatchError(
+            f"{path} has schema {schema}, this version reads {SCHEMA}",
+            "read the run with the version of mismatch that made it",
+        )
+    found: dict[str, Entry] = artefacts
+    return found
+
+
+def record(
+    run_dir: Path | str,
+    name: str,
+    schema: str,
+    made_by: str = "",
+    inputs: Iterable[str] = (),
+) -> None:
+    """Enter an artefact that has just been written.
+
+    Args:
+        name: its path inside the run directory.
+        made_by: hash of the spec that made it.
+        inputs: names of the recorded artefacts that it was made from.
+    """
+    run_dir = Path(run_dir)
+    with _locked(run_dir):
+        known = entries(run_dir)
+        known[name] = {
+            "sha256": sha256(run_dir / name),
+            "bytes": (run_dir / name).stat().st_size,
+            "schema": schema,
+            "made_by": made_by,
+            "inputs": {one: known[one]["sha256"] for one in inputs if one in known},
+        }
+        _save(run_dir, known)
+
+
+def forget(run_dir: Path | str, names: Iterable[str]) -> None:
+    """Delete artefacts that have to be made again, and their entries."""
+    run_dir = Path(run_dir)
+    with _locked(run_dir):
+        known = entries(run_dir)
+        for name in names:
+            known.pop(name, None)
+            (run_dir / name).unlink(missing_ok=True)
+        _save(run_dir, known)
+
+
+def verify(run_dir: Path | str, name: str) -> None:
+    """Compare an artefact with what was recorded; one that was never recorded passes.
+
+    Raises:
+        MismatchError: its bytes are not those that were written.
+    """
+    run_dir = Path(run_dir)
+    entry, path = entries(run_dir).get(name), run_dir / name
+    if entry is None or not path.exists():
+        return
+    size = path.stat().st_size
+    if size < entry["bytes"]:
+        _refuse(path, f"is truncated: {size:,} of {entry['bytes']:,} bytes")
+    if size != entry["bytes"] or sha256(path) != entry["sha256"]:
+        _refuse(path, "is not the file that was written: its checksum differs from manifest.json")
+
+
+def is_current(run_dir: Path | str, name: str, made_by: str) -> bool:
+    """Whether an artefact is whole, was made by this spec, and from what is there now."""
+    run_dir = Path(run_dir)
+    known = entries(run_dir)
+    entry = known.get(name)
+    if entry is None or entry["made_by"] != made_by or not _intact(run_dir, name, entry):
+        return False
+    return all(
+        source in known
+        and known[source]["sha256"] == checksum
+        and _intact(run_dir, source, known[source])
+        for source, checksum in entry["inputs"].items()
+    )
+
+
+def made_from(run_dir: Path | str, name: str, inputs: Iterable[str]) -> bool:
+    """Whether an artefact was made from exactly these recorded artefacts."""
+    known = entries(run_dir)
+    return name in known and set(known[name]["inputs"]) == {one for one in inputs if one in known}
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _intact(run_dir: Path, name: str, entry: Entry) -> bool:
+    path = run_dir / name
+    return (
+        path.exists() and path.stat().st_size == entry["bytes"] and sha256(path) == entry["sha256"]
+    )
+
+
+def _refuse(path: Path, what: str) -> None:
+    raise MismatchError(
+        f"{path} {what}",
+        "copy the run directory again, or make this artefact again: delete it, then "
+        "mismatch check --resume RUN",
+    )
+
+
+def _save(run_dir: Path, known: dict[str, Entry]) -> None:
+    document = {"schema": SCHEMA, "artefacts": dict(sorted(known.items()))}
+    text = json.dumps(document, indent=1) + "\n"
+    write_atomic(run_dir / NAME, lambda target: target.write_text(text, encoding="utf-8"))
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """One writer at a time: an engine and a training world may both be at work."""
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,274 @@
+"""Everything that can be refused before a process starts, each with its fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from mismatch import __version__
+from mismatch.engines.registry import require_engine
+from mismatch.errors import MismatchError
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PROBE = """
+import importlib.util as u, json, sys
+missing = [name for name in {needed!r} if u.find_spec(name) is None]
+found = None
+if u.find_spec("mismatch") is not None:
+    import mismatch
+    found = mismatch.__version__
+print(json.dumps([missing, found]))
+"""
+LIGHT = ("numpy", "pyarrow", "safetensors", "psutil")  # what every worker imports
+SHARED_BYTES = 192 * 2**20  # vLLM's message ring is 160 MiB
+PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+OFFLINE = (
+    "without a network: download it where there is one (hf download {model}), copy the cache and "
+    "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
+)
+
+
+def preflight(spec: CheckSpec) -> None:
+    """Before a whole check: both sides.
+
+    Raises:
+        MismatchError: engine not installed, prompts file malformed, nothing to sample …
+    """
+    preflight_rollout(spec.rollout)
+    preflight_training(spec.train, spec.nproc_per_node)
+
+
+def preflight_rollout(spec: RolloutSpec) -> None:
+    """Before the engine's process starts.
+
+    Raises:
+        MismatchError: see :func:`preflight`.
+    """
+    from mismatch.tasks.prompts import read_prompts
+
+    if spec.engine.python is None:
+        require_engine(spec.engine.engine)
+    else:
+        require_interpreter(spec.engine)
+    sampling = spec.sampling
+    _positive("--samples-per-prompt", sampling.samples_per_prompt)
+    _positive("--max-tokens", sampling.max_tokens)
+    _positive("--num-prompts", spec.prompts.num_prompts)
+    if not 0 <= sampling.temperature <= 100:
+        raise MismatchError(f"--temperature is {sampling.temperature}", "use 0 (greedy) to 100")
+    if not 0 < sampling.top_p <= 1:
+        raise MismatchError(f"--top-p is {sampling.top_p}", "use a share above 0, up to 1 (off)")
+    if sampling.top_k < 0:
+        raise MismatchError(f"--top-k is {sampling.top_k}", "use 0 (off) or a positive number")
+    read_prompts(spec.prompts)
+    require_shared_memory(spec.engine)
+    require_reachable(spec.engine.model, spec.engine.revision)
+
+
+def preflight_training(spec: TrainSpec, nproc_per_node: int) -> None:
+    """Before the training world starts.
+
+    Raises:
+        MismatchError: torch missing, nothing to run on, a port in use, the model out of reach.
+    """
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise MismatchError(
+            f"{' and '.join(missing)} not installed: the training side needs them",
+            "pip install 'train-infer-mismatch[score]', or `make env` in a clone",
+        )
+    _positive("--nproc-per-node", nproc_per_node)
+    _positive("--micro-batch-tokens", spec.micro_batch_tokens)
+    require_free_port(os.environ)
+    require_reachable(spec.model, spec.revision)
+
+
+def _positive(flag: str, value: int) -> None:
+    if value < 1:
+        raise MismatchError(f"{flag} is {value}", f"use a positive number: {flag} 1")
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def require_free_port(environment: Mapping[str, str]) -> None:
+    """The ranks meet at MASTER_PORT if that is set, else at a port that torchrun finds.
+
+    Raises:
+        MismatchError: no number, or in use.
+    """
+    port = environment.get("MASTER_PORT")
+    if port is None:
+        return
+    fix = "unset MASTER_PORT (a free port is found then), or choose another"
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", int(port)))
+    except (ValueError, OverflowError) as error:
+        raise MismatchError(f"MASTER_PORT is {port!r}, no port number", fix) from error
+    except OSError as error:
+        raise MismatchError(
+            f"port {port} (MASTER_PORT) cannot be used: {error.strerror}", fix
+        ) from error
+
+
+def require_shared_memory(spec: EngineSpec, directory: Path = Path("/dev/shm")) -> None:
+    """vLLM's processes talk through shared memory as soon as there are several of them.
+
+    Raises:
+        MismatchError: none there, or too little.
+    """
+    if spec.engine != "vllm" or spec.tensor_parallel_size < 2:
+        return
+    fix = "in a container: docker run --shm-size=2g (or --ipc=host); elsewhere: mount a larger one"
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise MismatchError(f"no shared memory: {directory}: {error.strerror}", fix) from error
+    if free < SHARED_BYTES:
+        raise MismatchError(
+            f"too little shared memory: {directory} has {free / 2**20:.0f} MiB free, vLLM with "
+            f"--tensor-parallel-size {spec.tensor_parallel_size} needs {SHARED_BYTES / 2**20:.0f}",
+            fix,
+        )
+
+
+# ---------------------------------------------------------------- another environment
+
+
+def require_interpreter(spec: EngineSpec) -> None:
+    """Whether the engine's process could start under ``spec.python``.
+
+    Raises:
+        MismatchError: no such interpreter, the engine or mismatch missing there, or mismatch of
+            another version.
+    """
+    assert spec.python is not None
+    install = f"{spec.python} -m pip install 'train-infer-mismatch[{spec.engine}]'"
+    code = PROBE.format(needed=(*LIGHT, spec.engine))
+    try:
+        done = subprocess.run(
+            [spec.python, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **interpreter_environment(spec.python)},
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MismatchError(
+            f"--vllm-python {spec.python} cannot be started: {getattr(error, 'strerror', error)}",
+            "give the path of an interpreter, such as ENV/bin/python",
+        ) from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise MismatchError(f"--vllm-python {spec.python} fails: {last}", install)
+    missing, found = json.loads(done.stdout.strip().splitlines()[-1])
+    if missing or found is None:
+        absent = ", ".join([*missing, *([] if found else ["mismatch"])])
+        raise MismatchError(f"--vllm-python {spec.python}: {absent} not installed there", install)
+    if found != __version__:
+        raise MismatchError(
+            f"--vllm-python {spec.python} has mismatch {found}, this is {__version__}",
+            f"{install}=={__version__}",
+        )
+
+
+def interpreter_environment(python: str | None) -> dict[str, str]:
+    """What another interpreter needs to find this package where it runs from a checkout."""
+    root = Path(__file__).parent.parent
+    if python is None or root.name in ("site-packages", "dist-packages"):
+        return {}
+    known = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(root), *([known] if known else [])])}
+
+
+def engine_python(spec: EngineSpec) -> str:
+    """The interpreter of the engine's process."""
+    return spec.python or sys.executable
+
+
+# ---------------------------------------------------------------- the hub
+
+
+def require_reachable(model: str, revision: str | None) -> None:
+    """A hub model's configuration can be had: from the cache, or from the hub.
+
+    Raises:
+        MismatchError: hub out of reach, cache not writable, no such model or no access to it.
+    """
+    if Path(model).is_dir() or find_spec("huggingface_hub") is None:
+        return
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+        return
+    if constants.HF_HUB_OFFLINE:
+        raise MismatchError(
+            f"{model} is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set",
+            OFFLINE.format(model=model),
+        )
+    _require_writable(Path(constants.HF_HUB_CACHE))
+    _require_name(constants.ENDPOINT, model)
+    try:
+        hf_hub_download(model, "config.json", revision=revision)
+    except GatedRepoError as error:
+        raise MismatchError(
+            f"{model}: access has to be asked for on the hub", "ask there, then: hf auth login"
+        ) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise MismatchError(
+            f"the hub has no model {model}{at}, or it is private",
+            "check the name; for a private model: hf auth login",
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise MismatchError(
+            f"{model}: the hub cannot be reached: {str(error).splitlines()[0]}",
+            OFFLINE.format(model=model),
+        ) from error
+
+
+def _require_writable(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise MismatchError(
+            f"the hub's cache {cache} cannot be written: {error.strerror}",
+            "set HF_HOME to a directory with space that can be written",
+        ) from error
+
+
+def _require_name(endpoint: str, model: str) -> None:
+    """Fail at once where the hub's name is not known: its client would try for half a minute."""
+    host = urlsplit(endpoint).hostname
+    if host is None or any(os.environ.get(name) for name in PROXIES):
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise MismatchError(
+            f"{model}: the hub cannot be reached: {host}: {error.strerror}",
+            OFFLINE.format(model=model),
+        ) from error

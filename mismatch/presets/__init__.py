@@ -1,0 +1,47 @@
+"""What the trainers of known RL frameworks really run, as settings of our own trainer.
+
+>>> from mismatch.presets import get_preset
+>>> from mismatch.specs import TrainSpec
+>>> get_preset("verl").apply(TrainSpec()).autocast
+'bf16'
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from mismatch.errors import MismatchError
+from mismatch.presets.base import Applied, Gap, Preset, Setting, Source, installed_kernels
+from mismatch.presets.skyrl import SKYRL
+from mismatch.presets.trl import TRL
+from mismatch.presets.verl import VERL, VERL_LEGACY
+
+PRESETS: dict[str, Preset] = {preset.name: preset for preset in (VERL, VERL_LEGACY, TRL, SKYRL)}
+
+__all__ = [
+    "PRESETS",
+    "Applied",
+    "Gap",
+    "Preset",
+    "Setting",
+    "Source",
+    "get_preset",
+    "installed_kernels",
+]
+
+
+def get_preset(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        MismatchError: no such preset; names the nearest.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    near = difflib.get_close_matches(name.lower(), PRESETS, n=2, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise MismatchError(
+        f"--trainer {name!r}: no such preset",
+        f"{hint}use one of {', '.join(PRESETS)}; or describe your trainer with --train-dtype, "
+        "--master-dtype, --autocast, --attention, --layout",
+    )

@@ -1,0 +1,318 @@
+"""A user's own verl config, for both sides: what it sets here, and what cannot be reproduced.
+
+The order of precedence is: flags of the user, keys of the config, the ``verl`` preset. A key that
+matters and that this tool cannot follow is reported, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mismatch.errors import MismatchError
+from mismatch.presets.base import PARAMETERS, Preset
+from mismatch.presets.hydra import ABSENT, HydraConfig, read_config
+from mismatch.presets.values import at, put, short, typed
+from mismatch.presets.verl import FSDP1, VERL, VERL_LEGACY
+from mismatch.presets.verl_keys import GAPS, OWN_ARGUMENTS, RULES, VERL_TENSOR_PARALLEL, Rule
+from mismatch.specs import CheckSpec
+
+ROOT = "actor_rollout_ref."
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "hf": "transformers"}
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """One key of the config that took effect.
+
+    >>> str(Used("actor_rollout_ref.rollout.temperature", 0.7, "temperature"))
+    'actor_rollout_ref.rollout.temperature = 0.7 → temperature'
+    """
+
+    key: str
+    value: Any
+    setting: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value} → {self.setting}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerlApplied:
+    """A check with a verl config on.
+
+    Attributes:
+        kept: keys that lost against a flag of the user, one sentence each.
+        not_reproduced: keys that matter and have no counterpart here, and what the preset lacks,
+            one sentence each; also in ``spec.not_reproduced``.
+        ignored: keys that change nothing here, or that are unknown (near misses say so).
+    """
+
+    spec: CheckSpec
+    used: tuple[Used, ...]
+    kept: tuple[str, ...]
+    not_reproduced: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class VerlConfig:
+    """A verl config, composed and resolved.
+
+    Attributes:
+        source: the composed file.
+        preset: the trainer that the config starts: the engine, or the worker of old releases.
+    """
+
+    source: HydraConfig
+    preset: Preset
+
+    def model(self) -> str:
+        """``actor_rollout_ref.model.path``, with ``~`` expanded.
+
+        Raises:
+            MismatchError: it is not in the config, or no text.
+        """
+        key = f"{ROOT}model.path"
+        path = self.source.get(key)
+        if path is ABSENT or path is None:
+            raise MismatchError(
+                f"{self.source.origin}: {key} is not given",
+                f"name the model: --model MODEL, or --verl-override {key}=MODEL",
+            )
+        text: str = typed("text", path, key)
+        return str(Path(text).expanduser()) if text.startswith("~") else text
+
+    def apply(
+        self,
+        spec: CheckSpec,
+        explicit: Collection[str] = (),
+        packages: Iterable[str] = (),
+        cpu_engine: bool = False,
+    ) -> VerlApplied:
+        """The check that this config describes.
+
+        Args:
+            explicit: command-line parameters that the user has given; they win.
+            packages: installed kernel packages.
+            cpu_engine: the engine is vLLM's CPU build, whose scheduler options are left alone.
+
+        Raises:
+            MismatchError: a value of the wrong type, an interpolation that leads nowhere, or a
+                rollout engine that mismatch does not have; each with the key.
+        """
+        work = _Work(self.source, spec, set(explicit), frozenset(packages), cpu_engine)
+        work.engine()
+        for rule in RULES:
+            if rule.only in ("", self.preset.name):
+                work.rule(rule)
+        work.engine_kwargs()
+        work.micro_batch()
+        work.prompts()
+        work.trainer(self.preset)
+        return work.result(self.preset)
+
+
+def read_verl_config(path: Path, overrides: Sequence[str] = ()) -> VerlConfig:
+    """Read ``--verl-config FILE`` with its ``--verl-override`` pairs.
+
+    Raises:
+        MismatchError: missing file, invalid YAML (with the line), or a malformed override.
+    """
+    source = read_config(path, overrides)
+    legacy = source.get("trainer.use_legacy_worker_impl") in ("auto", "enable")
+    return VerlConfig(source, VERL_LEGACY if legacy else VERL)
+
+
+class _Work:
+    """One application of a config: the spec as it grows, and the account of every key."""
+
+    def __init__(
+        self,
+        source: HydraConfig,
+        spec: CheckSpec,
+        explicit: set[str],
+        packages: frozenset[str],
+        cpu_engine: bool,
+    ) -> None:
+        self.source, self.spec, self.explicit = source, spec, explicit
+        self.packages, self.cpu_engine = packages, cpu_engine
+        self.used: list[Used] = []
+        self.kept: list[str] = []
+        self.gaps: list[str] = []
+        self.seen: set[str] = set()
+        self.configured: set[str] = set()  # fields of TrainSpec that the config decides
+
+    def value(self, key: str, kind: str) -> Any:
+        """The typed value of a key below ``actor_rollout_ref`` or at the top; None if not set."""
+        found = self.source.get(key)
+        self.seen.add(key)
+        return None if found is ABSENT or found is None else typed(kind, found, key)
+
+    def set(self, key: str, shown: Any, target: str, value: Any, parameter: str) -> None:
+        """Put a value at ``engine.dtype``, ``train.dtype`` …, unless the user has."""
+        if parameter in self.explicit:
+            if at(self.spec, target) != value:
+                self.kept.append(f"{key} = {shown} gives way to --{parameter.replace('_', '-')}")
+        else:
+            self.spec = put(self.spec, target, value)
+            self.used.append(Used(key, shown, f"{parameter} {value}"))
+        if target.startswith("train."):
+            self.configured.add(target.removeprefix("train."))
+
+    def engine(self) -> None:
+        key = f"{ROOT}rollout.name"
+        name = self.value(key, "text")
+        if name is None:
+            return
+        if name not in ENGINES and "engine" not in self.explicit:
+            raise MismatchError(
+                f"{self.source.origin}: {key} is {name}, which mismatch has no engine for",
+                f"use one of {', '.join(sorted(ENGINES))}: --verl-override {key}=vllm",
+            )
+        self.set(key, name, "engine.engine", ENGINES.get(name, name), "engine")
+
+    def rule(self, rule: Rule) -> None:
+        value = self.value(rule.key, rule.kind)
+        if value is None or rule.skip == value:
+            return
+        if not rule.argument:
+            for target, parameter in rule.targets:
+                self.set(rule.key, value, target, rule.convert(value), parameter)
+        elif self.spec.rollout.engine.engine == "vllm":
+            self.argument(rule.key, rule.argument, value)
+
+    def argument(self, key: str, name: str, value: Any) -> None:
+        """One more engine argument, unless the user has given it (--engine-arg)."""
+        engine = self.spec.rollout.engine
+        if self.cpu_engine and name in ("max_num_batched_tokens", "enable_prefix_caching"):
+            self.gaps.append(
+                f"{key} = {value}: left out, vLLM's CPU build needs settings of its own"
+            )
+        elif name in dict(engine.args):
+            self.kept.append(f"{key} = {value} gives way to --engine-arg {name}")
+        else:
+            self.spec = put(self.spec, "engine.args", (*engine.args, (name, value)))
+            self.used.append(Used(key, value, f"engine-arg {name}={value}"))
+
+    def engine_kwargs(self) -> None:
+        name = self.spec.rollout.engine.engine
+        prefix = f"{ROOT}rollout.engine_kwargs.{name}"
+        for option, value in (self.value(prefix, "mapping") or {}).items():
+            key = f"{prefix}.{option}"
+            self.seen.add(key)
+            if option in OWN_ARGUMENTS and value is not None:
+                rule = OWN_ARGUMENTS[option]
+                for target, parameter in rule.targets:
+                    self.set(key, value, target, typed(rule.kind, value, key), parameter)
+            elif value is not None and value is not ABSENT:
+                self.argument(key, option, value)
+
+    def micro_batch(self) -> None:
+        """The token budget of the log-probability pass, from whichever keys set it."""
+        rollout, actor = f"{ROOT}rollout.", f"{ROOT}actor."
+        if self.value(f"{actor}use_dynamic_bsz", "switch"):
+            names = (
+                f"{rollout}log_prob_max_token_len_per_gpu",
+                f"{actor}ppo_max_token_len_per_gpu",
+            )
+            found = [(key, self.value(key, "count")) for key in names]
+            key, tokens = next((pair for pair in found if pair[1]), (names[0], None))
+        else:
+            key = f"{rollout}log_prob_micro_batch_size_per_gpu"
+            rows = self.value(key, "count")
+            lengths = [self._length("prompt"), self._length("response")]
+            tokens = rows * sum(lengths) if rows and all(lengths) else None
+        if not tokens:
+            return
+        most = self.spec.train.micro_batch_tokens
+        if tokens > most and "flash_attn" not in self.packages:
+            self.gaps.append(
+                f"{key}: micro-batches of up to {tokens} tokens; without flash_attn attention "
+                f"needs memory that grows with their square, so they stay at {most}"
+            )
+            self.configured.add("micro_batch_tokens")
+        else:
+            self.set(key, tokens, "train.micro_batch_tokens", tokens, "micro_batch_tokens")
+
+    def _length(self, side: str) -> Any:
+        return self.value(f"{ROOT}rollout.{side}_length", "count") or self.value(
+            f"data.max_{side}_length", "count"
+        )
+
+    def prompts(self) -> None:
+        key = "data.train_files"
+        files = self.value(key, "files")
+        if not files:
+            return
+        path = Path(files[0]).expanduser()
+        if {"prompts", "dataset"} & self.explicit:
+            self.kept.append(f"{key} gives way to your own prompts")
+            return
+        if not path.exists():
+            self.gaps.append(f"{key} = {files[0]} is not on this machine: other prompts are used")
+            return
+        if len(files) > 1:
+            self.gaps.append(f"{key}: only the first of {len(files)} files is used")
+        self.set(key, files[0], "prompts.dataset", str(path), "dataset")
+        column = self.value("data.prompt_key", "text") or "prompt"
+        self.spec = put(self.spec, "prompts.prompt_column", column)
+
+    def trainer(self, preset: Preset) -> None:
+        """What the config leaves open comes from the preset."""
+        taken = {PARAMETERS.get(name, name) for name in self.configured}
+        resolved = preset.resolve(self.spec.train, self.explicit | taken, self.packages)
+        mine = [line for line in resolved.kept if line.split(" ")[0] not in self.configured]
+        self.kept.extend(mine)
+        first = self.source.get(f"{ROOT}actor.strategy") in (ABSENT, "fsdp")
+        self.gaps.extend(gap for gap in resolved.not_reproduced if first or FSDP1 not in gap)
+        self.spec = replace(self.spec, train=resolved.train)
+
+    def result(self, preset: Preset) -> VerlApplied:
+        for gap in GAPS:
+            value = self.source.get(gap.key)
+            self.seen.add(gap.key)
+            wanted = gap.only in ("", preset.name)
+            if wanted and value is not ABSENT and gap.active(value):
+                self.gaps.append(f"{gap.key} = {short(value)}: {gap.what}")
+        self._parallel()
+        for name in self.source.missing_defaults:
+            self.gaps.append(
+                f"{self.source.origin}: its default {name} is not beside it; what verl takes from "
+                "there is not known here"
+            )
+        gaps = tuple(dict.fromkeys(self.gaps))
+        spec = replace(
+            self.spec,
+            preset=f"{preset.title}, as {self.source.origin} sets it",
+            not_reproduced=(*self.spec.not_reproduced, *gaps),
+        )
+        ignored = tuple(self._ignored(key) for key in self.source.leaves() if not self._known(key))
+        return VerlApplied(spec, _distinct(self.used), tuple(self.kept), gaps, ignored)
+
+    def _parallel(self) -> None:
+        """verl's engine spans two GPUs where the config does not say."""
+        key = f"{ROOT}rollout.tensor_model_parallel_size"
+        size = self.spec.rollout.engine.tensor_parallel_size
+        if self.source.get(key) is ABSENT and size != VERL_TENSOR_PARALLEL:
+            self.gaps.append(
+                f"{key} is not in the config, where verl takes {VERL_TENSOR_PARALLEL}; this run "
+                f"takes {size}"
+            )
+
+    def _known(self, key: str) -> bool:
+        return key in self.seen or any(key.startswith(f"{known}.") for known in self.seen)
+
+    def _ignored(self, key: str) -> str:
+        parent, _, name = key.rpartition(".")
+        brothers = [k.rpartition(".")[2] for k in self.seen if k.rpartition(".")[0] == parent]
+        near = difflib.get_close_matches(name, brothers, n=1, cutoff=0.85)
+        return f"{key} (did you mean {near[0]}?)" if near else key
+
+
+def _distinct(used: list[Used]) -> tuple[Used, ...]:
+    """One line where a key sets the same thing on both sides."""
+    return tuple({str(item): item for item in used}.values())

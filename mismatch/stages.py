@@ -1,0 +1,163 @@
+"""The stages that need processes: an engine that samples, a training world that scores.
+
+They run in processes of their own; nothing here imports torch. What is there already, made by the
+same spec from the same inputs, is not made again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mismatch import resume, store
+from mismatch.preflight import engine_python, interpreter_environment
+from mismatch.runs import Journal
+from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict
+from mismatch.workers.launch import Worker, finish, started
+
+GO = "jobs/train.go"  # appears when the engine is done; the training world waits for it
+# What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
+# with a copy on its way; and what two Python processes with torch take by themselves.
+EARLY_FACTOR, EARLY_BYTES = 8, 6 * 2**30
+
+
+class Narrator(Protocol):
+    """Tells the user what happens while it happens."""
+
+    def stage(self, title: str) -> Any:
+        """A context manager around one stage; gives a callable for progress lines."""
+
+    def note(self, text: str) -> None:
+        """One line between stages."""
+
+
+@dataclass
+class Stages:
+    """Runs the stages of one command in one run directory."""
+
+    spec: CheckSpec
+    run_dir: Path
+    narrator: Narrator
+    journal: Journal
+
+    def measure(self, passes: list[Pass], sample: bool = True) -> None:
+        """Sample and rescore in the engine, then score ``passes`` in one training world.
+
+        The training world starts while the engine is at work: it refuses what it cannot run before
+        anything is sampled, and where memory allows loads the weights meanwhile.
+
+        Args:
+            sample: False leaves the rollout as it is, wherever it was made.
+        """
+        wanted = passes
+        sampled = not sample or resume.rollout_done(self.run_dir, self.spec.rollout)
+        if sampled:
+            passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
+        (self.run_dir / GO).unlink(missing_ok=True)
+        with ExitStack() as stack:
+            train = stack.enter_context(self._world(passes)) if passes else None
+            if sample and not (sampled and self._rescored()):
+                with self._engine() as engine:
+                    title = f"rollout: {self.spec.rollout.engine.engine} samples"
+                    self._await(engine, "rollout", title, *([train] if train else []))
+            elif sample:
+                self.narrator.note("rollout: there already")
+            if train is not None:
+                store.write_text(self.run_dir / GO, "")
+                self._await(train, "score", self._title(passes))
+            elif wanted:
+                self.narrator.note("score: there already")
+
+    def _rescored(self) -> bool:
+        spec = self.spec.rollout
+        return not spec.engine.prefill or resume.prefill_done(self.run_dir, spec)
+
+    def _title(self, passes: list[Pass]) -> str:
+        world = self.spec.nproc_per_node
+        ranks = f"{world} rank{'s' if world > 1 else ''}"
+        return f"score: FSDP2, {ranks}, {len(passes)} pass{'es' if len(passes) > 1 else ''}"
+
+    @contextmanager
+    def _engine(self) -> Iterator[Worker]:
+        spec = self.spec.rollout
+        job = {"run_dir": str(self.run_dir), "spec": to_dict(spec)}
+        path = store.write_json(self.run_dir / "jobs" / "engine.json", job)
+        command = [engine_python(spec.engine), "-m", "mismatch.workers.engine", str(path)]
+        env = interpreter_environment(spec.engine.python)
+        with started("engine", command, self.run_dir, env=env) as worker:
+            yield worker
+
+    @contextmanager
+    def _world(self, passes: list[Pass]) -> Iterator[Worker]:
+        job = {
+            "run_dir": str(self.run_dir),
+            "wait_for": str(self.run_dir / GO),
+            "load_first": may_load_early(self.spec.train),
+            "passes": [{"name": item.name, "spec": to_dict(item.spec)} for item in passes],
+        }
+        path = store.write_json(self.run_dir / "jobs" / "train.json", job)
+        world = self.spec.nproc_per_node
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", *meeting_point()),
+            *("--nproc-per-node", str(world), "-m", "mismatch.workers.train", str(path)),
+        ]
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+        env = {"OMP_NUM_THREADS": threads}
+        with started("train", command, self.run_dir, env=env) as worker:
+            yield worker
+
+    def _await(self, worker: Worker, key: str, title: str, *beside: Worker) -> None:
+        """Show a worker's progress until it ends, and note its times."""
+        with self.timed(key, title) as progress:
+            worker.on_progress = progress
+            finish(worker, *beside)
+        self.journal.timings[worker.label] = worker.timings
+        self.journal.save()
+
+    @contextmanager
+    def timed(self, key: str, title: str) -> Iterator[Callable[[str], None]]:
+        start = time.monotonic()
+        with self.narrator.stage(title) as progress:
+            yield progress
+        self.journal.seconds[key] = round(time.monotonic() - start, 2)
+
+
+def may_load_early(train: TrainSpec) -> bool:
+    """Whether the trainer's weights fit beside an engine at work: never on its GPU."""
+    import psutil
+
+    files = [*Path(train.model).glob("*.safetensors"), *Path(train.model).glob("*.bin")]
+    if local_gpus() or not files:
+        return False
+    needed = EARLY_FACTOR * sum(file.stat().st_size for file in files) + EARLY_BYTES
+    available: int = psutil.virtual_memory().available
+    return available > needed
+
+
+def meeting_point() -> list[str]:
+    """How the ranks of one machine find each other."""
+    port = os.environ.get("MASTER_PORT")
+    if port is None:
+        return ["--standalone"]
+    return ["--master-addr", "127.0.0.1", "--master-port", port]
+
+
+def local_gpus() -> int:
+    """GPUs that a process here would see, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([item for item in visible.split(",") if item.strip() not in ("", "-1")])
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU") for line in answer.stdout.splitlines())

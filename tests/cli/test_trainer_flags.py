@@ -1,0 +1,106 @@
+"""`--trainer`, `--verl-config` and the data-set flags mean what they say; what is given wins."""
+
+import json
+import subprocess
+import sys
+from typing import get_type_hints
+
+import pytest
+
+from mismatch.cli.flags import Flags
+from mismatch.cli.options import ALL_GROUPS, DtypeName
+from mismatch.cli.to_spec import check_spec
+from mismatch.cli.trainer import with_trainer
+from mismatch.errors import MismatchError
+from mismatch.tasks.prompts import read_prompts
+
+
+def flags(**given) -> Flags:
+    values = {name: getattr(g, name) for g in ALL_GROUPS for name in get_type_hints(g)}
+    made = Flags({**values, "model": "tiny-gpt-oss", "nproc_per_node": 2, **given})
+    made.given = frozenset(given)
+    return made
+
+
+def spec_of(**given):
+    made = flags(**given)
+    return with_trainer(check_spec(made), made)
+
+
+def test_a_preset_sets_what_the_user_left_open():
+    spec, notes = spec_of(trainer="verl")
+    assert spec.train.autocast == "bf16"
+    assert spec.preset.startswith("verl")
+    assert any("autocast" in note for note in notes)
+    assert check_spec(flags()).train.autocast is None
+
+
+def test_a_given_flag_wins_over_the_preset_and_is_said():
+    spec, notes = spec_of(trainer="verl", autocast=DtypeName.fp16)
+    assert spec.train.autocast == "fp16"
+    assert any(note.startswith("  kept: autocast is fp16") for note in notes)
+
+
+def test_an_unknown_trainer_names_the_near_miss():
+    with pytest.raises(MismatchError, match="no such preset") as caught:
+        spec_of(trainer="verll")
+    assert "did you mean verl" in caught.value.fix
+
+
+def test_a_verl_config_sets_both_sides(tmp_path):
+    path = tmp_path / "verl.yaml"
+    path.write_text(
+        "actor_rollout_ref:\n"
+        "  model: {path: tiny-gpt-oss}\n"
+        "  rollout: {name: vllm, temperature: 0.7, n: 8, dtype: float16}\n"
+    )
+    made = flags(verl_config=path, model=None)
+    spec, _ = with_trainer(check_spec(made), made)
+    assert spec.rollout.sampling.temperature == 0.7
+    assert spec.rollout.sampling.samples_per_prompt == 8
+    assert spec.rollout.engine.dtype == "fp16"
+    assert spec.train.model.endswith("tiny-gpt-oss")
+    override = ["actor_rollout_ref.rollout.temperature=0.9"]
+    spec, _ = spec_of(verl_config=path, verl_override=override, dtype=DtypeName.bf16)
+    assert spec.rollout.sampling.temperature == 0.9
+    assert spec.rollout.engine.dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"trainer": "verl", "verl_config": "x.yaml"}, "both describe the trainer"),
+        ({"verl_override": ["a=1"]}, "without --verl-config"),
+        ({"prompts": "a.jsonl", "dataset": "b"}, "both name the prompts"),
+    ],
+)
+def test_contradictions_are_refused(given, message, tmp_path):
+    if "verl_config" in given:
+        path = tmp_path / "x.yaml"
+        path.write_text("actor_rollout_ref: {model: {path: tiny-gpt-oss}}\n")
+        given = {**given, "verl_config": path}
+    with pytest.raises(MismatchError, match=message):
+        spec_of(**given)
+
+
+def test_a_data_set_becomes_prompts_with_gradable_answers(tmp_path):
+    path = tmp_path / "data.jsonl"
+    rows = [{"question": f"{n} + 1?", "answer": f"so\n#### {n + 1}"} for n in range(5)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    spec = check_spec(flags(dataset=str(path), answer_column="answer", num_prompts=3))
+    prompts = read_prompts(spec.rollout.prompts)
+    assert len(prompts) == 3
+    assert {prompt.grader for prompt in prompts} == {"number"}
+    assert all(f"{prompt.answer - 1} + 1?" in str(prompt.messages) for prompt in prompts)
+
+
+def test_the_preset_reaches_the_command_line(tmp_path):
+    command = [sys.executable, "-m", "mismatch", "check", "--model", "tiny-gpt-oss"]
+    done = subprocess.run(
+        [*command, "--trainer", "trl", "--samples-per-prompt", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert "trainer: TRL" in done.stdout
+    assert done.returncode == 2  # no samples: nothing was started

@@ -1,0 +1,145 @@
+"""Aliases resolve, and the shipped configs have the sizes of the released models."""
+
+import json
+
+import pytest
+
+from mismatch.doctor.shape import read_shape
+from mismatch.errors import MismatchError
+from mismatch.models import EMBEDDED, resolve_model
+from mismatch.models.aliases import ALIASES, CONFIGS, find_alias
+from mismatch.models.offline import find_config
+
+# One alias per family: building all of them only repeats the same formulas.
+FAMILY_EXAMPLES = (
+    "gpt-oss-20b",
+    "qwen3-30b-a3b",
+    "qwen3-4b",
+    "qwen2.5-7b-instruct",
+    "llama-3.1-8b-instruct",
+    "mixtral-8x7b-instruct",
+    "olmoe-1b-7b",
+)
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_the_shipped_config_has_the_published_parameter_count(name):
+    """A wrong width, depth, vocabulary or expert count cannot give the published number."""
+    assert read_shape(ALIASES[name].config).parameters == ALIASES[name].parameters
+
+
+@pytest.mark.parametrize("name", FAMILY_EXAMPLES)
+def test_parameters_by_part_are_those_of_the_real_modules(name):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(ALIASES[name].config)
+    values.pop("quantization_config", None)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = read_shape(ALIASES[name].config)
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert layer == shape.layer_parameters
+    assert sum(p.numel() for p in model.parameters()) == shape.parameters
+    assert config.max_position_embeddings == shape.context
+    if shape.experts:
+        experts = model.model.layers[0].mlp.experts
+        assert sum(p.numel() for p in experts.parameters()) == shape.expert_parameters
+
+
+def test_every_shipped_file_belongs_to_an_alias():
+    assert {path.stem for path in CONFIGS.glob("*.json")} == set(ALIASES)
+
+
+def test_gpt_oss_is_released_in_mxfp4_with_sinks_and_alternating_windows():
+    shape = read_shape(ALIASES["gpt-oss-20b"].config)
+    assert shape.quantised == "mxfp4"
+    assert shape.traits.sinks
+    assert (shape.window, shape.full_layers, shape.layers) == (128, 12, 24)
+    assert (shape.experts, shape.top_k) == (32, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt-oss-20b", "openai/gpt-oss-20b"),
+        ("Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("openai/gpt-oss-20b", "openai/gpt-oss-20b"),
+        ("someone/else", "someone/else"),
+        ("tiny-gpt-oss", str(EMBEDDED["tiny-gpt-oss"])),
+    ],
+)
+def test_resolve(name, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model(name) == expected
+
+
+def test_a_directory_of_that_name_wins_over_the_alias(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-8b").mkdir()
+    (tmp_path / "qwen3-8b" / "config.json").write_text("{}")
+    assert resolve_model("qwen3-8b") == "qwen3-8b"
+
+
+def test_a_near_miss_names_the_alias():
+    with pytest.raises(MismatchError) as error:
+        resolve_model("gpt-oss-20")
+    assert "did you mean gpt-oss-20b" in error.value.fix
+    assert "mismatch models" in error.value.fix
+
+
+def test_find_alias_by_hub_id():
+    found = find_alias("QWEN/qwen3-0.6b")
+    assert found is not None
+    assert found.name == "qwen3-0.6b"
+    assert find_alias("qwen3-0.6") is None
+
+
+# ---------------------------------------------------------------- config.json without a network
+
+
+def fill_cache(folder, model, commit, values, ref=None):
+    snapshot = folder / f"models--{model.replace('/', '--')}" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(values))
+    if ref is not None:
+        pointer = snapshot.parent.parent / "refs" / ref
+        pointer.parent.mkdir()
+        pointer.write_text(commit)
+    return snapshot
+
+
+def test_the_hub_cache_comes_before_the_shipped_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert find_config("openai/gpt-oss-20b").source == "shipped with mismatch"
+    snapshot = fill_cache(tmp_path, "openai/gpt-oss-20b", "abc", {"model_type": "x"}, "main")
+    found = find_config("openai/gpt-oss-20b")
+    assert (found.values, found.source, found.weights) == (
+        {"model_type": "x"},
+        "the hub's cache",
+        None,
+    )
+    (snapshot / "model.safetensors").write_text("")
+    assert find_config("openai/gpt-oss-20b").weights == snapshot
+
+
+def test_a_revision_is_never_answered_by_another_ones_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    fill_cache(tmp_path, "openai/gpt-oss-20b", "abc", {"model_type": "x"}, "main")
+    assert find_config("openai/gpt-oss-20b", "abc").values == {"model_type": "x"}
+    with pytest.raises(MismatchError, match="at revision other"):
+        find_config("openai/gpt-oss-20b", "other")
+
+
+def test_an_unknown_model_says_how_to_fetch_its_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(MismatchError) as error:
+        find_config("someone/else")
+    assert "hf download someone/else config.json" in error.value.fix
+
+
+def test_a_broken_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{oops")
+    with pytest.raises(MismatchError, match=r"config\.json cannot be read"):
+        find_config(str(tmp_path))

@@ -1,0 +1,208 @@
+"""A preset gives the numbers of the framework's own arithmetic, and never overrules the user.
+
+The arithmetic is written out here in a few lines of torch, as each preset's sources describe it;
+the trainer under the preset has to give the same bits, and the plain trainer other ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from mismatch.errors import MismatchError
+from mismatch.pipeline import reference_of
+from mismatch.presets import PRESETS, get_preset
+from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
+from mismatch.training.load import load
+from mismatch.training.score import score_pass
+from mismatch.training.world import World
+from mismatch.types import Rollout, Sampling
+from tests.checkpoints import make, rollout
+
+FLASH = frozenset({"flash_attn"})
+BF16 = TrainSpec(dtype="bf16", master_dtype="fp32", autocast="bf16")
+KNOWN = {
+    "verl": replace(
+        BF16,
+        layout="packing",
+        temperature_in="logits-rounded",
+        attention="flash_attention_2",
+        micro_batch_tokens=16384,
+    ),
+    "verl-legacy": replace(
+        BF16,
+        layout="packing",
+        temperature_in="logits",
+        attention="flash_attention_2",
+        micro_batch_tokens=16384,
+    ),
+    "trl": replace(BF16, attention="transformers", logprobs_dtype="bf16"),
+    "skyrl": replace(
+        BF16, layout="packing", temperature_in="logits", attention="flash_attention_2"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_what_each_framework_runs(name: str) -> None:
+    assert get_preset(name).apply(TrainSpec(), packages=FLASH) == KNOWN[name]
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_setting_says_where_it_was_read(name: str) -> None:
+    preset = get_preset(name)
+    for item in (*preset.settings, *preset.gaps):
+        assert item.source.file.endswith((".py", ".yaml"))
+        assert item.source.symbol
+        assert item.source.version[0].isdigit()
+    fields = [item.field for item in preset.settings]
+    assert len(fields) == len(set(fields))
+
+
+def test_a_kernel_that_is_not_installed_is_left_out_and_said_so() -> None:
+    applied = get_preset("verl").resolve(TrainSpec())
+    assert applied.train.attention == "auto"
+    assert applied.train.micro_batch_tokens == TrainSpec().micro_batch_tokens
+    assert any("flash_attn is not installed here" in line for line in applied.not_reproduced)
+    with_kernel = get_preset("verl").resolve(TrainSpec(), packages=FLASH)
+    assert not any("not installed" in line for line in with_kernel.not_reproduced)
+
+
+def test_the_users_flags_win() -> None:
+    mine = TrainSpec(master_dtype="bf16")
+    applied = get_preset("verl").resolve(mine, explicit={"train_dtype", "autocast", "layout"})
+    assert applied.train.master_dtype == "bf16"  # not at its default
+    assert (applied.train.autocast, applied.train.layout) == (None, "padding")  # given by name
+    assert applied.train.temperature_in == "logits-rounded"
+    kept = [line.split(" ")[0] for line in applied.kept]
+    assert sorted(kept) == ["autocast", "layout", "master_dtype"]
+
+
+def test_the_engines_dtype_flag_is_not_the_trainers() -> None:
+    mine = TrainSpec(dtype="bf16")
+    preset = replace(
+        get_preset("verl"), settings=(replace(get_preset("verl").settings[0], value="fp16"),)
+    )
+    assert preset.apply(mine, explicit={"dtype"}).dtype == "fp16"
+    assert preset.apply(mine, explicit={"train_dtype"}).dtype == "bf16"
+
+
+def test_unknown_trainer_names_the_nearest() -> None:
+    with pytest.raises(MismatchError, match="no such preset") as caught:
+        get_preset("verll")
+    assert "did you mean verl" in caught.value.fix
+
+
+def test_the_reference_stays_exact_under_a_preset() -> None:
+    for name in PRESETS:
+        reference = reference_of(get_preset(name).apply(TrainSpec()))
+        assert (reference.logprobs_dtype, reference.temperature_in) == (None, "fp32")
+        assert (reference.dtype, reference.autocast) == ("fp32", None)
+
+
+def test_specs_with_a_preset_survive_json() -> None:
+    train = get_preset("trl").apply(TrainSpec())
+    spec = CheckSpec(train=train, preset="TRL", not_reproduced=("left padding", "tiles"))
+    assert from_dict(CheckSpec, json.loads(json.dumps(to_dict(spec)))) == spec
+
+
+# ---------------------------------------------------------------- the same bits
+
+Logits = torch.Tensor
+
+
+def _picked(tempered: Logits, targets: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(tempered.float(), -1).gather(-1, targets[:, None])[:, 0]
+
+
+def _rounded_twice(logits: Logits, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    return _picked(logits / torch.tensor(temperature).to(logits.dtype), targets)
+
+
+def _in_place(logits: Logits, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    return _picked(logits.clone().div_(temperature), targets)
+
+
+def _out_of_the_root(logits: Logits, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    return _picked(logits.float() / temperature, targets).bfloat16().float()
+
+
+ARITHMETIC: dict[str, Callable[[Logits, torch.Tensor, float], torch.Tensor]] = {
+    "verl": _rounded_twice,
+    "verl-legacy": _in_place,
+    "trl": _out_of_the_root,
+    "skyrl": _in_place,
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World.start()
+    yield world
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("gpt_oss", tmp_path_factory.mktemp("gpt_oss"))
+
+
+@pytest.fixture(scope="module")
+def rolled() -> Rollout:
+    return rollout(sampling=Sampling(temperature=0.7))
+
+
+@pytest.fixture(scope="module")
+def rows(model: Path, rolled: Rollout) -> tuple[Logits, torch.Tensor]:
+    """bf16 logits of every action and its token, sequence by sequence, without FSDP."""
+    plain = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    logits, targets = [], []
+    masks = np.split(rolled.action_mask, rolled.offsets[1:-1])
+    for ids, mask in zip(rolled.sequences(), masks, strict=True):
+        acting = torch.from_numpy(np.flatnonzero(mask))
+        tokens = torch.from_numpy(ids.copy())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            out = plain(input_ids=tokens[None]).logits[0]
+        logits.append(out[acting - 1])
+        targets.append(tokens[acting])
+    return torch.cat(logits), torch.cat(targets)
+
+
+def _scored(world: World, model: Path, rolled: Rollout, train: TrainSpec) -> np.ndarray:
+    spec = replace(train, model=str(model), attention="eager")
+    scoring = score_pass(world, load(spec, world.mesh, world.device), rolled, Pass("fsdp", spec))
+    assert scoring is not None
+    return scoring.logprobs
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_same_bits_as_the_frameworks_arithmetic(
+    name: str, world: World, model: Path, rolled: Rollout, rows: tuple[Logits, torch.Tensor]
+) -> None:
+    logits, targets = rows
+    expected = ARITHMETIC[name](logits, targets, 0.7).double().numpy()
+    preset = get_preset(name).apply(TrainSpec())
+    assert np.array_equal(_scored(world, model, rolled, preset), expected)
+    undone = replace(preset, temperature_in="fp32", logprobs_dtype=None)
+    assert (_scored(world, model, rolled, undone) != expected).mean() > 0.5
+
+
+def test_the_documentation_names_every_source() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "trainer-presets.md").read_text(encoding="utf-8")
+    for preset in PRESETS.values():
+        section = text.split(f"### `--trainer {preset.name}`")[1].split("\n### ")[0]
+        for item in preset.settings:
+            assert f"| `{item.field}` | {item.value}" in section
+        for item in (*preset.settings, *preset.gaps):
+            assert f"`{item.source.file}`: `{item.source.symbol}`" in section
+            assert item.what[1:] in section

@@ -1,0 +1,355 @@
+"""A verl config means the same here as there, and what cannot be followed is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch.errors import MismatchError
+from mismatch.presets.hydra import ABSENT, read_config
+from mismatch.presets.verl_config import VerlApplied, read_verl_config
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
+
+FLASH = frozenset({"flash_attn"})
+# As verl prints it when it starts, shortened: interpolations still in place.
+PRINTED = """\
+actor_rollout_ref:
+  model:
+    path: Qwen/Qwen3-30B-A3B
+    trust_remote_code: false
+    use_remove_padding: true
+    use_fused_kernels: false
+    lora_rank: 0
+    override_config:
+      attn_implementation: sdpa
+  actor:
+    strategy: fsdp2
+    use_dynamic_bsz: true
+    ppo_max_token_len_per_gpu: 3072
+    optim:
+      lr: 1e-6
+    fsdp_config:
+      model_dtype: bf16
+      dtype: bfloat16
+      param_offload: true
+      ulysses_sequence_parallel_size: 1
+      mixed_precision:
+        param_dtype: fp16
+        reduce_dtype: fp32
+  rollout:
+    name: vllm
+    temperature: 0.7
+    top_p: 0.95
+    top_k: -1
+    n: 8
+    seed: 7
+    dtype: float16
+    prompt_length: ${oc.select:data.max_prompt_length,512}
+    response_length: ${data.max_response_length}
+    tensor_model_parallel_size: 4
+    gpu_memory_utilization: 0.6
+    enforce_eager: true
+    enable_prefix_caching: false
+    enable_chunked_prefill: true
+    max_model_len: 2048
+    max_num_batched_tokens: 16384
+    max_num_seqs: 64
+    logprobs_mode: processed_logprobs
+    log_prob_max_token_len_per_gpu: ${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}
+    engine_kwargs:
+      vllm:
+        kv_cache_dtype: fp8
+        disable_mm_preprocessor_cache: null
+      sglang: {}
+data:
+  max_prompt_length: 256
+  max_response_length: 1024
+trainer:
+  default_local_dir: checkpoints/${now:%Y-%m-%d}
+"""
+
+
+def _write(directory: Path, text: str, name: str = "ppo.yaml") -> Path:
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _applied(
+    directory: Path, text: str = PRINTED, overrides: tuple[str, ...] = (), **options: Any
+) -> VerlApplied:
+    spec = options.pop("spec", CheckSpec())
+    return read_verl_config(_write(directory, text), overrides).apply(spec, **options)
+
+
+def test_both_sides(tmp_path: Path) -> None:
+    applied = _applied(tmp_path, packages=FLASH)
+    engine, sampling = applied.spec.rollout.engine, applied.spec.rollout.sampling
+    assert (engine.engine, engine.dtype, engine.tensor_parallel_size) == ("vllm", "fp16", 4)
+    assert (engine.max_model_len, engine.gpu_memory_utilization) == (2048, 0.6)
+    assert dict(engine.args) == {
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 16384,
+        "max_num_seqs": 64,
+        "kv_cache_dtype": "fp8",
+    }
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.95, 0)
+    assert (sampling.max_tokens, sampling.samples_per_prompt, sampling.seed) == (1024, 8, 7)
+    train = applied.spec.train
+    assert (train.dtype, train.autocast, train.master_dtype) == ("fp16", "fp16", "bf16")
+    assert (train.layout, train.attention, train.micro_batch_tokens) == ("packing", "sdpa", 3072)
+    assert train.temperature_in == "logits-rounded"  # from the preset
+    assert read_verl_config(tmp_path / "ppo.yaml").model() == "Qwen/Qwen3-30B-A3B"
+
+
+def test_every_key_is_accounted_for(tmp_path: Path) -> None:
+    applied = _applied(tmp_path, packages=FLASH)
+    used = {item.key.removeprefix("actor_rollout_ref.") for item in applied.used}
+    assert {
+        "rollout.temperature",
+        "actor.fsdp_config.model_dtype",
+        "model.use_remove_padding",
+    } <= used
+    assert "actor_rollout_ref.actor.optim.lr" in applied.ignored
+    assert "actor_rollout_ref.actor.fsdp_config.param_offload" in applied.ignored
+    assert not any("rollout.temperature" in key for key in applied.ignored)
+    assert applied.spec.not_reproduced == applied.not_reproduced
+    assert applied.spec.preset.startswith("verl 0.9")
+    assert not any("FSDP1" in line for line in applied.not_reproduced)  # strategy is fsdp2
+    assert any("entropies are made of bf16" in line for line in applied.not_reproduced)
+    assert applied.kept == ()
+
+
+def test_flags_win_over_the_config_and_the_config_over_the_preset(tmp_path: Path) -> None:
+    spec = CheckSpec(rollout=RolloutSpec(engine=EngineSpec(args=(("max_num_seqs", 2),))))
+    given = {"temperature", "dtype", "layout", "master_dtype"}
+    applied = _applied(tmp_path, spec=spec, explicit=given, packages=FLASH)
+    assert applied.spec.rollout.sampling.temperature == 1.0
+    assert applied.spec.rollout.engine.dtype == "bf16"
+    assert dict(applied.spec.rollout.engine.args)["max_num_seqs"] == 2
+    assert (applied.spec.train.layout, applied.spec.train.master_dtype) == ("padding", "fp32")
+    assert applied.spec.train.dtype == "fp16"
+    assert any("gives way to --temperature" in line for line in applied.kept)
+    assert any("gives way to --engine-arg max_num_seqs" in line for line in applied.kept)
+
+
+def test_overrides_come_last(tmp_path: Path) -> None:
+    overrides = (
+        "actor_rollout_ref.rollout.temperature=1e-1",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
+        "++data.max_response_length=64",
+        "~actor_rollout_ref.rollout.max_num_seqs",
+    )
+    applied = _applied(tmp_path, overrides=overrides)
+    assert applied.spec.rollout.sampling.temperature == 0.1
+    assert applied.spec.rollout.sampling.max_tokens == 64  # through the interpolation
+    assert dict(applied.spec.rollout.engine.args)["block_size"] == 32
+    assert "max_num_seqs" not in dict(applied.spec.rollout.engine.args)
+
+
+GAPS = {
+    "actor_rollout_ref.actor.strategy=megatron": "that trainer is not FSDP",
+    "actor_rollout_ref.model.lora_rank=16": "no LoRA",
+    "actor_rollout_ref.model.use_fused_kernels=true": "fused head",
+    "actor_rollout_ref.rollout.quantization=fp8": "patches of its own",
+    "actor_rollout_ref.rollout.expert_parallel_size=8": "experts are not spread",
+    "actor_rollout_ref.actor.fsdp_config.dtype=float16": "does not read it",
+    "actor_rollout_ref.rollout.multi_turn.enable=true": "one turn",
+    "data.train_files=/nowhere/train.parquet": "is not on this machine",
+    "~actor_rollout_ref.rollout.tensor_model_parallel_size": "where verl takes 2",
+}
+
+
+@pytest.mark.parametrize("override", GAPS)
+def test_what_cannot_be_followed_is_said(tmp_path: Path, override: str) -> None:
+    plain = _applied(tmp_path, packages=FLASH).not_reproduced
+    said = _applied(tmp_path, overrides=(override,), packages=FLASH).not_reproduced
+    (new,) = set(said) - set(plain)
+    assert GAPS[override] in new
+    assert override.lstrip("~").partition("=")[0] in new
+
+
+def test_a_misspelt_key_is_pointed_at(tmp_path: Path) -> None:
+    applied = _applied(tmp_path, overrides=("actor_rollout_ref.rollout.temprature=2",))
+    assert "actor_rollout_ref.rollout.temprature (did you mean temperature?)" in applied.ignored
+
+
+def test_without_a_flash_kernel_packed_rows_stay_short(tmp_path: Path) -> None:
+    override = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",)
+    applied = _applied(tmp_path, overrides=override)
+    assert applied.spec.train.micro_batch_tokens == CheckSpec().train.micro_batch_tokens
+    assert any("32768 tokens; without flash_attn" in line for line in applied.not_reproduced)
+    with_kernel = _applied(tmp_path, overrides=override, packages=FLASH)
+    assert with_kernel.spec.train.micro_batch_tokens == 32768
+
+
+def test_micro_batches_in_sequences_become_a_token_budget(tmp_path: Path) -> None:
+    overrides = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=false",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
+    )
+    applied = _applied(tmp_path, overrides=overrides)
+    assert applied.spec.train.micro_batch_tokens == 3 * (256 + 1024)
+
+
+def test_vllms_cpu_build_keeps_its_own_scheduler_options(tmp_path: Path) -> None:
+    applied = _applied(tmp_path, cpu_engine=True)
+    assert "max_num_batched_tokens" not in dict(applied.spec.rollout.engine.args)
+    assert any("max_num_batched_tokens = 16384: left out" in g for g in applied.not_reproduced)
+
+
+def test_engine_kwargs_with_a_flag_of_their_own(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len"
+    applied = _applied(tmp_path, overrides=(f"{key}=4096",))
+    assert applied.spec.rollout.engine.max_model_len == 4096
+    assert "max_model_len" not in dict(applied.spec.rollout.engine.args)
+
+
+def test_the_worker_of_old_releases(tmp_path: Path) -> None:
+    text = PRINTED.replace("trainer:\n", "trainer:\n  use_legacy_worker_impl: auto\n")
+    text = text.replace("      dtype: bfloat16\n", "      dtype: float16\n")
+    text = text.replace("        param_dtype: fp16\n", "        param_dtype: bf16\n")
+    applied = _applied(tmp_path, text)
+    assert applied.spec.train.temperature_in == "logits"
+    assert (applied.spec.train.dtype, applied.spec.train.autocast) == ("bf16", "fp16")
+    assert not any("does not read it" in line for line in applied.not_reproduced)
+
+
+def test_train_files_that_are_here_become_the_prompts(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"")
+    overrides = (f"data.train_files=['{tmp_path}/train.parquet', b]", "+data.prompt_key=chat")
+    applied = _applied(tmp_path, overrides=overrides)
+    prompts = applied.spec.rollout.prompts
+    assert (prompts.dataset, prompts.prompt_column) == (f"{tmp_path}/train.parquet", "chat")
+    assert any("only the first of 2 files" in line for line in applied.not_reproduced)
+    mine = _applied(tmp_path, overrides=overrides, explicit={"prompts"})
+    assert mine.spec.rollout.prompts.dataset is None
+
+
+ERRORS = {
+    "rollout.temperature=warm": ("rollout.temperature is warm, not a number", "--verl-override"),
+    "rollout.n=0": ("rollout.n is 0, not a positive whole number", "--verl-override"),
+    "rollout.n=true": ("rollout.n is True, not a positive whole number", "--verl-override"),
+    "rollout.dtype=int4": ("rollout.dtype is int4, not bf16, fp16 or fp32", "--verl-override"),
+    "rollout.enforce_eager=maybe": ("enforce_eager is maybe, not a switch", "--verl-override"),
+    "rollout.name=trtllm": ("rollout.name is trtllm", "sglang"),
+    "rollout.engine_kwargs.vllm=3": ("engine_kwargs.vllm is 3, not a mapping", "--verl-override"),
+    "rollout.top_p=${data.nucleus}": ("${data.nucleus}: there is no such key", "--verl-override"),
+    "rollout.top_p=${oc.env:MISMATCH_NO_SUCH}": ("environment variable is not set", "--verl"),
+    "rollout.top_p=${now:%Y}": ("only hydra knows the resolver now", "verl itself prints"),
+    "rollout.top_p=${.top_p}": ("refers to itself", "--verl-override"),
+}
+
+
+@pytest.mark.parametrize("override", ERRORS)
+def test_bad_values_name_their_key(tmp_path: Path, override: str) -> None:
+    message, fix = ERRORS[override]
+    with pytest.raises(MismatchError) as caught:
+        _applied(tmp_path, overrides=(f"actor_rollout_ref.{override}",))
+    assert message in caught.value.message
+    assert "actor_rollout_ref.rollout." in caught.value.message
+    assert fix in caught.value.fix
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="No such file") as caught:
+        read_verl_config(tmp_path / "nowhere.yaml")
+    assert "--verl-config FILE" in caught.value.fix
+    with pytest.raises(MismatchError, match=r"broken\.yaml:3: not YAML"):
+        read_verl_config(_write(tmp_path, "a:\n  b: 1\n c: 2\n", "broken.yaml"))
+    with pytest.raises(MismatchError, match="holds a list"):
+        read_verl_config(_write(tmp_path, "- a\n", "list.yaml"))
+    with pytest.raises(MismatchError, match="not key=value"):
+        read_verl_config(_write(tmp_path, PRINTED), ("temperature",))
+
+
+def test_a_model_that_is_not_given(tmp_path: Path) -> None:
+    config = read_verl_config(_write(tmp_path, "actor_rollout_ref:\n  model:\n    path: ???\n"))
+    with pytest.raises(MismatchError, match=r"model\.path is not given") as caught:
+        config.model()
+    assert "--model MODEL" in caught.value.fix
+
+
+# ---------------------------------------------------------------- hydra
+
+
+def _hydra_tree(directory: Path) -> Path:
+    """A main file, groups beside it, one of them relative to another, as verl's own config."""
+    _write(directory, "strategy: ${.kind}\nkind: fsdp\n", "actor/base.yaml")
+    _write(
+        directory,
+        "defaults:\n  - ../optim@optim: adam\n  - base\n  - _self_\nstrategy: fsdp2\n",
+        "actor/dp_actor.yaml",
+    )
+    _write(directory, "kind: megatron\n", "actor/mg_actor.yaml")
+    _write(directory, "lr: 1e-6\n", "optim/adam.yaml")
+    _write(directory, "# @package _global_\nengine_note: told\n", "engine/dp.yaml")
+    return _write(
+        directory,
+        "defaults:\n"
+        "  - engine: dp\n"
+        "  - actor@ref.actor: ${engine}_actor\n"
+        "  - optional override absent: thing\n"
+        "  - _self_\n"
+        "ref:\n  actor:\n    extra: 3\n  mirror: ${ref.actor}\n",
+        "main.yaml",
+    )
+
+
+def test_defaults_beside_the_file_are_put_together(tmp_path: Path) -> None:
+    config = read_config(_hydra_tree(tmp_path))
+    assert config.get("ref.actor") == {
+        "optim": {"lr": 1e-6},
+        "strategy": "fsdp2",
+        "kind": "fsdp",
+        "extra": 3,
+    }
+    assert config.get("engine_note") == "told"
+    assert config.get("ref.mirror.optim.lr") == 1e-6  # through a branch that is interpolated
+    assert config.missing_defaults == ("absent/thing",)
+
+
+def test_a_group_can_be_chosen_by_an_override(tmp_path: Path) -> None:
+    _write(tmp_path, "x: 1\n", "engine/mg.yaml")
+    config = read_config(_hydra_tree(tmp_path), ["engine=mg"])
+    assert config.get("ref.actor.kind") == "megatron"
+
+
+def test_a_default_that_is_elsewhere_is_said(tmp_path: Path) -> None:
+    text = f"defaults:\n  - ppo_trainer\n  - _self_\n{PRINTED}"
+    applied = _applied(tmp_path, text)
+    assert any("ppo_trainer is not beside it" in line for line in applied.not_reproduced)
+    assert applied.spec.rollout.sampling.temperature == 0.7
+
+
+def test_a_search_path_is_followed(tmp_path: Path) -> None:
+    _write(tmp_path, "value: base\nother: kept\n", "elsewhere/base.yaml")
+    text = f"hydra:\n  searchpath:\n    - file://{tmp_path}/elsewhere\n"
+    config = read_config(_write(tmp_path, f"{text}defaults:\n  - base\n  - _self_\nvalue: own\n"))
+    assert (config.get("value"), config.get("other")) == ("own", "kept")
+
+
+def test_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MISMATCH_TEST_MODEL", "org/name")
+    text = (
+        "a: ${oc.env:MISMATCH_TEST_MODEL}\nb: x-${c.d}-${c.d}\nc:\n  d: 5\n  e: ${.d}\n"
+        "f: ${oc.select:g.h,null}\ni: ???\nj: [1, '${c.d}']\nk: ${oc.select:c.d,9}\nl: ${c}\n"
+    )
+    config = read_config(_write(tmp_path, text))
+    found = [config.get(key) for key in "abfijkl"]
+    assert found == ["org/name", "x-5-5", None, ABSENT, [1, 5], 5, {"d": 5, "e": 5}]
+    assert config.get("no.such") is ABSENT
+    assert config.get("j.1") == 5
+
+
+def test_circles_end(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="refers to itself"):
+        read_config(_write(tmp_path, "a: ${b}\nb: ${a}\n")).get("a")
+    _write(tmp_path, "defaults: [two]\n", "one.yaml")
+    _write(tmp_path, "defaults: [one]\n", "two.yaml")
+    with pytest.raises(MismatchError, match="lead back"):
+        read_config(tmp_path / "one.yaml")
