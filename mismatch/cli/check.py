@@ -5,6 +5,7 @@ from __future__ import annotations
 from mismatch.cli.flags import Flags, with_flags
 from mismatch.cli.options import (
     ConfigFlags,
+    DryRunFlags,
     EngineFlags,
     ExitFlags,
     LevelFlags,
@@ -29,6 +30,7 @@ from mismatch.cli.options import (
     LevelFlags,
     ExitFlags,
     NewRunFlags,
+    DryRunFlags,
     ConfigFlags,
 )
 def check(flags: Flags) -> int:
@@ -47,6 +49,8 @@ def check(flags: Flags) -> int:
         for note in notes:
             session.say(note)
     levels = session.levels(flags)
+    if flags["dry_run"]:
+        return session.dry_run(spec)
     preflight(spec)
     run_dir = session.open_run("check", spec, flags)
     report = run_check(spec, run_dir, session.narrator(), levels, session.command())

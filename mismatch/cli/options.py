@@ -175,6 +175,17 @@ class NewRunFlags:
     ] = None
 
 
+class DryRunFlags:
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show the plan (stages, kernels, memory of both sides) and start nothing.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False
+
+
 class ConfigFlags:
     config: Annotated[
         Path | None,
@@ -203,5 +214,6 @@ ALL_GROUPS = (
     LevelFlags,
     ExitFlags,
     NewRunFlags,
+    DryRunFlags,
     ConfigFlags,
 )

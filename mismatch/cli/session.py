@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mismatch.types import Report
 
 # Flags that may stand beside --resume RUN without saying what to run.
-NOT_SPEC = {"resume", "out", "config", "print_config", "thresholds", "fail_on"}
+NOT_SPEC = {"resume", "out", "config", "print_config", "thresholds", "fail_on", "dry_run"}
 
 
 def stored_spec(flags: Flags) -> CheckSpec | None:
@@ -61,6 +61,18 @@ def narrator() -> ConsoleNarrator:
     from mismatch.cli.narrator import ConsoleNarrator
 
     return ConsoleNarrator(Console())
+
+
+def dry_run(spec: CheckSpec) -> int:
+    """Print what would be run. Exit code 0 if it fits on this machine, else 2."""
+    from rich.console import Console
+
+    from mismatch.doctor.plan import plan
+    from mismatch.doctor.show import print_plan
+
+    planned = plan(spec)
+    print_plan(planned, Console())
+    return 0 if planned.fits else 2
 
 
 def say(text: str) -> None:

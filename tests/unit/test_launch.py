@@ -141,9 +141,14 @@ def test_the_first_failure_ends_the_other_at_once(tmp_path):
 
 
 def test_one_worker_is_not_blamed_for_the_error_of_the_other(tmp_path):
-    write_error(tmp_path, "train-rank0", MismatchError("of the trainer"))
-    with pytest.raises(MismatchError, match="exit code 3"):
-        run_worker("engine", python("raise SystemExit(3)"), tmp_path)
+    code = f"""
+        from mismatch.errors import MismatchError
+        from mismatch.workers.launch import write_error
+        write_error({str(tmp_path)!r}, "train-rank0", MismatchError("of the trainer"))
+        raise SystemExit(3)
+    """
+    with pytest.raises(MismatchError, match="engine process failed with exit code 3"):
+        run_worker("engine", python(code), tmp_path)
 
 
 def test_a_worker_that_ends_well_beside_another_is_no_failure(tmp_path):

@@ -182,6 +182,15 @@ def test_a_heavy_tail_makes_the_ratio_check_a_warning():
     assert check.status == "warning"
 
 
+def test_ratios_that_spread_both_ways_are_a_mismatch_and_no_wrong_law():
+    """What unlikely tokens would add to the mean was never sampled: it falls short of 1."""
+    rollout, left, right = make(noise=0.3)
+    short = replace(right, logprobs=right.logprobs - 0.15)
+    mean = ratio(left, short)
+    assert mean.high < 1
+    assert semantics.importance_ratio(rollout, left, short, mean).status == "warning"
+
+
 def test_padding_with_zero_fails():
     _, left, right = make()
     logprobs = left.logprobs.copy()
