@@ -52,6 +52,7 @@ def check(flags: Flags) -> int:
     if flags["dry_run"]:
         return session.dry_run(spec)
     preflight(spec)
+    session.warn_of_memory(spec)
     run_dir = session.open_run("check", spec, flags)
     report = run_check(spec, run_dir, session.narrator(), levels, session.command())
     return session.conclude(report, run_dir, flags)

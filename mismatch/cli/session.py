@@ -75,6 +75,14 @@ def dry_run(spec: CheckSpec) -> int:
     return 0 if planned.fits else 2
 
 
+def warn_of_memory(spec: CheckSpec) -> None:
+    """Say before anything starts what will probably not fit, and what would help."""
+    from mismatch.doctor.plan import memory_warnings
+
+    for warning in memory_warnings(spec):
+        say(f"memory warning: {warning}")
+
+
 def say(text: str) -> None:
     from rich.console import Console
 

@@ -17,6 +17,7 @@ from mismatch.doctor.machine import Machine
 from mismatch.doctor.parts import Work
 from mismatch.doctor.shape import Shape, read_shape
 from mismatch.doctor.sides import engine_fit, engine_shape, trainer_fits
+from mismatch.errors import MismatchError
 from mismatch.models.offline import OfflineConfig, find_config
 from mismatch.specs import CheckSpec, PromptSpec
 
@@ -95,16 +96,11 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
     found = find_config(spec.train.model, spec.train.revision)
     shape = read_shape(found.values)
     prompts, longest_prompt, notes = _prompts(spec.rollout.prompts)
-    sampling = spec.rollout.sampling
-    sequences = prompts * sampling.samples_per_prompt
-    longest = longest_prompt + sampling.max_tokens
+    longest = longest_prompt + spec.rollout.sampling.max_tokens
     passes = training_passes(spec)
     if spec.train.autocast:
         notes.append("the copies of the weights that autocast makes are not counted")
-    sides = (
-        engine_fit(spec, engine_shape(spec, shape), Demand(sequences, longest, sampling), machine),
-        *trainer_fits(spec, shape, Work([longest] * sequences, sampling), machine, passes),
-    )
+    sides = _sides(spec, shape, prompts, longest, machine)
     return Plan(
         model=spec.rollout.engine.model,
         config_source=found.source,
@@ -115,6 +111,35 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
         sides=sides,
         not_measured=tuple(_not_measured(spec, shape, machine)),
         notes=tuple(notes),
+    )
+
+
+def memory_warnings(spec: CheckSpec) -> tuple[str, ...]:
+    """What :func:`plan` would warn of, alone and fast; () where nothing can be predicted."""
+    from mismatch.doctor.machine import look
+
+    try:
+        shape = read_shape(find_config(spec.train.model, spec.train.revision).values)
+        prompts, longest_prompt, _ = _prompts(spec.rollout.prompts)
+        longest = longest_prompt + spec.rollout.sampling.max_tokens
+        sides = _sides(spec, shape, prompts, longest, look(try_imports=False))
+    except MismatchError:
+        return ()
+    return tuple(text for side in sides for text in side.warnings)
+
+
+def _sides(
+    spec: CheckSpec, shape: Shape, prompts: int, longest: int, machine: Machine
+) -> tuple[Fit, ...]:
+    """Memory of the engine, and of every pass of the trainer."""
+    from mismatch.pipeline import training_passes
+
+    sampling = spec.rollout.sampling
+    sequences = prompts * sampling.samples_per_prompt
+    demand, work = Demand(sequences, longest, sampling), Work([longest] * sequences, sampling)
+    return (
+        engine_fit(spec, engine_shape(spec, shape), demand, machine),
+        *trainer_fits(spec, shape, work, machine, training_passes(spec)),
     )
 
 

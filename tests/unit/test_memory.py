@@ -207,3 +207,18 @@ def test_a_real_training_world_peaks_where_predicted(tmp_path):
     (row,) = json.loads(out.read_text())
     assert row["measured_mib"] > 200
     assert 0.8 < row["ratio"] < 1.2, row
+
+
+def test_a_check_warns_before_memory_runs_out_and_stays_silent_where_it_does_not():
+    from mismatch.doctor.plan import memory_warnings
+    from mismatch.models import resolve_model
+    from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+
+    def warnings(name: str) -> tuple[str, ...]:
+        model = resolve_model(name)
+        rollout = RolloutSpec(engine=EngineSpec(model=model))
+        return memory_warnings(CheckSpec(rollout=rollout, train=TrainSpec(model=model)))
+
+    assert warnings("tiny-gpt-oss") == ()
+    assert any("does not fit" in text and "help" in text for text in warnings("gpt-oss-120b"))
+    assert warnings("someone/unknown-model") == ()  # nothing to go by offline
