@@ -1,10 +1,10 @@
-"""Make the README's example and pictures: a saved run under examples/, images under docs/images/.
+"""Make what the README shows: saved runs under examples/, pictures under docs/images/, its table.
 
     make example
 
-Runs `mismatch check` twice on the embedded model (as it is, and with the planted sink-less
-attention), keeps the reports, and draws the terminal (SVG) and the HTML report (PNG, where Chromium
-is installed).
+Runs `mismatch check` on the embedded model as it is, with other precisions and with the planted
+sink-less attention; keeps two of the reports, draws the terminal (SVG) and the HTML report (PNG,
+where Chromium is installed), and writes the numbers between the README's markers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 KEPT = ("report.html", "report.json", "report.md", "tokens.parquet")
 RUNS = {"tiny-gpt-oss": [], "tiny-gpt-oss-no-sinks": ["--attention", "no-sinks"]}
+QUICK = "--no-noise-floor"
+TABLE = {
+    "bf16 on both sides": [QUICK],
+    "bf16 engine, fp32 trainer": [QUICK, "--train-dtype", "fp32"],
+    "fp32 on both sides": [QUICK, "--dtype", "fp32", "--train-dtype", "fp32"],
+    "fp8 KV cache in the engine": [QUICK, "--engine-arg", "kv_cache_dtype=fp8"],
+    "trainer without sinks (planted)": [QUICK, "--attention", "no-sinks"],
+}
+MARKERS = ("<!-- numbers, written by `make example` -->", "<!-- end of numbers -->")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 WIDTH, HEIGHT = 1100, 900
 
@@ -35,23 +44,53 @@ def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, flags in RUNS.items():
         folder = ROOT / "examples" / name
-        run_check(folder, flags)
-        report = report_from_json(store.read_json(folder / "report.json"))
+        report = run_check(flags, folder)
         draw_terminal(report, IMAGES / f"terminal-{name}.svg", f"mismatch check {' '.join(flags)}")
         draw_page(folder / "report.html", IMAGES / f"report-{name}.png")
 
+    write_table({name: run_check(flags) for name, flags in TABLE.items()})
 
-def run_check(folder: Path, flags: list[str]) -> None:
-    """Run a check in a temporary directory and keep its reports."""
+
+def run_check(flags: list[str], keep: Path | None = None) -> Report:
+    """Run a check in a temporary directory; keep its reports where that is asked."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "mismatch", "check", "--model", "tiny-gpt-oss", *flags]
         done = subprocess.run([*command, "--out", "run"], cwd=scratch, check=False)
         if done.returncode not in (0, 1):
             raise SystemExit(f"{' '.join(command)} measured nothing")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for file in KEPT:
-            shutil.copy(Path(scratch) / "run" / file, folder)
+        run = Path(scratch) / "run"
+        if keep is not None:
+            shutil.rmtree(keep, ignore_errors=True)
+            keep.mkdir(parents=True)
+            for file in KEPT:
+                shutil.copy(run / file, keep)
+        return report_from_json(store.read_json(run / "report.json"))
+
+
+def write_table(reports: dict[str, Report]) -> None:
+    """Put the headline numbers of these runs between the README's markers."""
+    lines = [
+        "| vLLM against FSDP2 | mean \\|delta\\| | k3 KL | worst token | other experts | verdict |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, report in reports.items():
+        comparison = report.comparisons[0]
+        value = {key: estimate.value for key, estimate in comparison.metrics.items()}
+        routing = comparison.routing["routing_disagree_layer"].value
+        lines.append(
+            f"| {name} | {value['logprob_abs_diff_mean']:.2g} | {value['k3_kl']:.2g} | "
+            f"{value['logprob_abs_diff_max']:.2g} | {routing:.2%} | {report.verdict.status} |"
+        )
+    run = next(iter(reports.values())).run
+    lines += [
+        "",
+        f"{run['n_tokens']:,} tokens of {run['n_prompts']} prompts × 4 samples, on a CPU.",
+    ]
+    path = ROOT / "README.md"
+    before, _, rest = path.read_text().partition(MARKERS[0])
+    _, _, after = rest.partition(MARKERS[1])
+    table = "\n".join(lines)
+    path.write_text(f"{before}{MARKERS[0]}\n{table}\n{MARKERS[1]}{after}")
 
 
 def draw_terminal(report: Report, path: Path, title: str) -> None:
