@@ -191,7 +191,7 @@ def _measurable(machine: Machine, engines: tuple[Ability, ...]) -> list[Ability]
         Ability("routed experts of an MoE model", some, "" if some else need),
         Ability("vLLM's own kernels", vllm, cpu_note if vllm else engines[0].why, engines[0].fix),
         Ability("FSDP2 over several ranks", True, f"{len(machine.gpus)} GPUs" if gpu else "gloo"),
-        Ability("batch variance", gpu, on_gpu and "CPU kernels do not depend on the batch"),
+        Ability("batch variance of GPU kernels", gpu, on_gpu and "CPU kernels hardly depend on it"),
         Ability("CUDA kernels, NCCL", gpu, on_gpu),
     ]
 

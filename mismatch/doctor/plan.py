@@ -235,7 +235,7 @@ def _not_measured(spec: CheckSpec, shape: Shape, machine: Machine) -> list[str]:
     engine = spec.rollout.engine
     missing = []
     if machine.device == "cpu":
-        missing.append("batch variance: CPU kernels do not depend on the batch")
+        missing.append("batch variance of GPU kernels: CPU kernels hardly depend on the batch")
         missing.append("CUDA kernels and NCCL: there is no GPU here")
     if not shape.experts:
         missing.append("routing disagreement: a dense model has no experts")

@@ -214,7 +214,7 @@ def not_tested(
         missing.append("routing disagreement: route capture was switched off")
     if train.get("device") == "cpu":
         missing.append(
-            "GPU kernels: both sides ran on a CPU, where results do not depend on batch size; "
+            "GPU kernels: both sides ran on a CPU, where results hardly depend on batch size; "
             "batch variance, fused kernels and tensor parallelism show only on a GPU"
         )
     if rollout.turn.max() <= 1:
