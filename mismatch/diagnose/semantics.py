@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.types import Check, CheckStatus, Estimate, Fingerprint, Floats, Rollout, Scoring
+from mismatch.diagnose.declared import (
+    failed,
+    sampling_parameters,
+    source_files,
+    special_tokens,
+    weights_as_loaded,
+)
+from mismatch.types import Check, Estimate, Floats, Rollout, Scoring
 
 LAGS = (-2, -1, 0, 1, 2)
 MIN_TOKENS = 32  # below this a correlation says nothing
@@ -52,7 +59,7 @@ def same_token_ids(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     for scoring in (left, right):
         if len(scoring.token_ids) != len(expected):
             detail = f"{scoring.name} scored {len(scoring.token_ids)} tokens of {len(expected)}"
-            return _failed("same-token-ids", detail, _TOKEN_FIX)
+            return failed("same-token-ids", detail, _TOKEN_FIX)
         differ = scoring.token_ids != expected
         if differ.any():
             first = int(np.flatnonzero(differ)[0])
@@ -61,7 +68,7 @@ def same_token_ids(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
                 f"{scoring.name} scored other ids than were sampled for {int(differ.sum())} of "
                 f"{len(expected)} tokens, the first in sequence {sequence}"
             )
-            return _failed("same-token-ids", detail, _TOKEN_FIX)
+            return failed("same-token-ids", detail, _TOKEN_FIX)
     return Check("same-token-ids", "passed", f"{len(expected)} token ids equal on both sides")
 
 
@@ -77,7 +84,7 @@ def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
                 f"{scoring.name}: {int(bad.sum())} of {len(bad)} logprobs missing or not finite"
             )
             fix = "a NaN on the train side is often fp16 overflow: try --train-dtype bf16 or fp32"
-            return _failed("missing-logprobs", detail, fix)
+            return failed("missing-logprobs", detail, fix)
     return Check("missing-logprobs", "passed", "every action token has a logprob on both sides")
 
 
@@ -93,7 +100,7 @@ def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         detail = (
             f"best lag is {best:+d} (correlation {known[best]:.3f}), at lag 0 it is {known[0]:.3f}"
         )
-        return _failed("alignment", detail, "logits at t - 1 predict token t: fix the index")
+        return failed("alignment", detail, "logits at t - 1 predict token t: fix the index")
     if known[0] < WEAK:
         detail = f"correlation only {known[0]:.3f} at lag 0, and no better at another lag"
         return Check("alignment", "warning", detail, "look for shuffled rows or other weights")
@@ -140,7 +147,7 @@ def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
             "vLLM: logprobs_mode=processed_logprobs; trainer: divide the logits by T before the "
             "softmax (dividing logprobs by T is wrong)"
         )
-        return _failed("temperature", detail, fix)
+        return failed("temperature", detail, fix)
     if None in claims.values() and not evidence:
         return Check("temperature", "not_tested", "a side does not say at which temperature it is")
     return Check("temperature", "passed", f"both sides at T = {wanted:g}{evidence}")
@@ -160,14 +167,14 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         else:
             detail = f"{cut}: drawn from a truncated law, but logprobs are of the full one{mass}"
         fix = "sample with top_p = 1 and top_k off, or replay the sampling mask in the trainer"
-        return _failed("truncation", detail, fix)
+        return failed("truncation", detail, fix)
     if left.fingerprint.get("logprobs_truncated") is None:
         return Check("truncation", "not_tested", "the engine does not say how it normalises")
     delta = right.logprobs - left.logprobs
     if len(delta) >= MIN_TOKENS and (delta <= ROUNDING).all() and delta.mean() < -0.01:
         detail = f"delta is never positive (mean {delta.mean():.3g}): as if one side cut its tail"
         fix = "send every sampling parameter explicitly; look into generation_config.json"
-        return _failed("truncation", detail, fix)
+        return failed("truncation", detail, fix)
     return Check("truncation", "passed", "no truncation, full vocabulary on both sides")
 
 
@@ -196,7 +203,7 @@ def importance_ratio(
     if gap > max(3 * half, 0.01) and one_sided and not heavy:
         detail = f"{found} excludes {name}: the left logprobs are not of the law that sampled"
         fix = "look at temperature, truncation and penalties of the engine; then at alignment"
-        return _failed("importance-ratio", detail, fix)
+        return failed("importance-ratio", detail, fix)
     reason = "only weakly" if one_sided else "but ratios spread both ways, as a mismatch makes them"
     detail = f"{found} excludes {name}, {'a few tokens decide' if heavy else reason}"
     return Check("importance-ratio", "warning", detail, "sample more prompts: --num-prompts")
@@ -213,7 +220,7 @@ def zero_logprobs(left: Scoring, right: Scoring) -> Check:
                 f"not certain (action token {first}: {other.logprobs[first]:.3f})"
             )
             fix = "mask tokens that the policy did not sample (an appended EOS, padding with 0.0)"
-            return _failed("zero-logprobs", detail, fix)
+            return failed("zero-logprobs", detail, fix)
     return Check("zero-logprobs", "passed", "no logprob is exactly 0 without being certain")
 
 
@@ -223,132 +230,8 @@ def positive_logprobs(left: Scoring, right: Scoring) -> Check:
     name = max(highest, key=lambda key: highest[key])
     if highest[name] > 1e-3:
         detail = f"{name}: a logprob of {highest[name]:+.4g}"
-        return _failed("positive-logprobs", detail, "compute the head and log_softmax in float32")
+        return failed("positive-logprobs", detail, "compute the head and log_softmax in float32")
     if highest[name] > ROUNDING:
         detail = f"{name}: a logprob of {highest[name]:+.2g}, more than float32 rounding"
         return Check("positive-logprobs", "warning", detail, "compute the log_softmax in float32")
     return Check("positive-logprobs", "passed", "no logprob above 0")
-
-
-def sampling_parameters(rollout: Rollout, left: Scoring) -> Check:
-    """The engine sampled with the parameters that were asked, and with no others."""
-    effective = left.fingerprint.get("sampling")
-    if not effective:
-        detail = "the engine does not report its effective sampling parameters"
-        return Check("sampling-parameters", "not_tested", detail)
-    neutral = {
-        "temperature": rollout.sampling.temperature,
-        "top_p": rollout.sampling.top_p,
-        "top_k": rollout.sampling.top_k,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_tokens": 0,
-    }
-    odd = {
-        name: effective[name]
-        for name, wanted in neutral.items()
-        if name in effective and not _same_setting(name, effective[name], wanted)
-    }
-    if odd:
-        shown = ", ".join(f"{name} = {value}" for name, value in odd.items())
-        fix = "send every sampling parameter explicitly; vLLM: generation_config=vllm"
-        return _failed("sampling-parameters", f"the engine sampled with {shown}", fix)
-    return Check("sampling-parameters", "passed", "as asked; no penalties, no minimum length")
-
-
-def _same_setting(name: str, value: float, wanted: float) -> bool:
-    if name == "top_k":  # engines write "off" as 0 or -1
-        return max(value, 0) == max(wanted, 0)
-    return abs(value - wanted) < 1e-9
-
-
-def special_tokens(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
-    """A stopped sequence ends in a stop token that the policy sampled; the prompt starts once."""
-    stop_ids = left.fingerprint.get("stop_token_ids")
-    if stop_ids is None:
-        detail = "the engine does not report its stop tokens"
-        return Check("special-tokens", "not_tested", detail)
-    last = rollout.offsets[1:] - 1
-    stopped = np.array([reason == "stop" for reason in rollout.finish_reason])
-    ends_in_stop = np.isin(rollout.token_ids[last], stop_ids)
-    if (stopped & ~ends_in_stop).any():
-        sequence = int(np.flatnonzero(stopped & ~ends_in_stop)[0])
-        detail = f"sequence {sequence} stopped, but its last token is no stop token"
-        return _failed("special-tokens", detail, "keep the sampled EOS: it is an action")
-    if (stopped & ~rollout.action_mask[last]).any():
-        detail = "the sampled stop token is not among the action tokens"
-        return _failed("special-tokens", detail, "a sampled EOS is an action: unmask it")
-    is_stop = np.isin(rollout.token_ids, stop_ids) & rollout.action_mask
-    inner = is_stop.copy()
-    inner[last] = False
-    if inner.any() and rollout.turn.max() <= 1:
-        sequence = int(rollout.sequence_of_token[np.flatnonzero(inner)[0]])
-        detail = f"sequence {sequence} goes on after a sampled stop token"
-        return _failed("special-tokens", detail, "stop at EOS, or mask what follows it")
-    bos = left.fingerprint.get("bos_token_id")
-    starts = rollout.offsets[:-1]
-    if bos is not None and bos not in stop_ids:
-        twice = (rollout.token_ids[starts] == bos) & (rollout.token_ids[starts + 1] == bos)
-        if twice.any():
-            detail = f"{int(twice.sum())} prompts start with two BOS tokens"
-            fix = "the chat template has the BOS already: tokenise with add_special_tokens=False"
-            return _failed("special-tokens", detail, fix)
-    return _stop_token_gap(is_stop[rollout.actions], left, right, int(stopped.sum()))
-
-
-def _stop_token_gap(stop: np.ndarray, left: Scoring, right: Scoring, stopped: int) -> Check:
-    """Whether stop tokens disagree far more than the others do."""
-    gap = np.abs(right.logprobs - left.logprobs)
-    if stop.sum() >= 8 and (~stop).sum() >= 8:
-        on_stop, elsewhere = float(gap[stop].mean()), float(gap[~stop].mean())
-        if on_stop > max(10 * elsewhere, 0.5):
-            detail = f"mean |delta| is {on_stop:.3g} on stop tokens, {elsewhere:.3g} elsewhere"
-            fix = "was the EOS sampled, or appended by a framework? mask an appended one"
-            return _failed("special-tokens", detail, fix)
-    detail = f"{stopped} sequences stopped, each in a sampled stop token"
-    return Check("special-tokens", "passed", detail)
-
-
-def source_files(left: Fingerprint, right: Fingerprint) -> Check:
-    """Both sides read the same files, by sha256."""
-    a, b = left.get("source_files"), right.get("source_files")
-    if not a or not b:
-        return Check("source-files", "not_tested", "a side did not hash the files it loaded")
-    differ = sorted(name for name in a.keys() & b.keys() if a[name] != b[name])
-    only = sorted(name for name in a.keys() ^ b.keys() if name.endswith(".safetensors"))
-    if differ or only:
-        detail = f"{', '.join((differ + only)[:5])} differ between the two sides"
-        return _failed("source-files", detail, "point engine and trainer at the same checkpoint")
-    return Check("source-files", "passed", f"{len(a.keys() & b.keys())} files equal by sha256")
-
-
-def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
-    """Parameters hold the same values after loading, by digest, where names can be mapped."""
-    a, b = left.get("weights"), right.get("weights")
-    lossy = [side["dtype"] for side in (left, right) if side.get("weights_comparable") is False]
-    if lossy or not a or not b:
-        detail = (
-            f"held in {lossy[0]}, which the checkpoint's values do not fit"
-            if lossy
-            else (left.get("weights_not_comparable") or "a side gave no digest of its parameters")
-        )
-        return Check("weights-as-loaded", "not_tested", detail)
-    common = sorted(a.keys() & b.keys())
-    if not common:
-        return Check("weights-as-loaded", "not_tested", "no parameter name could be mapped")
-    differ = [name for name in common if list(a[name]) != list(b[name])]
-    unmapped = sorted((a.keys() ^ b.keys()) | set(left.get("unmapped_weights", ())))
-    rest = f"; not compared: {', '.join(unmapped[:6])}" if unmapped else ""
-    rest += f" and {len(unmapped) - 6} more" if len(unmapped) > 6 else ""
-    if differ:
-        detail = f"{len(differ)} of {len(common)} parameters differ: {', '.join(differ[:4])}{rest}"
-        fix = "the weight sync lost them, or they were loaded from another checkpoint: reload"
-        return _failed("weights-as-loaded", detail, fix)
-    status: CheckStatus = "passed"
-    return Check("weights-as-loaded", status, f"{len(common)} parameters equal{rest}")
-
-
-def _failed(id: str, detail: str, fix: str) -> Check:
-    return Check(id, "failed", detail, fix)

@@ -138,6 +138,8 @@ def load_fix(error: BaseException) -> str:
         return "run without routing: --no-routing"
     if "deserializ" in text or "metadata" in text:
         return "the weight files are damaged: copy or download them again"
+    if "shared memory" in text or "/dev/shm" in text:
+        return "in a container: docker run --shm-size=2g (or --ipc=host)"
     if "memory" in text:
         return "lower --gpu-memory-utilization or --max-model-len, or use --tensor-parallel-size"
     if "not supported" in text or "architecture" in text:

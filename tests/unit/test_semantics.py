@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch.diagnose import semantics
+from mismatch.diagnose import declared, semantics
 from mismatch.types import Estimate, Rollout, Sampling, Scoring
 
 VOCABULARY, PROMPT, RESPONSE, EOS = 40, 3, 12, 1
@@ -225,7 +225,7 @@ def test_a_dropped_eos_fails():
     rollout, left, right = make()
     ids = rollout.token_ids.copy()
     ids[rollout.offsets[4] - 1] = 7
-    check = semantics.special_tokens(replace(rollout, token_ids=ids), left, right)
+    check = declared.special_tokens(replace(rollout, token_ids=ids), left, right)
     assert check.status == "failed"
     assert "sequence 3" in check.detail
 
@@ -236,7 +236,7 @@ def test_an_appended_eos_fails():
     logprobs[RESPONSE - 1 :: RESPONSE] = -9.0  # the trainer finds the EOS most unlikely
     sampled = left.logprobs.copy()
     sampled[RESPONSE - 1 :: RESPONSE] = -0.1
-    check = semantics.special_tokens(
+    check = declared.special_tokens(
         rollout, replace(left, logprobs=sampled), replace(right, logprobs=logprobs)
     )
     assert check.status == "failed"
@@ -247,7 +247,7 @@ def test_an_eos_in_the_middle_fails():
     rollout, left, right = make()
     ids = rollout.token_ids.copy()
     ids[rollout.offsets[2] + PROMPT + 2] = EOS
-    check = semantics.special_tokens(replace(rollout, token_ids=ids), left, right)
+    check = declared.special_tokens(replace(rollout, token_ids=ids), left, right)
     assert check.status == "failed"
 
 
@@ -255,7 +255,7 @@ def test_a_doubled_bos_fails():
     rollout, left, right = make()
     ids = rollout.token_ids.copy()
     ids[rollout.offsets[:-1]] = ids[rollout.offsets[:-1] + 1] = 2
-    check = semantics.special_tokens(replace(rollout, token_ids=ids), left, right)
+    check = declared.special_tokens(replace(rollout, token_ids=ids), left, right)
     assert check.status == "failed"
     assert "two BOS" in check.detail
 
@@ -263,7 +263,7 @@ def test_a_doubled_bos_fails():
 def test_other_source_files_fail():
     left, right = make()[1].fingerprint, make()[2].fingerprint
     right = right | {"source_files": {"model.safetensors": "cc", "config.json": "bb"}}
-    check = semantics.source_files(left, right)
+    check = declared.source_files(left, right)
     assert check.status == "failed"
     assert "model.safetensors" in check.detail
 
@@ -271,9 +271,9 @@ def test_other_source_files_fail():
 def test_stale_weights_fail_and_unmapped_names_are_listed():
     left, right = make()[1].fingerprint, make()[2].fingerprint
     left = left | {"unmapped_weights": ["odd.weight"]}
-    assert "odd.weight" in semantics.weights_as_loaded(left, right).detail
+    assert "odd.weight" in declared.weights_as_loaded(left, right).detail
     right = right | {"weights": right["weights"] | {"lm_head.weight": [1, 2, 4]}}
-    check = semantics.weights_as_loaded(left, right)
+    check = declared.weights_as_loaded(left, right)
     assert check.status == "failed"
     assert "lm_head.weight" in check.detail
 
@@ -281,10 +281,10 @@ def test_stale_weights_fail_and_unmapped_names_are_listed():
 @pytest.mark.parametrize(
     "check",
     [
-        lambda r, a, b: semantics.source_files({}, {}),
-        lambda r, a, b: semantics.weights_as_loaded({}, {}),
-        lambda r, a, b: semantics.sampling_parameters(r, replace(a, fingerprint={})),
-        lambda r, a, b: semantics.special_tokens(r, replace(a, fingerprint={}), b),
+        lambda r, a, b: declared.source_files({}, {}),
+        lambda r, a, b: declared.weights_as_loaded({}, {}),
+        lambda r, a, b: declared.sampling_parameters(r, replace(a, fingerprint={})),
+        lambda r, a, b: declared.special_tokens(r, replace(a, fingerprint={}), b),
         lambda r, a, b: semantics.truncation(r, replace(a, fingerprint={}), b),
         lambda r, a, b: semantics.temperature(
             r, replace(a, fingerprint={}), replace(b, fingerprint={})

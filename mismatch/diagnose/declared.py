@@ -1,0 +1,131 @@
+"""Checks of what both sides declare: sampling parameters, special tokens, files, loaded weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mismatch.types import Check, Fingerprint, Rollout, Scoring
+
+
+def failed(id: str, detail: str, fix: str) -> Check:
+    """A failed check; the fix is never missing."""
+    return Check(id, "failed", detail, fix)
+
+
+def sampling_parameters(rollout: Rollout, left: Scoring) -> Check:
+    """The engine sampled with the parameters that were asked, and with no others."""
+    effective = left.fingerprint.get("sampling")
+    if not effective:
+        detail = "the engine does not report its effective sampling parameters"
+        return Check("sampling-parameters", "not_tested", detail)
+    neutral = {
+        "temperature": rollout.sampling.temperature,
+        "top_p": rollout.sampling.top_p,
+        "top_k": rollout.sampling.top_k,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+    }
+    odd = {
+        name: effective[name]
+        for name, wanted in neutral.items()
+        if name in effective and not _same_setting(name, effective[name], wanted)
+    }
+    if odd:
+        shown = ", ".join(f"{name} = {value}" for name, value in odd.items())
+        fix = "send every sampling parameter explicitly; vLLM: generation_config=vllm"
+        return failed("sampling-parameters", f"the engine sampled with {shown}", fix)
+    return Check("sampling-parameters", "passed", "as asked; no penalties, no minimum length")
+
+
+def _same_setting(name: str, value: float, wanted: float) -> bool:
+    if name == "top_k":  # engines write "off" as 0 or -1
+        return max(value, 0) == max(wanted, 0)
+    return abs(value - wanted) < 1e-9
+
+
+def special_tokens(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
+    """A stopped sequence ends in a stop token that the policy sampled; the prompt starts once."""
+    stop_ids = left.fingerprint.get("stop_token_ids")
+    if stop_ids is None:
+        detail = "the engine does not report its stop tokens"
+        return Check("special-tokens", "not_tested", detail)
+    last = rollout.offsets[1:] - 1
+    stopped = np.array([reason == "stop" for reason in rollout.finish_reason])
+    ends_in_stop = np.isin(rollout.token_ids[last], stop_ids)
+    if (stopped & ~ends_in_stop).any():
+        sequence = int(np.flatnonzero(stopped & ~ends_in_stop)[0])
+        detail = f"sequence {sequence} stopped, but its last token is no stop token"
+        return failed("special-tokens", detail, "keep the sampled EOS: it is an action")
+    if (stopped & ~rollout.action_mask[last]).any():
+        detail = "the sampled stop token is not among the action tokens"
+        return failed("special-tokens", detail, "a sampled EOS is an action: unmask it")
+    is_stop = np.isin(rollout.token_ids, stop_ids) & rollout.action_mask
+    inner = is_stop.copy()
+    inner[last] = False
+    if inner.any() and rollout.turn.max() <= 1:
+        sequence = int(rollout.sequence_of_token[np.flatnonzero(inner)[0]])
+        detail = f"sequence {sequence} goes on after a sampled stop token"
+        return failed("special-tokens", detail, "stop at EOS, or mask what follows it")
+    bos = left.fingerprint.get("bos_token_id")
+    starts = rollout.offsets[:-1]
+    if bos is not None and bos not in stop_ids:
+        twice = (rollout.token_ids[starts] == bos) & (rollout.token_ids[starts + 1] == bos)
+        if twice.any():
+            detail = f"{int(twice.sum())} prompts start with two BOS tokens"
+            fix = "the chat template has the BOS already: tokenise with add_special_tokens=False"
+            return failed("special-tokens", detail, fix)
+    return _stop_token_gap(is_stop[rollout.actions], left, right, int(stopped.sum()))
+
+
+def _stop_token_gap(stop: np.ndarray, left: Scoring, right: Scoring, stopped: int) -> Check:
+    """Whether stop tokens disagree far more than the others do."""
+    gap = np.abs(right.logprobs - left.logprobs)
+    if stop.sum() >= 8 and (~stop).sum() >= 8:
+        on_stop, elsewhere = float(gap[stop].mean()), float(gap[~stop].mean())
+        if on_stop > max(10 * elsewhere, 0.5):
+            detail = f"mean |delta| is {on_stop:.3g} on stop tokens, {elsewhere:.3g} elsewhere"
+            fix = "was the EOS sampled, or appended by a framework? mask an appended one"
+            return failed("special-tokens", detail, fix)
+    detail = f"{stopped} sequences stopped, each in a sampled stop token"
+    return Check("special-tokens", "passed", detail)
+
+
+def source_files(left: Fingerprint, right: Fingerprint) -> Check:
+    """Both sides read the same files, by sha256."""
+    a, b = left.get("source_files"), right.get("source_files")
+    if not a or not b:
+        return Check("source-files", "not_tested", "a side did not hash the files it loaded")
+    differ = sorted(name for name in a.keys() & b.keys() if a[name] != b[name])
+    only = sorted(name for name in a.keys() ^ b.keys() if name.endswith(".safetensors"))
+    if differ or only:
+        detail = f"{', '.join((differ + only)[:5])} differ between the two sides"
+        return failed("source-files", detail, "point engine and trainer at the same checkpoint")
+    return Check("source-files", "passed", f"{len(a.keys() & b.keys())} files equal by sha256")
+
+
+def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
+    """Parameters hold the same values after loading, by digest, where names can be mapped."""
+    a, b = left.get("weights"), right.get("weights")
+    lossy = [side["dtype"] for side in (left, right) if side.get("weights_comparable") is False]
+    if lossy or not a or not b:
+        detail = (
+            f"held in {lossy[0]}, which the checkpoint's values do not fit"
+            if lossy
+            else (left.get("weights_not_comparable") or "a side gave no digest of its parameters")
+        )
+        return Check("weights-as-loaded", "not_tested", detail)
+    common = sorted(a.keys() & b.keys())
+    if not common:
+        return Check("weights-as-loaded", "not_tested", "no parameter name could be mapped")
+    differ = [name for name in common if list(a[name]) != list(b[name])]
+    unmapped = sorted((a.keys() ^ b.keys()) | set(left.get("unmapped_weights", ())))
+    rest = f"; not compared: {', '.join(unmapped[:6])}" if unmapped else ""
+    rest += f" and {len(unmapped) - 6} more" if len(unmapped) > 6 else ""
+    if differ:
+        detail = f"{len(differ)} of {len(common)} parameters differ: {', '.join(differ[:4])}{rest}"
+        fix = "the weight sync lost them, or they were loaded from another checkpoint: reload"
+        return failed("weights-as-loaded", detail, fix)
+    return Check("weights-as-loaded", "passed", f"{len(common)} parameters equal{rest}")
