@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: check test env lint tiny-gpt-oss example clean help
+.PHONY: check test env lint tiny-gpt-oss example bench clean help
 
 check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 world scores again
 	$(BIN)/mismatch check --model tiny-gpt-oss
@@ -23,6 +23,9 @@ tiny-gpt-oss: env  ## train the embedded model again (about 15 minutes on 2 core
 
 example: env  ## the saved run under examples/ and the README's pictures
 	$(BIN)/python tools/make_pictures.py
+
+bench: env  ## speed and memory against their floors; docs/benchmarks.md has the goals (about 20 minutes)
+	for name in startup logprobs long_sequences memory end_to_end; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:  ## runs and caches; not the environment
 	rm -rf runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
