@@ -5,6 +5,7 @@ The table itself is :mod:`mismatch.thresholds`; the rule is written out in docs/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -101,9 +102,10 @@ def judge(
 def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     """One metric against one cell.
 
-    Critical if the whole interval is beyond the critical bound, healthy if all of it is within the
-    healthy bound, otherwise warn. An interval that spans a bound is also inconclusive, with the
-    number of prompts that would decide. Without an interval the value stands for it.
+    Critical if the whole interval is beyond the critical bound, or the value is no number; healthy
+    if all of it is within the healthy bound, otherwise warn. An interval that spans a bound is also
+    inconclusive, with the number of prompts that would decide. Without an interval the value stands
+    for it.
     """
     # A metric that is good when high is judged mirrored, so that "above" always means worse.
     sign = -1.0 if METRICS[metric].good == "high" else 1.0
@@ -111,7 +113,7 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     low, high = sorted(sign * end for end in ends)
     healthy, critical = sign * level.healthy, sign * level.critical
     status: Status = "warn"
-    if low > critical:
+    if low > critical or math.isnan(estimate.value):
         status = "critical"
     elif high <= healthy:
         status = "healthy"
@@ -156,6 +158,9 @@ def verdict(judgements: Sequence[Judgement], checks: Sequence[Check], column: st
     if failed:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         reason = f"check {failed[0].id} failed{more}: {failed[0].detail}"
+        beyond = sum(item.status == "critical" for item in judgements)
+        if beyond:
+            reason += f"; {beyond} of {len(judgements)} judged metrics are critical as well"
         return Verdict("critical", reason, column, tuple(judgements))
     if not judgements:
         raise MismatchError(

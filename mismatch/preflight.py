@@ -61,7 +61,7 @@ def preflight_rollout(spec: RolloutSpec) -> None:
     if spec.engine.python is None:
         require_engine(spec.engine.engine)
     else:
-        require_interpreter(spec.engine)
+        require_interpreter(spec.engine, dataset=spec.prompts.dataset is not None)
     sampling = spec.sampling
     _positive("--samples-per-prompt", sampling.samples_per_prompt)
     _positive("--max-tokens", sampling.max_tokens)
@@ -149,16 +149,21 @@ def require_shared_memory(spec: EngineSpec, directory: Path = Path("/dev/shm")) 
 # ---------------------------------------------------------------- another environment
 
 
-def require_interpreter(spec: EngineSpec) -> None:
+def require_interpreter(spec: EngineSpec, dataset: bool = False) -> None:
     """Whether the engine's process could start under ``spec.python``.
+
+    Args:
+        dataset: it has to read a data set as well.
 
     Raises:
         MismatchError: no such interpreter, the engine or mismatch missing there, or mismatch of
             another version.
     """
     assert spec.python is not None
-    install = f"{spec.python} -m pip install 'train-infer-mismatch[{spec.engine}]'"
-    code = PROBE.format(needed=(*LIGHT, spec.engine))
+    extras = f"{spec.engine},datasets" if dataset else spec.engine
+    install = f"{spec.python} -m pip install 'train-infer-mismatch[{extras}]'"
+    more = ("datasets",) if dataset else ()
+    code = PROBE.format(needed=(*LIGHT, *more, spec.engine))
     try:
         done = subprocess.run(
             [spec.python, "-c", code],

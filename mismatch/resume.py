@@ -7,7 +7,7 @@ from typing import Any
 
 from mismatch.manifest import is_current
 from mismatch.specs import RolloutSpec, TrainSpec, spec_hash
-from mismatch.store import ROLLOUT, VOCABULARY, scoring_file
+from mismatch.store import ROLLOUT, VOCABULARY, scoring_file, scoring_header
 
 ABSENT = "(not set)"
 
@@ -23,8 +23,16 @@ def rollout_done(run_dir: Path, spec: RolloutSpec) -> bool:
 
 
 def prefill_done(run_dir: Path, spec: RolloutSpec) -> bool:
-    """Whether the engine's rescoring of these tokens is complete."""
-    return is_current(run_dir, scoring_file(f"{spec.engine.engine}:prefill"), spec_hash(spec))
+    """Whether the engine's rescoring of these tokens is complete, or known never to come.
+
+    An engine that cannot rescore has said so when it sampled: nothing is gained by starting it.
+    """
+    made_by, decode = spec_hash(spec), f"{spec.engine.engine}:decode"
+    if is_current(run_dir, scoring_file(f"{spec.engine.engine}:prefill"), made_by):
+        return True
+    if not is_current(run_dir, scoring_file(decode), made_by):
+        return False
+    return scoring_header(run_dir, decode)["fingerprint"].get("prefill") is False
 
 
 def scoring_done(run_dir: Path, name: str, spec: TrainSpec) -> bool:

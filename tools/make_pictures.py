@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mismatch import store
+from mismatch.models import EMBEDDED
 from mismatch.reports.document import report_from_json
 from mismatch.reports.terminal import print_report
 from mismatch.types import Report
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 KEPT = ("report.html", "report.json", "report.md", "tokens.parquet")
 RUNS = {"tiny-gpt-oss": [], "tiny-gpt-oss-no-sinks": ["--attention", "no-sinks"]}
+MODEL = "tiny-gpt-oss"
 QUICK = "--no-noise-floor"
 TABLE = {
     "bf16 on both sides": [QUICK],
@@ -55,7 +57,7 @@ def main() -> None:
 def run_check(flags: list[str], keep: Path | None = None) -> Report:
     """Run a check in a temporary directory; keep its reports where that is asked."""
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "mismatch", "check", "--model", "tiny-gpt-oss", *flags]
+        command = [sys.executable, "-m", "mismatch", "check", "--model", MODEL, *flags]
         done = subprocess.run([*command, "--out", "run"], cwd=scratch, check=False)
         if done.returncode not in (0, 1):
             raise SystemExit(f"{' '.join(command)} measured nothing")
@@ -65,6 +67,9 @@ def run_check(flags: list[str], keep: Path | None = None) -> Report:
             keep.mkdir(parents=True)
             for file in KEPT:
                 shutil.copy(run / file, keep)
+                if file != "tokens.parquet":  # say the model's name, not where this machine has it
+                    text = (keep / file).read_text()
+                    (keep / file).write_text(text.replace(str(EMBEDDED[MODEL]), MODEL))
         return report_from_json(store.read_json(run / "report.json"))
 
 
@@ -82,10 +87,11 @@ def write_table(reports: dict[str, Report]) -> None:
             f"| {name} | {value['logprob_abs_diff_mean']:.2g} | {value['k3_kl']:.2g} | "
             f"{value['logprob_abs_diff_max']:.2g} | {routing:.2%} | {report.verdict.status} |"
         )
-    run = next(iter(reports.values())).run
+    sizes = [report.run["n_tokens"] for report in reports.values()]
     lines += [
         "",
-        f"{run['n_tokens']:,} tokens of {run['n_prompts']} prompts × 4 samples, on a CPU.",
+        f"{min(sizes):,} to {max(sizes):,} tokens each, 64 prompts × 4 samples, on a CPU. A small "
+        "model has less of it than a large one: see “is this normal?” in a report.",
     ]
     path = ROOT / "README.md"
     before, _, rest = path.read_text().partition(MARKERS[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import traceback
 from types import FrameType
 from typing import Annotated, NoReturn
 
@@ -59,7 +60,7 @@ app.command()(models)
 
 
 def main() -> NoReturn:
-    """Exit codes: 0 healthy or warn, 1 critical or a failed check, 2 nothing could be measured."""
+    """Exit codes: 0 healthy or warn, 1 critical or a failed check, 2 no verdict, or a crash."""
     # A TERM ends the tool as Ctrl-C does: through every `finally`, so that no worker is left.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -68,11 +69,13 @@ def main() -> NoReturn:
         _complain(error.message, error.fix)
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except SystemExit:  # typer's answer to an output that nobody reads (mismatch … | head)
+        sys.exit(2)
     except OSError as error:
         _complain(str(error), "check the path, its permissions and the free disk space")
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own usage errors have one
-            raise
+            _own_fault(error)
         _complain(error.format_message(), "mismatch COMMAND --help lists every option")
     if code == INTERRUPTED:
         _complain("interrupted; every process that was started has been ended", RESUME)
@@ -90,6 +93,16 @@ def _bare_resume(arguments: list[str]) -> list[str]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _own_fault(error: Exception) -> NoReturn:
+    """A bug of this tool. Python itself would exit with 1, which is the code of a verdict."""
+    traceback.print_exception(error)
+    _complain(
+        f"unexpected {type(error).__name__}: this is a bug in mismatch; "
+        "please report it with the traceback",
+        "",
+    )
 
 
 def _complain(message: str, fix: str) -> NoReturn:

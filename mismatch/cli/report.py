@@ -8,13 +8,25 @@ from mismatch.cli.options import ExitFlags, RunArgument
 
 @with_flags(RunArgument, ExitFlags)
 def report(flags: Flags) -> int:
-    """Print the report of a run and write its HTML and Markdown again. Exit code as `check`."""
+    """Print the report of a run and write its HTML and Markdown again. Exit code as `check`.
+
+    A run that cannot be written is printed all the same.
+    """
     from mismatch import store
     from mismatch.cli import session
+    from mismatch.errors import MismatchError
     from mismatch.reports.build import write_rendered
     from mismatch.reports.document import report_from_json
 
     run = flags["run"]
     document = report_from_json(store.load_document(run, "report.json"))
-    write_rendered(run, document, store.load_tokens(run))
+    tokens = store.load_tokens(run)
+    try:
+        write_rendered(run, document, tokens)
+    except MismatchError as error:
+        session.say(
+            f"note: the HTML and Markdown report could not be written: {error.message}; "
+            "for these copy the run to a directory that can be written"
+        )
+        return session.conclude(document, None, flags)
     return session.conclude(document, run, flags)

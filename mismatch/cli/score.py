@@ -58,9 +58,14 @@ def score(flags: Flags) -> int:
         raise MismatchError(
             f"the run's model {model} is not on this machine", "say where it is: --model MODEL"
         )
+    train = train_spec(flags, model)
+    if not flags["model"]:  # the run's own model, so as the run names it
+        revision = flags["revision"] or found.train.revision
+        trusted = flags["trust_remote_code"] or found.train.trust_remote_code
+        train = replace(train, revision=revision, trust_remote_code=trusted)
     spec = replace(
         found,
-        train=train_spec(flags, model),
+        train=train,
         nproc_per_node=ranks(flags),
         noise_floor=flags["noise_floor"],
     )

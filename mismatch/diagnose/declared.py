@@ -12,6 +12,20 @@ def failed(id: str, detail: str, fix: str) -> Check:
     return Check(id, "failed", detail, fix)
 
 
+def attention_sinks(right: Fingerprint) -> Check:
+    """The trainer's attention kernel honours the model's learned sinks, if it has any."""
+    if "honours_sinks" not in right:
+        return Check("attention-sinks", "not_tested", "the trainer does not name its kernel")
+    kernel = right.get("attention")
+    if right["honours_sinks"] is None:
+        return Check("attention-sinks", "passed", f"the model has none ({kernel})")
+    if right["honours_sinks"]:
+        return Check("attention-sinks", "passed", f"{kernel} honours the learned sinks")
+    detail = f"the trainer's attention ignores the model's learned sinks: {kernel}"
+    fix = "train with a kernel that honours sinks; here: --attention auto"
+    return failed("attention-sinks", detail, fix)
+
+
 def sampling_parameters(rollout: Rollout, left: Scoring) -> Check:
     """The engine sampled with the parameters that were asked, and with no others."""
     effective = left.fingerprint.get("sampling")

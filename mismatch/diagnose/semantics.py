@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mismatch.diagnose.declared import (
+    attention_sinks,
     failed,
     sampling_parameters,
     source_files,
@@ -40,6 +41,7 @@ def semantic_checks(
         ratio_mean: mean importance ratio of this pair, with its interval.
     """
     return [
+        attention_sinks(right.fingerprint),
         alignment(rollout, left, right),
         temperature(rollout, left, right),
         truncation(rollout, left, right),

@@ -50,12 +50,13 @@ def engine_fit(spec: CheckSpec, shape: Shape, demand: Demand, machine: Machine) 
             f"use at most {len(machine.gpus)}",
         )
     size = min(gpu.memory_bytes for gpu in machine.gpus)
+    free = min(gpu.free_bytes for gpu in machine.gpus)
     if engine.engine != "vllm":
         prediction = predict_engine(shape, engine, demand, "cuda", size)
-        return fit.fits(prediction, size, fit.GPU_RESERVE)
+        return fit.fits(prediction, free, fit.GPU_RESERVE)
     # vLLM makes do with less cache than all sequences want: they wait for one another.
     least = Demand(1, demand.longest, demand.sampling)
-    capacity = int((engine.gpu_memory_utilization or UTILISATION) * size)
+    capacity = min(int((engine.gpu_memory_utilization or UTILISATION) * size), free)
 
     def split() -> str:
         for count in SPLITS:
@@ -73,7 +74,7 @@ def trainer_fits(
     """One per pass, on one rank; a CPU's memory is shared by the ranks."""
     device, world = machine.device, spec.nproc_per_node
     if device == "cuda":
-        capacity = min(gpu.memory_bytes for gpu in machine.gpus)
+        capacity = min(gpu.free_bytes for gpu in machine.gpus)
         reserve = fit.GPU_RESERVE
     else:
         capacity, reserve = machine.ram_free_bytes // world, fit.CPU_TRAINER_RESERVE

@@ -17,6 +17,8 @@ from mismatch.tasks.arithmetic import reward
 from mismatch.tasks.prompts import Prompt
 from mismatch.types import Fingerprint, Floats, Rollout, Routing, Scoring
 
+CAPTURE_FIX = "upgrade the engine, or run without routing: --no-routing"
+
 
 def decode_fingerprint(
     engine: Engine, spec: RolloutSpec, tokenizer: Any, info: ModelInfo
@@ -74,20 +76,28 @@ def decode_scoring(
     rollout: Rollout,
     fingerprint: Fingerprint,
 ) -> Scoring:
-    """What the engine said while it sampled, with the experts it used."""
-    name = f"{engine.name}:decode"
-    flat = [sample for group in samples for sample in group]
-    layout = engine.experts()
-    routing = None
-    if layout is not None:
-        routing = build_routing([sample.routed for sample in flat], layout, rollout, name)
+    """What the engine said while it sampled; the experts it used are :func:`decode_routing`."""
     return Scoring(
-        name=name,
+        name=f"{engine.name}:decode",
         token_ids=rollout.token_ids[rollout.actions],
-        logprobs=np.concatenate([sample.logprobs for sample in flat]),
+        logprobs=np.concatenate([sample.logprobs for group in samples for sample in group]),
         fingerprint=fingerprint,
-        routing=routing,
     )
+
+
+def decode_routing(
+    engine: Engine, samples: Sequence[Sequence[Sample]], rollout: Rollout
+) -> Routing | None:
+    """The experts that the engine used while it sampled; None where it captures none.
+
+    Raises:
+        CorruptCapture: as :func:`build_routing`.
+    """
+    layout = engine.experts()
+    if layout is None:
+        return None
+    rows = [sample.routed for group in samples for sample in group]
+    return build_routing(rows, layout, rollout, f"{engine.name}:decode")
 
 
 def prefill_scoring(engine: Engine, rollout: Rollout, progress: Progress) -> Scoring:
@@ -112,11 +122,16 @@ def build_routing(
     Raises:
         CorruptCapture: a sequence without experts, of another shape, or impossible ids.
     """
+    captured = [found for found in rows if found is not None]
+    if len(captured) < len(rows):
+        first = next(index for index, found in enumerate(rows) if found is None)
+        missing = f"{len(rows) - len(captured)} of {len(rows)} sequences have no routed experts"
+        raise CorruptCapture(f"{source}, sequence {first}: {missing}", CAPTURE_FIX)
     shape = (len(rollout.token_ids), len(layout.layers), layout.top_k)
     ids = np.zeros(shape, np.uint8 if layout.num_experts <= 256 else np.uint16)
     present = np.zeros(shape[0], bool)
     bounds = zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)
-    for sequence, (found, (start, end)) in enumerate(zip(rows, bounds, strict=True)):
+    for sequence, (found, (start, end)) in enumerate(zip(captured, bounds, strict=True)):
         forwarded = int(end - start) - 1
         experts = _require_rows(found, forwarded, layout, f"{source}, sequence {sequence}")
         ids[start : end - 1] = experts[:forwarded]
@@ -127,18 +142,17 @@ def build_routing(
 
 
 def _require_rows(
-    found: NDArray[Any] | None, forwarded: int, layout: ExpertLayout, where: str
+    found: NDArray[Any], forwarded: int, layout: ExpertLayout, where: str
 ) -> NDArray[Any]:
     """Experts of one sequence, checked before they are narrowed to the smallest dtype."""
-    fix = "upgrade the engine, or run without routing: --no-routing"
     wanted = (forwarded, len(layout.layers), layout.top_k)
-    if found is None:
-        raise CorruptCapture(f"{where}: no routed experts, expected {wanted}", fix)
     # Some engines also return a row for the last token, which no forward made: not used.
     if found.shape[1:] != wanted[1:] or len(found) - forwarded not in (0, 1):
-        raise CorruptCapture(f"{where}: routed experts {found.shape}, expected {wanted}", fix)
+        says = f"{where}: routed experts {found.shape}, expected {wanted}"
+        raise CorruptCapture(says, CAPTURE_FIX)
     if found.max(initial=0) >= layout.num_experts or found.min(initial=0) < 0:
-        raise CorruptCapture(f"{where}: expert {found.max()} of {layout.num_experts}", fix)
+        says = f"{where}: expert {found.max()} of {layout.num_experts}"
+        raise CorruptCapture(says, CAPTURE_FIX)
     return found
 
 

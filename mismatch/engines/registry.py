@@ -19,7 +19,7 @@ INSTALL = {
     "vllm": "on a GPU machine: pip install 'train-infer-mismatch[vllm]'; on a CPU: `make env` in a "
     "clone (vLLM's CPU build needs torch's CPU companions), or another engine: "
     "--engine transformers",
-    "transformers": "pip install 'train-infer-mismatch'",
+    "transformers": "pip install 'train-infer-mismatch[score]'",
 }
 
 
@@ -37,6 +37,8 @@ def require_engine(name: str) -> None:
     if name not in engine_names():
         near = difflib.get_close_matches(name.lower(), engine_names(), n=2, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
+        if name == "sglang":
+            hint = "SGLang comes with a later version; "
         raise MismatchError(
             f"unknown engine {name!r}", f"{hint}known engines: {', '.join(engine_names())}"
         )

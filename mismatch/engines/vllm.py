@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -22,8 +23,10 @@ from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_mo
 from mismatch.engines.routes import unpack
 from mismatch.engines.seeds import sample_seed
 from mismatch.engines.vllm_args import (
+    captures_routes,
     engine_arguments,
     is_cpu_build,
+    is_pipelined,
     sampling_arguments,
     set_environment,
 )
@@ -43,7 +46,7 @@ class VllmEngine:
         self.sampling = sampling
         self.info: ModelInfo = read_model_info(spec)
         self._arguments = engine_arguments(spec, sampling, self.info, longest)
-        self._capture = spec.routing and self.info.moe
+        self._capture = captures_routes(spec, self.info)
         self._sent: dict[str, Any] = {}
         self._prefill_temperature = 1.0
         self._ids = itertools.count()
@@ -57,7 +60,7 @@ class VllmEngine:
                 "vLLM's GPU kernels depend on what else is in the batch; "
                 "VLLM_BATCH_INVARIANT=1 makes them independent of it"
             )
-        pipeline = dict(spec.args).get("pipeline_parallel_size", 1) != 1
+        pipeline = is_pipelined(spec)
         if pipeline:
             reasons["routed_experts"] = "vLLM returns no routed experts with pipeline parallelism"
         return Capabilities(
@@ -152,14 +155,13 @@ class VllmEngine:
         self._call("mismatch_start_capture")
 
     def _captured(self, outputs: list[tuple[str, Any]]) -> list[NDArray[Any] | None]:
-        packed = self._call("mismatch_stop_capture")[0]
-        missing = [request for request, _ in outputs if request not in packed]
-        if missing:
-            raise MismatchError(
-                f"vLLM routed {len(missing)} of {len(outputs)} requests past the capture",
-                "run without routing: --no-routing",
-            )
-        return [unpack(packed[request]) for request, _ in outputs]
+        """Experts of each request; None where there are none: refused once the tokens are saved."""
+        try:
+            packed = self._call("mismatch_stop_capture")[0]
+        except Exception:  # a hole in the capture must not cost what was sampled
+            traceback.print_exc()
+            packed = {}
+        return [unpack(packed[name]) if name in packed else None for name, _ in outputs]
 
     def _sample(
         self, request: str, output: Any, routed: NDArray[Any] | None, job: tuple[int, int]
@@ -180,8 +182,10 @@ class VllmEngine:
             )
         logprobs = [entry[token].logprob for entry, token in zip(entries, ids, strict=True)]
         if routed is None and getattr(completion, "routed_experts", None) is not None:
+            routed = np.asarray(completion.routed_experts)
             layers = list(self._facts["moe_layers"])
-            routed = np.asarray(completion.routed_experts)[:, layers]
+            if routed.ndim == 3 and routed.shape[1] > max(layers, default=0):
+                routed = routed[:, layers]  # another shape is refused once all is saved
         return Sample(
             token_ids=ids,
             logprobs=np.asarray(logprobs, np.float64),

@@ -98,7 +98,7 @@ def engine_arguments(
     if spec.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
     user = user_arguments(spec)
-    capture = spec.routing and info.moe
+    capture = captures_routes(spec, info)
     if is_cpu_build():
         arguments["enforce_eager"] = True
         if not {"max_num_batched_tokens", "enable_chunked_prefill"} & user.keys():
@@ -118,6 +118,24 @@ def engine_arguments(
     return arguments | user
 
 
+def is_pipelined(spec: EngineSpec) -> bool:
+    """Whether the user splits the layers over several workers."""
+    given = {_argument_name(raw): value for raw, value in spec.args}
+    return bool(given.get("pipeline_parallel_size", 1) != 1)
+
+
+def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
+    """Whether routed experts are asked for, exist, and can be had.
+
+    With pipeline parallelism no worker sees the experts of all layers.
+    """
+    return spec.routing and info.moe and not is_pipelined(spec)
+
+
+def _argument_name(raw: str) -> str:
+    return raw.lstrip("-").replace("-", "_")
+
+
 def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     """``--engine-arg`` pairs, checked against vLLM's own list.
 
@@ -130,7 +148,7 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     known = set(EngineArgs.__dataclass_fields__) | {"kv_transfer_config", "disable_log_stats"}
     arguments: dict[str, Any] = {}
     for raw, value in spec.args:
-        name = raw.lstrip("-").replace("-", "_")
+        name = _argument_name(raw)
         if name in OWN_OPTIONS:
             raise MismatchError(
                 f"--engine-arg {raw}: mismatch sets this itself", f"use {OWN_OPTIONS[name]}"

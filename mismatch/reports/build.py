@@ -131,8 +131,9 @@ def compare_all(found: Artefacts, seed: int) -> tuple[list[Comparison], list[Com
     rollout, decode, prefill = found.rollout, found.decode, found.prefill
     lawful = is_sampling_law(rollout, decode)
     pairs = [(decode, found.train, lawful)]
-    pairs += [] if prefill is None else [(prefill, found.train, False)]
-    pairs += [(decode, other, lawful) for other in found.others]
+    if prefill is not None and not flaw(prefill):
+        pairs.append((prefill, found.train, False))
+    pairs += [(decode, other, lawful) for other in found.others if not flaw(other)]
     comparisons = [
         compare(rollout, left, right, sampled_by_left=law, seed=seed) for left, right, law in pairs
     ]
@@ -141,6 +142,18 @@ def compare_all(found: Artefacts, seed: int) -> tuple[list[Comparison], list[Com
 
 def _sound(checks: list[Check]) -> bool:
     return all(check.status == "passed" for check in checks)
+
+
+def flaw(scoring: Scoring) -> str:
+    """Why no comparison can be made of a scoring; empty where one can.
+
+    The two scorings of the headline have :func:`input_checks` for this. One that stands beside them
+    is left out and named, so that it cannot keep the verdict from being reached.
+    """
+    for what, values in (("logprobs", scoring.logprobs), ("entropies", scoring.entropy)):
+        if values is not None and not np.isfinite(values).all():
+            return f"{int((~np.isfinite(values)).sum())} of {len(values)} {what} are not finite"
+    return ""
 
 
 def noise_floor(
@@ -160,7 +173,7 @@ def noise_floor(
     return [
         compare(rollout, left, right, sampled_by_left=False, seed=seed, headline_only=True)
         for left, right in pairs
-        if np.isfinite(left.logprobs).all() and np.isfinite(right.logprobs).all()
+        if not flaw(left) and not flaw(right)
     ]
 
 
@@ -204,6 +217,11 @@ def not_tested(
     missing = [f"{check.id}: {check.detail}" for check in checks if check.status == "not_tested"]
     missing += decode.get("not_tested", [])
     missing += spec.not_reproduced
+    missing += [
+        f"{name}: left out of every comparison, because {flaw(scoring)}"
+        for name, scoring in scorings.items()
+        if name not in (f"{engine}:decode", TRAIN) and flaw(scoring)
+    ]
     if not spec.rollout.engine.prefill:
         missing.append("decode against prefill: the prefill rescoring was switched off")
     if not spec.noise_floor:

@@ -207,11 +207,16 @@ def _read_noise(entry: dict[str, Any]) -> Comparison:
 
 def _read_estimates(entries: dict[str, Any]) -> dict[str, Estimate]:
     return {
-        name: Estimate(
-            **{**entry, "value": _number(entry["value"]), "flags": tuple(entry["flags"])}
-        )
+        name: Estimate(**{**entry, "value": _value(entry), "flags": tuple(entry["flags"])})
         for name, entry in entries.items()
     }
+
+
+def _value(entry: dict[str, Any]) -> float:
+    """JSON has no infinity: a null that is flagged as overflow was one."""
+    if entry["value"] is None and "overflow" in entry["flags"]:
+        return math.inf
+    return _number(entry["value"])
 
 
 def _number(value: float | None) -> float:

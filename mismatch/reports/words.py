@@ -187,9 +187,9 @@ def noise_words(pair: Comparison) -> Words:
     if kinds == {"decode", "prefill"}:
         return Words("engine: prefill / decode", "the engine reads back the tokens it sampled")
     if "reference" in kinds and kinds & {"decode", "prefill"}:
-        return Words("engine vs float32", "what the engine's own rounding costs")
+        return Words("engine vs float32", "what the engine's precision and kernels cost")
     if "reference" in kinds:
-        return Words("trainer vs float32", "what the trainer's own rounding costs")
+        return Words("trainer vs float32", "what the trainer's precision and kernels cost")
     for kind, words in _TRAINER.items():
         if kind in kinds:
             return words

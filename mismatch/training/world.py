@@ -106,8 +106,6 @@ class Progress:
         self.shown = now
         rate = done / max(now - self.started, 1e-9)
         eta = (self.total - done) / rate if rate > 0 else 0.0
-        print(
-            f"progress {self.name} {done}/{self.total} tokens {rate:.0f} tok/s eta {eta:.0f}s",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"{self.name} {done}/{self.total} tokens {rate:.0f} tok/s eta {eta:.0f}s"
+        sys.stderr.write(f"progress {line}\n")  # in one piece: ranks share the pipe
+        sys.stderr.flush()

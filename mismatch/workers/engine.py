@@ -23,6 +23,7 @@ from mismatch import resume, store
 from mismatch.engines.artefacts import (
     build_rollout,
     decode_fingerprint,
+    decode_routing,
     decode_scoring,
     prefill_scoring,
     response_rewards,
@@ -30,10 +31,11 @@ from mismatch.engines.artefacts import (
 from mismatch.engines.base import Capabilities, Engine, Sample
 from mismatch.engines.model_info import ModelInfo, first_line, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
-from mismatch.errors import MismatchError
+from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.specs import RolloutSpec, from_dict
 from mismatch.tasks.prompts import Prompt, read_prompts, render_prompts
-from mismatch.workers.launch import leave, report_ready, report_timing, write_error
+from mismatch.types import Rollout, Scoring
+from mismatch.workers.launch import leave, report_ready, report_timing, say, write_error
 
 PROGRESS_INTERVAL_S = 0.5
 
@@ -91,12 +93,17 @@ def run(run_dir: Path, spec: RolloutSpec) -> None:
 
 
 def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> None:
-    """Sample and save; the decode scoring last, which marks the rollout as complete."""
+    """Sample and save; the decode scoring last, which marks the rollout as complete.
+
+    Raises:
+        CorruptCapture: the routed experts cannot be true; tokens and logprobs are saved by then.
+    """
     with timed("generate"):
         samples = engine.generate(ready.ids, Reporter("rollout"))
     require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
     fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info)
     fingerprint["not_tested"] = not_tested(spec, ready.capabilities)
+    fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
     rollout = build_rollout(ready.ids, samples, spec, fingerprint)
     rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)
     rollout = replace(rollout, rewards=rewards)
@@ -104,7 +111,30 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     texts = token_texts(ready.tokenizer, np.unique(rollout.token_ids).tolist())
     store.save_rollout(run_dir, rollout, made_by=spec)
     store.save_vocabulary(run_dir, texts)
+    if ready.capabilities.routed_experts:
+        try:
+            decode = replace(decode, routing=decode_routing(engine, samples, rollout))
+        except CorruptCapture as error:
+            raise keep_without_routes(run_dir, decode, rollout, error) from error
     store.save_scoring(run_dir, decode, rollout, made_by=spec)
+
+
+def keep_without_routes(
+    run_dir: Path, decode: Scoring, rollout: Rollout, error: CorruptCapture
+) -> CorruptCapture:
+    """Save the logprobs that were sampled without their experts; returns the error to raise.
+
+    No spec is noted in them, so that they can be compared, but resuming does not take them for the
+    scoring that was asked for.
+    """
+    reason = f"routing disagreement: {error.message}"
+    facts = decode.fingerprint | {"not_tested": [*decode.fingerprint["not_tested"], reason]}
+    store.save_scoring(run_dir, replace(decode, fingerprint=facts), rollout)
+    return CorruptCapture(
+        error.message,
+        f"{error.fix}; tokens and logprobs are kept, to go on without routes: "
+        f"mismatch score {run_dir}, then mismatch compare {run_dir}",
+    )
 
 
 def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
@@ -233,11 +263,9 @@ class Reporter:
         self.last = now
         elapsed = max(now - self.start, 1e-9)
         eta = elapsed * (total - done) / max(done, 1)
-        print(
+        say(
             f"progress {self.what} {done}/{total} sequences, {tokens} tokens, "
-            f"{tokens / elapsed:.0f} tok/s, eta {eta:.0f} s",
-            file=sys.stderr,
-            flush=True,
+            f"{tokens / elapsed:.0f} tok/s, eta {eta:.0f} s"
         )
 
 

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ TAIL_LINES = 12
 GRACE_S = 10.0  # between asking a process to end and ending it
 POLL_S = 0.05
 PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
+TIMING_LINE = re.compile(TIMING + r"(\S+) (\d+\.\d+)")
 OUT_OF_MEMORY = (
     "a killed process is often out of memory: "
     "lower --num-prompts, --max-tokens or --micro-batch-tokens"
@@ -110,17 +112,23 @@ class Worker:
 
     def stop(self) -> None:
         """End the process and all its descendants, whatever they are doing."""
-        kill_tree(self._process, self._tag)
-        self._reader.join(GRACE_S)
-        with contextlib.suppress(OSError):
-            self._log.close()
+        with _interrupts_held():
+            kill_tree(self._process, self._tag)
+            self._reader.join(GRACE_S)
+            with contextlib.suppress(OSError):
+                self._log.close()
 
     def _relay(self, stream: IO[bytes]) -> None:
         # A progress bar of a library ends its lines with \r; both ends count here.
         for raw in stream:
             for piece in raw.replace(b"\r", b"\n").splitlines():
-                self._line(piece.decode("utf-8", "replace"))
-            # A full disk must not stop the reading: the worker would wait on its output for ever.
+                line = piece.decode("utf-8", "replace")
+                # Nothing may stop the reading, no odd line, no terminal that is gone, no full
+                # disk: the worker would wait on its output for ever.
+                try:
+                    self._line(line)
+                except Exception:
+                    self._note(line)
             with contextlib.suppress(OSError, ValueError):
                 self._log.flush()
 
@@ -129,23 +137,25 @@ class Worker:
             self.on_progress(line.removeprefix(PROGRESS))
         elif line == READY:
             self.timings[READY] = round(time.monotonic() - self._start, 3)
-        elif line.startswith(TIMING):
-            _, name, seconds = line.split()
-            self.timings[name] = float(seconds)
-        elif line.startswith(ERROR + "{"):
-            self._said.append(MismatchError(**json.loads(line.removeprefix(ERROR))))
+        elif timing := TIMING_LINE.fullmatch(line):
+            self.timings[timing[1]] = float(timing[2])
+        elif line.startswith(ERROR) and (error := _error_in(line.removeprefix(ERROR))):
+            self._said.append(error)
         else:
-            self._tail.append(line)
-            with contextlib.suppress(OSError, ValueError):
-                self._log.write(line.encode() + b"\n")
+            self._note(line)
+
+    def _note(self, line: str) -> None:
+        self._tail.append(line)
+        with contextlib.suppress(OSError, ValueError):
+            self._log.write(line.encode() + b"\n")
 
     def _failure(self, code: int) -> MismatchError:
         # Of several ranks the first to fail knows why; the others only lost their peer.
         files = sorted(_error_files(self.run_dir, self.label), key=lambda f: f.stat().st_mtime_ns)
-        if files:
-            return MismatchError(**json.loads(files[0].read_text()))
-        if self._said:
-            return self._said[0]
+        written = [_error_in(file.read_text(errors="replace")) for file in files]
+        for error in [*written, *self._said]:
+            if error is not None:
+                return error
         lines = [line for line in self._tail if line.strip()]
         shown = "\n".join(f"    {line[:200]}" for line in lines)
         memory = f"; {OUT_OF_MEMORY}" if code in (-9, 128 + 9) else ""
@@ -219,6 +229,28 @@ def kill_tree(process: subprocess.Popen[bytes], tag: str) -> None:
         _quietly(child.kill)
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C and TERM take effect after the block: half a clean-up would leave orphans.
+
+    They are kept and not ignored, so that one that comes while a stage ends well still counts.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals never interrupt another thread, nor could it change what they do
+        return
+    came: list[int] = []
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda got, frame: came.append(got))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
 def _tagged(tag: str) -> list[psutil.Process]:
     """Processes started under this worker, also those whose parent is already gone."""
     import psutil
@@ -263,7 +295,16 @@ def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
     except OSError:  # a full disk: the reason itself, perhaps
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-        print(f"{ERROR}{text}", file=sys.stderr, flush=True)
+        say(f"{ERROR}{text}")
+
+
+def say(line: str) -> None:
+    """Called by a worker: one whole line, which no other process on the same pipe can split.
+
+    ``print`` writes its line end apart when Python is unbuffered, as workers are.
+    """
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def leave(code: int) -> NoReturn:
@@ -275,17 +316,26 @@ def leave(code: int) -> NoReturn:
 
 def report_ready() -> None:
     """Called by a worker: start-up is over."""
-    print(READY, file=sys.stderr, flush=True)
+    say(READY)
 
 
 def report_timing(name: str, seconds: float) -> None:
     """Called by a worker: how long one part of its work took."""
-    print(f"{TIMING}{name} {seconds:.3f}", file=sys.stderr, flush=True)
+    say(f"{TIMING}{name} {seconds:.3f}")
 
 
 def clear_errors(run_dir: Path, label: str) -> None:
     for path in _error_files(run_dir, label):
         path.unlink()
+
+
+def _error_in(text: str) -> MismatchError | None:
+    """The error that :func:`write_error` put there; None if it was cut short, or is not one."""
+    try:
+        said = json.loads(text)
+        return MismatchError(str(said["message"]), str(said["fix"]))
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _error_files(run_dir: Path, label: str) -> list[Path]:

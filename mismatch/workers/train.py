@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch.errors import MismatchError
 from mismatch.specs import Pass, TrainSpec, from_dict
 from mismatch.store import load_rollout, read_json, save_scoring
-from mismatch.workers.launch import leave, report_ready, report_timing, write_error
+from mismatch.workers.launch import leave, report_ready, report_timing, say, write_error
 
 if TYPE_CHECKING:
     from mismatch.training.load import Loaded
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     try:
         run(job)
     except MismatchError as error:
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        say(f"rank {rank}: {error}")
         write_error(job["run_dir"], f"{job.get('label', 'train')}-rank{rank}", error)
         return EXIT_FAILED
     return 0

@@ -173,6 +173,25 @@ def test_a_missing_engine_names_its_install_command(tmp_path):
     assert INSTALL["vllm"] in done.stderr
 
 
+def test_a_crash_of_the_tool_is_no_verdict(tmp_path):
+    """Exit 1 says "critical"; a bug says that it is one, and shows where."""
+    code = (
+        "import sys\n"
+        "from mismatch.cli import main, session\n"
+        "session.stored_spec = lambda flags: {}['no such key']\n"
+        "sys.argv = ['mismatch', 'check', '--model', 'tiny-gpt-oss']\n"
+        "main.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" in done.stderr
+    *_, cause, last = done.stderr.splitlines()
+    assert cause == "KeyError: 'no such key'"
+    assert last.startswith("error: unexpected KeyError: this is a bug in mismatch; please report")
+
+
 # ---------------------------------------------------------------- the machine
 
 

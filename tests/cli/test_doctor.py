@@ -264,3 +264,31 @@ def test_an_unknown_model_is_refused_with_near_misses(tmp_path):
     done = run("doctor", "--model", "gpt-oss-21b", cwd=tmp_path)
     assert done.returncode == 2
     assert "gpt-oss-20b" in done.stderr
+
+
+def test_the_flag_shows_the_plan_and_starts_nothing(tmp_path):
+    command = [sys.executable, "-m", "mismatch", "check", "--dry-run", "--num-prompts", "3"]
+    done = subprocess.run(
+        [*command, "--model", "tiny-gpt-oss"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sequences                         12" in done.stdout
+    assert "sink-sdpa" in done.stdout
+    large = subprocess.run(
+        [*command, "--model", "gpt-oss-120b", "--nproc-per-node", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert large.returncode == 2
+    assert "does not fit" in large.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_job_holds_of_a_gpu_is_not_there():
+    full = plan(spec("qwen3-8b", ranks=1), machine(gpus=1, gib=80))
+    taken = replace(machine(gpus=1, gib=80), gpus=(Gpu("H100", 80 * GIB, 20 * GIB, "580"),))
+    shared = plan(spec("qwen3-8b", ranks=1), taken)
+    assert full.sides[1].level == "fits"
+    assert shared.sides[1].level == "does not fit"
+    assert {side.capacity for side in shared.sides} == {20 * GIB}

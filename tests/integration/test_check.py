@@ -103,7 +103,7 @@ def test_all_semantic_checks_pass_on_a_clean_run(default_run):
     bad = {id: status for id, status in default_run.checks.items() if status != "passed"}
     assert bad.keys() <= {"importance-ratio"}, bad  # a 99.7 % test, so a warning may happen
     assert "failed" not in bad.values()
-    assert len(default_run.checks) == 12
+    assert len(default_run.checks) == 13
 
 
 def test_fingerprints_hold_what_ran(default_run):
@@ -129,6 +129,9 @@ def test_float32_on_both_sides_agrees(fp32_run):
 def test_a_sinkless_trainer_is_critical(default_run, no_sinks_run):
     assert no_sinks_run.code == 1
     assert no_sinks_run.report["verdict"]["status"] == "critical"
+    assert no_sinks_run.failed == {"attention-sinks"}
+    judged = {j["metric"]: j["status"] for j in no_sinks_run.report["verdict"]["judgements"]}
+    assert judged["k3_kl"] == judged["logprob_abs_diff_mean"] == "critical"  # also by the numbers
     assert no_sinks_run.value("k3_kl") >= 20 * default_run.value("k3_kl")
     trainer = no_sinks_run.report["fingerprints"]["fsdp"]
     assert trainer["honours_sinks"] is False

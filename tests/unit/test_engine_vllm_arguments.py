@@ -7,6 +7,7 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mismatch.engines import vllm_args
@@ -27,6 +28,7 @@ class EngineArgs:
     max_num_batched_tokens: int = 0
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
+    pipeline_parallel_size: int = 1
     kv_cache_dtype: str = "auto"
     logprobs_mode: str = "raw_logprobs"
     generation_config: str = "auto"
@@ -97,6 +99,22 @@ def test_routes_are_captured_by_us_on_a_cpu_and_by_vllm_on_a_gpu(
     assert "enable_return_routed_experts" not in arguments(EngineSpec(model="m", routing=False))
 
 
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "pipeline-parallel-size"])
+def test_no_routes_are_captured_over_a_pipeline(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mismatch.engines import vllm
+
+    split, whole = with_args(**{name: 2}), with_args(**{name: 1})
+    monkeypatch.setattr(vllm, "read_model_info", lambda spec: MOE)
+    for cpu in (True, False):
+        monkeypatch.setattr(vllm_args, "is_cpu_build", lambda cpu=cpu: cpu)
+        routed = "enable_prefix_caching" if cpu else "enable_return_routed_experts"
+        assert routed in arguments(whole)
+        assert routed not in arguments(split)
+    for spec, captures in ((split, False), (whole, True)):
+        assert vllm.VllmEngine.capabilities(spec, Sampling()).routed_experts is captures
+        assert vllm.VllmEngine(spec, Sampling(), 200)._capture is captures
+
+
 def test_prefix_caching_with_routes_on_a_cpu_is_refused() -> None:
     spec = with_args(enable_prefix_caching=True)
     with pytest.raises(MismatchError, match="prefix caching") as caught:
@@ -154,3 +172,36 @@ def test_the_environment_is_a_default_and_not_an_order(monkeypatch: pytest.Monke
     vllm_args.set_environment()
     assert vllm_args.os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
     assert vllm_args.os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+class Request:
+    def __init__(self, routed: Any) -> None:
+        self.token_ids, self.finish_reason, self.routed_experts = [3], "stop", routed
+        self.logprobs = [{3: types.SimpleNamespace(logprob=-0.5)}]
+        self.outputs = [self]
+
+
+def test_a_broken_capture_costs_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing or misshapen is handed on as it is; it is refused once tokens are saved."""
+    from mismatch.engines import vllm
+    from mismatch.engines.routes import pack
+
+    monkeypatch.setattr(vllm, "read_model_info", lambda spec: MOE)
+    engine: Any = vllm.VllmEngine(EngineSpec(model="m"), Sampling(), 200)
+    engine._facts = {"moe_layers": [0, 2]}
+    outputs = [("a", None), ("b", None)]
+    rows = np.ones((2, 2, 1), np.uint16)
+    engine._call = lambda method: [{"a": pack(rows)}]
+    found, missing = engine._captured(outputs)
+    assert found.tolist() == rows.tolist()
+    assert missing is None
+
+    def fail(method: str) -> list[Any]:
+        raise ValueError("no experts for position 3")
+
+    engine._call = fail
+    assert engine._captured(outputs) == [None, None]
+    for layers, kept in ((3, 2), (2, 2), (1, 1)):  # layer 2 exists only in the first
+        sample = engine._sample("a", Request(np.zeros((4, layers, 1))), None, (0, 0))
+        assert sample.routed.shape == (4, kept, 1)
+        assert sample.token_ids == [3]

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import psutil
 import pytest
 
 from mismatch.errors import MismatchError
+from mismatch.workers import launch
 from mismatch.workers.launch import finish, run_worker, started, write_error
 
 
@@ -117,6 +119,74 @@ time.sleep(600)
     wait_for(lambda: not alive(int(pid_file.read_text())))
 
 
+STUBBORN = """
+import os, pathlib, signal, subprocess, sys, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+if len(sys.argv) > 2:
+    subprocess.Popen([sys.executable, *sys.argv[1:3]], start_new_session=True)
+pathlib.Path(sys.argv[-1]).write_text(str(os.getpid()))
+time.sleep(40)
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_does_not_cut_the_clean_up_short(tmp_path, second):
+    """A worker and its child, in another session, that both have to be killed by force."""
+    script, parent, child = (tmp_path / name for name in ("stubborn.py", "parent", "child"))
+    script.write_text(STUBBORN)
+    command = [sys.executable, str(script), str(script), str(child), str(parent)]
+    tool = f"""
+        import pathlib, signal
+        from mismatch.cli.main import _interrupt
+        from mismatch.workers import launch
+        launch.GRACE_S = 1.5
+        signal.signal(signal.SIGTERM, _interrupt)
+        launch.run_worker("job", {command!r}, pathlib.Path({str(tmp_path)!r}))
+    """
+    process = subprocess.Popen(python(tool), stderr=subprocess.DEVNULL)
+    for file in (parent, child):
+        wait_for(lambda file=file: file.exists() and file.read_text())
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.4)
+    os.kill(process.pid, second)
+    process.wait(20)
+    wait_for(lambda: not any(alive(int(file.read_text())) for file in (parent, child)), 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_stage_ends_well_is_kept_for_after(tmp_path, monkeypatch, number):
+    done = []
+
+    def kill_tree(process, tag):
+        if not done:
+            signal.raise_signal(number)
+        done.append(True)
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "kill_tree", kill_tree)
+    before = signal.signal(number, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_worker("job", python("pass"), tmp_path)
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, before)
+    assert done
+
+
+def test_a_worker_can_be_run_from_any_thread(tmp_path):
+    lines = []
+    arguments = ("job", python("print('progress 1/1')"), tmp_path, lines.append)
+    thread = threading.Thread(target=run_worker, args=arguments)
+    thread.start()
+    thread.join(20)
+    assert lines == ["1/1"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 # ---------------------------------------------------------------- two workers at once
 
 
@@ -194,3 +264,74 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_worker(tmp_path):
     code = "print('x' * 1000 + '\\n', end='', flush=True)\n" * 300 + "raise SystemExit('the end')"
     with pytest.raises(MismatchError, match="the end"):
         run_worker("job", python(code), tmp_path)
+
+
+# ---------------------------------------------------------------- lines that are not as agreed
+
+ODD = [
+    "timing of the kernels: not known yet",
+    "timing generate soon",
+    "timing ",
+    "timing generate nan",
+    "timing generate 1.250timing load 2.500",
+    "error {oops",
+    'error {"a": 1}',
+    'error {"message": "cut sho',
+]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_line_is_logged_and_the_reading_goes_on(tmp_path, odd):
+    """More output follows than a pipe holds; a worker that nobody reads is ended by its alarm."""
+    code = f"""
+        import signal
+        signal.alarm(5)
+        print({odd!r})
+        print("x" * 200_000)
+        print("timing generate 1.5")
+    """
+    with started("job", python(code), tmp_path) as worker:
+        finish(worker)
+    assert worker.timings == {"generate": 1.5}
+    assert (tmp_path / "logs" / "job.log").read_text().splitlines() == [odd, "x" * 200_000]
+
+
+def test_a_display_that_fails_does_not_stop_the_worker(tmp_path):
+    def broken(line):
+        raise BrokenPipeError
+
+    code = "import signal; signal.alarm(5); print('progress 1/2'); print('x' * 200_000)"
+    run_worker("job", python(code), tmp_path, broken)
+    assert (tmp_path / "logs" / "job.log").read_text().startswith("progress 1/2\nxxx")
+
+
+def test_an_error_file_that_was_cut_short_is_not_believed(tmp_path):
+    code = f"""
+        import pathlib
+        path = pathlib.Path({str(tmp_path)!r}) / "errors" / "job.json"
+        path.parent.mkdir()
+        path.write_text('{{"message": "no sp')
+        raise SystemExit("the last words")
+    """
+    with pytest.raises(MismatchError, match="the last words"):
+        run_worker("job", python(code), tmp_path)
+
+
+def test_a_line_for_the_parent_is_one_write(tmp_path, monkeypatch):
+    """Ranks share one pipe: a line end written apart lets another rank's line in between."""
+    writes = []
+
+    class Stream:
+        write = staticmethod(writes.append)
+        flush = staticmethod(lambda: None)
+
+    (tmp_path / "errors").write_text("")
+    monkeypatch.setattr(sys, "stderr", Stream)
+    launch.report_ready()
+    launch.report_timing("load:fsdp", 1.25)
+    write_error(tmp_path, "job", MismatchError("disk full", "free some"))
+    assert writes == [
+        "ready\n",
+        "timing load:fsdp 1.250\n",
+        'error {"message": "disk full", "fix": "free some"}\n',
+    ]

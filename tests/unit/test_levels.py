@@ -202,6 +202,16 @@ def test_a_failed_check_is_critical_whatever_the_numbers():
     assert verdict(judged("healthy"), [warned, untested], "fp32").status == "healthy"
 
 
+def test_a_failed_check_does_not_hide_what_the_numbers_say():
+    got = verdict(judged("healthy", "critical", "critical"), [FAILED], "fp32")
+    assert got.reason.endswith("2 of 3 judged metrics are critical as well")
+
+
+def test_a_value_that_is_no_number_is_critical():
+    assert judge_one("k3_kl", estimate(float("nan"), None, None), K3).status == "critical"
+    assert judge_one("k3_kl", estimate(float("inf"), None, None), K3).status == "critical"
+
+
 def test_nothing_measured_never_passes():
     with pytest.raises(MismatchError, match="nothing measured"):
         verdict([], [PASSED], "fp32")

@@ -145,3 +145,17 @@ def test_every_field_of_the_schema_is_documented() -> None:
     fields = {name for item in objects for name in item.get("properties", {})}
     assert len(fields) > 30
     assert [name for name in sorted(fields) if f"`{name}`" not in text] == []
+
+
+def test_an_overflow_is_still_infinite_after_the_round_trip() -> None:
+    """JSON has no infinity; read back as no number, it would lose its verdict."""
+    report = make_report()
+    comparison = report.comparisons[0]
+    broken = replace(
+        comparison.metrics["k3_kl"], value=math.inf, low=None, high=None, flags=("overflow",)
+    )
+    metrics = comparison.metrics | {"k3_kl": broken}
+    report = replace(report, comparisons=(replace(comparison, metrics=metrics),))
+    document = json.loads(json.dumps(report_to_json(report), allow_nan=False))
+    assert document["comparisons"][0]["metrics"]["k3_kl"]["value"] is None
+    assert report_from_json(document).comparisons[0].metrics["k3_kl"].value == math.inf

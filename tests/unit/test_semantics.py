@@ -58,7 +58,8 @@ def make(temperature=1.0, noise=0.01, seed=0):
         full = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         extra["logprobs_untempered"] = full[np.arange(len(ids)), ids]
     noisy = np.minimum(sampled + rng.normal(0, noise, len(ids)), 0)
-    right = Scoring("fsdp", ids, noisy, dict(shared), extra=extra)
+    trainer = {**shared, "attention": "sink-sdpa", "honours_sinks": True}
+    right = Scoring("fsdp", ids, noisy, trainer, extra=extra)
     return rollout, left, right
 
 
@@ -84,7 +85,7 @@ def assert_only(checks, *expected):
 def test_a_clean_pair_passes_every_check(temperature):
     checks = statuses(*make(temperature))
     assert {check.status for check in checks.values()} == {"passed"}
-    assert len(checks) == 12
+    assert len(checks) == 13
 
 
 def test_other_token_ids_fail():
@@ -260,6 +261,17 @@ def test_a_doubled_bos_fails():
     assert "two BOS" in check.detail
 
 
+def test_a_kernel_that_ignores_sinks_fails_and_comes_first():
+    rollout, left, right = make()
+    sinkless = right.fingerprint | {"attention": "no-sinks", "honours_sinks": False}
+    checks = statuses(rollout, left, replace(right, fingerprint=sinkless))
+    assert_only(checks, "attention-sinks")
+    assert list(checks)[2] == "attention-sinks"
+    assert "--attention auto" in checks["attention-sinks"].fix
+    without = declared.attention_sinks(right.fingerprint | {"honours_sinks": None})
+    assert without.status == "passed"
+
+
 def test_other_source_files_fail():
     left, right = make()[1].fingerprint, make()[2].fingerprint
     right = right | {"source_files": {"model.safetensors": "cc", "config.json": "bb"}}
@@ -282,6 +294,7 @@ def test_stale_weights_fail_and_unmapped_names_are_listed():
     "check",
     [
         lambda r, a, b: declared.source_files({}, {}),
+        lambda r, a, b: declared.attention_sinks({}),
         lambda r, a, b: declared.weights_as_loaded({}, {}),
         lambda r, a, b: declared.sampling_parameters(r, replace(a, fingerprint={})),
         lambda r, a, b: declared.special_tokens(r, replace(a, fingerprint={}), b),

@@ -1,0 +1,41 @@
+"""`mismatch score` takes from the run what its flags leave open."""
+
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from mismatch import store
+from mismatch.cli.main import app
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
+
+
+@pytest.fixture
+def scored(tmp_path, monkeypatch):
+    """Run `mismatch score` on a run of a hub model; gives the spec that would be scored."""
+    train = TrainSpec(model="org/model", revision="abc", trust_remote_code=True)
+    engine = EngineSpec(model="org/model", revision="abc", trust_remote_code=True)
+    spec = replace(CheckSpec(), rollout=RolloutSpec(engine=engine), train=train)
+    store.write_json(tmp_path / "spec.json", to_dict(spec))
+    seen = []
+    monkeypatch.setattr("mismatch.preflight.preflight_training", lambda *args: None)
+    monkeypatch.setattr("mismatch.pipeline.run_score", lambda spec, *args: seen.append(spec))
+
+    def score(*flags: str) -> TrainSpec:
+        done = CliRunner().invoke(app, ["score", str(tmp_path), *flags])
+        assert done.exit_code == 0, done.output
+        return seen[-1].train
+
+    return score
+
+
+def test_the_runs_own_revision_is_scored(scored):
+    train = scored()
+    assert (train.model, train.revision, train.trust_remote_code) == ("org/model", "abc", True)
+    assert scored("--revision", "def").revision == "def"
+
+
+def test_another_model_brings_its_own_revision(scored):
+    train = scored("--model", "tiny-gpt-oss")
+    assert train.revision is None
+    assert train.trust_remote_code is False

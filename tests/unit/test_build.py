@@ -1,0 +1,122 @@
+"""The report of artefacts that lie there, where some of them cannot be compared or written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mismatch import store
+from mismatch.cli.main import app
+from mismatch.reports.build import build_report, write_report
+from mismatch.types import Report, Scoring
+from tests.made_run import make_run, rollout, scoring, spec
+
+NAMES = ("transformers:prefill", "fp32", "reference:fp32")
+
+
+def add(run: Path, name: str, *bad: float, entropy: float | None = None) -> None:
+    """One more scoring, the values ``bad`` first; ``entropy`` everywhere."""
+    made = rollout()
+    one: Scoring = scoring(name, made, shift=0.01)
+    if name.endswith(":prefill"):
+        one = replace(one, fingerprint=one.fingerprint | {"mode": "prefill"})
+    one.logprobs[: len(bad)] = bad
+    if entropy is not None:
+        one = replace(one, entropy=np.full(len(one.logprobs), entropy))
+    store.save_scoring(run, one, made)
+
+
+def report_of(run: Path) -> Report:
+    return build_report(run, replace(spec(), noise_floor=True))[0]
+
+
+def pairs(report: Report) -> list[tuple[str, str]]:
+    return [(c.rollout, c.train) for c in (*report.comparisons, *report.noise_floor)]
+
+
+def mentioned(report: Report, name: str) -> list[str]:
+    return [reason for reason in report.not_tested if reason.startswith(f"{name}: ")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scoring_beside_the_headline_that_is_not_finite_is_left_out_and_named(
+    name: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    for one in NAMES:
+        add(run, one)
+    sound = report_of(run)
+    assert any(name in pair for pair in pairs(sound))
+    assert not mentioned(sound, name)
+    add(run, name, np.nan, -np.inf)
+    report = report_of(run)
+    assert pairs(report) == [pair for pair in pairs(sound) if name not in pair]
+    assert report.comparisons[0] == sound.comparisons[0]
+    assert report.verdict == sound.verdict
+    (reason,) = mentioned(report, name)
+    assert reason.endswith("2 of 96 logprobs are not finite")
+
+
+def test_entropies_that_are_not_finite_are_no_reason_to_fail_either(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    add(run, "fp16", entropy=np.nan)
+    report = report_of(run)
+    assert pairs(report) == [("transformers:decode", "fsdp")]
+    (reason,) = mentioned(report, "fp16")
+    assert reason.endswith("96 of 96 entropies are not finite")
+
+
+def printed(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and output of `mismatch report`."""
+    code = app(["report", str(run)], standalone_mode=False)
+    return code, capsys.readouterr().out
+
+
+def reported_run(directory: Path, shift: float) -> Path:
+    run = make_run(directory, shift=shift)
+    write_report(run, *build_report(run, spec()))
+    return run
+
+
+@pytest.mark.parametrize(("shift", "code"), [(0.0, 0), (1.0, 1)])
+def test_the_report_of_a_run_that_cannot_be_written_is_printed(
+    shift: float,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = reported_run(tmp_path / "run", shift)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    found, output = printed(run, capsys)
+    assert found == code
+    lines = output.strip().splitlines()
+    status = json.loads((run / "report.json").read_text())["verdict"]["status"]
+    assert lines[-1].startswith(f"verdict: {status.upper()}")
+    (note,) = [line for line in lines if line.startswith("note: ")]
+    assert "HTML and Markdown report could not be written" in note
+    assert "Read-only file system" in note
+    assert "Everything is in" not in output
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_can_be_written_gets_its_report_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = reported_run(tmp_path / "run", 0.0)
+    (run / "report.html").unlink()
+    code, output = printed(run, capsys)
+    assert code == 0
+    assert "note: " not in output
+    assert (run / "report.html").read_text().startswith("<!")

@@ -1,0 +1,177 @@
+"""What the engine's worker leaves in a run: routes missing or corrupt, and no prefill to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from mismatch import resume, store
+from mismatch.engines.base import Capabilities, ExpertLayout, LoadedWeights, Sample
+from mismatch.engines.model_info import ModelInfo
+from mismatch.errors import CorruptCapture
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
+from mismatch.stages import Stages
+from mismatch.tasks.prompts import Prompt
+from mismatch.types import Sampling
+from mismatch.workers import engine as worker
+from tests.made_run import scoring
+
+SPEC = RolloutSpec(EngineSpec("stub"), sampling=Sampling(max_tokens=2, samples_per_prompt=2))
+PROMPTS = [[5, 6], [7, 8, 9]]
+NO_ROUTES = Capabilities(routed_experts=False, reasons={"routed_experts": "no routes here"})
+NO_PREFILL = Capabilities(prefill=False, reasons={"prefill": "it cannot rescore"})
+
+
+class Stub:
+    """An engine that samples two tokens per prompt; ``missing`` sequences have no experts."""
+
+    name = "stub"
+    can = Capabilities()
+    missing: tuple[int, ...] = ()
+    started = 0
+
+    def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None: ...
+
+    @classmethod
+    def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
+        return cls.can
+
+    def __enter__(self) -> Self:
+        type(self).started += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def generate(self, prompts: Sequence[list[int]], progress: Any) -> list[list[Sample]]:
+        def sample(index: int, prompt: list[int]) -> Sample:
+            rows = np.tile(np.array([0, 3], np.uint16), (len(prompt) + 1, 1, 1))
+            routed = None if index in self.missing else rows
+            return Sample([11, 2], np.array([-0.5, -1.5]), "stop", routed)
+
+        return [[sample(2 * p + s, ids) for s in range(2)] for p, ids in enumerate(prompts)]
+
+    def prefill(self, sequences: Sequence[list[int]], *_: Any) -> list[Any]:
+        return [np.array([-0.5, -1.5]) for _ in sequences]
+
+    def experts(self) -> ExpertLayout:
+        return ExpertLayout((1,), num_experts=4, top_k=2)
+
+    def weights(self) -> LoadedWeights:
+        return LoadedWeights({})
+
+    def fingerprint(self, mode: str) -> dict[str, Any]:
+        return {"mode": mode, "engine": "stub", "dtype": "bf16"}
+
+
+class Tokenizer:
+    vocab_size, bos_token_id = 50, None
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def kind(monkeypatch: pytest.MonkeyPatch) -> type[Stub]:
+    """A fresh stub, with everything around it that would read a model."""
+
+    class Fresh(Stub):
+        pass
+
+    for name, value in {
+        "engine_class": Fresh,
+        "read_prompts": [Prompt("p:1"), Prompt("p:2")],
+        "read_model_info": ModelInfo("x", 50, 64, (2,), num_experts=4, top_k=2),
+        "load_tokenizer": Tokenizer(),
+        "render_prompts": PROMPTS,
+    }.items():
+        monkeypatch.setattr(worker, name, lambda *_, value=value: value)
+    return Fresh
+
+
+def routing_reasons(run: Path) -> list[str]:
+    found = store.load_scoring(run, "stub:decode").fingerprint["not_tested"]
+    return [reason for reason in found if "rout" in reason]
+
+
+def test_routes_and_prefill_are_saved_where_the_engine_has_them(
+    kind: type[Stub], tmp_path: Path
+) -> None:
+    worker.run(tmp_path, SPEC)
+    decode = store.load_scoring(tmp_path, "stub:decode")
+    assert decode.routing is not None
+    assert decode.routing.present.sum() == 14
+    assert routing_reasons(tmp_path) == []
+    assert decode.fingerprint["prefill"] is True
+    assert resume.rollout_done(tmp_path, SPEC)
+    assert resume.prefill_done(tmp_path, SPEC)
+    (tmp_path / store.scoring_file("stub:prefill")).unlink()
+    assert not resume.prefill_done(tmp_path, SPEC)
+
+
+def test_an_engine_that_cannot_capture_routes_samples_without_them(
+    kind: type[Stub], tmp_path: Path
+) -> None:
+    kind.can = NO_ROUTES
+    kind.missing = (0, 1, 2, 3)
+    worker.run(tmp_path, SPEC)
+    assert store.load_scoring(tmp_path, "stub:decode").routing is None
+    assert routing_reasons(tmp_path) == ["stub: no routes here"]
+    assert resume.rollout_done(tmp_path, SPEC)
+
+
+def test_a_broken_capture_is_an_error_that_loses_no_sample(
+    kind: type[Stub], tmp_path: Path
+) -> None:
+    kind.missing = (1, 3)
+    with pytest.raises(CorruptCapture, match="sequence 1: 2 of 4 sequences have no") as caught:
+        worker.run(tmp_path, SPEC)
+    assert "--no-routing" in caught.value.fix
+    assert f"mismatch score {tmp_path}" in caught.value.fix
+    assert store.load_rollout(tmp_path).n_sequences == 4
+    decode = store.load_scoring(tmp_path, "stub:decode")
+    assert decode.logprobs.tolist() == [-0.5, -1.5] * 4
+    assert decode.routing is None
+    (reason,) = routing_reasons(tmp_path)
+    assert "2 of 4 sequences" in reason
+
+
+def test_resuming_after_a_broken_capture_samples_again(kind: type[Stub], tmp_path: Path) -> None:
+    kind.missing = (0,)
+    with pytest.raises(CorruptCapture):
+        worker.run(tmp_path, SPEC)
+    assert not resume.rollout_done(tmp_path, SPEC)
+    kind.missing = ()
+    worker.run(tmp_path, SPEC)
+    assert resume.rollout_done(tmp_path, SPEC)
+    assert store.load_scoring(tmp_path, "stub:decode").routing is not None
+    assert routing_reasons(tmp_path) == []
+
+
+def rescored(run: Path, spec: RolloutSpec = SPEC) -> bool:
+    stages: Any = Stages(CheckSpec(rollout=spec), run, None, None)  # type: ignore[arg-type]
+    return bool(stages._rescored())
+
+
+def test_a_prefill_that_never_comes_is_not_waited_for(kind: type[Stub], tmp_path: Path) -> None:
+    kind.can = NO_PREFILL
+    assert not rescored(tmp_path)
+    worker.run(tmp_path, SPEC)
+    assert not (tmp_path / store.scoring_file("stub:prefill")).exists()
+    assert resume.rollout_done(tmp_path, SPEC)
+    assert rescored(tmp_path)
+    warmer = replace(SPEC, sampling=replace(SPEC.sampling, temperature=0.5))
+    assert not rescored(tmp_path, warmer)  # what another spec could not do says nothing
+
+
+def test_a_run_that_does_not_say_gets_its_prefill(tmp_path: Path) -> None:
+    from tests.made_run import rollout
+
+    made = rollout()
+    store.save_rollout(tmp_path, made, made_by=SPEC)
+    store.save_scoring(tmp_path, scoring("stub:decode", made), made, made_by=SPEC)
+    assert not rescored(tmp_path)
