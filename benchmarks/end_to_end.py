@@ -6,8 +6,8 @@ One `mismatch check` (without the passes of the noise floor), with times from it
 Floor: the engine's generation alone plus one trainer forward over the same tokens. Taken off: the
 start-ups (until the engine is ready to sample; what the trainer still needs to get ready after the
 engine is done; the interpreter of the tool). Counted: everything else, such as digests of the
-weights, the ends of both processes, metrics with their intervals, and the report. Goal: at most 1.25
-times the floor. The engine's prefill rescoring is a measurement of its own (--no-prefill leaves it
+weights, the ends of both processes, metrics with their intervals, and the report. Goal: at most
+1.25 times the floor. The engine's prefill rescoring is a measurement of its own (--no-prefill leaves it
 out), so the goal is without it; the ratio with it is printed as well. Also printed: how much of the
 trainer's start-up passed while the engine was at work.
 """
