@@ -118,17 +118,6 @@ def record(
         _save(run_dir, known)
 
 
-def forget(run_dir: Path | str, names: Iterable[str]) -> None:
-    """Delete artefacts that have to be made again, and their entries."""
-    run_dir = Path(run_dir)
-    with _locked(run_dir):
-        known = entries(run_dir)
-        for name in names:
-            known.pop(name, None)
-            (run_dir / name).unlink(missing_ok=True)
-        _save(run_dir, known)
-
-
 def verify(run_dir: Path | str, name: str) -> None:
     """Compare an artefact with what was recorded; one that was never recorded passes.
 

@@ -3,36 +3,10 @@
 from __future__ import annotations
 
 from mismatch.cli.flags import Flags, with_flags
-from mismatch.cli.options import (
-    ConfigFlags,
-    DryRunFlags,
-    EngineFlags,
-    ExitFlags,
-    LevelFlags,
-    ModelFlags,
-    NewRunFlags,
-    PromptFlags,
-    RoutingFlags,
-    TrainFlags,
-    TrainModelFlags,
-    VerlFlags,
-)
+from mismatch.cli.options import ALL_GROUPS
 
 
-@with_flags(
-    ModelFlags,
-    TrainModelFlags,
-    PromptFlags,
-    EngineFlags,
-    RoutingFlags,
-    TrainFlags,
-    VerlFlags,
-    LevelFlags,
-    ExitFlags,
-    NewRunFlags,
-    DryRunFlags,
-    ConfigFlags,
-)
+@with_flags(*ALL_GROUPS)
 def check(flags: Flags) -> int:
     """Pre-flight check: sample, score the same tokens under FSDP2, compare, judge.
 

@@ -230,6 +230,8 @@ def not_tested(
         missing.append("float32 reference: the trainer itself is the float32 reference")
     if not spec.train.routing and train.get("moe"):
         missing.append("routing disagreement: route capture was switched off")
+    elif str(train.get("routing", "")).startswith("not supported"):
+        missing.append(f"routing disagreement: in the trainer {train['routing']}")
     if train.get("device") == "cpu":
         missing.append(
             "GPU kernels: both sides ran on a CPU, where results hardly depend on batch size; "

@@ -120,3 +120,16 @@ def test_a_run_that_can_be_written_gets_its_report_anew(
     assert code == 0
     assert "note: " not in output
     assert (run / "report.html").read_text().startswith("<!")
+
+
+def test_a_router_that_the_trainer_cannot_read_is_said(tmp_path: Path) -> None:
+    """Without the sentence, a report without routing would look like one with nothing to say."""
+    run, made = make_run(tmp_path / "run"), rollout()
+    assert not mentioned(report_of(run), "routing disagreement")
+    blind = scoring("fsdp", made, shift=0.01)
+    reason = "not supported: no topk call in its router"
+    store.save_scoring(
+        run, replace(blind, fingerprint=blind.fingerprint | {"moe": True, "routing": reason}), made
+    )
+    (said,) = mentioned(report_of(run), "routing disagreement")
+    assert reason in said

@@ -68,12 +68,6 @@ def test_a_damaged_artefact_is_not_done(run):
     assert not resume.rollout_done(run, spec().rollout)
 
 
-def test_forgetting_deletes_file_and_entry(run):
-    manifest.forget(run, ["scores/fsdp.parquet"])
-    assert not (run / "scores" / "fsdp.parquet").exists()
-    assert "scores/fsdp.parquet" not in manifest.entries(run)
-
-
 def test_a_manifest_of_another_version_is_refused(run):
     (run / "manifest.json").write_text(json.dumps({"schema": "mismatch.manifest/0"}))
     with pytest.raises(MismatchError, match=r"manifest\.json"):
