@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
+from mismatch.breakdowns import breakdowns
 from mismatch.errors import MismatchError
+from mismatch.exact import exact_estimates
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimate import Estimator
 from mismatch.metrics.registry import Array, Metric
-from mismatch.metrics.routing import (
-    PairedRouting,
-    load_variation,
-    pair_routing,
-    routing_disagree_layer,
-)
-from mismatch.types import Comparison, Floats, Ints, Pair, Rollout, Scoring
+from mismatch.metrics.routing_noise import RouterNoise, with_noise
+from mismatch.metrics.routing_pairs import PairedRouting, pair_routing
+from mismatch.routing_tables import prompt_routing, routing_tables
+from mismatch.types import Comparison, Estimate, Ints, Pair, Rollout, Scoring
 
 # What a pair of the noise floor is measured by: enough to sit beside the headline numbers.
 NOISE_METRICS = (
@@ -31,11 +30,6 @@ NOISE_METRICS = (
     "routing_disagree_layer",
     "routing_disagree_any",
 )
-POSITION_BUCKETS = 32
-PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0)
-MOST_FLIPS = 2
-WORST_SEQUENCES = 10
-Table = dict[str, list[Any]]
 
 
 def compare(
@@ -46,6 +40,8 @@ def compare(
     sampled_by_left: bool,
     seed: int = 0,
     headline_only: bool = False,
+    noise: RouterNoise | None = None,
+    texts: Mapping[int, str] | None = None,
 ) -> Comparison:
     """Every metric of docs/metrics.md that the two scorings allow, with 95 % intervals by prompt.
 
@@ -57,6 +53,8 @@ def compare(
         sampled_by_left: what :func:`is_sampling_law` says of ``left``.
         seed: of the bootstrap.
         headline_only: just ``NOISE_METRICS``, and no breakdowns.
+        noise: how far the trainer's router scores move by themselves; without it no near-ties.
+        texts: id -> text of the rollout's tokens, for the tables that name tokens.
 
     Raises:
         EmptyComparison: no action token.
@@ -65,20 +63,57 @@ def compare(
     """
     pair = Pair.of(rollout, left, right)
     estimator = Estimator(pair.sequence, pair.prompt, seed=seed)
-    routes = paired_routing(rollout, left, right)
+    routes = paired_routing(rollout, left, right, noise)
     token_metrics = [metric for metric in METRICS.values() if not is_routing(metric)]
-    routing_metrics = [metric for metric in METRICS.values() if is_routing(metric)]
     if headline_only:
         token_metrics = [metric for metric in token_metrics if metric.name in NOISE_METRICS]
-        routing_metrics = [metric for metric in routing_metrics if metric.name in NOISE_METRICS]
+    disagree = None if routes is None else routes.differs.mean(axis=1)
+    tables = {} if headline_only else breakdowns(rollout, left, right, pair, texts, disagree)
+    if routes is not None and not headline_only:
+        tables |= routing_tables(rollout, left, right, pair, routes, noise)
     return Comparison(
         rollout=left.name,
         train=right.name,
         sampled_by_left=sampled_by_left,
-        metrics=estimator.all(token_metrics, inputs(pair, left, right)),
-        routing=estimator.all(routing_metrics, routes.arrays) if routes else {},
-        breakdowns={} if headline_only else breakdowns(rollout, pair, routes, estimator),
+        metrics=estimator.all(token_metrics, inputs(pair, left, right))
+        | exact_estimates(
+            pair,
+            left,
+            right,
+            sampled_by_left=sampled_by_left,
+            seed=seed,
+            headline_only=headline_only,
+        ),
+        routing=routing_estimates(
+            rollout, left, right, routes, estimator, seed=seed, headline_only=headline_only
+        ),
+        breakdowns=tables,
     )
+
+
+def routing_estimates(
+    rollout: Rollout,
+    left: Scoring,
+    right: Scoring,
+    routes: PairedRouting | None,
+    estimator: Estimator,
+    *,
+    seed: int = 0,
+    headline_only: bool = False,
+) -> dict[str, Estimate]:
+    """Every routing metric that the data allow; those over prompt rows stand last."""
+    if routes is None or left.routing is None or right.routing is None:
+        return {}
+    wanted = [
+        metric
+        for metric in METRICS.values()
+        if is_routing(metric) and (not headline_only or metric.name in NOISE_METRICS)
+    ]
+    arrays = routes.arrays | {"delta": right.logprobs - left.logprobs}
+    made = estimator.all(wanted, arrays)
+    if headline_only:
+        return made
+    return made | prompt_routing(rollout, left.routing, right.routing, seed)
 
 
 def is_routing(metric: Metric) -> bool:
@@ -123,13 +158,15 @@ def flips_per_token(rollout: Rollout, left: Scoring, right: Scoring) -> Ints:
     return routes.flips
 
 
-def paired_routing(rollout: Rollout, left: Scoring, right: Scoring) -> PairedRouting | None:
+def paired_routing(
+    rollout: Rollout, left: Scoring, right: Scoring, noise: RouterNoise | None = None
+) -> PairedRouting | None:
     """Validated routing of both sides on their common layers; None where a side has none."""
     if left.routing is None or right.routing is None:
         return None
     left.routing.validate(rollout, left.name)
     right.routing.validate(rollout, right.name)
-    return pair_routing(rollout, left.routing, right.routing)
+    return with_noise(pair_routing(rollout, left.routing, right.routing), noise)
 
 
 def inputs(pair: Pair, left: Scoring, right: Scoring) -> dict[str, Array]:
@@ -151,91 +188,3 @@ def inputs(pair: Pair, left: Scoring, right: Scoring) -> dict[str, Array]:
     if left.top1 is not None and right.top1 is not None:
         arrays["rollout_top1"], arrays["train_top1"] = left.top1, right.top1
     return arrays
-
-
-def breakdowns(
-    rollout: Rollout, pair: Pair, routes: PairedRouting | None, estimator: Estimator
-) -> dict[str, Table]:
-    """Where the mismatch lies, as columns of equal length; buckets without tokens are left out."""
-    size = np.abs(pair.delta)
-    tables = {
-        "by_position": by_position(rollout, pair, size, routes),
-        "by_probability": by_probability(pair, size),
-        "worst_sequences": worst_sequences(pair),
-    }
-    if routes is not None:
-        tables["routing_by_layer"] = routing_by_layer(routes, estimator)
-        tables["routing_harm"] = routing_harm(routes, size)
-    return tables
-
-
-def by_position(rollout: Rollout, pair: Pair, size: Floats, routes: PairedRouting | None) -> Table:
-    """Mean |delta| by position among the sequence's action tokens, in at most 32 equal buckets."""
-    # Action tokens lie in order of sequence, so a token's rank is its distance from the first.
-    first = np.searchsorted(pair.sequence, pair.sequence)
-    position = np.arange(len(size)) - first
-    width = 1
-    while position.max() // width >= POSITION_BUCKETS:
-        width *= 2  # powers of two: block and window boundaries stay bucket boundaries
-    present, table = _bucketed(position // width, size)
-    table = {
-        "start": [int(bucket) * width for bucket in present],
-        "end": [(int(bucket) + 1) * width for bucket in present],
-    } | table
-    if routes is not None:
-        share = (routes.arrays["overlap"] < 1.0).mean(axis=1)
-        table["routing_disagree"] = _bucketed(position // width, share)[1]["mean_abs_delta"]
-    return table
-
-
-def by_probability(pair: Pair, size: Floats) -> Table:
-    """Mean |delta| by the probability that the rollout side gave: it rises as p falls."""
-    edges = np.array(PROBABILITY_EDGES)
-    bucket = np.clip(np.searchsorted(edges, np.exp(pair.rollout), "right") - 1, 0, len(edges) - 2)
-    present, table = _bucketed(bucket, size)
-    return {
-        "low": [float(edges[i]) for i in present],
-        "high": [float(edges[i + 1]) for i in present],
-    } | table
-
-
-def worst_sequences(pair: Pair) -> Table:
-    """The sequences of largest |sum of delta|: where a sequence weight would break first."""
-    total = np.bincount(pair.sequence, weights=pair.delta)
-    tokens = np.bincount(pair.sequence)
-    worst = [int(n) for n in np.argsort(-np.abs(total), kind="stable") if tokens[n]]
-    worst = worst[:WORST_SEQUENCES]
-    return {
-        "sequence": worst,
-        "prompt": [int(pair.prompt[n]) for n in worst],
-        "seq_logratio": [float(total[n]) for n in worst],
-        "tokens": [int(tokens[n]) for n in worst],
-    }
-
-
-def routing_by_layer(routes: PairedRouting, estimator: Estimator) -> Table:
-    """Disagreement of each MoE layer with its interval; margin (None where not captured); load."""
-    overlap, margin = routes.arrays["overlap"], routes.arrays.get("margin")
-    table: Table = {"layer": list(routes.layers), "disagree": [], "low": [], "high": []}
-    for column in range(len(routes.layers)):
-        one = estimator.one(routing_disagree_layer, {"overlap": overlap[:, [column]]})
-        assert one is not None
-        for name, value in (("disagree", one.value), ("low", one.low), ("high", one.high)):
-            table[name].append(value)
-    means = [None] * len(routes.layers) if margin is None else margin.mean(axis=0).tolist()
-    load = load_variation(routes.arrays["rollout_ids"], routes.arrays["train_ids"])
-    return table | {"margin": means, "load_tv": load.tolist()}
-
-
-def routing_harm(routes: PairedRouting, size: Floats) -> Table:
-    """Mean |delta| of tokens with 0, 1 and 2 or more layers whose experts differ."""
-    present, table = _bucketed(np.minimum(routes.flips, MOST_FLIPS), size)
-    label = [str(flips) if flips < MOST_FLIPS else f"{flips}+" for flips in present]
-    return {"flips": label} | table
-
-
-def _bucketed(bucket: Ints, values: Floats) -> tuple[Ints, Table]:
-    """Buckets that hold tokens, in order, with mean and count of each."""
-    present, code, count = np.unique(bucket, return_inverse=True, return_counts=True)
-    mean = np.bincount(code, weights=values) / count
-    return present, {"mean_abs_delta": mean.tolist(), "count": count.tolist()}

@@ -12,7 +12,11 @@ from mismatch.errors import MismatchError
 from mismatch.manifest import write_atomic
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import pyarrow as pa
+
+GROUP_VALUES = 1 << 20
 
 
 def write_table(path: Path, columns: dict[str, Any], schema: str, header: dict[str, Any]) -> Path:
@@ -23,7 +27,54 @@ def write_table(path: Path, columns: dict[str, Any], schema: str, header: dict[s
     table = pa.table(columns)
     text = json.dumps(header, allow_nan=False, default=plain)
     table = table.replace_schema_metadata({"schema": schema, "header": text})
-    return write_atomic(path, lambda target: pq.write_table(table, target, compression="zstd"))
+    rows = _rows_per_group(table)
+    return write_atomic(
+        path, lambda target: pq.write_table(table, target, rows, compression="zstd")
+    )
+
+
+def _rows_per_group(table: pa.Table) -> int:
+    """So many rows that the longest column of lists holds about ``GROUP_VALUES`` in each group.
+
+    Groups are what a reader holds of a file at a time.
+    """
+    import pyarrow as pa
+
+    values = [
+        sum(len(chunk.values) for chunk in column.chunks)
+        for column in table.columns
+        if pa.types.is_large_list(column.type)
+    ]
+    rows: int = table.num_rows
+    groups = -(-max([1, rows, *values]) // GROUP_VALUES)
+    return max(1, rows // groups)
+
+
+def batches(path: Path, schema: str, columns: list[str], rows: int) -> Iterator[pa.Table]:
+    """Rows of a file in order, ``rows`` at a time, the last time fewer; other columns are not read.
+
+    Raises:
+        MismatchError: as :func:`read_table`.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    read_header(path, schema)
+    with pq.ParquetFile(path) as file:
+        missing = set(columns) - set(file.schema_arrow.names)
+        if missing:
+            raise MismatchError(
+                f"{path} lacks the columns {sorted(missing)}", "run the stage again"
+            )
+        held: list[pa.RecordBatch] = []
+        for batch in file.iter_batches(batch_size=rows, columns=columns):
+            held.append(batch)
+            while sum(one.num_rows for one in held) >= rows:
+                table = pa.Table.from_batches(held)
+                yield table.slice(0, rows)
+                held = table.slice(rows).to_batches()
+        if held:
+            yield pa.Table.from_batches(held)
 
 
 def read_table(path: Path, schema: str, required: set[str]) -> tuple[pa.Table, dict[str, Any]]:

@@ -7,6 +7,7 @@ estimator needs, so that a number and its interval can never follow two formulas
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,12 +24,14 @@ Combine = Callable[[Floats], Floats]
 Kind = Literal["mean", "ratio", "quantile", "extreme"]
 Reduction = Literal["token", "sequence"]
 Good = Literal["low", "high", "neither"]
+Fold = Literal["max", "min", "sum"]
 Bounds = tuple[float, float]
 
 REAL: Bounds = (-np.inf, np.inf)
 POSITIVE: Bounds = (0.0, np.inf)
 SHARE: Bounds = (0.0, 1.0)
 METRICS: dict[str, Metric] = {}
+ORIGIN_UNITS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,17 @@ class Metric:
             function of several such means; "quantile": an order statistic of the terms;
             "extreme": a maximum, minimum, count or other number without an interval.
         reduction: whether a unit is an action token or a sequence with at least one.
-        terms: arrays -> [U] or [U, M] terms; for "extreme" the number itself.
+        terms: arrays -> [U] or [U, M] terms; for "extreme" without ``fold`` the number itself.
+            A unit's terms depend on that unit alone (and on ``origin``): large comparisons are
+            worked through in blocks of whole sequences.
         needs: names of the arrays that ``terms`` takes; without one of them the metric is absent.
-        combine: means [..., M] -> value [...].
+        combine: means [..., M] -> value [...]; for an "extreme" with ``fold``, what the terms
+            were folded to [M] -> value.
         probability: of a quantile; unused otherwise.
         bounds: the values that the metric can take at all; intervals are cut to them.
         good: which direction is agreement. "neither": no level can be set on it.
         aliases: the same quantity elsewhere, with the difference where there is one.
+        fold: of an "extreme" whose terms are one per unit: how they make one number.
     """
 
     name: str
@@ -60,6 +67,17 @@ class Metric:
     good: Good = "low"
     probability: float = 0.5
     aliases: tuple[str, ...] = ()
+    fold: Fold | None = None
+
+    @property
+    def origin(self) -> Callable[..., Any] | None:
+        """Arrays -> what ``terms`` measures from, and takes as ``origin``.
+
+        It cancels in the value and only keeps digits. Blocks of one comparison share it, hence it
+        looks at the first ``ORIGIN_UNITS`` units only.
+        """
+        found: Callable[..., Any] | None = getattr(self.terms, "origin", None)
+        return found
 
     def __call__(self, *arrays: Any, **named: Any) -> float:
         """The number itself; the arguments are those of the declaring function.
@@ -80,14 +98,37 @@ class Metric:
 
     def value(self, terms: Any) -> float:
         """The number, from its terms; NaN where it is undefined."""
+        if self.kind == "extreme":
+            return (
+                float(terms) + 0.0
+                if self.fold is None
+                else self.folded_value(folded(self.fold, terms))
+            )
+        if self.kind == "quantile":
+            return float(np.quantile(terms, self.probability, method="inverted_cdf")) + 0.0
         with np.errstate(all="ignore"):
-            if self.kind == "extreme":
-                value = terms
-            elif self.kind == "quantile":
-                value = np.quantile(terms, self.probability, method="inverted_cdf")
-            else:  # rounding can leave the range
-                value = np.clip(self.combine(columns(terms).mean(axis=0)), *self.bounds)
+            return self.of_means(columns(terms).mean(axis=0))
+
+    def of_means(self, means: Floats) -> float:
+        """The number of a "mean" or "ratio", from the means of its terms, [M]."""
+        with np.errstate(all="ignore"):
+            value = np.clip(self.combine(means), *self.bounds)  # rounding can leave the range
         return float(value) + 0.0  # no -0.0
+
+    def folded_value(self, found: Floats) -> float:
+        """The number of an "extreme", from what its terms were folded to, [M]."""
+        with np.errstate(all="ignore"):
+            return float(floats(self.combine(found)).reshape(-1)[0]) + 0.0
+
+    def parts(self, arrays: Mapping[str, Array], origin: Any = None) -> tuple[Array, ...]:
+        """The terms as M separate arrays [U], without copies: what large comparisons work on."""
+        raw: Callable[..., Any] = getattr(self.terms, "__wrapped__", self.terms)
+        named = {name: arrays[name] for name in self.needs}
+        found = raw(**named) if self.origin is None else raw(**named, origin=origin)
+        if isinstance(found, tuple):
+            return found
+        table: Array = np.asarray(found)  # one array stays the object that other metrics share
+        return (table,) if table.ndim == 1 else tuple(columns(table).T)
 
     def available(self, arrays: Mapping[str, Array]) -> bool:
         """Whether everything that the metric is computed from was measured."""
@@ -99,9 +140,31 @@ def floats(values: Any) -> Floats:
     return np.asarray(values, dtype=np.float64)
 
 
+def folded(fold: Fold, terms: Array) -> Floats:
+    """The largest, smallest or total term of each column, [M]."""
+    table = columns(terms)
+    if fold == "sum":
+        return floats(table.sum(axis=0))
+    return floats(table.max(axis=0) if fold == "max" else table.min(axis=0))
+
+
 def columns(terms: Floats) -> Floats:
     """Terms as [U, M], also where there is only one per unit."""
     return terms[:, None] if terms.ndim == 1 else terms
+
+
+def _side_by_side(
+    terms: Callable[..., Any], origin: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The same function with its columns, where it returns several, in one [U, M] array."""
+
+    @functools.wraps(terms)
+    def made(*arrays: Any, **named: Any) -> Any:
+        found = terms(*arrays, **named)
+        return np.stack(found, axis=1) if isinstance(found, tuple) else found
+
+    made.origin = origin  # type: ignore[attr-defined]
+    return made
 
 
 def _checked(name: str, values: Any) -> Array:
@@ -148,6 +211,8 @@ def metric(
     bounds: Bounds = REAL,
     good: Good = "low",
     aliases: tuple[str, ...] = (),
+    fold: Fold | None = None,
+    origin: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Metric]:
     """Declare the decorated function's terms as the metric of the function's name."""
 
@@ -162,6 +227,8 @@ def metric(
             bounds=bounds,
             good=good,
             aliases=aliases,
+            fold=fold,
+            origin=origin,
         )
 
     return declare
@@ -180,13 +247,20 @@ def register(
     probability: float = 0.5,
     aliases: tuple[str, ...] = (),
     doc: str = "",
+    fold: Fold | None = None,
+    origin: Callable[..., Any] | None = None,
 ) -> Metric:
-    """Declare a metric of a family (quantiles, thresholds) by name."""
+    """Declare a metric of a family (quantiles, thresholds) by name.
+
+    ``terms`` may also return its M columns as a tuple of [U] arrays: they are then shared with
+    other metrics where they are the same arrays, and never copied side by side for large inputs.
+    """
     parameters = inspect.signature(terms).parameters.values()
     needs = tuple(p.name for p in parameters if p.default is inspect.Parameter.empty)
     made = Metric(
-        name, kind, reduction, terms, needs, combine, unit, bounds, good, probability, aliases
-    )
+        name, kind, reduction, _side_by_side(terms, origin), needs, combine, unit, bounds, good,
+        probability, aliases, fold,
+    )  # fmt: skip
     object.__setattr__(made, "__doc__", doc or terms.__doc__)
     METRICS[name] = made
     return made

@@ -17,20 +17,42 @@ from mismatch.metrics.registry import (
     metric,
     spread,
 )
-from mismatch.metrics.token import CLAMP, TRUNCATION
+from mismatch.metrics.shared import shared
+from mismatch.metrics.token import CLAMP, TRUNCATION, excess_factor
 from mismatch.types import Floats, Ints
 
 
+@shared
+def _starts(sequence: Ints) -> Ints | None:
+    """Where each sequence begins, if they lie one after the other in ascending order."""
+    steps = np.diff(sequence)
+    if (steps < 0).any():
+        return None
+    return np.concatenate([[0], np.flatnonzero(steps) + 1])
+
+
+@shared
 def per_sequence_sum(values: Floats, sequence: Ints) -> Floats:
     """Sums over each sequence that occurs, in ascending order of its number."""
-    _, code = np.unique(sequence, return_inverse=True)
-    return floats(np.bincount(code, weights=values))
+    starts = _starts(sequence)
+    if starts is None:
+        _, code = np.unique(sequence, return_inverse=True)
+        return floats(np.bincount(code, weights=values))
+    return floats(np.add.reduceat(values, starts))
 
 
+@shared
 def per_sequence_mean(values: Floats, sequence: Ints) -> Floats:
     """Means over each sequence that occurs, in ascending order of its number."""
-    _, code, count = np.unique(sequence, return_inverse=True, return_counts=True)
-    return floats(np.bincount(code, weights=values) / count)
+    return floats(per_sequence_sum(values, sequence) / _lengths(sequence))
+
+
+@shared
+def _lengths(sequence: Ints) -> Ints:
+    starts = _starts(sequence)
+    if starts is None:
+        return np.unique(sequence, return_counts=True)[1]
+    return np.diff(starts, append=len(sequence))
 
 
 @metric(
@@ -57,8 +79,9 @@ def rollout_ppl(rollout: Floats, sequence: Ints) -> Floats:
     return np.exp(-per_sequence_mean(rollout, sequence))
 
 
+@shared
 def _log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
-    return -per_sequence_mean(delta, sequence)
+    return floats(-per_sequence_mean(delta, sequence))
 
 
 @metric(
@@ -85,26 +108,28 @@ def log_ppl_abs_diff(delta: Floats, sequence: Ints) -> Floats:
 
 @metric(
     "extreme",
+    fold="max",
     unit="nats",
     reduction="sequence",
     good="neither",
     aliases=("verl rollout_corr/log_ppl_diff_max",),
 )
-def log_ppl_diff_max(delta: Floats, sequence: Ints) -> float:
+def log_ppl_diff_max(delta: Floats, sequence: Ints) -> Floats:
     """Largest per-sequence mean(rollout) - mean(train); no interval."""
-    return float(_log_ppl_diff(delta, sequence).max())
+    return _log_ppl_diff(delta, sequence)
 
 
 @metric(
     "extreme",
+    fold="min",
     unit="nats",
     reduction="sequence",
     good="neither",
     aliases=("verl rollout_corr/log_ppl_diff_min",),
 )
-def log_ppl_diff_min(delta: Floats, sequence: Ints) -> float:
+def log_ppl_diff_min(delta: Floats, sequence: Ints) -> Floats:
     """Smallest per-sequence mean(rollout) - mean(train); no interval."""
-    return float(_log_ppl_diff(delta, sequence).min())
+    return _log_ppl_diff(delta, sequence)
 
 
 @metric(
@@ -132,10 +157,10 @@ def chi2_seq(delta: Floats, sequence: Ints) -> Floats:
     return np.expm1(2.0 * np.clip(total, -CLAMP, CLAMP))
 
 
-@metric("extreme", unit="sequences", reduction="sequence", bounds=POSITIVE)
-def chi2_seq_clamped(delta: Floats, sequence: Ints) -> float:
+@metric("extreme", fold="sum", unit="sequences", reduction="sequence", bounds=POSITIVE)
+def chi2_seq_clamped(delta: Floats, sequence: Ints) -> Floats:
     """Number of sequences that ``chi2_seq`` clamps: |sum of delta| > 20."""
-    return float((np.abs(per_sequence_sum(delta, sequence)) > CLAMP).sum())
+    return floats(np.abs(per_sequence_sum(delta, sequence)) > CLAMP)
 
 
 @metric(
@@ -147,46 +172,48 @@ def chi2_seq_clamped(delta: Floats, sequence: Ints) -> float:
     good="high",
     aliases=("verl rollout_corr/rollout_is_eff_sample_size (there token-weighted)",),
 )
-def ess_seq(delta: Floats, sequence: Ints) -> Floats:
+def ess_seq(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     """Effective share of the sequences, (mean w)² / mean w², w = min(exp(sum of delta), 2)."""
     total = per_sequence_sum(delta, sequence)
     weight = np.exp(np.minimum(total, np.log(TRUNCATION)))
-    return np.stack([weight, weight * weight], axis=1)
+    return weight, weight * weight
 
 
-@metric("extreme", unit="sequences", reduction="sequence", bounds=POSITIVE)
-def ess_seq_truncated(delta: Floats, sequence: Ints) -> float:
+@metric("extreme", fold="sum", unit="sequences", reduction="sequence", bounds=POSITIVE)
+def ess_seq_truncated(delta: Floats, sequence: Ints) -> Floats:
     """Number of sequences whose weight ``ess_seq`` truncates: exp(sum of delta) > 2."""
-    return float((per_sequence_sum(delta, sequence) > np.log(TRUNCATION)).sum())
+    return floats(per_sequence_sum(delta, sequence) > np.log(TRUNCATION))
 
 
 @metric("ratio", unit="nats", reduction="sequence", combine=spread, bounds=POSITIVE)
-def seq_logratio_std(delta: Floats, sequence: Ints) -> Floats:
+def seq_logratio_std(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     """Standard deviation over sequences of S = sum of delta."""
     total = per_sequence_sum(delta, sequence)
-    return np.stack([total, total * total], axis=1)
+    return total, total * total
 
 
-@metric("extreme", unit="nats", reduction="sequence", bounds=POSITIVE)
-def seq_logratio_abs_max(delta: Floats, sequence: Ints) -> float:
+@metric("extreme", fold="max", unit="nats", reduction="sequence", bounds=POSITIVE)
+def seq_logratio_abs_max(delta: Floats, sequence: Ints) -> Floats:
     """Largest |sum of delta| of a sequence; no interval."""
-    return float(np.abs(per_sequence_sum(delta, sequence)).max())
+    return np.abs(per_sequence_sum(delta, sequence))
 
 
 def _excess_factor(delta: Floats, sequence: Ints) -> Floats:
-    return per_sequence_mean(np.expm1(np.abs(delta)), sequence)
+    return per_sequence_mean(excess_factor(delta), sequence)
 
 
 @metric(
     "extreme",
+    fold="max",
+    combine=excess,
     unit="ratio",
     reduction="sequence",
     bounds=(1.0, np.inf),
     aliases=("NeMo-RL max_seq_mult_prob_error",),
 )
-def seq_mult_prob_error_max(delta: Floats, sequence: Ints) -> float:
+def seq_mult_prob_error_max(delta: Floats, sequence: Ints) -> Floats:
     """Largest per-sequence mean of exp(|delta|); no interval."""
-    return float(1.0 + _excess_factor(delta, sequence).max())
+    return _excess_factor(delta, sequence)
 
 
 @metric(
@@ -203,11 +230,13 @@ def seq_mult_prob_error_mean(delta: Floats, sequence: Ints) -> Floats:
 
 @metric(
     "extreme",
+    fold="min",
+    combine=excess,
     unit="ratio",
     reduction="sequence",
     bounds=(1.0, np.inf),
     aliases=("NeMo-RL min_seq_mult_prob_error",),
 )
-def seq_mult_prob_error_min(delta: Floats, sequence: Ints) -> float:
+def seq_mult_prob_error_min(delta: Floats, sequence: Ints) -> Floats:
     """Smallest per-sequence mean of exp(|delta|); no interval."""
-    return float(1.0 + _excess_factor(delta, sequence).min())
+    return _excess_factor(delta, sequence)

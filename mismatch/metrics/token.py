@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from mismatch.metrics.registry import (
+    ORIGIN_UNITS,
     POSITIVE,
     SHARE,
     Metric,
@@ -21,6 +22,7 @@ from mismatch.metrics.registry import (
     register,
     spread,
 )
+from mismatch.metrics.shared import shared
 from mismatch.types import Floats, Ints
 
 CLAMP = 20.0  # nats; verl's bound on a log-ratio before it is squared
@@ -29,10 +31,72 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 TAUS = (1.02, 1.2, 2.0)
 
 
-def exp_minus_linear(x: Floats) -> Floats:
-    """e^x - 1 - x without cancellation: its own series where x is small."""
-    series = x * x * (0.5 + x / 6.0 + x * x / 24.0)
-    return np.where(np.abs(x) < 1e-4, series, np.expm1(x) - x)
+def exp_minus_linear(x: Floats, excess: Floats | None = None) -> Floats:
+    """e^x - 1 - x without cancellation: its own series where x is small.
+
+    Args:
+        excess: e^x - 1, where it is known already.
+    """
+    made = floats((np.expm1(x) if excess is None else excess) - x)
+    small = np.abs(x) < 1e-4
+    count = np.count_nonzero(small)
+    if 8 * count > len(x):
+        return np.where(small, _series(x), made)
+    if count:
+        made[small] = _series(x[small])
+    return made
+
+
+def _series(x: Floats) -> Floats:
+    made = x / 24.0
+    made += 1.0 / 6.0
+    made *= x
+    made += 0.5
+    made *= x
+    made *= x
+    return made
+
+
+@shared
+def absolute(delta: Floats) -> Floats:
+    """|delta|."""
+    return np.abs(delta)
+
+
+@shared
+def ratio_excess(delta: Floats) -> Floats:
+    """rho - 1, exact where rho is nearly 1."""
+    return floats(np.expm1(delta))
+
+
+@shared
+def inverse_excess(delta: Floats) -> Floats:
+    """1 / rho - 1, exact where rho is nearly 1."""
+    return floats(np.expm1(-delta))
+
+
+@shared
+def excess_factor(delta: Floats) -> Floats:
+    """exp(|delta|) - 1: of rho and 1 / rho, the larger one's."""
+    return floats(np.maximum(ratio_excess(delta), inverse_excess(delta)))
+
+
+@shared
+def rho_minus_linear(delta: Floats) -> Floats:
+    """rho - 1 - delta, the term of k3."""
+    return exp_minus_linear(delta, ratio_excess(delta))
+
+
+@shared
+def probability(logprob: Floats) -> Floats:
+    """e^logprob."""
+    return floats(np.exp(logprob))
+
+
+@shared
+def probability_change(rollout: Floats, train: Floats) -> Floats:
+    """e^train - e^rollout."""
+    return floats(probability(train) - probability(rollout))
 
 
 @metric(
@@ -67,13 +131,13 @@ def k2_kl(delta: Floats) -> Floats:
 )
 def k3_kl(delta: Floats) -> Floats:
     """k3: mean of rho - 1 - delta. Estimates KL(rollout ‖ train) where the left side sampled."""
-    return exp_minus_linear(delta)
+    return rho_minus_linear(delta)
 
 
 @metric(unit="nats", bounds=POSITIVE, aliases=("NeMo-RL policy_kl_error",))
 def reverse_k3_kl(delta: Floats) -> Floats:
     """Mean of 1/rho - 1 + delta. On rollout-sampled tokens *not* an unbiased reverse KL."""
-    return exp_minus_linear(-delta)
+    return exp_minus_linear(-delta, inverse_excess(delta))
 
 
 @metric(unit="nats", bounds=POSITIVE, aliases=("NeMo-RL js_divergence_error",))
@@ -82,10 +146,10 @@ def js_divergence(delta: Floats) -> Floats:
 
     Looks at the sampled token only: not an unbiased Jensen-Shannon divergence.
     """
-    # train - m and rollout - m depend on delta alone, and are exactly 0 at delta 0 when written so.
-    to_train = -np.log1p(np.expm1(-delta) / 2.0)
-    to_rollout = -np.log1p(np.expm1(delta) / 2.0)
-    return 0.5 * (exp_minus_linear(to_train) + exp_minus_linear(to_rollout))
+    # train - m and rollout - m are h - log cosh h and -h - log cosh h with h = delta / 2, and their
+    # exponentials sum to 2: what remains is log cosh h = log(1 + sinh² h) / 2.
+    squared_sinh = ratio_excess(delta) * inverse_excess(delta) / -4.0
+    return floats(0.5 * np.log1p(squared_sinh))
 
 
 @metric(
@@ -99,19 +163,23 @@ def js_divergence(delta: Floats) -> Floats:
 )
 def logprob_abs_diff_mean(delta: Floats) -> Floats:
     """Mean |delta|."""
-    return np.abs(delta)
+    return absolute(delta)
 
 
 @metric(
-    "extreme", unit="nats", bounds=POSITIVE, aliases=("TRL sampling/sampling_logp_difference/max",)
+    "extreme",
+    fold="max",
+    unit="nats",
+    bounds=POSITIVE,
+    aliases=("TRL sampling/sampling_logp_difference/max",),
 )
-def logprob_abs_diff_max(delta: Floats) -> float:
+def logprob_abs_diff_max(delta: Floats) -> Floats:
     """Largest |delta|; an extreme, so no interval."""
-    return float(np.abs(delta).max())
+    return absolute(delta)
 
 
 def _absolute(delta: Floats) -> Floats:
-    return np.abs(delta)
+    return absolute(delta)
 
 
 logprob_abs_diff_p50, logprob_abs_diff_p90, logprob_abs_diff_p99, logprob_abs_diff_p999 = (
@@ -133,11 +201,12 @@ logprob_abs_diff_p50, logprob_abs_diff_p90, logprob_abs_diff_p99, logprob_abs_di
 )
 def token_mult_prob_error(delta: Floats) -> Floats:
     """Mean of exp(|delta|): the factor by which probabilities differ. Terms hold its excess."""
-    return floats(np.expm1(np.abs(delta)))
+    return excess_factor(delta)
 
 
+@shared
 def _probability_gap(rollout: Floats, train: Floats) -> Floats:
-    return floats(np.abs(np.exp(train) - np.exp(rollout)))
+    return np.abs(probability_change(rollout, train))
 
 
 @metric(unit="probability", bounds=SHARE, aliases=("verl training/rollout_probs_diff_mean",))
@@ -147,11 +216,15 @@ def probs_diff_mean(rollout: Floats, train: Floats) -> Floats:
 
 
 @metric(
-    "extreme", unit="probability", bounds=SHARE, aliases=("verl training/rollout_probs_diff_max",)
+    "extreme",
+    fold="max",
+    unit="probability",
+    bounds=SHARE,
+    aliases=("verl training/rollout_probs_diff_max",),
 )
-def probs_diff_max(rollout: Floats, train: Floats) -> float:
+def probs_diff_max(rollout: Floats, train: Floats) -> Floats:
     """Largest |e^train - e^rollout|; an extreme, so no interval."""
-    return float(_probability_gap(rollout, train).max())
+    return _probability_gap(rollout, train)
 
 
 @metric(
@@ -161,10 +234,10 @@ def probs_diff_max(rollout: Floats, train: Floats) -> float:
     bounds=SHARE,
     aliases=("verl training/rollout_probs_diff_std (divides by A - 1)",),
 )
-def probs_diff_std(rollout: Floats, train: Floats) -> Floats:
+def probs_diff_std(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
     """Standard deviation (dividing by A) of |e^train - e^rollout|."""
     gap = _probability_gap(rollout, train)
-    return np.stack([gap, gap * gap], axis=1)
+    return gap, gap * gap
 
 
 def _pearson(means: Floats) -> Floats:
@@ -178,19 +251,29 @@ def _pearson(means: Floats) -> Floats:
     return np.where(variance + covariance >= 0.0, 1.0 - unexplained / (1.0 + size), -size)
 
 
+def _middle(rollout: Floats, train: Floats) -> tuple[float, float]:
+    """Typical e^rollout and e^train - e^rollout; exactly the constant of a constant."""
+    first = rollout[:ORIGIN_UNITS], train[:ORIGIN_UNITS]
+    return float(np.median(probability(first[0]))), float(np.median(probability_change(*first)))
+
+
 @metric(
     "ratio",
     unit="correlation",
+    origin=_middle,
     combine=_pearson,
     bounds=(-1.0, 1.0),
     good="high",
     aliases=("verl training/rollout_actor_probs_pearson_corr",),
 )
-def probs_pearson(rollout: Floats, train: Floats) -> Floats:
+def probs_pearson(
+    rollout: Floats, train: Floats, origin: tuple[float, float] | None = None
+) -> tuple[Floats, ...]:
     """Pearson correlation of e^train and e^rollout; undefined where either is constant."""
-    x, gap = np.exp(rollout), np.exp(train) - np.exp(rollout)
-    x, gap = x - x.mean(), gap - gap.mean()  # centred first: the products lose no digits
-    return np.stack([x, gap, x * x, x * gap, gap * gap], axis=1)
+    middle = origin or _middle(rollout, train)  # without one the products would lose digits
+    x = probability(rollout) - middle[0]
+    gap = probability_change(rollout, train) - middle[1]
+    return x, gap, x * x, x * gap, gap * gap
 
 
 @metric(
@@ -202,7 +285,7 @@ def probs_pearson(rollout: Floats, train: Floats) -> Floats:
 )
 def ratio_mean(delta: Floats) -> Floats:
     """Mean of rho, untruncated. Expectation 1 where the left side sampled. Terms hold rho - 1."""
-    return np.expm1(delta)
+    return ratio_excess(delta)
 
 
 @metric(
@@ -212,39 +295,43 @@ def ratio_mean(delta: Floats) -> Floats:
     bounds=POSITIVE,
     aliases=("verl rollout_corr/rollout_is_std (after truncation)",),
 )
-def ratio_std(delta: Floats) -> Floats:
+def ratio_std(delta: Floats) -> tuple[Floats, ...]:
     """Standard deviation (dividing by A) of rho, untruncated."""
-    away = np.expm1(delta)
-    return np.stack([away, away * away], axis=1)
+    away = ratio_excess(delta)
+    return away, away * away
 
 
 @metric(
     "extreme",
+    fold="min",
+    combine=np.exp,
     unit="ratio",
     bounds=POSITIVE,
     good="neither",
     aliases=("TRL sampling/importance_sampling_ratio/min (after truncation)",),
 )
-def ratio_min(delta: Floats) -> float:
+def ratio_min(delta: Floats) -> Floats:
     """Smallest rho; an extreme, so no interval."""
-    return float(np.exp(delta.min()))
+    return delta
 
 
 @metric(
     "extreme",
+    fold="max",
+    combine=np.exp,
     unit="ratio",
     bounds=POSITIVE,
     good="neither",
     aliases=("TRL sampling/importance_sampling_ratio/max (after truncation)",),
 )
-def ratio_max(delta: Floats) -> float:
+def ratio_max(delta: Floats) -> Floats:
     """Largest rho; an extreme, so no interval."""
-    return float(np.exp(delta.max()))
+    return delta
 
 
 def _outside(tau: float) -> Metric:
     def terms(delta: Floats) -> Floats:
-        return floats(np.abs(delta) > np.log(tau))
+        return floats(absolute(delta) > np.log(tau))
 
     return register(
         f"ratio_outside_{tau:g}",
@@ -267,20 +354,21 @@ def clip_fraction(delta: Floats, eps_low: float = 0.2, eps_high: float = 0.2) ->
     PPO's clip fraction only where rollout logprobs serve as old logprobs; ignores the
     advantage's sign.
     """
-    away = np.expm1(delta)
+    away = ratio_excess(delta)
     return floats((away < -eps_low) | (away > eps_high))
 
 
 @metric(unit="1", bounds=(-1.0, np.inf), aliases=("verl rollout_corr/chi2_token",))
 def chi2_token(delta: Floats) -> Floats:
     """Mean of rho² - 1, delta clamped to ±20; estimates chi²(train ‖ rollout)."""
-    return np.expm1(2.0 * np.clip(delta, -CLAMP, CLAMP))
+    away = np.clip(ratio_excess(delta), np.expm1(-CLAMP), np.expm1(CLAMP))
+    return floats(away * (away + 2.0))  # rho² - 1, exact where rho is nearly 1
 
 
-@metric("extreme", unit="tokens", bounds=POSITIVE)
-def chi2_token_clamped(delta: Floats) -> float:
+@metric("extreme", fold="sum", unit="tokens", bounds=POSITIVE)
+def chi2_token_clamped(delta: Floats) -> Floats:
     """Number of tokens that ``chi2_token`` clamps: |delta| > 20."""
-    return float((np.abs(delta) > CLAMP).sum())
+    return floats(absolute(delta) > CLAMP)
 
 
 @metric(
@@ -291,16 +379,16 @@ def chi2_token_clamped(delta: Floats) -> float:
     good="high",
     aliases=("verl rollout_corr/rollout_is_eff_sample_size (with rollout_is on)",),
 )
-def ess_token(delta: Floats) -> Floats:
+def ess_token(delta: Floats) -> tuple[Floats, ...]:
     """Effective share of the sample, (mean w)² / mean w², with w = min(rho, 2)."""
-    weight = np.exp(np.minimum(delta, np.log(TRUNCATION)))
-    return np.stack([weight, weight * weight], axis=1)
+    weight = np.minimum(1.0 + ratio_excess(delta), TRUNCATION)
+    return weight, weight * weight
 
 
-@metric("extreme", unit="tokens", bounds=POSITIVE)
-def ess_token_truncated(delta: Floats) -> float:
+@metric("extreme", fold="sum", unit="tokens", bounds=POSITIVE)
+def ess_token_truncated(delta: Floats) -> Floats:
     """Number of tokens whose weight ``ess_token`` truncates: rho > 2."""
-    return float((delta > np.log(TRUNCATION)).sum())
+    return floats(delta > np.log(TRUNCATION))
 
 
 @metric(unit="nats", bounds=POSITIVE, good="neither")
@@ -316,9 +404,9 @@ def entropy_train(train_entropy: Floats) -> Floats:
     bounds=POSITIVE,
     aliases=("prime-rl kl_ent_ratio",),
 )
-def kl_over_entropy(delta: Floats, train_entropy: Floats) -> Floats:
+def kl_over_entropy(delta: Floats, train_entropy: Floats) -> tuple[Floats, ...]:
     """``k3_kl`` / ``entropy_train``: mismatch beside the policy's own spread."""
-    return np.stack([exp_minus_linear(delta), train_entropy], axis=1)
+    return rho_minus_linear(delta), train_entropy
 
 
 @metric(unit="share", bounds=SHARE, good="high", aliases=("llama.cpp Same top p",))

@@ -160,7 +160,9 @@ def test_an_undefined_metric_is_absent():
     arrays = {"rollout": np.full(80, -1.0), "train": np.full(80, -2.0)}
     names = ("probs_pearson", "probs_diff_mean", "k3_kl")
     made = Estimator(sequence, prompt).all([METRICS[name] for name in names], arrays)
-    assert set(made) == {"probs_diff_mean"}  # no correlation of constants; delta was not given
+    assert set(made) == {"probs_diff_mean", "k3_kl"}  # no correlation of constants
+    without = Estimator(sequence, prompt).all([METRICS["k3_kl"]], {"train": arrays["train"]})
+    assert without == {}
 
 
 def test_two_prompts_and_one_that_carries_everything_get_wide_intervals():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.metrics import METRICS
+from mismatch.metrics import METRICS, routing_pairs
 from mismatch.metrics.estimate import Estimator
-from mismatch.metrics.routing import (
+from mismatch.metrics.routing_pairs import (
     action_rows,
+    in_other,
     load_variation,
     pair_routing,
-    shared_experts,
     top_expert,
+    weight_distance,
 )
 from mismatch.types import Rollout, Routing, Sampling
 
@@ -111,10 +114,10 @@ def test_order_is_not_reported_where_a_kernel_does_not_sort():
 
 
 def test_top_expert_is_by_weight_and_ties_go_to_the_lower_id():
-    ids = np.array([[[5, 2]], [[5, 2]]])
-    weights = np.array([[[0.4, 0.6]], [[0.5, 0.5]]])
-    assert top_expert(ids, weights).tolist() == [[2], [2]]
-    assert top_expert(ids[:, :, ::-1], weights).tolist() == [[5], [2]]
+    ids = np.array([[5, 5], [2, 2]])  # [K, tokens]
+    weights = np.array([[0.4, 0.5], [0.6, 0.5]])
+    assert top_expert(ids, weights).tolist() == [2, 2]
+    assert top_expert(ids[::-1], weights).tolist() == [5, 2]
 
 
 def test_margins_overall_and_where_experts_differ():
@@ -157,15 +160,142 @@ def test_overlap_does_not_depend_on_slot_order():
     rng = np.random.default_rng(0)
     left = np.argsort(rng.random((200, 3, 16)), axis=2)[..., :4]
     right = np.argsort(rng.random((200, 3, 16)), axis=2)[..., :4]
-    got = shared_experts(left.astype(np.uint8), right.astype(np.uint8))
+    slots = [np.moveaxis(side.astype(np.uint8), 2, 0) for side in (left, right)]
+    got = in_other(*slots).mean(axis=0)
     want = (left[..., :, None] == right[..., None, :]).any(axis=3).mean(axis=2)
     assert np.array_equal(got, want)
 
 
 def test_load_variation():
-    left = np.zeros((10, 1, 1), np.uint8)
-    right = left.copy()
-    right[:3] = 4  # 3 of 10 tokens moved from expert 0 to expert 4
-    assert load_variation(left, right).tolist() == [pytest.approx(0.3)]
-    crossed = np.concatenate([left, right], axis=1), np.concatenate([left, left], axis=1)
-    assert load_variation(*crossed).tolist() == [0.0, pytest.approx(0.3)]
+    left = np.array([[10, 0, 0, 0, 0], [5, 5, 0, 0, 0]])
+    right = np.array([[7, 0, 0, 0, 3], [5, 5, 0, 0, 0]])  # 3 of 10 moved from expert 0 to 4
+    assert load_variation(left, right).tolist() == [pytest.approx(0.3), 0.0]
+
+
+def test_loads_count_the_choices_of_each_side_and_of_both():
+    pair = pair_routing(ROLLOUT, routing(base()), routing(flipped((1, 0))))
+    rows = base()[action_rows(ROLLOUT)]
+    want = np.stack([np.bincount(rows[:, layer].ravel(), minlength=8) for layer in (0, 1)])
+    assert np.array_equal(pair.arrays["rollout_load"], want)
+    moved = np.zeros((2, 8))
+    moved[0, 2], moved[0, 0] = -1, 1  # row 1: experts 1 and 2 became 1 and 0
+    assert np.array_equal(pair.arrays["train_load"], want + moved)
+    assert np.array_equal(pair.arrays["shared_load"], want + np.minimum(moved, 0))
+    turned = pair_routing(ROLLOUT, routing(base()), routing(flipped((1, 0))[:, :, ::-1]))
+    assert np.array_equal(turned.arrays["shared_load"], pair.arrays["shared_load"])
+    got = numbers(routing(base()), routing(flipped((1, 0))))
+    assert got["experts_load_tv"] == pytest.approx((1 / 10) / 2)  # 1 of 10 choices, 1 of 2 layers
+    assert got["experts_load_peak_rollout"] == pytest.approx(want.max() / 10 * 8)
+
+
+def test_weight_distance_is_that_of_whole_vectors():
+    rng = np.random.default_rng(1)
+    ids = [np.argsort(rng.random((50, 2, 16)), axis=2)[..., :4] for _ in range(2)]
+    weights = [rng.random((50, 2, 4)) for _ in range(2)]
+    full = [np.zeros((50, 2, 16)) for _ in range(2)]
+    for array, chosen, values in zip(full, ids, weights, strict=True):
+        np.put_along_axis(array, chosen, values, axis=2)
+    slots = [np.moveaxis(array, 2, 0) for pair in zip(ids, weights, strict=True) for array in pair]
+    assert weight_distance(*slots) == pytest.approx(np.abs(full[0] - full[1]).sum(axis=2))
+
+
+def test_weight_l1_known_values():
+    weights = np.tile(np.array([0.7, 0.3], np.float32), (8, 2, 1))
+    moved = weights.copy()
+    moved[1, 0] = [0.6, 0.4]  # same experts, 0.1 moved: distance 0.2
+    same = numbers(routing(base(), weights=weights), routing(base(), weights=moved))
+    assert same["routing_weight_l1"] == pytest.approx(0.2 / 10)
+    other = numbers(routing(base(), weights=weights), routing(flipped((1, 0)), weights=weights))
+    assert other["routing_weight_l1"] == pytest.approx(0.6 / 10)  # 0.3 gone, 0.3 new
+    assert "routing_weight_l1" not in numbers(routing(base()), routing(base(), weights=weights))
+
+
+def test_chunks_change_nothing(monkeypatch):
+    weights = np.random.default_rng(2).random((8, 2, 2)).astype(np.float32)
+    sides = routing(base(), weights=weights), routing(flipped((1, 0), (3, 1)), weights=weights)
+    whole = pair_routing(ROLLOUT, *sides).arrays
+    monkeypatch.setattr(routing_pairs, "CHUNK", 8)  # two tokens at a time
+    pieces = pair_routing(ROLLOUT, *sides).arrays
+    assert set(whole) == set(pieces)
+    for name, array in whole.items():
+        assert np.array_equal(array, pieces[name]), name
+
+
+def test_earliest_flipped_layer():
+    pair = pair_routing(ROLLOUT, routing(base()), routing(flipped((1, 1), (2, 0), (2, 1))))
+    assert pair.earliest.tolist() == [1, 0, -1, -1, -1]
+
+
+def test_one_expert_per_token_and_wide_ids():
+    ids = (np.arange(8)[:, None, None] * 37 % 256).repeat(2, axis=1)
+    other = ids.copy()
+    other[1, 0] = 255 - other[1, 0]
+    got = numbers(routing(ids, experts=256), routing(other, experts=256))
+    assert got["routing_disagree_layer"] == pytest.approx(1 / 10)
+    assert got["routing_overlap"] == pytest.approx(9 / 10)
+
+
+def harm_of(differs, delta):
+    names = ["harm_factor", "delta2_share", "k3_share", "harm_r2"]
+    arrays = {"differs": np.asarray(differs, bool)[:, None], "delta": np.asarray(delta, float)}
+    metrics = [METRICS[f"routing_{name}"] for name in names]
+    tokens = len(delta)
+    estimator = Estimator(np.arange(tokens), np.arange(tokens) // 2)
+    return {name: e.value for name, e in estimator.all(metrics, arrays).items()}
+
+
+def test_harm_known_values():
+    delta = np.array([0.1, -0.1, 0.3, -0.3])
+    got = harm_of([0, 0, 1, 1], delta)
+    assert got["routing_harm_factor"] == pytest.approx(3.0)
+    assert got["routing_delta2_share"] == pytest.approx(0.9)
+    lopsided = np.array([0.1, 0.1, 0.3, 0.6])
+    k3 = np.expm1(lopsided) - lopsided
+    share = harm_of([0, 0, 1, 1], lopsided)["routing_k3_share"]
+    assert share == pytest.approx(k3[2:].sum() / k3.sum())
+    assert got["routing_harm_r2"] == pytest.approx(1.0)  # |delta| is one number per group
+    mixed = harm_of([0, 1, 0, 1], delta)  # the groups are alike
+    assert mixed["routing_harm_factor"] == pytest.approx(1.0)
+    assert mixed["routing_delta2_share"] == pytest.approx(0.5)
+    assert mixed["routing_harm_r2"] == pytest.approx(0.0)
+
+
+def test_harm_r2_is_the_squared_correlation_with_the_flips():
+    rng = np.random.default_rng(3)
+    flips = rng.random(400) < 0.3
+    delta = rng.normal(size=400) * (1 + 2 * flips)
+    want = np.corrcoef(flips, np.abs(delta))[0, 1] ** 2
+    assert harm_of(flips, delta)["routing_harm_r2"] == pytest.approx(want)
+
+
+def test_harm_without_a_contrast_is_absent():
+    delta = np.array([0.1, -0.1, 0.3, -0.3])
+    none, every = harm_of([0] * 4, delta), harm_of([1] * 4, delta)
+    assert not {"routing_harm_factor", "routing_harm_r2"} & (set(none) | set(every))
+    assert none["routing_delta2_share"] == 0.0
+    assert every["routing_delta2_share"] == 1.0
+    assert harm_of([0, 1, 0, 1], np.zeros(4)) == {}  # no mismatch: nothing to share out
+
+
+def test_a_large_pairing_takes_a_few_bytes_per_token_and_layer():
+    tokens, layers, k = 50_000, 24, 8
+    mask = np.arange(tokens + 1) > 0
+    rollout = Rollout(
+        token_ids=np.zeros(tokens + 1, np.int64),
+        offsets=np.array([0, tokens + 1]),
+        action_mask=mask,
+        turn=mask.astype(np.int64),
+        prompt_index=np.array([0]),
+        finish_reason=("stop",),
+        sampling=Sampling(),
+        fingerprint={},
+    )
+    first = np.arange(tokens + 1)[:, None, None] + np.arange(k) * 31
+    ids = np.broadcast_to(first % 256, (tokens + 1, layers, k)).astype(np.uint8)
+    left = right = routing(ids, layers=tuple(range(layers)), experts=256)
+    tracemalloc.start()
+    pair = pair_routing(rollout, left, right)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not pair.differs.any()
+    assert peak < 40e6  # the ids alone, as int64 and side by side, would be 154 MB

@@ -137,6 +137,14 @@ HAND = {
     "ess_seq_truncated": 0.0,
     "seq_logratio_std": (FIRST - SECOND) / 2,
     "seq_logratio_abs_max": -SECOND,
+    "seq_logratio_mean": (FIRST + SECOND) / 2,
+    "seq_logratio_p05": SECOND,
+    "seq_logratio_p50": SECOND,
+    "seq_logratio_p95": FIRST,
+    "seq_ratio_geo": (math.sqrt(1.6) + math.sqrt(0.2)) / 2,
+    "seq_ratio_geo_std": (math.sqrt(1.6) - math.sqrt(0.2)) / 2,
+    "seq_ratio_geo_min": math.sqrt(0.2),
+    "seq_ratio_geo_max": math.sqrt(1.6),
     "seq_mult_prob_error_max": 3.0,
     "seq_mult_prob_error_mean": (1.625 + 3.0) / 2,
     "seq_mult_prob_error_min": 1.625,
@@ -167,7 +175,8 @@ def test_by_hand(name):
 def test_all_token_and_sequence_metrics_are_checked_against_a_truth():
     quantiles = {f"logprob_abs_diff_{label}" for label in ("p50", "p90", "p99", "p999")}
     known = set(HAND) | set(GAUSSIAN_TRUTHS) | quantiles | {"probs_pearson"}
-    assert {n for n in METRICS if not n.startswith(("routing", "experts"))} == known
+    here = {name for name, metric in METRICS.items() if set(metric.needs) <= set(ARRAYS)}
+    assert here == known
 
 
 def test_clamps_are_part_of_the_definition_and_counted():
@@ -202,13 +211,16 @@ def test_identical_sides_are_exactly_zero_or_exactly_one():
         "ppl_ratio",
         "token_m",
         "seq_m",
+        "seq_ratio_geo",
         "ess_token",
         "ess_seq",
     )
-    zero_anyway = ("ess_token_truncated", "ess_seq_truncated")
+    zero_anyway = ("ess_token_truncated", "ess_seq_truncated", "seq_ratio_geo_std")
     for name in METRICS:
-        if name.startswith(("routing", "experts", "training_ppl", "rollout_ppl", "entropy")):
+        if name.startswith(("training_ppl", "rollout_ppl", "entropy")):
             continue
+        if not set(METRICS[name].needs) <= set(arrays):
+            continue  # experts and whole distributions have tests of their own
         got = value(name, arrays)
         one = name.startswith(ones) or name in ("argmax_agree", "probs_pearson")
         want = 1.0 if one and name not in zero_anyway else 0.0

@@ -1,0 +1,261 @@
+"""Importance weights that frameworks put on the policy gradient, and GRPO advantages. Pure numpy.
+
+rho_t = exp(delta_t) is the ratio of a token, exp(sum of delta) that of its sequence. A correction
+turns them into a weight per token; 0 drops the token. It changes no delta and mends no mismatch.
+Definitions: docs/corrections.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.metrics.registry import floats
+from mismatch.metrics.token import CLAMP
+from mismatch.types import Floats, Ints
+
+Level = Literal["token", "sequence"]
+Band = tuple[float, float]
+ADVANTAGE_EPSILON = 1e-6  # verl's; TRL has 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Bounds of every correction; the defaults are those of the frameworks.
+
+    >>> Settings(cap=5.0).cap
+    5.0
+
+    Attributes:
+        cap: C of truncated importance sampling: larger weights are cut to it.
+        mask_cap: C of masked importance sampling: larger weights become 0.
+        band: ratios that IcePop keeps.
+        geometric: geometric mean ratios of the sequences that are kept.
+        veto: a sequence with any token ratio below is dropped.
+        sequence_cap: TRL's ``sequence_mask``: sequences of larger ratio are dropped.
+
+    Raises:
+        MismatchError: bounds that are not finite and positive, or that drop a ratio of 1.
+    """
+
+    cap: float = 2.0
+    mask_cap: float = 2.0
+    band: Band = (0.5, 5.0)
+    geometric: Band = (0.999, 1.001)
+    veto: float = 1e-4
+    sequence_cap: float = 3.0
+
+    def __post_init__(self) -> None:
+        bands = {
+            "cap": (0.0, self.cap),
+            "mask cap": (0.0, self.mask_cap),
+            "sequence mask cap": (0.0, self.sequence_cap),
+            "veto": (self.veto, 1.0),
+            "IcePop band": self.band,
+            "geometric band": self.geometric,
+        }
+        for name, (low, high) in bands.items():
+            if not 0.0 <= low <= 1.0 <= high < np.inf or low == high:
+                raise MismatchError(
+                    f"corrections: the {name} of {low:g} to {high:g} does not lie around 1",
+                    "bounds are ratios: 1 is a token that both sides agree on, and must be kept",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Importance ratios of a rollout; log-ratios are clamped to ±20, as verl does.
+
+    Attributes:
+        code: [A] position of each token's sequence among those present, 0 … N - 1.
+        token: [A] exp(delta).
+        sequence: [N] exp(sum of delta).
+        geometric: [N] exp(mean delta).
+        least: [N] smallest token ratio.
+        clamped: number of tokens and sequences whose log-ratio was clamped.
+    """
+
+    code: Ints
+    token: Floats
+    sequence: Floats
+    geometric: Floats
+    least: Floats
+    clamped: int
+
+    @classmethod
+    def of(cls, delta: Floats, sequence: Ints) -> Ratios:
+        """From delta [A] and the sequence of each token [A].
+
+        Raises:
+            EmptyComparison: no token.
+        """
+        if len(delta) == 0:
+            raise EmptyComparison("corrections: no action tokens to weigh")
+        _, code, count = np.unique(sequence, return_inverse=True, return_counts=True)
+        total = floats(np.bincount(code, weights=delta))
+        least = np.full(len(count), np.inf)
+        np.minimum.at(least, code, delta)
+        return cls(
+            code=code.astype(np.int64),
+            token=_exp(delta),
+            sequence=_exp(total),
+            geometric=_exp(total / count),
+            least=_exp(least),
+            clamped=int((np.abs(delta) > CLAMP).sum() + (np.abs(total) > CLAMP).sum()),
+        )
+
+    def target(self, level: Level) -> Floats:
+        """The ratio that an exact correction would use as weight of each token, [A]."""
+        return self.token if level == "token" else self.sequence[self.code]
+
+
+def _exp(log_ratio: Floats) -> Floats:
+    return floats(np.exp(np.clip(log_ratio, -CLAMP, CLAMP)))
+
+
+Rule = Callable[[Ratios, Settings], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """One estimator-side correction.
+
+    Attributes:
+        level: "sequence" where all tokens of a sequence share one weight.
+        weights: ratios, settings -> [A] weights; 0 where the token is dropped.
+        setting: settings -> its bounds in words.
+        ranked: False for what is shown but never recommended.
+    """
+
+    id: str
+    label: str
+    level: Level
+    weights: Rule
+    setting: Callable[[Settings], str]
+    ranked: bool = True
+
+
+def _inside(values: Floats, band: Band) -> Floats:
+    return floats((values >= band[0]) & (values <= band[1]))
+
+
+def _masked_sequence(r: Ratios, cap: float) -> Floats:
+    return np.where(r.sequence <= cap, r.sequence, 0.0)[r.code]
+
+
+def _geometric(r: Ratios, s: Settings) -> Floats:
+    return _inside(r.geometric, s.geometric)[r.code]
+
+
+NONE, OVERRIDE = "none", "override"
+# In the order of interference: where weights are equal on a run, the first is named.
+CORRECTIONS: tuple[Correction, ...] = (
+    Correction(NONE, "no correction", "token", lambda r, s: np.ones_like(r.token), lambda s: ""),
+    Correction(
+        "tis-token",
+        "TIS, token",
+        "token",
+        lambda r, s: np.minimum(r.token, s.cap),
+        lambda s: f"weight min(ratio, {s.cap:g})",
+    ),
+    Correction(
+        "icepop",
+        "IcePop",
+        "token",
+        lambda r, s: r.token * _inside(r.token, s.band),
+        lambda s: f"tokens with ratio in {s.band[0]:g} … {s.band[1]:g}, weight ratio",
+    ),
+    Correction(
+        "mis-token",
+        "MIS, token",
+        "token",
+        lambda r, s: np.where(r.token <= s.mask_cap, r.token, 0.0),
+        lambda s: f"tokens with ratio up to {s.mask_cap:g}, weight ratio",
+    ),
+    Correction(
+        "tis-sequence",
+        "TIS, sequence",
+        "sequence",
+        lambda r, s: np.minimum(r.sequence, s.cap)[r.code],
+        lambda s: f"weight min(sequence ratio, {s.cap:g})",
+    ),
+    Correction(
+        "mis-sequence",
+        "MIS, sequence",
+        "sequence",
+        lambda r, s: _masked_sequence(r, s.mask_cap),
+        lambda s: f"sequences with ratio up to {s.mask_cap:g}, weight sequence ratio",
+    ),
+    Correction(
+        "trl-sequence-mask",
+        "TRL sequence_mask",
+        "sequence",
+        lambda r, s: _masked_sequence(r, s.sequence_cap),
+        lambda s: f"sequences with ratio up to {s.sequence_cap:g}, weight sequence ratio",
+    ),
+    Correction(
+        "geometric",
+        "geometric rejection",
+        "sequence",
+        _geometric,
+        lambda s: (
+            f"sequences of geometric mean ratio {s.geometric[0]:g} … {s.geometric[1]:g}, weight 1"
+        ),
+    ),
+    Correction(
+        "geometric-token",
+        "geometric + ratio",
+        "token",
+        lambda r, s: r.token * _geometric(r, s),
+        lambda s: (
+            f"sequences of geometric mean ratio {s.geometric[0]:g} … {s.geometric[1]:g}, "
+            "weight token ratio"
+        ),
+    ),
+    Correction(
+        "veto",
+        "veto",
+        "sequence",
+        lambda r, s: floats(r.least >= s.veto)[r.code],
+        lambda s: f"sequences without a token ratio under {s.veto:g}, weight 1",
+    ),
+    Correction(
+        OVERRIDE,
+        "on-policy override",
+        "token",
+        lambda r, s: np.ones_like(r.token),
+        lambda s: "PPO ratio set to 1",
+        ranked=False,
+    ),
+)
+BY_ID = {correction.id: correction for correction in CORRECTIONS}
+
+
+def group_advantages(rewards: Floats, prompt: Ints) -> Floats:
+    """GRPO's advantage of every sequence: (r - mean) / (std + 1e-6) within its prompt, [N].
+
+    The standard deviation divides by n - 1, as verl's and TRL's does. 0 where there is nothing to
+    compare with: equal rewards, one sample, or no reward (NaN).
+
+    Args:
+        rewards: [N], NaN where a sequence has none.
+        prompt: [N] prompt of each sequence.
+    """
+    known = np.isfinite(rewards)
+    advantages = np.zeros(len(rewards))
+    if not known.any():
+        return advantages
+    groups, code, count = np.unique(prompt[known], return_inverse=True, return_counts=True)
+    values = rewards[known].astype(np.float64)
+    away = values - (np.bincount(code, weights=values) / count)[code]
+    spread = np.sqrt(np.bincount(code, weights=away**2) / np.maximum(count - 1, 1))
+    highest, lowest = np.full(len(groups), -np.inf), np.full(len(groups), np.inf)
+    np.maximum.at(highest, code, values)
+    np.minimum.at(lowest, code, values)
+    differs = highest > lowest  # rounding of a mean must not make an advantage
+    advantages[known] = np.where(differs[code], away / (spread[code] + ADVANTAGE_EPSILON), 0.0)
+    return advantages

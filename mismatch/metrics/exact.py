@@ -1,0 +1,236 @@
+"""Exact divergences: sums over the whole vocabulary at a sample of positions, one term each, [M].
+
+The estimators of mismatch.metrics.token look at the sampled token alone. Where both sides give the
+distribution over all that could have come, the divergence at that position can be worked out, and
+only the choice of positions is left to chance.
+
+Of a large vocabulary the sides give k ids and the mass of everything else. Divergences over these
+k + 1 outcomes can only be smaller than those over the vocabulary (merging outcomes never raises an
+f-divergence), so they carry other names: ``exact_kl_topk`` is a lower bound of ``exact_kl``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.metrics.registry import POSITIVE, SHARE, Array, Bounds, Metric, register
+from mismatch.metrics.token import exp_minus_linear, k3_kl, kl
+from mismatch.types import Floats, Ints
+
+ROWS = 256  # worked on at once: each takes a few float64 rows of the vocabulary's size
+ALARM = 1e-4  # chance of a false alarm of ``exact_law_gap``
+
+
+def kl_terms(left: Floats, right: Floats) -> Floats:
+    """KL(left ‖ right) of every row of log-probabilities [M, V], [M]; never negative.
+
+    Summed as p (q/p - 1 - log q/p): the same where both rows sum to 1, without cancellation, and
+    exactly 0 for equal rows. Where p = 0 the term is q.
+    """
+    p, q = np.exp(left), np.exp(right)
+    with np.errstate(invalid="ignore", over="ignore"):
+        d = np.where(p > 0.0, right - left, 0.0)
+        near = p * exp_minus_linear(np.clip(d, -1.0, 1.0))
+        terms = np.where(np.abs(d) < 1.0, near, q - p - p * d)
+    return np.asarray(np.where(p > 0.0, terms, q).sum(axis=1), np.float64)
+
+
+def divergences(left: Floats, right: Floats) -> dict[str, Floats]:
+    """Every divergence of two laws, one term per position.
+
+    Args:
+        left: log-probabilities [M, V] that sum to 1 in each row; -inf: never sampled there.
+        right: the same outcomes under the other side.
+
+    Returns:
+        "kl": KL(left ‖ right). "reverse_kl": KL(right ‖ left), absent where left excludes what
+        right allows (top-p, top-k): it is infinite there. "js": Jensen-Shannon divergence in nats,
+        at most log 2. "tv": total variation, half of sum |p - q|. "agree": 1.0 where the most
+        likely outcome is the same. "variance": of log p/q under left.
+
+    Raises:
+        EmptyComparison: no position.
+        MismatchError: other shapes, NaN or +inf, or a token that left samples and right excludes.
+    """
+    if left.shape != right.shape:
+        raise MismatchError(f"distributions of shape {left.shape} and {right.shape}")
+    if left.size == 0:
+        raise EmptyComparison("exact KL: no position with distributions of both sides")
+    for name, law in (("left", left), ("right", right)):
+        if np.isnan(law).any() or np.isposinf(law).any():
+            raise MismatchError(f"exact KL: NaN or infinite log-probabilities on the {name} side")
+    parts = [_of_rows(left[i : i + ROWS], right[i : i + ROWS]) for i in range(0, len(left), ROWS)]
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if not np.isfinite(joined["kl"]).all():
+        first = int(np.flatnonzero(~np.isfinite(joined["kl"]))[0])
+        raise MismatchError(
+            f"exact KL is infinite at position {first}: the right side gives no probability to a "
+            "token that the left side samples"
+        )
+    if not np.isfinite(joined["reverse_kl"]).all():
+        del joined["reverse_kl"]
+    return joined
+
+
+def _of_rows(left: Floats, right: Floats) -> dict[str, Floats]:
+    p, q = np.exp(left), np.exp(right)
+    middle = np.logaddexp(left, right) - math.log(2.0)
+    value = kl_terms(left, right)
+    with np.errstate(invalid="ignore"):
+        square = np.where(p > 0.0, p * (right - left) ** 2, 0.0).sum(axis=1)
+        variance = np.maximum(square - value**2, 0.0)
+    equal = (left == right).all(axis=1)  # the mixture of equal rows is off by a rounding
+    js = np.where(equal, 0.0, (kl_terms(left, middle) + kl_terms(right, middle)) / 2.0)
+    return {
+        "kl": value,
+        "reverse_kl": kl_terms(right, left),
+        "js": np.asarray(js, np.float64),
+        "tv": np.abs(p - q).sum(axis=1) / 2.0,
+        "agree": np.asarray(left.argmax(axis=1) == right.argmax(axis=1), np.float64),
+        "variance": np.asarray(variance, np.float64),
+    }
+
+
+def law_arrays(
+    terms: dict[str, Floats], left: Floats, right: Floats, column: Ints
+) -> dict[str, Array]:
+    """What the sampled outcome says beside what was to be expected of it.
+
+    Args:
+        column: [M] outcome that was sampled.
+
+    Returns:
+        "exact_surplus": log p/q of the sampled outcome minus its expectation, KL(left ‖ right).
+        "exact_variance": its variance. Where left is the law that sampled, the sums of the first
+        are a martingale, whatever the correlation of tokens, with the second as its variance.
+    """
+    row = np.arange(len(column))
+    surplus = (left - right)[row, column] - terms["kl"]
+    if not np.isfinite(surplus).all():
+        raise MismatchError("exact KL: a token was sampled that the left side excludes")
+    return {"exact_surplus": surplus, "exact_variance": terms["variance"]}
+
+
+def arrays_of(terms: dict[str, Floats], *, whole: bool) -> dict[str, Array]:
+    """Terms under the names that the metrics of this module ask for."""
+    suffix = "" if whole else "_topk"
+    names = [name for name in SERIES if name in terms]
+    arrays: dict[str, Array] = {f"exact_{name}{suffix}": terms[name] for name in names}
+    if whole:  # the most likely of k + 1 outcomes may be all the others together
+        arrays["exact_argmax_agree"] = terms["agree"]
+    return arrays
+
+
+# ---------------------------------------------------------------- the metrics
+
+SERIES: dict[str, tuple[str, Bounds]] = {
+    "kl": ("KL(rollout ‖ train)", POSITIVE),
+    "reverse_kl": ("KL(train ‖ rollout)", POSITIVE),
+    "js": ("Jensen-Shannon divergence", (0.0, math.log(2.0))),
+    "tv": ("total variation distance", SHARE),
+}
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p999": 0.999}
+
+
+def _of(array: str) -> Callable[..., Any]:
+    """Terms that are an array as it is, by its name."""
+
+    def terms(*values: Any, **named: Any) -> Any:
+        return values[0] if values else named[array]
+
+    only = inspect.Parameter(array, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    terms.__signature__ = inspect.Signature([only])  # type: ignore[attr-defined]
+    return terms
+
+
+def _declare_all(suffix: str, remark: str) -> None:
+    for name, (words, bounds) in SERIES.items():
+        register(
+            f"exact_{name}{suffix}",
+            _of(f"exact_{name}{suffix}"),
+            kind="mean",
+            unit="probability" if name == "tv" else "nats",
+            bounds=bounds,
+            doc=f"Mean {words}, {remark}.",
+        )
+    array = f"exact_kl{suffix}"
+    for label, probability in QUANTILES.items():
+        register(
+            f"{array}_{label}",
+            _of(array),
+            kind="quantile",
+            unit="nats",
+            bounds=POSITIVE,
+            probability=probability,
+            doc=f"Smallest KL that at least {probability:.1%} of the positions do not exceed, "
+            f"{remark}.",
+        )
+    register(
+        f"{array}_max",
+        _of(array),
+        kind="extreme",
+        unit="nats",
+        bounds=POSITIVE,
+        doc=f"Largest KL of a position, {remark}.",
+        fold="max",
+    )
+
+
+_declare_all("", "over the whole vocabulary")
+_declare_all("_topk", "over the engine's k most likely ids and all others as one: a lower bound")
+register(
+    "exact_argmax_agree",
+    _of("exact_argmax_agree"),
+    kind="mean",
+    unit="share",
+    bounds=SHARE,
+    good="high",
+    doc="Share of the sampled positions whose most likely token is the same on both sides.",
+)
+
+
+def _at_exact(estimator: Metric) -> None:
+    """An estimator of the sampled token, on the positions whose exact value is known."""
+
+    def terms(delta_at_exact: Floats) -> Floats:
+        return np.asarray(estimator.terms(delta_at_exact), np.float64)
+
+    register(
+        f"{estimator.name}_at_exact",
+        terms,
+        kind="mean",
+        unit=estimator.unit,
+        bounds=estimator.bounds,
+        doc=f"`{estimator.name}` on the positions of the exact KL alone, to be read beside it.",
+    )
+
+
+_at_exact(kl)
+_at_exact(k3_kl)
+
+
+def _law_gap(exact_surplus: Floats, exact_variance: Floats) -> float:
+    gap = abs(float(exact_surplus.sum()))
+    if gap == 0.0:
+        return 0.0
+    chance = math.log(2.0 / ALARM)
+    largest = float(np.abs(exact_surplus).max())
+    allowed = math.sqrt(2.0 * chance * float(exact_variance.sum())) + largest * chance / 3.0
+    return gap / allowed
+
+
+register(
+    "exact_law_gap",
+    _law_gap,
+    kind="extreme",
+    unit="1",
+    bounds=POSITIVE,
+    doc="|sum of (k1 - exact KL)| over what chance allows (Freedman's inequality for martingales "
+    "at 1e-4, with the largest step seen). Above 1: these tokens were not drawn from that law.",
+)

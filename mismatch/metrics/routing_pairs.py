@@ -1,0 +1,246 @@
+"""Two sides' experts of the same tokens, paired: what the routing metrics are computed from.
+
+Row rule: action token t was predicted by the forward of t - 1, so its experts are row t - 1
+(:func:`action_rows`). Layers are matched by the model's own numbers. Ids are read in chunks: beside
+its input, a pairing holds a few bytes per (token, layer), whatever K is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mismatch.errors import MismatchError
+from mismatch.metrics.registry import Array, floats
+from mismatch.types import Bools, Floats, Ints, Rollout, Routing
+
+SORTED_ENOUGH = 0.9
+CHUNK = 1 << 20  # expert ids of a side that are worked on at a time
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRouting:
+    """Both sides' experts of R tokens, on the L layers that both captured.
+
+    Attributes:
+        layers: the model's numbers of those layers.
+        arrays: inputs of the routing metrics by name; those that the data allow.
+            differs: [R, L] bool, the two sets of experts differ. overlap: [R] mean of |A ∩ B| / K.
+            rollout_load, train_load, shared_load: [L, E] how often an expert was chosen by the
+            rollout side, by the train side, and by both for the same token.
+            rollout_top_expert, train_top_expert: [R, L]. weight_l1: [R, L] float32.
+            reordered: [R, L] bool. margin: [R, L] float32, train side.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    arrays: dict[str, Array]
+
+    @property
+    def differs(self) -> Bools:
+        """Whether the two sets of experts differ, [R, L]."""
+        return self.arrays["differs"]
+
+    @property
+    def flips(self) -> Ints:
+        """Layers whose sets of experts differ, per token, [R]."""
+        return np.asarray(self.differs.sum(axis=1), dtype=np.int64)
+
+    @property
+    def earliest(self) -> Ints:
+        """Column of the first layer whose sets differ, per token, [R]; -1 where none does."""
+        return np.where(self.differs.any(axis=1), self.differs.argmax(axis=1), -1)
+
+
+def action_rows(rollout: Rollout) -> Ints:
+    """Rows of T that predicted the action tokens, [A]: one before each."""
+    return rollout.actions - 1
+
+
+def other_rows(rollout: Rollout, left: Routing, right: Routing) -> Ints:
+    """Rows that predicted no action and that both sides captured: prompt and tool output."""
+    free = left.present & right.present
+    free[action_rows(rollout)] = False
+    return np.flatnonzero(free)
+
+
+def pair_routing(
+    rollout: Rollout, left: Routing, right: Routing, rows: Ints | None = None
+) -> PairedRouting:
+    """Both sides' choices on common layers.
+
+    Args:
+        rows: of T, [R]; the rows of the action tokens unless given.
+
+    Raises:
+        MismatchError: no common layer, or another number of experts on either side.
+    """
+    layers = tuple(layer for layer in left.layers if layer in right.layers)
+    if not layers:
+        raise MismatchError(
+            f"routing: no MoE layer in common: {left.layers} against {right.layers}",
+            "capture the same layers on both sides, or run without routing: --no-routing",
+        )
+    if (left.top_k, left.num_experts) != (right.top_k, right.num_experts):
+        raise MismatchError(
+            f"routing: top-{left.top_k} of {left.num_experts} experts against "
+            f"top-{right.top_k} of {right.num_experts}",
+            "both sides must run the same model with the same experts per token",
+        )
+    rows = action_rows(rollout) if rows is None else rows
+    sides = _Side(left, layers), _Side(right, layers)
+    made = _Pairing(len(rows), len(layers), left, right)
+    step = max(1, CHUNK // (len(layers) * left.top_k))
+    for start in range(0, len(rows), step):
+        chunk = rows[start : start + step]
+        made.add(slice(start, start + len(chunk)), *(side.read(chunk) for side in sides))
+    arrays = made.finished()
+    if right.margin is not None:
+        arrays["margin"] = sides[1].pick(right.margin, rows)
+    return PairedRouting(layers, left.num_experts, left.top_k, arrays)
+
+
+def in_other(ids: Array, other: Array) -> Bools:
+    """Whether each chosen expert was chosen by the other side too, [K, ...].
+
+    Both [K, ...], distinct within a token. Summed over K and divided by K: |A ∩ B| / K.
+    """
+    found = np.zeros(ids.shape, bool)
+    for slot in range(len(ids)):
+        for elsewhere in other:
+            found[slot] |= ids[slot] == elsewhere
+    return found
+
+
+def top_expert(ids: Array, weights: Array) -> Array:
+    """Expert of the highest weight, [...], of slots [K, ...]; the lowest id where weights tie."""
+    heaviest = weights.max(axis=0)
+    last = np.iinfo(ids.dtype).max
+    return np.asarray(np.where(weights == heaviest, ids, last).min(axis=0))
+
+
+def weight_distance(ids: Array, weights: Array, other_ids: Array, other: Array) -> Floats:
+    """L1 distance of two sides' routing weights as vectors over all experts, [...].
+
+    All [K, ...]. An expert that a side did not choose weighs 0 there.
+    """
+    total = np.zeros(ids.shape[1:])
+    for slot in range(len(ids)):
+        same = other_ids == ids[slot]
+        total += np.abs(weights[slot] - np.where(same, other, 0.0).sum(axis=0))
+    alone = np.where(in_other(other_ids, ids), 0.0, np.abs(other)).sum(axis=0)
+    return floats(total + alone)
+
+
+def load_variation(rollout_load: Array, train_load: Array) -> Floats:
+    """½ Σ_e |load_left(e) - load_right(e)| per layer, [L]; load = share of the (token, slot).
+
+    Both [L, E] counts, of equally many tokens.
+    """
+    slots = floats(rollout_load).sum(axis=1)
+    return floats(0.5 * np.abs(floats(rollout_load) - train_load).sum(axis=1) / slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One side's arrays, read in pieces, on the common layers and in their order."""
+
+    routing: Routing
+    layers: tuple[int, ...]
+
+    def pick(self, values: Array, rows: Ints) -> Array:
+        """[R, L, ...] of [T, every layer, ...]."""
+        picked = values[rows]
+        if self.routing.layers == self.layers:
+            return picked
+        return picked[:, [self.routing.layers.index(layer) for layer in self.layers]]
+
+    def read(self, rows: Ints) -> tuple[Array, Array | None]:
+        """Ids and weights of some rows with the slots in front, [K, R, L]: quick to compare."""
+        ids, weights = (
+            None if values is None else np.ascontiguousarray(np.moveaxis(values, 2, 0))
+            for values in (
+                self.pick(self.routing.ids, rows),
+                None if self.routing.weights is None else self.pick(self.routing.weights, rows),
+            )
+        )
+        assert ids is not None
+        return ids, weights
+
+
+@dataclass
+class _Pairing:
+    """Collects chunks into the arrays of a :class:`PairedRouting`."""
+
+    tokens: int
+    n_layers: int
+    left: Routing
+    right: Routing
+    arrays: dict[str, Array] = field(init=False)
+    sorted_sides: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = self.tokens, self.n_layers
+        experts = self.n_layers, self.left.num_experts
+        self.arrays = {
+            "differs": np.zeros(shape, bool),
+            "overlap": np.zeros(self.tokens),
+            "reordered": np.zeros(shape, bool),
+            "rollout_load": np.zeros(experts, np.int64),
+            "train_load": np.zeros(experts, np.int64),
+            "shared_load": np.zeros(experts, np.int64),
+        }
+        weighed = self.left.weights is not None, self.right.weights is not None
+        self.sorted_sides = [known for known in weighed if known]
+        if all(weighed):
+            self.arrays["rollout_top_expert"] = np.zeros(shape, self.left.ids.dtype)
+            self.arrays["train_top_expert"] = np.zeros(shape, self.right.ids.dtype)
+            self.arrays["weight_l1"] = np.zeros(shape, np.float32)
+
+    def add(
+        self, at: slice, left: tuple[Array, Array | None], right: tuple[Array, Array | None]
+    ) -> None:
+        (a, a_weights), (b, b_weights) = left, right
+        arrays, k = self.arrays, len(a)
+        shared = in_other(a, b)
+        in_common = shared.sum(axis=0, dtype=np.int64)
+        arrays["differs"][at] = in_common < k
+        arrays["overlap"][at] = in_common.mean(axis=1) / k
+        arrays["reordered"][at] = (in_common == k) & (a != b).any(axis=0)
+        arrays["rollout_load"] += self._counts(a)
+        arrays["train_load"] += self._counts(b)
+        arrays["shared_load"] += self._counts(a, shared)
+        known = [weights for weights in (a_weights, b_weights) if weights is not None]
+        falling = [bool((weights[1:] <= weights[:-1]).all()) for weights in known]
+        self.sorted_sides = [x and y for x, y in zip(self.sorted_sides, falling, strict=True)]
+        if a_weights is not None and b_weights is not None:
+            arrays["rollout_top_expert"][at] = top_expert(a, a_weights)
+            arrays["train_top_expert"][at] = top_expert(b, b_weights)
+            arrays["weight_l1"][at] = weight_distance(a, a_weights, b, b_weights)
+
+    def _counts(self, ids: Array, where: Bools | None = None) -> Ints:
+        """How often each expert occurs per layer, [L, E]."""
+        experts = self.left.num_experts
+        code = ids + np.arange(self.n_layers, dtype=np.int64) * experts
+        code = code.ravel() if where is None else code[where]
+        counted = np.bincount(code, minlength=self.n_layers * experts)
+        return counted.reshape(self.n_layers, experts)
+
+    def finished(self) -> dict[str, Array]:
+        if not self._share_an_order():
+            del self.arrays["reordered"]
+        return self.arrays
+
+    def _share_an_order(self) -> bool:
+        """Whether slot order means the same on both sides: descending weight.
+
+        A side without weights counts as sorted where its order nearly always follows the other's.
+        """
+        if not self.sorted_sides or not all(self.sorted_sides):
+            return False
+        if len(self.sorted_sides) == 2:
+            return True
+        same = int((~self.arrays["differs"]).sum())
+        return bool(same and 1.0 - self.arrays["reordered"].sum() / same > SORTED_ENOUGH)

@@ -1,0 +1,190 @@
+"""PPO's old against its new forward pass: how far from 1 is the ratio while nothing has changed?
+
+Both passes are the trainer's, with the same weights on the same tokens; only the micro-batches
+differ. On-policy the ratio exp(new - old) should then be 1 everywhere. Where it is not, PPO clips
+tokens that no update has touched, and their gradients are lost or biased.
+
+The ratio is taken as a trainer takes it: in float32, from float32 log-probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.registry import POSITIVE, SHARE, Array, Metric, floats
+from mismatch.types import Estimate, Floats, Ints
+
+AS_RUN, REPLAY, OVERRIDE = "as-run", "router-replay", "on-policy-override"
+CLIP = 0.2
+EDGES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, CLIP)  # of |ratio - 1|; beyond the last: clipped
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The new pass against the old one, as it runs or with one remedy.
+
+    Attributes:
+        id: AS_RUN, REPLAY or OVERRIDE.
+        scoring: the new pass; None where nothing was run, because the ratio is set, not measured.
+        metrics: name -> estimate, see ``METRICS_OF_RATIO``; empty where nothing was measured.
+        routing: share of (token, layer), and of tokens, whose experts differ between the passes.
+        by_size: columns ``low``, ``high`` (None: no bound), ``count`` of |ratio - 1|.
+    """
+
+    id: str
+    scoring: str | None
+    metrics: dict[str, Estimate] = field(default_factory=dict)
+    routing: dict[str, Estimate] = field(default_factory=dict)
+    by_size: dict[str, list[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoPasses:
+    """What two forward passes of one trainer differ by.
+
+    Attributes:
+        old: the first pass.
+        injected: what was injected into the new pass on purpose, or "".
+        replayed: what both passes replay, so that their routes cannot differ, or "".
+        notes: what was not run, and why; one sentence each.
+    """
+
+    old: str
+    variants: tuple[Variant, ...]
+    injected: str = ""
+    replayed: str = ""
+    notes: tuple[str, ...] = ()
+
+    def named(self, id: str) -> Variant | None:
+        """One variant, or None where it was not run."""
+        return next((one for one in self.variants if one.id == id), None)
+
+
+def ratios(old: Floats, new: Floats) -> Floats:
+    """PPO's ratio of every token, [A], computed in float32; returned as float64.
+
+    Args:
+        old, new: [A] log-probabilities, nats.
+
+    Raises:
+        EmptyComparison: no token.
+        MismatchError: arrays of different lengths, or log-probabilities that are not finite.
+    """
+    if len(old) != len(new):
+        raise MismatchError(f"two passes: {len(old)} tokens against {len(new)}")
+    if len(old) == 0:
+        raise EmptyComparison("two passes: no action tokens to compare")
+    if not (np.isfinite(old).all() and np.isfinite(new).all()):
+        raise MismatchError("two passes: log-probabilities that are not finite")
+    with np.errstate(over="ignore"):  # infinite where float32 overflows, as in a trainer
+        return floats(np.exp(new.astype(np.float32) - old.astype(np.float32)))
+
+
+def ratio_not_one(ratio: Floats) -> Floats:
+    """Share of tokens whose ratio is not exactly 1. ``ratio`` [A]."""
+    return floats(ratio != 1.0)
+
+
+def ratio_off(ratio: Floats) -> Floats:
+    """Mean of |ratio - 1|. ``ratio`` [A]."""
+    return floats(np.abs(ratio - 1.0))
+
+
+def ratio_off_max(ratio: Floats) -> float:
+    """Largest |ratio - 1|. ``ratio`` [A]."""
+    return float(np.abs(ratio - 1.0).max())
+
+
+def ratio_clipped(ratio: Floats) -> Floats:
+    """Share of tokens with |ratio - 1| > 0.2, PPO's usual clip range. ``ratio`` [A]."""
+    return floats(np.abs(ratio - 1.0) > CLIP)
+
+
+def ratio_nats(delta: Floats) -> Floats:
+    """Mean |new - old|, nats: what an override of the ratio leaves as it is. ``delta`` [A]."""
+    return floats(np.abs(delta))
+
+
+def passes_differ_layer(layers: Floats) -> Floats:
+    """Share of (token, layer) with other experts. ``layers`` [A]: a token's share of layers."""
+    return layers
+
+
+def passes_differ_any(layers: Floats) -> Floats:
+    """Share of tokens with other experts in at least one layer. ``layers`` as above."""
+    return floats(layers > 0.0)
+
+
+def _first(means: Floats) -> Floats:
+    return means[..., 0]
+
+
+def _metric(name: str, terms: Any, needs: str, unit: str, kind: Any = "mean") -> Metric:
+    """A metric of this module alone: no comparison of an engine with a trainer shows it."""
+    bounds = SHARE if unit == "share" else POSITIVE
+    return Metric(name, kind, "token", terms, (needs,), _first, unit, bounds)
+
+
+METRICS_OF_RATIO = (
+    _metric("ratio_not_one", ratio_not_one, "ratio", "share"),
+    _metric("ratio_off_mean", ratio_off, "ratio", "1"),
+    _metric("ratio_off_max", ratio_off_max, "ratio", "1", "extreme"),
+    _metric("ratio_clipped", ratio_clipped, "ratio", "share"),
+    _metric("logprob_abs_diff_mean", ratio_nats, "delta", "nats"),
+)
+METRICS_OF_ROUTES = (
+    _metric("routing_disagree_layer", passes_differ_layer, "layers", "share"),
+    _metric("routing_disagree_any", passes_differ_any, "layers", "share"),
+)
+
+
+def measure_pass(
+    id: str,
+    scoring: str,
+    old: Floats,
+    new: Floats,
+    *,
+    sequence: Ints,
+    prompt: Ints,
+    differs: Array | None = None,
+    seed: int = 0,
+) -> Variant:
+    """One new pass against the old one, with 95 % intervals by prompt.
+
+    Args:
+        old, new: [A] log-probabilities, nats.
+        sequence: [A] sequence of each token; prompt: [N] prompt of each sequence.
+        differs: [A, L] whether the experts differ, at the rows that predicted the tokens.
+
+    Raises:
+        EmptyComparison, MismatchError: see :func:`ratios`.
+    """
+    ratio = ratios(old, new)
+    estimator = Estimator(sequence, prompt, seed=seed)
+    finite = np.isfinite(ratio)
+    if not finite.all():
+        raise MismatchError(
+            f"two passes: the ratio of {int((~finite).sum())} tokens overflows in float32",
+            "these are no passes of one trainer: compare them as two scorings",
+        )
+    routes = {}
+    if differs is not None:
+        routes = estimator.all(METRICS_OF_ROUTES, {"layers": floats(differs.mean(axis=1))})
+    made = estimator.all(METRICS_OF_RATIO, {"ratio": ratio, "delta": new - old})
+    return Variant(id, scoring, made, routes, sizes(ratio))
+
+
+def sizes(ratio: Floats) -> dict[str, list[Any]]:
+    """Tokens by |ratio - 1|: exactly 0, then up to each edge, then beyond PPO's clip range."""
+    off = np.abs(ratio - 1.0)
+    bucket = np.searchsorted(EDGES, off, side="left")  # 0: exactly 0; i: in (EDGES[i-1], EDGES[i]]
+    return {
+        "low": [0.0, *EDGES],
+        "high": [*EDGES, None],
+        "count": np.bincount(bucket, minlength=len(EDGES) + 1).tolist(),
+    }

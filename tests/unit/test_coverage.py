@@ -1,0 +1,98 @@
+"""Intervals hold the truth as often as they promise; the full table is benchmarks/coverage.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from mismatch.levels import judge, verdict
+from mismatch.metrics.estimate import prompts_needed
+from mismatch.reports.summary import judged_rows, next_steps
+from tests.reports_fixture import COLUMN, make_inconclusive_report
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "coverage.py"
+REPETITIONS, SEED = 400, 1  # standard error 1.1 %
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_coverage", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = load()
+CASES = {case.name: case for case in bench.CASES}
+
+
+def test_the_truths_are_those_of_the_draws() -> None:
+    for heavy in (False, True):
+        rng = np.random.default_rng(0)
+        scale = bench.of_samples(rng, bench.of_prompts(rng, 40_000))
+        delta = bench.draw(rng, scale, heavy)
+        assert np.abs(delta).mean() == pytest.approx(bench.mean_size(heavy), rel=0.01)
+        assert (delta**2).mean() / 2 == pytest.approx(bench.mean_square(heavy), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "name", ["mean |delta|", "mean |delta|, paired", "mean |delta|, by prompt"]
+)
+def test_from_256_prompts_on_95_percent_means_93_to_97(name: str) -> None:
+    got = bench.coverage(CASES[name], 256, repetitions=REPETITIONS, seed=SEED)
+    assert 0.93 - 0.01 <= got.held <= 0.97 + 0.01  # the bounds, and one standard error
+    assert got.flagged < 0.05
+
+
+@pytest.mark.parametrize("name", ["mean |delta|, paired", "mean |delta|, other prompts"])
+def test_with_few_prompts_intervals_widen_instead(name: str) -> None:
+    got = bench.coverage(CASES[name], 24, repetitions=250)
+    assert got.held >= 0.92
+
+
+def test_heavy_tails_that_cannot_be_covered_are_flagged() -> None:
+    got = bench.coverage(CASES["k2, paired"], 64, heavy=True, repetitions=100)
+    assert got.held < 0.93  # what the flag is for
+    assert got.flagged > 0.6
+
+
+def test_sharing_tokens_and_sharing_prompts_both_pay() -> None:
+    widths = [
+        bench.coverage(CASES[f"mean |delta|, {how}"], 64, repetitions=15).width
+        for how in ("paired", "by prompt", "other prompts")
+    ]
+    assert widths[0] < 0.9 * widths[1] < 0.7 * widths[2]
+
+
+def test_the_prompts_that_would_decide_do() -> None:
+    """A 10 % improvement is not told with 12 prompts of others; with the n asked for it mostly is.
+
+    The n is for the value found, so about half of the repetitions can be told with it.
+    """
+    case = CASES["mean |delta|, other prompts"]
+    wanted = []
+    for number in range(40):
+        made = case.made(np.random.default_rng([5, number]), 12, False, number)
+        wanted.append(prompts_needed(made, 0.0))
+    typical = int(np.median([n for n in wanted if n is not None])) // 2  # counted on both sides
+    assert typical > 24
+    assert bench.power(case, 12, 60) < 0.45
+    assert bench.power(case, 2 * typical, 30) > bench.power(case, 12, 60) + 0.2
+
+
+def test_reports_say_how_many_prompts_would_decide() -> None:
+    report, _ = make_inconclusive_report()
+    judgements = judge(report.comparisons[0], COLUMN)
+    (wanted,) = {j.deciding_prompts for j in judgements if j.inconclusive}
+    assert wanted is not None
+    assert any(f"--num-prompts {wanted}" in step for step in next_steps(report))
+    notes = [note for row in judged_rows(report) for note in row.notes]
+    assert any(f"about {wanted:,} prompts would decide" in note for note in notes)
+    assert f"{wanted} prompts would decide" in verdict(judgements, (), COLUMN).reason

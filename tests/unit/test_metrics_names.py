@@ -1,0 +1,133 @@
+"""Every number is a documented function; every alias is data that says how it differs and why."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+
+import numpy as np
+import pytest
+
+import mismatch.metrics
+from mismatch.cli.options import Framework
+from mismatch.metrics import METRICS, conventions, describe, names
+
+KNOWN_ARRAYS = {"delta", "rollout", "train", "sequence"}
+EVERY_ALIAS = [(metric, alias) for metric, known in names.ALIASES.items() for alias in known]
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_number_is_a_public_function_with_a_full_docstring(name):
+    attribute = name.replace(".", "_")
+    scope: dict = {}
+    exec(f"from mismatch.metrics import {attribute} as found", scope)
+    assert scope["found"] is METRICS[name]
+    text = inspect.getdoc(scope["found"]) or ""
+    metric = METRICS[name]
+    for part in ("Args:", "Returns:", "Raises:", "EmptyComparison", "Interval:", "Source:"):
+        assert part in text, part
+    assert f"unit: {metric.unit}" in text
+    for need in metric.needs:
+        assert re.search(rf"^    {need}: (\[[A-Z]|see docs)", text, re.MULTILINE), need
+    assert len(describe.formula(metric)) > 10
+    known = [alias.label for alias in names.of(name)]
+    assert all(label in text for label in known)
+    assert known or "no alias known" in text
+
+
+def test_nothing_else_can_be_imported():
+    with pytest.raises(AttributeError, match="no metric 'k4_kl'"):
+        _ = mismatch.metrics.k4_kl
+    assert "k3_kl" in dir(mismatch.metrics)
+
+
+def test_describing_twice_says_the_same():
+    once = {name: metric.__doc__ for name, metric in METRICS.items()}
+    assert {name: describe.docstring(metric) for name, metric in METRICS.items()} == once
+
+
+def test_the_formula_leaves_out_how_it_is_computed():
+    assert "Terms hold" not in describe.formula(METRICS["ratio_mean"])
+    assert describe.formula(METRICS["k2_kl"]).startswith("k2: mean of delta²/2")
+
+
+@pytest.mark.parametrize(("metric", "alias"), EVERY_ALIAS, ids=lambda x: getattr(x, "label", x))
+def test_an_alias_is_complete(metric, alias):
+    assert metric in METRICS
+    assert alias.framework in names.FRAMEWORKS
+    exact = any(c.isdigit() for c in alias.source)  # a version or a commit
+    assert exact or "second-hand" in alias.source
+    another = alias.sign == "opposite" or alias.reduction != METRICS[metric].reduction
+    if another:
+        assert alias.value is not None, "it is another number, so it must be computable"
+    if alias.value is not None:
+        assert alias.remark(METRICS[metric].reduction)
+        assert set(inspect.signature(alias.value).parameters) <= KNOWN_ARRAYS
+
+
+def test_a_name_is_given_to_a_metric_only_once():
+    labels = [(metric, alias.label) for metric, alias in EVERY_ALIAS]
+    assert len(set(labels)) == len(labels)
+
+
+def test_the_flag_offers_every_framework_whose_source_was_read():
+    second_hand = {alias.framework for _, alias in EVERY_ALIAS if "second-hand" in alias.source}
+    assert {one.value for one in Framework} == set(names.FRAMEWORKS) - second_hand
+
+
+def test_every_convention_belongs_to_an_alias():
+    used = {alias.value for _, alias in EVERY_ALIAS}
+    helpers = {
+        "value_of", "mean_over_sequences", "verl_weights", "trl_sequence_ratios",
+    }  # fmt: skip
+    own = {
+        function
+        for name, function in inspect.getmembers(conventions, inspect.isfunction)
+        if function.__module__ == conventions.__name__ and not name.startswith("_")
+    }
+    assert {f.__name__ for f in own - used} == helpers
+
+
+def test_names_of_one_framework():
+    assert [alias.name for alias in names.of("k3_kl", "verl")] == ["rollout_corr/k3_kl"]
+    assert len(names.of("k3_kl")) > 3
+    assert names.of("k2_kl") == names.of("a metric of tomorrow") == ()
+
+
+def test_how_it_differs_in_words():
+    (areal,) = names.of("kl", "areal")
+    assert areal.remark("token").startswith("opposite sign; only with rejection_sampling")
+    (same,) = names.of("chi2_token", "verl")
+    assert same.remark("token") == ""
+    (trl,) = names.of("ratio_mean", "trl")
+    assert "product" in trl.remark("token")
+    assert "above 3" in trl.remark("token")
+
+
+def test_a_value_that_cannot_be_computed_is_none():
+    delta, sequence = np.array([0.1, 0.2]), np.array([0, 0])
+    arrays = {"delta": delta, "sequence": sequence}
+    assert conventions.value_of(conventions.probs_diff_std, arrays) is None  # no logprobs
+    huge = {"delta": np.array([800.0]), "sequence": np.array([0])}
+    assert conventions.value_of(conventions.sample_ratio, huge) is None
+    assert conventions.value_of(conventions.sample_abs, arrays) == pytest.approx(0.15)
+    one = {"rollout": np.zeros(1), "train": np.zeros(1)}
+    assert conventions.value_of(conventions.probs_diff_std, one) is None  # A - 1 = 0
+
+
+def test_bounds_in_words():
+    said = {describe.values(metric) for metric in METRICS.values()}
+    assert {"any", "0 and above", "0 to 1", "-1 to 1"} <= said
+    infinite = [m for m in METRICS.values() if math.isinf(m.bounds[0])]
+    assert all(describe.values(metric) == "any" for metric in infinite)
+
+
+def test_the_doctests_of_both_modules():
+    import doctest
+
+    for module in ("mismatch.metrics.names", "mismatch.metrics.describe", "mismatch.token_classes"):
+        results = doctest.testmod(importlib.import_module(module))
+        assert results.attempted > 0
+        assert results.failed == 0, module
