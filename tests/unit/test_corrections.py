@@ -1,0 +1,171 @@
+"""Weights and advantages against numbers worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from mismatch.corrections.recipes import FRAMEWORKS, recipes
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.metrics.corrections import (
+    BY_ID,
+    CORRECTIONS,
+    NONE,
+    OVERRIDE,
+    Ratios,
+    Settings,
+    group_advantages,
+)
+
+RATIOS = [1.0, 2.5, 0.4, 1.1, 0.00005]
+SEQUENCE = np.array([0, 0, 3, 3, 7])  # numbers with gaps: sequences without action tokens
+DELTA = np.log(RATIOS)
+FIRST, SECOND, THIRD = 2.5, 0.44, 0.00005  # products
+
+
+def weights(id, settings=Settings()):  # noqa: B008
+    return BY_ID[id].weights(Ratios.of(DELTA, SEQUENCE), settings)
+
+
+@pytest.mark.parametrize(
+    ("id", "expected"),
+    [
+        ("none", [1, 1, 1, 1, 1]),
+        ("override", [1, 1, 1, 1, 1]),
+        ("tis-token", [1, 2, 0.4, 1.1, 0.00005]),
+        ("icepop", [1, 2.5, 0, 1.1, 0]),
+        ("mis-token", [1, 0, 0.4, 1.1, 0.00005]),
+        ("tis-sequence", [2, 2, SECOND, SECOND, THIRD]),
+        ("mis-sequence", [0, 0, SECOND, SECOND, THIRD]),
+        ("trl-sequence-mask", [FIRST, FIRST, SECOND, SECOND, THIRD]),
+        ("geometric", [0, 0, 0, 0, 0]),
+        ("geometric-token", [0, 0, 0, 0, 0]),
+        ("veto", [1, 1, 1, 1, 0]),
+    ],
+)
+def test_weights_by_hand(id, expected):
+    assert weights(id) == pytest.approx(expected, rel=1e-12)
+
+
+def test_bounds_are_the_users():
+    wide = Settings(cap=2.4, mask_cap=2.6, band=(0.3, 1.05), geometric=(0.6, 1.6), veto=1e-5)
+    assert weights("tis-token", wide).max() == pytest.approx(2.4)
+    assert weights("mis-token", wide)[1] == pytest.approx(2.5)
+    assert weights("icepop", wide) == pytest.approx([1, 0, 0.4, 0, 0])
+    # geometric means: sqrt(2.5) = 1.58, sqrt(0.44) = 0.66
+    assert weights("geometric", wide) == pytest.approx([1, 1, 1, 1, 0])
+    assert weights("geometric-token", wide) == pytest.approx([1, 2.5, 0.4, 1.1, 0])
+    assert weights("veto", wide).all()
+    assert not weights("trl-sequence-mask", Settings(sequence_cap=2.0))[0]
+
+
+def test_one_token_vetoes_its_whole_sequence():
+    ratios = Ratios.of(np.log([1e-5, 900.0, 900.0, 2e-4]), np.array([0, 0, 0, 1]))
+    assert BY_ID["veto"].weights(ratios, Settings()) == pytest.approx([0, 0, 0, 1])
+
+
+def test_log_ratios_are_clamped_and_counted():
+    ratios = Ratios.of(np.array([30.0, -25.0, 15.0, 15.0]), np.array([0, 1, 2, 2]))
+    assert ratios.token == pytest.approx(np.exp([20, -20, 15, 15]))
+    assert ratios.sequence == pytest.approx(np.exp([20, -20, 20]))
+    assert ratios.clamped == 2 + 3
+
+
+def test_no_token_is_an_error():
+    with pytest.raises(EmptyComparison):
+        Ratios.of(np.empty(0), np.empty(0, dtype=int))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"cap": 0.9},
+        {"cap": math.inf},
+        {"mask_cap": math.nan},
+        {"band": (5.0, 0.5)},
+        {"band": (1.0, 1.0)},
+        {"geometric": (1.001, 1.002)},
+        {"veto": -1.0},
+        {"veto": 1.5},
+        {"sequence_cap": 0.0},
+    ],
+)
+def test_bounds_that_drop_agreement_are_refused(bad):
+    with pytest.raises(MismatchError, match="does not lie around 1"):
+        Settings(**bad)
+
+
+def test_advantages_by_hand():
+    rewards = np.array([1.0, 0.0, 0.0, 5.0, 5.0, 3.0, np.nan, 2.0, 4.0])
+    prompt = np.array([0, 0, 0, 1, 1, 2, 3, 3, 3])
+    spread = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
+    got = group_advantages(rewards, prompt)
+    third = spread + 1e-6
+    assert got[:3] == pytest.approx([2 / 3 / third, -1 / 3 / third, -1 / 3 / third])
+    assert (got[3:7] == 0.0).all()  # equal, alone, unrewarded
+    assert got[7:] == pytest.approx([-1 / (math.sqrt(2) + 1e-6), 1 / (math.sqrt(2) + 1e-6)])
+
+
+def test_rounding_of_a_mean_makes_no_advantage():
+    assert not group_advantages(np.full(3, 0.1), np.zeros(3, dtype=int)).any()
+    assert not group_advantages(np.full(2, np.nan), np.zeros(2, dtype=int)).any()
+
+
+def test_groups_need_not_be_in_order():
+    rewards, prompt = np.array([1.0, 7.0, 0.0, 9.0]), np.array([5, 2, 5, 2])
+    got = group_advantages(rewards, prompt)
+    assert got[0] == -got[2] > 0
+    assert got[3] == -got[1] > 0
+
+
+# ---- recipes ----
+
+
+def text(id, framework, settings=Settings()):  # noqa: B008
+    return next(r for r in recipes(id, settings) if r.framework == framework)
+
+
+def test_every_ranked_correction_has_a_recipe_or_a_reason_in_every_framework():
+    for one in CORRECTIONS:
+        if one.id in (NONE, OVERRIDE):
+            continue
+        made = recipes(one.id, Settings())
+        assert [r.framework for r in made] == ["verl", "TRL", "NeMo-RL", "prime-rl"]
+        assert all(r.lines or "not in this version" in r.remark for r in made)
+    assert {id for table in FRAMEWORKS.values() for id in table} <= set(BY_ID)
+
+
+def test_recipes_carry_the_users_bounds():
+    settings = Settings(cap=5, band=(0.25, 4), sequence_cap=7, geometric=(0.98, 1.03))
+    assert "    rollout_is_threshold: 5" in text("tis-token", "verl", settings).lines
+    assert '    rollout_is_threshold: "0.25_4"' in text("icepop", "verl", settings).lines
+    trl = text("icepop", "TRL", settings).lines
+    assert "    vllm_importance_sampling_clip_max=4," in trl
+    assert "    vllm_importance_sampling_clip_min=0.25," in trl
+    assert '    vllm_importance_sampling_mode="token_mask",' in trl
+    mask = text("trl-sequence-mask", "TRL", settings).lines
+    assert '    vllm_importance_sampling_mode="sequence_mask",' in mask
+    assert "    vllm_importance_sampling_clip_max=7," in mask
+    nemo = text("geometric-token", "NeMo-RL", settings).lines
+    assert "  truncated_importance_sampling_type: seq-mask-tis" in nemo
+    assert "  truncated_importance_sampling_ratio_min: 0.98" in nemo
+    assert "ratio_low = 0.25" in text("icepop", "prime-rl", settings).lines
+
+
+@pytest.mark.parametrize("framework", ["TRL", "NeMo-RL", "prime-rl"])
+def test_what_a_framework_lacks_is_not_replaced(framework):
+    assert text("geometric", framework).lines == ()
+    assert text("veto", "verl").lines == ()
+
+
+def test_verls_inverse_bounds_keep_our_sequences():
+    """verl keeps a sequence if log(low) <= mean of -delta <= log(high)."""
+    settings = Settings(geometric=(0.9, 1.3))
+    found = [line for line in text("geometric", "verl", settings).lines if "rs_threshold" in line]
+    low, high = map(float, found[0].split(": ")[1].strip('"').split("_"))
+    delta, sequence = np.linspace(-0.4, 0.4, 161), np.arange(161)
+    verls = (-delta >= math.log(low)) & (-delta <= math.log(high))
+    ours = BY_ID["geometric"].weights(Ratios.of(delta, sequence), settings) > 0
+    assert np.array_equal(verls, ours)
+    assert 0 < ours.sum() < 161
+    assert ours[:80].sum() != ours[81:].sum()  # the band is lopsided: the other way round differs

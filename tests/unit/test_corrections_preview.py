@@ -1,0 +1,328 @@
+"""What a preview says: known truths, the ranking, and what cannot be said."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch.corrections.document import corrections_from_json, corrections_to_json
+from mismatch.corrections.preview import EQUAL_REWARDS, NO_REWARDS, NOT_LAWFUL, preview
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.metrics.corrections import CORRECTIONS, NONE, OVERRIDE, Settings, group_advantages
+from mismatch.reports import corrections as words
+from mismatch.types import Rollout, Sampling, Scoring
+
+PROMPTS, SAMPLES, LENGTH = 32, 4, 20
+
+
+def rollout(rewards=True, length=LENGTH):
+    n = PROMPTS * SAMPLES
+    mask = np.tile(np.arange(length + 1) > 0, n)
+    drawn = np.random.default_rng(1).integers(0, 2, n).astype(float)
+    return Rollout(
+        token_ids=np.zeros(n * (length + 1), dtype=np.int64),
+        offsets=np.arange(n + 1) * (length + 1),
+        action_mask=mask,
+        turn=mask.astype(np.int64),
+        prompt_index=np.repeat(np.arange(PROMPTS), SAMPLES),
+        finish_reason=("length",) * n,
+        sampling=Sampling(),
+        fingerprint={},
+        rewards=drawn if rewards else None,
+    )
+
+
+def scorings(made, delta):
+    ids, left = made.token_ids[made.actions], np.full(made.n_actions, -30.0)
+    return Scoring("e:decode", ids, left, {}), Scoring("fsdp", ids, left + delta, {})
+
+
+def noise(made, scale, seed=0):
+    return scale * np.random.default_rng(seed).standard_normal(made.n_actions) - scale**2 / 2
+
+
+def tried(delta=None, made=None, lawful=True, **options):
+    made = made or rollout()
+    delta = np.zeros(made.n_actions) if delta is None else delta
+    return preview(made, *scorings(made, delta), sampled_by_left=lawful, **options)
+
+
+def test_sides_that_agree_need_no_correction():
+    made = tried()
+    assert made.favoured == NONE
+    assert "none needed" in made.reason
+    for one in made.previews:
+        assert (one.kept_tokens, one.kept_sequences, one.ess.value) == (1.0, 1.0, 1.0)
+        assert (one.weight_mean, one.weight_std, one.weight_max) == (1.0, 0.0, 1.0)
+        for against in (one.token, one.sequence):
+            bias = against.bias
+            assert (bias.value, bias.low, bias.high, against.distance.value) == (0, 0, 0, 0)
+            assert against.cosine.value == pytest.approx(1.0, abs=1e-15)
+            assert against.norm_ratio.value == 1.0
+            assert against.error == pytest.approx(1 / math.sqrt(PROMPTS * SAMPLES))
+
+
+def test_every_figure_by_its_definition():
+    made = rollout()
+    delta = noise(made, 0.4)
+    found = tried(delta, made, target="sequence", batch=50)
+    sequence = made.sequence_of_token[made.actions]
+    rho = np.exp(delta)
+    product = np.exp(np.bincount(sequence, weights=delta))[sequence]
+    advantage = group_advantages(made.rewards, made.prompt_index)[sequence]
+    cases = {
+        "icepop": (np.where((rho >= 0.5) & (rho <= 5), rho, 0.0), None),
+        "tis-sequence": (np.minimum(product, 2), np.minimum(product, 2)[::LENGTH]),
+    }
+    for id, (w, per_sequence) in cases.items():
+        one = found.named(id)
+        assert one.kept_tokens == pytest.approx((w > 0).mean())
+        assert (one.weight_mean, one.weight_std, one.weight_max) == pytest.approx(
+            (w.mean(), w.std(), w.max())
+        )
+        units = w if per_sequence is None else per_sequence
+        assert one.ess.value == pytest.approx(units.sum() ** 2 / len(units) / (units**2).sum())
+        assert one.ess.n_tokens == made.n_actions
+        for against, exact in ((one.token, rho), (one.sequence, product)):
+            size = np.abs(advantage)
+            distance = (np.abs(w - exact) * size).sum() / size.sum()
+            second = (w**2 * advantage**2).sum() / (advantage**2).sum()
+            mine, theirs = w * advantage, exact * advantage
+            lengths = np.linalg.norm(mine), np.linalg.norm(theirs)
+            assert against.bias.value == pytest.approx((w - exact).mean())
+            assert against.bias.low < against.bias.value < against.bias.high
+            assert against.distance.value == pytest.approx(distance)
+            assert against.error == pytest.approx(math.sqrt(distance**2 + second / 50))
+            assert against.cosine.value == pytest.approx(mine @ theirs / lengths[0] / lengths[1])
+            assert against.norm_ratio.value == pytest.approx(lengths[0] / lengths[1])
+
+
+def test_effective_size_counts_sequences_where_they_share_a_weight():
+    """One prompt token each; a sequence of 9 tokens is dropped, one of 1 token is kept."""
+    mask = np.array([0, *[1] * 9, 0, 1], dtype=bool)
+    made = Rollout(
+        token_ids=np.zeros(12, dtype=np.int64),
+        offsets=np.array([0, 10, 12]),
+        action_mask=mask,
+        turn=mask.astype(np.int64),
+        prompt_index=np.array([0, 1]),
+        finish_reason=("stop",) * 2,
+        sampling=Sampling(),
+        fingerprint={},
+    )
+    found = tried(np.array([*[0.1] * 9, 0.0]), made)
+    assert found.named("geometric").ess.value == pytest.approx(1 / 2)
+    assert found.named("geometric-token").ess.value == pytest.approx(1 / 10)
+    assert found.named("geometric").kept_tokens == pytest.approx(1 / 10)
+
+
+def test_the_upper_end_of_the_interval_decides():
+    """A distance that may be larger than it looks is not waved through."""
+    delta = noise(rollout(), 0.05)
+    distance = tried(delta).named(NONE).token.distance
+    middle = (distance.value + distance.high) / 2
+    batch = round(1 / (3 * middle) ** 2)
+    bound = 1 / (3 * math.sqrt(batch))
+    assert distance.value < bound < distance.high
+    assert tried(delta, batch=batch).favoured == "tis-token"
+    assert tried(delta, batch=round(1 / (3.1 * distance.high) ** 2)).favoured == NONE
+
+
+def test_the_target_is_the_ratio_not_the_bare_advantage():
+    """Beside A itself doing nothing would score 1."""
+    bare = tried(noise(rollout(), 0.5)).named(NONE).token
+    assert bare.cosine.high < 0.97
+    assert bare.norm_ratio.value < 1.0
+
+
+def test_a_truncation_that_binds_nowhere_is_exact():
+    one = tried(noise(rollout(), 0.05)).named("tis-token")
+    assert one.token.bias.value == one.token.distance.value == 0.0
+    assert one.token.cosine.value == pytest.approx(1.0, abs=1e-12)
+
+
+def test_a_planted_spread_calls_for_a_correction_and_a_small_one_does_not():
+    small, large = tried(noise(rollout(), 0.01)), tried(noise(rollout(), 0.3))
+    assert small.favoured == NONE
+    assert small.reason.startswith("none needed: the mismatch can shift a batch by at most")
+    assert large.favoured == large.best == "tis-token"
+    assert large.named("tis-token").token.error < large.named(NONE).token.error
+    assert "none needed" not in large.reason
+
+
+def test_a_larger_batch_makes_the_same_bias_matter():
+    delta = noise(rollout(), 0.02)
+    assert tried(delta, batch=64).favoured == NONE
+    assert tried(delta, batch=6400).favoured == "tis-token"
+
+
+def test_what_the_other_target_says_is_said():
+    found = tried(noise(rollout(), 0.08))
+    assert "Beside the sequence ratio, TIS, sequence has the least error." in words.remarks(found)
+    agreed = words.remarks(tried(batch=1000))
+    assert "Beside the sequence ratio, no correction has the least error." in agreed
+    assert not any("--batch" in remark for remark in agreed)
+    assert any("128 sequences; for yours" in remark for remark in words.remarks(found))
+
+
+def test_the_sequence_target_favours_a_sequence_weight():
+    delta = noise(rollout(), 0.08)
+    assert tried(delta).favoured == "tis-token"
+    beside = tried(delta, target="sequence")
+    assert beside.favoured == "tis-sequence"
+    assert beside.named("tis-sequence").sequence.rank == 1
+    assert beside.named("tis-sequence").token.rank > 1
+
+
+def test_none_helps_where_every_correction_is_worse():
+    """Ratios of 50 on one sample of each prompt: all that is left is cut or dropped."""
+    made = rollout(rewards=False, length=1)
+    delta = np.where(np.arange(made.n_actions) % SAMPLES == 0, math.log(50.0), 0.0)
+    found = tried(delta, made, settings=Settings(cap=1.0, band=(0.5, 1.5), mask_cap=1.0))
+    assert found.favoured == NONE
+    assert "none helps" in found.reason
+    assert found.best is not None
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 0.3, 3.0])
+def test_the_override_is_never_favoured_and_never_ranked(scale):
+    found = tried(noise(rollout(), scale))
+    one = found.named(OVERRIDE)
+    assert one.token.rank is one.sequence.rank is None
+    assert OVERRIDE not in (found.favoured, found.best)
+    assert one.same_as == NONE
+    row = words.correction_rows(found)[-1]
+    assert row.id == OVERRIDE
+    assert "does not remove" in row.setting
+
+
+def test_equal_weights_share_a_rank_and_name_their_twin():
+    found = tried(noise(rollout(), 0.05))
+    one, two = found.named("tis-token"), found.named("icepop")
+    assert two.same_as == "tis-token"
+    assert one.same_as is None
+    assert one.token.rank == two.token.rank == 1
+    assert one.token.tied
+    assert two.token.tied
+
+
+def test_a_difference_within_a_percent_is_as_good():
+    """One token per sequence just over the cap: IcePop is exact there, and TIS as good."""
+    delta = noise(rollout(), 0.1)
+    delta[::LENGTH] = math.log(2.02)
+    found = tried(delta, batch=8000)
+    exact, cut = found.named("icepop").token, found.named("tis-token").token
+    assert exact.distance.value == 0.0 < cut.distance.low
+    assert (exact.rank, cut.tied, found.favoured) == (1, True, "tis-token")
+    assert "as good: IcePop" in found.reason
+
+
+def test_ranks_follow_the_error():
+    found = tried(noise(rollout(), 0.4))
+    ranked = [one.token for one in found.previews if one.token.rank]
+    assert len(ranked) == len(CORRECTIONS) - 1
+    for one in ranked:
+        assert one.rank == 1 + sum(other.error < one.error * (1 - 1e-12) for other in ranked)
+    assert not found.named("geometric").token.tied
+    rows = words.correction_rows(found)
+    assert [int(row.rank.split()[0]) for row in rows[:-1]] == sorted(one.rank for one in ranked)
+
+
+def test_all_tokens_dropped_is_no_effective_size():
+    found = tried(np.full(rollout().n_actions, 0.5))
+    one = found.named("geometric")
+    assert (one.kept_tokens, one.kept_sequences, one.ess, one.token.cosine) == (0, 0, None, None)
+    assert one.token.norm_ratio.value == 0.0
+    row = next(row for row in words.correction_rows(found) if row.id == "geometric")
+    assert (row.ess, row.cosine) == ("–", "–")
+
+
+def test_without_a_sampling_law_nothing_is_ranked():
+    found = tried(noise(rollout(), 0.3), lawful=False)
+    assert found.favoured is found.best is None
+    assert found.reason == NOT_LAWFUL
+    assert NOT_LAWFUL in found.not_tested
+    assert all(one.token is one.sequence is None for one in found.previews)
+    assert 0 < found.named("tis-token").ess.value < 1
+    assert words.setting_recipes(found) == ()
+    assert {row.rank for row in words.correction_rows(found)} == {"–"}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [(None, NO_REWARDS), (np.nan, NO_REWARDS), (1.0, EQUAL_REWARDS)],
+    ids=["none", "unknown", "equal"],
+)
+def test_without_advantages_the_cosine_is_not_tested(rewards, reason):
+    made = rollout()
+    given = None if rewards is None else np.full(made.n_sequences, rewards)
+    made = replace(made, rewards=given)
+    found = tried(noise(made, 0.3), made)
+    assert found.not_tested == (reason,)
+    assert all(one.token.cosine is one.token.norm_ratio is None for one in found.previews)
+    assert found.favoured == "tis-token"
+    delta = noise(made, 0.3)
+    away = np.abs(np.exp(delta) - 1.0).mean()
+    assert found.named(NONE).token.distance.value == pytest.approx(away)
+    assert any(reason in remark for remark in words.remarks(found))
+
+
+def test_advantages_decide_which_tokens_count():
+    """Only prompt 0 has a signal; the mismatch of all others cannot do harm."""
+    made = rollout()
+    made = replace(made, rewards=np.where(np.arange(made.n_sequences) == 0, 1.0, 0.0))
+    delta = noise(made, 0.5)
+    delta[made.prompt_index[made.sequence_of_token[made.actions]] == 0] = 0.0
+    found = tried(delta, made)
+    assert found.named(NONE).token.distance.value == 0.0
+    assert found.favoured == NONE
+    assert found.named(NONE).token.cosine.value == pytest.approx(1.0)
+
+
+def test_one_prompt_has_no_intervals_and_is_still_ranked():
+    made = replace(rollout(), prompt_index=np.zeros(PROMPTS * SAMPLES, dtype=np.int64))
+    found = tried(noise(made, 0.4), made)
+    assert found.named("tis-token").token.bias.low is None
+    assert found.favoured == "tis-token"
+    assert [one.id for one in found.previews if one.token.tied] == ["tis-token"]
+
+
+def test_bad_input_is_refused():
+    made = rollout()
+    left, right = scorings(made, np.zeros(made.n_actions))
+    broken = replace(right, logprobs=right.logprobs * np.nan)
+    with pytest.raises(MismatchError, match="not finite"):
+        preview(made, left, broken, sampled_by_left=True)
+    with pytest.raises(MismatchError, match="at least one sequence"):
+        preview(made, left, right, sampled_by_left=True, batch=0)
+    bare = replace(made, action_mask=np.zeros_like(made.action_mask))
+    with pytest.raises(EmptyComparison):
+        preview(bare, left, right, sampled_by_left=True)
+
+
+def test_the_seed_decides_the_intervals_and_nothing_else():
+    delta = noise(rollout(), 0.4)
+    one, two = tried(delta, seed=1), tried(delta, seed=2)
+    assert corrections_to_json(one) == corrections_to_json(tried(delta, seed=1))
+    assert one.named("icepop").token.bias.value == two.named("icepop").token.bias.value
+    assert one.named("icepop").token.bias.low != two.named("icepop").token.bias.low
+
+
+@pytest.mark.parametrize("lawful", [True, False])
+def test_round_trip_through_strict_json(lawful):
+    found = tried(noise(rollout(), 5.0), lawful=lawful, settings=Settings(band=(0.2, 4.0)))
+    text = json.dumps(corrections_to_json(found), allow_nan=False)
+    assert corrections_from_json(json.loads(text)) == found
+    assert corrections_from_json(None) is None
+    assert bool(json.loads(text)["recipes"]) == lawful
+
+
+def test_clamped_log_ratios_are_said():
+    made = rollout()
+    delta = noise(made, 0.01)
+    delta[0] = -25.0
+    found = tried(delta, made)
+    assert found.clamped == 2  # the token and its sequence
+    assert any("±20" in remark for remark in words.remarks(found))
