@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from mismatch.engines.base import Engine, ExpertLayout, Progress, Sample
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.routing_store import narrowest
 from mismatch.specs import RolloutSpec
 from mismatch.tasks.answers import numeric_reward
 from mismatch.tasks.arithmetic import reward
@@ -28,7 +30,7 @@ def decode_fingerprint(
     Raises:
         MismatchError: the engine runs in another dtype than was asked for.
     """
-    found = engine.fingerprint("decode")
+    found = engine.fingerprint("decode") | {"model": spec.engine.model}
     if found["dtype"] != spec.engine.dtype:
         raise MismatchError(
             f"{engine.name} runs in {found['dtype']}, --dtype asked for {spec.engine.dtype}",
@@ -96,8 +98,22 @@ def decode_routing(
     layout = engine.experts()
     if layout is None:
         return None
-    rows = [sample.routed for group in samples for sample in group]
-    return build_routing(rows, layout, rollout, f"{engine.name}:decode")
+    flat = [sample for group in samples for sample in group]
+    routing = build_routing([s.routed for s in flat], layout, rollout, f"{engine.name}:decode")
+    weights = [sample.routed_weights for sample in flat if sample.routed_weights is not None]
+    return replace(routing, weights=_weights(weights, routing, rollout)) if weights else routing
+
+
+def _weights(
+    rows: Sequence[NDArray[Any]], routing: Routing, rollout: Rollout
+) -> NDArray[np.float32] | None:
+    """Weights of all sequences, [T, L, K]; None where a sequence has none of its experts."""
+    weights = np.zeros(routing.ids.shape, np.float32)
+    forwarded = np.diff(rollout.offsets) - 1
+    if [len(found) for found in rows] != forwarded.tolist():
+        return None
+    weights[routing.present] = np.concatenate(rows)
+    return weights
 
 
 def prefill_scoring(engine: Engine, rollout: Rollout, progress: Progress) -> Scoring:
@@ -128,7 +144,7 @@ def build_routing(
         missing = f"{len(rows) - len(captured)} of {len(rows)} sequences have no routed experts"
         raise CorruptCapture(f"{source}, sequence {first}: {missing}", CAPTURE_FIX)
     shape = (len(rollout.token_ids), len(layout.layers), layout.top_k)
-    ids = np.zeros(shape, np.uint8 if layout.num_experts <= 256 else np.uint16)
+    ids = np.zeros(shape, narrowest(layout.num_experts))
     present = np.zeros(shape[0], bool)
     bounds = zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)
     for sequence, (found, (start, end)) in enumerate(zip(captured, bounds, strict=True)):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mismatch.types import Fingerprint, Floats
 
 if TYPE_CHECKING:
+    from mismatch.engines.watch import Wanted
     from mismatch.specs import EngineSpec
     from mismatch.types import Sampling
 
@@ -35,12 +36,15 @@ class Sample:
         finish_reason: "stop" (EOS or a stop token) or "length".
         routed: [rows, L, K] experts of the prompt's tokens and then of the sampled ones; the last
             sampled token is never forwarded, so rows = prompt + sampled - 1. None: not captured.
+        routed_weights: [rows, L, K] float32, their weights as the experts were given them; None:
+            this engine does not say.
     """
 
     token_ids: list[int]
     logprobs: Floats
     finish_reason: str
     routed: NDArray[Any] | None = None
+    routed_weights: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class Capabilities:
         prefill_tempered: also at the sampling temperature where that is not 1.
         processed_logprobs: it reports logprobs after temperature and truncation.
         deterministic: the same seed gives the same tokens.
+        distributions: it is a :class:`Watching` engine.
         reasons: capability -> why it is missing, one sentence each.
     """
 
@@ -70,6 +75,7 @@ class Capabilities:
     routed_experts: bool = True
     processed_logprobs: bool = True
     deterministic: bool = True
+    distributions: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -135,3 +141,13 @@ class Engine(Protocol):
 
     def fingerprint(self, mode: Mode) -> Fingerprint:
         """What really ran, resolved by the engine."""
+
+
+class Watching(Engine, Protocol):
+    """An engine that can take whole distributions while it samples."""
+
+    def watch(self, wanted: Wanted) -> None:
+        """What the next :meth:`generate` has to take beside its samples."""
+
+    def watched(self) -> dict[str, NDArray[Any]]:
+        """What it took; see :meth:`mismatch.engines.watch.Watcher.collected`. Empty: nothing."""

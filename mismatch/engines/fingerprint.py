@@ -38,6 +38,7 @@ def model_facts(spec: EngineSpec) -> dict[str, Any]:
     return {
         "model": spec.model,
         "revision": spec.revision,
+        "weights_form": spec.weights,
         "versions": known,
         "version": known.get(spec.engine) or known.get(f"{spec.engine}-cpu") or "unknown",
         "source_files": source_hashes(str(directory)) if directory else {},

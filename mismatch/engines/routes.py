@@ -31,7 +31,8 @@ def join_steps(parts: list[tuple[int, NDArray[Any]]]) -> NDArray[Any]:
         ValueError: a position that no step forwarded (a cached prefix has no rows).
     """
     length = max(start + len(rows) for start, rows in parts)
-    joined = np.zeros((length, *parts[0][1].shape[1:]), parts[0][1].dtype)
+    widest = np.result_type(*(rows.dtype for _, rows in parts))
+    joined = np.zeros((length, *parts[0][1].shape[1:]), widest)
     known = np.zeros(length, bool)
     for start, rows in parts:
         new = ~known[start : start + len(rows)]

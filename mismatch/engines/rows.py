@@ -15,6 +15,12 @@ from mismatch.engines.seeds import sample_seed
 if TYPE_CHECKING:
     import torch
 
+    from mismatch.training.routing import LayerRoutes
+
+
+# An expert that a token went to: its id, and its weight among the token's experts.
+EXPERT = np.dtype([("id", np.uint16), ("weight", np.float32)])
+
 
 @dataclass
 class Row:
@@ -22,7 +28,7 @@ class Row:
 
     Attributes:
         job: (prompt, sample).
-        routed: experts [tokens, L, K] of every forward so far.
+        routed: experts [tokens, L, K] of every forward so far, as ``EXPERT``.
     """
 
     job: tuple[int, int]
@@ -39,8 +45,20 @@ class Row:
         return cls(job, torch.Generator().manual_seed(sample_seed(seed, *job)))
 
     def finish(self, reason: str) -> Sample:
-        routed = np.concatenate(self.routed) if self.routed else None
-        return Sample(self.ids, np.asarray(self.logprobs, np.float64), reason, routed)
+        logprobs = np.asarray(self.logprobs, np.float64)
+        if not self.routed:
+            return Sample(self.ids, logprobs, reason)
+        routed = np.concatenate(self.routed)
+        return Sample(self.ids, logprobs, reason, routed["id"], routed["weight"])
+
+
+def experts_of(layers: Sequence[LayerRoutes]) -> NDArray[Any]:
+    """The experts of R rows in all layers, [R, L, K] of ``EXPERT``."""
+    experts = np.empty((len(layers[0].ids), len(layers), layers[0].ids.shape[-1]), EXPERT)
+    for column, routes in enumerate(layers):
+        experts["id"][:, column] = routes.ids.cpu().numpy()
+        experts["weight"][:, column] = routes.weights.cpu().numpy()
+    return experts
 
 
 def draw(rows: Sequence[Row], logprobs: torch.Tensor, greedy: bool) -> None:

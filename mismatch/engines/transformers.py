@@ -23,7 +23,8 @@ from mismatch.engines.base import (
 from mismatch.engines.fingerprint import model_facts, short_dtype
 from mismatch.engines.law import law_logprobs
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
-from mismatch.engines.rows import Row, draw
+from mismatch.engines.rows import Row, draw, experts_of
+from mismatch.engines.watch import Wanted, Watcher
 from mismatch.errors import MismatchError
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
@@ -46,23 +47,27 @@ class TransformersEngine:
         self.info: ModelInfo = read_model_info(spec)
         self.options = _options(spec)
         self._prefill_temperature = 1.0
+        self._watcher: Watcher | None = None
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
         """See the protocol: it can do all of it."""
-        return Capabilities()
+        return Capabilities(distributions=True)
 
     def __enter__(self) -> Self:
         import torch
 
-        from mismatch.training.attention import resolve_attention
+        from mismatch.training.attention import resolve_for
+        from mismatch.training.families import require_readable
         from mismatch.training.routing import moe_layers
+        from mismatch.training.source import skeleton
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = self._config()
-        self._attention = resolve_attention(
-            str(self.options["attention"]), config, self.spec.trust_remote_code
-        )
+        bare = skeleton(config, self.spec.trust_remote_code)
+        self._attention = resolve_for(str(self.options["attention"]), bare)
+        if self.spec.routing:
+            require_readable(config, bare)
         self.model = self._load(config)
         self._moe = moe_layers(self.model) if self.spec.routing and self.info.moe else []
         return self
@@ -150,6 +155,7 @@ class TransformersEngine:
             if routed is not None:
                 for row, part in zip(rows, routed, strict=True):
                     row.routed.append(part)
+            self._look(rows, logits)
             draw(rows, law_logprobs(logits, self.sampling), self.sampling.temperature == 0)
             keep = []
             for index, row in enumerate(rows):
@@ -166,6 +172,22 @@ class TransformersEngine:
             last = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)
             logits, routed = self._forward(last, cache)
 
+    def watch(self, wanted: Wanted) -> None:
+        """See the protocol."""
+        self._watcher = Watcher(wanted)
+
+    def watched(self) -> dict[str, NDArray[Any]]:
+        """See the protocol."""
+        return self._watcher.collected() if self._watcher else {}
+
+    def _look(self, rows: list[Row], logits: torch.Tensor) -> None:
+        if self._watcher is None:
+            return
+        per_prompt = self.sampling.samples_per_prompt
+        sequence = [prompt * per_prompt + sample for prompt, sample in (row.job for row in rows)]
+        index = [len(row.ids) for row in rows]
+        self._watcher.take(np.asarray(sequence), np.asarray(index), logits)
+
     def _forward(self, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, NDArray[Any] | None]:
         """Logits after the last token, [B, V], and the experts of all tokens, [B, tokens, L, K]."""
         with self._recording() as recorder:
@@ -173,8 +195,7 @@ class TransformersEngine:
         logits = out.logits[:, -1]
         if recorder is None:
             return logits, None
-        layers = [routes.ids.cpu().numpy().astype(np.uint16) for routes in recorder.finished()]
-        return logits, np.stack(layers, axis=1).reshape(*ids.shape, len(layers), -1)
+        return logits, experts_of(recorder.finished()).reshape(*ids.shape, len(self._moe), -1)
 
     def _recording(self) -> Any:
         from mismatch.training.routing import recording

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -26,10 +27,11 @@ from mismatch.engines.vllm_args import (
     captures_routes,
     engine_arguments,
     is_cpu_build,
-    is_pipelined,
+    no_capture,
     sampling_arguments,
     set_environment,
 )
+from mismatch.engines.watch import Wanted
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
@@ -49,7 +51,9 @@ class VllmEngine:
         self._capture = captures_routes(spec, self.info)
         self._sent: dict[str, Any] = {}
         self._prefill_temperature = 1.0
-        self._ids = itertools.count()
+        self._next_id = 0
+        self._wanted: Wanted | None = None
+        self._watched: dict[str, NDArray[Any]] = {}
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
@@ -60,11 +64,14 @@ class VllmEngine:
                 "vLLM's GPU kernels depend on what else is in the batch; "
                 "VLLM_BATCH_INVARIANT=1 makes them independent of it"
             )
-        pipeline = is_pipelined(spec)
-        if pipeline:
-            reasons["routed_experts"] = "vLLM returns no routed experts with pipeline parallelism"
+        obstacle = no_capture(spec)
+        if obstacle is not None:
+            reasons["routed_experts"] = obstacle
         return Capabilities(
-            deterministic=is_cpu_build(), routed_experts=not pipeline, reasons=reasons
+            deterministic=is_cpu_build(),
+            routed_experts=obstacle is None,
+            distributions=True,
+            reasons=reasons,
         )
 
     def __enter__(self) -> Self:
@@ -96,7 +103,9 @@ class VllmEngine:
         on_cpu = self._capture and is_cpu_build()
         if on_cpu:
             self._start_capture()
+        self._start_watch([len(prompts[p]) for p, _ in jobs])
         outputs = self._run([prompts[p] for p, _ in jobs], params, progress)
+        self._stop_watch()
         rows = self._captured(outputs) if on_cpu else [None] * len(jobs)
         samples = [
             self._sample(request, output, routed, job)
@@ -126,7 +135,7 @@ class VllmEngine:
         engine = self.llm.llm_engine
         order: dict[str, tuple[int, str]] = {}
         for index, (ids, param) in enumerate(zip(prompts, params, strict=True)):
-            request = str(next(self._ids))
+            request, self._next_id = str(self._next_id), self._next_id + 1
             internal = engine.add_request(request, {"prompt_token_ids": list(ids)}, param)
             order[request] = (index, internal)
         done: dict[int, tuple[str, Any]] = {}
@@ -192,6 +201,29 @@ class VllmEngine:
             finish_reason=str(completion.finish_reason),
             routed=routed,
         )
+
+    # ------------------------------------------------------------ whole distributions
+
+    def watch(self, wanted: Wanted) -> None:
+        """See the protocol."""
+        self._wanted = wanted
+
+    def watched(self) -> dict[str, NDArray[Any]]:
+        """See the protocol."""
+        return self._watched
+
+    def _start_watch(self, prompts: list[int]) -> None:
+        if self._wanted is not None:
+            self._call("mismatch_start_watch", asdict(self._wanted), self._next_id, prompts)
+
+    def _stop_watch(self) -> None:
+        if self._wanted is None:
+            return
+        for packed, failed in self._call("mismatch_stop_watch"):
+            if failed:
+                print(f"distributions could not be taken: {failed}", file=sys.stderr)
+            if packed and not self._watched:  # tensor-parallel ranks have the same, or none
+                self._watched = {name: unpack(array) for name, array in packed.items()}
 
     # ------------------------------------------------------------ prefill
 
@@ -275,6 +307,8 @@ class VllmEngine:
             "model_class": self._facts["model_class"],
             "enforce_eager": model.enforce_eager,
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "block_size": config.cache_config.block_size,
+            "sliding_window": model.get_sliding_window(),
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "max_num_seqs": config.scheduler_config.max_num_seqs,

@@ -118,18 +118,32 @@ def engine_arguments(
     return arguments | user
 
 
-def is_pipelined(spec: EngineSpec) -> bool:
-    """Whether the user splits the layers over several workers."""
+def no_capture(spec: EngineSpec) -> str | None:
+    """Why vLLM returns no routed experts with these arguments; None where it does.
+
+    What its own checks refuse (vLLM 0.32, ``_verify_aux_output_compatibility``), known here before
+    it is imported. On a CPU the routes come from our worker extension, which needs one pipeline
+    stage too.
+    """
     given = {_argument_name(raw): value for raw, value in spec.args}
-    return bool(given.get("pipeline_parallel_size", 1) != 1)
+    if given.get("pipeline_parallel_size", 1) != 1:
+        return "vLLM returns no routed experts with pipeline parallelism"
+    if is_cpu_build():
+        return None
+    if given.get("enable_prefix_caching", True) is False:
+        return "vLLM returns routed experts on a GPU only with prefix caching"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if given.get(name, 1) != 1:
+            return "vLLM returns no routed experts with context parallelism"
+    return None
 
 
 def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
     """Whether routed experts are asked for, exist, and can be had.
 
-    With pipeline parallelism no worker sees the experts of all layers.
+    With pipeline parallelism, for one, no worker sees the experts of all layers.
     """
-    return spec.routing and info.moe and not is_pipelined(spec)
+    return spec.routing and info.moe and no_capture(spec) is None
 
 
 def _argument_name(raw: str) -> str:

@@ -14,7 +14,11 @@ import numpy as np
 from vllm.model_executor.model_loader import base_loader
 
 from mismatch.engines.routes import Packed, join_steps, pack
+from mismatch.engines.vllm_watch import RunnerWatch
 from mismatch.engines.vllm_weights import loaded_digests
+from mismatch.engines.watch import Wanted, Watcher
+from mismatch.routing_store import narrowest
+from mismatch.types import Sampling
 
 
 def _digest_before_repacking() -> None:
@@ -105,6 +109,21 @@ class WorkerExtension:
 
         vars(model)["compute_logits"] = tempered
 
+    # ------------------------------------------------------------ whole distributions
+
+    def mismatch_start_watch(self, wanted: dict[str, Any], first: int, prompts: list[int]) -> None:
+        """Take whole distributions at the wanted positions from now on."""
+        law = Sampling(**wanted["law"])
+        watcher = Watcher(Wanted(**{**wanted, "law": law}))
+        model = self._mismatch_model()
+        self._mismatch_watch = RunnerWatch(self.model_runner, model, watcher, first, prompts)
+        self._mismatch_watch.start()
+
+    def mismatch_stop_watch(self) -> tuple[dict[str, Packed], str]:
+        """Stop it. What was taken (nothing on ranks without logits), and what went wrong."""
+        taken = self._mismatch_watch.stop()
+        return {name: pack(array) for name, array in taken.items()}, self._mismatch_watch.failed
+
     # ------------------------------------------------------------ routed experts
 
     def mismatch_start_capture(self) -> None:
@@ -113,7 +132,7 @@ class WorkerExtension:
         current: dict[int, np.ndarray] = {}
         moe = self._mismatch_moe()
         for layer, module in moe:
-            module.router.set_capture_fn(_recorder(current, layer))
+            module.router.set_capture_fn(_recorder(current, layer, module.router))
         runner = self.model_runner
         execute = runner.execute_model
 
@@ -160,9 +179,14 @@ class WorkerExtension:
         return sorted(found, key=lambda pair: pair[0])
 
 
-def _recorder(current: dict[int, np.ndarray], layer: int) -> Callable[[Any], None]:
+def _recorder(current: dict[int, np.ndarray], layer: int, router: Any) -> Callable[[Any], None]:
+    small = narrowest(router.global_num_experts)
+
     def record(ids: Any) -> None:
-        current[layer] = ids.detach().cpu().numpy().astype(np.uint16)
+        found = ids.detach().cpu().numpy()
+        # What cannot be an expert must stay visible until it is refused, once all is saved.
+        possible = found.min(initial=0) == 0 and found.max(initial=0) <= np.iinfo(small).max
+        current[layer] = found.astype(small if possible else np.uint16)
 
     return record
 

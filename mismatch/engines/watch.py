@@ -1,0 +1,190 @@
+"""Taking whole distributions out of an engine while it samples, at few positions.
+
+Nothing waits for the device here: what is taken stays there until sampling has ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch.distributions import WHOLE_VOCABULARY, Distributions, priority
+from mismatch.engines.law import law_logprobs
+from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.types import Fingerprint, Ints, Rollout, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+# Between the logprob that an engine reported and the one taken from the same logits; the engine's
+# own arithmetic is float32, whatever the model's.
+SAME = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to take, as plain data that can be sent to an engine's worker.
+
+    >>> Wanted(positions=512, top_k=64, seed=0, law=Sampling()).positions
+    512
+
+    Attributes:
+        positions: how many action tokens, at most.
+        top_k: ids to keep of each distribution, where the vocabulary is too large to keep it whole.
+        law: that of the engine's own logprobs.
+    """
+
+    positions: int
+    top_k: int
+    seed: int
+    law: Sampling
+
+
+def reported_law(facts: Fingerprint, sampling: Sampling) -> Sampling:
+    """The law whose logprobs an engine reports while decoding, by its own fingerprint."""
+    cut = bool(facts["logprobs_truncated"])
+    return Sampling(
+        temperature=float(facts["logprobs_temperature"]),
+        top_p=sampling.top_p if cut else 1.0,
+        top_k=sampling.top_k if cut else 0,
+        seed=sampling.seed,
+    )
+
+
+@dataclass
+class Watcher:
+    """Keeps the distributions of the positions with the smallest priorities seen so far.
+
+    Of A action tokens it takes about M (1 + log(A / M)) and keeps M.
+    """
+
+    wanted: Wanted
+    taken: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _largest: list[tuple[int, tuple[int, int]]] = field(default_factory=list)  # a heap, negated
+
+    def choose(self, sequence: Ints, index: Ints) -> list[int]:
+        """Which of these tokens to take now, as indices into the arguments.
+
+        Args:
+            sequence: place of each token's sequence in the rollout.
+            index: from 0, its place among the action tokens of the sequence; below 0: no action.
+        """
+        numbers = priority(self.wanted.seed, sequence, index)
+        small = index >= 0
+        if len(self._largest) == self.wanted.positions:
+            small &= numbers < np.uint64(-self._largest[0][0])
+        keys = [(int(sequence[row]), int(index[row])) for row in np.flatnonzero(small)]
+        rows = zip(np.flatnonzero(small).tolist(), keys, strict=True)
+        return [row for row, key in rows if self._admit(key, int(numbers[row]))]
+
+    def _admit(self, key: tuple[int, int], number: int) -> bool:
+        if key in self.taken:  # forwarded again after a preemption: the first one was sampled from
+            return False
+        if len(self._largest) == self.wanted.positions:
+            if number >= -self._largest[0][0]:
+                return False
+            del self.taken[heapq.heapreplace(self._largest, (-number, key))[1]]
+        else:
+            heapq.heappush(self._largest, (-number, key))
+        self.taken[key] = None
+        return True
+
+    def take(self, sequence: Ints, index: Ints, logits: torch.Tensor) -> None:
+        """Look at one step of sampling: row i of ``logits`` [B, V] gives token i its law."""
+        rows = self.choose(sequence, index)
+        if not rows:
+            return
+        part = kept_columns(law_logprobs(logits[rows], self.wanted.law), self.wanted.top_k)
+        for place, row in enumerate(rows):
+            key = (int(sequence[row]), int(index[row]))
+            if key in self.taken:  # not dropped again within this very step
+                self.taken[key] = (part, place)
+
+    def collected(self) -> dict[str, NDArray[Any]]:
+        """Everything kept, as arrays: "keys" [M, 2] and the columns of :func:`kept_columns`."""
+        found = sorted(
+            ((key, spot) for key, spot in self.taken.items() if spot is not None),
+            key=lambda item: item[0],
+        )
+        if not found:
+            return {}
+        import torch
+
+        arrays: dict[str, NDArray[Any]] = {"keys": np.asarray([key for key, _ in found], np.int64)}
+        for name in found[0][1][0]:
+            rows = [part[name][place] for _, (part, place) in found]
+            arrays[name] = torch.stack(rows).cpu().numpy()
+        return arrays
+
+
+def kept_columns(logprobs: torch.Tensor, top_k: int) -> dict[str, torch.Tensor]:
+    """Of rows [B, V] what is kept: all, or the ``top_k`` most likely ids and the rest's mass."""
+    if logprobs.shape[-1] <= max(WHOLE_VOCABULARY, top_k):
+        return {"logprobs": logprobs}
+    import torch
+
+    values, ids = logprobs.topk(top_k, dim=-1)
+    rest = logprobs.scatter(-1, ids, -torch.inf).logsumexp(dim=-1)
+    return {"logprobs": values, "ids": ids, "rest": rest}
+
+
+def build_distributions(
+    collected: dict[str, NDArray[Any]], rollout: Rollout, logprobs: NDArray[Any], vocabulary: int
+) -> Distributions:
+    """What a watcher has collected, in the rollout's order and compared with what was reported.
+
+    Args:
+        logprobs: [A] as the engine reported them for the tokens that it sampled.
+
+    Raises:
+        CorruptCapture: nothing, or distributions that are not those that the tokens came from.
+    """
+    if not collected:
+        raise CorruptCapture("no distribution was taken", "--exact-kl 0 switches it off")
+    actions = np.concatenate([[0], np.cumsum(rollout.action_mask)])[rollout.offsets]
+    sequence, index = collected["keys"].T
+    # A scheduler that runs ahead computes a token after the last: no action, dropped.
+    real = (sequence < rollout.n_sequences) & (index >= 0)
+    real &= index < np.diff(actions)[np.where(real, sequence, 0)]
+    positions = (actions[np.where(real, sequence, 0)] + index)[real]
+    order = np.argsort(positions)
+    parts = {name: values[real][order] for name, values in collected.items() if name != "keys"}
+    ids = parts.get("ids")
+    found = Distributions(
+        positions=positions[order].astype(np.int64),
+        logprobs=parts["logprobs"].astype(np.float32),
+        vocabulary=parts["logprobs"].shape[1] if ids is None else vocabulary,
+        ids=None if ids is None else ids.astype(np.int64),
+        rest=parts.get("rest"),
+    )
+    require_reported(found, rollout, logprobs)
+    return found
+
+
+def require_reported(found: Distributions, rollout: Rollout, logprobs: NDArray[Any]) -> None:
+    """The sampled token must have the log-probability there that the engine reported for it.
+
+    Raises:
+        CorruptCapture: it has another: rows were mixed up, or the law is not the one reported.
+    """
+    tokens = rollout.token_ids[rollout.actions][found.positions]
+    try:
+        law = found.law("the engine")
+    except MismatchError as error:
+        raise CorruptCapture(error.message, error.fix) from error
+    column = found.column(tokens)
+    known = np.ones(len(column), bool) if found.whole else column < law.shape[1] - 1
+    given = law[np.arange(len(law)), column][known]
+    reported = logprobs[found.positions][known]
+    with np.errstate(invalid="ignore"):
+        off = ~(np.abs(given - reported) <= SAME)
+    if off.any():
+        raise CorruptCapture(
+            f"{int(off.sum())} of {len(off)} distributions give the sampled token another "
+            "log-probability than the engine reported",
+            "--exact-kl 0 switches it off",
+        )
