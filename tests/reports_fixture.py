@@ -7,13 +7,19 @@ where the routing differs, as in real runs; a handful of tokens is hostile to ev
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import cache
 
 import numpy as np
 import pandas as pd
 
+from mismatch.compare import compare
+from mismatch.corrections.preview import preview
+from mismatch.corrections.types import Corrections
 from mismatch.levels import judge, verdict
-from mismatch.types import Check, Comparison, Estimate, Report
+from mismatch.metrics.budget import Budget, Gap, error_budget
+from mismatch.metrics.forecast import Forecast, length_forecast
+from mismatch.types import Check, Comparison, Estimate, Report, Rollout, Sampling, Scoring
+from tests.routing_fixture import rollout_of, routing_pair, with_routing
 
 LAYERS, SEQUENCES, PROMPTS, PROMPT_TOKENS = 4, 64, 16, 24
 HOSTILE = (
@@ -57,6 +63,12 @@ def make_tokens(seed: int = 0, scale: float = 0.6, routing: bool = True) -> pd.D
             "entropy": rng.gamma(1.0, 0.4, n_tokens),
             "turn": np.ones(n_tokens, dtype=np.int64),
             "routing_flips": pd.array(flips if routing else [None] * n_tokens, dtype="Int64"),
+            "routing_flipped_layers": pd.array(
+                [", ".join(map(str, range(LAYERS - n, LAYERS))) for n in flips]
+                if routing
+                else [None] * n_tokens,
+                dtype="string",
+            ),
         }
     )
 
@@ -101,34 +113,13 @@ def metrics_of(tokens: pd.DataFrame) -> dict[str, Estimate]:
     }
 
 
-def routing_of() -> dict[str, Estimate]:
-    return {
-        "routing_disagree_layer": estimate(0.0361, 0.08),
-        "routing_disagree_any": estimate(0.131, 0.06),
-        "routing_overlap": estimate(0.981, 0.004),
-        "routing_top1_disagree": estimate(0.0112, 0.15),
-        "routing_layers_per_token": estimate(0.144, 0.08),
-    }
-
-
-def breakdowns_of(tokens: pd.DataFrame) -> dict[str, dict[str, list[Any]]]:
-    flips = tokens["routing_flips"].fillna(0).astype(int).clip(upper=3)
-    harm = tokens["delta"].abs().groupby(flips).agg(["mean", "size"])
-    disagree = [0.012, 0.021, 0.038, 0.073]
-    return {
-        "routing_by_layer": {
-            "layer": list(range(LAYERS)),
-            "disagree": disagree,
-            "low": [0.8 * share for share in disagree],
-            "high": [1.2 * share for share in disagree],
-            "margin": [0.61, 0.48, 0.36, 0.22],
-        },
-        "routing_harm": {
-            "flips": [int(flip) for flip in harm.index],
-            "mean_abs_delta": [float(value) for value in harm["mean"]],
-            "count": [int(value) for value in harm["size"]],
-        },
-    }
+def routed(tokens: pd.DataFrame) -> Comparison:
+    """The tokens compared, with invented experts that differ in the layers that they name."""
+    rollout = rollout_of(tokens, SEQUENCES // PROMPTS)
+    named = tokens["routing_flipped_layers"].fillna("").str.split(", ")
+    differs = np.array([[str(layer) in names for layer in range(LAYERS)] for names in named])
+    sides = with_routing(rollout, tokens, *routing_pair(rollout, differs, weights=True))
+    return compare(rollout, *sides[:2], sampled_by_left=True, noise=sides[2])
 
 
 def noise_pair(left: str, right: str, mean: float, largest: float) -> Comparison:
@@ -202,11 +193,76 @@ TRAINER = {
 }
 
 
+@cache
+def _corrections(rollout: bytes, delta: bytes, sequence: bytes) -> Corrections:
+    """Previewed on the table's own tokens; rewards are drawn."""
+    left, sequences = np.frombuffer(rollout), np.frombuffer(sequence, dtype=np.int64)
+    lengths = np.bincount(sequences) + 1  # and one token of prompt
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    mask = np.ones(offsets[-1], dtype=bool)
+    mask[offsets[:-1]] = False
+    ids = np.zeros(len(left), dtype=np.int64)
+    made = Rollout(
+        token_ids=np.zeros(offsets[-1], dtype=np.int64),
+        offsets=offsets,
+        action_mask=mask,
+        turn=mask.astype(np.int64),
+        prompt_index=np.arange(SEQUENCES) // (SEQUENCES // PROMPTS),
+        finish_reason=("stop",) * SEQUENCES,
+        sampling=Sampling(),
+        fingerprint={"engine": "vllm"},
+        rewards=np.random.default_rng(3).integers(0, 2, SEQUENCES).astype(float),
+    )
+    decode = Scoring("vllm:decode", ids, left, {})
+    train = Scoring("fsdp", ids, left + np.frombuffer(delta), {})
+    return preview(made, decode, train, sampled_by_left=True)
+
+
+def corrections_of(tokens: pd.DataFrame) -> Corrections:
+    columns = [tokens[name].to_numpy() for name in ("rollout_logprob", "delta")]
+    return _corrections(
+        *(column.tobytes() for column in columns),
+        tokens["sequence"].to_numpy().astype(np.int64).tobytes(),
+    )
+
+
+def budget_of(tokens: pd.DataFrame, seed: int = 5) -> Budget:
+    """Half of delta arises in the trainer, the engine rereads what it wrote with small errors."""
+    rng = np.random.default_rng(seed)
+    decode, train = (tokens[f"{side}_logprob"].to_numpy() for side in ("rollout", "train"))
+    prefill = decode + 2e-4 * rng.normal(size=len(tokens))
+    reference = prefill + 0.4 * (train - prefill)
+    regrouped = train + 4e-4 * rng.normal(size=len(tokens))
+    return error_budget(
+        [
+            ("vllm:decode", decode),
+            ("vllm:prefill", prefill),
+            ("reference:fp32", reference),
+            ("fsdp", train),
+        ],
+        [(("fsdp", train), ("fsdp:regrouped", regrouped)), (("fsdp", train), ("fsdp:grad", train))],
+        sequence=tokens["sequence"].to_numpy(),
+        prompt=np.arange(SEQUENCES) % PROMPTS,
+        gaps=[Gap("trainer with replayed routing", "the run holds no pass with replayed routing")],
+        notes=["one note"],
+    )
+
+
+def forecast_of(tokens: pd.DataFrame) -> Forecast:
+    return length_forecast(
+        tokens["delta"].to_numpy(),
+        sequence=tokens["sequence"].to_numpy(),
+        prompt=np.arange(SEQUENCES) % PROMPTS,
+        target=4096,
+    )
+
+
 def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = CHECKS) -> Report:
     """A healthy bf16 run of the small MoE, with one warning."""
     tokens = make_tokens() if tokens is None else tokens
     metrics = metrics_of(tokens)
-    headline = Comparison("vllm:decode", "fsdp", True, metrics, routing_of(), breakdowns_of(tokens))
+    measured = routed(tokens)
+    headline = replace(measured, metrics=metrics)
     mean = metrics["logprob_abs_diff_mean"].value
     return Report(
         model="tiny-gpt-oss",
@@ -233,6 +289,9 @@ def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = 
             "versions": {"mismatch": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"},
             "spec": {"seed": 0},
         },
+        corrections=corrections_of(tokens),
+        budget=budget_of(tokens),
+        forecast=forecast_of(tokens),
     )
 
 
@@ -256,7 +315,9 @@ def make_empty_report() -> tuple[Report, pd.DataFrame]:
     tokens = make_tokens()
     tokens[["rollout_logprob", "train_logprob", "delta", "entropy"]] = np.nan
     report = replace(
-        make_report(), comparisons=(), noise_floor=(), checks=(failed,), not_tested=(),
+        make_report(), comparisons=(), noise_floor=(), corrections=None,
+        budget=None, forecast=None,
+        checks=(failed,), not_tested=(),
         verdict=verdict((), (failed,), COLUMN),
     )  # fmt: skip
     return report, tokens

@@ -28,6 +28,7 @@ def fingerprint(
         "backend": "fsdp2",
         "model": spec.model,
         "revision": spec.revision,
+        "weights_form": spec.weights,
         "dtype": spec.dtype,
         "master_dtype": spec.master_dtype,
         "autocast": spec.autocast,

@@ -20,9 +20,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mismatch.errors import MismatchError
+from mismatch.models.derived import in_form
 from mismatch.specs import TORCH_NAMES, TrainSpec
 from mismatch.training import mxfp4
 from mismatch.training.attention import Attention, resolve_for
+from mismatch.training.blocks import checkpoint_contexts
+from mismatch.training.experts import NAME as BOUNDED
+from mismatch.training.experts import implementations_for
+from mismatch.training.experts import register as register_bounded
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.scorer import Scorer
 from mismatch.training.source import (
@@ -67,10 +72,11 @@ def load(spec: TrainSpec, mesh: DeviceMesh, device: torch.device, watch: bool = 
         MismatchError: files missing, architecture unknown, weights that do not fit the model, an
             attention or experts implementation that cannot run it.
     """
-    config, attention = require_runnable(spec)
-    directory = model_directory(spec)
+    files = in_form(spec)
+    config, attention = require_runnable(files)
+    directory = model_directory(files)
     with MemoryPeak(device, watch) as peak, _our_sharding(spec, mesh, device) as wrapped:
-        model, info = _from_pretrained(spec, attention, config)
+        model, info = _from_pretrained(files, attention, config)
     _require_complete(spec, info)
     scorer = wrapped[0]
     _settle_dtype(scorer, torch_dtype(spec.master_dtype))
@@ -89,14 +95,20 @@ def require_runnable(spec: TrainSpec) -> tuple[Any, Attention]:
 
     Raises:
         MismatchError: configuration or tokenizer missing, architecture unknown, an attention or
-            experts implementation that cannot run it.
+            experts implementation that cannot run it, routing that cannot be captured.
     """
+    from mismatch.training.changes import require_answerable
+    from mismatch.training.families import require_readable
+
     config = read_config(spec)
     if Path(spec.model).is_dir():
         require_tokenizer(Path(spec.model))
     bare = skeleton(config, spec.trust_remote_code)
     attention = resolve_for(spec.attention, bare)
     _require_experts(spec.experts, bare)
+    if spec.routing:
+        require_readable(config, bare)
+    require_answerable(spec, bare)
     return config, attention
 
 
@@ -210,7 +222,9 @@ def shard(model: Any, spec: TrainSpec, mesh: DeviceMesh) -> Scorer:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     if model.supports_gradient_checkpointing:
         # In train mode only: a forward with gradients then keeps one hidden state per layer.
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # What was changed in the routers is changed again when a layer is run again.
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+        model.gradient_checkpointing_enable(options)
     # The root too gives its weights back after each pass: embedding and head are a large share.
     fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return scorer
@@ -230,21 +244,28 @@ def _settle_dtype(scorer: Scorer, dtype: torch.dtype) -> None:
 
 
 def _require_experts(name: str, bare: Any) -> None:
-    from mismatch.training.routing import moe_layers
-
     if name == "auto":
         return
-    if not moe_layers(bare.get_decoder()):
+    possible = implementations_for(bare)
+    if not possible:
         raise MismatchError(
             f"--experts-implementation {name}: {bare.config.model_type} has no experts",
             "leave it out",
         )
+    if possible == ["eager"] and name != "eager":  # transformers would take it, and run its loop
+        raise MismatchError(
+            f"--experts-implementation {name}: the experts of {bare.config.model_type} are not "
+            "behind transformers' interface; its own loop would run",
+            "leave it out",
+        )
+    if name == BOUNDED:
+        register_bounded()
     try:
         bare.get_correct_experts_implementation(name)
     except (ValueError, ImportError) as error:
         raise MismatchError(
             f"--experts-implementation {name} cannot run: {first_line(error)}",
-            "use auto, eager or grouped_mm",
+            f"use auto, {', '.join(possible)}",
         ) from error
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mismatch.specs import TemperatureIn
+from mismatch.training.distributions import Rows, kept
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,7 @@ class TokenStats:
     Attributes:
         untempered: logprob at T = 1, where the law's T is another; else None.
         kept_mass: probability that survives top-k, then top-p; None where nothing is cut.
+        distributions: of the rows that are watched, [w, …]; see mismatch.training.distributions.
     """
 
     logprobs: torch.Tensor
@@ -75,6 +77,7 @@ class TokenStats:
     top1: torch.Tensor
     untempered: torch.Tensor | None = None
     kept_mass: torch.Tensor | None = None
+    distributions: torch.Tensor | None = None
 
 
 def token_stats(
@@ -85,6 +88,7 @@ def token_stats(
     law: Law | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     rounding: Rounding | None = None,
+    watched: Rows | None = None,
 ) -> TokenStats:
     """Score ``targets`` under the distributions that ``head`` makes of ``hidden``.
 
@@ -94,17 +98,32 @@ def token_stats(
         head: hidden states [c, H] to logits [c, V], in the dtype that the trainer would have.
         vocabulary: V, which sets how many rows fit into ``chunk_bytes``.
         rounding: what else the trainer rounds.
+        watched: the rows whose distributions are kept.
 
     With gradients on, each strip is recomputed in the backward pass instead of being kept.
     """
     law, rounding = law or Law(), rounding or Rounding()
     logit_bytes = head(hidden[:0]).element_size()
     room = _Room.of(hidden, max(1, min(STRIP_BYTES // (4 * vocabulary), len(targets))), vocabulary)
+    slots = targets.new_full((len(targets),), -1) if watched is None else watched.slots
+    ids = None if watched is None else watched.ids
+    ask = _Ask(law, rounding, watched is not None, ids)
+    most = chunk_bytes // (logit_bytes * vocabulary)
     parts = [
-        _run(_chunk, states, wanted, head, law, rounding, room)
-        for states, wanted in _cut(hidden, targets, chunk_bytes // (logit_bytes * vocabulary))
+        _run(_chunk, states, wanted, slot, head, ask, room)
+        for states, wanted, slot in _cut(most, hidden, targets, slots)
     ]
     return TokenStats(*_joined(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What is the same for all rows."""
+
+    law: Law
+    rounding: Rounding
+    watching: bool = False
+    ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +161,10 @@ class _Room:
 Columns = tuple[Any, ...]  # the fields of TokenStats
 
 
-def _cut(rows: torch.Tensor, targets: torch.Tensor, most: int) -> Iterator[tuple[Any, Any]]:
+def _cut(most: int, *columns: torch.Tensor) -> Iterator[tuple[Any, ...]]:
     """Even parts of at most ``most`` rows: a short last one would take another matmul kernel."""
-    count = max(1, -(-len(targets) // max(1, most)))
-    return zip(rows.tensor_split(count), targets.tensor_split(count), strict=True)
+    count = max(1, -(-len(columns[0]) // max(1, most)))
+    return zip(*(column.tensor_split(count) for column in columns), strict=True)
 
 
 def _run(work: Callable[..., Columns], *args: Any) -> Columns:
@@ -168,21 +187,21 @@ def _joined(parts: list[Columns]) -> Columns:
 def _chunk(
     hidden: torch.Tensor,
     targets: torch.Tensor,
+    slots: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
-    law: Law,
-    rounding: Rounding,
+    ask: _Ask,
     room: _Room,
 ) -> Columns:
-    strips = _cut(head(hidden), targets, room.rows)
-    return _joined([_run(_strip, raw, wanted, law, rounding, room) for raw, wanted in strips])
+    strips = _cut(room.rows, head(hidden), targets, slots)
+    return _joined([_run(_strip, *columns, ask, room) for columns in strips])
 
 
 def _strip(
-    raw: torch.Tensor, targets: torch.Tensor, law: Law, rounding: Rounding, room: _Room
+    raw: torch.Tensor, targets: torch.Tensor, slots: torch.Tensor, ask: _Ask, room: _Room
 ) -> Columns:
     import torch
 
-    room = room.part(len(raw))
+    law, rounding, room = ask.law, ask.rounding, room.part(len(raw))
     logits = room.upcast(raw)
     top1 = logits.detach().max(-1).indices
     untempered = None
@@ -195,15 +214,16 @@ def _strip(
             logits = room.upcast(divide(raw, law.scored_temperature, rounding.temperature_in))
     logps = torch.log_softmax(logits, -1, out=room.second)
     picked = logps.gather(-1, targets[:, None])[:, 0]
-    kept = None
+    mass = None
     if law.truncates:
         with torch.no_grad():
-            kept = kept_mass(logps, law.top_k, law.top_p)
+            mass = kept_mass(logps, law.top_k, law.top_p)
+    whole = kept(logps, slots, ask.ids) if ask.watching else None
     terms = torch.exp(logps, out=room.first)
     entropy = -torch.mul(terms, logps, out=room.first).sum(-1)
     if rounding.logprobs is not None:
         picked, entropy = (value.to(rounding.logprobs).float() for value in (picked, entropy))
-    return picked, entropy, top1, untempered, kept
+    return picked, entropy, top1, untempered, mass, whole
 
 
 def divide(logits: torch.Tensor, temperature: float, where: TemperatureIn) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -11,18 +13,25 @@ import torch
 
 
 class MemoryPeak:
-    """Most memory that a block of code takes, above what was in use before it.
+    """Most memory that a block of code takes, above what was in use before it, and its seconds.
 
     On a GPU the allocator knows; on a CPU the process's anonymous memory is sampled (mapped
-    checkpoint files are not counted: the kernel can drop them at any time).
+    checkpoint files are not counted: the kernel can drop them at any time). What the C library
+    keeps of freed memory is given back first: the block would take it again unseen.
+
+    Attributes:
+        bytes: None until the block has ended, or if not active.
+        seconds: wall clock of the block; 0.0 until it has ended.
     """
 
     INTERVAL_S = 0.005
 
     def __init__(self, device: torch.device, active: bool) -> None:
         self.bytes: int | None = None
+        self.seconds = 0.0
         self._read: Callable[[], int] | None = None
         self._device = device
+        self._thread: threading.Thread | None = None
         if active:
             self._read = _anonymous_bytes if device.type == "cpu" else self._allocated
 
@@ -30,14 +39,18 @@ class MemoryPeak:
         return torch.cuda.max_memory_allocated(self._device)
 
     def __enter__(self) -> MemoryPeak:
+        self._start = time.monotonic()
         if self._read is None:
             return self
-        if self._device.type != "cpu":
+        if self._device.type == "cpu":
+            _give_back()
+            self._thread = threading.Thread(target=self._sample, daemon=True)
+        else:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._base, self._highest = self._read(), 0
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
+        if self._thread is not None:
+            self._thread.start()
         return self
 
     def _sample(self) -> None:
@@ -53,10 +66,12 @@ class MemoryPeak:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.seconds = time.monotonic() - self._start
         if self._read is None:
             return
         self._done.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self.bytes = max(self._highest, self._read()) - self._base
 
 
@@ -65,3 +80,10 @@ def _anonymous_bytes() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def _give_back() -> None:
+    """Let glibc return what it holds of freed memory; other C libraries have no such call."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

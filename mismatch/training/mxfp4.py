@@ -1,4 +1,4 @@
-"""MXFP4, the format in which gpt-oss is published, back to numbers: one expert at a time.
+"""MXFP4, the format in which gpt-oss is published, to numbers and back: one expert at a time.
 
 OCP Microscaling Formats 1.0: 4-bit values (E2M1), two to a byte, the low half first; 32 of them
 share an 8-bit exponent (E8M0). transformers reads it too, but works on a whole layer at once with
@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import torch
 
+from mismatch.errors import MismatchError
+
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign, the fourth bit
 BIAS = 127  # of E8M0
+BLOCK = 32  # values that share an exponent
+LARGEST_EXPONENT = 2  # of E2M1: its largest value is 1.5 * 2²
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -28,4 +32,51 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
         values = pairs[blocks[expert].int()].view(outputs, groups, 2 * half)
         values *= torch.exp2(scales[expert].float() - BIAS)[..., None]
         out[expert] = values.view(outputs, inputs).t()
+    return out
+
+
+def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., in] to [..., in / 32, 16] bytes and [..., in / 32] exponents; the inverse's other way.
+
+    The shared exponent is that of the block's largest magnitude, less the 2 of E2M1's own largest
+    (section 6.3 of the specification); values round to nearest, ties to even, and saturate at 6.
+
+    Raises:
+        MismatchError: NaN or infinite values, or a last dimension that 32 does not divide.
+    """
+    if values.shape[-1] % BLOCK:
+        raise MismatchError(
+            f"MXFP4: {values.shape[-1]} inputs are no multiple of {BLOCK}",
+            "leave these weights as they are stored",
+        )
+    grouped = values.float().reshape(*values.shape[:-1], -1, BLOCK)
+    largest = grouped.abs().amax(-1)
+    if not torch.isfinite(largest).all():
+        raise MismatchError(
+            "MXFP4: the weights hold NaN or infinite values", "use an undamaged checkpoint"
+        )
+    # frexp is exact where log2 is not: a power of two must give its own exponent.
+    exponent = torch.frexp(largest).exponent - 1 - LARGEST_EXPONENT
+    exponent = torch.where(largest > 0, exponent, -BIAS).clamp(-BIAS, BIAS)
+    scaled = torch.ldexp(grouped, -exponent[..., None])
+    codes = _nearest(scaled.abs()) | (torch.signbit(scaled).to(torch.uint8) << 3)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), (exponent + BIAS).to(torch.uint8)
+
+
+def _nearest(size: torch.Tensor) -> torch.Tensor:
+    """Index into ``VALUES`` of the nearest; a tie goes to the even index, whose last bit is 0."""
+    table = torch.tensor(VALUES, device=size.device)
+    middle = (table[1:] + table[:-1]) / 2
+    size = size.contiguous()
+    above = torch.bucketize(size, middle, right=True)  # a tie goes up
+    down = torch.bucketize(size, middle, right=False)  # a tie goes down
+    return torch.where(above % 2 == 0, above, down).to(torch.uint8)
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """[E, in, out] weights to the nearest that MXFP4 can hold, same shape and dtype."""
+    out = torch.empty_like(values)
+    for expert in range(values.shape[0]):
+        blocks, scales = quantise(values[expert].t())
+        out[expert] = dequantise(blocks[None], scales[None], values.dtype)[0]
     return out

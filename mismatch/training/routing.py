@@ -1,19 +1,20 @@
 """Which experts every token went to, in every MoE layer, whatever the family.
 
-Two facts hold across transformers' MoE families: the block calls ``experts(hidden, ids, weights)``
-with what the router decided, and the router picks with ``torch.topk`` over a row of E scores (the
-last such call, where groups of experts are scored first). Reading the first gives the ids and
-weights that were really used, in the router's slot order and after the family's own softmax and
-scaling; reading the second gives the scores that were compared, hence the margin. No list of router
-classes is needed, and their outputs' order, which differs by family, does not matter. To *replay*
-experts, the same ``torch.topk`` call is the place to answer with given ids.
+Two facts hold across nearly all of transformers' MoE families: the block calls ``experts(hidden,
+ids, weights)`` with what the router decided, and the router picks with ``torch.topk`` over a row of
+E scores (the last such call, where groups of experts are scored first). Reading the first gives the
+ids and weights that were really used, in the router's slot order and after the family's own softmax
+and scaling; reading the second gives the scores that were compared, hence the margin. No list of
+router classes is needed, and their outputs' order, which differs by family, does not matter; the
+few families that do otherwise are in :mod:`mismatch.training.families`. To *replay* experts, the
+same ``torch.topk`` call is the place to answer with given ids.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,32 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mismatch.errors import CorruptCapture
-
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+from mismatch.training.families import (
+    CAPTURE_FIX,
+    LAYER,
+    USUAL,
+    Choice,
+    Family,
+    Seen,
+    count_experts,
+    family_of,
+    margin,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
-    """One MoE layer: the model's layer index and its module of experts."""
+    """One MoE layer: the model's layer index and the module that shows its decision.
+
+    Attributes:
+        experts: the layer's experts; in odd families its router.
+        num_experts: E, with what a router may choose beside experts.
+    """
 
     index: int
     experts: torch.nn.Module
     num_experts: int
+    family: Family = USUAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +67,15 @@ class LayerRoutes:
 
 def moe_layers(decoder: torch.nn.Module) -> list[MoeLayer]:
     """The MoE layers of a decoder, in order; empty for a dense model."""
+    config = getattr(decoder, "config", None)
+    family = USUAL if config is None else family_of(config)
     found = []
     for name, module in decoder.named_modules():
         place = LAYER.search(name)
-        count = getattr(module, "num_experts", None)
-        if place and name.endswith(".experts") and isinstance(count, int):
-            found.append(MoeLayer(int(place.group(1)), module, count))
+        if place and name.endswith(family.module):
+            count = count_experts(module, family)
+            if count is not None:
+                found.append(MoeLayer(int(place.group(1)), module, count, family))
     return sorted(found, key=lambda layer: layer.index)
 
 
@@ -68,7 +87,7 @@ class RouteRecorder(TorchFunctionMode):
         self.layers = layers
         self.routes: dict[int, LayerRoutes] = {}
         self._counts = {layer.num_experts for layer in layers}
-        self._choice: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._choice: Choice | None = None
 
     def __torch_function__(
         self,
@@ -80,20 +99,16 @@ class RouteRecorder(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in (torch.topk, torch.Tensor.topk):
             scores = args[0] if args else (kwargs or {})["input"]
-            if scores.shape[-1] in self._counts and out.indices.shape[-1] < scores.shape[-1]:
-                self._choice = (out.indices.detach(), _margin(scores, out.indices.shape[-1]))
+            k = out.indices.shape[-1]
+            if scores.shape[-1] in self._counts and k < scores.shape[-1]:
+                self._choice = Choice(out.indices.detach(), margin(scores, k))
         return out
 
-    def take(self, layer: MoeLayer, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Called right before the experts of a layer run."""
-        ids = ids.detach().reshape(-1, ids.shape[-1])
-        margin = None
-        if self._choice is not None and _same_sets(self._choice[0], ids):
-            margin = self._choice[1]
-        self._choice = None
-        self.routes[layer.index] = LayerRoutes(
-            ids, weights.detach().reshape(ids.shape).float(), margin
-        )
+    def take(self, layer: MoeLayer, given: list[torch.Tensor], output: Any) -> None:
+        """Called when the module of a layer shows what was decided."""
+        seen, self._choice = layer.family.read(given, output, self._choice), None
+        if seen is not None:
+            self.routes[layer.index] = _routes(seen)
 
     def finished(self) -> list[LayerRoutes]:
         """Routes of all layers, in order.
@@ -105,7 +120,7 @@ class RouteRecorder(TorchFunctionMode):
         if missing:
             raise CorruptCapture(
                 f"the experts of layer {missing[0]} were not seen to run",
-                "this family's routing cannot be captured: --no-routing",
+                f"this family's routing cannot be captured; {CAPTURE_FIX}",
             )
         return [self.routes[layer.index] for layer in self.layers]
 
@@ -114,41 +129,53 @@ class RouteRecorder(TorchFunctionMode):
 def recording(layers: list[MoeLayer]) -> Iterator[RouteRecorder]:
     """Record the routes of the forward pass inside the block."""
     recorder = RouteRecorder(layers)
+    token = _current.set(recorder)
     handles = []
     for layer in layers:
-        handles.append(
-            layer.experts.register_forward_pre_hook(_hook(recorder, layer), with_kwargs=True)
-        )
+        watch = _after(recorder, layer) if layer.family.after else _before(recorder, layer)
+        handles.append(watch)
     try:
         with recorder:
             yield recorder
     finally:
+        _current.reset(token)
         for handle in handles:
             handle.remove()
 
 
-def _hook(recorder: RouteRecorder, layer: MoeLayer) -> Any:
-    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        ids = [v for v in given if v.dtype in (torch.int64, torch.int32)]
-        weights = [
-            v for v in given[1:] if ids and v.is_floating_point() and v.shape == ids[0].shape
-        ]
-        if len(ids) == 1 and len(weights) == 1:
-            recorder.take(layer, ids[0], weights[0])
-
-    return before
+_current: ContextVar[RouteRecorder | None] = ContextVar("recorder", default=None)
 
 
-def _margin(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """[R] gap between the last chosen and the first rejected expert."""
-    with torch.no_grad():
-        best = torch.topk(scores.detach().float(), k + 1, dim=-1).values
-        return (best[..., k - 1] - best[..., k]).reshape(-1)
+def answered(ids: torch.Tensor) -> None:
+    """The router's last top-k was answered with these ids, [R, K]: what is recorded follows.
+
+    The margin stays that of the router's own scores.
+    """
+    recorder = _current.get()
+    if recorder is not None and recorder._choice is not None:
+        recorder._choice = Choice(ids.detach(), recorder._choice.margin)
 
 
-def _same_sets(chosen: torch.Tensor, used: torch.Tensor) -> bool:
-    chosen = chosen.reshape(-1, chosen.shape[-1])
-    if chosen.shape != used.shape:
-        return False
-    return torch.equal(chosen.sort(-1).values.to(used.dtype), used.sort(-1).values)
+def _before(recorder: RouteRecorder, layer: MoeLayer) -> Any:
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder.take(layer, _tensors(args, kwargs), None)
+
+    return layer.experts.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _after(recorder: RouteRecorder, layer: MoeLayer) -> Any:
+    def hook(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        recorder.take(layer, _tensors(args, kwargs), output)
+
+    return layer.experts.register_forward_hook(hook, with_kwargs=True)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+
+
+def _routes(seen: Seen) -> LayerRoutes:
+    ids = seen.ids.detach().reshape(-1, seen.ids.shape[-1])
+    return LayerRoutes(ids, seen.weights.detach().reshape(ids.shape).float(), seen.margin)

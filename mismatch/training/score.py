@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from mismatch.distributions import Distributions
 from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.routing_store import narrowest
 from mismatch.specs import Pass, TrainSpec
+from mismatch.training.changes import changed_facts, noise_of, require_changeable
+from mismatch.training.distributions import Watch
 from mismatch.training.fingerprint import fingerprint
 from mismatch.training.load import Loaded, torch_dtype
 from mismatch.training.logprobs import Law, Rounding, TokenStats
+from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import Batch, MicroBatch, collate, plan_batches
+from mismatch.training.replay import Source
 from mismatch.training.routing import LayerRoutes
 from mismatch.training.scorer import Ask
 from mismatch.training.world import Progress, World
@@ -30,16 +37,31 @@ class Part:
         tokens: [n] indices into T of all forwarded tokens, the rows of ``routes``.
         targets: [a] indices into T of the action tokens, the rows of ``stats``.
         routes: (ids, weights, margin) stacked over layers: [n, L, K], [n, L, K], [n, L].
+        overruled: (token, layer) pairs whose own choice of experts was replaced by replayed ones.
+        whole: distributions of those targets that are watched.
     """
 
     tokens: Ints
     targets: Ints
     stats: dict[str, np.ndarray]
     routes: tuple[np.ndarray, np.ndarray, np.ndarray | None] | None
+    overruled: int = 0
+    whole: np.ndarray | None = None
 
 
-def score_pass(world: World, loaded: Loaded, rollout: Rollout, job: Pass) -> Scoring | None:
+def score_pass(
+    world: World,
+    loaded: Loaded,
+    rollout: Rollout,
+    job: Pass,
+    source: Source | None = None,
+    asked: Distributions | None = None,
+) -> Scoring | None:
     """Score a rollout as ``job.spec`` says; all ranks call it, rank 0 gets the scoring.
+
+    Args:
+        source: the routes to replay, where the spec asks for that.
+        asked: the engine's whole distributions, whose positions and ids are kept here too.
 
     Raises:
         EmptyComparison: the rollout has no action token.
@@ -55,15 +77,24 @@ def score_pass(world: World, loaded: Loaded, rollout: Rollout, job: Pass) -> Sco
     with torch.no_grad():
         _probe(loaded, spec, world)
         routing_note = _probe_routing(loaded, ask, spec, world)
+        require_changeable(loaded, spec, source, world)
     if routing_note != "captured":
         ask = replace(ask, routing=False)
-    with torch.set_grad_enabled(spec.grad):
-        parts = run_batches(world, loaded, rollout, job, ask)
-    gathered = world.gather(parts)
+    ask = replace(ask, watch=Watch.of(asked, rollout))
+    with MemoryPeak(world.device, True) as peak, torch.set_grad_enabled(spec.grad):
+        parts = run_batches(world, loaded, rollout, job, ask, source)
+    gathered, peaks = world.gather(parts), world.gather(peak.bytes)
     facts = fingerprint(world, loaded, job, rollout.sampling, routing_note)
     if gathered is None:
         return None
-    return _assemble(job.name, rollout, [p for rank in gathered for p in rank], facts, loaded)
+    parts = [part for rank in gathered for part in rank]
+    facts |= changed_facts(spec, source, sum(part.overruled for part in parts))
+    facts |= {"seconds": round(peak.seconds, 3), "peak_bytes": peaks}
+    scoring = _assemble(job.name, rollout, parts, facts, loaded)
+    if ask.watch is None:
+        return scoring
+    whole = [(part.targets, part.whole) for part in parts if part.whole is not None]
+    return replace(scoring, distributions=ask.watch.joined(whole))
 
 
 def _ask(spec: TrainSpec, rollout: Rollout, loaded: Loaded) -> Ask:
@@ -80,7 +111,14 @@ def _ask(spec: TrainSpec, rollout: Rollout, loaded: Loaded) -> Ask:
     )
 
 
-def run_batches(world: World, loaded: Loaded, rollout: Rollout, job: Pass, ask: Ask) -> list[Part]:
+def run_batches(
+    world: World,
+    loaded: Loaded,
+    rollout: Rollout,
+    job: Pass,
+    ask: Ask,
+    source: Source | None = None,
+) -> list[Part]:
     """This rank's micro-batches: every W-th, and as many forward passes as any other rank."""
     lengths = [int(n) for n in np.diff(rollout.offsets)]
     batches = plan_batches(lengths, job.spec.micro_batch_tokens, job.spec.layout)
@@ -90,7 +128,8 @@ def run_batches(world: World, loaded: Loaded, rollout: Rollout, job: Pass, ask: 
         mine = first + world.rank
         idle = mine >= len(batches)
         # FSDP2 gathers in step: a rank without work repeats a batch and drops the result.
-        part = _forward(loaded, rollout, batches[0 if idle else mine], job.spec, ask, world)
+        group = batches[0 if idle else mine]
+        part = _forward(loaded, rollout, group, job.spec, ask, world, source)
         if not idle:
             parts.append(part)
         done += sum(batch.tokens for batch in batches[first : first + world.size])
@@ -99,7 +138,13 @@ def run_batches(world: World, loaded: Loaded, rollout: Rollout, job: Pass, ask: 
 
 
 def _forward(
-    loaded: Loaded, rollout: Rollout, group: MicroBatch, spec: TrainSpec, ask: Ask, world: World
+    loaded: Loaded,
+    rollout: Rollout,
+    group: MicroBatch,
+    spec: TrainSpec,
+    ask: Ask,
+    world: World,
+    source: Source | None,
 ) -> Part:
     spans = [(int(rollout.offsets[n]), int(rollout.offsets[n + 1])) for n in group.sequences]
     batch = collate([rollout.token_ids[a:b] for a, b in spans], spec.layout, world.device)
@@ -110,20 +155,26 @@ def _forward(
     predicting = batch.rows[torch.from_numpy(acting - 1).to(world.device)]
     wanted = torch.from_numpy(rollout.token_ids[targets]).to(world.device)
     scorer = loaded.scorer
-    values, routes = scorer(scorer.score, batch, predicting, wanted, ask)
+    replay = None if source is None else source.on(tokens, batch)
+    noise = noise_of(spec, rollout, group.sequences, batch)
+    ask = replace(ask, changes=tuple(c for c in (replay, noise) if c is not None))
+    rows = None if ask.watch is None else ask.watch.rows(targets)
+    values, routes = scorer(scorer.score, batch, predicting, wanted, ask, rows)
     stats = {
         field.name: _numpy(value)
         for field, value in zip(fields(TokenStats), values, strict=True)
         if value is not None
     }
-    stacked = _stack(routes, batch) if routes is not None else None
-    return Part(tokens, targets, stats, stacked)
+    small = narrowest(scorer.moe[0].num_experts) if scorer.moe else None
+    stacked = _stack(routes, batch, small) if routes is not None else None
+    whole = stats.pop("distributions", None)
+    return Part(tokens, targets, stats, stacked, 0 if replay is None else replay.overruled, whole)
 
 
 def _stack(
-    routes: list[LayerRoutes], batch: Batch
+    routes: list[LayerRoutes], batch: Batch, small: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    ids = np.stack([_numpy(layer.ids[batch.rows]) for layer in routes], axis=1)
+    ids = np.stack([_numpy(layer.ids[batch.rows]).astype(small) for layer in routes], axis=1)
     weights = np.stack([_numpy(layer.weights[batch.rows]) for layer in routes], axis=1)
     margins = [layer.margin for layer in routes]
     if any(margin is None for margin in margins):
@@ -259,15 +310,12 @@ def _routing(rollout: Rollout, parts: list[Part], loaded: Loaded) -> Routing | N
         return None
     moe = loaded.scorer.moe
     rows = np.argsort(np.concatenate([part.tokens for part in parts]), kind="stable")
-    small = np.uint8 if moe[0].num_experts <= 256 else np.uint16
     margins = [margin for _, _, margin in routes if margin is not None]
     return Routing(
         layers=tuple(layer.index for layer in moe),
         num_experts=moe[0].num_experts,
-        ids=np.concatenate([ids for ids, _, _ in routes])[rows].astype(small),
+        ids=np.concatenate([ids for ids, _, _ in routes])[rows],
         present=np.ones(len(rollout.token_ids), np.bool_),
-        weights=np.concatenate([weights for _, weights, _ in routes])[rows].astype(np.float32),
-        margin=np.concatenate(margins)[rows].astype(np.float32)
-        if len(margins) == len(routes)
-        else None,
+        weights=np.concatenate([weights for _, weights, _ in routes])[rows],
+        margin=np.concatenate(margins)[rows] if len(margins) == len(routes) else None,
     )

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from mismatch.errors import MismatchError
+from mismatch.training.blocks import Intervention, intervening
+from mismatch.training.distributions import Rows, Watch
 from mismatch.training.logprobs import Law, Rounding, TokenStats, token_stats
 from mismatch.training.packing import Batch
 from mismatch.training.routing import LayerRoutes, moe_layers, recording
@@ -28,6 +30,8 @@ class Ask:
 
     Attributes:
         routing: record the experts.
+        changes: what is done to the routers: replayed routes, injected noise.
+        watch: the positions whose whole distributions are kept.
     """
 
     law: Law
@@ -35,6 +39,8 @@ class Ask:
     head_dtype: torch.dtype | None = None
     routing: bool = False
     rounding: Rounding = field(default_factory=Rounding)
+    changes: tuple[Intervention, ...] = ()
+    watch: Watch | None = None
 
 
 class Scorer(nn.Module):
@@ -63,9 +69,17 @@ class Scorer(nn.Module):
         return work(*args)
 
     def score(
-        self, batch: Batch, predicting: torch.Tensor, targets: torch.Tensor, ask: Ask
+        self,
+        batch: Batch,
+        predicting: torch.Tensor,
+        targets: torch.Tensor,
+        ask: Ask,
+        watched: Rows | None = None,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[LayerRoutes] | None]:
         """Statistics of ``targets`` [n], each predicted at flattened row ``predicting`` [n].
+
+        Args:
+            watched: the targets whose whole distributions are kept.
 
         Returns:
             The fields of :class:`TokenStats`, and the routes of every MoE layer if asked for.
@@ -73,12 +87,22 @@ class Scorer(nn.Module):
         with ExitStack() as stack:
             if ask.autocast is not None:
                 stack.enter_context(torch.autocast(batch.input_ids.device.type, ask.autocast))
-            recorder = stack.enter_context(recording(self.moe)) if ask.routing else None
-            hidden = self.hidden(batch)
+            with ExitStack() as routers:
+                routers.enter_context(intervening(self.decoder, self.moe, ask.changes))
+                recorder = routers.enter_context(recording(self.moe)) if ask.routing else None
+                hidden = self.hidden(batch)
             routes = recorder.finished() if recorder is not None else None
             rows = hidden.reshape(-1, hidden.shape[-1])[predicting]
             head, vocabulary = self._head(ask), self._vocabulary()
-            stats = token_stats(rows, targets, head, vocabulary, ask.law, rounding=ask.rounding)
+            stats = token_stats(
+                rows,
+                targets,
+                head,
+                vocabulary,
+                ask.law,
+                rounding=ask.rounding,
+                watched=watched,
+            )
         return tuple(getattr(stats, item.name) for item in fields(TokenStats)), routes
 
     def head_gap(self, batch: Batch) -> torch.Tensor:

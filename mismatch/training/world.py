@@ -65,6 +65,10 @@ class World:
         dist.all_reduce(tensor, group=self.control)
         return tensor
 
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        dist.barrier(group=self.control)
+
     def close(self) -> None:
         """Leave the world. Call it when all ranks are done, not after an error."""
         dist.barrier(group=self.control)

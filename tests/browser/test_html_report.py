@@ -89,12 +89,40 @@ def test_every_figure_is_painted(browser: Browser, report_url: str) -> None:
         "[...document.querySelectorAll('svg.figure')].map(s => s.getBoundingClientRect())"
         ".map(r => [r.width, r.height])"
     )
-    assert len(sizes) == 6
+    assert len(sizes) >= 10
     assert all(width > 300 and height > 150 for width, height in sizes)
     browser.evaluate("document.getElementById('histogram').scrollIntoView()")
     picture = pixels(browser.screenshot())[..., :3]
     accent = np.array([0x2B, 0x5C, 0xC4]) / 255  # --accent of the light scheme: the bars
     assert (np.abs(picture - accent).max(axis=2) < 0.02).sum() > 1_000
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_map_of_layers_is_painted_in_its_shades(
+    browser: Browser, report_url: str, width: int
+) -> None:
+    browser.open(report_url, width=width)
+    cells = browser.evaluate(
+        "[...document.querySelectorAll('#routing-map path')].map(p => [p.getBBox().width, "
+        "getComputedStyle(p).fill, +getComputedStyle(p).fillOpacity])"
+    )
+    assert len(cells) >= 2
+    assert {fill for _, fill, _ in cells} == {"rgb(43, 92, 196)"}  # --accent, never black
+    assert len({opacity for _, _, opacity in cells}) == len(cells)
+    assert all(size > 5 for size, _, _ in cells)
+    right = "document.querySelector('#routing-map svg').getBoundingClientRect().right"
+    assert browser.evaluate(right) <= width
+
+
+def test_tables_of_layers_and_experts_open(browser: Browser, report_url: str) -> None:
+    browser.open(report_url)
+    rows = (
+        "(() => { const all = [...document.querySelectorAll('details')].filter(d => "
+        "d.querySelector('summary').textContent === '%s'); all[0].open = true; "
+        "return all[0].querySelectorAll('tbody tr').length; })()"
+    )
+    assert browser.evaluate(rows % "Every layer") == 4
+    assert browser.evaluate(rows % "Experts whose load moved most") == 10
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -84,12 +84,13 @@ def test_the_plan_counts_what_the_run_would_do():
     assert found.tokens["sampled at most"] == 8 * 100
     longest = found.tokens["longest sequence"]
     assert longest > 100
-    # the trainer, regrouped, with gradients, and float32
-    assert found.tokens["scored by the trainer at most"] == 8 * longest * 4
+    # the trainer, regrouped, repeated, with gradients, and float32
+    assert found.tokens["scored by the trainer at most"] == 8 * longest * 5
     assert [side.prediction.side for side in found.sides] == [
         "engine",
         "fsdp",
         "fsdp:regrouped",
+        "fsdp:repeated",
         "fsdp:grad",
         "reference:fp32",
     ]

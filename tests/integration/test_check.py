@@ -91,6 +91,7 @@ def test_the_noise_floor_is_measured_not_assumed(default_run):
     exact = [
         ("vllm:decode", "vllm:prefill"),  # equal on a CPU, not on a GPU
         ("fsdp", "fsdp:regrouped"),
+        ("fsdp", "fsdp:repeated"),
         ("fsdp", "fsdp:grad"),
     ]
     for pair in exact:

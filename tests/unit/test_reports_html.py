@@ -183,11 +183,7 @@ def test_figures_by_name_and_data() -> None:
         "probabilities",
         "by-probability",
         "by-position",
-        "routing-by-layer",
-        "routing-harm",
     ]
-    counts = tokens["routing_flips"].value_counts()
-    assert f">{counts[0]:,}<" in drawn["routing-harm"].svg  # the number above the bar
     dense = make_tokens(routing=False)
     report = make_report()
     plain = replace(report.comparisons[0], breakdowns={}, routing={})
@@ -211,15 +207,6 @@ def test_probability_grid_has_the_rollout_on_its_first_axis() -> None:
     assert counts.sum() == 1
     assert counts[8, 1] + counts[9, 2] + counts[8, 2] + counts[9, 1] == 1
     assert edges[[0, -1]].tolist() == [0, 1]
-
-
-def test_a_bar_without_tokens_carries_no_number() -> None:
-    tokens = comparable(make_tokens())
-    tokens = tokens[tokens["routing_flips"].isin([0, 2])]
-    drawn = figures.routing_harm(tokens)
-    assert drawn is not None
-    numbers = re.findall(r"<text[^>]*>([\d,]+)</text>", drawn.svg)
-    assert numbers[-2:] == [f"{count:,}" for count in tokens["routing_flips"].value_counts()]
 
 
 def test_bucket_means() -> None:

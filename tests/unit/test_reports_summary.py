@@ -35,11 +35,6 @@ def test_every_declared_metric_has_words_that_fit_the_table() -> None:
     assert all(item.meaning and len(item.label) <= 24 for item in known.values())
 
 
-def test_aliases_are_those_that_the_metric_declares() -> None:
-    assert words.aliases("k3_kl") == DECLARED["k3_kl"].aliases
-    assert words.aliases("a metric of tomorrow") == ()
-
-
 def test_without_the_sampling_law_there_is_no_kl() -> None:
     assert words.words_for("k3_kl", sampled_by_left=True).label.startswith("k3 KL")
     assert "divergence score" in words.words_for("k3_kl", sampled_by_left=False).label

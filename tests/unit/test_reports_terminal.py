@@ -149,7 +149,7 @@ def test_markdown_opens_with_the_verdict_and_folds_the_details() -> None:
     text = to_markdown(REPORTS["failing"])
     assert text.startswith("### ✕ CRITICAL: check attention-sinks failed")
     assert text.index("| mean \\|delta\\|, nats") < text.index("<details>")
-    assert text.count("<details>") == text.count("</details>") == 5
+    assert text.count("<details>") == text.count("</details>") >= 6
 
 
 @pytest.mark.parametrize("report", [*REPORTS.values(), hostile_report()], ids=[*REPORTS, "hostile"])

@@ -9,7 +9,9 @@ import torch
 import transformers
 
 from mismatch.errors import CorruptCapture
+from mismatch.training.families import margin
 from mismatch.training.routing import moe_layers, recording
+from tests import families
 from tests.checkpoints import configuration
 
 TOKENS, EXPERTS, TOP_K = 20, 8, 2
@@ -106,3 +108,90 @@ def test_recording_leaves_no_hook_behind() -> None:
 
 def test_a_dense_model_has_no_moe_layers() -> None:
     assert moe_layers(_model("llama").get_decoder()) == []
+
+
+# ---------------------------------------------------------------- families of their own kind
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "jetmoe", "phimoe", "zaya"])
+def test_weights_of_odd_families_are_those_of_the_gate(family: str) -> None:
+    model, ids = families.tiny(family), families.token_ids()
+    logits: dict[int, torch.Tensor] = {}
+    sizes = (EXPERTS, EXPERTS + 1)
+
+    def keep(index: int) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            logits[index] = next(
+                t for t in output[::-1] if isinstance(t, torch.Tensor) and t.shape[-1] in sizes
+            ).reshape(ids.numel(), -1)
+
+        return hook
+
+    layers, _ = families.captured(model, ids)
+    for layer in layers:
+        place = next(n for n, m in model.named_modules() if m is layer.experts)
+        block = model.get_submodule(place.rpartition(".")[0])
+        gate = block.gate if family == "zaya" else block.router
+        gate.register_forward_hook(keep(layer.index))
+    _, routes = families.captured(model, ids)
+    for layer, route in zip(layers, routes, strict=True):
+        scores = logits[layer.index] if family != "zaya" else logits[layer.index].softmax(-1)
+        picked = scores.gather(-1, route.ids)
+        if family == "llama4_text":
+            assert torch.allclose(route.weights, picked.sigmoid(), atol=1e-6)
+        elif family == "jetmoe":
+            best = scores.topk(TOP_K, -1)  # slots come in ascending order of experts
+            want = torch.zeros_like(scores).scatter(1, best.indices, best.values.softmax(-1))
+            assert torch.allclose(route.weights, want.gather(-1, route.ids), atol=1e-6)
+        elif family == "phimoe":
+            rest = scores.scatter(-1, route.ids[:, :1], float("-inf"))
+            assert torch.equal(route.ids[:, 0], scores.argmax(-1))
+            assert torch.equal(route.ids[:, 1], rest.argmax(-1))
+            ranked = scores.sort(-1, descending=True).values
+            assert torch.allclose(route.margin, ranked[:, 1] - ranked[:, 2])
+        else:
+            skipped = route.ids == EXPERTS
+            assert layer.num_experts == EXPERTS + 1
+            assert (route.weights[skipped] == 0).all()
+            assert torch.allclose(route.weights[~skipped], picked[~skipped], atol=1e-6)
+
+
+def test_a_skipped_expert_is_told_from_the_first_one() -> None:
+    # The block masks "skip" as expert 0 with weight 0; the capture keeps the router's choice.
+    model, ids = families.tiny("zaya"), families.token_ids()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            bias = layer.mlp.gate.balancing_biases if hasattr(layer.mlp, "gate") else None
+            if bias is not None:
+                bias[-1] = 10.0
+    _, routes = families.captured(model, ids)
+    assert (routes[0].ids == EXPERTS).all()
+
+
+def test_experts_that_compute_nothing_count_after_the_others() -> None:
+    layers, routes = families.captured(families.tiny("longcat_flash"), families.token_ids())
+    assert layers[0].num_experts == 8  # six with weights, two without
+    assert int(torch.cat([route.ids for route in routes]).max()) >= 6
+
+
+def test_a_margin_against_excluded_experts_is_none() -> None:
+    # As many experts per token as its group has: the next best is excluded, not worse.
+    scores = torch.tensor([[0.9, 0.8, float("-inf"), float("-inf")]])
+    assert margin(scores, 2) is None
+    assert margin(scores[:, :2], 2) is None
+    assert margin(scores, 1).item() == pytest.approx(0.1)
+
+
+def test_counts_are_those_of_the_modules() -> None:
+    from mismatch.engines.model_info import expert_counts
+
+    differently = "dbrx ernie4_5_moe gemma4_text hunyuan_v1_moe kimi_linear llama4_text nemotron_h"
+    for family in (*differently.split(), "longcat_flash", "zaya", "mixtral", "deepseek_v3"):
+        config = families.configuration(family)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        experts, top_k = expert_counts(config.get_text_config())
+        layer = moe_layers(model.get_decoder())[0]
+        assert experts == layer.num_experts - layer.family.more, family
+        assert top_k in (1, TOP_K)
+    assert expert_counts(families.configuration("doge", is_moe=False)) == (0, 0)

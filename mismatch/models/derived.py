@@ -1,0 +1,268 @@
+"""A checkpoint with its experts in another form, written once and kept in a cache.
+
+What a quantised rollout does to the numbers can only be seen where both forms can be served:
+
+    bf16           MXFP4 experts, dequantised: exactly the published values, for any engine
+    mxfp4          the experts of a gpt-oss in MXFP4, as it is published; engines on GPUs serve it
+    mxfp4-rounded  experts rounded to what MXFP4 can hold, still stored in bf16: the numbers of a
+                   quantised rollout on machines without kernels for it
+
+Only the experts' projections change, as in the published gpt-oss. Tensors go through one by one and
+shards are closed at 2 GB, so memory stays small whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mismatch.errors import MismatchError
+from mismatch.specs import AS_STORED, EngineSpec, TrainSpec, WeightsForm
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_BYTES = 2 << 30
+RECORD = "derived.json"  # in a derived checkpoint: what it was made of
+INDEX = "model.safetensors.index.json"
+FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")  # [E, in, out], gpt-oss
+SINGLE = re.compile(r"\.experts\.\d+\.\w+\.weight$")  # [out, in], one matrix per expert
+PACKED = re.compile(r"\.experts\.\w+_(blocks|scales)$")
+CHANGES_ONLY_STORAGE = "the experts of this checkpoint are not in MXFP4"
+Spec = TypeVar("Spec", EngineSpec, TrainSpec)
+
+
+def in_form(spec: Spec) -> Spec:
+    """The spec with its model replaced by one in the form it asks for, made if need be.
+
+    Raises:
+        MismatchError: a model that is not in a local directory or cache, that has no experts in a
+            known layout, or no disk space.
+    """
+    from dataclasses import replace
+
+    if spec.weights == AS_STORED:
+        return spec
+    source = _local(spec)
+    return replace(spec, model=str(derive(source, spec.weights)), revision=None)
+
+
+def derive(source: Path, form: WeightsForm) -> Path:
+    """Directory of the checkpoint in ``form``; the source itself where it has that form already."""
+    quantised = is_mxfp4(source)
+    if form == ("mxfp4" if quantised else "bf16"):
+        return source
+    require_form(source, form)
+    from mismatch.weights_digest import source_hashes
+
+    hashes = source_hashes(str(source))
+    text = json.dumps([form, sorted(hashes.items())])
+    target = cache() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-{form}"
+    if not (target / RECORD).exists():
+        with _alone(target):
+            if not (target / RECORD).exists():
+                _write(source, target, form, hashes)
+    return target
+
+
+def require_form(source: Path, form: WeightsForm) -> None:
+    """Refuse, before anything is loaded, what cannot be made of a checkpoint.
+
+    Raises:
+        MismatchError: no experts in a known layout, or MXFP4 asked of another family than gpt-oss.
+    """
+    family = _config(source).get("model_type")
+    if form == "mxfp4" and family != "gpt_oss":
+        raise MismatchError(
+            f"--rollout-weights mxfp4: engines read MXFP4 experts of gpt-oss, not of {family}",
+            "use mxfp4-rounded: the same values, stored in bf16",
+        )
+    if not any(p.search(name) for name in _names(source) for p in (FUSED, SINGLE, PACKED)):
+        raise MismatchError(
+            f"{source} holds no experts in a layout whose MXFP4 form is defined",
+            "weights in another form need an MoE checkpoint with one matrix per expert, or gpt-oss",
+        )
+
+
+def is_mxfp4(directory: Path) -> bool:
+    """Whether a checkpoint stores its experts in MXFP4."""
+    quantisation = _config(directory).get("quantization_config") or {}
+    return bool(quantisation.get("quant_method") == "mxfp4")
+
+
+def origin(directory: Path) -> dict[str, Any] | None:
+    """Of a derived checkpoint: ``form`` and the hashes of the files it was made of; else None."""
+    path = directory / RECORD
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return found
+
+
+def cache() -> Path:
+    """Where derived checkpoints are kept: MISMATCH_CACHE, or the user's cache directory."""
+    given = os.environ.get("MISMATCH_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (Path(given) if given else Path(base) / "mismatch") / "weights"
+
+
+def _local(spec: EngineSpec | TrainSpec) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if Path(spec.model).is_dir():
+        return Path(spec.model)
+    try:
+        return Path(snapshot_download(spec.model, revision=spec.revision))
+    except Exception as error:  # the hub's client raises many kinds
+        raise MismatchError(
+            f"{spec.model} cannot be fetched to change the form of its weights: {error}",
+            "give a local directory",
+        ) from error
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """One process at a time: ranks and engines may ask for the same checkpoint."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write(source: Path, target: Path, form: WeightsForm, hashes: dict[str, str]) -> None:
+    partial = target.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _require_space(source, partial)
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith((".safetensors", ".bin", INDEX)):
+            shutil.copyfile(path, partial / path.name)
+    shards = _Shards(partial)
+    for name, tensor in _converted(source, form):
+        shards.add(name, tensor)
+    shards.finish()
+    config = _config(source)
+    config.pop("quantization_config", None)
+    if form == "mxfp4":
+        config["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        }
+    (partial / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
+    record = {"form": form, "source_files": hashes}
+    (partial / RECORD).write_text(json.dumps(record, indent=2), "utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+
+
+def _converted(source: Path, form: WeightsForm) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the checkpoint in its new form, one at a time."""
+    import torch
+
+    from mismatch.training import mxfp4
+
+    with ExitStack() as stack:
+        files = _open(source, stack)
+        for name, file in files.items():
+            if name.endswith("_scales") and PACKED.search(name):
+                continue  # with its blocks
+            if PACKED.search(name):
+                name = name.removesuffix("_blocks")
+                scales = files[f"{name}_scales"].get_tensor(f"{name}_scales")
+                blocks = file.get_tensor(f"{name}_blocks")
+                yield name, mxfp4.dequantise(blocks, scales, torch.bfloat16)
+                continue
+            tensor = file.get_tensor(name)
+            if form == "bf16" or not (FUSED.search(name) or SINGLE.search(name)):
+                yield name, tensor
+            elif form == "mxfp4":
+                packed = [mxfp4.quantise(expert.t()) for expert in tensor]
+                yield f"{name}_blocks", torch.stack([blocks for blocks, _ in packed])
+                yield f"{name}_scales", torch.stack([scales for _, scales in packed])
+            elif FUSED.search(name):
+                yield name, mxfp4.rounded(tensor)
+            else:
+                yield name, mxfp4.rounded(tensor.t()[None])[0].t().contiguous()
+
+
+class _Shards:
+    """Writes tensors to safetensors files of bounded size, and their index."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.pending: dict[str, torch.Tensor] = {}
+        self.bytes = self.total = self.count = 0
+        self.places: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.bytes + size > SHARD_BYTES:
+            self._flush()
+        self.pending[name] = tensor.contiguous()
+        self.bytes += size
+        self.total += size
+
+    def finish(self) -> None:
+        self._flush()
+        index = {"metadata": {"total_size": self.total}, "weight_map": self.places}
+        (self.directory / INDEX).write_text(json.dumps(index, indent=2), "utf-8")
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        self.count += 1
+        file = f"model-{self.count:05d}.safetensors"
+        save_file(self.pending, self.directory / file, {"format": "pt"})
+        self.places |= dict.fromkeys(self.pending, file)
+        self.pending, self.bytes = {}, 0
+
+
+def _open(source: Path, stack: ExitStack) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    files: dict[str, Any] = {}
+    for path in sorted(source.glob("*.safetensors")):
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def _names(source: Path) -> list[str]:
+    with ExitStack() as stack:
+        return list(_open(source, stack))
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise MismatchError(
+            f"{directory}/config.json cannot be read: {error}", "give a complete checkpoint"
+        ) from error
+    return found
+
+
+def _require_space(source: Path, target: Path) -> None:
+    """Dequantising multiplies MXFP4 by four at most; anything else keeps its size."""
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    needed = size * (4 if is_mxfp4(source) else 1)
+    free = shutil.disk_usage(target).free
+    if free < needed:
+        raise MismatchError(
+            f"the checkpoint in its other form needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB "
+            f"are free at {target.parent}",
+            "free some, or name another place: MISMATCH_CACHE=DIR",
+        )

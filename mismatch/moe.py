@@ -1,0 +1,87 @@
+"""What can be said about a model's routers from its configuration alone, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mismatch.errors import MismatchError
+from mismatch.injections import describe
+from mismatch.specs import CheckSpec, TrainSpec
+
+# Names of "number of experts" in the configurations of transformers' MoE families.
+EXPERTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)
+# Engines that hand out the weights of the experts they used, beside their ids.
+GIVES_WEIGHTS = frozenset({"transformers"})
+
+
+def is_moe(model: str, revision: str | None = None) -> bool | None:
+    """Whether a model has experts; None where its configuration is not on this machine.
+
+    Args:
+        model: directory or hub id, whose ``config.json`` is looked up in the hub's cache.
+    """
+    values = _configuration(model, revision)
+    if values is None:
+        return None
+    nested = [value for value in values.values() if isinstance(value, dict)]
+    counts = [part.get(name) for part in (values, *nested) for name in EXPERTS]
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def require_routes(spec: CheckSpec) -> None:
+    """Refuse what cannot be replayed or disturbed before any process starts.
+
+    Raises:
+        MismatchError: a dense model, routes that nobody captures, weights that no engine gives, or
+            an injection without the pass that it is for.
+    """
+    train, engine = spec.train, spec.rollout.engine
+    if spec.inject and spec.two_passes is False:
+        raise MismatchError(
+            f"--inject {describe(spec.inject)} is for the trainer's second forward pass, which "
+            "--no-two-passes leaves out",
+            "drop one of the two",
+        )
+    flag = "--replay-routing" if train.replay_routing else "--inject" if spec.inject else ""
+    if flag and is_moe(train.model, train.revision) is False:
+        raise MismatchError(f"{flag}: {train.model} is dense, it has no routers", f"drop {flag}")
+    if train.replay_routing is not None and train.replay_source is None:
+        _require_engine_routes(train, engine.engine, engine.routing)
+
+
+def _require_engine_routes(train: TrainSpec, engine: str, routing: bool) -> None:
+    if not routing:
+        raise MismatchError(
+            f"--replay-routing {train.replay_routing}: the engine's experts are not captured",
+            "drop --no-routing",
+        )
+    if train.replay_routing == "ids+weights" and engine not in GIVES_WEIGHTS:
+        given = ", ".join(sorted(GIVES_WEIGHTS))
+        raise MismatchError(
+            f"--replay-routing ids+weights: {engine} gives the ids of the experts it used, not "
+            "their weights",
+            "use --replay-routing ids" + (f", or --engine {given}" if given else ""),
+        )
+
+
+def _configuration(model: str, revision: str | None) -> dict[str, Any] | None:
+    path: Path | str | None = Path(model) / "config.json"
+    if not Path(model).is_dir():
+        try:
+            from huggingface_hub import try_to_load_from_cache
+        except ImportError:
+            return None
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        path = found if isinstance(found, str) else None
+    try:
+        values: dict[str, Any] = json.loads(Path(path).read_text("utf-8")) if path else {}
+    except (OSError, ValueError):
+        return None
+    return values or None

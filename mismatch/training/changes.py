@@ -1,0 +1,160 @@
+"""What a pass changes in the routers: refused early, applied, and told afterwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mismatch.errors import MismatchError
+from mismatch.injections import ROUTER_NOISE
+from mismatch.specs import TrainSpec
+from mismatch.training.blocks import Given, blocks_of, intervening
+from mismatch.training.inject import RouterNoise
+from mismatch.training.packing import Batch, collate
+from mismatch.training.replay import Replay, Source
+from mismatch.training.routing import MoeLayer, moe_layers, recording
+from mismatch.training.world import World
+from mismatch.types import Fingerprint, Rollout
+
+if TYPE_CHECKING:
+    from mismatch.training.load import Loaded
+
+PROBE_TOKENS = 8
+
+
+def noise_of(
+    spec: TrainSpec, rollout: Rollout, sequences: tuple[int, ...], batch: Batch
+) -> RouterNoise | None:
+    """The noise that a pass injects into one micro-batch, if any."""
+    sigma = dict(spec.inject).get(ROUTER_NOISE)
+    if sigma is None:
+        return None
+    return RouterNoise.of(sigma, spec.inject_seed, rollout, sequences, batch)
+
+
+def changed_facts(spec: TrainSpec, source: Source | None, overruled: int) -> Fingerprint:
+    """What the fingerprint says about replayed routes and injected disturbances."""
+    facts: Fingerprint = {"replay": None, "injected": None}
+    if source is not None:
+        facts["replay"] = {
+            "mode": source.mode,
+            "source": source.name,
+            **source.rows(),
+            "overruled": overruled,
+        }
+    if spec.inject:
+        facts["injected"] = {**dict(spec.inject), "seed": spec.inject_seed}
+    return facts
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def require_changeable(
+    loaded: Loaded, spec: TrainSpec, source: Source | None, world: World
+) -> None:
+    """On a few tokens: routes that are asked for are the routes that run. All ranks call it.
+
+    Raises:
+        MismatchError: a dense model, routes of another one, or routers that cannot be answered.
+    """
+    moe = loaded.scorer.moe
+    if not moe and (source is not None or spec.inject):
+        raise _dense(spec, loaded.scorer.decoder_config.model_type)
+    if source is None:
+        return
+    source.require_fits(moe)
+    batch = collate([np.arange(PROBE_TOKENS)], "padding", world.device)
+    scorer = loaded.scorer
+    wanted = _every_expert(len(moe), moe[0].num_experts, source.routing.top_k, world.device)
+    columns = {layer.index: column for column, layer in enumerate(moe)}
+    known = torch.ones(PROBE_TOKENS, dtype=torch.bool, device=world.device)
+    with (
+        intervening(scorer.decoder, moe, (Replay("the probe", columns, known, wanted),)),
+        recording(moe) as recorder,
+    ):
+        scorer(scorer.hidden, batch)
+    for column, routes in enumerate(recorder.finished()):
+        if not torch.equal(routes.ids.cpu(), wanted[:, column].cpu()):
+            raise MismatchError(
+                f"replay: layer {moe[column].index} of {scorer.decoder_config.model_type} runs "
+                "other experts than it is told to",
+                "routes of this family cannot be replayed: drop --replay-routing",
+            )
+
+
+def _every_expert(layers: int, experts: int, top_k: int, device: torch.device) -> torch.Tensor:
+    """Routes [R, L, K] that no router would choose: K neighbours, another start in every row."""
+    start = torch.arange(PROBE_TOKENS)[:, None, None] + torch.arange(layers)[None, :, None]
+    return ((start + torch.arange(top_k)) % experts).to(device)
+
+
+def require_answerable(spec: TrainSpec, bare: Any) -> None:
+    """The same on the model's bare structure, before any weight is loaded.
+
+    Every kind of MoE block is run on the meta device up to its experts. A block that cannot run
+    there is left to :func:`require_changeable`.
+
+    Raises:
+        MismatchError: a dense model, or a router that is not seen to choose.
+    """
+    if spec.replay_routing is None and not spec.inject:
+        return
+    decoder = bare.get_decoder()
+    moe = moe_layers(decoder)
+    if not moe:
+        raise _dense(spec, bare.config.model_type)
+    config = bare.config.get_text_config()
+    top_k = getattr(config, "num_experts_per_tok", None)
+    kinds = {type(block).__name__: (layer, block) for layer, block in blocks_of(decoder, moe)}
+    for layer, block in kinds.values():
+        if spec.replay_routing is not None and isinstance(top_k, int):
+            _run_to_experts(layer, block, top_k, config.hidden_size)
+
+
+class _ReachedError(Exception):
+    """The experts are about to run: what is asked about a router has been seen."""
+
+
+class _Stop:
+    """An intervention that ends the forward pass where the experts would start."""
+
+    def mode(self, layer: MoeLayer, block: torch.nn.Module) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    def before_experts(self, layer: MoeLayer, given: Given) -> Given:
+        raise _ReachedError
+
+    def finish(self) -> None:
+        pass
+
+
+def _run_to_experts(layer: MoeLayer, block: torch.nn.Module, top_k: int, hidden: int) -> None:
+    rows = torch.ones(PROBE_TOKENS, dtype=torch.bool, device="meta")
+    ids = torch.zeros(PROBE_TOKENS, 1, top_k, dtype=torch.int64, device="meta")
+    replay = Replay("the probe", {layer.index: 0}, rows, ids)
+    # A block takes [B, S, H], a router by itself rows.
+    shape = (PROBE_TOKENS, hidden) if block is layer.experts else (1, PROBE_TOKENS, hidden)
+    states = torch.zeros(shape, device="meta", dtype=next(block.parameters()).dtype)
+    was_training = block.training
+    block.eval()
+    try:
+        with torch.no_grad(), intervening(block, [layer], (replay, _Stop())):
+            block(states)
+    except _ReachedError:
+        replay.finish()
+    except MismatchError:
+        raise
+    except Exception:  # what else a family needs is found out with its weights
+        pass
+    finally:
+        block.train(was_training)
+
+
+def _dense(spec: TrainSpec, family: str) -> MismatchError:
+    flag = "--replay-routing" if spec.replay_routing else "--inject router-noise"
+    return MismatchError(f"{flag}: {family} is dense, it has no routers", f"drop {flag}")

@@ -1,0 +1,309 @@
+"""Router replay (R3): the trainer's forward with the experts that another forward chose.
+
+The router's own ``torch.topk`` is answered with the given expert ids and with the model's own
+scores at these ids. What follows is the family's own code: its softmax or normalisation over the
+chosen experts, its scaling, its experts. So the gate is recomputed and gradients flow through it;
+only the choice is given. With "ids+weights" the experts get the given weights too: constants, which
+leave the router without any gradient.
+
+Tokens without a captured row (the last sampled token of a sequence, prompts that came from a
+cache) and padding keep the model's own choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.specs import ReplayMode
+from mismatch.training.blocks import Given
+from mismatch.training.packing import Batch
+from mismatch.training.routing import MoeLayer, answered
+from mismatch.types import Ints, Rollout, Routing, Scoring
+
+TOPK = (torch.topk, torch.Tensor.topk)
+MAX = (torch.max, torch.Tensor.max)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The routes of a whole rollout, to be replayed.
+
+    Attributes:
+        name: the scoring that they come from.
+    """
+
+    name: str
+    mode: ReplayMode
+    routing: Routing
+
+    @classmethod
+    def of(cls, scoring: Scoring, mode: ReplayMode, rollout: Rollout) -> Source:
+        """The routes of a scoring, after making sure that they can be replayed.
+
+        Raises:
+            MismatchError: the scoring holds no routes, or no weights where those are asked for.
+            CorruptCapture: routes that cannot be true; layer and row are named.
+        """
+        routing = scoring.routing
+        if routing is None:
+            raise MismatchError(
+                f"--replay-routing {mode}: {scoring.name} holds no routed experts",
+                "capture them (drop --no-routing), or drop --replay-routing",
+            )
+        if mode == "ids+weights" and routing.weights is None:
+            raise MismatchError(
+                f"--replay-routing ids+weights: {scoring.name} holds expert ids without weights",
+                "use --replay-routing ids: the weights are then recomputed by the model's own gate",
+            )
+        routing.validate(rollout, scoring.name)
+        if mode == "ids+weights":
+            _require_weights(routing, scoring.name)
+        return cls(scoring.name, mode, routing)
+
+    def require_fits(self, layers: list[MoeLayer]) -> None:
+        """Make sure that these are routes of a model with such MoE layers.
+
+        Raises:
+            MismatchError: other layers, or another number of experts.
+        """
+        fix = "replay routes of the same model, or drop --replay-routing"
+        ours = tuple(layer.index for layer in layers)
+        if ours != self.routing.layers:
+            raise MismatchError(
+                f"replay: {self.name} has routes of layers {_listed(self.routing.layers)}, the "
+                f"trainer has MoE layers {_listed(ours)}",
+                fix,
+            )
+        for layer in layers:
+            if layer.num_experts != self.routing.num_experts:
+                raise MismatchError(
+                    f"replay: {self.name} chose among {self.routing.num_experts} experts, layer "
+                    f"{layer.index} of the trainer has {layer.num_experts}",
+                    fix,
+                )
+
+    def on(self, tokens: Ints, batch: Batch) -> Replay:
+        """The part for one forward pass.
+
+        Args:
+            tokens: [n] indices into T of the batch's real tokens, sequence after sequence.
+        """
+        device = batch.input_ids.device
+        total = batch.input_ids.numel()
+        shape = (total, len(self.routing.layers), self.routing.top_k)
+        known = torch.zeros(total, dtype=torch.bool, device=device)
+        known[batch.rows] = torch.from_numpy(self.routing.present[tokens]).to(device)
+        ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        ids[batch.rows] = torch.from_numpy(self.routing.ids[tokens].astype(np.int64)).to(device)
+        weights = None
+        if self.mode == "ids+weights":
+            assert self.routing.weights is not None
+            weights = torch.zeros(shape, dtype=torch.float32, device=device)
+            weights[batch.rows] = torch.from_numpy(self.routing.weights[tokens]).to(device)
+        columns = {layer: column for column, layer in enumerate(self.routing.layers)}
+        return Replay(self.name, columns, known, ids, weights)
+
+    def rows(self) -> dict[str, int]:
+        """How many tokens are replayed, and how many keep the model's own choice."""
+        replayed = int(self.routing.present.sum())
+        return {"rows_replayed": replayed, "rows_own": len(self.routing.present) - replayed}
+
+
+class Replay:
+    """The routes of one forward pass over R flattened rows. An intervention.
+
+    Args:
+        columns: layer -> column of ``ids``.
+        known: [R] rows that are replayed; the others keep the model's own choice.
+        ids: [R, L, K] int64.
+        weights: [R, L, K] float32, or None: those of the model's own gate.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        columns: dict[int, int],
+        known: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        self.source, self.columns = source, columns
+        self.known, self.ids, self.weights = known, ids, weights
+        self._overruled: dict[int, torch.Tensor] = {}
+        self._expected: set[int] = set()
+        self._weighted: set[int] = set()
+
+    @property
+    def overruled(self) -> int:
+        """(token, layer) pairs where the router, on this pass, would have chosen other experts."""
+        return int(sum(int(count) for count in self._overruled.values()))
+
+    @property
+    def top_k(self) -> int:
+        return int(self.ids.shape[2])
+
+    def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
+        self._expected.add(layer.index)
+        make = ROUTER_MODES.get(type(block).__name__, AnswerTopk)
+        return make(self, layer)
+
+    def before_experts(self, layer: MoeLayer, given: Given) -> Given:
+        """Put the replayed weights in place of the gate's, where weights are replayed."""
+        if self.weights is None:
+            return given
+        args, kwargs = given
+        values: dict[int | str, Any] = dict(enumerate(args))
+        values.update(kwargs.items())
+        shape = (len(self.known), self.top_k)
+        found = [
+            key
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.shape == shape
+            and key != 0  # the hidden states
+        ]
+        if len(found) != 1:
+            raise MismatchError(
+                f"replay: the experts of layer {layer.index} take their weights in a form that is "
+                "not known",
+                "use --replay-routing ids",
+            )
+        own = values[found[0]]
+        replayed = self.weights[:, self.columns[layer.index]].to(own.dtype)
+        values[found[0]] = torch.where(self.known[:, None], replayed, own)
+        self._weighted.add(layer.index)
+        return tuple(values[i] for i in range(len(args))), {key: values[key] for key in kwargs}
+
+    def chosen(self, layer: MoeLayer, own: torch.Tensor) -> torch.Tensor:
+        """The ids that the router shall have chosen, [R, K], for the model's ``own`` ones.
+
+        Raises:
+            MismatchError: the router sees other rows than the batch has.
+        """
+        if own.shape != (len(self.known), self.top_k):
+            raise MismatchError(
+                f"replay: the router of layer {layer.index} chooses {tuple(own.shape)} experts, "
+                f"{self.source} has {(len(self.known), self.top_k)}",
+                "routes of this family cannot be replayed: drop --replay-routing",
+            )
+        given = self.ids[:, self.columns[layer.index]].to(own.dtype)
+        ids = torch.where(self.known[:, None], given, own)
+        differ = (ids.sort(-1).values != own.sort(-1).values).any(-1)
+        self._overruled[layer.index] = differ.sum()  # a later choice of the same router replaces it
+        return ids
+
+    def finish(self) -> None:
+        missed = sorted(self._expected - self._overruled.keys())
+        if missed or not self._overruled:
+            where = f" of layer {missed[0]}" if missed else ""
+            raise MismatchError(
+                f"replay: the router{where} was not seen to choose experts",
+                "routes of this family cannot be replayed: drop --replay-routing",
+            )
+        unweighted = sorted(self._expected - self._weighted)
+        if self.weights is not None and unweighted:
+            raise MismatchError(
+                f"replay: layer {unweighted[0]} gives its experts no weights to replace",
+                "use --replay-routing ids",
+            )
+
+
+class AnswerTopk(TorchFunctionMode):
+    """Answers the router's top-k over all experts with the given ids and their own scores.
+
+    Where groups of experts are scored first, those calls have another size and pass.
+    """
+
+    def __init__(self, replay: Replay, layer: MoeLayer) -> None:
+        super().__init__()
+        self.replay, self.layer = replay, layer
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in TOPK:
+            return out
+        scores = args[0] if args else (kwargs or {})["input"]
+        experts, top_k = self.layer.num_experts, self.replay.top_k
+        if scores.shape[-1] != experts or out.indices.shape[-1] != top_k:
+            return out
+        ids = self.replay.chosen(self.layer, out.indices.reshape(-1, top_k))
+        answered(ids)
+        values = scores.reshape(-1, experts).gather(-1, ids)
+        shape = out.indices.shape
+        return torch.return_types.topk((values.reshape(shape), ids.reshape(shape)))
+
+
+class AnswerMaxTwice(TorchFunctionMode):
+    """For routers that pick one expert after the other by ``max``: Phi-3.5-MoE, K = 2.
+
+    Its mask of near candidates is relative to the expert that was picked, so it follows.
+    """
+
+    def __init__(self, replay: Replay, layer: MoeLayer) -> None:
+        super().__init__()
+        self.replay, self.layer = replay, layer
+        self._ids: torch.Tensor | None = None
+        self._slot = 0
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in MAX or not args or args[0].shape[-1] != self.layer.num_experts:
+            return out
+        scores = args[0]
+        if self._slot == 0:  # the router's own second choice: the best of the rest
+            rest = scores.scatter(-1, out.indices, float("-inf"))
+            own = torch.cat([out.indices, rest.argmax(-1, keepdim=True)], -1)
+            chosen = self.replay.chosen(self.layer, own.reshape(-1, own.shape[-1]))
+            self._ids = chosen.reshape(own.shape)
+        assert self._ids is not None
+        ids = self._ids[..., self._slot : self._slot + 1]
+        self._slot += 1
+        return torch.return_types.max((scores.gather(-1, ids), ids))
+
+
+# Routers that do not choose by one top-k over all experts, by the class of the module that is
+# intercepted (see mismatch.training.blocks.blocks_of).
+ROUTER_MODES: dict[str, Callable[[Replay, MoeLayer], TorchFunctionMode]] = {
+    "PhimoeTopKRouter": AnswerMaxTwice,
+}
+
+
+def _require_weights(routing: Routing, source: str) -> None:
+    assert routing.weights is not None
+    bad = ~np.isfinite(routing.weights[routing.present]).all(axis=2)
+    if bad.any():
+        row, layer = np.argwhere(bad)[0]
+        token = int(np.flatnonzero(routing.present)[row])
+        raise CorruptCapture(
+            f"{source}: corrupt route capture: a weight that is no number for token {token} "
+            f"at layer {routing.layers[layer]}",
+            "use --replay-routing ids, or run without routing: --no-routing",
+        )
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    """Few numbers as they are, many shortened."""
+    if len(layers) <= 6:
+        return ", ".join(map(str, layers)) or "(none)"
+    return f"{layers[0]} to {layers[-1]} ({len(layers)})"

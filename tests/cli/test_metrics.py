@@ -1,0 +1,174 @@
+"""`mismatch metrics`, and `--names` on a run that is there already."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mismatch import store
+from mismatch.cli.main import app
+from mismatch.metrics import METRICS, conventions
+from tests.made_run import make_run
+
+
+def mismatch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mismatch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def said(*arguments: str) -> str:
+    done = mismatch(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    return done.stdout
+
+
+def inside(*arguments: str) -> str:
+    """The same without a process of its own; what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert app(list(arguments), standalone_mode=False) in (0, 1)
+    return printed.getvalue()
+
+
+def test_the_list_has_every_metric_with_unit_kind_and_level():
+    text = said("metrics")
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    for name, metric in METRICS.items():
+        assert rows[name][0] == metric.unit.split()[0]
+        assert metric.kind in rows[name]
+        assert metric.reduction in rows[name]
+
+
+def test_explaining_one_says_everything():
+    text = " ".join(said("metrics", "--explain", "k3_kl").split())
+    for part in (
+        "mean of rho - 1 - delta",
+        "delta = train - rollout",
+        "low is agreement",
+        "nats; 0 and above",
+        "one term per action token",
+        "95 %, resampling whole prompts",
+        "J. Schulman",
+        "from mismatch.metrics import k3_kl",
+        "verl rollout_corr/k3_kl the same number read in verl 0.9.1,",
+        "miles train_rollout_kl mean of per-sequence means; delta clamped to ±20",
+        "bf16 MoE healthy ≤ 0.002, critical > 0.013 healthy: our judgement; critical: Fireworks",
+        "how much the trainer's policy differs",
+    ):
+        assert part in text, part
+
+
+def test_high_is_good_turns_the_bounds():
+    text = said("metrics", "--explain", "probs_pearson")
+    assert "healthy ≥ 0.99, critical < 0.97" in text
+    assert "high is agreement" in text
+
+
+def test_a_metric_without_levels_or_aliases_says_so():
+    text = said("metrics", "--explain", "ratio_outside_1_02")  # as Python spells it
+    assert text.startswith("ratio_outside_1.02:")
+    assert "no other framework is known to report it" in text
+    assert "none: the number is context" in text
+
+
+@pytest.mark.parametrize("name", ["gen_kl_error", "rollout_corr/k3_kl", "verl rollout_corr/k3_kl"])
+def test_another_frameworks_name_is_understood(name):
+    assert said("metrics", "--explain", name).startswith("k3_kl:")
+
+
+def test_an_unknown_name_gets_near_ones_and_exit_code_2():
+    done = mismatch("metrics", "--explain", "k3kl")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "error: no metric 'k3kl'" in done.stderr
+    assert "k3_kl" in done.stderr.partition("did you mean")[2]
+    nothing = mismatch("metrics", "--explain", "zzzzzz")
+    assert nothing.returncode == 2
+    assert "did you mean" not in nothing.stderr
+
+
+def test_json():
+    document = json.loads(mismatch("metrics", "--json").stdout)
+    assert document["schema"] == "mismatch.metrics/1"
+    rows = {row["name"]: row for row in document["metrics"]}
+    assert list(rows) == list(METRICS)
+    (areal,) = [one for one in rows["kl"]["aliases"] if one["framework"] == "areal"]
+    assert areal["sign"] == "opposite"
+    assert areal["differs"] is True
+    one = json.loads(mismatch("metrics", "--json", "--explain", "ess_seq").stdout)
+    assert [row["name"] for row in one["metrics"]] == ["ess_seq"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with noise of 0.3 nats, compared."""
+    directory = make_run(tmp_path_factory.mktemp("names") / "run", shift=0.0)
+    rollout = store.load_rollout(directory)
+    train = store.load_scoring(directory, "fsdp")
+    gap = np.random.default_rng(4).normal(0.0, 0.3, len(train.logprobs))
+    train.logprobs[:] = store.load_scoring(directory, "transformers:decode").logprobs + gap
+    for path in directory.glob("scores/fsdp*"):
+        path.unlink()
+    from mismatch.specs import CheckSpec
+    from tests.made_run import spec
+
+    made: CheckSpec = spec()
+    store.save_scoring(directory, train, rollout, made_by=made.train)
+    shown = inside("compare", str(directory), "--names", "verl")
+    assert "rollout_corr/rollout_is_mean" in shown
+    assert "in verl" in (directory / "report.html").read_text(encoding="utf-8")
+    return directory, gap, rollout.sequence_of_token[rollout.actions]
+
+
+def test_names_on_an_existing_run_in_the_terminal(run):
+    directory, gap, sequence = run
+    shown = inside("report", str(directory), "--names", "trl")
+    section = shown.partition("\nIn TRL")[2].partition("\n\n")[0]
+    assert max(map(len, section.splitlines())) <= 80
+    theirs = conventions.trl_ratio_max(gap, sequence)
+    assert theirs != pytest.approx(float(np.exp(gap.max())), rel=0.01)
+    line = next(line for line in section.splitlines() if "importance_sampling_ratio/max" in line)
+    assert float(line.split()[-1]) == pytest.approx(theirs, rel=0.01)
+    assert "product of" in " ".join(section.split())
+    assert "rollout_corr/" not in shown
+    assert shown.splitlines()[-1].startswith("verdict: ")
+
+
+def test_names_in_html_and_markdown_and_without_them(run):
+    directory, gap, sequence = run
+    inside("report", str(directory), "--names", "trl")
+    html = (directory / "report.html").read_text(encoding="utf-8")
+    markdown = (directory / "report.md").read_text(encoding="utf-8")
+    value = f"{conventions.trl_ratio_mean(gap, sequence):.3f}"
+    assert value[:4] != f"{np.exp(gap).mean():.3f}"[:4]  # not our number
+    for text in (html, markdown.replace("`", "")):
+        assert "in TRL" in text
+        assert "rollout_corr/" not in text
+        assert "SkyRL policy" not in text
+        assert f"sampling/importance_sampling_ratio/mean = {value[:4]}" in text
+    inside("report", str(directory))
+    html = (directory / "report.html").read_text(encoding="utf-8")
+    assert "known elsewhere as" in html
+    assert "verl rollout_corr/k3_kl" in html
+    assert "SkyRL policy/" in html
+    assert "known elsewhere" not in (directory / "report.md").read_text(encoding="utf-8")
+
+
+def test_a_pair_takes_names_with_and_without_a_directory(run, tmp_path):
+    directory, _, _ = run
+    pair = ("compare", str(directory), "--left", "transformers:decode", "--right", "fsdp")
+    assert "mean_seq_mult_prob_error" in inside(*pair, "--names", "nemo-rl")
+    inside(*pair, "--names", "nemo-rl", "--out", str(tmp_path / "pair"))
+    assert "in NeMo-RL" in (tmp_path / "pair" / "report.html").read_text(encoding="utf-8")
+
+
+def test_an_unknown_framework_is_refused(run):
+    done = mismatch("report", str(run[0]), "--names", "unheard-of")
+    assert done.returncode == 2
+    assert "verl" in done.stderr

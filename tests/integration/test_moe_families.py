@@ -1,0 +1,152 @@
+"""Routing is captured and replayed in every MoE family of transformers, and in vLLM where it runs.
+
+The argument for the trainer's side: knocking out an expert changes exactly the tokens that went to
+it, whatever the router looks like; the capture must name the same experts. For the engine: in
+float32 both sides are the same function, so not one expert may differ, and no logprob by more than
+rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mismatch import store
+from tests import families
+from tests.contract.conftest import installed
+from tests.integration.conftest import Run, run_check
+from tools import moe_families as page
+
+ENGINE_FAMILIES = ("olmoe", "qwen2_moe", "mixtral")  # the others: tools/moe_families.py --engine
+SAME_IN_FP32 = 1e-4
+
+
+@pytest.mark.parametrize("family", families.tried())
+def test_what_is_captured_is_what_ran(family: str) -> None:
+    tried = families.trial(family)
+    assert tried.wrong == 0
+    assert len(tried.layers) >= 2
+    assert tried.margin == (family != "deepseek_v4")  # it routes some layers by token id
+
+
+@pytest.mark.parametrize("family", families.tried())
+def test_given_experts_run_instead(family: str) -> None:
+    replay = families.trial(family).replay
+    assert (replay == "yes") == (family not in page.REPLAY), replay
+
+
+def test_knocking_out_finds_a_wrong_capture() -> None:
+    model, ids = families.tiny("mixtral"), families.token_ids()
+    layers, routes = families.captured(model, ids)
+    ran = families.experts_that_ran(model, layers[-1], ids)
+    moved = (routes[-1].ids + 1) % 8
+    assert (ran == families.chosen(routes[-1].ids, 8)).all()
+    assert (ran != families.chosen(moved, 8)).sum() >= len(moved)
+
+
+@pytest.mark.parametrize(("whole", "text"), families.COMPOSITES.items())
+def test_composites_are_read_through_their_text_model(whole: str, text: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from mismatch.training.families import family_of
+
+    config = CONFIG_MAPPING[whole](text_config=families.configuration(text).to_dict())
+    assert config.get_text_config().model_type == text
+    assert family_of(config) is family_of(families.configuration(text))
+
+
+def test_the_page_is_up_to_date() -> None:
+    kept = json.loads(page.KEPT.read_text())
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(kept), (
+        "make it again: .venv/bin/python tools/moe_families.py"
+    )
+
+
+# ---------------------------------------------------------------- with vLLM
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Run] = {}
+
+    def get(family: str) -> Run:
+        if not installed("vllm"):
+            pytest.skip("vllm is not installed: make env")
+        if family not in made:
+            place = tmp_path_factory.mktemp(family)
+            model = families.write(family, place / "model")
+            prompts = families.write_prompts(place / "prompts.jsonl", 4)
+            flags = ["--model", model, "--prompts", prompts, "--dtype", "fp32"]
+            flags += ["--train-dtype", "fp32", "--no-noise-floor", "--nproc-per-node", "1"]
+            flags += ["--samples-per-prompt", "2", "--max-tokens", "16"]
+            made[family] = run_check(place / "run", *map(str, flags))
+            assert made[family].code == 0, made[family].output
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+def test_vllm_and_the_trainer_route_alike_in_fp32(family: str, run_of: Any) -> None:
+    run = run_of(family)
+    routing = run.headline["routing"]
+    assert routing["routing_disagree_layer"]["value"] == 0
+    assert routing["routing_disagree_layer"]["n_tokens"] > 100
+    assert run.tokens["delta"].abs().max() <= SAME_IN_FP32
+    engine = store.load_scoring(run.directory, "vllm:decode").routing
+    trainer = store.load_scoring(run.directory, "fsdp").routing
+    assert engine is not None
+    assert trainer is not None
+    assert engine.layers == trainer.layers == families.trial(family).layers
+    assert engine.ids.dtype == trainer.ids.dtype == "uint8"
+
+
+def test_layers_keep_their_numbers_between_dense_ones(run_of: Any) -> None:
+    run = run_of("qwen2_moe")
+    assert store.load_scoring(run.directory, "vllm:decode").routing.layers == (1, 3)
+    by_layer = run.headline["breakdowns"]["routing_by_layer"]
+    assert by_layer["layer"] == [1, 3]
+
+
+def test_last_tokens_have_no_row_in_the_engine(run_of: Any) -> None:
+    run = run_of("olmoe")
+    rollout = store.load_rollout(run.directory)
+    present = store.load_scoring(run.directory, "vllm:decode").routing.present
+    assert (~present).nonzero()[0].tolist() == (rollout.offsets[1:] - 1).tolist()
+
+
+# ---------------------------------------------------------------- refused
+
+
+def test_a_family_that_cannot_be_captured_says_so_before_weights_load(tmp_path: Path) -> None:
+    from mismatch.errors import MismatchError
+    from mismatch.specs import TrainSpec
+    from mismatch.training.load import require_runnable
+
+    model = families.write("doge", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(MismatchError, match="cannot be captured: doge") as caught:
+        require_runnable(TrainSpec(model=str(model)))
+    assert "--no-routing" in caught.value.fix
+    require_runnable(TrainSpec(model=str(model), routing=False))
+
+
+def test_experts_in_an_unknown_place_are_not_taken_for_a_dense_model() -> None:
+    from mismatch.training.families import unreadable
+
+    model = families.tiny("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(8)])
+    assert "unknown way" in (unreadable(model.config, model) or "")
+    assert unreadable(families.configuration("mixtral"), families.tiny("mixtral")) is None
+
+
+def test_layers_of_different_width_are_refused() -> None:
+    from mismatch.training.families import unreadable
+
+    config = families.configuration("hunyuan_v1_moe", moe_topk=[1, 2, 2, 2])
+    assert "moe_topk differs by layer" in (unreadable(config, torch.nn.Linear(1, 1)) or "")

@@ -1,0 +1,93 @@
+"""Experts in MXFP4 on the rollout side: real vLLM serves them, the trainer holds the original.
+
+The argument: in float32 nothing but the weights can differ. So the trainer *with the same rounded
+weights* has to agree with the engine to 1e-4, and what is left against the original weights is what
+the quantisation does, no more and no less.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mismatch.models import derived, resolve_model
+from tests.checkpoints import make_mxfp4
+
+from .conftest import Run, check_command, run_check
+
+pytestmark = pytest.mark.slow
+FLOAT32 = ("--dtype", "fp32", "--train-dtype", "fp32", "--no-noise-floor")
+FEW = ("--num-prompts", "8", "--samples-per-prompt", "2", "--max-tokens", "24")
+
+
+@pytest.fixture(scope="module")
+def quantised_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    forms = ("--rollout-weights", "mxfp4-rounded", "--weights-effect", "mxfp4-rounded")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MISMATCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        run = run_check(tmp_path_factory.mktemp("quantised") / "run", *FLOAT32, *FEW, *forms)
+    assert run.code in (0, 1), run.output
+    return run
+
+
+def _comparison(run: Run, left: str, right: str) -> dict[str, float]:
+    for found in run.report["comparisons"]:
+        if (found["rollout"], found["train"]) == (left, right):
+            return {name: one["value"] for name, one in found["metrics"].items()}
+    raise AssertionError(f"no comparison of {left} with {right}")
+
+
+def test_the_trainer_with_the_engines_weights_agrees_with_it(quantised_run: Run) -> None:
+    same = _comparison(quantised_run, "vllm:decode", "fsdp:other-weights")
+    assert same["logprob_abs_diff_max"] <= 1e-4
+
+
+def test_the_rest_is_the_effect_of_the_weights_seen_from_both_sides(quantised_run: Run) -> None:
+    seen = _comparison(quantised_run, "vllm:decode", "fsdp")
+    alone = _comparison(quantised_run, "fsdp", "fsdp:other-weights")
+    assert seen["logprob_abs_diff_mean"] > 3e-3
+    assert alone["logprob_abs_diff_mean"] == pytest.approx(seen["logprob_abs_diff_mean"], rel=1e-2)
+
+
+def test_the_report_says_what_was_asked_for(quantised_run: Run) -> None:
+    report = quantised_run.report
+    assert quantised_run.checks["weights-as-loaded"] == "warning"
+    detail = next(c["detail"] for c in report["checks"] if c["id"] == "weights-as-loaded")
+    assert "mxfp4-rounded in the engine" in detail
+    assert quantised_run.checks["source-files"] == "passed"  # both came from one checkpoint
+    assert report["verdict"]["levels"] == "quantised"
+    forms = {name: side["weights_form"] for name, side in report["fingerprints"].items()}
+    assert forms["vllm:decode"] == forms["fsdp:other-weights"] == "mxfp4-rounded"
+    assert forms["fsdp"] == "as-stored"
+
+
+def test_published_experts_are_served_in_bf16_and_equal_the_trainers(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
+        released = derived.derive(Path(resolve_model("tiny-gpt-oss")), "mxfp4")
+        (released / derived.RECORD).unlink()  # as if it had been published so
+        run = run_check(
+            tmp_path / "run",
+            *("--model", str(released), "--rollout-weights", "bf16"),
+            *(*FLOAT32, *FEW, "--no-prefill"),
+        )
+    assert run.code == 0, run.output
+    assert run.value("logprob_abs_diff_max") <= 1e-4
+    assert run.headline["routing"]["routing_disagree_layer"]["value"] == 0
+    assert run.checks["weights-as-loaded"] == "passed"
+
+
+def test_a_cpu_engine_refuses_mxfp4_before_anything_starts(tmp_path: Path) -> None:
+    released = make_mxfp4(tmp_path / "released", tmp_path / "plain")
+    for flags in (
+        ["--model", str(released)],
+        ["--model", "tiny-gpt-oss", "--rollout-weights", "mxfp4"],
+    ):
+        command = check_command(tmp_path / "run", *flags)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert "no kernels for MXFP4" in done.stderr
+        assert "--rollout-weights bf16" in done.stderr
+        assert not (tmp_path / "run" / "logs").exists()

@@ -1,0 +1,173 @@
+"""Rounding to MXFP4: the format's own arithmetic, and checkpoints rewritten with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from mismatch.errors import MismatchError
+from mismatch.models import derived
+from mismatch.training import mxfp4
+from mismatch.weights_digest import source_hashes
+from tests.checkpoints import make, make_mxfp4
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
+
+
+def _block(*values: float) -> torch.Tensor:
+    return torch.tensor([*values, *[0.0] * (32 - len(values))])[None, :, None]
+
+
+def _rounded(*values: float) -> list[float]:
+    return mxfp4.rounded(_block(*values))[0, : len(values), 0].tolist()
+
+
+def test_values_that_the_format_has_stay_what_they_are() -> None:
+    held = [sign * v * 2.0**e for e in (-9, 0, 3) for v in mxfp4.VALUES for sign in (1, -1)]
+    for chunk in (held[i : i + 16] for i in range(0, len(held), 16)):
+        assert _rounded(*chunk) == chunk
+
+
+@pytest.mark.parametrize(
+    ("value", "nearest"),
+    [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)],
+)
+def test_ties_go_to_the_even_code_and_signs_mirror(value: float, nearest: float) -> None:
+    assert _rounded(6.0, value, -value) == [6.0, nearest, -nearest]
+
+
+def test_above_six_saturates_and_the_exponent_is_the_largest_values() -> None:
+    assert _rounded(7.0, 3.0) == [6.0, 3.0]  # 7 = 1.75 * 2^2: exponent 0, not 1
+    blocks, scales = mxfp4.quantise(_block(8.0)[0].t())
+    assert int(scales[0, 0]) == mxfp4.BIAS + 1
+    assert int(blocks[0, 0, 0]) == 6  # 8 = 4 * 2^1
+
+
+def test_zeros_and_values_under_the_smallest_exponent_give_zero() -> None:
+    assert _rounded(0.0, 2.0**-140) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_twice_changes_nothing_and_errors_stay_within_half_a_step(
+    dtype: torch.dtype,
+) -> None:
+    weights = torch.randn(3, 96, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    once = mxfp4.rounded(weights)
+    assert torch.equal(mxfp4.rounded(once), once)
+    largest = weights.float().unflatten(1, (-1, 32)).abs().amax(2, keepdim=True)
+    gap = (once.float() - weights.float()).unflatten(1, (-1, 32)).abs()
+    assert bool((gap <= largest / 4).all())  # 7.99 saturates to 6: a quarter of the largest
+    assert float(gap.mean()) > 0
+
+
+def test_what_we_pack_is_unpacked_alike_by_transformers() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    weights = torch.randn(2, 64, 48, generator=torch.Generator().manual_seed(1))
+    packed = [mxfp4.quantise(expert.t()) for expert in weights]
+    blocks, scales = (torch.stack(part) for part in zip(*packed, strict=True))
+    theirs = convert_moe_packed_tensors(blocks, scales)
+    assert_close(theirs, mxfp4.rounded(weights).to(theirs.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_no_number_is_refused(bad: float) -> None:
+    with pytest.raises(MismatchError, match="NaN or infinite"):
+        mxfp4.rounded(_block(1.0, bad))
+
+
+def test_inputs_that_blocks_do_not_divide_are_refused() -> None:
+    with pytest.raises(MismatchError, match="33 inputs"):
+        mxfp4.quantise(torch.ones(2, 33))
+
+
+# ---------------------------------------------------------------- whole checkpoints
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def test_a_published_checkpoint_becomes_plain_numbers(tmp_path: Path) -> None:
+    released = make_mxfp4(tmp_path / "released", tmp_path / "plain")
+    made = derived.derive(released, "bf16")
+    ours, plain = _tensors(made), _tensors(tmp_path / "plain")
+    assert ours.keys() == plain.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor.float(), plain[name]), name
+    assert "quantization_config" not in json.loads((made / "config.json").read_text())
+    assert derived.derive(released, "mxfp4") == released  # has that form already
+    assert derived.derive(tmp_path / "plain", "bf16") == tmp_path / "plain"
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_rounding_a_checkpoint_changes_its_experts_and_nothing_else(
+    tmp_path: Path, family: str
+) -> None:
+    source = make(family, tmp_path / "model")
+    before, after = _tensors(source), _tensors(derived.derive(source, "mxfp4-rounded"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    wanted = ("gate_up_proj", "down_proj", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
+    assert changed == {n for n in before if ".experts." in n and n.endswith(wanted)}
+    name = sorted(changed)[0]
+    inputs = before[name] if family == "gpt_oss" else before[name].t()[None]
+    held = mxfp4.rounded(inputs)
+    assert torch.equal(after[name], held if family == "gpt_oss" else held[0].t())
+
+
+def test_packed_and_rounded_forms_hold_the_same_numbers(tmp_path: Path) -> None:
+    source = make("gpt_oss", tmp_path / "model")
+    packed, rounded = (derived.derive(source, form) for form in ("mxfp4", "mxfp4-rounded"))
+    assert derived.is_mxfp4(packed)
+    assert not derived.is_mxfp4(rounded)
+    unpacked = derived.derive(packed, "bf16")
+    ours, theirs = _tensors(unpacked), _tensors(rounded)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_it_is_made_once_knows_its_origin_and_follows_a_change(tmp_path: Path) -> None:
+    source = make("gpt_oss", tmp_path / "model")
+    first = derived.derive(source, "mxfp4-rounded")
+    stamp = (first / "config.json").stat().st_mtime_ns
+    assert derived.derive(source, "mxfp4-rounded") == first
+    assert (first / "config.json").stat().st_mtime_ns == stamp
+    assert source_hashes(first) == source_hashes(source)
+    assert not list(first.parent.glob("*.partial"))
+    make("gpt_oss", source, seed=1)
+    assert derived.derive(source, "mxfp4-rounded") != first
+
+
+def test_large_checkpoints_are_written_in_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(derived, "SHARD_BYTES", 50_000)
+    source = make("gpt_oss", tmp_path / "model")
+    made = derived.derive(source, "mxfp4-rounded")
+    files = sorted(path.name for path in made.glob("*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((made / derived.INDEX).read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    assert _tensors(made).keys() == index["weight_map"].keys()
+
+
+def test_what_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MismatchError, match="not of qwen3_moe"):
+        derived.derive(make("qwen3_moe", tmp_path / "moe"), "mxfp4")
+    with pytest.raises(MismatchError, match="no experts"):
+        derived.derive(make("llama", tmp_path / "dense"), "mxfp4-rounded")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with pytest.raises(MismatchError, match="GB are free"):
+        derived.derive(make("gpt_oss", tmp_path / "full"), "mxfp4-rounded")

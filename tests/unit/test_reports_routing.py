@@ -1,0 +1,239 @@
+"""The section on experts: what it says, draws and leaves out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from mismatch.compare import compare
+from mismatch.metrics.routing_noise import RouterNoise
+from mismatch.reports import routing, routing_figures
+from mismatch.reports.heatmap import OPACITIES, heatmap
+from mismatch.reports.markdown import to_markdown
+from mismatch.reports.words import ROUTING
+from mismatch.reports.worst import comparable, worst_tokens
+from mismatch.types import Comparison, Report
+from tests.reports_fixture import make_report, make_tokens
+from tests.routing_fixture import rollout_of, routing_pair, with_routing
+
+TOKENS = make_tokens()
+ROLLOUT = rollout_of(TOKENS)
+NAMES = ["routing-map", "routing-by-layer", "routing-by-margin", "routing-harm"]
+NAMES += ["routing-harm-by-layer", "routing-load"]
+MOST_BYTES = 150_000
+
+
+def compared(differs: np.ndarray, **options) -> Comparison:  # type: ignore[no-untyped-def]
+    sides = routing_pair(ROLLOUT, differs, **options)
+    left, right, noise = with_routing(ROLLOUT, TOKENS, *sides)
+    return compare(ROLLOUT, left, right, sampled_by_left=True, noise=noise)
+
+
+@cache
+def report() -> Report:
+    return make_report(TOKENS)
+
+
+def shown(comparison: Comparison) -> routing.Section:
+    return routing.section(replace(report(), comparisons=(comparison,)))
+
+
+def some(layers: int, share: float = 0.05) -> np.ndarray:
+    drawn: np.ndarray = np.random.default_rng(0).random((len(TOKENS), layers)) < share
+    return drawn
+
+
+def svg_numbers(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([\d,.k-]+)</text>", svg)
+
+
+def test_every_picture_is_there_and_names_no_token_twice() -> None:
+    section = shown(compared(some(3)))
+    assert [picture.name for picture in section.pictures] == NAMES
+    ids = re.findall(r'\bid="([^"]+)"', "".join(picture.svg for picture in section.pictures))
+    assert len(ids) == len(set(ids))
+
+
+def test_counts_above_the_bars_are_the_tables() -> None:
+    comparison = compared(some(3, 0.2))
+    drawn = {item.name: item.svg for item in shown(comparison).pictures}
+    counts = comparison.breakdowns["routing_harm"]["count"]
+    assert svg_numbers(drawn["routing-harm"])[-4:] == [f"{count:,}" for count in counts]
+
+
+@pytest.mark.parametrize(("layers", "experts", "top_k"), [(61, 256, 8), (94, 128, 8)])
+def test_large_models_stay_small(layers: int, experts: int, top_k: int) -> None:
+    section = shown(compared(some(layers), experts=experts, top_k=top_k))
+    assert [picture.name for picture in section.pictures] == NAMES
+    assert sum(len(picture.svg.encode()) for picture in section.pictures) < MOST_BYTES
+
+
+def test_one_layer_one_expert_without_flips_says_so() -> None:
+    section = shown(compared(np.zeros((len(TOKENS), 1), bool), top_k=1))
+    assert "No layer of any of the 5,142 tokens" in section.sentences[0]
+    assert [picture.name for picture in section.pictures] == ["routing-map", "routing-load"]
+    assert "no token has other experts in any layer" in section.pictures[0].svg
+    assert "Both sides load every expert alike." in section.pictures[1].caption
+    assert section.experts == []
+
+
+def test_all_flips_says_so() -> None:
+    section = shown(compared(np.ones((len(TOKENS), 2), bool)))
+    assert "Every token has a layer with other experts" in section.sentences[0]
+    assert [picture.name for picture in section.pictures] == NAMES
+
+
+def test_harm_is_told_from_no_harm() -> None:
+    flips = TOKENS["routing_flips"].to_numpy(np.int64) > 0
+    harmful = routing.sentences(compared(flips[:, None]))
+    assert "13 % of the tokens" in harmful[0]
+    assert "It coincides" in harmful[0]
+    shuffled = np.random.default_rng(1).permutation(flips)
+    assert "no harm is seen" in routing.sentences(compared(shuffled[:, None]))[0]
+
+
+def test_too_few_flips_decide_nothing() -> None:
+    few = np.zeros((len(TOKENS), 1), bool)
+    few[TOKENS["delta"].abs().nlargest(3).index[-1]] = True
+    few[::1500] = True
+    said = routing.sentences(compared(few))[0]
+    assert "too wide to tell" in said
+    one = replace(ROLLOUT, prompt_index=np.zeros(ROLLOUT.n_sequences, np.int64))
+    left, right, noise = with_routing(one, TOKENS, *routing_pair(one, some(1)))
+    alone = compare(one, left, right, sampled_by_left=True, noise=noise)
+    assert "Without an interval" in routing.sentences(alone)[0]
+
+
+def test_near_ties_name_their_yardstick() -> None:
+    differs = some(2)
+    left, right, _ = with_routing(ROLLOUT, TOKENS, *routing_pair(ROLLOUT, differs))
+    for source, words in (("fsdp:regrouped", "against fsdp:regrouped"), ("rounding", "assumed")):
+        noise = RouterNoise({0: 0.05, 1: 0.05}, source)
+        found = compare(ROLLOUT, left, right, sampled_by_left=True, noise=noise)
+        assert words in routing.sentences(found)[1]
+    bare = routing.sentences(compare(ROLLOUT, left, right, sampled_by_left=True))
+    assert "Not measured: near-ties: the router's noise is unknown." in bare
+
+
+def test_a_replayed_side_is_labelled() -> None:
+    nothing = np.zeros((len(TOKENS), 2), bool)
+    left, right, noise = with_routing(ROLLOUT, TOKENS, *routing_pair(ROLLOUT, nothing))
+    facts = right.fingerprint | {"replay": {"mode": "ids", "source": "vllm:decode"}}
+    right = replace(right, fingerprint=facts)
+    section = shown(compare(ROLLOUT, left, right, sampled_by_left=True, noise=noise))
+    assert section.replayed == "fsdp replays the ids of vllm:decode"
+    assert section.sentences[0].startswith("Replayed: fsdp replays the ids of vllm:decode.")
+    assert not any("no harm to measure" in sentence for sentence in section.sentences)
+
+
+def test_reports_of_earlier_versions_still_render() -> None:
+    old = {
+        "routing_by_layer": {"layer": [0, 1], "disagree": [0.1, 0.2], "low": [0.1, 0.1],
+                             "high": [0.2, 0.3], "margin": [None, None]},
+        "routing_harm": {"flips": [0, 1], "mean_abs_delta": [0.01, 0.02], "count": [9, 2]},
+    }  # fmt: skip
+    earlier = replace(report().comparisons[0], breakdowns=old)
+    section = shown(earlier)
+    assert [item.name for item in section.pictures] == ["routing-by-layer", "routing-harm"]
+    assert len(section.layers) == 2
+    dense = shown(replace(earlier, breakdowns={}, routing={}))
+    assert (dense.pictures, dense.sentences, dense.core, dense.layers) == ([], [], [], [])
+
+
+def test_the_core_and_the_rest_are_all_rows() -> None:
+    section = routing.section(report())
+    names = [row.metric for row in section.core + section.rest]
+    assert sorted(names) == sorted(report().comparisons[0].routing)
+    assert set(routing.CORE) <= set(ROUTING)
+    assert section.core[0].metric == "routing_disagree_layer"
+
+
+def test_layers_and_experts_in_words() -> None:
+    tables = report().comparisons[0].breakdowns
+    section = routing.section(report())
+    assert [row.layer for row in section.layers] == ["0", "1", "2", "3"]
+    assert section.layers[0].near_tie == "–"  # no flip in this layer: no share of flips
+    moved = np.subtract(
+        tables["routing_by_expert"]["train"], tables["routing_by_expert"]["rollout"]
+    )
+    first = section.experts[0]
+    assert first.difference.startswith("+" if moved[0] > 0 else "-")
+    assert " … " in first.interval
+    assert len(section.experts) == routing.MOST_MOVED
+
+
+def test_markdown_says_the_same() -> None:
+    text = to_markdown(report())
+    assert "Tokens with other experts in some layer" in text
+
+
+def cells(svg: str) -> list[int]:
+    """Rectangles per shade, from the faintest."""
+    return [
+        sum(path.count("M") for path in re.findall(rf'd="([^"]+)" style="[^"]*:{opacity}"', svg))
+        for opacity in OPACITIES
+    ]
+
+
+def drawn(share: np.ndarray) -> str:
+    rows = [str(row) for row in range(len(share))]
+    edges = list(range(share.shape[1] + 1))
+    return heatmap(share, rows, edges, "map", "A map", ("place", "layer"), "nothing")
+
+
+def test_heat_map_shades_are_equal_steps() -> None:
+    share = np.array([[0.0, 0.1, 0.2], [0.4, 0.6, 1.0]])
+    assert cells(drawn(share)) == [2, 1, 1, 0, 1]  # ≤ 20, 40, 60, 80, 100 %; 0 is the ground
+    assert "≤ 60" in drawn(share)
+
+
+def test_heat_map_shows_the_rest_beside_one_broken_row() -> None:
+    share = np.full((3, 10), 0.03)
+    share[1] = 1.0
+    assert cells(drawn(share)) == [20, 0, 0, 0, 10]  # fine steps near 0: up to 4 %
+    share[0] = 0.1
+    assert cells(drawn(share)) == [10, 10, 0, 0, 10]
+
+
+def test_heat_map_puts_the_first_row_at_the_bottom() -> None:
+    share = np.array([[1.0], [0.0], [0.0]])
+    top = float(re.findall(r'd="M[\d.]+ ([\d.]+)', drawn(share))[0])
+    labels = {
+        words: float(y)
+        for y, words in re.findall(r'y="([\d.]+)" style="[^"]*:end;[^"]*">(\d)<', drawn(share))
+    }
+    assert labels["0"] > labels["2"]
+    assert top < labels["0"] < top + 26
+
+
+def test_heat_map_escapes_and_joins_small_cells() -> None:
+    share = np.ones((80, 32))
+    svg = heatmap(share, ["<b>"] * 80, range(33), "map", "<i>", ("a", "b"), "")
+    assert "<b>" not in svg
+    assert "<i>" not in svg
+    assert cells(svg) == [0, 0, 0, 0, 80]  # a row of equal cells is one rectangle
+    assert 'd="M' not in drawn(np.zeros((2, 2)))
+    assert "nothing" in drawn(np.zeros((2, 2)))
+
+
+def test_worst_tokens_name_their_layers() -> None:
+    tokens = comparable(make_tokens())
+    tokens.loc[tokens["delta"].abs().idxmax(), "routing_flipped_layers"] = "0, 3, 5-7"
+    first = worst_tokens(tokens)[0]
+    assert first.layers == "layers 0, 3, 5–7"
+    many = tokens.assign(routing_flipped_layers=", ".join(str(n) for n in range(0, 60, 2)))
+    assert worst_tokens(many)[0].layers == "layers 0, 2, 4, 6, 8, 10 …"
+    alone = tokens.assign(routing_flipped_layers="12")
+    assert worst_tokens(alone)[0].layers == "layer 12"
+    for silent in ("", pd.NA):
+        assert worst_tokens(tokens.assign(routing_flipped_layers=silent))[0].layers == ""
+    assert worst_tokens(tokens.drop(columns="routing_flipped_layers"))[0].layers == ""
+
+
+def test_pictures_of_nothing() -> None:
+    assert routing_figures.pictures({}) == []

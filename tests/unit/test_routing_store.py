@@ -1,0 +1,148 @@
+"""Routes of a million tokens fit: one byte per expert, and neither disk nor checks copy them."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mismatch import routing_store, store
+from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.routing_store import corruption, narrowest, read_arrays, write_arrays
+from mismatch.types import Routing, Scoring
+from tests.checkpoints import rollout
+
+MIB = 2**20
+
+
+def distinct(tokens: int, layers: int, top_k: int = 4, experts: int = 32) -> np.ndarray:
+    """[T, L, K] ids that break no rule, made without any large temporary."""
+    ids = np.empty((tokens, layers, top_k), np.uint8)
+    place = np.arange(tokens, dtype=np.int32)[:, None] * 7 + np.arange(layers, dtype=np.int32) * 3
+    for slot in range(top_k):
+        ids[:, :, slot] = (place + 5 * slot) % experts
+    return ids
+
+
+def test_a_million_tokens_of_gpt_oss_size_stay_small(tmp_path: Path) -> None:
+    ids = distinct(1_000_000, 36)
+    present = np.ones(len(ids), np.bool_)
+    path = tmp_path / "routes.safetensors"
+    tracemalloc.start()
+    write_arrays(path, {"ids": ids, "present": present}, {"schema": "x"})
+    assert tracemalloc.get_traced_memory()[1] < 40 * MIB
+    assert path.stat().st_size < 1_000_000 * (36 * 4 + 1) + 1000  # one byte per expert, one a row
+    arrays, _ = read_arrays(path)
+    tracemalloc.reset_peak()
+    assert corruption(arrays["ids"], arrays["present"], 32) is None
+    assert tracemalloc.get_traced_memory()[1] < 80 * MIB  # the ids alone are 137 MiB
+    tracemalloc.stop()
+    assert np.array_equal(arrays["ids"][::1000], ids[::1000])
+
+
+@pytest.mark.parametrize("experts", [8, 256, 257, 512])
+def test_ids_take_the_smallest_type(experts: int, tmp_path: Path) -> None:
+    text = rollout()
+    tokens = len(text.token_ids)
+    ids = np.stack([np.arange(tokens) % experts, (np.arange(tokens) + 1) % experts], -1)[:, None]
+    ids[-1] = [[0, experts - 1]]
+    weights = np.linspace(0, 1, tokens * 2, dtype=np.float32).reshape(ids.shape)
+    scoring = Scoring(
+        "vllm:decode",
+        text.token_ids[text.actions],
+        np.zeros(text.n_actions),
+        {},
+        routing=Routing((3,), experts, ids, np.ones(tokens, np.bool_), weights),
+    )
+    store.save_rollout(tmp_path, text)
+    store.save_scoring(tmp_path, scoring, text)
+    back = store.load_scoring(tmp_path, "vllm:decode").routing
+    assert back is not None
+    assert back.ids.dtype == narrowest(experts) == (np.uint8 if experts <= 256 else np.uint16)
+    assert np.array_equal(back.ids, ids)
+    assert np.array_equal(back.weights, weights)
+    back.ids[0] = 0  # a copy of what lies on disk: changing it changes nothing there
+    assert np.array_equal(store.load_scoring(tmp_path, "vllm:decode").routing.ids, ids)
+
+
+def test_the_files_are_safetensors_for_everybody(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    arrays = {
+        "ids": distinct(1000, 3),
+        "present": np.arange(1000) % 3 > 0,
+        "margin": np.random.default_rng(0).random((1000, 3), np.float32),
+        "wide": np.arange(10, dtype=np.uint16),
+    }
+    write_arrays(tmp_path / "x", arrays, {"layers": "[0]"})
+    theirs = load_file(tmp_path / "x")
+    ours, metadata = read_arrays(tmp_path / "x")
+    assert metadata == {"layers": "[0]"}
+    for name, array in arrays.items():
+        assert np.array_equal(theirs[name], array)
+        assert np.array_equal(ours[name], array)
+        assert ours[name].dtype == array.dtype
+
+
+@pytest.mark.parametrize("left", [0, 4, 40, 300])
+def test_a_file_cut_short_is_refused(left: int, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    write_arrays(path, {"ids": distinct(50, 3)}, {"schema": "x"})
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(MismatchError, match="cannot be read"):
+        read_arrays(path)
+
+
+@pytest.mark.parametrize("entries", [1, 30, 1 << 22])
+@pytest.mark.parametrize(
+    ("what", "row", "layer"),
+    [
+        ("an expert id out of range", 88, 1),
+        ("the same expert twice", 3, 2),
+        ("the same experts for every token", 0, 1),
+    ],
+)
+def test_corruption_is_found_in_whatever_chunk(
+    what: str, row: int, layer: int, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing_store, "ENTRIES", entries)
+    ids, present = distinct(100, 3), np.ones(100, np.bool_)
+    assert corruption(ids, present, 32) is None
+    if "range" in what:
+        ids[row, layer, 2] = 32
+    elif "twice" in what:
+        ids[row, layer, 3] = ids[row, layer, 0]
+    else:
+        ids[:, layer] = np.array([4, 3, 2, 1])
+        ids[::2, layer] = np.array([1, 2, 3, 4])  # the same set in another order
+    assert corruption(ids, present, 32) == (what, row, layer)
+    present[row] = False
+    if "every" not in what:
+        assert corruption(ids, present, 32) is None  # rows that were not captured say nothing
+
+
+def test_zeros_of_a_dense_layer_are_no_routes() -> None:
+    text = rollout()
+    ids = distinct(len(text.token_ids), 2)
+    ids[:, 1] = 0
+    routing = Routing((0, 5), 32, ids, np.ones(len(ids), np.bool_))
+    with pytest.raises(CorruptCapture, match="the same expert twice for token 0 at layer 5"):
+        routing.validate(text, "vllm")
+
+
+def test_a_negative_id_is_out_of_range() -> None:
+    ids = distinct(100, 3).astype(np.int16)
+    ids[70, 2, 0] = -1
+    assert corruption(ids, np.ones(100, np.bool_), 32) == ("an expert id out of range", 70, 2)
+
+
+def test_an_impossible_expert_of_one_step_survives_the_narrow_ones() -> None:
+    from mismatch.engines.routes import join_steps
+
+    good = np.array([[[1, 2]], [[3, 4]]], np.uint8)
+    bad = np.array([[[5, 65535]]], np.uint16)  # what a negative id becomes
+    joined = join_steps([(0, good), (2, bad)])
+    assert joined[2, 0].tolist() == [5, 65535]
+    assert join_steps([(0, good), (2, good)]).dtype == np.uint8

