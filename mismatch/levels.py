@@ -41,7 +41,7 @@ FAIL_ON = ("critical", "warn")
 SEVERITY: dict[Status, int] = {"healthy": 0, "warn": 1, "critical": 2}
 PRECISION = ("fp32", "fp16", "bf16")  # falling: 24, 11 and 8 significant bits
 LONG_NAMES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-NOT_QUANTISED = {None, "", "auto", "none", *PRECISION, *LONG_NAMES}
+NOT_QUANTISED = {None, "", "auto", "none", "as-stored", *PRECISION, *LONG_NAMES}
 
 
 def column_for(rollout: Fingerprint, train: Fingerprint) -> str:
@@ -70,7 +70,7 @@ def column_for(rollout: Fingerprint, train: Fingerprint) -> str:
     return "bf16 MoE" if any(facts.get("moe") for facts in sides) else "bf16 dense"
 
 
-_QUANTISABLE = ("quantization", "kv_cache_dtype")
+_QUANTISABLE = ("quantization", "kv_cache_dtype", "weights_form")
 
 
 def _name(value: Any) -> str | None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch import store
 from mismatch.errors import MismatchError
+from mismatch.moe import is_moe, require_routes
 from mismatch.preflight import preflight
 from mismatch.resume import differences
 from mismatch.runs import Journal, at_work, load_spec
-from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict
+from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
 from mismatch.stages import Narrator, Stages, local_gpus
 from mismatch.types import Report
 
@@ -33,22 +34,54 @@ __all__ = [
 
 TRAIN = "fsdp"
 REFERENCE = "reference:fp32"
+REGROUPED = f"{TRAIN}:regrouped"
+NEW = f"{TRAIN}:new"  # the second pass with injected noise
+NEW_REPLAYED = f"{TRAIN}:new-replayed"  # the second pass with the first one's routes
+REPLAYED = f"{TRAIN}:replayed"  # the trainer with the engine's routes
+WEIGHTS = f"{TRAIN}:other-weights"  # the same trainer, its experts in another form
 
 
 def training_passes(spec: CheckSpec) -> list[Pass]:
     """What one training world has to score: the trainer, and what its noise floor needs."""
     train = spec.train
     passes = [Pass(TRAIN, train)]
+    if spec.weights_effect is not None:
+        passes.append(Pass(WEIGHTS, replace(train, weights=spec.weights_effect)))
     if not spec.noise_floor:
-        return passes
+        return passes + second_passes(spec)
     passes.append(Pass(f"{TRAIN}:regrouped", regrouped(train)))
+    passes.append(Pass(f"{TRAIN}:repeated", train))
     if not train.grad:
         passes.append(Pass(f"{TRAIN}:grad", replace(train, grad=True, routing=False)))
+    passes += second_passes(spec)
     reference = reference_of(train)
-    if replace(reference, micro_batch_tokens=train.micro_batch_tokens) != replace(
-        train, routing=True
-    ):
+    if replace(reference, micro_batch_tokens=train.micro_batch_tokens) != train:
         passes.append(Pass(REFERENCE, reference))
+    return passes
+
+
+def second_passes(spec: CheckSpec) -> list[Pass]:
+    """What PPO's second forward pass takes beyond the passes of the noise floor.
+
+    The trainer regrouped is such a pass; noise is injected into a copy of it. Router replay of the
+    first pass in the second, and of the engine in the trainer, are made where they were asked for.
+    """
+    train, new = spec.train, regrouped(spec.train)
+    passes = []
+    if spec.inject:
+        new = replace(new, inject=spec.inject, inject_seed=spec.seed)
+        passes.append(Pass(NEW, new))
+    elif spec.two_passes and not spec.noise_floor:
+        passes.append(Pass(REGROUPED, new))
+    wanted = spec.two_passes or (spec.inject and spec.two_passes is not False)
+    if not wanted or not train.routing or train.replay_routing is not None:
+        return passes
+    if is_moe(train.model, train.revision):
+        passes.append(
+            Pass(NEW_REPLAYED, replace(new, replay_routing="ids", replay_source=TRAIN)),
+        )
+        if spec.two_passes and spec.rollout.engine.routing:
+            passes.append(Pass(REPLAYED, replace(train, replay_routing="ids")))
     return passes
 
 
@@ -71,7 +104,9 @@ def reference_of(train: TrainSpec) -> TrainSpec:
         experts="auto",
         layout="padding",
         grad=False,
-        routing=True,
+        replay_routing=None,
+        replay_source=None,
+        inject=(),
     )
 
 
@@ -115,6 +150,12 @@ def run_score(
         MismatchError: no rollout, another scoring of that name, or the training world failed.
     """
     store.load_rollout(run_dir)
+    require_routes(spec)
+    if spec.inject and name != TRAIN:
+        raise MismatchError(
+            f"--inject is for the second pass of the scoring {TRAIN!r}, not for {name!r}",
+            "drop --name, or drop --inject",
+        )
     passes = training_passes(spec) if name == TRAIN else [Pass(name, spec.train)]
     _require_free_name(run_dir, passes[0])
     kept = spec if name == TRAIN else replace(spec, train=load_spec(run_dir).train)
@@ -123,15 +164,24 @@ def run_score(
 
 
 def run_compare(
-    run_dir: Path, narrator: Narrator, thresholds: Thresholds | None = None, command: str = ""
+    run_dir: Path,
+    narrator: Narrator,
+    thresholds: Thresholds | None = None,
+    command: str = "",
+    forecast_length: int | None = None,
 ) -> Report:
     """Compare and judge what lies in a run directory, whoever made it.
+
+    Args:
+        forecast_length: another one than the run's own.
 
     Raises:
         MismatchError: artefacts missing, damaged, or of different tokens.
     """
     spec = load_spec(run_dir)
     with at_work(run_dir, "compare", spec, command) as journal:
+        if forecast_length is not None:
+            spec = replace(spec, forecast_length=forecast_length)
         return conclude(Stages(spec, run_dir, narrator, journal), thresholds, again=True)
 
 
@@ -174,9 +224,10 @@ def _require_free_name(run_dir: Path, one: Pass) -> None:
             "choose another --name",
         )
     found = store.scoring_header(run_dir, one.name).get("spec")
-    if found is None or found == to_dict(one.spec):
+    # Through a spec and back: what was saved holds lists for tuples, and no fields that are newer.
+    if found is None or from_dict(TrainSpec, found) == one.spec:
         return
-    lines = differences(found, to_dict(one.spec))
+    lines = differences(to_dict(from_dict(TrainSpec, found)), to_dict(one.spec))
     raise MismatchError(
         f"{run_dir} holds a scoring {one.name!r} with other settings:\n    " + "\n    ".join(lines),
         "keep both: --name NAME for this one",

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from mismatch import __version__
 from mismatch.engines.registry import require_engine
 from mismatch.errors import MismatchError
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from mismatch.moe import require_routes
+from mismatch.specs import AS_STORED, CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,6 +49,7 @@ def preflight(spec: CheckSpec) -> None:
     """
     preflight_rollout(spec.rollout)
     preflight_training(spec.train, spec.nproc_per_node)
+    require_routes(spec)
 
 
 def preflight_rollout(spec: RolloutSpec) -> None:
@@ -70,11 +72,15 @@ def preflight_rollout(spec: RolloutSpec) -> None:
         raise MismatchError(f"--temperature is {sampling.temperature}", "use 0 (greedy) to 100")
     if not 0 < sampling.top_p <= 1:
         raise MismatchError(f"--top-p is {sampling.top_p}", "use a share above 0, up to 1 (off)")
+    if spec.exact_kl < 0:
+        raise MismatchError(f"--exact-kl is {spec.exact_kl}", "use 0 (off) or a positive number")
+    _positive("--exact-kl-top-k", spec.exact_kl_top_k)
     if sampling.top_k < 0:
         raise MismatchError(f"--top-k is {sampling.top_k}", "use 0 (off) or a positive number")
     read_prompts(spec.prompts)
     require_shared_memory(spec.engine)
     require_reachable(spec.engine.model, spec.engine.revision)
+    require_servable(spec.engine)
 
 
 def preflight_training(spec: TrainSpec, nproc_per_node: int) -> None:
@@ -93,6 +99,30 @@ def preflight_training(spec: TrainSpec, nproc_per_node: int) -> None:
     _positive("--micro-batch-tokens", spec.micro_batch_tokens)
     require_free_port(os.environ)
     require_reachable(spec.model, spec.revision)
+
+
+def require_servable(spec: EngineSpec) -> None:
+    """The engine can hold the experts in the form that is asked for, or in the stored one.
+
+    Raises:
+        MismatchError: MXFP4 on vLLM's CPU build, or a form that cannot be made of the checkpoint.
+    """
+    from mismatch.engines.vllm_args import is_cpu_build
+    from mismatch.models.derived import is_mxfp4, require_form
+
+    directory = Path(spec.model)
+    local = (directory / "config.json").is_file()
+    if local and spec.weights != AS_STORED:
+        require_form(directory, spec.weights)
+    packed = spec.weights == "mxfp4" or (
+        spec.weights == AS_STORED and local and is_mxfp4(directory)
+    )
+    if packed and spec.engine == "vllm" and spec.python is None and is_cpu_build():
+        raise MismatchError(
+            "vLLM has no kernels for MXFP4 experts on a CPU",
+            "serve the same values in bf16: --rollout-weights bf16, or of a bf16 checkpoint "
+            "--rollout-weights mxfp4-rounded",
+        )
 
 
 def _positive(flag: str, value: int) -> None:

@@ -13,6 +13,10 @@ from mismatch.types import Sampling
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 TemperatureIn = Literal["fp32", "logits", "logits-rounded"]
+ReplayMode = Literal["ids", "ids+weights"]
+WeightsForm = Literal["as-stored", "bf16", "mxfp4", "mxfp4-rounded"]
+AS_STORED: WeightsForm = "as-stored"
+Injections = tuple[tuple[str, float], ...]
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -24,6 +28,7 @@ class EngineSpec:
         model: hub id or directory, resolved (no alias).
         args: further engine arguments, (name, value) pairs, values as JSON would read them.
         python: interpreter that the engine's process runs under; None: this one.
+        weights: the form in which the experts are served, see mismatch/models/derived.py.
     """
 
     engine: str = "vllm"
@@ -38,6 +43,7 @@ class EngineSpec:
     prefill: bool = True
     trust_remote_code: bool = False
     python: str | None = None
+    weights: WeightsForm = AS_STORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +69,18 @@ class PromptSpec:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
+    """What the engine is asked to do.
+
+    Attributes:
+        exact_kl: action tokens at which whole distributions are kept; 0: none.
+        exact_kl_top_k: ids kept of each, where the vocabulary is too large to keep it whole.
+    """
+
     engine: EngineSpec = field(default_factory=EngineSpec)
     prompts: PromptSpec = field(default_factory=PromptSpec)
     sampling: Sampling = field(default_factory=Sampling)
+    exact_kl: int = 512
+    exact_kl_top_k: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +98,11 @@ class TrainSpec:
             in their own dtype; "logits-rounded" likewise, with T rounded to that dtype first.
         logprobs_dtype: what logprobs and entropies are rounded to on their way out, or None.
         grad: run the forward in train mode with gradients on.
+        weights: the form of the experts that are loaded, see mismatch/models/derived.py.
+        replay_routing: "ids": use the experts of another scoring, weighted by this model's own
+            gate; "ids+weights": its weights too, as constants. None: the model's own choice.
+        replay_source: the scoring whose routes are replayed; None: the engine's decode.
+        inject: (name, size) of disturbances planted on purpose, see mismatch/injections.py.
     """
 
     model: str = ""
@@ -100,6 +120,11 @@ class TrainSpec:
     trust_remote_code: bool = False
     temperature_in: TemperatureIn = "fp32"
     logprobs_dtype: Dtype | None = None
+    weights: WeightsForm = AS_STORED
+    replay_routing: ReplayMode | None = None
+    replay_source: str | None = None
+    inject: Injections = ()
+    inject_seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +142,11 @@ class CheckSpec:
     Attributes:
         preset: the framework whose trainer ``train`` imitates, with the version read; or "".
         not_reproduced: what that framework does and this run does not, one sentence each.
+        forecast_length: response length that importance weights are forecast at, tokens.
+        two_passes: the trainer's "old" against its "new" pass. None: from passes that are made
+            anyway; True: with what router replay does to them; False: leave it out.
+        inject: disturbances of the new pass alone.
+        weights_effect: also score with the trainer's experts in this form; None: do not.
     """
 
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
@@ -126,6 +156,10 @@ class CheckSpec:
     seed: int = 0  # of the bootstrap
     preset: str = ""
     not_reproduced: tuple[str, ...] = ()
+    forecast_length: int = 16_384
+    two_passes: bool | None = None
+    weights_effect: WeightsForm | None = None
+    inject: Injections = ()
 
 
 T = TypeVar("T")
@@ -150,7 +184,7 @@ def from_dict(cls: type[T], data: dict[str, Any]) -> T:
     for name, value in data.items():
         if name in nested and isinstance(value, dict):
             value = from_dict(nested[name], value)
-        elif name == "args":
+        elif name in ("args", "inject"):
             value = tuple((key, item) for key, item in value)
         elif name == "not_reproduced":
             value = tuple(value)

@@ -9,6 +9,7 @@ A run directory holds::
     vocabulary.json           text of every token id that occurs
     scores/<name>.parquet     one row per sequence: logprobs, entropy … of its action tokens
     routing/<name>.safetensors  experts per token and layer
+    dists/<name>.safetensors  whole distributions at a sample of positions
     comparison.json           two scorings side by side, every metric with its interval
     tokens.parquet            one row per action token: both logprobs side by side
     report.json, report.html, report.md
@@ -24,9 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch import manifest
+from mismatch import distributions, manifest
+from mismatch.distributions import Distributions
 from mismatch.errors import MismatchError
 from mismatch.manifest import write_atomic
+from mismatch.routing_store import narrowest, read_arrays, write_arrays
 from mismatch.specs import spec_hash, to_dict
 from mismatch.tables import (
     flat,
@@ -42,6 +45,8 @@ from mismatch.tables import (
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
 
     from mismatch.specs import RolloutSpec, TrainSpec
@@ -144,11 +149,13 @@ def save_scoring(
     scoring: Scoring,
     rollout: Rollout,
     made_by: RolloutSpec | TrainSpec | None = None,
+    also_from: Sequence[str] = (),
 ) -> Path:
     """Write ``scores/<name>.parquet`` and, where experts were captured, their routing file.
 
     The scores are recorded last, as made from the rollout (and routing) that lie there now: a
-    scoring that is recorded is complete. ``made_by`` is kept in it, for resuming.
+    scoring that is recorded is complete. ``made_by`` is kept in it, for resuming; ``also_from``
+    names further artefacts that it was made from.
     """
     run_dir = Path(run_dir)
     offsets = action_offsets(rollout)
@@ -163,11 +170,15 @@ def save_scoring(
     header: dict[str, Any] = {"name": scoring.name, "fingerprint": scoring.fingerprint}
     if made_by is not None:
         header["spec"] = to_dict(made_by)
-    inputs = [ROLLOUT]
+    inputs = [ROLLOUT, *also_from]
     if scoring.routing is not None:
         inputs.append(routing_file(scoring.name))
         _save_routing(run_dir, inputs[-1], scoring.routing)
         header["routing"] = True
+    if scoring.distributions is not None:
+        inputs.append(distributions_file(scoring.name))
+        distributions.save(run_dir, inputs[-1], scoring.distributions)
+        header["distributions"] = True
     name = scoring_file(scoring.name)
     path = write_table(run_dir / name, rows, SCORING_SCHEMA, header)
     manifest.record(run_dir, name, SCORING_SCHEMA, _hash(made_by), inputs)
@@ -190,7 +201,13 @@ def load_scoring(run_dir: Path | str, name: str) -> Scoring:
         top1=columns.get("top1"),
         routing=_load_routing(run_dir, routing_file(name)) if header.get("routing") else None,
         extra={k.removeprefix("extra."): v for k, v in columns.items() if k.startswith("extra.")},
+        distributions=load_distributions(run_dir, name) if header.get("distributions") else None,
     )
+
+
+def load_distributions(run_dir: Path | str, name: str) -> Distributions:
+    """The whole distributions of a scoring; MismatchError where it has none."""
+    return distributions.load(Path(run_dir), distributions_file(name))
 
 
 def scoring_header(run_dir: Path | str, name: str) -> dict[str, Any]:
@@ -214,6 +231,11 @@ def routing_file(name: str) -> str:
     return f"routing/{_stem(name)}.safetensors"
 
 
+def distributions_file(name: str) -> str:
+    """Path of a scoring's whole distributions inside its run directory."""
+    return distributions.distributions_file(_stem(name))
+
+
 def action_offsets(rollout: Rollout) -> np.ndarray:
     """Offsets of every sequence into the action tokens, [N + 1]."""
     starts = np.concatenate([[0], np.cumsum(rollout.action_mask)])
@@ -229,47 +251,36 @@ def _hash(spec: RolloutSpec | TrainSpec | None) -> str:
 
 
 def _save_routing(run_dir: Path, name: str, routing: Routing) -> None:
-    from safetensors.numpy import save
-
-    tensors = {"ids": routing.ids, "present": routing.present}
+    arrays = {
+        "ids": routing.ids.astype(narrowest(routing.num_experts), copy=False),
+        "present": routing.present,
+    }
     if routing.weights is not None:
-        tensors["weights"] = routing.weights.astype(np.float32)
+        arrays["weights"] = routing.weights.astype(np.float32, copy=False)
     if routing.margin is not None:
-        tensors["margin"] = routing.margin.astype(np.float32)
-    tensors = {key: np.ascontiguousarray(value) for key, value in tensors.items()}
+        arrays["margin"] = routing.margin.astype(np.float32, copy=False)
     metadata = {
         "schema": ROUTING_SCHEMA,
         "layers": json.dumps(routing.layers),
         "num_experts": str(routing.num_experts),
     }
-    # Bytes first: the library's own writer reports a full disk as no OSError.
-    data = save(tensors, metadata)
-    write_atomic(run_dir / name, lambda target: target.write_bytes(data))
+    write_atomic(run_dir / name, lambda target: write_arrays(target, arrays, metadata))
     manifest.record(run_dir, name, ROUTING_SCHEMA)
 
 
 def _load_routing(run_dir: Path, name: str) -> Routing:
-    from safetensors import SafetensorError, safe_open
-
     path = run_dir / name
     require_file(path)
     manifest.verify(run_dir, name)
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise MismatchError(
-            f"{path} cannot be read: {error}", "run the stage that makes it again"
-        ) from error
+    arrays, metadata = read_arrays(path)
     require_schema(path, metadata.get("schema"), ROUTING_SCHEMA)
     return Routing(
         layers=tuple(json.loads(metadata["layers"])),
         num_experts=int(metadata["num_experts"]),
-        ids=tensors["ids"],
-        present=tensors["present"],
-        weights=tensors.get("weights"),
-        margin=tensors.get("margin"),
+        ids=arrays["ids"],
+        present=arrays["present"],
+        weights=arrays.get("weights"),
+        margin=arrays.get("margin"),
     )
 
 

@@ -13,12 +13,20 @@ Log-probabilities are float64, in nats. ``delta = train - rollout``, without exc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
+from mismatch.routing_store import corruption
+
+if TYPE_CHECKING:
+    from mismatch.corrections.types import Corrections
+    from mismatch.distributions import Distributions
+    from mismatch.metrics.budget import Budget
+    from mismatch.metrics.forecast import Forecast
+    from mismatch.metrics.two_passes import TwoPasses
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -162,22 +170,9 @@ class Routing:
         missing = needed[~self.present[needed]]
         if len(missing):
             self._corrupt(source, "no experts", int(missing[0]), None)
-        rows = self.ids[self.present].astype(np.int64)
-        row_index = np.flatnonzero(self.present)
-        out_of_range = (rows < 0) | (rows >= self.num_experts)
-        if out_of_range.any():
-            row, layer, _ = np.argwhere(out_of_range)[0]
-            self._corrupt(source, "an expert id out of range", row_index[row], layer)
-        ordered = np.sort(rows, axis=2)
-        repeated = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
-        if repeated.any():
-            row, layer = np.argwhere(repeated)[0]
-            self._corrupt(source, "the same expert twice", row_index[row], layer)
-        if len(rows) > 64 and self.top_k < self.num_experts:
-            constant = (ordered == ordered[:1]).all(axis=(0, 2))
-            if constant.any():
-                layer = int(np.flatnonzero(constant)[0])
-                self._corrupt(source, "the same experts for every token", row_index[0], layer)
+        found = corruption(self.ids, self.present, self.num_experts)
+        if found is not None:
+            self._corrupt(source, *found)
 
     def _corrupt(self, source: str, what: str, row: int, layer: int | None) -> None:
         where = "" if layer is None else f" at layer {self.layers[layer]}"
@@ -203,6 +198,7 @@ class Scoring:
         top1: [A] id of the back-end's most likely token, or None.
         extra: named [A] float64 arrays for the semantic checks: ``logprobs_untempered`` (at T = 1,
             where T ≠ 1), ``kept_mass`` (probability that survives top-p/top-k, where they are on).
+        distributions: of all that could have come at some positions, or None.
     """
 
     name: str
@@ -213,6 +209,7 @@ class Scoring:
     top1: Ints | None = None
     routing: Routing | None = None
     extra: dict[str, Floats] = field(default_factory=dict)
+    distributions: Distributions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +321,8 @@ class Pair:
         """Pair two scorings, after making sure that they speak of the same tokens.
 
         Raises:
-            MismatchError: other token ids, or non-finite logprobs (with the sequence named).
+            MismatchError: other token ids, another number of logprobs, or logprobs that are not
+                finite (with the sequence named).
             EmptyComparison: no action token at all.
         """
         if rollout.n_actions == 0:
@@ -335,6 +333,12 @@ class Pair:
                 raise MismatchError(
                     f"{scoring.name} scored other tokens than the rollout's",
                     "score the rollout's token ids, never re-tokenised text",
+                )
+            if scoring.logprobs.shape != scoring.token_ids.shape:
+                raise MismatchError(
+                    f"{scoring.name}: {scoring.logprobs.size} logprobs for "
+                    f"{len(scoring.token_ids)} tokens",
+                    "give one log-probability per action token",
                 )
             bad = ~np.isfinite(scoring.logprobs)
             if bad.any():
@@ -363,6 +367,10 @@ class Report:
             each with a few metrics only.
         not_tested: what this run could not see, and why, one sentence each.
         run: spec, command line, versions, seconds per stage, created (ISO time).
+        budget: the mismatch split over the steps from the engine to the trainer.
+        two_passes: the trainer's old against its new forward pass, as PPO has them.
+        forecast: importance weights at a planned response length.
+        corrections: what weights in the loss would do to the headline's tokens.
     """
 
     model: str
@@ -373,3 +381,7 @@ class Report:
     checks: tuple[Check, ...]
     not_tested: tuple[str, ...]
     run: dict[str, Any]
+    budget: Budget | None = None
+    two_passes: TwoPasses | None = None
+    forecast: Forecast | None = None
+    corrections: Corrections | None = None

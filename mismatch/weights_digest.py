@@ -12,6 +12,7 @@ A tensor held in fp16 has already lost bits that bf16 keeps: see :func:`comparab
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -78,9 +79,14 @@ def source_hashes(model_dir: str | Path) -> dict[str, str]:
     """sha256 of every file of a model directory that decides what is computed, by file name.
 
     Files in the hub's cache are links to blobs that are named by their sha256 where they are large;
-    those names are taken as the hash.
+    those names are taken as the hash. A checkpoint that was derived from another one here
+    (mismatch/models/derived.py) has that one's hashes: it is where both sides began.
     """
     root = Path(model_dir)
+    record = root / "derived.json"
+    if record.is_file():
+        recorded: dict[str, str] = json.loads(record.read_text("utf-8"))["source_files"]
+        return recorded
     paths = {path for pattern in SOURCE_FILES for path in root.glob(pattern) if path.is_file()}
     return {path.name: _sha256(path) for path in sorted(paths)}
 

@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from mismatch.cli.flags import Flags, with_flags
-from mismatch.cli.options import OUTPUT, ConfigFlags, ExitFlags, LevelFlags, RunArgument
+from mismatch.cli.options import (
+    OUTPUT,
+    ConfigFlags,
+    ExitFlags,
+    ForecastFlags,
+    LevelFlags,
+    NamesFlags,
+    RunArgument,
+)
 
 
 class OtherRun:
@@ -38,7 +46,9 @@ class SideFlags:
     ] = None
 
 
-@with_flags(RunArgument, OtherRun, SideFlags, ExitFlags, LevelFlags, ConfigFlags)
+@with_flags(
+    RunArgument, OtherRun, SideFlags, ExitFlags, LevelFlags, ForecastFlags, NamesFlags, ConfigFlags
+)
 def compare(flags: Flags) -> int:
     """Compare again what a run holds, or any two scorings of the same tokens.
 
@@ -46,19 +56,21 @@ def compare(flags: Flags) -> int:
     scorings side by side, delta = right - left. Exit code as `check`.
     """
     from mismatch.cli import session
+    from mismatch.cli.to_spec import positive
     from mismatch.pipeline import run_compare
 
     run, levels = flags["run"], session.levels(flags)
+    length = positive(flags, "forecast_length") if "forecast_length" in flags.given else None
     if flags["other"] is None and not flags["left"] and not flags["right"]:
-        report = run_compare(run, session.narrator(), levels, session.command())
+        report = run_compare(run, session.narrator(), levels, session.command(), length)
         return session.conclude(report, run, flags)
     from mismatch.reports.pair import build_pair, write_pair
     from mismatch.runs import new_directory
 
     other = flags["other"] or run
     names = (flags["left"] or "fsdp", flags["right"] or "fsdp")
-    report, tokens = build_pair(run, other, names, levels, session.command())
+    report, tokens = build_pair(run, other, names, levels, session.command(), length)
     out = None if flags["out"] is None else new_directory(flags["out"], "pair")
     if out is not None:
         write_pair(out, report, tokens)
-    return session.conclude(report, out, flags)
+    return session.conclude(report, out, flags, None if out is not None else tokens)

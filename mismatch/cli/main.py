@@ -13,7 +13,9 @@ import typer
 from mismatch import __version__
 from mismatch.cli.check import check
 from mismatch.cli.compare import compare
+from mismatch.cli.corrections import corrections
 from mismatch.cli.doctor import doctor
+from mismatch.cli.metrics import metrics
 from mismatch.cli.models import models
 from mismatch.cli.report import report
 from mismatch.cli.rollout import rollout
@@ -54,8 +56,10 @@ app.command()(check)
 app.command()(rollout)
 app.command()(score)
 app.command()(compare)
+app.command()(corrections)
 app.command()(report)
 app.command()(doctor)
+app.command()(metrics)
 app.command()(models)
 
 

@@ -31,6 +31,30 @@ class TemperatureIn(StrEnum):
     rounded = "logits-rounded"
 
 
+class Framework(StrEnum):
+    verl = "verl"
+    nemo_rl = "nemo-rl"
+    trl = "trl"
+    prime_rl = "prime-rl"
+    slime = "slime"
+    miles = "miles"
+    openrlhf = "openrlhf"
+    skyrl = "skyrl"
+    areal = "areal"
+
+
+class WeightsForm(StrEnum):
+    as_stored = "as-stored"
+    bf16 = "bf16"
+    mxfp4 = "mxfp4"
+    rounded = "mxfp4-rounded"
+
+
+class ReplayRouting(StrEnum):
+    ids = "ids"
+    weights = "ids+weights"
+
+
 class FailOn(StrEnum):
     critical = "critical"
     warn = "warn"
@@ -106,7 +130,17 @@ class EngineFlags:
         list[str] | None,
         _flag(ENGINE, "Any other engine argument, key=value (JSON values); repeatable."),
     ] = None
+    rollout_weights: Annotated[
+        WeightsForm,
+        _flag(ENGINE, "Form of the experts that the engine serves; docs/quantised-rollouts.md."),
+    ] = WeightsForm.as_stored
     prefill: Annotated[bool, _flag(ENGINE, "Rescore by the engine's prefill.")] = True
+    exact_kl: Annotated[
+        int, _flag(ENGINE, "Tokens at which whole distributions are kept, for exact KL; 0: off.")
+    ] = 512
+    exact_kl_top_k: Annotated[
+        int, _flag(ENGINE, "Ids kept of each, where the vocabulary has over 4,096.")
+    ] = 64
 
 
 class RoutingFlags:
@@ -129,9 +163,9 @@ class TrainFlags:
     attention: Annotated[
         str, _flag(TRAIN, "auto, eager, sdpa, sink-sdpa …; no-sinks is a planted fault.")
     ] = "auto"
-    experts_implementation: Annotated[str, _flag(TRAIN, "auto, eager, grouped_mm, batched_mm.")] = (
-        "auto"
-    )
+    experts_implementation: Annotated[
+        str, _flag(TRAIN, "auto, eager, grouped_mm, batched_mm; bounded: least memory.")
+    ] = "auto"
     head_dtype: Annotated[DtypeName | None, _flag(TRAIN, "Of the LM head.")] = None
     temperature_in: Annotated[
         TemperatureIn, _flag(TRAIN, "Where logits are divided by the temperature.")
@@ -140,8 +174,33 @@ class TrainFlags:
         DtypeName | None, _flag(TRAIN, "Round logprobs on their way out.")
     ] = None
     micro_batch_tokens: Annotated[int, _flag(TRAIN)] = 4096
+    train_weights: Annotated[WeightsForm, _flag(TRAIN, "Form of the experts that are loaded.")] = (
+        WeightsForm.as_stored
+    )
+    weights_effect: Annotated[
+        WeightsForm | None,
+        _flag(
+            TRAIN, "Also score with the trainer's experts in this form: what the form alone does."
+        ),
+    ] = None
     layout: Annotated[Layout, _flag(TRAIN, "One sequence per row, or several.")] = Layout.padding
+    replay_routing: Annotated[
+        ReplayRouting | None,
+        _flag(TRAIN, "Run the engine's experts in the trainer: router replay (R3)."),
+    ] = None
     noise_floor: Annotated[bool, _flag(TRAIN, "Also measure what noise alone does.")] = True
+    two_passes: Annotated[
+        bool | None,
+        _flag(
+            TRAIN,
+            "PPO's old against new pass, with router replay (two more passes); "
+            "default: as far as the noise floor has it.",
+        ),
+    ] = None
+    inject: Annotated[
+        list[str] | None,
+        _flag(TRAIN, "router-noise=SIGMA: disturb the new pass on purpose; repeatable."),
+    ] = None
 
 
 class VerlFlags:
@@ -155,6 +214,19 @@ class VerlFlags:
 
 class LevelFlags:
     thresholds: Annotated[Path | None, _flag(OUTPUT, "TOML file that overrides levels.")] = None
+
+
+class NamesFlags:
+    names: Annotated[
+        Framework | None,
+        _flag(OUTPUT, "Also show a framework's names, and values by its conventions."),
+    ] = None
+
+
+class ForecastFlags:
+    forecast_length: Annotated[
+        int, _flag(OUTPUT, "Planned response length, to forecast importance weights at.")
+    ] = 16_384
 
 
 class ExitFlags:
@@ -212,7 +284,9 @@ ALL_GROUPS = (
     TrainFlags,
     VerlFlags,
     LevelFlags,
+    NamesFlags,
     ExitFlags,
+    ForecastFlags,
     NewRunFlags,
     DryRunFlags,
     ConfigFlags,

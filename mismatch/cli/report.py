@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mismatch.cli.flags import Flags, with_flags
-from mismatch.cli.options import ExitFlags, RunArgument
+from mismatch.cli.options import ExitFlags, NamesFlags, RunArgument
 
 
-@with_flags(RunArgument, ExitFlags)
+@with_flags(RunArgument, NamesFlags, ExitFlags)
 def report(flags: Flags) -> int:
     """Print the report of a run and write its HTML and Markdown again. Exit code as `check`.
 
@@ -18,15 +18,15 @@ def report(flags: Flags) -> int:
     from mismatch.reports.build import write_rendered
     from mismatch.reports.document import report_from_json
 
-    run = flags["run"]
+    run, names = flags["run"], flags["names"]
     document = report_from_json(store.load_document(run, "report.json"))
     tokens = store.load_tokens(run)
     try:
-        write_rendered(run, document, tokens)
+        write_rendered(run, document, tokens, names and names.value)
     except MismatchError as error:
         session.say(
             f"note: the HTML and Markdown report could not be written: {error.message}; "
             "for these copy the run to a directory that can be written"
         )
-        return session.conclude(document, None, flags)
-    return session.conclude(document, run, flags)
+        return session.conclude(document, None, flags, tokens)
+    return session.conclude(document, run, flags, tokens)

@@ -42,6 +42,7 @@ def score(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.cli.to_spec import ranks, train_spec
     from mismatch.cli.trainer import with_trainer
+    from mismatch.injections import parse_injections
     from mismatch.models import resolve_model
     from mismatch.pipeline import run_score
     from mismatch.preflight import preflight_training
@@ -68,6 +69,8 @@ def score(flags: Flags) -> int:
         train=train,
         nproc_per_node=ranks(flags),
         noise_floor=flags["noise_floor"],
+        two_passes=flags["two_passes"],
+        inject=parse_injections(flags["inject"]),
     )
     spec, notes = with_trainer(spec, flags)
     for note in notes:

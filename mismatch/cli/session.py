@@ -11,13 +11,15 @@ from mismatch.cli.flags import Flags
 from mismatch.errors import MismatchError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from mismatch.cli.narrator import ConsoleNarrator
     from mismatch.levels import Thresholds
     from mismatch.specs import CheckSpec
     from mismatch.types import Report
 
 # Flags that may stand beside --resume RUN without saying what to run.
-NOT_SPEC = {"resume", "out", "config", "print_config", "thresholds", "fail_on", "dry_run"}
+NOT_SPEC = {"resume", "out", "config", "print_config", "thresholds", "fail_on", "names", "dry_run"}
 
 
 def stored_spec(flags: Flags) -> CheckSpec | None:
@@ -94,13 +96,37 @@ def command() -> str:
     return shlex.join(["mismatch", *sys.argv[1:]])
 
 
-def conclude(report: Report, run_dir: Path | None, flags: Flags) -> int:
-    """Print the report; the verdict is its last line. Returns the exit code."""
+def conclude(
+    report: Report, run_dir: Path | None, flags: Flags, tokens: pd.DataFrame | None = None
+) -> int:
+    """Print the report; the verdict is its last line. Returns the exit code.
+
+    Args:
+        tokens: the tokens table, where the report was written with ``--names`` already or no run
+            directory holds it.
+    """
     from rich.console import Console
 
     from mismatch.levels import exit_code
     from mismatch.reports.terminal import print_report
 
-    print_report(report, Console(), run_dir)
+    elsewhere = None
+    if flags.get("names") is not None:
+        from mismatch.reports.elsewhere import Elsewhere
+
+        if tokens is None and run_dir is not None:
+            tokens = written_with_names(report, run_dir, flags["names"].value)
+        elsewhere = Elsewhere(tokens, flags["names"].value)
+    print_report(report, Console(), run_dir, elsewhere)
     code: int = exit_code(report.verdict, flags["fail_on"].value)
     return code
+
+
+def written_with_names(report: Report, run_dir: Path, framework: str) -> pd.DataFrame:
+    """Write the HTML and Markdown of a run again, with a framework's names; its tokens table."""
+    from mismatch import store
+    from mismatch.reports.build import write_rendered
+
+    tokens = store.load_tokens(run_dir)
+    write_rendered(run_dir, report, tokens, framework)
+    return tokens

@@ -16,6 +16,7 @@ NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
 
 def check_spec(flags: Flags) -> CheckSpec:
     """The spec that the flags of `check` mean."""
+    from mismatch.injections import parse_injections
     from mismatch.models import resolve_model
     from mismatch.specs import CheckSpec
 
@@ -27,7 +28,21 @@ def check_spec(flags: Flags) -> CheckSpec:
         nproc_per_node=ranks(flags),
         noise_floor=flags["noise_floor"],
         seed=flags["seed"],
+        forecast_length=positive(flags, "forecast_length"),
+        two_passes=flags["two_passes"],
+        inject=parse_injections(flags["inject"]),
+        weights_effect=flags["weights_effect"] and flags["weights_effect"].value,
     )
+
+
+def positive(flags: Flags, name: str) -> int:
+    """A flag that counts tokens, at least 1."""
+    value = int(flags[name])
+    if value < 1:
+        raise MismatchError(
+            f"--{name.replace('_', '-')} {value} is no length", "give a number of tokens, 1 or more"
+        )
+    return value
 
 
 def verl_model(flags: Flags) -> str | None:
@@ -61,6 +76,7 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
         dtype=flags["dtype"].value,
         args=tuple(_engine_arg(text) for text in flags["engine_arg"] or ()),
         python=flags["vllm_python"],
+        weights=flags["rollout_weights"].value,
         **flags.pick("tensor_parallel_size max_model_len gpu_memory_utilization prefill"),
         **flags.pick("revision trust_remote_code routing"),
     )
@@ -74,7 +90,8 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
         **flags.pick("dataset dataset_config dataset_split prompt_column answer_column"),
     )
     law = flags.pick("temperature top_p top_k max_tokens samples_per_prompt seed")
-    return RolloutSpec(engine=engine, prompts=prompts, sampling=Sampling(**law))
+    exact = flags.pick("exact_kl exact_kl_top_k")
+    return RolloutSpec(engine=engine, prompts=prompts, sampling=Sampling(**law), **exact)
 
 
 def train_spec(flags: Flags, model: str) -> TrainSpec:
@@ -89,8 +106,10 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
         head_dtype=flags["head_dtype"] and flags["head_dtype"].value,
         experts=flags["experts_implementation"],
         layout=flags["layout"].value,
+        weights=flags["train_weights"].value,
         temperature_in=flags["temperature_in"].value,
         logprobs_dtype=flags["logprobs_dtype"] and flags["logprobs_dtype"].value,
+        replay_routing=flags["replay_routing"] and flags["replay_routing"].value,
         **flags.pick("attention micro_batch_tokens"),
         **flags.pick("revision trust_remote_code routing"),
     )

@@ -138,6 +138,13 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     unmapped = sorted((a.keys() ^ b.keys()) | set(left.get("unmapped_weights", ())))
     rest = f"; not compared: {', '.join(unmapped[:6])}" if unmapped else ""
     rest += f" and {len(unmapped) - 6} more" if len(unmapped) > 6 else ""
+    forms = [side.get("weights_form", "as-stored") for side in (left, right)]
+    if differ and forms[0] != forms[1] and all(".experts" in name for name in differ):
+        detail = (
+            f"asked for: experts {forms[0]} in the engine, {forms[1]} in the trainer; "
+            f"{len(differ)} of {len(common)} parameters differ, all of them experts{rest}"
+        )
+        return Check("weights-as-loaded", "warning", detail, "train and sample in one form")
     if differ:
         detail = f"{len(differ)} of {len(common)} parameters differ: {', '.join(differ[:4])}{rest}"
         fix = "the weight sync lost them, or they were loaded from another checkpoint: reload"

@@ -9,23 +9,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch import __version__, manifest, store
-from mismatch.compare import compare, flips_per_token, is_sampling_law
+from mismatch.compare import compare, is_sampling_law, paired_routing
+from mismatch.corrections.preview import preview
 from mismatch.diagnose.semantics import input_checks, semantic_checks
+from mismatch.exact import exact_checks, exact_reason
 from mismatch.levels import column_for, judge, verdict
-from mismatch.pipeline import REFERENCE, TRAIN
+from mismatch.metrics.routing_noise import router_noise
+from mismatch.pipeline import REFERENCE, TRAIN, WEIGHTS
 from mismatch.provenance import provenance
+from mismatch.reports.budget import budget_of
 from mismatch.reports.document import comparisons_from_json, comparisons_to_json
+from mismatch.reports.forecast import forecast_of
+from mismatch.routing_tables import flipped_layers
 from mismatch.specs import CheckSpec, spec_hash, to_dict
+from mismatch.two_passes import mark_injected, replay_phrase, two_passes
 from mismatch.types import Check, Comparison, Report, Rollout, Scoring
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from mismatch.corrections.types import Corrections
     from mismatch.levels import Thresholds
 
 COMPARISON = "comparison.json"
 COMPARISON_SCHEMA = "mismatch.comparison/1"
-SIDE_PAIRS = ("regrouped", "grad")  # the trainer against itself
+SIDE_PAIRS = ("repeated", "regrouped", "grad")  # the trainer against itself
 
 
 @dataclass(frozen=True)
@@ -93,19 +101,54 @@ def build_report(
     if comparisons:
         ratio = comparisons[0].metrics["ratio_mean"]
         checks += semantic_checks(found.rollout, found.decode, found.train, ratio)
+        checks += exact_checks(comparisons[0])
     column = column_for(found.decode.fingerprint, found.train.fingerprint)
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
+    corrections = preview_headline(found, comparisons, spec.seed)
+    missing = not_tested(spec, found.rollout, found.scorings, checks)
+    if corrections is not None:
+        missing += [f"corrections: {reason}" for reason in corrections.not_tested]
     report = Report(
         model=spec.rollout.engine.model,
-        verdict=verdict(judgements, checks, column),
+        verdict=mark_injected(verdict(judgements, checks, column), found.scorings),
         fingerprints={name: scoring.fingerprint for name, scoring in found.scorings.items()},
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
         checks=tuple(checks),
-        not_tested=tuple(not_tested(spec, found.rollout, found.scorings, checks)),
+        not_tested=tuple(missing),
         run=facts(spec, found.rollout, command),
+        corrections=corrections,
+        **growth(spec, found, sound=bool(comparisons)),
     )
     return report, store.load_tokens(run_dir)
+
+
+def growth(spec: CheckSpec, found: Artefacts, *, sound: bool) -> dict[str, Any]:
+    """Error budget and length forecast of the headline, and the trainer's two passes.
+
+    None of them where nothing was compared.
+    """
+    if not sound:
+        return {}
+    beside = {n: s for n, s in found.scorings.items() if n not in (found.decode.name, TRAIN)}
+    refused = {name: reason for name, one in beside.items() if (reason := flaw(one))}
+    usable = {name: one for name, one in found.scorings.items() if name not in refused}
+    target = spec.forecast_length
+    return {
+        "budget": budget_of(spec, found.rollout, usable, refused, spec.seed),
+        "two_passes": two_passes(spec, found.rollout, usable, spec.seed),
+        "forecast": forecast_of(found.rollout, found.decode, found.train, target, spec.seed),
+    }
+
+
+def preview_headline(
+    found: Artefacts, comparisons: list[Comparison], seed: int
+) -> Corrections | None:
+    """Corrections on the headline's tokens; None where nothing could be compared."""
+    if not comparisons:
+        return None
+    law = comparisons[0].sampled_by_left
+    return preview(found.rollout, found.decode, found.train, sampled_by_left=law, seed=seed)
 
 
 def compare_artefacts(
@@ -116,7 +159,8 @@ def compare_artefacts(
     inputs = [store.ROLLOUT, *(store.scoring_file(name) for name in found.scorings)]
     made = all(manifest.is_current(run_dir, name, made_by) for name in (COMPARISON, store.TOKENS))
     if again or not made or not manifest.made_from(run_dir, COMPARISON, inputs):
-        pairs = compare_all(found, spec.seed) if _sound(checks) else ([], [])
+        texts = store.load_vocabulary(run_dir)
+        pairs = compare_all(found, spec.seed, texts) if _sound(checks) else ([], [])
         document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(*pairs)}
         tokens = token_table(run_dir, found.rollout, found.decode, found.train)
         entry: dict[str, Any] = {"made_by": made_by, "inputs": inputs}
@@ -126,7 +170,9 @@ def compare_artefacts(
     return comparisons_from_json(store.load_document(run_dir, COMPARISON))
 
 
-def compare_all(found: Artefacts, seed: int) -> tuple[list[Comparison], list[Comparison]]:
+def compare_all(
+    found: Artefacts, seed: int, texts: dict[int, str] | None = None
+) -> tuple[list[Comparison], list[Comparison]]:
     """The headline first, then the prefill's view and the trainer's other settings; the floor."""
     rollout, decode, prefill = found.rollout, found.decode, found.prefill
     lawful = is_sampling_law(rollout, decode)
@@ -134,8 +180,14 @@ def compare_all(found: Artefacts, seed: int) -> tuple[list[Comparison], list[Com
     if prefill is not None and not flaw(prefill):
         pairs.append((prefill, found.train, False))
     pairs += [(decode, other, lawful) for other in found.others if not flaw(other)]
+    other = found.scorings.get(WEIGHTS)
+    if other is not None and not flaw(other):
+        pairs += [(found.train, other, False), (decode, other, lawful)]
+    steady = [found.scorings.get(name) for name in (f"{TRAIN}:regrouped", REFERENCE)]
+    noise = router_noise(rollout, found.train, [s for s in steady if s is not None])
     comparisons = [
-        compare(rollout, left, right, sampled_by_left=law, seed=seed) for left, right, law in pairs
+        compare(rollout, left, right, sampled_by_left=law, seed=seed, noise=noise, texts=texts)
+        for left, right, law in pairs
     ]
     return comparisons, noise_floor(rollout, found.scorings, decode, prefill, seed)
 
@@ -202,9 +254,11 @@ def token_table(run_dir: Path, rollout: Rollout, decode: Scoring, train: Scoring
             frame[name] = np.nan
     frame["turn"] = rollout.turn[actions]
     frame["routing_flips"] = pd.array([pd.NA] * len(frame), dtype="Int16")
-    if decode.routing is not None and train.routing is not None:
-        flips = flips_per_token(rollout, decode, train)
-        frame["routing_flips"] = pd.array(flips, dtype="Int16")
+    frame["routing_flipped_layers"] = pd.array([pd.NA] * len(frame), dtype="string")
+    routes = paired_routing(rollout, decode, train)
+    if routes is not None:
+        frame["routing_flips"] = pd.array(routes.flips, dtype="Int16")
+        frame["routing_flipped_layers"] = pd.array(flipped_layers(routes), dtype="string")
     return frame
 
 
@@ -222,13 +276,20 @@ def not_tested(
         for name, scoring in scorings.items()
         if name not in (f"{engine}:decode", TRAIN) and flaw(scoring)
     ]
+    reason = exact_reason(scorings[f"{engine}:decode"], scorings[TRAIN])
+    if not spec.rollout.exact_kl:
+        missing.append("exact KL: switched off")
+    elif reason and not any("exact KL" in known for known in missing):
+        missing.append(f"exact KL: {reason}")
     if not spec.rollout.engine.prefill:
         missing.append("decode against prefill: the prefill rescoring was switched off")
     if not spec.noise_floor:
         missing.append("noise floor: switched off")
     elif REFERENCE not in scorings:
         missing.append("float32 reference: the trainer itself is the float32 reference")
-    if not spec.train.routing and train.get("moe"):
+    if replayed := replay_phrase(train):
+        missing.append(f"routing disagreement: replayed ({replayed}), so 0 by construction")
+    elif not spec.train.routing and train.get("moe"):
         missing.append("routing disagreement: route capture was switched off")
     elif str(train.get("routing", "")).startswith("not supported"):
         missing.append(f"routing disagreement: in the trainer {train['routing']}")
@@ -269,14 +330,22 @@ def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
     store.save_document(run_dir, "report.json", report_to_json(report), schema=SCHEMA)
 
 
-def write_rendered(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
-    """Write report.html and report.md."""
+def write_rendered(
+    run_dir: Path, report: Report, tokens: pd.DataFrame, framework: str | None = None
+) -> None:
+    """Write report.html and report.md.
+
+    Args:
+        framework: whose names (and values by its conventions) the tables show; None: everybody's
+            names in the HTML report, nobody's in Markdown.
+    """
+    from mismatch.reports.elsewhere import Elsewhere
     from mismatch.reports.html import to_html
     from mismatch.reports.markdown import to_markdown
 
     for name, text in (
-        ("report.md", to_markdown(report)),
-        ("report.html", to_html(report, tokens)),
+        ("report.md", to_markdown(report, Elsewhere(tokens, framework) if framework else None)),
+        ("report.html", to_html(report, tokens, framework)),
     ):
         store.write_text(run_dir / name, text)
         manifest.record(run_dir, name, "")

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from mismatch.corrections.document import corrections_from_json, optional_corrections
 from mismatch.errors import MismatchError
+from mismatch.reports.growth_json import budget_from_json, forecast_from_json, growth_to_json
+from mismatch.reports.two_passes import two_passes_from_json, two_passes_to_json
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report, Verdict
 
 SCHEMA = "mismatch.report/1"
@@ -40,6 +43,9 @@ def report_to_json(report: Report) -> dict[str, Any]:
         ],
         "not_tested": list(report.not_tested),
         "run": _plain(report.run),
+        **optional_corrections(report.corrections),
+        **growth_to_json(report),
+        **two_passes_to_json(report.two_passes),
     }
 
 
@@ -181,6 +187,10 @@ def _report(document: dict[str, Any]) -> Report:
         checks=tuple(Check(**entry) for entry in document["checks"]),
         not_tested=tuple(document["not_tested"]),
         run=document["run"],
+        corrections=corrections_from_json(document.get("corrections")),
+        budget=budget_from_json(document.get("budget")),
+        two_passes=two_passes_from_json(document.get("two_passes")),
+        forecast=forecast_from_json(document.get("forecast")),
     )
 
 

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.reports.quantities import number
-from mismatch.reports.summary import headline
 from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
 from mismatch.reports.worst import rank_in_response
 from mismatch.types import Report
@@ -49,8 +48,6 @@ def pictures(report: Report, tokens: pd.DataFrame) -> list[Picture]:
         probabilities(tokens),
         by_probability(tokens),
         by_position(tokens),
-        routing_by_layer(report),
-        routing_harm(tokens),
     ]
     return [picture for picture in made if picture is not None]
 
@@ -183,62 +180,6 @@ def by_position(tokens: pd.DataFrame, buckets: int = 32) -> Picture:
         "Along the response",
         "A flat line is what rounding gives. A line that climbs points at positions (rope, sliding "
         "window) or at state that decays (a quantised KV cache); far right few tokens are left.",
-        svg,
-    )
-
-
-def routing_by_layer(report: Report) -> Picture | None:
-    """Share of tokens whose experts differ, per MoE layer, with its interval."""
-    columns = headline(report).breakdowns.get("routing_by_layer")
-    if not columns or not columns.get("layer"):
-        return None
-    layer = [str(index) for index in columns["layer"]]
-    share = 100 * np.array(columns["disagree"], dtype=np.float64)
-    bounds = [np.array(columns.get(side) or columns["disagree"], dtype=np.float64) * 100
-              for side in ("low", "high")]  # fmt: skip
-    whisker = [
-        np.nan_to_num(np.maximum(share - bounds[0], 0)),
-        np.nan_to_num(np.maximum(bounds[1] - share, 0)),
-    ]
-    with drawing() as (figure, axes):
-        x = np.arange(len(layer))
-        axes.bar(x, share, color=ACCENT, width=0.7)
-        axes.errorbar(
-            x, share, yerr=whisker, fmt="none", color=INK, ecolor=INK, elinewidth=1, capsize=2
-        )
-        step = max(1, len(layer) // 16)
-        axes.set_xticks(x[::step], layer[::step])
-        axes.set_xlabel("layer")
-        axes.set_ylabel("other experts, % of tokens")
-        svg = to_svg(figure, "routing-by-layer", "Routing disagreement per layer")
-    return Picture(
-        "routing-by-layer",
-        "Where the experts differ",
-        "Share of tokens for which the trainer's router picks another set of experts. A slow rise "
-        "with depth is accumulated rounding; one layer near 100 % is a broken capture or router.",
-        svg,
-    )
-
-
-def routing_harm(tokens: pd.DataFrame, most: int = 4) -> Picture | None:
-    """Mean |delta| of tokens with 0, 1, 2 … layers that chose other experts."""
-    flips = tokens["routing_flips"]
-    if flips.isna().all() or int(flips.max()) == 0:
-        return None
-    known = tokens[flips.notna()]
-    bucket = np.minimum(known["routing_flips"].to_numpy(dtype=np.int64), most)
-    mean, count = bucket_means(bucket, known, int(bucket.max()) + 1)
-    labels = [str(index) if index < most else f"{most}+" for index in range(len(mean))]
-    with drawing() as (figure, axes):
-        _bars(axes, labels, mean, count)
-        axes.set_xlabel("layers of the token that chose other experts")
-        axes.set_ylabel("mean |delta|, nats")
-        svg = to_svg(figure, "routing-harm", "Mean |delta| by number of differing layers")
-    return Picture(
-        "routing-harm",
-        "What other experts cost",
-        "Equal bars: the differing experts are near-ties and harmless. Rising bars: routing "
-        "carries part of the mismatch. Above the bars: tokens.",
         svg,
     )
 

@@ -8,9 +8,25 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from mismatch.reports import figures, gauge, normal, quantities, sides, summary, worst
+from mismatch.reports import (
+    budget,
+    corrections,
+    exact,
+    figures,
+    forecast,
+    gauge,
+    normal,
+    quantities,
+    routing,
+    sides,
+    summary,
+    two_passes,
+    where,
+    worst,
+)
+from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.text import line
-from mismatch.reports.words import MARKS, aliases
+from mismatch.reports.words import MARKS
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -33,12 +49,13 @@ class Scale:
     gauge: gauge.Gauge
 
 
-def to_html(report: Report, tokens: pd.DataFrame) -> str:
+def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) -> str:
     """The report as one HTML document. The same input gives the same bytes.
 
     Args:
         tokens: one row per action token, as in tokens.parquet: sequence, position, token_id,
             token, rollout_logprob, train_logprob, delta, entropy, turn, routing_flips.
+        framework: whose names the metrics have in the column of aliases; None: everybody's.
     """
     tokens = worst.comparable(tokens)
     return _template().render(
@@ -57,7 +74,15 @@ def to_html(report: Report, tokens: pd.DataFrame) -> str:
         rows=summary.judged_rows(report) + summary.other_rows(report),
         comparisons=[(item, summary.all_rows(item)) for item in report.comparisons],
         routing=summary.routing_rows(report),
+        experts=routing.section(report),
+        where=where.groups(report),
+        carriers=where.carriers(report),
         noise=summary.noise_rows(report),
+        budget=budget.view(report),
+        two_passes=two_passes.view(report),
+        forecast=forecast.view(report),
+        exact=exact.section(report),
+        corrections=corrections.section(report),
         pictures=figures.pictures(report, tokens),
         worst=worst.worst_tokens(tokens),
         checks=summary.checks(report, "failed", "warning", "passed"),
@@ -68,7 +93,7 @@ def to_html(report: Report, tokens: pd.DataFrame) -> str:
         seconds=_seconds(report),
         versions=_versions(report),
         created=line(report.run.get("created", "")),
-        aliases=aliases,
+        names=Elsewhere(tokens, framework),
         line=line,
         css=_packaged("report.css"),
     )

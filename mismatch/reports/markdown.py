@@ -5,7 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from mismatch.reports import normal, sides, summary
+from mismatch.corrections.recipes import Recipe
+from mismatch.reports import (
+    budget,
+    corrections,
+    exact,
+    forecast,
+    normal,
+    routing,
+    sides,
+    summary,
+    two_passes,
+)
+from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS
 from mismatch.types import Report
@@ -14,8 +26,12 @@ from mismatch.types import Report
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
 
 
-def to_markdown(report: Report) -> str:
-    """GitHub-flavoured Markdown; foreign text is escaped, so that it stays text."""
+def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
+    """GitHub-flavoured Markdown; foreign text is escaped, so that it stays text.
+
+    Args:
+        elsewhere: a framework's names, for a column of their own.
+    """
     comparison = summary.headline(report)
     status = report.verdict.status
     parts = [
@@ -24,12 +40,17 @@ def to_markdown(report: Report) -> str:
         f"{plain(comparison.train)} · {summary.size(report)} · levels for "
         f"{plain(report.verdict.levels)}",
         plain(summary.in_plain_words(report)),
-        _headline_table(report),
+        _headline_table(report, elsewhere),
         *(f"- {plain(sentence)}" for sentence in normal.sentences(report)),
         "**Next**\n\n" + "\n".join(f"- {plain(step)}" for step in summary.next_steps(report)),
         _folded(_checks_title(report), _checks_table(report)),
         _folded("Experts chosen", _routing_table(report)),
         _folded("How much of this is noise", _noise_table(report)),
+        _folded("Error budget", _budget(report)),
+        _folded("Two forward passes", _two_passes(report)),
+        _folded("At a longer response", _forecast(report)),
+        _folded("Exact KL", _exact(report)),
+        _folded("Corrections, previewed", _corrections(report)),
         _folded("What really ran", _ran_table(report)),
         _folded("Not tested", "\n".join(f"- {plain(item)}" for item in summary.untested(report))),
     ]
@@ -63,23 +84,36 @@ def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([head, rule, *body])
 
 
-def _headline_table(report: Report) -> str:
+def _headline_table(report: Report, elsewhere: Elsewhere | None) -> str:
     rows = []
+    named = [] if elsewhere is None else [plain(elsewhere.title)]
     for row in summary.judged_rows(report) + summary.other_rows(report):
         status = f"{MARKS[row.status]} {row.status}" if row.status else ""
         remark = "; ".join([status, *row.notes] if status else row.notes)
         name = f"{plain(row.words.label)} ({_code(row.metric)})"
-        rows.append(
-            [name, row.value, row.interval, row.healthy, plain(row.critical), plain(remark)]
-        )
-    return _table(["", "value:", "95 % interval:", "healthy:", "critical:", ""], rows)
+        others = [] if elsewhere is None else [_names(elsewhere, row.metric)]
+        levels = [row.healthy, plain(row.critical)]
+        rows.append([name, row.value, row.interval, *levels, *others, plain(remark)])
+    return _table(["", "value:", "95 % interval:", "healthy:", "critical:", *named, ""], rows)
+
+
+def _names(elsewhere: Elsewhere, metric: str) -> str:
+    """A framework's names of a metric, each with its value there and how it differs."""
+    return "; ".join(
+        _code(other.name)
+        + (f" = {other.value}" if other.value else "")
+        + (f" ({plain(other.remark)})" if other.remark else "")
+        for other in elsewhere.of(metric)
+    )
 
 
 def _routing_table(report: Report) -> str:
     rows = [
         [plain(row.words.label), row.value, row.interval] for row in summary.routing_rows(report)
     ]
-    return _table(["", "value:", "95 % interval:"], rows)
+    said = [f"- {plain(sentence)}" for sentence in routing.sentences(summary.headline(report))]
+    table = _table(["", "value:", "95 % interval:"], rows)
+    return "\n".join(said) + "\n\n" + table if said else table
 
 
 def _noise_table(report: Report) -> str:
@@ -88,6 +122,89 @@ def _noise_table(report: Report) -> str:
         for row in summary.noise_rows(report)
     ]
     return _table(["", "mean \\|delta\\|:", "largest:", "of headline:", ""], rows)
+
+
+def _exact(report: Report) -> str:
+    shown = exact.section(report)
+    if shown is None:
+        return ""
+    said = "\n".join(f"- {plain(sentence)}" for sentence in shown.sentences)
+    rows = [[plain(row.words.label), row.value, row.interval] for row in shown.rows]
+    return f"{said}\n\n" + _table(["", "value:", "95 % interval:"], rows)
+
+
+def _corrections(report: Report) -> str:
+    made = report.corrections
+    if made is None:
+        return ""
+    rows = [
+        [row.rank, f"{plain(row.label)} ({_code(row.id)})", plain(row.setting), row.error,
+         row.kept, row.ess, f"{row.bias} ({row.interval})", row.cosine]
+        for row in corrections.correction_rows(made)
+    ]  # fmt: skip
+    titles = ["rank:", "correction", "", "error:", "kept:", "effective size:", "residual bias:",
+              "gradient cosine:"]  # fmt: skip
+    said = [f"- {plain(remark)}" for remark in corrections.remarks(made)]
+    recipes = [_recipe(recipe) for recipe in corrections.setting_recipes(made)]
+    title = corrections.setting_title(made)
+    return "\n\n".join(
+        part
+        for part in (
+            plain(corrections.LEAD),
+            f"**{plain(corrections.headline(made))}**",
+            "\n".join(said),
+            _table(titles, rows),
+            plain(title),
+            *recipes,
+        )
+        if part
+    )
+
+
+def _recipe(recipe: Recipe) -> str:
+    remark = "; ".join(part for part in (recipe.remark, recipe.source) if part)
+    block = "\n\n```\n" + "\n".join(recipe.lines) + "\n```" if recipe.lines else ""
+    return f"{plain(recipe.framework)}: {plain(remark)}{block}"
+
+
+def _budget(report: Report) -> str:
+    parts = []
+    for rows, share in ((budget.steps(report), "of the spread"), (budget.beside(report), "spread")):
+        parts.append(
+            _table(
+                ["step", "mean delta:", "95 % interval:", f"{share}:", "95 % interval:"],
+                [
+                    [plain(r.label), r.mean, r.mean_interval, r.share, r.share_interval]
+                    for r in rows
+                ],
+            )
+        )
+    remarks = "\n".join(f"- {plain(remark)}" for remark in budget.remarks(report))
+    return "\n\n".join(part for part in (*parts, remarks) if part)
+
+
+def _two_passes(report: Report) -> str:
+    shown = two_passes.view(report)
+    if shown is None:
+        return ""
+    titles = ["new pass", "ratio ≠ 1:", "mean \\|ratio - 1\\|:", "largest:", "clipped:", "flips:"]
+    rows = [
+        [plain(row.label), row.not_one, row.off, row.largest, row.clipped, row.flips]
+        for row in shown.rows
+    ]
+    said = [text for text in (shown.injected, *shown.sentences, *shown.notes) if text]
+    items = "\n".join(f"- {plain(text)}" for text in said)
+    return f"{plain(shown.lead)}\n\n{items}\n\n{_table(titles, rows)}"
+
+
+def _forecast(report: Report) -> str:
+    said = "\n".join(f"- {plain(sentence)}" for sentence in forecast.sentences(report))
+    titles = ["tokens:", "spread, nats:", "95 % interval:", "effective size:", "rejected:"]
+    rows = [
+        [row.length, row.spread, row.spread_interval, row.ess_untruncated, row.geo_rejected]
+        for row in forecast.rows(report)
+    ]
+    return "\n\n".join(part for part in (said, _table(titles, rows)) if part)
 
 
 def _ran_table(report: Report) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mismatch import store
 from mismatch.compare import compare, is_sampling_law
+from mismatch.corrections.preview import preview
 from mismatch.diagnose.semantics import input_checks
 from mismatch.errors import MismatchError
 from mismatch.levels import column_for, judge, verdict
@@ -21,6 +22,7 @@ from mismatch.reports.build import (
     write_report,
 )
 from mismatch.reports.document import comparisons_to_json
+from mismatch.reports.forecast import forecast_of
 from mismatch.runs import load_spec
 from mismatch.types import Pair, Report, Rollout
 
@@ -41,6 +43,7 @@ def build_pair(
     names: tuple[str, str],
     thresholds: Thresholds | None = None,
     command: str = "",
+    forecast_length: int | None = None,
 ) -> tuple[Report, pd.DataFrame]:
     """``names[0]`` of one run against ``names[1]`` of another (or the same): delta = right - left.
 
@@ -63,7 +66,8 @@ def build_pair(
         )
     spec = load_spec(left_run)
     law = is_sampling_law(rollout, left)
-    comparison = compare(rollout, left, right, sampled_by_left=law, seed=spec.seed)
+    texts = store.load_vocabulary(left_run)
+    comparison = compare(rollout, left, right, sampled_by_left=law, seed=spec.seed, texts=texts)
     checks = input_checks(rollout, left, right)
     column = column_for(left.fingerprint, right.fingerprint)
     judgements = judge(comparison, column, thresholds)
@@ -76,6 +80,10 @@ def build_pair(
         checks=tuple(checks),
         not_tested=(UNTESTED,),
         run=facts(spec, rollout, command) | {"runs": [str(left_run), str(right_run)]},
+        corrections=preview(rollout, left, right, sampled_by_left=law, seed=spec.seed),
+        forecast=forecast_of(
+            rollout, left, right, forecast_length or spec.forecast_length, spec.seed
+        ),
     )
     return report, token_table(left_run, rollout, left, right)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mismatch import injections
 from mismatch.reports import quantities
 from mismatch.reports.summary import headline
 from mismatch.reports.text import line
@@ -81,11 +82,24 @@ def _layout(side: dict[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def _routes(side: dict[str, Any]) -> str:
+    parts = []
+    if replay := side.get("replay"):
+        own = int(replay["rows_own"])
+        parts.append(f"replayed: {replay['mode']} of {replay['source']}")
+        parts += [f"{quantities.plural(own, 'token')} without a route"] if own else []
+    if injected := dict(side.get("injected") or {}):
+        seed = injected.pop("seed", None)
+        parts.append(f"injected: {injections.describe(tuple(injected.items()), seed)}")
+    return ", ".join(parts)
+
+
 _ASPECTS = {
     "software": _software,
     "precision": _precision,
     "attention": _attention,
     "experts": _experts,
+    "routes": _routes,
     "logprobs": _logprobs,
     "layout": _layout,
 }

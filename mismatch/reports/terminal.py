@@ -9,7 +9,19 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mismatch.reports import normal, quantities, sides, summary
+from mismatch.metrics.corrections import NONE
+from mismatch.reports import (
+    budget,
+    corrections,
+    exact,
+    forecast,
+    normal,
+    quantities,
+    routing,
+    sides,
+    summary,
+    two_passes,
+)
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS
 from mismatch.types import Report
@@ -18,21 +30,36 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from mismatch.corrections.types import Corrections
+    from mismatch.reports.elsewhere import Elsewhere
+
 STYLES = {"healthy": "green", "warn": "yellow", "critical": "bold red", "": "dim"}
 
 
-def print_report(report: Report, console: Console, run_dir: Path | str | None = None) -> None:
+def print_report(
+    report: Report,
+    console: Console,
+    run_dir: Path | str | None = None,
+    elsewhere: Elsewhere | None = None,
+) -> None:
     """Print the report; the last line is ``verdict: STATUS – reason``.
 
     Args:
         console: where to; its width and colours are respected.
         run_dir: where the artefacts lie, None where nothing was saved.
+        elsewhere: a framework's names, for a table of their own.
     """
     _title(report, console)
     _metrics(report, console)
+    _names(report, console, elsewhere)
     _normal(report, console)
     _routing(report, console)
     _noise(report, console)
+    _budget(report, console)
+    _two_passes(report, console)
+    _forecast(report, console)
+    _exact(report, console)
+    _corrections(report, console)
     _what_ran(report, console)
     _checks(report, console)
     _next(report, console)
@@ -120,6 +147,27 @@ def _metrics(report: Report, console: Console) -> None:
         _paragraph(console, f"! {caution}", style="yellow")
 
 
+def _names(report: Report, console: Console, elsewhere: Elsewhere | None) -> None:
+    """A framework's own names beside ours; the remarks below, each once."""
+    if elsewhere is None:
+        return
+    rows = elsewhere.rows(report)
+    _heading(console, f"In {elsewhere.called}", "value there, where its convention differs")
+    if not rows:
+        _paragraph(console, "none of these metrics is known to have a name there")
+        return
+    table = _columns(("", False, 0), ("ours", True, 0), ("name there", False, 0), ("", True, 0))
+    for row, other in rows:
+        table.add_row(f"  {row.metric}", row.value, other.name, other.value)
+    console.print(table, highlight=False, markup=False)
+    remarks: dict[str, list[str]] = {}
+    for _, other in rows:
+        if other.remark:
+            remarks.setdefault(other.remark, []).append(other.name)
+    for remark, concerned in remarks.items():
+        _paragraph(console, f"- {', '.join(concerned)}: {remark}", style="dim")
+
+
 def _normal(report: Report, console: Console) -> None:
     from rich.text import Text
 
@@ -145,7 +193,7 @@ def _rung(rung: normal.Rung) -> str:
 
 
 def _routing(report: Report, console: Console) -> None:
-    rows = summary.routing_rows(report)
+    rows = routing.core_rows(report)
     if not rows:
         return
     _heading(console, "Experts chosen", "does the trainer's router pick the engine's experts?")
@@ -153,6 +201,8 @@ def _routing(report: Report, console: Console) -> None:
     for row in rows:
         table.add_row(f"  {row.words.label}", row.value, row.interval)
     console.print(table, highlight=False, markup=False)
+    for sentence in routing.sentences(summary.headline(report)):
+        _paragraph(console, sentence, style="dim")
 
 
 def _noise(report: Report, console: Console) -> None:
@@ -167,6 +217,100 @@ def _noise(report: Report, console: Console) -> None:
         table.add_row(f"  {row.words.label}", row.mean, row.largest, row.share)
     console.print(table, highlight=False, markup=False)
     _paragraph(console, "The parts are no shares: mean |delta| does not add up.", style="dim")
+
+
+def _exact(report: Report, console: Console) -> None:
+    said = exact.sentences(report)
+    if said:
+        _heading(console, "Exact KL", "over all tokens that could have come, not the sampled one")
+    for sentence in said:
+        _paragraph(console, f"- {sentence}")
+
+
+def _corrections(report: Report, console: Console) -> None:
+    """Short: what the data favour, beside what no correction does."""
+    made = report.corrections
+    if made is None:
+        return
+    _heading(console, "Corrections, previewed", "weights in the loss; no delta changes")
+    rows = [row for row in corrections.correction_rows(made) if made.named(row.id).same_as is None]
+    shown = [row for place, row in enumerate(rows) if place < 3 or row.id == NONE]
+    console.print(_correction_table(shown), highlight=False, markup=False)
+    _paragraph(console, corrections.headline(made))
+
+
+def print_corrections(made: Corrections, console: Console) -> None:
+    """All of it: every correction, what to know, and each framework's setting."""
+    from rich.text import Text
+
+    title = Text("Corrections, previewed", "bold")
+    title.append(f"  {line(made.rollout)} against {line(made.train)}")
+    console.print(title, highlight=False)
+    _paragraph(console, corrections.LEAD, indent=0)
+    _say(console, "")
+    rows = corrections.correction_rows(made)
+    console.print(_correction_table(rows), highlight=False, markup=False)
+    _say(console, "")
+    _paragraph(console, corrections.headline(made), indent=0, style="bold")
+    for remark in corrections.remarks(made):
+        _paragraph(console, f"- {remark}")
+    _heading(console, "What each does")
+    for row in rows:
+        if row.setting:
+            _paragraph(console, f"- {row.label}: {row.setting}; weights {row.weights}")
+    recipes = corrections.setting_recipes(made)
+    if recipes:
+        _heading(console, "How to switch it on", corrections.setting_title(made))
+    for recipe in recipes:
+        remark = f" ({recipe.remark})" if recipe.remark else ""
+        _paragraph(console, f"- {recipe.framework}{remark}; {recipe.source}")
+        for text in recipe.lines:
+            _say(console, f"      {text}")
+
+
+def _correction_table(rows: list[corrections.CorrectionRow]) -> Table:
+    table = _columns(
+        ("", False, 0), ("rank", True, 0), ("error", True, 0), ("kept", True, 0),
+        ("ESS", True, 0), ("bias, 95 % interval", True, 0), ("cosine", True, 0),
+    )  # fmt: skip
+    for row in rows:
+        table.add_row(
+            f"  {row.label}", row.rank, row.error, row.kept, row.ess, row.interval, row.cosine
+        )
+    return table
+
+
+def _budget(report: Report, console: Console) -> None:
+    rows = budget.steps(report)
+    if len(rows) < 3:  # a chain of one step is the headline itself
+        return
+    _heading(console, "Error budget", "engine to trainer; mean delta and shares add up")
+    table = _columns(
+        ("", False, 26), ("mean delta", True, 8), ("of the spread", True, 8), ("interval", True, 8)
+    )
+    for row in rows:
+        table.add_row(f"  {row.label}", row.mean, row.share, row.share_interval)
+    console.print(table, highlight=False, markup=False)
+
+
+def _two_passes(report: Report, console: Console) -> None:
+    made = report.two_passes
+    if made is None:
+        return
+    _heading(console, two_passes.TITLE, "PPO's ratio with the same weights; on-policy it is 1")
+    if injected := two_passes.injected(made):
+        _paragraph(console, f"! {injected}", style="yellow")
+    for sentence in two_passes.sentences(made):
+        _paragraph(console, f"- {sentence}")
+
+
+def _forecast(report: Report, console: Console) -> None:
+    said = forecast.sentences(report)
+    if not said:
+        return
+    _heading(console, "At a longer response", "importance weights, extrapolated from these tokens")
+    for sentence in said:
+        _paragraph(console, sentence)
 
 
 def _what_ran(report: Report, console: Console) -> None:

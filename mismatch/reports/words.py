@@ -119,11 +119,61 @@ METRICS: dict[str, Words] = {
     "seq_logratio_abs_max": Words(
         "sequence log-ratio, most", "largest |sum of delta| of a sequence"
     ),
+    "seq_logratio_mean": Words(
+        "sequence log-ratio, mean", "mean over sequences of the sum of delta"
+    ),
+    "seq_logratio_p05": Words("sequence log-ratio, 5 %", "one sequence in 20 sums to less"),
+    "seq_logratio_p50": Words("sequence log-ratio, 50 %", "half of the sequences sum to less"),
+    "seq_logratio_p95": Words("sequence log-ratio, 95 %", "one sequence in 20 sums to more"),
+    "seq_ratio_geo": Words(
+        "geometric ratio, mean", "mean over sequences of exp(mean delta): the ratio per token"
+    ),
+    "seq_ratio_geo_std": Words("geometric ratio, spread", "its spread over sequences"),
+    "seq_ratio_geo_min": Words("geometric ratio, least", "smallest exp(mean delta) of a sequence"),
+    "seq_ratio_geo_max": Words("geometric ratio, most", "largest exp(mean delta) of a sequence"),
     "seq_mult_prob_error_mean": Words(
         "factor, mean sequence", "mean over sequences of mean exp(|delta|)"
     ),
     "seq_mult_prob_error_min": Words(
         "factor, best sequence", "smallest mean exp(|delta|) of a sequence"
+    ),
+}
+
+
+def _exact(suffix: str, of: str) -> dict[str, Words]:
+    tail = ", top-k" if suffix else ""
+    words = {
+        f"exact_kl{suffix}": Words(
+            f"exact KL, mean{tail}", f"KL(rollout‖train) summed over {of}, nats per token"
+        ),
+        f"exact_reverse_kl{suffix}": Words(
+            f"reverse KL{tail}", f"KL(train‖rollout) over {of}: a real one, unlike reverse k3"
+        ),
+        f"exact_js{suffix}": Words(
+            f"exact JSD{tail}", f"Jensen-Shannon divergence over {of}, nats"
+        ),
+        f"exact_tv{suffix}": Words(
+            f"total variation{tail}", "share of the probability that the sides place elsewhere"
+        ),
+        f"exact_kl{suffix}_max": Words(f"exact KL, most{tail}", "of one position"),
+    }
+    for label in ("50", "90", "95", "99", "99.9"):
+        words[f"exact_kl{suffix}_p{label.replace('.', '')}"] = Words(
+            f"exact KL, {label} %{tail}", f"{label} % of the positions have no more"
+        )
+    return words
+
+
+METRICS |= {
+    **_exact("", "the whole vocabulary"),
+    **_exact("_topk", "the likeliest ids and all others as one: a lower bound"),
+    "exact_argmax_agree": Words(
+        "same likeliest, there", "share of these positions where both sides prefer it", share=True
+    ),
+    "kl_at_exact": Words("k1 there", "what k1 says of the same positions"),
+    "k3_kl_at_exact": Words("k3 there", "what k3 says of the same positions"),
+    "exact_law_gap": Words(
+        "k1 - exact, of chance", "above 1: the tokens were not drawn from that law"
     ),
 }
 
@@ -142,18 +192,52 @@ ROUTING: dict[str, Words] = {
         "other first expert", "share of (token, layer) with another heaviest expert", share=True
     ),
     "routing_order_only": Words("same set, other order", "harmless", share=True),
-    "routing_weight_l1": Words("routing weights, L1", "mean over (token, layer)"),
+    "routing_weight_l1": Words(
+        "routing weights, L1", "distance of the two sides' weights over all experts; at most 2"
+    ),
     "routing_margin": Words(
         "router margin, mean", "gap between the last chosen and the first rejected expert"
     ),
     "routing_margin_flipped": Words(
         "router margin, flipped", "small: near-ties, decided by rounding"
     ),
+    "routing_near_tie": Words(
+        "near-ties", "choices whose margin lies within the router's own noise", share=True
+    ),
+    "routing_near_tie_flipped": Words(
+        "near-ties among these",
+        "share of the differing choices that were near-ties",
+        share=True,
+    ),
+    "routing_delta2_share": Words(
+        "of delta², such tokens", "share of all delta² on tokens with such a layer", share=True
+    ),
+    "routing_k3_share": Words(
+        "of k3, such tokens", "share of the k3 score on tokens with such a layer", share=True
+    ),
+    "routing_harm_factor": Words(
+        "|delta|, such tokens", "their mean |delta| over that of the other tokens"
+    ),
+    "routing_harm_r2": Words(
+        "variance explained", "share of the variance of |delta| between the two groups", share=True
+    ),
+    "routing_prompt_disagree_layer": Words(
+        "prompt: other experts",
+        "the first number, over prompt and tool output: apart from the headline",
+        share=True,
+    ),
+    "routing_prompt_disagree_any": Words(
+        "prompt: tokens with such", "share of those tokens with at least one layer", share=True
+    ),
     "experts_load_tv": Words(
         "expert load, distance",
         "total variation between the two sides' load per expert",
         share=True,
     ),
+    "experts_load_peak_rollout": Words(
+        "busiest expert, rollout", "its load over the even load of its layer"
+    ),
+    "experts_load_peak_train": Words("busiest expert, train", "the same on the train side"),
 }
 
 MARKS = {"healthy": "✓", "warn": "!", "critical": "✕"}
@@ -165,19 +249,12 @@ def words_for(name: str, *, sampled_by_left: bool = True) -> Words:
     Where neither side sampled the tokens, the KL estimators estimate no KL and are called scores.
     """
     words = METRICS.get(name) or ROUTING.get(name) or Words(name, "")
-    if sampled_by_left or "KL" not in words.label:
+    if sampled_by_left or "KL" not in words.label or name.startswith("exact_"):
         return words
     return Words(
         words.label.replace("KL", "divergence score"),
         "the KL formula on tokens that neither side sampled: a score, no estimate of a KL",
     )
-
-
-def aliases(name: str) -> tuple[str, ...]:
-    """The names that other frameworks give to the same number, as the metric declares them."""
-    from mismatch.metrics import METRICS as declared
-
-    return declared[name].aliases if name in declared else ()
 
 
 def noise_words(pair: Comparison) -> Words:

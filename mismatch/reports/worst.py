@@ -14,6 +14,7 @@ from mismatch.reports.text import token_text, visible
 if TYPE_CHECKING:
     import pandas as pd
 
+MOST_LAYERS = 6  # runs of layers that are named beside a token
 GAP = " ⋯ "  # tokens in between were not sampled: a prompt, or a tool's output
 
 
@@ -30,6 +31,7 @@ class WorstToken:
     delta: str
     factor: str
     flips: str
+    layers: str
     before: str
     after: str
 
@@ -74,6 +76,7 @@ def _worst(table: pd.DataFrame, row: int, reach: int) -> WorstToken:
         delta=("+" if delta > 0 else "") + quantities.number(delta),
         factor=_factor(abs(delta)),
         flips=quantities.MISSING if _is_missing(flips) else str(int(flips)),
+        layers=_layers(entry.get("routing_flipped_layers")),
         before=_context(table, row - reach, row, row),
         after=_context(table, row + 1, row + 1 + reach, row),
     )
@@ -83,6 +86,20 @@ def _factor(size: float) -> str:
     """By how much a probability is off: percent up to a factor of 2."""
     off = math.expm1(min(size, 700.0))
     return quantities.percent(off) if off < 1 else quantities.times(off + 1)
+
+
+def _layers(flipped: object) -> str:
+    """The layers that chose other experts, in words; cut short where there are many.
+
+    >>> _layers("0, 3, 5-7"), _layers("4"), _layers("")
+    ('layers 0, 3, 5–7', 'layer 4', '')
+    """
+    if _is_missing(flipped) or not flipped:  # runs of earlier versions do not name them
+        return ""
+    parts = str(flipped).replace("-", "–").split(", ")
+    more = " …" if len(parts) > MOST_LAYERS else ""
+    noun = "layer" if len(parts) == 1 and parts[0].isdigit() else "layers"
+    return f"{noun} {', '.join(parts[:MOST_LAYERS])}{more}"
 
 
 def _is_missing(value: object) -> bool:

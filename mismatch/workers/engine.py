@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,16 +28,19 @@ from mismatch.engines.artefacts import (
     prefill_scoring,
     response_rewards,
 )
-from mismatch.engines.base import Capabilities, Engine, Sample
+from mismatch.engines.base import Capabilities, Engine, Sample, Watching
 from mismatch.engines.model_info import ModelInfo, first_line, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
+from mismatch.engines.watch import Wanted, build_distributions, reported_law
 from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.models.derived import in_form
 from mismatch.specs import RolloutSpec, from_dict
 from mismatch.tasks.prompts import Prompt, read_prompts, render_prompts
 from mismatch.types import Rollout, Scoring
 from mismatch.workers.launch import leave, report_ready, report_timing, say, write_error
 
 PROGRESS_INTERVAL_S = 0.5
+REASONS = {"distributions": "exact KL: it gives no whole distributions"}  # where it gives no other
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +84,7 @@ def run(run_dir: Path, spec: RolloutSpec) -> None:
     require_vocabulary(tokenizer, info, spec.engine.model)
     ids = render_prompts(prompts, tokenizer, info.vocab_size)
     longest = require_context(spec, prompts, ids, info)
-    with kind(spec.engine, spec.sampling, longest) as engine:
+    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
         report_ready()
         if not resume.rollout_done(run_dir, spec):
             sample(run_dir, spec, engine, Ready(prompts, ids, tokenizer, info, capabilities))
@@ -89,6 +92,7 @@ def run(run_dir: Path, spec: RolloutSpec) -> None:
             rollout = store.load_rollout(run_dir)
             with timed("prefill"):
                 scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
+            scoring.fingerprint["model"] = spec.engine.model
             store.save_scoring(run_dir, scoring, rollout, made_by=spec)
 
 
@@ -98,6 +102,7 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     Raises:
         CorruptCapture: the routed experts cannot be true; tokens and logprobs are saved by then.
     """
+    watching = watch(engine, spec) if ready.capabilities.distributions else None
     with timed("generate"):
         samples = engine.generate(ready.ids, Reporter("rollout"))
     require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
@@ -108,6 +113,8 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)
     rollout = replace(rollout, rewards=rewards)
     decode = decode_scoring(engine, samples, rollout, fingerprint)
+    if watching is not None:
+        decode = with_distributions(watching, decode, rollout, ready.info.vocab_size)
     texts = token_texts(ready.tokenizer, np.unique(rollout.token_ids).tolist())
     store.save_rollout(run_dir, rollout, made_by=spec)
     store.save_vocabulary(run_dir, texts)
@@ -117,6 +124,30 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
         except CorruptCapture as error:
             raise keep_without_routes(run_dir, decode, rollout, error) from error
     store.save_scoring(run_dir, decode, rollout, made_by=spec)
+
+
+def watch(engine: Engine, spec: RolloutSpec) -> Watching | None:
+    """Have the engine take whole distributions while it samples, where that is asked for."""
+    if spec.exact_kl < 1:
+        return None
+    law = reported_law(engine.fingerprint("decode"), spec.sampling)
+    watching = cast(Watching, engine)
+    watching.watch(Wanted(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law))
+    return watching
+
+
+def with_distributions(
+    engine: Watching, decode: Scoring, rollout: Rollout, vocabulary: int
+) -> Scoring:
+    """The scoring with what the engine took, or with the reason why it cannot be used."""
+    taken = engine.watched()
+    try:
+        made = build_distributions(taken, rollout, decode.logprobs, vocabulary)
+    except CorruptCapture as error:
+        facts = decode.fingerprint
+        missing = [*facts["not_tested"], f"{engine.name}: exact KL: {error.message}"]
+        return replace(decode, fingerprint=facts | {"not_tested": missing})
+    return replace(decode, distributions=made)
 
 
 def keep_without_routes(
@@ -169,9 +200,10 @@ def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[str]:
         "prefill_tempered": spec.engine.prefill and spec.sampling.temperature not in (0.0, 1.0),
         "routed_experts": spec.engine.routing,
         "deterministic": True,
+        "distributions": spec.exact_kl > 0,
     }
     return [
-        f"{spec.engine.engine}: {capabilities.reasons.get(name, f'no {name}')}"
+        f"{spec.engine.engine}: {capabilities.reasons.get(name, REASONS.get(name, f'no {name}'))}"
         for name, asked in wanted.items()
         if asked and not getattr(capabilities, name)
     ]

@@ -27,12 +27,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
+from mismatch.pipeline import NEW_REPLAYED, REPLAYED
 from mismatch.specs import Pass, TrainSpec, from_dict
-from mismatch.store import load_rollout, read_json, save_scoring
+from mismatch.store import (
+    distributions_file,
+    load_distributions,
+    load_rollout,
+    load_scoring,
+    read_json,
+    routing_file,
+    save_scoring,
+    scoring_header,
+)
 from mismatch.workers.launch import leave, report_ready, report_timing, say, write_error
 
 if TYPE_CHECKING:
+    from mismatch.distributions import Distributions
     from mismatch.training.load import Loaded
+    from mismatch.training.replay import Source
     from mismatch.training.world import World
     from mismatch.types import Rollout
 
@@ -97,16 +109,23 @@ def _score_all(world: World, passes: list[Pass], job: dict[str, Any]) -> None:
     if "wait_for" in job:
         wait_for(Path(job["wait_for"]))
     rollout = _rollout(job)
+    asked = engine_distributions(job, rollout)
     for one in passes:
         if load_key(loaded.spec) != load_key(one.spec):
             del loaded  # the old weights must be gone before the new ones come
             _free()
             loaded = _load(world, one, job)
         start = time.monotonic()
-        scoring = score_pass(world, loaded, rollout, one)
+        if one.spec.replay_routing is not None:
+            world.barrier()  # the routes may come from an earlier pass, which rank 0 saves
+        if left_out(job["run_dir"], rollout, one):
+            continue
+        source = replay_source(job, rollout, one.spec)
+        scoring = score_pass(world, loaded, rollout, one, source, asked)
         if scoring is not None:
             report_timing(one.name, time.monotonic() - start)
-            save_scoring(job["run_dir"], scoring, rollout, made_by=one.spec)
+            also = () if source is None else (routing_file(source.name),)
+            save_scoring(job["run_dir"], scoring, rollout, made_by=one.spec, also_from=also)
 
 
 def _load(world: World, one: Pass, job: dict[str, Any]) -> Loaded:
@@ -130,9 +149,39 @@ def validate(passes: list[Pass]) -> None:
 
     seen = set()
     for one in passes:
-        if load_key(one.spec) not in seen:
-            seen.add(load_key(one.spec))
+        key = (*load_key(one.spec), one.spec.replay_routing, bool(one.spec.inject))
+        if key not in seen:
+            seen.add(key)
             require_runnable(one.spec)
+
+
+def routes_from(rollout: Rollout, spec: TrainSpec) -> str:
+    """Name of the scoring whose routes a pass replays."""
+    return spec.replay_source or f"{rollout.fingerprint['engine']}:decode"
+
+
+def left_out(run_dir: Path | str, rollout: Rollout, one: Pass) -> bool:
+    """Whether a side pass has no routes to replay, because nobody could capture them.
+
+    The report says so; a pass that was asked for by ``--replay-routing`` is refused instead.
+    """
+    if one.name not in (NEW_REPLAYED, REPLAYED):
+        return False
+    return not scoring_header(run_dir, routes_from(rollout, one.spec)).get("routing")
+
+
+def replay_source(job: dict[str, Any], rollout: Rollout, spec: TrainSpec) -> Source | None:
+    """The routes that a pass replays, if it does: of the engine's decode, or of an earlier pass.
+
+    Raises:
+        MismatchError: no such scoring, no routes in it, or routes that cannot be true.
+    """
+    if spec.replay_routing is None:
+        return None
+    from mismatch.training.replay import Source
+
+    scoring = load_scoring(job["run_dir"], routes_from(rollout, spec))
+    return Source.of(scoring, spec.replay_routing, rollout)
 
 
 def wait_for(path: Path) -> None:
@@ -151,6 +200,7 @@ def load_key(spec: TrainSpec) -> tuple[Any, ...]:
         spec.revision,
         spec.dtype,
         spec.master_dtype,
+        spec.weights,
         spec.attention,
         spec.experts,
         spec.trust_remote_code,
@@ -160,6 +210,15 @@ def load_key(spec: TrainSpec) -> tuple[Any, ...]:
 def _rollout(job: dict[str, Any]) -> Rollout:
     path = Path(job["run_dir"]) / job.get("rollout", "rollout.parquet")
     return load_rollout(path.parent)
+
+
+def engine_distributions(job: dict[str, Any], rollout: Rollout) -> Distributions | None:
+    """What the engine took while it sampled; None where it took nothing."""
+    run_dir = (Path(job["run_dir"]) / job.get("rollout", "rollout.parquet")).parent
+    name = f"{rollout.fingerprint.get('engine')}:decode"
+    if not (run_dir / distributions_file(name)).exists():
+        return None
+    return load_distributions(run_dir, name)
 
 
 def _free() -> None:

@@ -1,0 +1,188 @@
+"""`mismatch metrics`: every number that a report can hold, and what others call it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mismatch.metrics import Metric
+
+SCHEMA = "mismatch.metrics/1"
+EXPLANATION = (
+    "level: what a mean runs over. kind: a mean, a ratio (a smooth function of several means), a\n"
+    "quantile, or an extreme (a maximum, a minimum, a count: no interval). good: which direction\n"
+    "is agreement, where one is. mismatch metrics --explain NAME says the rest."
+)
+
+
+def metrics(
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Formula, direction, unit, interval, levels and names elsewhere of one metric; "
+            "another framework's name will do.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """List every metric with its unit, kind and level of reduction, or explain one."""
+    from mismatch.metrics import METRICS
+
+    chosen = list(METRICS.values()) if explain is None else [find(explain)]
+    if as_json:
+        rows = [as_data(metric) for metric in chosen]
+        typer.echo(json.dumps({"schema": SCHEMA, "metrics": rows}, indent=2, ensure_ascii=False))
+    elif explain is not None:
+        typer.echo("\n".join(explanation(chosen[0])))
+    else:
+        print_list(chosen)
+    return 0
+
+
+def find(name: str) -> Metric:
+    """The metric of a name, ours or another framework's.
+
+    Raises:
+        MismatchError: there is none; it says which names are near.
+    """
+    from difflib import get_close_matches
+
+    from mismatch.errors import MismatchError
+    from mismatch.metrics import METRICS
+    from mismatch.metrics.names import ALIASES, metric_called
+
+    wanted = name.strip()
+    plain = {known.replace(".", "_"): known for known in METRICS}
+    ours = wanted if wanted in METRICS else plain.get(wanted) or metric_called(wanted)
+    if ours is not None:
+        return METRICS[ours]
+    others = {alias.name: alias for aliases in ALIASES.values() for alias in aliases}
+    near = get_close_matches(wanted, [*METRICS, *others], n=4, cutoff=0.5)
+    near += [known for known in METRICS if wanted and wanted in known and known not in near][:4]
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    raise MismatchError(f"no metric {name!r}", f"{hint}mismatch metrics lists all {len(METRICS)}")
+
+
+def print_list(chosen: list[Metric]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("name", "unit", "kind", "level", "good"):
+        table.add_column(title, no_wrap=True)
+    for metric in chosen:
+        good = "" if metric.good == "neither" else metric.good
+        table.add_row(metric.name, metric.unit, metric.kind, metric.reduction, good)
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 80)
+    console.print(table, highlight=False, markup=False)
+    console.print(EXPLANATION, highlight=False, markup=False)
+
+
+def explanation(metric: Metric) -> Iterator[str]:
+    """Everything there is to say about one metric, at most 80 columns wide."""
+    from mismatch.metrics import describe, names
+    from mismatch.reports.words import words_for
+
+    words = words_for(metric.name)
+    yield f"{metric.name}: {words.label}"
+    yield from _field("reading", words.meaning)
+    yield from _field("formula", describe.formula(metric))
+    yield from _field("sign", "delta = train - rollout, rho = exp(delta)")
+    yield from _field("direction", describe.DIRECTIONS[metric.good])
+    yield from _field("unit", f"{metric.unit}; {describe.values(metric)}")
+    yield from _field("level", f"one term per {_UNITS[metric.reduction]}")
+    yield from _field("interval", describe.interval(metric))
+    yield from _field("source", describe.source(metric))
+    yield from _field("needs", ", ".join(metric.needs))
+    attribute = metric.name.replace(".", "_")
+    yield from _field("python", f"from mismatch.metrics import {attribute}")
+    yield ""
+    yield "Elsewhere"
+    for alias in names.of(metric.name):
+        yield from _wrapped(alias.label, 2)
+        yield from _wrapped(alias.remark(metric.reduction) or "the same number", 4)
+        yield from _wrapped(f"read in {alias.source}", 4)
+    if not names.of(metric.name):
+        yield "  no other framework is known to report it"
+    yield ""
+    yield "Levels"
+    yield from levels(metric)
+
+
+_UNITS = {"token": "action token", "sequence": "sequence with at least one action token"}
+
+
+def levels(metric: Metric) -> Iterator[str]:
+    """The cells of the levels table for a metric, each with its source."""
+    from mismatch.levels import default_thresholds
+    from mismatch.reports.quantities import bound
+
+    cells = default_thresholds().get(metric.name, {})
+    for column, level in cells.items():
+        signs = ("≥", "<") if metric.good == "high" else ("≤", ">")
+        healthy, critical = bound(level.healthy), bound(level.critical)
+        yield f"  {column:<11} healthy {signs[0]} {healthy}, critical {signs[1]} {critical}"
+        yield from _wrapped(level.source, 14)
+    if not cells:
+        yield from _wrapped("none: the number is context, and nothing published bounds it", 2)
+
+
+def as_data(metric: Metric) -> dict[str, Any]:
+    """One metric as JSON data."""
+    from mismatch.metrics import describe, names
+
+    return {
+        "name": metric.name,
+        "formula": describe.formula(metric),
+        "unit": metric.unit,
+        "kind": metric.kind,
+        "reduction": metric.reduction,
+        "good": metric.good,
+        "interval": describe.interval(metric),
+        "source": describe.source(metric),
+        "needs": list(metric.needs),
+        "aliases": [
+            {
+                "framework": alias.framework,
+                "name": alias.name,
+                "reduction": alias.reduction,
+                "sign": alias.sign,
+                "clipping": alias.clipping,
+                "note": alias.note,
+                "differs": alias.value is not None,
+                "source": alias.source,
+            }
+            for alias in names.of(metric.name)
+        ],
+    }
+
+
+def _field(title: str, text: str) -> Iterator[str]:
+    import textwrap
+
+    lines = textwrap.wrap(text, 67, break_long_words=False, break_on_hyphens=False) or [""]
+    yield f"  {title:<10} {lines[0]}"
+    yield from (f"{'':<13}{line}" for line in lines[1:])
+
+
+def _wrapped(text: str, indent: int) -> Iterator[str]:
+    import textwrap
+
+    space = " " * indent
+    wrapped = textwrap.fill(
+        text,
+        80,
+        initial_indent=space,
+        subsequent_indent=space,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    yield from wrapped.split("\n")
