@@ -90,7 +90,7 @@ def corrections(flags: Flags) -> int:
         return 0
     from rich.console import Console
 
-    from mismatch.reports.terminal import print_corrections
+    from mismatch.reports.analyses import print_corrections
 
     print_corrections(made, Console())
     return 0

@@ -221,6 +221,10 @@ class NamesFlags:
         Framework | None,
         _flag(OUTPUT, "Also show a framework's names, and values by its conventions."),
     ] = None
+    details: Annotated[
+        bool,
+        typer.Option("--details", help="Print every analysis in full.", rich_help_panel=OUTPUT),
+    ] = False
 
 
 class ForecastFlags:

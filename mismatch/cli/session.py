@@ -117,7 +117,7 @@ def conclude(
         if tokens is None and run_dir is not None:
             tokens = written_with_names(report, run_dir, flags["names"].value)
         elsewhere = Elsewhere(tokens, flags["names"].value)
-    print_report(report, Console(), run_dir, elsewhere)
+    print_report(report, Console(), run_dir, elsewhere, details=bool(flags.get("details")))
     code: int = exit_code(report.verdict, flags["fail_on"].value)
     return code
 

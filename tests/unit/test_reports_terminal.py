@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from mismatch.reports.analyses import in_short
 from mismatch.reports.markdown import plain, to_markdown
 from mismatch.reports.terminal import print_report
 from mismatch.types import Check, Estimate, Report
@@ -167,3 +168,16 @@ def test_markdown_disarms_foreign_text() -> None:
     text = to_markdown(hostile_report())
     assert "<img" not in re.sub(r"\\<", "", text)
     assert "@team" not in text.replace("`", "")
+
+
+def test_without_details_every_analysis_keeps_one_sentence() -> None:
+    report = REPORTS["healthy"]
+    full, short = io.StringIO(), io.StringIO()
+    print_report(report, Console(file=full, width=80))
+    print_report(report, Console(file=short, width=80), details=False)
+    text = " ".join(short.getvalue().split())
+    assert "Also measured" in text
+    for sentence in in_short(report):
+        assert " ".join(sentence.split()) in text
+    assert len([sentence for sentence in in_short(report) if sentence]) >= 4
+    assert len(short.getvalue().splitlines()) < len(full.getvalue().splitlines()) - 10

@@ -1,0 +1,147 @@
+"""On a terminal: the analyses that go beyond the headline, in full or one line each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mismatch.metrics.corrections import NONE
+from mismatch.reports import budget, corrections, exact, forecast, two_passes
+from mismatch.reports.console import columns, heading, paragraph, say
+from mismatch.reports.text import line
+from mismatch.types import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from mismatch.corrections.types import Corrections
+
+
+def print_analyses(report: Report, console: Console) -> None:
+    """Error budget, two forward passes, forecast, exact KL and corrections, those that exist."""
+    _budget(report, console)
+    _two_passes(report, console)
+    _forecast(report, console)
+    _exact(report, console)
+    _corrections(report, console)
+
+
+def print_in_short(report: Report, console: Console) -> None:
+    """One sentence of each."""
+    said = [sentence for sentence in in_short(report) if sentence]
+    if not said:
+        return
+    heading(console, "Also measured", "in full: report.html, or mismatch report RUN --details")
+    for sentence in said:
+        style = "yellow" if sentence.startswith("! ") else ""
+        paragraph(console, sentence if style else f"- {sentence}", style=style)
+
+
+def in_short(report: Report) -> list[str]:
+    """What each analysis found, where it was made; an injected disturbance is never left out."""
+    made = report.two_passes
+    passes = two_passes.sentences(made)[:1] if made else []
+    injected = two_passes.injected(made) if made else ""
+    correction = report.corrections
+    return [
+        budget.largest(report) if len(budget.steps(report)) >= 3 else "",
+        f"! {injected}" if injected else "",
+        *(f"two forward passes of the trainer: {sentence}" for sentence in passes),
+        *forecast.sentences(report)[:1],
+        *exact.sentences(report)[:1],
+        f"corrections: {corrections.headline(correction)}" if correction else "",
+    ]
+
+
+def _budget(report: Report, console: Console) -> None:
+    rows = budget.steps(report)
+    if len(rows) < 3:  # a chain of one step is the headline itself
+        return
+    heading(console, "Error budget", "engine to trainer; mean delta and shares add up")
+    table = columns(
+        ("", False, 26), ("mean delta", True, 8), ("of the spread", True, 8), ("interval", True, 8)
+    )
+    for row in rows:
+        table.add_row(f"  {row.label}", row.mean, row.share, row.share_interval)
+    console.print(table, highlight=False, markup=False)
+
+
+def _two_passes(report: Report, console: Console) -> None:
+    made = report.two_passes
+    if made is None:
+        return
+    heading(console, two_passes.TITLE, "PPO's ratio with the same weights; on-policy it is 1")
+    if injected := two_passes.injected(made):
+        paragraph(console, f"! {injected}", style="yellow")
+    for sentence in two_passes.sentences(made):
+        paragraph(console, f"- {sentence}")
+
+
+def _forecast(report: Report, console: Console) -> None:
+    said = forecast.sentences(report)
+    if not said:
+        return
+    heading(console, "At a longer response", "importance weights, extrapolated from these tokens")
+    for sentence in said:
+        paragraph(console, sentence)
+
+
+def _exact(report: Report, console: Console) -> None:
+    said = exact.sentences(report)
+    if said:
+        heading(console, "Exact KL", "over all tokens that could have come, not the sampled one")
+    for sentence in said:
+        paragraph(console, f"- {sentence}")
+
+
+def _corrections(report: Report, console: Console) -> None:
+    """Short: what the data favour, beside what no correction does."""
+    made = report.corrections
+    if made is None:
+        return
+    heading(console, "Corrections, previewed", "weights in the loss; no delta changes")
+    rows = [row for row in corrections.correction_rows(made) if made.named(row.id).same_as is None]
+    shown = [row for place, row in enumerate(rows) if place < 3 or row.id == NONE]
+    console.print(_correction_table(shown), highlight=False, markup=False)
+    paragraph(console, corrections.headline(made))
+
+
+def print_corrections(made: Corrections, console: Console) -> None:
+    """All of it: every correction, what to know, and each framework's setting."""
+    from rich.text import Text
+
+    title = Text("Corrections, previewed", "bold")
+    title.append(f"  {line(made.rollout)} against {line(made.train)}")
+    console.print(title, highlight=False)
+    paragraph(console, corrections.LEAD, indent=0)
+    say(console, "")
+    rows = corrections.correction_rows(made)
+    console.print(_correction_table(rows), highlight=False, markup=False)
+    say(console, "")
+    paragraph(console, corrections.headline(made), indent=0, style="bold")
+    for remark in corrections.remarks(made):
+        paragraph(console, f"- {remark}")
+    heading(console, "What each does")
+    for row in rows:
+        if row.setting:
+            paragraph(console, f"- {row.label}: {row.setting}; weights {row.weights}")
+    recipes = corrections.setting_recipes(made)
+    if recipes:
+        heading(console, "How to switch it on", corrections.setting_title(made))
+    for recipe in recipes:
+        remark = f" ({recipe.remark})" if recipe.remark else ""
+        paragraph(console, f"- {recipe.framework}{remark}; {recipe.source}")
+        for text in recipe.lines:
+            say(console, f"      {text}")
+
+
+def _correction_table(rows: list[corrections.CorrectionRow]) -> Table:
+    table = columns(
+        ("", False, 0), ("rank", True, 0), ("error", True, 0), ("kept", True, 0),
+        ("ESS", True, 0), ("bias, 95 % interval", True, 0), ("cosine", True, 0),
+    )  # fmt: skip
+    for row in rows:
+        table.add_row(
+            f"  {row.label}", row.rank, row.error, row.kept, row.ess, row.interval, row.cosine
+        )
+    return table
