@@ -14,6 +14,7 @@ import pytest
 from mismatch import store
 from mismatch.cli.main import app
 from mismatch.metrics import METRICS, conventions
+from mismatch.metrics.names import metric_called
 from tests.made_run import make_run
 
 
@@ -77,9 +78,20 @@ def test_a_metric_without_levels_or_aliases_says_so():
     assert "none: the number is context" in text
 
 
-@pytest.mark.parametrize("name", ["gen_kl_error", "rollout_corr/k3_kl", "verl rollout_corr/k3_kl"])
+@pytest.mark.parametrize(
+    "name",
+    ["gen_kl_error", "rollout_corr/k3_kl", "verl rollout_corr/k3_kl", "mis_k3_kl", "K3_KL"],
+)
 def test_another_frameworks_name_is_understood(name):
     assert said("metrics", "--explain", name).startswith("k3_kl:")
+
+
+def test_the_end_of_a_name_will_do_where_only_one_is_meant():
+    assert metric_called("rollout_is_mean") == "ratio_mean"
+    assert metric_called("importance_sampling_ratio/MAX") == "ratio_max"
+    assert metric_called("rollout_is_eff_sample_size") == "ess_token"
+    assert metric_called("mean") is None  # ends names of several
+    assert metric_called("is_mean") is None  # no whole part of a name
 
 
 def test_an_unknown_name_gets_near_ones_and_exit_code_2():

@@ -39,3 +39,11 @@ def test_another_model_brings_its_own_revision(scored):
     train = scored("--model", "tiny-gpt-oss")
     assert train.revision is None
     assert train.trust_remote_code is False
+
+
+def test_the_effect_of_a_form_is_passed_on(tmp_path, scored, monkeypatch):
+    seen = []
+    monkeypatch.setattr("mismatch.pipeline.run_score", lambda spec, *args: seen.append(spec))
+    flags = ["score", str(tmp_path), "--weights-effect", "mxfp4-rounded"]
+    assert CliRunner().invoke(app, flags).exit_code == 0
+    assert seen[-1].weights_effect == "mxfp4-rounded"

@@ -67,8 +67,12 @@ def test_every_number_carries_its_interval_and_counts(default_run):
     sizes = default_run.report["run"]
     for name, estimate in default_run.headline["metrics"].items():
         assert estimate["n_prompts"] == 48, name
-        assert estimate["n_sequences"] == sizes["n_sequences"] == 192, name
-        assert estimate["n_tokens"] == sizes["n_tokens"], name
+        if "exact" in name:  # at some of the tokens
+            assert 100 < estimate["n_sequences"] <= 192, name
+            assert estimate["n_tokens"] == 512, name
+        else:
+            assert estimate["n_sequences"] == sizes["n_sequences"] == 192, name
+            assert estimate["n_tokens"] == sizes["n_tokens"], name
         if estimate["low"] is not None:
             assert estimate["low"] <= estimate["value"] <= estimate["high"], name
 
@@ -104,7 +108,7 @@ def test_all_semantic_checks_pass_on_a_clean_run(default_run):
     bad = {id: status for id, status in default_run.checks.items() if status != "passed"}
     assert bad.keys() <= {"importance-ratio"}, bad  # a 99.7 % test, so a warning may happen
     assert "failed" not in bad.values()
-    assert len(default_run.checks) == 13
+    assert len(default_run.checks) == 14
 
 
 def test_fingerprints_hold_what_ran(default_run):

@@ -1,4 +1,4 @@
-"""Experts under FSDP2, in a world of two ranks: the same logprobs, and one layer gathered at a time.
+"""Experts under FSDP2, in a world of two ranks: the same logprobs, one layer gathered at a time.
 
 The model is nearly nothing but experts, and its layers together are far larger than what a rank may
 hold at once, so that a second copy of a layer's experts, or a second layer, would show.
@@ -173,5 +173,4 @@ def test_a_backward_pass_under_fsdp2(model: Path, tmp_path: Path) -> None:
         assert rank["bounded"]["same"]
         assert all(total > 0 for total in rank["bounded"]["sums"])
         beyond = {name: rank[name]["peak"] - rank[name]["grads"] for name in rank}
-        print(beyond)
         assert beyond["bounded"] < beyond["eager"] - LAYER / 2

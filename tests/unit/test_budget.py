@@ -88,6 +88,28 @@ def test_intervals_are_by_prompt() -> None:
     assert arm == pytest.approx(2 * 0.02 / PROMPTS**0.5, rel=0.35)
 
 
+def test_the_share_of_a_step_that_one_prompt_carries_has_an_interval_of_sane_width() -> None:
+    """Resamples without that prompt have no spread to speak of: bootstrap-t gave up to 12,960."""
+    rng = np.random.default_rng(0)
+    prompts, tokens = 6, 50
+    first = 1e-6 * rng.normal(size=(prompts, tokens))
+    first[0, :3] += 0.05 * rng.normal(size=3)
+    second, third = rng.normal(size=(2, prompts, tokens)) * np.array([1e-3, 3e-4])[:, None, None]
+    got = error_budget(
+        chain(first.ravel(), second.ravel(), third.ravel()),
+        ((("fsdp", first.ravel()), ("fsdp:regrouped", 0.0 * first.ravel())),),
+        sequence=np.repeat(np.arange(prompts), tokens),
+        prompt=np.arange(prompts),
+    )
+    for step in (*got.steps, *got.beside):
+        assert step.share.low <= step.share.value <= step.share.high
+        assert max(-step.share.low, step.share.high) < 5.0
+    assert "heavy-tail" in got.steps[0].share.flags
+    assert got.steps[0].share.high - got.steps[0].share.low > 0.2
+    # Where nothing is heavy, bootstrap-t stands as it was.
+    assert "heavy-tail" not in got.steps[2].share.flags
+
+
 def test_identical_scorings_have_no_share_of_nothing() -> None:
     zero = np.zeros(len(SEQUENCE))
     got = made(zero, zero, zero)
@@ -228,6 +250,16 @@ def test_rows_and_sentence_name_the_largest_step() -> None:
         "trainer regrouped",
         "trainer with gradients",
     ]
+
+
+def test_a_step_that_few_tokens_carry_is_cautioned() -> None:
+    report = make_report()
+    first, *rest = report.budget.steps
+    heavy = replace(first, share=replace(first.share, flags=("heavy-tail",)))
+    cautioned = replace(report, budget=replace(report.budget, steps=(heavy, *rest)))
+    caution = "engine: decode → prefill: a few tokens carry it"
+    assert shown.remarks(cautioned)[0].startswith(caution)
+    assert not any("a few tokens" in remark for remark in shown.remarks(report))
 
 
 def test_the_waterfall_ends_at_the_whole() -> None:

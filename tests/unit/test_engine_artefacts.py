@@ -18,6 +18,7 @@ from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.tasks.prompts import Prompt
 from mismatch.types import Rollout, Sampling
 from mismatch.workers.engine import (
+    REASONS,
     Reporter,
     main,
     not_tested,
@@ -115,7 +116,8 @@ def test_a_prompt_has_to_fit_with_its_response() -> None:
 
 
 def test_what_an_engine_cannot_do_is_said_and_not_tried() -> None:
-    able = Capabilities(prefill_tempered=False, reasons={"prefill_tempered": "T must be 1."})
+    reasons = {"prefill_tempered": "T must be 1."}
+    able = Capabilities(prefill_tempered=False, distributions=True, reasons=reasons)
     warm = RolloutSpec(EngineSpec("x"), sampling=Sampling(temperature=0.7))
     assert not wants_prefill(warm, able)
     assert not_tested(warm, able) == ["x: T must be 1."]
@@ -123,7 +125,9 @@ def test_what_an_engine_cannot_do_is_said_and_not_tried() -> None:
     assert wants_prefill(plain, able)
     assert not_tested(plain, able) == []
     assert not wants_prefill(RolloutSpec(EngineSpec("x", prefill=False)), able)
-    assert not_tested(plain, Capabilities(routed_experts=False)) == ["x: no routed_experts"]
+    blind = Capabilities(routed_experts=False, distributions=True)
+    assert not_tested(plain, blind) == ["x: no routed_experts"]
+    assert not_tested(plain, Capabilities()) == [f"x: {REASONS['distributions']}"]
 
 
 class Decoder:

@@ -468,6 +468,16 @@ def test_what_cannot_be_compared_is_absent_with_a_reason() -> None:
         assert not [name for name in found if "exact" in name]
 
 
+def test_scorings_of_other_tokens_have_no_exact_divergence() -> None:
+    made = drawn(5)
+    short = dataclasses.replace(
+        made.right, token_ids=made.right.token_ids[:9], logprobs=made.right.logprobs[:9]
+    )
+    changed = dataclasses.replace(made.right, token_ids=made.right.token_ids + 1)
+    for other in (short, changed):
+        assert exact_reason(made.left, other) == "left and right: they scored other tokens"
+
+
 def test_a_scoring_carries_them_through_the_store(tmp_path: Path) -> None:
     made = drawn(6)
     store.save_rollout(tmp_path, made.rollout)

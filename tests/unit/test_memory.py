@@ -222,3 +222,66 @@ def test_a_check_warns_before_memory_runs_out_and_stays_silent_where_it_does_not
     assert warnings("tiny-gpt-oss") == ()
     assert any("does not fit" in text and "help" in text for text in warnings("gpt-oss-120b"))
     assert warnings("someone/unknown-model") == ()  # nothing to go by offline
+
+
+# ---------------------------------------------------------------- ways to run the experts
+
+
+def choices_of(shape: Shape, experts: str, tokens: int = 1024):
+    from mismatch.doctor.choices import expert_choices
+    from mismatch.specs import Pass
+
+    passes = [
+        Pass("fsdp", TrainSpec("m", experts=experts)),
+        Pass("reference:fp32", TrainSpec("m", dtype="fp32")),
+    ]
+    found = expert_choices(shape, passes, 1, Work((tokens,)), "cuda")
+    return {choice.name: choice for choice in found}
+
+
+def test_every_way_to_run_the_experts_is_predicted():
+    found = choices_of(GPT, "eager")
+    assert [name for name, choice in found.items() if choice.chosen] == ["eager"]
+    assert choices_of(GPT, "auto")["grouped_mm"].chosen
+    for name, choice in found.items():
+        assert choice.peak_bytes == train(GPT, lengths=(1024,), experts=name).peak_bytes
+    a_token = 4 * 3 * 2880 * 2880 * 2  # the weights of its experts, bf16
+    assert found["batched_mm"].token_bytes == pytest.approx(a_token, rel=2e-3)
+    assert found["batched_mm"].peak_bytes > 1000 * a_token
+    assert found["bounded"].peak_bytes <= found["eager"].peak_bytes
+    assert found["bounded"].peak_bytes < found["grouped_mm"].peak_bytes + fit.GIB
+    assert choices_of(TOY, "auto") == {}
+
+
+def test_bounded_experts_stop_growing_where_the_others_do_not():
+    """Beyond 4,096 tokens only the layer's output and its order of tokens are added."""
+    from mismatch.doctor.experts import forward_bytes
+
+    def more(name: str) -> int:
+        return forward_bytes(GPT, name, 32768, 2) - forward_bytes(GPT, name, 16384, 2)
+
+    assert more("bounded") == 16384 * (2880 * 2 + 32 * 4)
+    assert more("eager") > 5 * more("bounded")
+    assert more("grouped_mm") > 30 * more("bounded")
+
+
+def test_eagers_backward_pass_fills_a_gradient_of_all_experts():
+    from mismatch.doctor.experts import backward_bytes
+
+    all_experts = 32 * 2880 * 5760 * 2
+    for tokens in (256, 1024):
+        eager, bounded = (backward_bytes(GPT, n, tokens, 2) for n in ("eager", "bounded"))
+        assert eager > all_experts
+        assert bounded < all_experts / 5
+
+
+def test_copied_weights_are_warned_of_with_the_remedy():
+    from mismatch.doctor.choices import expert_warnings
+
+    (text,) = expert_warnings(tuple(choices_of(GPT, "batched_mm").values()))
+    assert "199.2 MB of weights for every token" in text
+    assert "--experts-implementation bounded" in text
+    assert expert_warnings(tuple(choices_of(GPT, "bounded").values())) == ()
+    assert expert_warnings(()) == ()
+    found = train(GPT, lengths=(1024,), experts="batched_mm")
+    assert fit.remedies_of(found)[0] == "--experts-implementation bounded"

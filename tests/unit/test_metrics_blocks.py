@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import tracemalloc
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from mismatch import store
 from mismatch.compare import compare
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics import METRICS, blocks, measure, passes
+from mismatch.metrics import METRICS, blocks, measure, passes, threads
 from mismatch.metrics.estimate import Estimator, hill_index
 from mismatch.metrics.registry import Metric
 from mismatch.metrics.stream import stream
@@ -127,17 +128,23 @@ def test_a_misleading_sample_costs_a_pass_not_the_truth(small_blocks):
         [mean], lambda: blocks.in_memory(arrays, layout, sequence), layout, misleading
     )
     work.first_pass()
-    assert work.retried.metrics == [mean]
-    tail = work.retried.columns[0].tail.held
-    top = len(sequence) // 100
-    assert np.sort(tail)[-top:].tolist() == np.sort(np.abs(arrays["delta"]))[-top:].tolist()
+    assert work.ends.deltas is None
+    truth = plain(mean, arrays, sequence, prompt)
+    assert work.heavy == {mean.name: "heavy-tail" in truth.flags}
+    inner = dataclasses.replace(mean, outermost=False)
+    work = measure._Work(
+        [inner], lambda: blocks.in_memory(arrays, layout, sequence), layout, misleading
+    )
+    work.first_pass()
+    assert work.columns.heavy(inner, len(sequence)) is None
+    assert work.heavy == {mean.name: "heavy-tail" in truth.flags}
 
 
 def test_tail_keeps_the_largest_through_all_its_prunings(monkeypatch):
     sizes = np.random.default_rng(0).pareto(1.5, 400_000)
     tail = passes.Tail(1000)
     for part in np.split(sizes, 40):
-        tail.add(part)
+        tail.keep(tail.look(part))
     assert tail.complete
     assert len(tail.held) < 50_000
     largest = np.sort(sizes)[-1001:]
@@ -172,6 +179,77 @@ def test_memory_stays_a_fraction_of_the_inputs():
     tracemalloc.stop()
     assert len(sequence) > 900_000
     assert peak < 3 * (2 * given["rollout"].nbytes + sequence.nbytes)
+
+
+@pytest.mark.parametrize("case", ["percentile", "half exactly 0", "long sequences"])
+def test_any_number_of_threads_gives_the_same_bits(case, small_blocks):
+    arrays, sequence, prompt = CASES[case]
+    one, three = (Estimator(sequence, prompt, threads=n).all(ALL, arrays) for n in (1, 3))
+    assert one == three
+    chunks = chunked(arrays, 700)
+    one, three = (stream(lambda: chunks, prompt, ALL, threads=n) for n in (1, 3))
+    assert one == three
+
+
+def test_results_come_in_order_and_errors_are_raised():
+    started = []
+
+    def work(number):
+        started.append(number)
+        time.sleep(0.002 * (5 - number % 5))
+        if number == 17:
+            raise MismatchError("the seventeenth")
+        return number * number
+
+    got = threads.in_order(work, range(16), 3)
+    assert list(got) == [number * number for number in range(16)]
+    with pytest.raises(MismatchError, match="the seventeenth"):
+        list(threads.in_order(work, range(15, 1000), 3))
+    assert max(started) < 30  # a few blocks ahead, never all of them in memory
+
+
+@pytest.mark.parametrize("metric", [m for m in ALL if m.outermost], ids=lambda m: m.name)
+def test_largest_terms_are_those_of_outermost_deltas(metric):
+    """What ``outermost`` declares: a size falls, then rises, as delta grows."""
+    grid = np.concatenate([-np.logspace(2, -9, 900), [0.0], np.logspace(-9, 2, 900)])
+    assert metric.needs == ("delta",)
+    for part in metric.parts({"delta": grid}):
+        size = np.abs(np.asarray(part, float))
+        from_left, from_right = (np.minimum.accumulate(way) for way in (size, size[::-1]))
+        room = 1.0 + 1e-9  # rounding where two series meet
+        assert (size <= np.maximum(from_left, from_right[::-1]) * room + 1e-300).all()
+
+
+@pytest.mark.parametrize("spike", [0.0, 3.0, 1e4])
+def test_one_token_that_carries_a_fifth_is_found(spike, small_blocks):
+    """The sum of all sizes is only bounded from below in the first pass: a second one decides."""
+    rng = np.random.default_rng(0)
+    sequence, prompt = np.repeat(np.arange(200), 100), np.repeat(np.arange(50), 4)
+    delta = rng.uniform(-0.1, 0.1, 20_000)
+    delta[777] += spike
+    metrics = [METRICS[name] for name in ("kl", "k2_kl", "ratio_mean", "logprob_abs_diff_mean")]
+    want = {m.name: plain(m, {"delta": delta}, sequence, prompt) for m in metrics}
+    assert_same(Estimator(sequence, prompt).all(metrics, {"delta": delta}), want)
+    assert any("heavy-tail" in one.flags for one in want.values()) == (spike > 3.0)
+
+
+@pytest.mark.parametrize(("most", "rest"), [(0.0, 0.01), (0.5, 30.0)])
+def test_sides_that_differ_by_the_same_on_nearly_every_token(most, rest, small_blocks):
+    """Both floors are then that delta, and so is every one of the tokens that were left out."""
+    sequence, prompt = np.repeat(np.arange(200), 100), np.repeat(np.arange(50), 4)
+    delta = np.full(20_000, most)
+    delta[::125] = rest  # 0.8 %: fewer than the Hill index looks at
+    metrics = [metric for metric in ALL if metric.outermost]
+    arrays, layout = {"delta": delta}, blocks.Layout.of(sequence, prompt)
+    sample = {"sequence": sequence[:100], "delta": np.full(100, most)}
+    work = measure._Work(
+        metrics, lambda: blocks.in_memory(arrays, layout, sequence), layout, sample
+    )
+    work.first_pass()
+    assert work.ends.deltas is not None
+    truth = {metric.name: plain(metric, arrays, sequence, prompt) for metric in metrics}
+    assert work.heavy == {name: "heavy-tail" in one.flags for name, one in truth.items()}
+    assert any(work.heavy.values()) == (most > 0.0)
 
 
 # ---------------------------------------------------------------- streams
@@ -271,6 +349,18 @@ def test_streaming_refuses_other_tokens_and_other_rows(tmp_path):
         stream_run(tmp_path, "engine", "trainer")
 
 
+def test_streaming_a_run_without_sequences_is_an_empty_comparison(tmp_path):
+    rollout, left, right = run_of(*CASES["one block"])
+    saved(tmp_path, rollout, left, right)
+    from pyarrow import parquet as pq
+
+    path = tmp_path / store.ROLLOUT
+    pq.write_table(pq.read_table(path).slice(0, 0), path)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(EmptyComparison, match="holds no sequence"):
+        stream_run(tmp_path, "engine", "trainer")
+
+
 # ---------------------------------------------------------------- bad input
 
 SEQUENCE, PROMPT = np.array([0, 0, 1, 1]), np.array([0, 1])
@@ -299,7 +389,7 @@ def test_shapes_that_disagree_are_named():
         estimator.all(ALL, {"rollout": np.zeros(4), "train": np.zeros(3)})
     with pytest.raises(MismatchError, match="delta has 5 tokens, sequence has 4"):
         estimator.one(METRICS["k3_kl"], {"delta": np.zeros(5)})
-    with pytest.raises(MismatchError, match=r"terms of shape \(4, 2\)"):
+    with pytest.raises(MismatchError, match=r"terms of shape \(2, 2\) for 2 tokens"):
         estimator.one(
             Metric("two", "mean", "token", _pair, ("delta",), np.sum, "1"), {"delta": _TWO}
         )

@@ -95,6 +95,10 @@ def test_slot_order_is_no_disagreement():
     assert got["routing_disagree_layer"] == 0.0
     assert got["routing_order_only"] == pytest.approx(1 / 10)
     assert got["routing_top1_disagree"] == pytest.approx(1 / 10)  # by weight, and that moved too
+    elsewhere = flipped((3, 0))  # another set is no other order
+    both = numbers(routing(elsewhere, weights=weights), routing(swapped, weights=weights))
+    assert both["routing_order_only"] == pytest.approx(1 / 10)
+    assert both["routing_disagree_layer"] == pytest.approx(1 / 10)
 
 
 def test_order_is_not_reported_where_a_kernel_does_not_sort():

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from mismatch.errors import MismatchError
 from mismatch.models import derived
+from mismatch.moe import require_forms
+from mismatch.pipeline import REFERENCE, WEIGHTS, run_score, training_passes
+from mismatch.specs import CheckSpec, TrainSpec, WeightsForm
+from mismatch.store import save_rollout
 from mismatch.training import mxfp4
 from mismatch.weights_digest import source_hashes
-from tests.checkpoints import make, make_mxfp4
+from tests.checkpoints import make, make_mxfp4, rollout
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +179,113 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(MismatchError, match="GB are free"):
         derived.derive(make("gpt_oss", tmp_path / "full"), "mxfp4-rounded")
+
+
+# ---------------------------------------------------------------- what goes wrong on the way
+
+
+def _left(tmp_path: Path) -> list[str]:
+    return [path.name for path in (tmp_path / "cache").rglob("*.partial")]
+
+
+def test_a_damaged_checkpoint_is_refused_with_its_file(tmp_path: Path) -> None:
+    source = make("gpt_oss", tmp_path / "model")
+    path = next(source.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(MismatchError, match=path.name):
+        derived.derive(source, "mxfp4-rounded")
+
+
+def test_experts_without_their_exponents_are_refused(tmp_path: Path) -> None:
+    released = make_mxfp4(tmp_path / "released", tmp_path / "plain")
+    for path in released.glob("*.safetensors"):
+        kept = {k: v for k, v in load_file(path).items() if not k.endswith("down_proj_scales")}
+        save_file(kept, path, {"format": "pt"})
+    with pytest.raises(MismatchError, match=r"holds no model.layers.0.*down_proj_scales"):
+        derived.derive(released, "bf16")
+    assert not _left(tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("os error 28")])
+def test_a_disk_that_fills_up_is_named_and_left_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*args: object) -> None:
+        raise error
+
+    source = make("gpt_oss", tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(MismatchError, match=r"cannot be written to .*cache") as raised:
+            derived.derive(source, "mxfp4-rounded")
+    assert "MISMATCH_CACHE" in raised.value.fix
+    assert not _left(tmp_path)
+    assert derived.derive(source, "mxfp4-rounded").is_dir()
+
+
+def test_ctrl_c_leaves_nothing_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", stop)
+    with pytest.raises(KeyboardInterrupt):
+        derived.derive(make("gpt_oss", tmp_path / "model"), "mxfp4-rounded")
+    assert not _left(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no directory")
+    monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(MismatchError, match="cannot be written to"):
+        derived.derive(make("gpt_oss", tmp_path / "model"), "mxfp4-rounded")
+
+
+def test_a_derived_checkpoint_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+    source = make("gpt_oss", tmp_path / "model")
+    made = derived.derive(source, "mxfp4-rounded")
+    path = next(made.glob("*.safetensors"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000])
+    assert derived.derive(source, "mxfp4-rounded") == made
+    assert path.read_bytes() == whole
+
+
+# ---------------------------------------------------------------- the effect of a form
+
+
+def _asked(model: Path, effect: WeightsForm | None = None, **train: Any) -> CheckSpec:
+    return CheckSpec(train=TrainSpec(str(model), **train), weights_effect=effect)
+
+
+def test_the_effect_is_one_more_load_after_the_trainers_own_passes() -> None:
+    spec = _asked(Path("nowhere"), "mxfp4-rounded")
+    passes = training_passes(spec)
+    forms = [one.spec.weights for one in passes]
+    assert forms == [*["as-stored"] * (len(forms) - 2), "mxfp4-rounded", "as-stored"]
+    assert [passes[-2].name, passes[-1].name] == [WEIGHTS, REFERENCE]
+    assert passes[-2].spec == replace(spec.train, weights="mxfp4-rounded")
+    alone = training_passes(replace(spec, noise_floor=False))
+    assert [one.name for one in alone] == ["fsdp", WEIGHTS]
+
+
+def test_forms_that_the_trainer_cannot_get_are_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    moe, dense = make("gpt_oss", tmp_path / "moe"), make("llama", tmp_path / "dense")
+    require_forms(_asked(moe, "mxfp4-rounded"))
+    require_forms(_asked(dense))
+    require_forms(_asked(Path("somebody/else"), "mxfp4-rounded"))  # not here: found out later
+    for spec in (_asked(dense, "mxfp4-rounded"), _asked(dense, weights="mxfp4-rounded")):
+        with pytest.raises(MismatchError, match="holds no experts"):
+            require_forms(spec)
+    with pytest.raises(MismatchError, match="have that form already"):
+        require_forms(_asked(moe, "mxfp4-rounded", weights="mxfp4-rounded"))
+
+
+def test_the_effect_belongs_to_the_trainer_under_test(tmp_path: Path) -> None:
+    save_rollout(tmp_path, rollout(((3, 2),)))
+    spec = _asked(make("gpt_oss", tmp_path / "moe"), "mxfp4-rounded")
+    with pytest.raises(MismatchError, match="--weights-effect is for the scoring 'fsdp'"):
+        run_score(spec, tmp_path, MagicMock(), name="other")

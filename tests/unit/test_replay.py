@@ -394,6 +394,7 @@ def test_noise_has_the_size_that_was_asked_for_and_follows_the_token() -> None:
     swapped = RouterNoise(0.25, 0, np.array([1, 0]), np.array([8, 12]), _batch()).draw(3, 64)
     assert np.array_equal(drawn, np.concatenate([swapped[8:], swapped[:8]]))
     assert not np.array_equal(drawn, _noise(0.25).draw(2, 64))
+    assert not np.array_equal(drawn[:8], drawn[12:])  # nor is it the same for every sequence
 
 
 def test_noise_that_found_no_router_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,20 @@ from tests.reports_fixture import (
 
 VOID = {"meta", "br", "img", "hr", "link", "input"}
 ALLOWED = {
-    *("html", "head", "meta", "title", "style", "body", "header", "main", "footer", "section"),
+    *(
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "header",
+        "main",
+        "footer",
+        "section",
+        "nav",
+        "a",
+    ),
     *("div", "span", "p", "h1", "h2", "h3", "strong", "small", "code", "pre", "mark", "bdi", "i"),
     *("ul", "li", "dl", "dt", "dd", "table", "caption", "thead", "tbody", "tr", "th", "td"),
     *("details", "summary", "figure", "figcaption"),
@@ -95,8 +108,15 @@ def test_numbers_of_the_report_are_on_the_page(page: Page) -> None:
     assert "NeMo-RL gen_kl_error" in page.words
 
 
+def test_links_lead_to_sections_of_the_page_and_nowhere_else(document: str) -> None:
+    links = re.findall(r'<a href="([^"]*)"', document)
+    assert len(links) > 10
+    for link in links:
+        assert f'<section id="{link.removeprefix("#")}">' in document, link
+
+
 def test_hostile_tokens_are_only_text(page: Page, document: str) -> None:
-    assert set(page.tags) <= ALLOWED  # no script, no image, no link
+    assert set(page.tags) <= ALLOWED  # no script, no image, no stylesheet
     assert "<img src=x onerror=alert(1)>" in page.words  # seen, as text
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
     assert "{{ 7 * 7 }}" in page.words

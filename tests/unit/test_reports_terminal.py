@@ -179,5 +179,5 @@ def test_without_details_every_analysis_keeps_one_sentence() -> None:
     assert "Also measured" in text
     for sentence in in_short(report):
         assert " ".join(sentence.split()) in text
-    assert len([sentence for sentence in in_short(report) if sentence]) >= 4
+    assert len([sentence for sentence in in_short(report) if sentence]) >= 3
     assert len(short.getvalue().splitlines()) < len(full.getvalue().splitlines()) - 10

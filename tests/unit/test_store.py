@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -150,6 +151,20 @@ def test_specs_round_trip_through_json():
 def test_a_first_token_cannot_be_an_action():
     with pytest.raises(MismatchError, match="first token"):
         rollout(mask=(1, 0, 1, 1, 0, 0, 1))
+
+
+def test_a_rollout_without_sequences_is_empty():
+    none = np.array([], int)
+    with pytest.raises(EmptyComparison, match="no sequence"):
+        replace(
+            rollout(), token_ids=none, offsets=np.array([0]), action_mask=none.astype(bool),
+            turn=none, prompt_index=none, finish_reason=(), rewards=None,
+        )  # fmt: skip
+
+
+def test_rewards_are_one_per_sequence():
+    with pytest.raises(MismatchError, match="rewards has 3 entries, expected 2"):
+        replace(rollout(), rewards=np.zeros(3))
 
 
 def test_pairing_needs_action_tokens_and_equal_ids():
