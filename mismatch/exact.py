@@ -44,8 +44,8 @@ def exact_arrays(
     """What the metrics of mismatch.metrics.exact ask for, [M] each.
 
     Raises:
-        MismatchError: a side without distributions, other positions or ids, NaN, or rows that do
-            not sum to 1.
+        MismatchError: a side without distributions, other positions, ids or tokens, NaN, or rows
+            that do not sum to 1.
     """
     if left.distributions is None or right.distributions is None:
         silent = left.name if left.distributions is None else right.name
@@ -54,6 +54,11 @@ def exact_arrays(
     if reason:
         raise MismatchError(
             f"{left.name} and {right.name}: {reason}", "score again the tokens of one rollout"
+        )
+    if not np.array_equal(left.token_ids, right.token_ids):
+        raise MismatchError(
+            f"{left.name} and {right.name}: they scored other tokens",
+            "score the rollout's token ids, never re-tokenised text",
         )
     laws = left.distributions.law(left.name), right.distributions.law(right.name)
     terms = divergences(*laws)

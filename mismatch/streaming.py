@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mismatch import manifest
-from mismatch.errors import MismatchError
+from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.registry import Array, Metric
 from mismatch.metrics.stream import stream
 from mismatch.store import ROLLOUT, ROLLOUT_SCHEMA, SCORING_SCHEMA, scoring_file
@@ -63,6 +63,8 @@ def _sequences(run_dir: Path) -> tuple[Ints, Ints]:
         before = np.concatenate([[0], np.cumsum(mask)])
         tokens.append(np.diff(before[offsets]))
         prompts.append(table.column("prompt_index").to_numpy())
+    if not prompts:
+        raise EmptyComparison(f"{run_dir / ROLLOUT} holds no sequence", "sample it again")
     return np.concatenate(prompts), np.concatenate(tokens).astype(np.int64)
 
 

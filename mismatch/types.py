@@ -93,10 +93,14 @@ class Rollout:
             "prompt_index": (len(self.prompt_index), sequences),
             "finish_reason": (len(self.finish_reason), sequences),
         }
+        if self.rewards is not None:
+            lengths["rewards"] = len(self.rewards), sequences
         for name, (got, want) in lengths.items():
             if got != want:
                 raise MismatchError(f"rollout: {name} has {got} entries, expected {want}")
-        if sequences < 1 or self.offsets[0] != 0 or self.offsets[-1] != tokens:
+        if sequences < 1 or tokens == 0:
+            raise EmptyComparison("rollout: it holds no sequence", "sample at least one prompt")
+        if self.offsets[0] != 0 or self.offsets[-1] != tokens:
             raise MismatchError("rollout: offsets do not cover the tokens")
         if (np.diff(self.offsets) < 1).any():
             raise MismatchError("rollout: a sequence without tokens")
@@ -340,6 +344,12 @@ class Pair:
                     f"{len(scoring.token_ids)} tokens",
                     "give one log-probability per action token",
                 )
+            for what, values in (("entropies", scoring.entropy), ("most likely ids", scoring.top1)):
+                if values is not None and len(values) != len(scoring.token_ids):
+                    raise MismatchError(
+                        f"{scoring.name}: {len(values)} {what} for {len(scoring.token_ids)} tokens",
+                        "give one per action token",
+                    )
             bad = ~np.isfinite(scoring.logprobs)
             if bad.any():
                 first = int(np.flatnonzero(bad)[0])

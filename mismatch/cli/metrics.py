@@ -58,8 +58,9 @@ def find(name: str) -> Metric:
     from mismatch.metrics.names import ALIASES, metric_called
 
     wanted = name.strip()
-    plain = {known.replace(".", "_"): known for known in METRICS}
-    ours = wanted if wanted in METRICS else plain.get(wanted) or metric_called(wanted)
+    ours = {known.replace(".", "_"): known for known in METRICS}.get(
+        wanted.lower().replace(".", "_")
+    ) or metric_called(wanted)
     if ours is not None:
         return METRICS[ours]
     others = {alias.name: alias for aliases in ALIASES.values() for alias in aliases}

@@ -11,6 +11,10 @@ from mismatch.metrics.corrections import NONE, OVERRIDE, Level
 TARGET_WORDS: dict[Level, str] = {"token": "token ratio", "sequence": "sequence ratio"}
 # A bias of a third of the noise adds 5.4 % to the root mean square error of a batch.
 NEGLIGIBLE = 1.0 / 3.0
+ONE_PROMPT = (
+    "undecided: all tokens come from one prompt, so that nothing tells the mismatch, or one "
+    "correction from another, from chance; the ranks are of these tokens alone"
+)
 
 
 def choose(
@@ -21,7 +25,7 @@ def choose(
     None is needed while the worst that the mismatch can do to a batch stays under a third of the
     batch's sampling noise, or where no correction is measurably nearer to the target. Else the
     least error wins; of those that are as good, the one that interferes least. The override
-    never does: it is not ranked.
+    never does: it is not ranked. Nothing is favoured where no interval tells it from chance.
     """
     found = {one.id: figures for one in previews if (figures := one.against(target))}
     # previews come in the order of interference: the first of those tied interferes least
@@ -29,6 +33,8 @@ def choose(
     leader = min(real, key=lambda id: found[id].rank or len(found))
     best = next((id for id in real if found[id].tied and found[leader].tied), leader)
     bare, noise = found[NONE], 1.0 / math.sqrt(batch)
+    if bare.distance.high is None and bare.distance.value > 0.0:
+        return None, best, ONE_PROMPT
     worst = _upper(bare)
     names = {one.id: one.label for one in previews}
     if worst <= NEGLIGIBLE * noise:

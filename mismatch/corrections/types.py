@@ -74,8 +74,8 @@ class Corrections:
         target: the ratio that ``favoured`` and ``best`` were chosen by.
         batch: sequences of a batch, for the sampling noise 1 / sqrt(batch).
         favoured: id; "none" where the mismatch stays within the noise or nothing helps; None where
-            no ranking has a meaning.
-        best: the best real correction, for those who want one anyway; None as above.
+            no ranking has a meaning, or one prompt leaves it undecided.
+        best: the best real correction, for those who want one anyway; None without a ranking.
         reason: why, in one sentence.
         clamped: tokens and sequences whose log-ratio was clamped to ±20.
         heavy_tail: few tokens carry the ratios.

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.intervals import PERCENTILE_FROM, PromptSums, central, student
 from mismatch.metrics.registry import POSITIVE, REAL, Bounds, Combine, Kind, Metric, floats
 from mismatch.types import Estimate, Floats, Ints
 
@@ -109,13 +110,14 @@ def error_budget(
     estimator = Estimator(sequence, prompt, seed=seed)
     delta = chain[-1][1] - chain[0][1]
     links = list(itertools.pairwise(chain))
+    cluster = np.unique(np.asarray(prompt)[sequence], return_inverse=True)[1]
     return Budget(
         left=chain[0][0],
         right=chain[-1][0],
         mean=_one(estimator, MEAN, delta),
         spread=_one(estimator, SPREAD, _squared(delta)),
-        steps=tuple(_step(estimator, *link, delta, SHARE_OF_SPREAD) for link in links),
-        beside=tuple(_step(estimator, *pair, delta, RELATIVE_SPREAD) for pair in beside),
+        steps=tuple(_step(estimator, cluster, *link, delta, SHARE_OF_SPREAD) for link in links),
+        beside=tuple(_step(estimator, cluster, *pair, delta, RELATIVE_SPREAD) for pair in beside),
         gaps=tuple(gaps),
         notes=tuple(notes),
     )
@@ -133,18 +135,44 @@ def _require(name: str, values: Floats, tokens: int) -> None:
         raise MismatchError(f"{name}: {int((~np.isfinite(values)).sum())} logprobs are not finite")
 
 
-def _step(estimator: Estimator, left: Named, right: Named, delta: Floats, share: Metric) -> Step:
+def _step(
+    estimator: Estimator,
+    cluster: Ints,
+    left: Named,
+    right: Named,
+    delta: Floats,
+    share: Metric,
+) -> Step:
+    """``cluster`` [A] numbers the prompts of the tokens from 0."""
     step = right[1] - left[1]
     # Centred first: the products lose no digits where a constant shift is large.
     away, apart = step - step.mean(), delta - delta.mean()
     terms = np.stack([away, apart, away * apart, apart * apart, away * away], axis=1)
+    found = estimator.one(share, {"terms": terms}) if terms[:, 3].any() else None
+    if found is not None and "heavy-tail" in found.flags:
+        sums = PromptSums.of(terms, cluster, estimator.n_prompts, share.combine)
+        found = _within(found, estimator, sums)
     return Step(
         left[0],
         right[0],
         _one(estimator, MEAN, step),
         _one(estimator, SIZE, np.abs(step)),
-        estimator.one(share, {"terms": terms}) if terms[:, 3].any() else None,
+        found,
     )
+
+
+def _within(share: Estimate, estimator: Estimator, sums: PromptSums) -> Estimate:
+    """The share's interval, cut to the union of the percentile interval and Student's t.
+
+    Where one prompt carries delta, resamples without it have next to no standard error, and
+    bootstrap-t would stretch to thousands of per cent.
+    """
+    if share.low is None or share.high is None or estimator.n_prompts >= PERCENTILE_FROM:
+        return share
+    found = central(sums.resampled(estimator.weights)[0]) or (-np.inf, np.inf)
+    arm = student(estimator.n_prompts - 1) * sums.error
+    low, high = min(found[0], sums.value - arm), max(found[1], sums.value + arm)
+    return replace(share, low=max(share.low, low), high=min(share.high, high))
 
 
 def _one(estimator: Estimator, metric: Metric, terms: Floats) -> Estimate:

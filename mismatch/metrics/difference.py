@@ -203,7 +203,7 @@ def _plain(metric: Metric, combine: Combine) -> Metric:
     """The metric of a difference, on terms that are there already."""
     return replace(
         metric, kind="ratio", reduction="token", terms=_same, needs=("terms",), combine=combine,
-        bounds=REAL,
+        bounds=REAL, outermost=False,
     )  # fmt: skip
 
 

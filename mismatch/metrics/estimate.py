@@ -36,6 +36,7 @@ from mismatch.metrics.intervals import (
 )
 from mismatch.metrics.measure import Measured, Smooth, measure
 from mismatch.metrics.registry import Array, Metric, floats
+from mismatch.metrics.threads import usable
 from mismatch.types import Estimate, Floats, Ints
 
 __all__ = [
@@ -67,6 +68,8 @@ class Estimator:
         sequence: [A] sequence of each action token.
         prompt: [N] prompt of each sequence.
         seed: of the resamples; the same seed gives the same intervals.
+        threads: that compute; by default as many as there are processors, at most 4. Results are
+            the same to the last bit.
 
     Raises:
         EmptyComparison: no token.
@@ -74,24 +77,38 @@ class Estimator:
     """
 
     def __init__(
-        self, sequence: Ints, prompt: Ints, *, seed: int = 0, resamples: int = RESAMPLES
+        self,
+        sequence: Ints,
+        prompt: Ints,
+        *,
+        seed: int = 0,
+        resamples: int = RESAMPLES,
+        threads: int | None = None,
     ) -> None:
         self._sequence = np.asarray(sequence)
-        self._begin(Layout.of(sequence, prompt), seed, resamples)
+        self._begin(Layout.of(sequence, prompt), seed, resamples, threads)
 
     @classmethod
-    def on(cls, layout: Layout, *, seed: int = 0, resamples: int = RESAMPLES) -> Estimator:
+    def on(
+        cls,
+        layout: Layout,
+        *,
+        seed: int = 0,
+        resamples: int = RESAMPLES,
+        threads: int | None = None,
+    ) -> Estimator:
         """For tokens that are not in memory: :meth:`over` their blocks, not :meth:`all`."""
         made = cls.__new__(cls)
         made._sequence = np.empty(0, np.int64)
-        made._begin(layout, seed, resamples)
+        made._begin(layout, seed, resamples, threads)
         return made
 
-    def _begin(self, layout: Layout, seed: int, resamples: int) -> None:
+    def _begin(self, layout: Layout, seed: int, resamples: int, threads: int | None) -> None:
         self.layout = layout
         self.n_tokens, self.n_sequences = layout.n_tokens, layout.n_sequences
         self.n_prompts = layout.n_prompts
         self._seed, self._resamples = seed, resamples
+        self._threads = usable() if threads is None else threads
 
     def all(self, metrics: Iterable[Metric], arrays: Mapping[str, Array]) -> dict[str, Estimate]:
         """Every metric whose arrays are there and whose value is defined, by name.
@@ -125,7 +142,7 @@ class Estimator:
         self, metrics: Sequence[Metric], blocks: Blocks, sample: Arrays
     ) -> dict[str, Estimate]:
         """Estimates from blocks that can be passed over several times; see :func:`measure`."""
-        found = measure(metrics, blocks, self.layout, sample)
+        found = measure(metrics, blocks, self.layout, sample, self._threads)
         made = {
             name: self._bare(value) for name, value in found.extreme.items() if not np.isnan(value)
         }
@@ -284,5 +301,7 @@ class Estimator:
         while left:
             rows = min(left, max(1, DRAWN // prompts))
             drawn = rng.integers(0, prompts, (rows, prompts))
-            yield floats([np.bincount(row, minlength=prompts) for row in drawn])
+            drawn += prompts * np.arange(rows)[:, None]  # one count for all rows
+            counts = np.bincount(drawn.ravel(), minlength=rows * prompts)
+            yield floats(counts.reshape(rows, prompts))
             left -= rows

@@ -20,7 +20,8 @@ import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.registry import POSITIVE, SHARE, Array, Bounds, Metric, register
-from mismatch.metrics.token import exp_minus_linear, k3_kl, kl
+from mismatch.metrics.terms import exp_minus_linear
+from mismatch.metrics.token import k3_kl, kl
 from mismatch.types import Floats, Ints
 
 ROWS = 256  # worked on at once: each takes a few float64 rows of the vocabulary's size

@@ -59,12 +59,10 @@ def hill_of_largest(size: Floats, units: int) -> float:
     Fewer sizes mean that all others are 0.
     """
     top = largest_used(units)
-    if units < 10 * top or len(size) <= top:
+    if units < 10 * top or np.count_nonzero(size) <= top:
         return math.inf
     ordered = np.partition(size, len(size) - top - 1)
     threshold, largest = ordered[-top - 1], ordered[len(size) - top :]
-    if threshold == 0.0:
-        return math.inf
     mean_excess = float(np.log(largest / threshold).mean())
     return 1.0 / mean_excess if mean_excess > 0.0 else math.inf
 
@@ -81,7 +79,12 @@ def is_heavy(size: Floats, total: float, units: int) -> bool:
     """:func:`heavy_tail` of one column from its largest sizes and the sum of all."""
     if total <= 0.0 or not len(size):
         return False
-    return bool(size.max() > HEAVY_SHARE * total or hill_of_largest(size, units) < HILL_LEAST)
+    return carries(size, total) or hill_of_largest(size, units) < HILL_LEAST
+
+
+def carries(size: Floats, total: float) -> bool:
+    """Whether one unit has over 20 % of the total."""
+    return bool(size.max() > HEAVY_SHARE * total)
 
 
 @dataclasses.dataclass(frozen=True)

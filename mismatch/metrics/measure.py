@@ -1,14 +1,16 @@
-"""From blocks of tokens to what estimates are made of: one pass, three with quantiles.
+"""From blocks of tokens to what estimates are made of: one pass, two or three with quantiles.
 
 A pass computes every metric's terms block by block. What outlives a block: sums per prompt, the
-largest terms, extremes, one histogram per quantile family, and the terms of sequence metrics (one
-per sequence). The second pass finds the quantiles, the third the ends of their intervals.
+outermost deltas, extremes, one histogram per quantile family, and the terms of sequence metrics
+(one per sequence). The second pass finds the quantiles; a third, ends of their intervals that lie
+far away. Blocks are looked at by several threads and kept in order: results do not depend on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +23,17 @@ from mismatch.metrics.intervals import (
     woodruff,
     woodruff_ranks,
 )
-from mismatch.metrics.passes import Columns, Folds, Histogram, Ranked, parts_of
+from mismatch.metrics.passes import Columns, Ends, Folds, Tail, parts_of, slots_of
+from mismatch.metrics.ranks import Histogram, Ranked, Spans
 from mismatch.metrics.registry import Array, Metric, floats
 from mismatch.metrics.shared import sharing
+from mismatch.metrics.threads import in_order
 from mismatch.types import Floats
 
 COLLECTED = 0.015  # of the terms, by a floor from a sample; the Hill index needs 0.01
+FEW = 4  # blocks; of so few tokens all terms are kept, without floors
 Families = dict[object, list[Metric]]
+Found = list[tuple[Callable[[Any], None], Any]]  # who keeps it, and what a block gave
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,17 @@ class Measured:
     differs: bool = False
 
 
-def measure(metrics: Sequence[Metric], blocks: Blocks, layout: Layout, sample: Arrays) -> Measured:
+def measure(
+    metrics: Sequence[Metric], blocks: Blocks, layout: Layout, sample: Arrays, threads: int = 1
+) -> Measured:
     """Everything about ``metrics``, none of which needs all tokens at once.
 
     Args:
         blocks: starts a pass over the same tokens whenever it is called.
         sample: some tokens, as arrays; origins and floors come from them.
+        threads: that compute; the result is the same to the last bit.
     """
-    work = _Work(metrics, blocks, layout, sample)
+    work = _Work(metrics, blocks, layout, sample, threads)
     with np.errstate(all="ignore"):
         work.first_pass()
         work.quantiles()
@@ -78,15 +87,23 @@ def with_delta(arrays: Arrays) -> Arrays:
 
 class _Work:
     def __init__(
-        self, metrics: Sequence[Metric], blocks: Blocks, layout: Layout, sample: Arrays
+        self,
+        metrics: Sequence[Metric],
+        blocks: Blocks,
+        layout: Layout,
+        sample: Arrays,
+        threads: int = 1,
     ) -> None:
         token = [metric for metric in metrics if metric.reduction == "token"]
         self.blocks, self.layout = blocks, layout
+        self.threads = threads if layout.n_tokens > 2 * BLOCK else 1
+        self.few = FEW * BLOCK
+        self.top = largest_used(layout.n_tokens)
         self.of_sequences = [metric for metric in metrics if metric.reduction == "sequence"]
         self.families: Families = {}
         for metric in token:
             if metric.kind == "quantile":
-                self.families.setdefault(metric.terms, []).append(metric)
+                self.families.setdefault(metric.declared, []).append(metric)
         self.smooth = [metric for metric in token if metric.kind in ("mean", "ratio")]
         sample = with_delta(sample)
         self.origins = {
@@ -95,61 +112,101 @@ class _Work:
             if metric.origin is not None
         }
         self.folds = Folds([metric for metric in token if metric.kind == "extreme"])
-        self.columns = self._columns(self.smooth, self._floors(sample))
+        self.slots = slots_of(self.smooth, sample, self.origins)
+        inner = [metric for metric in self.smooth if not metric.outermost]
+        self.columns = self._columns(self.smooth, inner, self._floors(inner, sample))
+        self.outer = len(inner) < len(self.smooth)
+        self.ends = Ends(self.top, self._ends(sample) if self.outer else None, self.few)
         self.histograms = {family: Histogram() for family in self.families}
         self.sequence_terms: dict[str, list[tuple[Array, ...]]] = {}
         self.result = Measured()
 
-    def _columns(self, metrics: Sequence[Metric], floors: Mapping[int, float]) -> Columns:
-        return Columns(metrics, self.layout.n_prompts, largest_used(self.layout.n_tokens), floors)
+    def _columns(
+        self, metrics: Sequence[Metric], watched: Sequence[Metric], floors: Mapping[int, float]
+    ) -> Columns:
+        slots = sorted({slot for metric in watched for slot in self.slots[metric.name]})
+        tails = {slot: Tail(self.top, floors.get(slot, -np.inf), self.few) for slot in slots}
+        return Columns(metrics, self.slots, self.layout.n_prompts, tails)
 
-    def _floors(self, sample: Arrays) -> Mapping[int, float]:
+    def _floors(self, metrics: Sequence[Metric], sample: Arrays) -> dict[int, float]:
         """Sizes that about ``COLLECTED`` of each column's terms exceed; none for few tokens."""
-        if self.layout.n_tokens <= 4 * BLOCK or not self.smooth:
+        if self.layout.n_tokens <= self.few or not metrics:
             return {}
         one = Block(sample, np.zeros(1, np.int64), np.zeros(1, np.int64))
-        trial = Columns(self.smooth, 1, one.n_tokens, {})
+        trial = self._columns(metrics, metrics, {})
         with sharing(), np.errstate(all="ignore"):
-            trial.add(one, self.origins)
-        return trial.floors(COLLECTED)
+            found = trial.look(one, self.origins).tails
+        return {slot: _exceeded(size) for slot, (_, size) in found.items()}
+
+    def _ends(self, sample: Arrays) -> tuple[float, float] | None:
+        """Deltas with about ``COLLECTED`` of all below and above them; None for few tokens."""
+        if self.layout.n_tokens <= self.few:
+            return None
+        return -_exceeded(-sample["delta"]), _exceeded(sample["delta"])
+
+    def _pass(self, look: Callable[[Block], Found]) -> None:
+        for found in in_order(look, self.blocks(), self.threads):
+            for keep, what in found:
+                keep(what)
 
     def first_pass(self) -> None:
-        for block in self.blocks():
-            alone = len(block.arrays["sequence"]) <= 2 * BLOCK
-            with sharing():
-                whole = Block(with_delta(block.arrays), block.starts, block.prompts)
-                self._sequences(whole)
-                if alone:
-                    self._tokens(whole)
-            if not alone:
-                self._piecewise(block)
-        again = self.columns.incomplete()
-        self.retried = self._columns(again, {})
-        if again:  # the sample misled: these collect without floors
-            for block in self.blocks():
-                for piece in block.pieces():
-                    with sharing():
-                        arrays = with_delta(piece.arrays)
-                        self.retried.add(Block(arrays, piece.starts, piece.prompts), self.origins)
+        self._pass(self._look)
+        self.heavy = {metric.name: self._heavy(metric) for metric in self.smooth}
+        again = [metric for metric in self.smooth if self.heavy[metric.name] is None]
+        if not again:
+            return
+        # The sample misled, or one token may carry a fifth: these keep every size.
+        watching = self._columns(again, again, {})
 
-    def _piecewise(self, block: Block) -> None:
-        for piece in block.pieces():
-            with sharing():
-                self._tokens(Block(with_delta(piece.arrays), piece.starts, piece.prompts))
+        self._pass(
+            lambda block: _pieces(
+                block, lambda piece: [(watching.keep, watching.look(piece, self.origins))]
+            )
+        )
+        units = self.layout.n_tokens
+        self.heavy |= {metric.name: watching.heavy(metric, units) for metric in again}
 
-    def _tokens(self, block: Block) -> None:
-        if self.smooth:
-            self.columns.add(block, self.origins)
-        self.folds.add(block, self.origins)
+    def _heavy(self, metric: Metric) -> bool | None:
+        units = self.layout.n_tokens
+        if not metric.outermost:
+            return self.columns.heavy(metric, units)
+        deltas = self.ends.deltas
+        if deltas is None:
+            return None
+        return self.columns.heavy_at(metric, deltas, self.origins, units)
+
+    def _look(self, block: Block) -> Found:
+        if block.n_tokens <= 2 * BLOCK:
+            return _pieces(block, lambda piece: self._sequences(piece) + self._tokens(piece))
+        with sharing(), np.errstate(all="ignore"):
+            found = self._sequences(_with_delta(block))
+        return found + _pieces(block, self._tokens)
+
+    def _sequences(self, block: Block) -> Found:
+        return [
+            (
+                self.sequence_terms.setdefault(metric.name, []).append,
+                parts_of(metric, block.arrays, self.origins, len(block.starts)),
+            )
+            for metric in self.of_sequences
+        ]
+
+    def _tokens(self, block: Block) -> Found:
+        found: Found = [
+            (self.columns.keep, self.columns.look(block, self.origins)),
+            (self.folds.keep, self.folds.look(block, self.origins)),
+        ]
+        if self.outer:
+            found.append((self.ends.keep, self.ends.look(block)))
         for family, metrics in self.families.items():
-            self.histograms[family].add(self._values(metrics[0], block))
+            histogram = self.histograms[family]
+            found.append((histogram.keep, histogram.look(self._values(metrics[0], block))))
         if not self.result.differs and "delta" in block.arrays:
-            self.result.differs = bool(block.arrays["delta"].any())
+            found.append((self._differ, bool(block.arrays["delta"].any())))
+        return found
 
-    def _sequences(self, block: Block) -> None:
-        for metric in self.of_sequences:
-            parts = parts_of(metric, block.arrays, self.origins, len(block.starts))
-            self.sequence_terms.setdefault(metric.name, []).append(parts)
+    def _differ(self, here: bool) -> None:
+        self.result.differs = self.result.differs or here
 
     def _values(self, metric: Metric, block: Block) -> Floats:
         return floats(parts_of(metric, block.arrays, self.origins, block.n_tokens)[0])
@@ -160,10 +217,10 @@ class _Work:
         found: dict[str, tuple[object, Ranked]] = {}
         for family, metrics in self.families.items():
             for metric in metrics:
-                span = self.histograms[family].around(rank_of(metric.probability, total))
-                found[metric.name] = family, Ranked(span, np.zeros(self.layout.n_prompts))
-        self._collect(list(found.values()), by_prompt=True)
-        ends: dict[tuple[str, int], Ranked] = {}
+                rank = rank_of(metric.probability, total)
+                found[metric.name] = family, self._ranked(family, rank)
+        self._collect(list(found.values()))
+        ends: dict[tuple[str, int], tuple[object, Ranked]] = {}
         ranks: dict[str, tuple[int, int]] = {}
         for metric in (metric for metrics in self.families.values() for metric in metrics):
             family, ranked = found[metric.name]
@@ -177,31 +234,32 @@ class _Work:
             if interval is not None:
                 ranks[metric.name] = interval
                 for rank in interval:
-                    near = ranked.holds(rank)
-                    span = histogram.around(rank)
-                    ends[metric.name, rank] = ranked if near else Ranked(span, np.zeros(0))
+                    near = ranked if ranked.holds(rank) else self._ranked(family, rank)
+                    ends[metric.name, rank] = family, near
         held = {id(ranked) for _, ranked in found.values()}
-        self._collect(
-            [(found[name][0], end) for (name, _), end in ends.items() if id(end) not in held],
-            by_prompt=False,
-        )
+        self._collect([(family, end) for family, end in ends.values() if id(end) not in held])
         for name, interval in ranks.items():
-            low, high = (ends[name, rank].value(rank) for rank in interval)
+            low, high = (ends[name, rank][1].value(rank) for rank in interval)
             self.result.quantile[name] = self.result.quantile[name][0], (low, high)
 
-    def _collect(self, ranked: Sequence[tuple[object, Ranked]], *, by_prompt: bool) -> None:
+    def _ranked(self, family: object, rank: int) -> Ranked:
+        return Ranked(self.histograms[family].around(rank), np.zeros(self.layout.n_prompts))
+
+    def _collect(self, ranked: Sequence[tuple[object, Ranked]]) -> None:
         if not ranked:
             return
-        for whole in self.blocks():
-            for block in whole.pieces():
-                with sharing():
-                    block = Block(with_delta(block.arrays), block.starts, block.prompts)
-                    values = {
-                        family: self._values(metrics[0], block)
-                        for family, metrics in self.families.items()
-                    }
-                    for family, one in ranked:
-                        one.add(values[family], block, by_prompt=by_prompt)
+        spans = {
+            family: Spans([one for owner, one in ranked if owner is family])
+            for family in self.families
+        }
+
+        def look(piece: Block) -> Found:
+            return [
+                (spans[family].keep, spans[family].look(self._values(metrics[0], piece), piece))
+                for family, metrics in self.families.items()
+            ]
+
+        self._pass(lambda block: _pieces(block, look))
 
     def _count(self, *, token: bool) -> Floats:
         """Tokens or sequences of each prompt, [P]."""
@@ -210,14 +268,14 @@ class _Work:
 
     def finish(self) -> Measured:
         count = self._count(token=True)
+        constant = self.columns.constant or []
         for metric in self.smooth:
-            columns = self.retried if metric in self.retried.metrics else self.columns
-            slots = columns.slots[metric.name]
+            slots = self.slots[metric.name]
             self.result.smooth[metric.name] = Smooth(
-                columns.sums[list(slots)].T,
+                self.columns.sums[list(slots)].T,
                 count,
-                tuple(columns.columns[slot].constant for slot in slots),
-                columns.heavy(metric, self.layout.n_tokens),
+                tuple(constant[slot] for slot in slots),
+                bool(self.heavy[metric.name]),
             )
         for metric in self.folds.metrics:
             self.result.extreme[metric.name] = metric.folded_value(self.folds.found[metric.name])
@@ -242,3 +300,22 @@ class _Work:
                 tuple(float(part[0]) if (part == part[0]).all() else None for part in parts),
                 any(heavy_tail(part) for part in parts),
             )
+
+
+def _with_delta(block: Block) -> Block:
+    return Block(with_delta(block.arrays), block.starts, block.prompts)
+
+
+def _pieces(block: Block, look: Callable[[Block], Found]) -> Found:
+    """What all pieces of a block give, each with its work shared."""
+    found: Found = []
+    for piece in block.pieces():
+        with sharing(), np.errstate(all="ignore"):
+            found += look(_with_delta(piece))
+    return found
+
+
+def _exceeded(values: Floats) -> float:
+    """A number that about ``COLLECTED`` of the values exceed."""
+    kth = min(int(COLLECTED * len(values)) + 1, len(values))
+    return float(np.partition(values, len(values) - kth)[len(values) - kth])

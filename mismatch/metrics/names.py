@@ -298,13 +298,27 @@ def of(metric: str, framework: str | None = None) -> tuple[Alias, ...]:
 
 
 def metric_called(name: str) -> str | None:
-    """Our metric of a framework's name, with or without its prefix; None where none is known.
+    """Our metric of a framework's name; None where none is known, or several are meant.
 
-    >>> metric_called("gen_kl_error"), metric_called("rollout_corr/k3_kl"), metric_called("x")
+    The framework may stand before the name, and what precedes a "/" may be left out.
+
+    >>> metric_called("gen_kl_error"), metric_called("verl rollout_corr/k3_kl"), metric_called("x")
     ('k3_kl', 'k3_kl', None)
+    >>> metric_called("rollout_is_mean"), metric_called("mean")
+    ('ratio_mean', None)
     """
+    wanted = name.lower()
+    by_end: list[str] = []
     for metric, aliases in ALIASES.items():
         for alias in aliases:
-            if name.lower() in (alias.name.lower(), alias.label.lower()):
+            if wanted in (alias.name.lower(), alias.label.lower()):
                 return metric
-    return None
+            if _ends(alias, wanted):
+                by_end.append(metric)
+    # verl's effective sample size is two of ours under one name: the first, as with the full name.
+    labels = {alias.name for metric in by_end for alias in of(metric) if _ends(alias, wanted)}
+    return by_end[0] if len(labels) == 1 else None
+
+
+def _ends(alias: Alias, wanted: str) -> bool:
+    return alias.name.lower().endswith(f"/{wanted}")

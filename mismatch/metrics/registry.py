@@ -52,8 +52,9 @@ class Metric:
         probability: of a quantile; unused otherwise.
         bounds: the values that the metric can take at all; intervals are cut to them.
         good: which direction is agreement. "neither": no level can be set on it.
-        aliases: the same quantity elsewhere, with the difference where there is one.
         fold: of an "extreme" whose terms are one per unit: how they make one number.
+        outermost: of token terms that depend on ``delta`` alone: no |term| between two deltas
+            exceeds both of theirs, so that the largest terms are those of outermost deltas.
     """
 
     name: str
@@ -66,8 +67,8 @@ class Metric:
     bounds: Bounds = REAL
     good: Good = "low"
     probability: float = 0.5
-    aliases: tuple[str, ...] = ()
     fold: Fold | None = None
+    outermost: bool = False
 
     @property
     def origin(self) -> Callable[..., Any] | None:
@@ -78,6 +79,12 @@ class Metric:
         """
         found: Callable[..., Any] | None = getattr(self.terms, "origin", None)
         return found
+
+    @property
+    def declared(self) -> Callable[..., Any]:
+        """The function that computes the terms, as it was declared: a family has one."""
+        made: Callable[..., Any] = getattr(self.terms, "__wrapped__", self.terms)
+        return made
 
     def __call__(self, *arrays: Any, **named: Any) -> float:
         """The number itself; the arguments are those of the declaring function.
@@ -122,8 +129,8 @@ class Metric:
 
     def parts(self, arrays: Mapping[str, Array], origin: Any = None) -> tuple[Array, ...]:
         """The terms as M separate arrays [U], without copies: what large comparisons work on."""
-        raw: Callable[..., Any] = getattr(self.terms, "__wrapped__", self.terms)
         named = {name: arrays[name] for name in self.needs}
+        raw = self.declared
         found = raw(**named) if self.origin is None else raw(**named, origin=origin)
         if isinstance(found, tuple):
             return found
@@ -210,9 +217,9 @@ def metric(
     combine: Combine = _single,
     bounds: Bounds = REAL,
     good: Good = "low",
-    aliases: tuple[str, ...] = (),
     fold: Fold | None = None,
     origin: Callable[..., Any] | None = None,
+    outermost: bool = False,
 ) -> Callable[[Callable[..., Any]], Metric]:
     """Declare the decorated function's terms as the metric of the function's name."""
 
@@ -226,9 +233,9 @@ def metric(
             combine=combine,
             bounds=bounds,
             good=good,
-            aliases=aliases,
             fold=fold,
             origin=origin,
+            outermost=outermost,
         )
 
     return declare
@@ -245,10 +252,10 @@ def register(
     bounds: Bounds = REAL,
     good: Good = "low",
     probability: float = 0.5,
-    aliases: tuple[str, ...] = (),
     doc: str = "",
     fold: Fold | None = None,
     origin: Callable[..., Any] | None = None,
+    outermost: bool = False,
 ) -> Metric:
     """Declare a metric of a family (quantiles, thresholds) by name.
 
@@ -259,7 +266,7 @@ def register(
     needs = tuple(p.name for p in parameters if p.default is inspect.Parameter.empty)
     made = Metric(
         name, kind, reduction, _side_by_side(terms, origin), needs, combine, unit, bounds, good,
-        probability, aliases, fold,
+        probability, fold, outermost,
     )  # fmt: skip
     object.__setattr__(made, "__doc__", doc or terms.__doc__)
     METRICS[name] = made

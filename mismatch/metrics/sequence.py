@@ -18,7 +18,7 @@ from mismatch.metrics.registry import (
     spread,
 )
 from mismatch.metrics.shared import shared
-from mismatch.metrics.token import CLAMP, TRUNCATION, excess_factor
+from mismatch.metrics.terms import CLAMP, TRUNCATION, excess_factor
 from mismatch.types import Floats, Ints
 
 
@@ -60,7 +60,6 @@ def _lengths(sequence: Ints) -> Ints:
     reduction="sequence",
     bounds=(1.0, np.inf),
     good="neither",
-    aliases=("verl rollout_corr/training_ppl",),
 )
 def training_ppl(train: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of exp(-mean train logprob)."""
@@ -72,7 +71,6 @@ def training_ppl(train: Floats, sequence: Ints) -> Floats:
     reduction="sequence",
     bounds=(1.0, np.inf),
     good="neither",
-    aliases=("verl rollout_corr/rollout_ppl",),
 )
 def rollout_ppl(rollout: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of exp(-mean rollout logprob)."""
@@ -88,7 +86,6 @@ def _log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
     unit="nats",
     reduction="sequence",
     good="neither",
-    aliases=("verl rollout_corr/log_ppl_diff",),
 )
 def log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of mean(rollout) - mean(train): how much the trainer is surprised."""
@@ -99,7 +96,6 @@ def log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
     unit="nats",
     reduction="sequence",
     bounds=POSITIVE,
-    aliases=("verl rollout_corr/log_ppl_abs_diff",),
 )
 def log_ppl_abs_diff(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of |mean(rollout) - mean(train)|."""
@@ -112,7 +108,6 @@ def log_ppl_abs_diff(delta: Floats, sequence: Ints) -> Floats:
     unit="nats",
     reduction="sequence",
     good="neither",
-    aliases=("verl rollout_corr/log_ppl_diff_max",),
 )
 def log_ppl_diff_max(delta: Floats, sequence: Ints) -> Floats:
     """Largest per-sequence mean(rollout) - mean(train); no interval."""
@@ -125,7 +120,6 @@ def log_ppl_diff_max(delta: Floats, sequence: Ints) -> Floats:
     unit="nats",
     reduction="sequence",
     good="neither",
-    aliases=("verl rollout_corr/log_ppl_diff_min",),
 )
 def log_ppl_diff_min(delta: Floats, sequence: Ints) -> Floats:
     """Smallest per-sequence mean(rollout) - mean(train); no interval."""
@@ -138,7 +132,6 @@ def log_ppl_diff_min(delta: Floats, sequence: Ints) -> Floats:
     combine=excess,
     bounds=POSITIVE,
     good="neither",
-    aliases=("verl rollout_corr/ppl_ratio",),
 )
 def ppl_ratio(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of train perplexity / rollout perplexity. Terms hold its excess."""
@@ -149,7 +142,6 @@ def ppl_ratio(delta: Floats, sequence: Ints) -> Floats:
     unit="1",
     reduction="sequence",
     bounds=(-1.0, np.inf),
-    aliases=("verl rollout_corr/chi2_seq",),
 )
 def chi2_seq(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of exp(2 S) - 1, S = sum of delta clamped to ±20 before doubling."""
@@ -170,7 +162,6 @@ def chi2_seq_clamped(delta: Floats, sequence: Ints) -> Floats:
     combine=effective_share,
     bounds=SHARE,
     good="high",
-    aliases=("verl rollout_corr/rollout_is_eff_sample_size (there token-weighted)",),
 )
 def ess_seq(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     """Effective share of the sequences, (mean w)² / mean w², w = min(exp(sum of delta), 2)."""
@@ -209,7 +200,6 @@ def _excess_factor(delta: Floats, sequence: Ints) -> Floats:
     unit="ratio",
     reduction="sequence",
     bounds=(1.0, np.inf),
-    aliases=("NeMo-RL max_seq_mult_prob_error",),
 )
 def seq_mult_prob_error_max(delta: Floats, sequence: Ints) -> Floats:
     """Largest per-sequence mean of exp(|delta|); no interval."""
@@ -221,7 +211,6 @@ def seq_mult_prob_error_max(delta: Floats, sequence: Ints) -> Floats:
     reduction="sequence",
     combine=excess,
     bounds=(1.0, np.inf),
-    aliases=("NeMo-RL mean_seq_mult_prob_error",),
 )
 def seq_mult_prob_error_mean(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of the sequence's mean of exp(|delta|). Terms hold its excess."""
@@ -235,7 +224,6 @@ def seq_mult_prob_error_mean(delta: Floats, sequence: Ints) -> Floats:
     unit="ratio",
     reduction="sequence",
     bounds=(1.0, np.inf),
-    aliases=("NeMo-RL min_seq_mult_prob_error",),
 )
 def seq_mult_prob_error_min(delta: Floats, sequence: Ints) -> Floats:
     """Smallest per-sequence mean of exp(|delta|); no interval."""

@@ -28,6 +28,7 @@ def stream(
     lengths: tuple[Ints, Ints] | None = None,
     seed: int = 0,
     resamples: int = RESAMPLES,
+    threads: int | None = None,
 ) -> dict[str, Estimate]:
     """Every metric that the chunks allow, with its interval, by name.
 
@@ -42,6 +43,7 @@ def stream(
         metrics: all that are declared, by default.
         lengths: the sequences that hold tokens (ascending) and how many each holds, where they are
             known: it saves a pass.
+        threads: that compute, as for :class:`Estimator`.
 
     Raises:
         EmptyComparison: no token.
@@ -65,7 +67,8 @@ def stream(
     def blocks() -> Iterator[Block]:
         return regrouped(chunks(), layout)
 
-    made = Estimator.on(layout, seed=seed, resamples=resamples).over(wanted, blocks, sample)
+    estimator = Estimator.on(layout, seed=seed, resamples=resamples, threads=threads)
+    made = estimator.over(wanted, blocks, sample)
     return {metric.name: made[metric.name] for metric in wanted if metric.name in made}
 
 

@@ -23,97 +23,34 @@ from mismatch.metrics.registry import (
     spread,
 )
 from mismatch.metrics.shared import shared
+from mismatch.metrics.terms import (
+    CLAMP,
+    TRUNCATION,
+    absolute,
+    excess_factor,
+    exp_minus_linear,
+    inverse_excess,
+    probability,
+    probability_change,
+    ratio_excess,
+    rho_minus_linear,
+)
 from mismatch.types import Floats, Ints
 
-CLAMP = 20.0  # nats; verl's bound on a log-ratio before it is squared
-TRUNCATION = 2.0  # of importance weights: TIS's usual C
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 TAUS = (1.02, 1.2, 2.0)
 
 
-def exp_minus_linear(x: Floats, excess: Floats | None = None) -> Floats:
-    """e^x - 1 - x without cancellation: its own series where x is small.
-
-    Args:
-        excess: e^x - 1, where it is known already.
-    """
-    made = floats((np.expm1(x) if excess is None else excess) - x)
-    small = np.abs(x) < 1e-4
-    count = np.count_nonzero(small)
-    if 8 * count > len(x):
-        return np.where(small, _series(x), made)
-    if count:
-        made[small] = _series(x[small])
-    return made
-
-
-def _series(x: Floats) -> Floats:
-    made = x / 24.0
-    made += 1.0 / 6.0
-    made *= x
-    made += 0.5
-    made *= x
-    made *= x
-    return made
-
-
-@shared
-def absolute(delta: Floats) -> Floats:
-    """|delta|."""
-    return np.abs(delta)
-
-
-@shared
-def ratio_excess(delta: Floats) -> Floats:
-    """rho - 1, exact where rho is nearly 1."""
-    return floats(np.expm1(delta))
-
-
-@shared
-def inverse_excess(delta: Floats) -> Floats:
-    """1 / rho - 1, exact where rho is nearly 1."""
-    return floats(np.expm1(-delta))
-
-
-@shared
-def excess_factor(delta: Floats) -> Floats:
-    """exp(|delta|) - 1: of rho and 1 / rho, the larger one's."""
-    return floats(np.maximum(ratio_excess(delta), inverse_excess(delta)))
-
-
-@shared
-def rho_minus_linear(delta: Floats) -> Floats:
-    """rho - 1 - delta, the term of k3."""
-    return exp_minus_linear(delta, ratio_excess(delta))
-
-
-@shared
-def probability(logprob: Floats) -> Floats:
-    """e^logprob."""
-    return floats(np.exp(logprob))
-
-
-@shared
-def probability_change(rollout: Floats, train: Floats) -> Floats:
-    """e^train - e^rollout."""
-    return floats(probability(train) - probability(rollout))
-
-
 @metric(
     unit="nats",
-    aliases=(
-        "verl rollout_corr/kl",
-        "OpenRLHF vllm_kl",
-        "miles mis_kl",
-        "AReaL behave_approx_kl (opposite sign)",
-    ),
+    outermost=True,
 )
 def kl(delta: Floats) -> Floats:
     """k1: mean of -delta. Estimates KL(rollout ‖ train) where the left side sampled; signed."""
     return -delta
 
 
-@metric(unit="nats²", bounds=POSITIVE)
+@metric(unit="nats²", bounds=POSITIVE, outermost=True)
 def k2_kl(delta: Floats) -> Floats:
     """k2: mean of delta²/2, the second-order KL."""
     return delta * delta / 2.0
@@ -122,25 +59,20 @@ def k2_kl(delta: Floats) -> Floats:
 @metric(
     unit="nats",
     bounds=POSITIVE,
-    aliases=(
-        "verl rollout_corr/k3_kl",
-        "NeMo-RL gen_kl_error (with reference_policy_kl_type k3)",
-        "prime-rl mismatch_kl",
-        "miles train_rollout_kl (per-sample mean, clamped at 10)",
-    ),
+    outermost=True,
 )
 def k3_kl(delta: Floats) -> Floats:
     """k3: mean of rho - 1 - delta. Estimates KL(rollout ‖ train) where the left side sampled."""
     return rho_minus_linear(delta)
 
 
-@metric(unit="nats", bounds=POSITIVE, aliases=("NeMo-RL policy_kl_error",))
+@metric(unit="nats", bounds=POSITIVE, outermost=True)
 def reverse_k3_kl(delta: Floats) -> Floats:
     """Mean of 1/rho - 1 + delta. On rollout-sampled tokens *not* an unbiased reverse KL."""
     return exp_minus_linear(-delta, inverse_excess(delta))
 
 
-@metric(unit="nats", bounds=POSITIVE, aliases=("NeMo-RL js_divergence_error",))
+@metric(unit="nats", bounds=POSITIVE, outermost=True)
 def js_divergence(delta: Floats) -> Floats:
     """Mean of half of k3 of each side against the mixture m = (e^train + e^rollout)/2.
 
@@ -155,11 +87,7 @@ def js_divergence(delta: Floats) -> Floats:
 @metric(
     unit="nats",
     bounds=POSITIVE,
-    aliases=(
-        "slime train_rollout_logprob_abs_diff (mean of per-sequence means)",
-        "TRL sampling/sampling_logp_difference/mean",
-        "SkyRL policy/rollout_train_logprobs_abs_diff_mean",
-    ),
+    outermost=True,
 )
 def logprob_abs_diff_mean(delta: Floats) -> Floats:
     """Mean |delta|."""
@@ -171,7 +99,6 @@ def logprob_abs_diff_mean(delta: Floats) -> Floats:
     fold="max",
     unit="nats",
     bounds=POSITIVE,
-    aliases=("TRL sampling/sampling_logp_difference/max",),
 )
 def logprob_abs_diff_max(delta: Floats) -> Floats:
     """Largest |delta|; an extreme, so no interval."""
@@ -196,9 +123,7 @@ logprob_abs_diff_p50, logprob_abs_diff_p90, logprob_abs_diff_p99, logprob_abs_di
 )
 
 
-@metric(
-    unit="ratio", combine=excess, bounds=(1.0, np.inf), aliases=("NeMo-RL token_mult_prob_error",)
-)
+@metric(unit="ratio", combine=excess, bounds=(1.0, np.inf), outermost=True)
 def token_mult_prob_error(delta: Floats) -> Floats:
     """Mean of exp(|delta|): the factor by which probabilities differ. Terms hold its excess."""
     return excess_factor(delta)
@@ -209,7 +134,7 @@ def _probability_gap(rollout: Floats, train: Floats) -> Floats:
     return np.abs(probability_change(rollout, train))
 
 
-@metric(unit="probability", bounds=SHARE, aliases=("verl training/rollout_probs_diff_mean",))
+@metric(unit="probability", bounds=SHARE)
 def probs_diff_mean(rollout: Floats, train: Floats) -> Floats:
     """Mean |e^train - e^rollout|."""
     return _probability_gap(rollout, train)
@@ -220,7 +145,6 @@ def probs_diff_mean(rollout: Floats, train: Floats) -> Floats:
     fold="max",
     unit="probability",
     bounds=SHARE,
-    aliases=("verl training/rollout_probs_diff_max",),
 )
 def probs_diff_max(rollout: Floats, train: Floats) -> Floats:
     """Largest |e^train - e^rollout|; an extreme, so no interval."""
@@ -232,7 +156,6 @@ def probs_diff_max(rollout: Floats, train: Floats) -> Floats:
     unit="probability",
     combine=spread,
     bounds=SHARE,
-    aliases=("verl training/rollout_probs_diff_std (divides by A - 1)",),
 )
 def probs_diff_std(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
     """Standard deviation (dividing by A) of |e^train - e^rollout|."""
@@ -264,7 +187,6 @@ def _middle(rollout: Floats, train: Floats) -> tuple[float, float]:
     combine=_pearson,
     bounds=(-1.0, 1.0),
     good="high",
-    aliases=("verl training/rollout_actor_probs_pearson_corr",),
 )
 def probs_pearson(
     rollout: Floats, train: Floats, origin: tuple[float, float] | None = None
@@ -281,7 +203,7 @@ def probs_pearson(
     combine=excess,
     bounds=POSITIVE,
     good="neither",
-    aliases=("verl rollout_corr/rollout_is_mean (after truncation)",),
+    outermost=True,
 )
 def ratio_mean(delta: Floats) -> Floats:
     """Mean of rho, untruncated. Expectation 1 where the left side sampled. Terms hold rho - 1."""
@@ -293,7 +215,7 @@ def ratio_mean(delta: Floats) -> Floats:
     unit="ratio",
     combine=spread,
     bounds=POSITIVE,
-    aliases=("verl rollout_corr/rollout_is_std (after truncation)",),
+    outermost=True,
 )
 def ratio_std(delta: Floats) -> tuple[Floats, ...]:
     """Standard deviation (dividing by A) of rho, untruncated."""
@@ -308,7 +230,6 @@ def ratio_std(delta: Floats) -> tuple[Floats, ...]:
     unit="ratio",
     bounds=POSITIVE,
     good="neither",
-    aliases=("TRL sampling/importance_sampling_ratio/min (after truncation)",),
 )
 def ratio_min(delta: Floats) -> Floats:
     """Smallest rho; an extreme, so no interval."""
@@ -322,7 +243,6 @@ def ratio_min(delta: Floats) -> Floats:
     unit="ratio",
     bounds=POSITIVE,
     good="neither",
-    aliases=("TRL sampling/importance_sampling_ratio/max (after truncation)",),
 )
 def ratio_max(delta: Floats) -> Floats:
     """Largest rho; an extreme, so no interval."""
@@ -339,7 +259,7 @@ def _outside(tau: float) -> Metric:
         kind="mean",
         unit="share",
         bounds=SHARE,
-        aliases=("R3 paper F(2)",) if tau == 2.0 else (),
+        outermost=True,
         doc=f"Share of tokens with max(rho, 1/rho) > {tau:g}.",
     )
 
@@ -347,7 +267,7 @@ def _outside(tau: float) -> Metric:
 ratio_outside_1_02, ratio_outside_1_2, ratio_outside_2 = (_outside(tau) for tau in TAUS)
 
 
-@metric(unit="share", bounds=SHARE)
+@metric(unit="share", bounds=SHARE, outermost=True)
 def clip_fraction(delta: Floats, eps_low: float = 0.2, eps_high: float = 0.2) -> Floats:
     """Share of tokens with rho outside [1 - eps_low, 1 + eps_high] at step 0.
 
@@ -358,7 +278,7 @@ def clip_fraction(delta: Floats, eps_low: float = 0.2, eps_high: float = 0.2) ->
     return floats((away < -eps_low) | (away > eps_high))
 
 
-@metric(unit="1", bounds=(-1.0, np.inf), aliases=("verl rollout_corr/chi2_token",))
+@metric(unit="1", bounds=(-1.0, np.inf), outermost=True)
 def chi2_token(delta: Floats) -> Floats:
     """Mean of rho² - 1, delta clamped to ±20; estimates chi²(train ‖ rollout)."""
     away = np.clip(ratio_excess(delta), np.expm1(-CLAMP), np.expm1(CLAMP))
@@ -377,7 +297,7 @@ def chi2_token_clamped(delta: Floats) -> Floats:
     combine=effective_share,
     bounds=SHARE,
     good="high",
-    aliases=("verl rollout_corr/rollout_is_eff_sample_size (with rollout_is on)",),
+    outermost=True,
 )
 def ess_token(delta: Floats) -> tuple[Floats, ...]:
     """Effective share of the sample, (mean w)² / mean w², with w = min(rho, 2)."""
@@ -402,14 +322,13 @@ def entropy_train(train_entropy: Floats) -> Floats:
     unit="ratio",
     combine=quotient,
     bounds=POSITIVE,
-    aliases=("prime-rl kl_ent_ratio",),
 )
 def kl_over_entropy(delta: Floats, train_entropy: Floats) -> tuple[Floats, ...]:
     """``k3_kl`` / ``entropy_train``: mismatch beside the policy's own spread."""
     return rho_minus_linear(delta), train_entropy
 
 
-@metric(unit="share", bounds=SHARE, good="high", aliases=("llama.cpp Same top p",))
+@metric(unit="share", bounds=SHARE, good="high")
 def argmax_agree(rollout_top1: Ints, train_top1: Ints) -> Floats:
     """Share of tokens whose most likely next token is the same id on both sides."""
     return floats(rollout_top1 == train_top1)

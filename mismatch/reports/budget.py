@@ -204,7 +204,12 @@ def remarks(report: Report) -> list[str]:
     if report.budget is None:
         return []
     gaps = [f"{line(gap.step)}: not run, because {line(gap.reason)}" for gap in report.budget.gaps]
-    return gaps + [line(note) for note in report.budget.notes]
+    carried = [
+        f"{_label(step)}: a few tokens carry it, so the interval of its share may be too narrow"
+        for step in report.budget.steps
+        if step.share is not None and "heavy-tail" in step.share.flags
+    ]
+    return gaps + carried + [line(note) for note in report.budget.notes]
 
 
 def largest(report: Report) -> str:

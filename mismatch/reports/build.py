@@ -15,7 +15,7 @@ from mismatch.diagnose.semantics import input_checks, semantic_checks
 from mismatch.exact import exact_checks, exact_reason
 from mismatch.levels import column_for, judge, verdict
 from mismatch.metrics.routing_noise import router_noise
-from mismatch.pipeline import REFERENCE, TRAIN, WEIGHTS
+from mismatch.pipeline import REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.provenance import provenance
 from mismatch.reports.budget import budget_of
 from mismatch.reports.document import comparisons_from_json, comparisons_to_json
@@ -180,6 +180,9 @@ def compare_all(
     if prefill is not None and not flaw(prefill):
         pairs.append((prefill, found.train, False))
     pairs += [(decode, other, lawful) for other in found.others if not flaw(other)]
+    replayed = found.scorings.get(REPLAYED)
+    if replayed is not None and not flaw(replayed):
+        pairs.append((decode, replayed, lawful))
     other = found.scorings.get(WEIGHTS)
     if other is not None and not flaw(other):
         pairs += [(found.train, other, False), (decode, other, lawful)]

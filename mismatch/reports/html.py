@@ -9,6 +9,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports import (
+    beside,
     budget,
     corrections,
     exact,
@@ -77,6 +78,7 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         experts=routing.section(report),
         where=where.groups(report),
         carriers=where.carriers(report),
+        beside=beside.rows(report),
         noise=summary.noise_rows(report),
         budget=budget.view(report),
         two_passes=two_passes.view(report),

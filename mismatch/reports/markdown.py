@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from mismatch.corrections.recipes import Recipe
 from mismatch.reports import (
+    beside,
     budget,
     corrections,
     exact,
@@ -45,6 +46,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         "**Next**\n\n" + "\n".join(f"- {plain(step)}" for step in summary.next_steps(report)),
         _folded(_checks_title(report), _checks_table(report)),
         _folded("Experts chosen", _routing_table(report)),
+        _folded(beside.TITLE, _beside_table(report)),
         _folded("How much of this is noise", _noise_table(report)),
         _folded("Error budget", _budget(report)),
         _folded("Two forward passes", _two_passes(report)),
@@ -114,6 +116,15 @@ def _routing_table(report: Report) -> str:
     said = [f"- {plain(sentence)}" for sentence in routing.sentences(summary.headline(report))]
     table = _table(["", "value:", "95 % interval:"], rows)
     return "\n".join(said) + "\n\n" + table if said else table
+
+
+def _beside_table(report: Report) -> str:
+    titles = (plain(title) + ":" for title in beside.TITLES)
+    rows = [
+        [plain(row.pair), row.mean, row.k3, row.experts, plain(row.meaning)]
+        for row in beside.rows(report)
+    ]
+    return _table(["", *titles, ""], rows)
 
 
 def _noise_table(report: Report) -> str:

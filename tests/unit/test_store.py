@@ -177,6 +177,15 @@ def test_pairing_needs_action_tokens_and_equal_ids():
         Pair.of(rollout(), scoring(), other)
 
 
+@pytest.mark.parametrize(
+    ("extra", "said"), [("entropy", "2 entropies for 3"), ("top1", "2 most likely ids for 3")]
+)
+def test_pairing_needs_one_entropy_and_one_most_likely_id_per_token(extra, said):
+    short = scoring(name="fsdp", **{extra: np.zeros(2, int)})
+    with pytest.raises(MismatchError, match=f"fsdp: {said} tokens"):
+        Pair.of(rollout(), scoring(), short)
+
+
 def test_delta_is_train_minus_rollout():
     right = scoring(logprobs=np.array([-0.2, -2.0, -0.1]))
     pair = Pair.of(rollout(), scoring(), right)
