@@ -8,7 +8,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.injections import describe
-from mismatch.specs import CheckSpec, TrainSpec
+from mismatch.specs import AS_STORED, CheckSpec, TrainSpec
 
 # Names of "number of experts" in the configurations of transformers' MoE families.
 EXPERTS = (
@@ -54,6 +54,27 @@ def require_routes(spec: CheckSpec) -> None:
         raise MismatchError(f"{flag}: {train.model} is dense, it has no routers", f"drop {flag}")
     if train.replay_routing is not None and train.replay_source is None:
         _require_engine_routes(train, engine.engine, engine.routing)
+
+
+def require_forms(spec: CheckSpec) -> None:
+    """Refuse, before any process starts, forms of the experts that the trainer cannot get.
+
+    Raises:
+        MismatchError: a form that cannot be made of the checkpoint, or an effect of no change.
+    """
+    from mismatch.models.derived import require_form
+
+    train, effect = spec.train, spec.weights_effect
+    if effect == train.weights:
+        raise MismatchError(
+            f"--weights-effect {effect}: the trainer's experts have that form already",
+            "name another form, or drop --weights-effect",
+        )
+    directory = Path(train.model)
+    if (directory / "config.json").is_file():  # else it is found out with the weights
+        for form in (train.weights, effect):
+            if form is not None and form != AS_STORED:
+                require_form(directory, form)
 
 
 def _require_engine_routes(train: TrainSpec, engine: str, routing: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch import store
 from mismatch.errors import MismatchError
-from mismatch.moe import is_moe, require_routes
+from mismatch.moe import is_moe, require_forms, require_routes
 from mismatch.preflight import preflight
 from mismatch.resume import differences
 from mismatch.runs import Journal, at_work, load_spec
@@ -45,15 +45,16 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
     """What one training world has to score: the trainer, and what its noise floor needs."""
     train = spec.train
     passes = [Pass(TRAIN, train)]
+    effect = []  # after all passes with the trainer's own weights: one load more, not two
     if spec.weights_effect is not None:
-        passes.append(Pass(WEIGHTS, replace(train, weights=spec.weights_effect)))
+        effect.append(Pass(WEIGHTS, replace(train, weights=spec.weights_effect)))
     if not spec.noise_floor:
-        return passes + second_passes(spec)
+        return passes + second_passes(spec) + effect
     passes.append(Pass(f"{TRAIN}:regrouped", regrouped(train)))
     passes.append(Pass(f"{TRAIN}:repeated", train))
     if not train.grad:
         passes.append(Pass(f"{TRAIN}:grad", replace(train, grad=True, routing=False)))
-    passes += second_passes(spec)
+    passes += second_passes(spec) + effect
     reference = reference_of(train)
     if replace(reference, micro_batch_tokens=train.micro_batch_tokens) != train:
         passes.append(Pass(REFERENCE, reference))
@@ -151,6 +152,12 @@ def run_score(
     """
     store.load_rollout(run_dir)
     require_routes(spec)
+    require_forms(spec)
+    if spec.weights_effect is not None and name != TRAIN:
+        raise MismatchError(
+            f"--weights-effect is for the scoring {TRAIN!r}, not for {name!r}",
+            f"drop --name, or give this one the form: --train-weights {spec.weights_effect}",
+        )
     if spec.inject and name != TRAIN:
         raise MismatchError(
             f"--inject is for the second pass of the scoring {TRAIN!r}, not for {name!r}",

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from mismatch import __version__
 from mismatch.engines.registry import require_engine
 from mismatch.errors import MismatchError
-from mismatch.moe import require_routes
+from mismatch.moe import require_forms, require_routes
 from mismatch.specs import AS_STORED, CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def preflight(spec: CheckSpec) -> None:
     preflight_rollout(spec.rollout)
     preflight_training(spec.train, spec.nproc_per_node)
     require_routes(spec)
+    require_forms(spec)
 
 
 def preflight_rollout(spec: RolloutSpec) -> None:

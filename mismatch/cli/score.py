@@ -71,6 +71,7 @@ def score(flags: Flags) -> int:
         noise_floor=flags["noise_floor"],
         two_passes=flags["two_passes"],
         inject=parse_injections(flags["inject"]),
+        weights_effect=flags["weights_effect"] and flags["weights_effect"].value,
     )
     spec, notes = with_trainer(spec, flags)
     for note in notes:

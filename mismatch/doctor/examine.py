@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mismatch.doctor.choices import expert_warnings
 from mismatch.doctor.engine import weight_bytes
 from mismatch.doctor.machine import Machine, Package, look
 from mismatch.doctor.plan import Plan, plan
@@ -95,6 +96,7 @@ def examine(spec: CheckSpec, with_model: bool, machine: Machine | None = None) -
             warnings += [
                 text for side in planned.sides if side.level == "tight" for text in side.warnings
             ]
+            warnings += expert_warnings(planned.experts)
             problems += _weights(spec, machine)
     return Diagnosis(
         machine=machine,
@@ -166,6 +168,8 @@ def _kernels(machine: Machine) -> list[Ability]:
         kernels.append(_flash(name, machine.packages[package], command, gpu))
     kernels.append(Ability("experts grouped_mm", torch, absent or "", fix))
     kernels.append(Ability("experts batched_mm", torch, absent or "copies weights per token", fix))
+    why = absent or "eager's numbers in least memory"
+    kernels.append(Ability("experts bounded", torch, why, fix))
     return kernels
 
 

@@ -41,5 +41,23 @@ def forward_bytes(
 def backward_bytes(
     shape: Shape, implementation: str, tokens: int, b: int, rows: int | None = None
 ) -> int:
-    """Bytes of a forward and a backward pass, above weights, their gradient and hidden states."""
-    return forward_bytes(shape, implementation, tokens, b, rows)
+    """Bytes of a trainer's forward and backward pass, above weights, their gradient and the input.
+
+    Where the highest moment comes before a gradient is there, that gradient's place is used.
+    """
+    hidden, width, pairs = shape.hidden, shape.width, tokens * shape.top_k
+    matrix = hidden * width  # a third of an expert; matmul libraries rearrange two of them at most
+    biased = shape.traits.expert_bias
+    saved = 2 * hidden + (8 if biased else 4) * width
+    if implementation == "batched_mm":
+        # Of the copies and their gradients the larger half; the gradient of all experts comes last.
+        return max(2 * pairs, 4 * pairs - 2 * shape.experts) * matrix * b
+    if implementation == "eager":
+        # Every expert's gradient is a zero-filled one of all experts, added to the sum so far.
+        zeros = 2 * (shape.experts + 1) * matrix
+        return (zeros + pairs * saved + 2 * tokens * hidden) * b
+    if implementation == "bounded":
+        rows = min(tokens if rows is None else rows, EXPERT_ROWS)
+        work = 4 * hidden + (14 if biased else 8) * width
+        return 32 * pairs + (rows * work + 2 * tokens * hidden + 2 * matrix) * b
+    return (pairs * (3 * hidden + 2 * width) + 2 * matrix) * b

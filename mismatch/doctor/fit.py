@@ -68,9 +68,10 @@ def fits(
 REMEDIES = {
     "attention scores": "--attention auto (the eager kernel holds every score)",
     "attention weights held on": "--attention auto (the eager kernel holds every score)",
-    "weights gathered per token and expert": "--experts-implementation grouped_mm",
+    "weights gathered per token and expert": "--experts-implementation bounded",
     "kept for the backward pass": "a smaller --micro-batch-tokens",
-    "experts workspace": "a smaller --micro-batch-tokens",
+    "experts workspace": "--experts-implementation bounded, or a smaller --micro-batch-tokens",
+    "expert by expert": "--experts-implementation bounded",
     "MLP": "a smaller --micro-batch-tokens",
     "attention states": "a smaller --micro-batch-tokens",
     "sharded parameters": "--master-dtype bf16, or more memory in all",

@@ -6,6 +6,7 @@ with gradients keeps one input per layer (gradient checkpointing) and needs the 
 
 from __future__ import annotations
 
+from mismatch.doctor.experts import forward_bytes
 from mismatch.doctor.parts import BYTES, Part, Work
 from mismatch.doctor.shape import Shape
 from mismatch.specs import TrainSpec
@@ -13,6 +14,12 @@ from mismatch.training.logprobs import CHUNK_BYTES, STRIP_BYTES
 
 BLOCKED = ("sink-sdpa", "no-sinks")  # our kernels: a block of queries at a time
 EXTRA = 8  # columns that they append to a head
+EXPERTS = {  # implementation: name of the part, formula (see mismatch.doctor.experts)
+    "eager": ("expert by expert", "N·K·E·8 + N·(H + 9I)·b at most"),
+    "grouped_mm": ("experts workspace", "N·K·max(H + 9I, 5H)·b"),
+    "batched_mm": ("weights gathered per token and expert", "3·N·K·H·I·b"),
+    "bounded": ("experts in parts", "N·H·b + min(N, 4096)·max(7I, 2H + 4I)·b"),
+}
 
 
 class Forward:
@@ -90,20 +97,9 @@ class Forward:
         return [*parts, *self._experts(), self._routes()]
 
     def _experts(self) -> list[Part]:
-        s, b = self.shape, self.b
-        pairs = self.tokens * s.top_k
-        if self.experts == "batched_mm":
-            size = pairs * (3 * s.hidden * s.width + s.hidden + 3 * s.width) * b
-            return [Part("weights gathered per token and expert", size, "3·N·K·H·I·b")]
-        # Gate, activation and biases of gpt-oss are separate tensors; the others' are fewer.
-        gate = s.hidden + (9 if s.traits.expert_bias else 4) * s.width
-        after = (5 if s.traits.expert_bias else 4) * s.hidden
-        if self.experts == "eager":
-            mask = pairs * (s.experts + 1) * 8
-            size = self.tokens * (max(gate, after) + s.hidden) * b
-            return [Part("expert by expert", mask + size, "N·K·E·8 + N·(H + 9I)·b at most")]
-        size = pairs * max(gate, after) * b
-        return [Part("experts workspace", size, "N·K·max(H + 9I, 5H)·b")]
+        size = forward_bytes(self.shape, self.experts, self.tokens, self.b)
+        name, formula = EXPERTS.get(self.experts, EXPERTS["grouped_mm"])
+        return [Part(name, size, formula)]
 
     def _routes(self) -> Part:
         s = self.shape

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from mismatch.doctor.choices import ExpertChoice, expert_choices, expert_warnings
 from mismatch.doctor.engine import Demand
 from mismatch.doctor.fit import Fit
 from mismatch.doctor.machine import Machine
@@ -48,6 +49,7 @@ class Plan:
         tokens: "sampled at most", "longest sequence", "scored at most" and so on.
         kernels: what would run: attention, experts, engine.
         sides: memory of the engine and of every pass on one device.
+        experts: what each way of running the experts would need; () for a dense model.
         not_measured: what this run cannot show here, and why.
         notes: assumptions.
     """
@@ -61,10 +63,11 @@ class Plan:
     sides: tuple[Fit, ...]
     not_measured: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
+    experts: tuple[ExpertChoice, ...] = field(default=())
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return tuple(text for side in self.sides for text in side.warnings)
+        return _warnings(self.sides, self.experts)
 
     @property
     def fits(self) -> bool:
@@ -100,7 +103,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
     passes = training_passes(spec)
     if spec.train.autocast:
         notes.append("the copies of the weights that autocast makes are not counted")
-    sides = _sides(spec, shape, prompts, longest, machine)
+    sides, experts = _sides(spec, shape, prompts, longest, machine)
     return Plan(
         model=spec.rollout.engine.model,
         config_source=found.source,
@@ -111,6 +114,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
         sides=sides,
         not_measured=tuple(_not_measured(spec, shape, machine)),
         notes=tuple(notes),
+        experts=experts,
     )
 
 
@@ -122,25 +126,31 @@ def memory_warnings(spec: CheckSpec) -> tuple[str, ...]:
         shape = read_shape(find_config(spec.train.model, spec.train.revision).values)
         prompts, longest_prompt, _ = _prompts(spec.rollout.prompts)
         longest = longest_prompt + spec.rollout.sampling.max_tokens
-        sides = _sides(spec, shape, prompts, longest, look(try_imports=False))
+        found = _sides(spec, shape, prompts, longest, look(try_imports=False))
     except MismatchError:
         return ()
-    return tuple(text for side in sides for text in side.warnings)
+    return _warnings(*found)
+
+
+def _warnings(sides: tuple[Fit, ...], experts: tuple[ExpertChoice, ...]) -> tuple[str, ...]:
+    return (*(text for side in sides for text in side.warnings), *expert_warnings(experts))
 
 
 def _sides(
     spec: CheckSpec, shape: Shape, prompts: int, longest: int, machine: Machine
-) -> tuple[Fit, ...]:
-    """Memory of the engine, and of every pass of the trainer."""
+) -> tuple[tuple[Fit, ...], tuple[ExpertChoice, ...]]:
+    """Memory of the engine and of every pass of the trainer, and of other ways to run experts."""
     from mismatch.pipeline import training_passes
 
     sampling = spec.rollout.sampling
     sequences = prompts * sampling.samples_per_prompt
     demand, work = Demand(sequences, longest, sampling), Work([longest] * sequences, sampling)
-    return (
+    passes, world = training_passes(spec), spec.nproc_per_node
+    sides = (
         engine_fit(spec, engine_shape(spec, shape), demand, machine),
-        *trainer_fits(spec, shape, work, machine, training_passes(spec)),
+        *trainer_fits(spec, shape, work, machine, passes),
     )
+    return sides, expert_choices(shape, passes, world, work, machine.device)
 
 
 # ---------------------------------------------------------------- what there is to do

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mismatch.doctor.choices import CHOICE_HEADER, choice_rows
 from mismatch.doctor.fit import Fit, gib
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def print_memory(plan: Plan, console: Console) -> None:
         if reserve:
             parts.append(("the process itself", gib(reserve), "runtime, context, libraries"))
         _table(console, f"{side.prediction.side}, at its highest", parts)
+    if plan.experts:
+        _table(console, "ways to run the experts", choice_rows(plan.experts), CHOICE_HEADER)
 
 
 def _worth_showing(sides: Sequence[Fit]) -> list[Fit]:

@@ -91,14 +91,24 @@ class Metric:
 
         Raises:
             EmptyComparison: the arrays hold no unit.
-            MismatchError: arrays of different lengths, non-finite input, or an undefined value
-                (a correlation of constants, a division by zero entropy).
+            MismatchError: arrays of different lengths or of another shape than stated, input that
+                is masked, not finite or no number, negative entropy, sequence numbers that are not
+                whole, or an undefined value (a correlation of constants, a division by zero
+                entropy).
         """
-        inputs = [_checked(self.name, array) for array in arrays]
-        if len({len(array) for array in inputs}) > 1:
-            lengths = ", ".join(str(len(array)) for array in inputs)
+        if len(arrays) > len(self.needs):
+            raise MismatchError(
+                f"{self.name} takes {', '.join(self.needs)}: {len(arrays)} arrays are too many"
+            )
+        given = dict(zip(self.needs, arrays, strict=False))
+        given |= {name: named.pop(name) for name in self.needs if name in named}
+        inputs = {
+            name: _checked(f"{self.name}: {name}", name, array) for name, array in given.items()
+        }
+        if len({len(array) for array in inputs.values()}) > 1:
+            lengths = ", ".join(str(len(array)) for array in inputs.values())
             raise MismatchError(f"{self.name}: arrays of different lengths: {lengths}")
-        value = self.value(self.terms(*inputs, **named))
+        value = self.value(self.terms(**inputs, **named))
         if np.isnan(value):
             raise MismatchError(f"{self.name} is undefined here: zero variance or entropy")
         return value
@@ -119,8 +129,11 @@ class Metric:
     def of_means(self, means: Floats) -> float:
         """The number of a "mean" or "ratio", from the means of its terms, [M]."""
         with np.errstate(all="ignore"):
-            value = np.clip(self.combine(means), *self.bounds)  # rounding can leave the range
-        return float(value) + 0.0  # no -0.0
+            value = float(floats(self.combine(means)).reshape(-1)[0])
+        # Rounding can leave the range. What is further out has a cause (logprobs above 0, which the
+        # check positive-logprobs names) and must not be made to look possible.
+        inside = float(np.clip(value, *self.bounds))
+        return (inside if abs(inside - value) <= ROUNDING else value) + 0.0  # no -0.0
 
     def folded_value(self, found: Floats) -> float:
         """The number of an "extreme", from what its terms were folded to, [M]."""
@@ -174,15 +187,35 @@ def _side_by_side(
     return made
 
 
-def _checked(name: str, values: Any) -> Array:
+FLAT = frozenset(
+    ("delta", "rollout", "train", "sequence", "train_entropy", "rollout_top1", "train_top1")
+)  # one value per action token, [A]
+ROUNDING = 1e-6  # by which float32 arithmetic can leave the range of a value
+
+
+def _checked(label: str, name: str, values: Any) -> Array:
+    """One argument of a metric that is called by hand, as an array that it is defined on."""
+    if isinstance(values, np.ma.MaskedArray):
+        raise MismatchError(f"{label} is a masked array", "pass the action tokens alone: x[mask]")
     array: Array = np.asarray(values)
     if array.ndim == 0 or len(array) == 0:
-        raise EmptyComparison(f"{name}: no action tokens to compare")
-    if array.dtype.kind != "f":
-        return array
-    if not np.isfinite(array).all():
-        raise MismatchError(f"{name}: {int((~np.isfinite(array)).sum())} inputs are not finite")
-    return array.astype(np.float64)
+        raise EmptyComparison(f"{label}: no action tokens to compare")
+    if name in FLAT and array.ndim != 1:
+        raise MismatchError(
+            f"{label} has shape {array.shape}, expected one value per action token",
+            "flatten it without prompt and padding: x[mask]",
+        )
+    if array.dtype.kind not in ("fiu" if name in FLAT else "fiub"):
+        raise MismatchError(f"{label} holds {array.dtype}, which are no real numbers")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise MismatchError(f"{label}: {int((~np.isfinite(array)).sum())} inputs are not finite")
+    if name == "sequence" and array.dtype.kind == "f" and (array != np.floor(array)).any():
+        raise MismatchError(f"{label} numbers are not whole")
+    if name == "train_entropy" and array.min() < -ROUNDING:
+        raise MismatchError(f"{label}: an entropy over the vocabulary is never negative")
+    if name == "sequence":
+        return array.astype(np.int64)
+    return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
 def _single(means: Floats) -> Floats:

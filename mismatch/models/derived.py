@@ -66,11 +66,20 @@ def derive(source: Path, form: WeightsForm) -> Path:
     hashes = source_hashes(str(source))
     text = json.dumps([form, sorted(hashes.items())])
     target = cache() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-{form}"
-    if not (target / RECORD).exists():
-        with _alone(target):
-            if not (target / RECORD).exists():
+    if not _whole(target):
+        with _writing(target), _alone(target):
+            if not _whole(target):
                 _write(source, target, form, hashes)
     return target
+
+
+def _whole(target: Path) -> bool:
+    """Whether a derived checkpoint lies there as it was written: its record names the sizes."""
+    try:
+        sizes = json.loads((target / RECORD).read_text("utf-8"))["sizes"]
+        return all((target / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def require_form(source: Path, form: WeightsForm) -> None:
@@ -130,16 +139,34 @@ def _local(spec: EngineSpec | TrainSpec) -> Path:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """One process at a time: ranks and engines may ask for the same checkpoint."""
+    """One process at a time: ranks and engines may ask for the same checkpoint.
+
+    Half a checkpoint is never left: not on a full disk, nor after Ctrl-C.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """What the cache's disk refuses, as a MismatchError."""
+    try:
         yield
+    except OSError as error:
+        raise MismatchError(
+            f"a checkpoint in another form cannot be written to {target.parent}: {error}",
+            "free some space, or name another place: MISMATCH_CACHE=DIR",
+        ) from error
 
 
 def _write(source: Path, target: Path, form: WeightsForm, hashes: dict[str, str]) -> None:
     partial = target.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir(parents=True)
     _require_space(source, partial)
     for path in source.iterdir():
@@ -162,7 +189,8 @@ def _write(source: Path, target: Path, form: WeightsForm, hashes: dict[str, str]
             ],
         }
     (partial / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
-    record = {"form": form, "source_files": hashes}
+    sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+    record = {"form": form, "source_files": hashes, "sizes": sizes}
     (partial / RECORD).write_text(json.dumps(record, indent=2), "utf-8")
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
@@ -181,7 +209,7 @@ def _converted(source: Path, form: WeightsForm) -> Iterator[tuple[str, torch.Ten
                 continue  # with its blocks
             if PACKED.search(name):
                 name = name.removesuffix("_blocks")
-                scales = files[f"{name}_scales"].get_tensor(f"{name}_scales")
+                scales = _scales(source, files, f"{name}_scales")
                 blocks = file.get_tensor(f"{name}_blocks")
                 yield name, mxfp4.dequantise(blocks, scales, torch.bfloat16)
                 continue
@@ -221,23 +249,42 @@ class _Shards:
         (self.directory / INDEX).write_text(json.dumps(index, indent=2), "utf-8")
 
     def _flush(self) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         self.count += 1
         file = f"model-{self.count:05d}.safetensors"
-        save_file(self.pending, self.directory / file, {"format": "pt"})
+        try:
+            save_file(self.pending, self.directory / file, {"format": "pt"})
+        except SafetensorError as error:  # its own kind for a full disk
+            raise OSError(str(error)) from error
         self.places |= dict.fromkeys(self.pending, file)
         self.pending, self.bytes = {}, 0
 
 
 def _open(source: Path, stack: ExitStack) -> dict[str, Any]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     files: dict[str, Any] = {}
     for path in sorted(source.glob("*.safetensors")):
-        file = stack.enter_context(safe_open(path, framework="pt"))
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise MismatchError(
+                f"{path} cannot be read: {error}", "fetch the checkpoint again"
+            ) from error
         files |= dict.fromkeys(file.keys(), file)
     return files
+
+
+def _scales(source: Path, files: dict[str, Any], name: str) -> torch.Tensor:
+    if name not in files:
+        raise MismatchError(
+            f"{source} holds no {name}, the exponents of its MXFP4 experts",
+            "fetch the checkpoint again",
+        )
+    scales: torch.Tensor = files[name].get_tensor(name)
+    return scales
 
 
 def _names(source: Path) -> list[str]:

@@ -15,7 +15,7 @@ registered with transformers' experts interface, so it serves every family that 
 Its numbers are those of ``eager`` bit for bit as long as no expert gets more than ``EXPERT_ROWS``
 tokens of a micro-batch: a longer matmul is cut, which may round another way. In the backward pass
 the gradient of the layer's input arrives as one sum over all experts, where eager's autograd adds
-one expert after the other; beside shared experts that is another order of the same sum.
+one expert after the other to what is there; beside shared experts that is another order of the sum.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ class Grads(NamedTuple):
 
 
 class Span(NamedTuple):
-    """At most ``EXPERT_ROWS`` tokens of one expert."""
+    """At most ``EXPERT_ROWS`` tokens of one expert; ``last``: the backward pass meets them first."""
 
     expert: int
     tokens: torch.Tensor
     slots: torch.Tensor
+    last: bool
 
 
 def register() -> None:
@@ -124,10 +125,12 @@ def spans(ids: torch.Tensor, experts: int) -> Iterator[Span]:
     counts = torch.bincount(ids.reshape(-1), minlength=experts)[:experts].tolist()
     first = 0
     for expert, count in enumerate(counts):
-        for start in range(first, first + count, EXPERT_ROWS):
-            pairs = order[start : min(start + EXPERT_ROWS, first + count)]
-            yield Span(expert, pairs % ids.shape[0], pairs // ids.shape[0])
-        first += count
+        end = first + count
+        for start in range(first, end, EXPERT_ROWS):
+            pairs = order[start : min(start + EXPERT_ROWS, end)]
+            last = start + EXPERT_ROWS >= end
+            yield Span(expert, pairs % ids.shape[0], pairs // ids.shape[0], last)
+        first = end
 
 
 class _Bounded(torch.autograd.Function):
@@ -168,7 +171,8 @@ class _Bounded(torch.autograd.Function):
         grad_weights = torch.zeros_like(weights) if wanted[3] else None
         expert = _Expert(ctx.module, Weights(*fused))
         with ctx.autocast():
-            for span in spans(ids, fused[0].shape[0]):
+            # Last expert first, as autograd goes through eager's loop: sums round by their order.
+            for span in list(spans(ids, fused[0].shape[0])):
                 _backward_of(span, expert, grad, hidden, weights, grads, grad_hidden, grad_weights)
         return None, grad_hidden, None, grad_weights, *grads
 
@@ -197,9 +201,9 @@ def _backward_of(
         share = (arrived * expert.down(span.expert, inner)).sum(-1)
         grad_weights[span.tokens, span.slots] = share.to(grad_weights.dtype)
     arrived = (arrived * factor).to(inner.dtype)
-    expert.add(grads.down, grads.down_bias, span.expert, inner, arrived)
+    expert.add(grads.down, grads.down_bias, span, inner, arrived)
     (arrived,) = torch.autograd.grad(gated, state, expert.back(expert.w.down, span.expert, arrived))
-    expert.add(grads.up, grads.up_bias, span.expert, rows, arrived)
+    expert.add(grads.up, grads.up_bias, span, rows, arrived)
     if grad_hidden is not None:
         back = expert.back(expert.w.up, span.expert, arrived)
         grad_hidden.index_add_(0, span.tokens, back.to(grad_hidden.dtype))
@@ -242,16 +246,21 @@ class _Expert:
         self,
         grad_weight: torch.Tensor | None,
         grad_bias: torch.Tensor | None,
-        expert: int,
+        span: Span,
         rows: torch.Tensor,
         grad: torch.Tensor,
     ) -> None:
         """Add a linear layer's own gradients where they belong, without a copy of the rest."""
         if grad_weight is not None:
-            outer = rows.t() @ grad if self.transposed else grad.t() @ rows
-            grad_weight[expert].add_(outer)
+            left, right = (rows.t(), grad) if self.transposed else (grad.t(), rows)
+            place = grad_weight[span.expert]
+            autocast = torch.is_autocast_enabled(rows.device.type)
+            if span.last and left.dtype == right.dtype == place.dtype and not autocast:
+                torch.mm(left, right, out=place)
+            else:
+                place.add_(left @ right)
         if grad_bias is not None:
-            grad_bias[expert].add_(grad.sum(0))
+            grad_bias[span.expert].add_(grad.sum(0))
 
 
 def _autocast_now(device: str) -> Any:

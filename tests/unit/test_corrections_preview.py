@@ -281,11 +281,16 @@ def test_advantages_decide_which_tokens_count():
     assert found.named(NONE).token.cosine.value == pytest.approx(1.0)
 
 
-def test_one_prompt_has_no_intervals_and_is_still_ranked():
+def test_one_prompt_is_ranked_but_nothing_is_favoured():
     made = replace(rollout(), prompt_index=np.zeros(PROMPTS * SAMPLES, dtype=np.int64))
     found = tried(noise(made, 0.4), made)
     assert found.named("tis-token").token.bias.low is None
-    assert found.favoured == "tis-token"
+    assert found.favoured is None
+    assert found.best == "tis-token"
+    assert "undecided: all tokens come from one prompt" in found.reason
+    calm = tried(noise(made, 1e-4), made)
+    assert calm.favoured is None  # "at most" would be said of one prompt's value
+    assert tried(np.zeros(made.n_actions), made).favoured == NONE
     assert [one.id for one in found.previews if one.token.tied] == ["tis-token"]
 
 

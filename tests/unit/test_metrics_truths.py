@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
 
@@ -314,3 +315,34 @@ def test_inequalities_that_always_hold(deltas):
 def test_a_sequence_counts_once_however_long_it_is():
     values, sequence = np.array([1.0, 1.0, 1.0, 5.0]), np.array([9, 9, 9, 2])
     assert per_sequence_mean(values, sequence).tolist() == [5.0, 1.0]
+
+
+_TWO_BY_TWO = np.full((2, 2), -0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: METRICS["k3_kl"](_TWO_BY_TWO), "shape (2, 2)"),
+        (lambda: METRICS["k3_kl"](delta=_TWO_BY_TWO), "shape (2, 2)"),
+        (lambda: METRICS["probs_pearson"](_TWO_BY_TWO, _TWO_BY_TWO), "shape (2, 2)"),
+        (lambda: METRICS["k3_kl"](np.ma.array([0.1, 9.0], mask=[0, 1])), "masked array"),
+        (lambda: METRICS["k3_kl"]([True, False]), "bool"),
+        (lambda: METRICS["k3_kl"]([1j]), "complex"),
+        (lambda: METRICS["k3_kl"]([None, 0.1]), "object"),
+        (lambda: METRICS["k3_kl"]([0.1], [0.2]), "too many"),
+        (lambda: METRICS["chi2_seq"]([0.1, 0.2], [0.5, 1.5]), "not whole"),
+        (lambda: METRICS["entropy_train"]([-1.0]), "never negative"),
+        (lambda: METRICS["kl"](delta=[0.1, np.nan]), "not finite"),
+    ],
+)
+def test_arrays_that_a_function_is_not_defined_on_are_refused(
+    call: Callable[[], float], says: str
+) -> None:
+    with pytest.raises(MismatchError, match=re.escape(says)):
+        call()
+
+
+def test_logprobs_above_zero_are_not_made_to_look_possible() -> None:
+    assert METRICS["training_ppl"]([0.5], [0]) == pytest.approx(math.exp(-0.5))
+    assert METRICS["training_ppl"]([1e-9], [0]) == 1.0  # rounding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import pandas as pd
 from rich.console import Console
 
 from mismatch.reports import beside
@@ -12,7 +13,7 @@ from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report
 from mismatch.types import Comparison, Estimate, Report
-from tests.reports_fixture import make_report
+from tests.reports_fixture import make_report, make_tokens
 
 
 def _estimate(value: float) -> Estimate:
@@ -29,15 +30,15 @@ def _beside(report: Report, name: str, experts: float | None, **facts: object) -
     return replace(report, comparisons=(*report.comparisons, more), fingerprints=told)
 
 
-def _renderings(report: Report, tokens: object) -> list[str]:
+def _renderings(report: Report, tokens: pd.DataFrame) -> list[str]:
     out = io.StringIO()
     print_report(report, Console(file=out, width=80))
-    html = to_html(report, tokens)  # type: ignore[arg-type]
+    html = to_html(report, tokens)
     return [out.getvalue(), to_markdown(report), html.split('id="everything"')[0]]
 
 
 def test_weights_in_another_form_and_replayed_experts_are_shown() -> None:
-    report, tokens = make_report()
+    report, tokens = make_report(), make_tokens()
     report = _beside(report, "fsdp:other-weights", 0.07, weights_form="mxfp4-rounded")
     given = {"mode": "ids", "source": "vllm:decode"}
     report = _beside(report, "fsdp:replayed", 0.0, replay=given)
@@ -56,16 +57,16 @@ def test_weights_in_another_form_and_replayed_experts_are_shown() -> None:
 
 def test_disagreement_in_spite_of_replay_is_a_number() -> None:
     given = {"mode": "ids", "source": "vllm:decode"}
-    report = _beside(make_report()[0], "fsdp:replayed", 0.25, replay=given)
+    report = _beside(make_report(), "fsdp:replayed", 0.25, replay=given)
     assert beside.rows(report)[-1].experts == "25 %"
 
 
 def test_without_routes_there_is_no_number() -> None:
-    assert beside.rows(_beside(make_report()[0], "mine", None))[-1].experts == "–"
+    assert beside.rows(_beside(make_report(), "mine", None))[-1].experts == "–"
 
 
 def test_nothing_beside_the_headline_is_no_section() -> None:
-    report, tokens = make_report()
+    report, tokens = make_report(), make_tokens()
     headline = report.comparisons[0]
     prefill = replace(headline, rollout="vllm:prefill")
     report = replace(

@@ -119,6 +119,8 @@ def test_the_busiest_move_stands_first_with_its_interval():
     assert load["tv"] == pytest.approx([0, moved, 0, 0])
     assert load["train_most"][1] != load["rollout_most"][1]
     assert load["train_most"][0] == load["rollout_most"][0]
+    for least, most in zip(load["rollout_least"], load["rollout_most"], strict=True):
+        assert least <= 1.0 <= most  # 1 is an even load: no counts
 
 
 def test_near_ties_are_margins_within_the_noise():

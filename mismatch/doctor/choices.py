@@ -1,0 +1,93 @@
+"""What each way of running the experts would need on this machine, and the one that is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mismatch.doctor.experts import IMPLEMENTATIONS, backward_bytes, forward_bytes
+from mismatch.doctor.fit import gib
+from mismatch.doctor.memory import predict_trainer
+from mismatch.doctor.parts import BYTES, Work
+from mismatch.doctor.shape import Shape
+from mismatch.specs import Pass
+
+AUTO = "grouped_mm"  # transformers' own choice
+COPIES = "batched_mm"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """One experts implementation; bytes.
+
+    Attributes:
+        peak_bytes: predicted for one rank of this run's training world, the highest of the passes
+            that run the experts in the chosen way.
+        token_bytes: what one more token in a micro-batch adds in a layer's experts.
+        backward_bytes: of one layer's experts in a trainer's forward and backward pass, beyond
+            weights and their gradient; this run has no backward pass.
+    """
+
+    name: str
+    peak_bytes: int
+    token_bytes: int
+    backward_bytes: int
+    chosen: bool
+
+
+def expert_choices(
+    shape: Shape, passes: Sequence[Pass], world: int, work: Work, device: str
+) -> tuple[ExpertChoice, ...]:
+    """Every implementation in place of the chosen one, in this run; () for a dense model."""
+    if not shape.experts:
+        return ()
+    spec = passes[0].spec
+    chosen = AUTO if spec.experts == "auto" else spec.experts
+    rows, longest = work.largest_batch(spec)
+    tokens, b = rows * longest, BYTES[spec.autocast or spec.dtype]
+
+    def one(name: str) -> ExpertChoice:
+        peaks = (
+            predict_trainer(shape, replace(p.spec, experts=name), world, work, device, p.name)
+            for p in passes
+            if p.spec.experts == spec.experts
+        )
+        more = forward_bytes(shape, name, tokens + 1, b) - forward_bytes(shape, name, tokens, b)
+        return ExpertChoice(
+            name,
+            max(found.peak_bytes for found in peaks),
+            more,
+            backward_bytes(shape, name, tokens, b),
+            name == chosen,
+        )
+
+    return tuple(one(name) for name in IMPLEMENTATIONS)
+
+
+def expert_warnings(choices: Sequence[ExpertChoice]) -> tuple[str, ...]:
+    """The blow-up of copied weights, before it happens."""
+    by = {choice.name: choice for choice in choices}
+    if not choices or not by[COPIES].chosen:
+        return ()
+    copies, bounded = by[COPIES], by["bounded"]
+    return (
+        f"{COPIES} experts copy {copies.token_bytes / 1e6:,.1f} MB of weights for every token of a "
+        f"micro-batch: {gib(copies.peak_bytes)} at the highest. --experts-implementation bounded "
+        f"needs {gib(bounded.peak_bytes)}, with the numbers of eager",
+    )
+
+
+def choice_rows(choices: Sequence[ExpertChoice]) -> list[tuple[str, ...]]:
+    """Rows of a table for people."""
+    return [
+        (
+            choice.name + (" (chosen)" if choice.chosen else ""),
+            gib(choice.peak_bytes),
+            f"{choice.token_bytes / 1e6:,.2f} MB",
+            gib(choice.backward_bytes),
+        )
+        for choice in choices
+    ]
+
+
+CHOICE_HEADER = ("", "peak", "per token", "backward, one layer")
