@@ -56,7 +56,7 @@ class Grads(NamedTuple):
 
 
 class Span(NamedTuple):
-    """At most ``EXPERT_ROWS`` tokens of one expert; ``last``: the backward pass meets them first."""
+    """At most ``EXPERT_ROWS`` tokens of one expert; ``last``: a backward pass meets them first."""
 
     expert: int
     tokens: torch.Tensor
@@ -172,7 +172,7 @@ class _Bounded(torch.autograd.Function):
         expert = _Expert(ctx.module, Weights(*fused))
         with ctx.autocast():
             # Last expert first, as autograd goes through eager's loop: sums round by their order.
-            for span in list(spans(ids, fused[0].shape[0])):
+            for span in reversed(list(spans(ids, fused[0].shape[0]))):
                 _backward_of(span, expert, grad, hidden, weights, grads, grad_hidden, grad_weights)
         return None, grad_hidden, None, grad_weights, *grads
 

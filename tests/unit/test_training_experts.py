@@ -155,7 +155,9 @@ def test_derivatives_are_those_of_differences(models: dict[str, Any], family: st
         )
 
     taken = [t.requires_grad_() for t in (hidden, weights)]
-    assert torch.autograd.gradcheck(layer, (*taken, *parameters.values()), fast_mode=True)
+    inputs = (*taken, *parameters.values())
+    # Raising would compute the whole Jacobian for its message, for minutes.
+    assert torch.autograd.gradcheck(layer, inputs, fast_mode=True, raise_exception=False)
 
 
 def test_an_id_beyond_the_experts_is_padding(models: dict[str, Any]) -> None:
