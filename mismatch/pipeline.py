@@ -99,6 +99,7 @@ def reference_of(train: TrainSpec) -> TrainSpec:
         master_dtype="fp32",
         autocast=None,
         head_dtype=None,
+        router_dtype=None,
         temperature_in="fp32",
         logprobs_dtype=None,
         attention="auto",
@@ -125,7 +126,12 @@ def run_check(
     """
     with at_work(run_dir, "check", spec, command) as journal:
         stages = Stages(spec, run_dir, narrator, journal)
-        stages.measure(training_passes(spec))
+        if spec.fixes:
+            from mismatch.fixes.run import measure_with_fixes
+
+            measure_with_fixes(stages, training_passes(spec))
+        else:
+            stages.measure(training_passes(spec))
         return conclude(stages, thresholds)
 
 
@@ -198,10 +204,12 @@ def conclude(stages: Stages, thresholds: Thresholds | None, again: bool = False)
     Args:
         again: compare anew even where ``comparison.json`` is there.
     """
+    from mismatch.fixes.table import with_fixes
     from mismatch.reports.build import build_report, write_report
 
     with stages.timed("compare", "compare: metrics with intervals"):
         report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
+        report = with_fixes(report, stages.run_dir, stages.spec, thresholds)
     stages.journal.save()
     report.run.update(journal_facts(stages.journal))
     write_report(stages.run_dir, report, tokens)

@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,10 @@ def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
         MismatchError: it names every setting that differs.
     """
     found = load_spec(run_dir)
+    # Fixes add to a run; what is there stays what it is.
+    found = replace(
+        found, fixes=spec.fixes, budget_minutes=spec.budget_minutes, verdict=spec.verdict
+    )
     if spec_hash(found) == spec_hash(spec):
         return
     lines = differences(to_dict(found), to_dict(spec))

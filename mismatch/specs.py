@@ -15,6 +15,7 @@ DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 TemperatureIn = Literal["fp32", "logits", "logits-rounded"]
 ReplayMode = Literal["ids", "ids+weights"]
 WeightsForm = Literal["as-stored", "bf16", "mxfp4", "mxfp4-rounded"]
+VerdictFrom = Literal["as-is", "after-fixes"]
 AS_STORED: WeightsForm = "as-stored"
 Injections = tuple[tuple[str, float], ...]
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -29,6 +30,7 @@ class EngineSpec:
         args: further engine arguments, (name, value) pairs, values as JSON would read them.
         python: interpreter that the engine's process runs under; None: this one.
         weights: the form in which the experts are served, see mismatch/models/derived.py.
+        env: environment variables of the engine's process, (name, value) pairs.
     """
 
     engine: str = "vllm"
@@ -44,6 +46,7 @@ class EngineSpec:
     trust_remote_code: bool = False
     python: str | None = None
     weights: WeightsForm = AS_STORED
+    env: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class TrainSpec:
         autocast: dtype of an enclosing ``torch.autocast``, or None.
         head_dtype: dtype of the LM head's matmul; None: that of the computation.
         experts: transformers' experts implementation; "auto" is transformers' own choice.
+        router_dtype: "fp32": routers multiply, score and choose in float32; None: in the
+            computation's dtype, or as the family's own code says.
         layout: "padding" (one row per sequence, right-padded) or "packing" (several per row).
         temperature_in: where logits are divided by T: "fp32" after the upcast; "logits" before it,
             in their own dtype; "logits-rounded" likewise, with T rounded to that dtype first.
@@ -113,6 +118,7 @@ class TrainSpec:
     attention: str = "auto"
     experts: str = "auto"
     head_dtype: Dtype | None = None
+    router_dtype: Dtype | None = None
     micro_batch_tokens: int = 4096
     layout: Literal["padding", "packing"] = "padding"
     grad: bool = False
@@ -147,6 +153,9 @@ class CheckSpec:
             anyway; True: with what router replay does to them; False: leave it out.
         inject: disturbances of the new pass alone.
         weights_effect: also score with the trainer's experts in this form; None: do not.
+        fixes: what ``--fix`` asked for: ids, "a+b", "all" or a side, see mismatch/fixes/plan.py.
+        budget_minutes: that fixes may take beyond the check itself; None: no limit.
+        verdict: which verdict the run ends with; "after-fixes": that of the best combination.
     """
 
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
@@ -160,6 +169,9 @@ class CheckSpec:
     two_passes: bool | None = None
     weights_effect: WeightsForm | None = None
     inject: Injections = ()
+    fixes: tuple[str, ...] = ()
+    budget_minutes: float | None = None
+    verdict: VerdictFrom = "as-is"
 
 
 T = TypeVar("T")
@@ -184,12 +196,24 @@ def from_dict(cls: type[T], data: dict[str, Any]) -> T:
     for name, value in data.items():
         if name in nested and isinstance(value, dict):
             value = from_dict(nested[name], value)
-        elif name in ("args", "inject"):
+        elif name in ("args", "inject", "env"):
             value = tuple((key, item) for key, item in value)
-        elif name == "not_reproduced":
+        elif name in ("not_reproduced", "fixes"):
             value = tuple(value)
         values[name] = value
     return cls(**values)
+
+
+def weights_key(spec: TrainSpec) -> tuple[Any, ...]:
+    """What has to be equal for two passes to share loaded weights."""
+    return (
+        spec.model,
+        spec.revision,
+        spec.dtype,
+        spec.master_dtype,
+        spec.weights,
+        spec.trust_remote_code,
+    )
 
 
 def spec_hash(spec: Any) -> str:

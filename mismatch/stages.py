@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from mismatch import resume, store
 from mismatch.preflight import engine_python, interpreter_environment
 from mismatch.runs import Journal
-from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict
+from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict, weights_key
 from mismatch.workers.launch import Worker, finish, started
 
 GO = "jobs/train.go"  # appears when the engine is done; the training world waits for it
@@ -38,6 +38,58 @@ class Narrator(Protocol):
         """One line between stages."""
 
 
+@dataclass(frozen=True)
+class Job:
+    """One pass of a training world.
+
+    Attributes:
+        place: run directory whose rollout it scores.
+        optional: the others go on where it fails.
+    """
+
+    place: Path
+    one: Pass
+    optional: bool = False
+
+    def entry(self, run_dir: Path) -> dict[str, Any]:
+        """As the worker reads it."""
+        entry: dict[str, Any] = {"name": self.one.name, "spec": to_dict(self.one.spec)}
+        entry |= {"run_dir": str(self.place)} if self.place != run_dir else {}
+        return entry | ({"optional": True} if self.optional else {})
+
+
+class Beside(Protocol):
+    """What shares a training world with a check."""
+
+    jobs: list[Job]
+
+    def prepare(self, *world: Worker) -> dict[str, Any]:
+        """Called when the check's own tokens are there and before anything is scored.
+
+        Returns:
+            What the world is told, e.g. ``{"optional_s": 60.0}``.
+        """
+
+
+def by_load(jobs: list[Job]) -> list[Job]:
+    """Passes of the same weights next to each other, then those of the same kernels, else as they
+    come; of these, optional ones last.
+    """
+    from mismatch.workers.train import load_key
+
+    weights: dict[Any, int] = {}
+    kernels: dict[Any, int] = {}
+    for number, job in enumerate(jobs):
+        weights.setdefault(weights_key(job.one.spec), number)
+        kernels.setdefault(load_key(job.one.spec), number)
+
+    def place(job: Job) -> tuple[int, int, bool]:
+        spec = job.one.spec
+        return weights[weights_key(spec)], kernels[load_key(spec)], job.optional
+
+    return sorted(jobs, key=place)
+
+
 @dataclass
 class Stages:
     """Runs the stages of one command in one run directory."""
@@ -47,7 +99,9 @@ class Stages:
     narrator: Narrator
     journal: Journal
 
-    def measure(self, passes: list[Pass], sample: bool = True) -> None:
+    def measure(
+        self, passes: list[Pass], sample: bool = True, beside: Beside | None = None
+    ) -> None:
         """Sample and rescore in the engine, then score ``passes`` in one training world.
 
         The training world starts while the engine is at work: it refuses what it cannot run before
@@ -55,34 +109,48 @@ class Stages:
 
         Args:
             sample: False leaves the rollout as it is, wherever it was made.
+            beside: further passes for the same world, and what has to be done before it scores.
         """
         wanted = passes
         sampled = not sample or resume.rollout_done(self.run_dir, self.spec.rollout)
         if sampled:
             passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
+        jobs = [Job(self.run_dir, one) for one in passes]
+        jobs = by_load([*jobs, *(beside.jobs if beside else [])])
         (self.run_dir / GO).unlink(missing_ok=True)
         with ExitStack() as stack:
-            train = stack.enter_context(self._world(passes)) if passes else None
+            train = stack.enter_context(self._world(jobs)) if jobs else None
+            with_train = [train] if train else []
             if sample and not (sampled and self._rescored()):
                 with self._engine() as engine:
                     title = f"rollout: {self.spec.rollout.engine.engine} samples"
-                    self._await(engine, "rollout", title, *([train] if train else []))
+                    self._await(engine, "rollout", title, *with_train)
             elif sample:
                 self.narrator.note("rollout: there already")
+            go: dict[str, Any] = {}
+            if beside is not None:
+                go = beside.prepare(*with_train)
             if train is not None:
-                store.write_text(self.run_dir / GO, "")
-                self._await(train, "score", self._title(passes))
+                store.write_json(self.run_dir / GO, go)
+                self._await(train, "score", self._title(len(jobs)))
             elif wanted:
                 self.narrator.note("score: there already")
+
+    def sample(self, *beside: Worker) -> None:
+        """The engine alone, unless its tokens are there."""
+        if not resume.rollout_done(self.run_dir, self.spec.rollout):
+            with self._engine() as engine:
+                title = f"rollout: {self.spec.rollout.engine.engine} samples, {self.run_dir.name}"
+                self._await(engine, "rollout", title, *beside)
 
     def _rescored(self) -> bool:
         spec = self.spec.rollout
         return not spec.engine.prefill or resume.prefill_done(self.run_dir, spec)
 
-    def _title(self, passes: list[Pass]) -> str:
+    def _title(self, passes: int) -> str:
         world = self.spec.nproc_per_node
         ranks = f"{world} rank{'s' if world > 1 else ''}"
-        return f"score: FSDP2, {ranks}, {len(passes)} pass{'es' if len(passes) > 1 else ''}"
+        return f"score: FSDP2, {ranks}, {passes} pass{'es' if passes > 1 else ''}"
 
     @contextmanager
     def _engine(self) -> Iterator[Worker]:
@@ -90,17 +158,17 @@ class Stages:
         job = {"run_dir": str(self.run_dir), "spec": to_dict(spec)}
         path = store.write_json(self.run_dir / "jobs" / "engine.json", job)
         command = [engine_python(spec.engine), "-m", "mismatch.workers.engine", str(path)]
-        env = interpreter_environment(spec.engine.python)
+        env = interpreter_environment(spec.engine.python) | dict(spec.engine.env)
         with started("engine", command, self.run_dir, env=env) as worker:
             yield worker
 
     @contextmanager
-    def _world(self, passes: list[Pass]) -> Iterator[Worker]:
+    def _world(self, jobs: list[Job]) -> Iterator[Worker]:
         job = {
             "run_dir": str(self.run_dir),
             "wait_for": str(self.run_dir / GO),
             "load_first": may_load_early(self.spec.train),
-            "passes": [{"name": item.name, "spec": to_dict(item.spec)} for item in passes],
+            "passes": [job.entry(self.run_dir) for job in jobs],
         }
         path = store.write_json(self.run_dir / "jobs" / "train.json", job)
         world = self.spec.nproc_per_node

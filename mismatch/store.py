@@ -64,6 +64,7 @@ REQUIRED_COLUMNS = {
 ROLLOUT = "rollout.parquet"
 VOCABULARY = "vocabulary.json"
 TOKENS = "tokens.parquet"
+FIX_PREFIX = "fix:"  # of the trainer's scorings that belong to a fix: they have their own table
 
 
 def write_text(path: Path, text: str) -> Path:

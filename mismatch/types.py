@@ -24,6 +24,7 @@ from mismatch.routing_store import corruption
 if TYPE_CHECKING:
     from mismatch.corrections.types import Corrections
     from mismatch.distributions import Distributions
+    from mismatch.fixes.base import FixTable
     from mismatch.metrics.budget import Budget
     from mismatch.metrics.forecast import Forecast
     from mismatch.metrics.two_passes import TwoPasses
@@ -381,6 +382,7 @@ class Report:
         two_passes: the trainer's old against its new forward pass, as PPO has them.
         forecast: importance weights at a planned response length.
         corrections: what weights in the loss would do to the headline's tokens.
+        fixes: what trying fixes for real gave; None where none was tried.
     """
 
     model: str
@@ -395,3 +397,4 @@ class Report:
     two_passes: TwoPasses | None = None
     forecast: Forecast | None = None
     corrections: Corrections | None = None
+    fixes: FixTable | None = None

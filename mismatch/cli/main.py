@@ -15,6 +15,7 @@ from mismatch.cli.check import check
 from mismatch.cli.compare import compare
 from mismatch.cli.corrections import corrections
 from mismatch.cli.doctor import doctor
+from mismatch.cli.fixes import fixes
 from mismatch.cli.metrics import metrics
 from mismatch.cli.models import models
 from mismatch.cli.report import report
@@ -57,6 +58,7 @@ app.command()(rollout)
 app.command()(score)
 app.command()(compare)
 app.command()(corrections)
+app.command()(fixes)
 app.command()(report)
 app.command()(doctor)
 app.command()(metrics)

@@ -55,16 +55,22 @@ class ReplayRouting(StrEnum):
     weights = "ids+weights"
 
 
+class VerdictFrom(StrEnum):
+    as_is = "as-is"
+    after_fixes = "after-fixes"
+
+
 class FailOn(StrEnum):
     critical = "critical"
     warn = "warn"
 
 
-MODEL, PROMPTS, ENGINE, TRAIN, OUTPUT = (
+MODEL, PROMPTS, ENGINE, TRAIN, FIXES, OUTPUT = (
     "Model",
     "Prompts and sampling",
     "Engine (rollout side)",
     "Trainer (FSDP2 side)",
+    "Fixes",
     "Verdict and output",
 )
 
@@ -167,6 +173,7 @@ class TrainFlags:
         str, _flag(TRAIN, "auto, eager, grouped_mm, batched_mm; bounded: least memory.")
     ] = "auto"
     head_dtype: Annotated[DtypeName | None, _flag(TRAIN, "Of the LM head.")] = None
+    router_dtype: Annotated[DtypeName | None, _flag(TRAIN, "Of the routers.")] = None
     temperature_in: Annotated[
         TemperatureIn, _flag(TRAIN, "Where logits are divided by the temperature.")
     ] = TemperatureIn.fp32
@@ -251,6 +258,23 @@ class NewRunFlags:
     ] = None
 
 
+class FixFlags:
+    fix: Annotated[
+        list[str] | None,
+        _flag(
+            FIXES,
+            "Apply and measure: ids of `mismatch fixes` with commas, a+b together, a side "
+            "(engine, train, estimator), or all; repeatable.",
+        ),
+    ] = None
+    budget_minutes: Annotated[
+        float | None, _flag(FIXES, "That fixes may take beyond the check; default: no limit.")
+    ] = None
+    verdict: Annotated[
+        VerdictFrom, _flag(FIXES, "Take verdict and exit code as-is, or after the best fixes.")
+    ] = VerdictFrom.as_is
+
+
 class DryRunFlags:
     dry_run: Annotated[
         bool,
@@ -291,6 +315,7 @@ ALL_GROUPS = (
     NamesFlags,
     ExitFlags,
     ForecastFlags,
+    FixFlags,
     NewRunFlags,
     DryRunFlags,
     ConfigFlags,

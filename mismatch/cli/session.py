@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Flags that may stand beside --resume RUN without saying what to run.
 NOT_SPEC = {"resume", "out", "config", "print_config", "thresholds", "fail_on", "names", "dry_run"}
+FIX_FLAGS = {"fix", "budget_minutes", "verdict"}  # what a finished run may be asked for as well
 
 
 def stored_spec(flags: Flags) -> CheckSpec | None:
@@ -27,9 +28,16 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
     from mismatch.runs import NEWEST, load_spec
 
     resume = flags["resume"]
-    if resume in (None, NEWEST) or flags.given - NOT_SPEC:
+    if resume in (None, NEWEST) or flags.given - NOT_SPEC - FIX_FLAGS:
         return None
-    return load_spec(Path(resume))
+    spec = load_spec(Path(resume))
+    if not flags.given & FIX_FLAGS:
+        return spec
+    from dataclasses import replace
+
+    from mismatch.cli.to_spec import fix_fields
+
+    return replace(spec, **fix_fields(flags))
 
 
 def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
@@ -74,6 +82,11 @@ def dry_run(spec: CheckSpec) -> int:
 
     planned = plan(spec)
     print_plan(planned, Console())
+    if spec.fixes:
+        from mismatch.fixes.run import dry_run_lines
+
+        for line in dry_run_lines(spec):
+            say(line)
     return 0 if planned.fits else 2
 
 

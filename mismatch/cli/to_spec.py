@@ -32,7 +32,23 @@ def check_spec(flags: Flags) -> CheckSpec:
         two_passes=flags["two_passes"],
         inject=parse_injections(flags["inject"]),
         weights_effect=flags["weights_effect"] and flags["weights_effect"].value,
+        **fix_fields(flags),
     )
+
+
+def fix_fields(flags: Flags) -> dict[str, Any]:
+    """What ``--fix`` and its companions mean; nothing for verbs that have none."""
+    if "fix" not in flags:
+        return {}
+    from mismatch.fixes.plan import parse_requests
+
+    asked = parse_requests(flags["fix"] or ())
+    minutes = flags["budget_minutes"]
+    if minutes is not None and minutes <= 0:
+        raise MismatchError(f"--budget-minutes {minutes:g} is no time", "give minutes above 0")
+    if flags["verdict"].value == "after-fixes" and not asked:
+        raise MismatchError("--verdict after-fixes without fixes", "name some: --fix all")
+    return {"fixes": asked, "budget_minutes": minutes, "verdict": flags["verdict"].value}
 
 
 def positive(flags: Flags, name: str) -> int:
@@ -107,6 +123,7 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
         experts=flags["experts_implementation"],
         layout=flags["layout"].value,
         weights=flags["train_weights"].value,
+        router_dtype=flags["router_dtype"] and flags["router_dtype"].value,
         temperature_in=flags["temperature_in"].value,
         logprobs_dtype=flags["logprobs_dtype"] and flags["logprobs_dtype"].value,
         replay_routing=flags["replay_routing"] and flags["replay_routing"].value,

@@ -62,7 +62,7 @@ class Artefacts:
         engine = spec.rollout.engine.engine
         decode = store.load_scoring(run_dir, f"{engine}:decode")
         train = store.load_scoring(run_dir, TRAIN)
-        names = store.scoring_names(run_dir)
+        names = [n for n in store.scoring_names(run_dir) if not n.startswith(store.FIX_PREFIX)]
         rest = {n: store.load_scoring(run_dir, n) for n in names if n not in (decode.name, TRAIN)}
         scorings = {**rest, decode.name: decode, TRAIN: train}
         scorings = {name: scorings[name] for name in sorted(scorings)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from mismatch.corrections.choice import TARGET_WORDS
 from mismatch.corrections.recipes import Recipe, recipes
 from mismatch.corrections.types import Against, Corrections, Preview
 from mismatch.metrics.corrections import NONE, OVERRIDE, Level
-from mismatch.reports import quantities
+from mismatch.reports import fixes, quantities
 from mismatch.reports.text import line
 from mismatch.types import Estimate, Report
 
@@ -61,7 +62,7 @@ def section(report: Report) -> dict[str, Any] | None:
         "lead": LEAD,
         "headline": headline(made),
         "remarks": remarks(made),
-        "rows": correction_rows(made),
+        "rows": correction_rows(made, fixes.asked_for(report)),
         "batch": quantities.count(made.batch),
         "other": OTHER[made.target],
         "title": setting_title(made),
@@ -69,23 +70,29 @@ def section(report: Report) -> dict[str, Any] | None:
     }
 
 
-def correction_rows(made: Corrections) -> list[CorrectionRow]:
-    """Best first; what is not ranked comes last."""
+def correction_rows(
+    made: Corrections, asked: Mapping[str, str] | None = None
+) -> list[CorrectionRow]:
+    """Best first; what is not ranked comes last.
+
+    Args:
+        asked: id -> what is said of one that was asked for as a fix.
+    """
     previews = sorted(made.previews, key=lambda one: _place(one.against(made.target)))
-    return [_row(made, one) for one in previews]
+    return [_row(made, one, (asked or {}).get(one.id, "")) for one in previews]
 
 
 def _place(figures: Against | None) -> int:
     return 10**6 if figures is None or figures.rank is None else figures.rank
 
 
-def _row(made: Corrections, one: Preview) -> CorrectionRow:
+def _row(made: Corrections, one: Preview, asked: str) -> CorrectionRow:
     mine = one.against(made.target)
     other = one.against(OTHER[made.target])
     return CorrectionRow(
         id=one.id,
         label=one.label,
-        setting=_setting(made, one),
+        setting="; ".join(part for part in (_setting(made, one), asked) if part),
         kept=quantities.percent(one.kept_tokens),
         kept_sequences=quantities.percent(one.kept_sequences),
         ess=quantities.percent(one.ess.value) if one.ess else quantities.MISSING,

@@ -14,6 +14,7 @@ from typing import Any
 
 from mismatch.corrections.document import corrections_from_json, optional_corrections
 from mismatch.errors import MismatchError
+from mismatch.reports.fixes_json import fixes_from_json, fixes_to_json
 from mismatch.reports.growth_json import budget_from_json, forecast_from_json, growth_to_json
 from mismatch.reports.two_passes import two_passes_from_json, two_passes_to_json
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report, Verdict
@@ -46,6 +47,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
         **optional_corrections(report.corrections),
         **growth_to_json(report),
         **two_passes_to_json(report.two_passes),
+        **fixes_to_json(report.fixes),
     }
 
 
@@ -191,6 +193,7 @@ def _report(document: dict[str, Any]) -> Report:
         budget=budget_from_json(document.get("budget")),
         two_passes=two_passes_from_json(document.get("two_passes")),
         forecast=forecast_from_json(document.get("forecast")),
+        fixes=fixes_from_json(document),
     )
 
 

@@ -11,6 +11,7 @@ from mismatch.reports import (
     budget,
     corrections,
     exact,
+    fixes,
     forecast,
     normal,
     routing,
@@ -52,6 +53,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         _folded("Two forward passes", _two_passes(report)),
         _folded("At a longer response", _forecast(report)),
         _folded("Exact KL", _exact(report)),
+        _fixes(report),
         _folded("Corrections, previewed", _corrections(report)),
         _folded("What really ran", _ran_table(report)),
         _folded("Not tested", "\n".join(f"- {plain(item)}" for item in summary.untested(report))),
@@ -144,6 +146,42 @@ def _exact(report: Report) -> str:
     return f"{said}\n\n" + _table(["", "value:", "95 % interval:"], rows)
 
 
+def _fixes(report: Report) -> str:
+    """What follows stands open, the tables are folded away."""
+    made = report.fixes
+    if made is None:
+        return ""
+    said = "\n".join(f"- {plain(text)}" for text in fixes.sentences(report))
+    titles = ["fix", "k3:", "mean \\|delta\\|:", "99.9 % of \\|delta\\|:", "other experts:",
+              "change of k3:", "p:", "result", "took:", "verdict"]  # fmt: skip
+    rows = [
+        [_code(row.id), row.k3.both, row.mean.both, row.tail.both, row.routes.both,
+         f"{row.change} ({row.interval})", plain(row.p), f"{row.mark} {row.result}",
+         " ".join((row.seconds, row.memory)).strip(), row.verdict]
+        for row in fixes.measured_rows(made)
+    ]  # fmt: skip
+    losses = [
+        [_code(row.id), plain(row.label), row.kept, row.ess, row.bias, plain(row.remark)]
+        for row in fixes.loss_rows(report)
+    ]
+    notes = [f"- {_code(row.id)}: {row.result}: {plain(row.reason)}" for row in
+             fixes.other_rows(made)]  # fmt: skip
+    notes += [f"- {plain(reason)}" for reason in (*made.left_out, made.method) if reason]
+    parts = [plain(fixes.LEAD), _table(titles, rows), _advice(report)]
+    parts.append(_table(["fix of the loss", "", "kept:", "size:", "residual bias:", ""], losses))
+    parts.append("\n".join(notes))
+    folded = _folded("Every fix, as measured", "\n\n".join(part for part in parts if part))
+    return f"**{fixes.TITLE}**\n\n{said}\n\n{folded}"
+
+
+def _advice(report: Report) -> str:
+    parts = []
+    for one in fixes.advice(report.fixes) if report.fixes else ():
+        parts.append(f"To use {_code(one.id)}: {_code(one.command)}")
+        parts += [_recipe(recipe) for _, known in one.recipes for recipe in known]
+    return "\n\n".join(parts)
+
+
 def _corrections(report: Report) -> str:
     made = report.corrections
     if made is None:
@@ -151,7 +189,7 @@ def _corrections(report: Report) -> str:
     rows = [
         [row.rank, f"{plain(row.label)} ({_code(row.id)})", plain(row.setting), row.error,
          row.kept, row.ess, f"{row.bias} ({row.interval})", row.cosine]
-        for row in corrections.correction_rows(made)
+        for row in corrections.correction_rows(made, fixes.asked_for(report))
     ]  # fmt: skip
     titles = ["rank:", "correction", "", "error:", "kept:", "effective size:", "residual bias:",
               "gradient cosine:"]  # fmt: skip

@@ -283,7 +283,8 @@ def next_steps(report: Report) -> list[str]:
     if report.verdict.status == "warn" and wanted:
         number = f"--num-prompts {max(wanted)}" if max(wanted) else "a larger --num-prompts"
         steps.append(f"Measure more: {number} would narrow the interval enough to decide")
-    if report.verdict.status != "healthy" and not checks(report, "failed"):
+    steps += _fixes(report)
+    if report.verdict.status != "healthy" and not checks(report, "failed") and not _fixes(report):
         steps.append(_where_to_look(report))
     if not steps:
         steps.append(
@@ -291,6 +292,16 @@ def next_steps(report: Report) -> list[str]:
             "dtype or model"
         )
     return steps
+
+
+def _fixes(report: Report) -> list[str]:
+    """The fixes that helped, where some were tried."""
+    made = report.fixes
+    if made is None or made.best_together is None:
+        return []
+    best = made.outcome(made.best_together)
+    how = f" ({line(best.flags)})" if best.flags else ""
+    return [f"Use {line(best.id)}{how}: “Fixes tried” says how much it helps, and how to set it"]
 
 
 def _where_to_look(report: Report) -> str:

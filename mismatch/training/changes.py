@@ -14,6 +14,7 @@ from mismatch.training.blocks import Given, blocks_of, intervening
 from mismatch.training.inject import RouterNoise
 from mismatch.training.packing import Batch, collate
 from mismatch.training.replay import Replay, Source
+from mismatch.training.router_dtype import RouterDtype
 from mismatch.training.routing import MoeLayer, moe_layers, recording
 from mismatch.training.world import World
 from mismatch.types import Fingerprint, Rollout
@@ -32,6 +33,15 @@ def noise_of(
     if sigma is None:
         return None
     return RouterNoise.of(sigma, spec.inject_seed, rollout, sequences, batch)
+
+
+def router_dtype_of(spec: TrainSpec) -> RouterDtype | None:
+    """Routers in another dtype than the rest, if the spec asks for that."""
+    if spec.router_dtype is None:
+        return None
+    from mismatch.training.load import torch_dtype
+
+    return RouterDtype(torch_dtype(spec.router_dtype))
 
 
 def changed_facts(spec: TrainSpec, source: Source | None, overruled: int) -> Fingerprint:
@@ -61,7 +71,7 @@ def require_changeable(
         MismatchError: a dense model, routes of another one, or routers that cannot be answered.
     """
     moe = loaded.scorer.moe
-    if not moe and (source is not None or spec.inject):
+    if not moe and (source is not None or spec.inject or spec.router_dtype):
         raise _dense(spec, loaded.scorer.decoder_config.model_type)
     if source is None:
         return
@@ -100,7 +110,7 @@ def require_answerable(spec: TrainSpec, bare: Any) -> None:
     Raises:
         MismatchError: a dense model, or a router that is not seen to choose.
     """
-    if spec.replay_routing is None and not spec.inject:
+    if spec.replay_routing is None and not spec.inject and not spec.router_dtype:
         return
     decoder = bare.get_decoder()
     moe = moe_layers(decoder)
@@ -157,4 +167,6 @@ def _run_to_experts(layer: MoeLayer, block: torch.nn.Module, top_k: int, hidden:
 
 def _dense(spec: TrainSpec, family: str) -> MismatchError:
     flag = "--replay-routing" if spec.replay_routing else "--inject router-noise"
+    if spec.router_dtype and not spec.replay_routing and not spec.inject:
+        flag = "--router-dtype"
     return MismatchError(f"{flag}: {family} is dense, it has no routers", f"drop {flag}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from mismatch.specs import Pass
 from mismatch.training.load import Loaded, resident_share
 from mismatch.training.logprobs import Law
+from mismatch.training.scorer import Scorer
 from mismatch.training.world import World
 from mismatch.types import Fingerprint, Sampling
 from mismatch.weights_digest import ZERO, Digest, comparable, digest_tensor, source_hashes
@@ -33,6 +35,7 @@ def fingerprint(
         "master_dtype": spec.master_dtype,
         "autocast": spec.autocast,
         "head_dtype": spec.head_dtype or spec.autocast or spec.dtype,
+        "router_dtype": spec.router_dtype,
         "temperature_in": spec.temperature_in,
         "logprobs_dtype": spec.logprobs_dtype or "fp32",
         "attention": loaded.attention.label,
@@ -55,13 +58,25 @@ def fingerprint(
             "python": platform.python_version(),
         },
         "resident_fraction": [share for share, _ in shares],
-        "source_files": _sources(world, loaded),
-        "weights": loaded_digests(world, loaded),
+        **_contents(world, loaded),
         "weights_comparable": comparable(spec.master_dtype),
     }
     if loaded.peak_bytes is not None:
         facts["load_peak_bytes"] = [peak for _, peak in shares]
     return facts
+
+
+def _contents(world: World, loaded: Loaded) -> Fingerprint:
+    """Hashes of files and weights, once per load: no pass changes them."""
+    if loaded.scorer not in _known:
+        _known[loaded.scorer] = {
+            "source_files": _sources(world, loaded),
+            "weights": loaded_digests(world, loaded),
+        }
+    return _known[loaded.scorer]
+
+
+_known: WeakKeyDictionary[Scorer, Fingerprint] = WeakKeyDictionary()
 
 
 def loaded_digests(world: World, loaded: Loaded) -> dict[str, Digest]:

@@ -8,11 +8,11 @@ mixed-precision policy, our mesh, and FSDP2 at world size 1 as well (transformer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from mismatch.errors import MismatchError
 from mismatch.models.derived import in_form
-from mismatch.specs import TORCH_NAMES, TrainSpec
+from mismatch.specs import TORCH_NAMES, TrainSpec, weights_key
 from mismatch.training import mxfp4
 from mismatch.training.attention import Attention, resolve_for
 from mismatch.training.blocks import checkpoint_contexts
@@ -38,6 +38,8 @@ from mismatch.training.source import (
     skeleton,
 )
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -47,6 +49,7 @@ class Loaded:
         directory: where the files came from; None if unknown.
         experts: the experts implementation that runs; None for a dense model.
         peak_bytes: most memory that loading took on this rank; None if not watched.
+        probed: what was found out on a few tokens with these weights and kernels.
     """
 
     scorer: Scorer
@@ -55,6 +58,14 @@ class Loaded:
     experts: str | None
     directory: Path | None
     peak_bytes: int | None
+    probed: dict[Any, Any] = field(default_factory=dict, compare=False)
+
+    def once(self, key: Any, probe: Callable[[], T]) -> T:
+        """What ``probe()`` gave the first time that it was asked with this key."""
+        if key not in self.probed:
+            self.probed[key] = probe()
+        known: T = self.probed[key]
+        return known
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -88,6 +99,38 @@ def load(spec: TrainSpec, mesh: DeviceMesh, device: torch.device, watch: bool = 
         )
     experts = model.config._experts_implementation if scorer.moe else None
     return Loaded(scorer, spec, attention, experts, directory, peak.bytes)
+
+
+def switched(loaded: Loaded, spec: TrainSpec) -> Loaded | None:
+    """The weights that are loaded under the kernels of another spec; None: load them anew.
+
+    Attention and experts' implementations are looked up at every forward pass, so nothing has to
+    be read again for another one.
+
+    Raises:
+        MismatchError: see :func:`require_runnable`.
+    """
+    if weights_key(loaded.spec) != weights_key(spec):
+        return None
+    model: Any = loaded.scorer.model
+    _require_experts(spec.experts, model)
+    attention = resolve_for(spec.attention, model)
+    experts = None if spec.experts == "auto" else spec.experts
+    if attention.implementation != model.config._attn_implementation:
+        if not model._can_set_attn_implementation():
+            return None
+        model.set_attn_implementation(attention.implementation)
+    if loaded.scorer.moe:
+        wanted = model.get_correct_experts_implementation(experts)
+        if wanted != model.config._experts_implementation:
+            model.set_experts_implementation(wanted)
+        if model.config._experts_implementation != wanted:
+            return None
+    configs = (model.config, loaded.scorer.decoder_config)
+    if any(config._attn_implementation != attention.implementation for config in configs):
+        return None
+    ran = model.config._experts_implementation if loaded.scorer.moe else None
+    return replace(loaded, spec=spec, attention=attention, experts=ran, probed={})
 
 
 def require_runnable(spec: TrainSpec) -> tuple[Any, Attention]:

@@ -12,7 +12,12 @@ from mismatch.distributions import Distributions
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.routing_store import narrowest
 from mismatch.specs import Pass, TrainSpec
-from mismatch.training.changes import changed_facts, noise_of, require_changeable
+from mismatch.training.changes import (
+    changed_facts,
+    noise_of,
+    require_changeable,
+    router_dtype_of,
+)
 from mismatch.training.distributions import Watch
 from mismatch.training.fingerprint import fingerprint
 from mismatch.training.load import Loaded, torch_dtype
@@ -75,8 +80,10 @@ def score_pass(
     loaded.scorer.train(spec.grad)
     ask = _ask(spec, rollout, loaded)
     with torch.no_grad():
-        _probe(loaded, spec, world)
-        routing_note = _probe_routing(loaded, ask, spec, world)
+        loaded.once((spec.layout, spec.grad), lambda: _probe(loaded, spec, world))
+        routing_note = loaded.once(
+            (ask, spec.routing, spec.grad), lambda: _probe_routing(loaded, ask, spec, world)
+        )
         require_changeable(loaded, spec, source, world)
     if routing_note != "captured":
         ask = replace(ask, routing=False)
@@ -157,7 +164,9 @@ def _forward(
     scorer = loaded.scorer
     replay = None if source is None else source.on(tokens, batch)
     noise = noise_of(spec, rollout, group.sequences, batch)
-    ask = replace(ask, changes=tuple(c for c in (replay, noise) if c is not None))
+    router = router_dtype_of(spec)
+    changes = (replay, noise, router)
+    ask = replace(ask, changes=tuple(change for change in changes if change is not None))
     rows = None if ask.watch is None else ask.watch.rows(targets)
     values, routes = scorer(scorer.score, batch, predicting, wanted, ask, rows)
     stats = {

@@ -285,6 +285,17 @@ def error_path(run_dir: Path | str, label: str) -> Path:
     return Path(run_dir) / "errors" / f"{label}.json"
 
 
+def pass_label(name: str) -> str:
+    """Under which the reason of an optional pass that failed is left."""
+    return f"pass-{name.replace(':', '-').replace('/', '-')}"
+
+
+def read_error(run_dir: Path | str, label: str) -> MismatchError | None:
+    """What :func:`write_error` left, or None."""
+    path = error_path(run_dir, label)
+    return _error_in(path.read_text(errors="replace")) if path.exists() else None
+
+
 def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
     """Called by a worker: leave an error that the parent will raise as its own."""
     text = json.dumps({"message": error.message, "fix": error.fix})

@@ -10,26 +10,36 @@ JOB.json::
      "passes": [{"name": "fsdp", "spec": {…TrainSpec…}}, {"name": "reference:fp32", "spec": {…}}],
      "wait_for": "runs/x/jobs/train.go", "load_first": true}
 
+A pass may have a "run_dir" of its own, whose rollout it scores, and be "optional": one that cannot
+run leaves its reason in ``errors/pass-<name>.json`` of the job's run directory and the others go
+on; "optional_s" is the time that optional passes may take, and those that would exceed it are left
+out. They note their seconds and memory in their fingerprints.
+
 Each pass becomes ``scores/<name>.parquet`` (and ``routing/<name>.safetensors``). Passes that need
-the same weights in the same form share one load. With "wait_for", what cannot run is refused at
-once, and scoring begins when that file appears (the engine is done); "load_first" loads the first
-pass's weights before that, without it no GPU is touched until then. A rank that fails leaves its
-reason in ``errors/<label>-rank<N>.json``, label being the job's "label" or "train".
+the same weights in the same form share one load, whatever kernels they run. With "wait_for", what
+cannot run is refused at once, and scoring begins when that file appears (the engine is done);
+"load_first" loads the first pass's weights before that, without it no GPU is touched until then. A
+rank that fails leaves its reason in ``errors/<label>-rank<N>.json``, label being the job's "label"
+or "train".
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 import time
+import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
 from mismatch.pipeline import NEW_REPLAYED, REPLAYED
-from mismatch.specs import Pass, TrainSpec, from_dict
+from mismatch.specs import Pass, TrainSpec, from_dict, weights_key
 from mismatch.store import (
+    ROLLOUT,
     distributions_file,
     load_distributions,
     load_rollout,
@@ -39,7 +49,14 @@ from mismatch.store import (
     save_scoring,
     scoring_header,
 )
-from mismatch.workers.launch import leave, report_ready, report_timing, say, write_error
+from mismatch.workers.launch import (
+    leave,
+    pass_label,
+    report_ready,
+    report_timing,
+    say,
+    write_error,
+)
 
 if TYPE_CHECKING:
     from mismatch.distributions import Distributions
@@ -67,6 +84,26 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Item:
+    """One pass of a job.
+
+    Attributes:
+        run_dir: whose rollout it scores.
+        optional: the others go on where it fails.
+    """
+
+    one: Pass
+    run_dir: Path
+    optional: bool = False
+
+    @classmethod
+    def of(cls, entry: dict[str, Any], job: dict[str, Any]) -> Item:
+        made = Pass(entry["name"], from_dict(TrainSpec, entry["spec"]))
+        place = Path(entry.get("run_dir", job["run_dir"]))
+        return cls(made, place, bool(entry.get("optional")))
+
+
 def run(job: dict[str, Any]) -> None:
     """Score all passes of a job; every rank calls it.
 
@@ -74,7 +111,7 @@ def run(job: dict[str, Any]) -> None:
         MismatchError: see :func:`mismatch.training.load.load` and
             :func:`mismatch.training.score.score_pass`; also out of memory.
     """
-    passes = [Pass(entry["name"], from_dict(TrainSpec, entry["spec"])) for entry in job["passes"]]
+    items = [Item.of(entry, job) for entry in job["passes"]]
 
     import pyarrow.parquet  # noqa: F401 (start-up, not part of the first pass)
     import torch
@@ -86,12 +123,12 @@ def run(job: dict[str, Any]) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if "wait_for" in job:
-        validate(passes)
+        items = runnable(items, job)
         if not job.get("load_first"):
             wait_for(Path(job["wait_for"]))
     world = World.start()
     try:
-        _score_all(world, passes, job)
+        _Passes(world, job).score(items)
     except torch.OutOfMemoryError as error:
         raise MismatchError(
             f"rank {world.rank} is out of GPU memory: {str(error).splitlines()[0]}",
@@ -100,32 +137,131 @@ def run(job: dict[str, Any]) -> None:
     world.close()
 
 
-def _score_all(world: World, passes: list[Pass], job: dict[str, Any]) -> None:
-    from mismatch.training.score import score_pass
+class _Passes:
+    """Scores the passes of a job one after the other, with as few loads as there are weights."""
 
-    loaded = _load(world, passes[0], job)
-    if world.rank == 0:
-        report_ready()
-    if "wait_for" in job:
-        wait_for(Path(job["wait_for"]))
-    rollout = _rollout(job)
-    asked = engine_distributions(job, rollout)
-    for one in passes:
-        if load_key(loaded.spec) != load_key(one.spec):
-            del loaded  # the old weights must be gone before the new ones come
-            _free()
-            loaded = _load(world, one, job)
+    def __init__(self, world: World, job: dict[str, Any]) -> None:
+        self.world, self.job = world, job
+        self.loaded: Loaded | None = None
+        self.seconds: list[float] = []  # of the optional passes so far
+        self.rollouts: dict[Path, Rollout] = {}
+
+    def score(self, items: list[Item]) -> None:
+        first = items[0] if items else None
+        if first is not None and not first.optional:
+            self.load(first.one)
+        if self.world.rank == 0:
+            report_ready()
+        if "wait_for" in self.job:
+            wait_for(Path(self.job["wait_for"]))
+            told = Path(self.job["wait_for"]).read_text()
+            self.job = self.job | (json.loads(told) if told.strip() else {})
+        for item in items:
+            if not item.optional:
+                self.one(item)
+            elif (item.run_dir / ROLLOUT).exists() and not self.late():
+                self.attempt(item)
+
+    def attempt(self, item: Item) -> None:
+        """One pass that may fail: every rank fails at the same place, or the world ends."""
+        start = time.monotonic()
+        try:
+            self.one(item)
+        except Exception as error:
+            traceback.print_exc()
+            leave_out(self.job, item, error)
+        self.seconds.append(time.monotonic() - start)
+
+    def late(self) -> bool:
+        """Whether one more optional pass would exceed their time; all ranks say the same."""
+        import torch
+
+        allowed = self.job.get("optional_s")
+        if allowed is None:
+            return False
+        expected = sum(self.seconds) + (max(self.seconds[-2:]) if self.seconds else 0.0)
+        over = self.world.rank == 0 and expected > allowed
+        return bool(self.world.sum(torch.tensor(int(over))))
+
+    def load(self, one: Pass) -> None:
+        if self.loaded is not None and load_key(self.loaded.spec) == load_key(one.spec):
+            return
+        held, self.loaded = self.loaded, None  # what fails half way is loaded anew
+        self.loaded = self.switched(held, one)
+        if self.loaded is not None:
+            return
+        del held
+        _free()  # the old weights must be gone before the new ones come
+        self.loaded = _load(self.world, one, self.job)
+
+    def switched(self, held: Loaded | None, one: Pass) -> Loaded | None:
+        from mismatch.training.load import switched
+
+        return None if held is None else switched(held, one.spec)
+
+    def one(self, item: Item) -> None:
+        from mismatch.training.memory import MemoryPeak
+        from mismatch.training.score import score_pass
+
+        world, one = self.world, item.one
+        self.load(one)
+        assert self.loaded is not None
+        rollout = self.rollout(item)
+        # Fixes are compared by their log-ratios alone.
+        asked = None if item.optional else engine_distributions(self.job, rollout)
         start = time.monotonic()
         if one.spec.replay_routing is not None:
             world.barrier()  # the routes may come from an earlier pass, which rank 0 saves
-        if left_out(job["run_dir"], rollout, one):
-            continue
-        source = replay_source(job, rollout, one.spec)
-        scoring = score_pass(world, loaded, rollout, one, source, asked)
-        if scoring is not None:
-            report_timing(one.name, time.monotonic() - start)
-            also = () if source is None else (routing_file(source.name),)
-            save_scoring(job["run_dir"], scoring, rollout, made_by=one.spec, also_from=also)
+        if left_out(item.run_dir, rollout, one):
+            return
+        source = replay_source({"run_dir": item.run_dir}, rollout, one.spec)
+        with MemoryPeak(world.device, item.optional) as peak:
+            scoring = score_pass(world, self.loaded, rollout, one, source, asked)
+        seconds = time.monotonic() - start
+        peaks = world.gather(peak.bytes) if item.optional else None
+        if scoring is None:
+            return
+        report_timing(one.name, seconds)
+        if peaks is not None:
+            cost = {"seconds": round(seconds, 3), "peak_bytes": max(peaks)}
+            scoring = replace(scoring, fingerprint=scoring.fingerprint | cost)
+        also = () if source is None else (routing_file(source.name),)
+        save_scoring(item.run_dir, scoring, rollout, made_by=one.spec, also_from=also)
+
+    def rollout(self, item: Item) -> Rollout:
+        place = item.run_dir
+        if place not in self.rollouts:
+            own = place == Path(self.job["run_dir"])
+            self.rollouts[place] = _rollout(self.job) if own else load_rollout(place)
+        return self.rollouts[place]
+
+
+def runnable(items: list[Item], job: dict[str, Any]) -> list[Item]:
+    """The passes without those optional ones that are refused before any weight is loaded.
+
+    Raises:
+        MismatchError: see :func:`validate`, of one that is not optional.
+    """
+    validate([item.one for item in items if not item.optional])
+    kept = []
+    for item in items:
+        try:
+            if item.optional:
+                validate([item.one])
+            kept.append(item)
+        except MismatchError as error:
+            leave_out(job, item, error)
+    return kept
+
+
+def leave_out(job: dict[str, Any], item: Item, error: Exception) -> None:
+    """Note why an optional pass is missing."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if not isinstance(error, MismatchError):
+        text = (str(error).strip().splitlines() or [""])[0]
+        error = MismatchError(f"{type(error).__name__}: {text}", "see logs/train.log")
+    write_error(job["run_dir"], pass_label(item.one.name), error)
 
 
 def _load(world: World, one: Pass, job: dict[str, Any]) -> Loaded:
@@ -194,17 +330,8 @@ def wait_for(path: Path) -> None:
 
 
 def load_key(spec: TrainSpec) -> tuple[Any, ...]:
-    """What has to be equal for two passes to share one loaded model."""
-    return (
-        spec.model,
-        spec.revision,
-        spec.dtype,
-        spec.master_dtype,
-        spec.weights,
-        spec.attention,
-        spec.experts,
-        spec.trust_remote_code,
-    )
+    """What has to be equal for two passes to run the same kernels on the same weights."""
+    return (*weights_key(spec), spec.attention, spec.experts)
 
 
 def _rollout(job: dict[str, Any]) -> Rollout:

@@ -1,0 +1,89 @@
+"""`mismatch fixes`: the list, one fix, and what applies."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from mismatch.cli.main import app
+from mismatch.errors import MismatchError
+from mismatch.fixes.catalogue import FIXES
+
+MODEL = ("--model", "tiny-gpt-oss")
+
+
+def invoke(*arguments):
+    done = CliRunner().invoke(app, ["fixes", *arguments])
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def listed(*arguments):
+    document = json.loads(invoke("--json", *arguments))
+    assert document["schema"] == "mismatch.fixes/1"
+    return {row["id"]: row for row in document["fixes"]}
+
+
+def test_all_are_listed_by_side_and_nothing_is_said_of_a_model():
+    text = invoke()
+    assert all(f"  {fix.id} " in text for fix in FIXES)
+    assert "applies here" not in text
+    assert "not here" not in text
+    assert "--fix all" in text
+    assert list(listed()) == [fix.id for fix in FIXES]
+    assert {row["applies"] for row in listed().values()} == {None}
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_a_model_decides_what_applies():
+    rows = listed(*MODEL)
+    assert rows["fp32-lm-head"]["applies"]
+    assert not rows["attention-sinks"]["applies"]
+    assert "already" in rows["attention-sinks"]["reason"]
+    assert rows["tis"]["applies"]
+    text = invoke(*MODEL)
+    assert "✓ applies here" in text
+    assert "– not here: this is how the check runs already" in text
+    assert "Which apply depends" not in text
+
+
+def test_the_flags_of_the_check_decide_too():
+    rows = listed(*MODEL, "--attention", "no-sinks", "--temperature", "0.7", "--layout", "packing")
+    assert rows["attention-sinks"]["applies"]
+    assert rows["temperature"]["reason"] != listed(*MODEL)["temperature"]["reason"]
+    assert rows["no-packing"]["applies"]
+    cached = listed(*MODEL, "--engine-arg", "kv_cache_dtype=fp8")
+    assert cached["bf16-kv-cache"]["applies"]
+
+
+def test_of_two_values_one_may_apply():
+    row = listed(*MODEL)["router-replay"]
+    assert row["applies"]
+    assert "ids+weights" in row["reason"]
+
+
+def test_one_fix_in_detail():
+    text = invoke("fp32-lm-head", *MODEL)
+    for title in ("What it changes", "When it makes things worse", "How to try it", "Evidence"):
+        assert title in text
+    assert "GRPOConfig(cast_lm_head_to_fp32=True)" in text
+    assert "Applies here" in text
+    assert "second-hand" in text
+    row = listed("fp32-lm-head")["fp32-lm-head"]
+    assert {one["framework"] for one in row["settings"]} >= {"verl", "TRL"}
+    assert row["worse"]
+    assert row["evidence"]
+
+
+def test_the_override_hides():
+    assert listed("on-policy-ratio")["on-policy-ratio"]["hides"]
+    assert "It hides the mismatch and does not remove it" in " ".join(
+        invoke("on-policy-ratio").split()
+    )
+
+
+def test_an_unknown_fix_is_refused_with_the_list():
+    with pytest.raises(MismatchError, match="no fix 'magic'"):
+        invoke("magic")

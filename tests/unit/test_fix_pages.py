@@ -1,0 +1,79 @@
+"""Every fix has a page, made of the catalogue and its guide; the guides hold no orphans."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mismatch.corrections.recipes import recipes
+from mismatch.errors import MismatchError
+from mismatch.fixes.catalogue import FIXES
+from mismatch.fixes.guides import guide_of, guides, settings_of
+from mismatch.fixes.pages import HEADINGS, pages, sentence
+from mismatch.metrics.corrections import Settings
+
+FOLDER = Path(__file__).parents[2] / "docs" / "fixes"
+IDS = [fix.id for fix in FIXES]
+
+
+def test_the_folder_is_what_the_tool_writes():
+    written = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*")}
+    assert written == pages(), "run: python tools/fix_pages.py"
+
+
+def test_every_fix_has_a_guide_and_no_guide_is_an_orphan():
+    assert sorted(guides()) == sorted(IDS)
+    assert len(IDS) == len(set(IDS))
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_page_has_all_its_parts(name):
+    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# `{name}`\n")
+    assert tuple(re.findall("^## (.+)$", text, re.M)) == HEADINGS
+    for body in re.split("^## .+$", text, flags=re.M)[1:]:
+        assert len(body.split()) >= 5
+    assert f"--fix {name}" in text
+    assert f"({name}.md)" in pages()["README.md"]
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_verl_and_trl_are_spoken_of_with_the_source_that_was_read(name):
+    known = {one.framework: one for one in guide_of(name).settings}
+    assert {"verl", "TRL"} <= known.keys() or name == "veto"
+    for one in known.values():
+        assert one.source
+        assert one.lines or one.remark, "neither a setting nor a reason for none"
+    if "verl" in known:
+        assert known["verl"].source.startswith("verl 0.9.1, verl/")
+        assert known["TRL"].source.startswith("TRL 1.16.0, trl/")
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_evidence_names_its_source_and_says_when_it_was_not_read_there(name):
+    facts = guide_of(name).evidence
+    assert facts
+    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    flat = " ".join(text.split())
+    for fact in facts:
+        source = fact.source.replace("|", "\\|")
+        assert (f"{source}; second-hand" in flat) is not fact.read
+
+
+def test_settings_of_the_loss_are_those_of_the_corrections():
+    for fix in FIXES:
+        if fix.side == "estimator" and not fix.hides:
+            known = recipes(fix.corrects, Settings())
+            assert settings_of(fix.id)[: len(known)] == known
+
+
+def test_no_guide_is_an_error_that_lists_them():
+    with pytest.raises(MismatchError, match="no guide") as raised:
+        guide_of("magic")
+    assert "router-replay" in raised.value.fix
+    assert settings_of("magic") == ()
+
+
+def test_a_name_of_a_setting_is_not_capitalised():
+    assert sentence("the default") == "The default."
+    assert sentence("use_x stays") == "use_x stays."

@@ -1,0 +1,182 @@
+"""Ranking: what is told from chance and what is not, on numbers whose truth is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.fixes.base import FixOutcome, FixTable
+from mismatch.fixes.rank import (
+    LEVEL,
+    Measured,
+    best_of,
+    change_of,
+    holm,
+    judged,
+    p_value,
+    ranked,
+)
+from mismatch.types import Estimate
+
+ABS, K3 = "logprob_abs_diff_mean", "k3_kl"
+
+
+def measured(delta: np.ndarray, per_prompt: int = 10) -> Measured:
+    """One sequence per prompt."""
+    sequence = np.arange(len(delta)) // per_prompt
+    return Measured(np.asarray(delta, np.float64), sequence, np.arange(sequence[-1] + 1))
+
+
+def row(name: str, k3: float, change: float, absolute: float = 1.0) -> FixOutcome:
+    def number(value: float) -> Estimate:
+        return Estimate(value, None, None, 10, 1, 1)
+
+    return FixOutcome(
+        name,
+        "train",
+        "",
+        after={K3: number(k3), ABS: number(absolute)},
+        changes={K3: number(change), ABS: number(change)},
+    )
+
+
+# ---------------------------------------------------------------- p-values
+
+
+def test_three_prompts_that_all_fall_are_two_of_eight_swaps() -> None:
+    before, after = measured(np.full(30, 0.2)), measured(np.full(30, 0.1))
+    assert p_value(ABS, before, after) == pytest.approx(2 / 8)
+
+
+def test_a_prompt_of_many_samples_counts_once() -> None:
+    before, after = measured(np.full(300, 0.2), 100), measured(np.full(300, 0.1), 100)
+    assert p_value(ABS, before, after) == pytest.approx(2 / 8)
+
+
+def test_no_change_is_no_evidence() -> None:
+    one = measured(np.random.default_rng(0).normal(0, 0.1, 400))
+    assert p_value(ABS, one, one) == 1.0
+
+
+def test_a_tenfold_fall_over_sixteen_prompts_is_as_clear_as_it_gets() -> None:
+    delta = np.random.default_rng(0).normal(0, 0.1, 160)
+    assert p_value(ABS, measured(delta), measured(delta / 10)) < 1e-3
+
+
+def test_other_lengths_are_means_and_not_sums() -> None:
+    """Twice the tokens at the same size is no change."""
+    before = measured(np.full(320, 0.1), 10)
+    after = measured(np.full(640, 0.1), 20)
+    assert p_value(ABS, before, after) == 1.0
+
+
+def test_by_chance_a_false_claim_is_as_rare_as_promised() -> None:
+    """Correlated tokens, heavy tails, tokens sampled anew: 5 % of 400 tries, and not more."""
+    draw = np.random.default_rng(1)
+    found = []
+    for _ in range(400):
+        sides = []
+        for _ in range(2):
+            size = np.repeat(np.exp(draw.normal(0, 1, 8)), 10)
+            sides.append(measured(size * draw.standard_t(3, 80) * 0.05))
+        found.append(p_value(K3, *sides) <= LEVEL)
+    assert 0.02 < np.mean(found) < 0.08
+
+
+def test_runs_without_a_common_prompt_are_refused() -> None:
+    one = measured(np.ones(20))
+    with pytest.raises(MismatchError, match="no prompt"):
+        p_value(ABS, one, Measured(one.delta, one.sequence, one.prompt + 5))
+
+
+def test_nothing_measured_is_an_error() -> None:
+    one = measured(np.ones(20))
+    empty = Measured(np.empty(0), np.empty(0, np.int64), one.prompt)
+    with pytest.raises(EmptyComparison):
+        p_value(ABS, one, empty)
+
+
+def test_holm() -> None:
+    assert holm([0.03, 0.001, 0.02]) == pytest.approx([0.04, 0.003, 0.04])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+# ---------------------------------------------------------------- changes
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_change_has_its_interval(same: bool) -> None:
+    delta = np.random.default_rng(0).normal(0, 0.1, 640)
+    made = change_of(ABS, measured(delta), measured(delta / 2), same_tokens=same, seed=0)
+    assert made.value == pytest.approx(-np.abs(delta).mean() / 2)
+    assert made.low is not None
+    assert made.high is not None
+    assert made.low < made.value < made.high < 0
+
+
+# ---------------------------------------------------------------- outcomes
+
+
+@pytest.mark.parametrize(
+    ("changes", "p", "outcome"),
+    [
+        ((-1.0, -1.0), (0.001, 0.001), "better"),
+        ((-1.0, -1.0), (0.001, 0.9), "better"),
+        ((1.0, 1.0), (0.001, 0.9), "worse"),
+        ((1.0, -1.0), (0.001, 0.001), "mixed"),
+        ((-1.0, -1.0), (0.2, 0.9), "none"),
+        ((-1.0, -1.0), (0.04, 0.04), "none"),  # two tests: 0.08 each
+    ],
+)
+def test_what_a_change_means(
+    changes: tuple[float, float], p: tuple[float, float], outcome: str
+) -> None:
+    one = row("a", 1.0, 0.0)
+    for metric, change in zip((K3, ABS), changes, strict=True):
+        one.changes[metric] = Estimate(change, None, None, 1, 1, 1)
+    (made,) = judged([one], {"a": dict(zip((K3, ABS), p, strict=True))})
+    assert made.outcome == outcome
+    assert made.significant is (outcome != "none")
+
+
+def test_many_tries_need_more_evidence() -> None:
+    """p = 0.01 says something of one fix, and nothing of the best of ten."""
+    alone = judged([row("a", 1.0, -1.0)], {"a": {K3: 0.01}})
+    assert alone[0].significant
+    rows = [row(name, 1.0, -1.0) for name in "abcdefghij"]
+    made = judged(rows, {name: {K3: 0.01 if name == "a" else 0.5} for name in "abcdefghij"})
+    assert not any(one.significant for one in made)
+
+
+def test_order_is_better_then_none_then_worse_then_not_measured() -> None:
+    p = {"good": 0.001, "better": 0.001, "tie": 0.001, "low": 0.9, "bad": 0.001}
+    rows = [
+        FixOutcome("refused", "train", "", applies=False, reason="dense"),
+        FixOutcome("failed", "train", "", reason="out of memory"),
+        row("bad", 9.0, 1.0),
+        row("low", 0.1, -1.0),
+        row("tie", 1.0, -1.0, absolute=2.0),
+        row("good", 1.0, -1.0, absolute=3.0),
+        row("better", 0.5, -1.0),
+    ]
+    made = ranked(judged(rows, {name: {K3: value} for name, value in p.items()}))
+    assert [one.id for one in made] == [
+        *("better", "tie", "good", "low", "bad", "failed", "refused")
+    ]
+    assert best_of(made) == ("better", "better")
+    assert best_of([one for one in made if one.outcome != "better"]) == (None, None)
+
+
+def test_the_best_single_fix_is_no_combination() -> None:
+    rows = [row("a+b", 0.1, -1.0), row("router-replay=ids+weights", 0.5, -1.0)]
+    made = ranked(judged(rows, {one.id: {K3: 0.001} for one in rows}))
+    assert best_of(made) == ("router-replay=ids+weights", "a+b")
+
+
+def test_a_table_names_what_was_tried() -> None:
+    table = FixTable((row("a", 1.0, 1.0),))
+    assert table.outcome("a").id == "a"
+    with pytest.raises(MismatchError, match="tried: a"):
+        table.outcome("b")

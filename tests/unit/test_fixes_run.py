@@ -1,0 +1,301 @@
+"""Running fixes without engines: what is shared, what is resumed, what a failure takes with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mismatch import store
+from mismatch.errors import MismatchError
+from mismatch.fixes.base import Context, ModelFacts
+from mismatch.fixes.plan import plan_fixes
+from mismatch.fixes.run import FixRun, sampling_spec
+from mismatch.fixes.table import STATE, table_of, with_fixes
+from mismatch.pipeline import TRAIN
+from mismatch.reports.build import build_report
+from mismatch.runs import at_work
+from mismatch.specs import CheckSpec, Pass
+from mismatch.stages import Job, Stages, by_load
+from mismatch.workers.launch import pass_label, write_error
+from tests import made_run
+
+SHIFTS = {"fp32": 0.001, "fp16": 0.01, "fp32-lm-head": 0.03}  # of the trainer; 0.01 is the check's
+
+
+class Quiet:
+    """A narrator that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[Any]:
+        yield lambda line: None
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class Pretend(Stages):
+    """Stages whose world and engine write invented numbers.
+
+    Attributes:
+        broken: variant ids whose pass fails, "!" before it: takes the world down.
+        worlds: job names of every world that was started.
+    """
+
+    broken: frozenset[str] = frozenset()
+    slow: frozenset[str] = frozenset()
+    worlds: list[list[str]]
+
+    def measure(self, passes: list[Pass], sample: bool = True, beside: Any = None) -> None:
+        told = beside.prepare()
+        if not beside.jobs:
+            return
+        self.worlds.append([job.one.name for job in by_load(beside.jobs)])
+        for job in by_load(beside.jobs):
+            name = job.one.name.removeprefix("fix:")
+            if f"!{name}" in self.broken:
+                raise MismatchError("the train process was killed\nits last lines")
+            if name in self.broken:
+                write_error(self.run_dir, pass_label(job.one.name), MismatchError("cannot run"))
+            elif not (job.place / store.ROLLOUT).exists() or told.get("optional_s", 1) <= 0:
+                continue
+            else:
+                self.score(job, SHIFTS.get(name, 0.001))
+
+    def score(self, job: Job, shift: float) -> None:
+        rollout = store.load_rollout(job.place)
+        made = made_run.scoring(job.one.name, rollout, shift)
+        made = replace(made, fingerprint=made.fingerprint | {"seconds": 2.0, "peak_bytes": 7})
+        store.save_scoring(job.place, made, rollout, made_by=job.one.spec)
+
+
+def sampled(self: Stages, *beside: Any) -> None:
+    """What an engine of a fix leaves: other tokens, the same prompts."""
+    if "engine-fp32" in str(self.run_dir):
+        raise MismatchError("the engine refuses\nmore")
+    rollout = made_run.rollout()
+    spec = self.spec.rollout
+    store.save_rollout(self.run_dir, rollout, made_by=spec)
+    store.save_vocabulary(self.run_dir, {int(i): f"t{i}" for i in np.unique(rollout.token_ids)})
+    decode = made_run.scoring("transformers:decode", rollout)
+    store.save_scoring(self.run_dir, decode, rollout, made_by=spec)
+    self.journal.seconds["rollout"] = 40.0
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return made_run.make_run(tmp_path / "run")
+
+
+def fixed(run_dir: Path, *fixes: str, minutes: float | None = None, **kinds: Any) -> FixRun:
+    """Run the fixes on a finished check."""
+    spec = spec_of(*fixes, minutes=minutes)
+    context = Context(spec, ModelFacts(family="gpt_oss", sinks=True, experts=8))
+    with at_work(run_dir, "check", spec, "mismatch check") as journal:
+        stages = Pretend(spec, run_dir, Quiet(), journal)
+        stages.worlds = []
+        stages.broken = kinds.get("broken", frozenset())
+        run = FixRun(stages, plan_fixes(spec, context))
+        run.measure([Pass(TRAIN, spec.train)])
+        if run.plan.pairs:
+            run.pairs(context)
+        run.save()
+    return run
+
+
+def spec_of(*fixes: str, minutes: float | None = None) -> CheckSpec:
+    return replace(made_run.spec(), fixes=fixes, budget_minutes=minutes)
+
+
+@pytest.fixture(autouse=True)
+def _pretend_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stages, "sample", sampled)
+
+
+# ---------------------------------------------------------------- sharing and resuming
+
+
+def test_one_world_scores_everything(run_dir: Path) -> None:
+    run = fixed(run_dir, "fp32", "fp16", "fp32-lm-head", "engine-fp16")
+    assert len(run.stages.worlds) == 1
+    assert len(run.stages.worlds[0]) == 4
+    assert (run_dir / "fixes/engine-fp16/scores/fix-engine-fp16.parquet").exists()
+
+
+def test_loads_come_once_each_and_the_check_first() -> None:
+    spec = made_run.spec()
+    low, high = spec.train, replace(spec.train, dtype="fp32")
+    names = {"fix:a": low, "fix:b": high, "fsdp": low, "reference:fp32": high, "fix:c": low}
+    jobs = [Job(Path(), Pass(n, t), n.startswith("fix:")) for n, t in names.items()]
+    order = [job.one.name for job in by_load(sorted(jobs, key=lambda job: job.optional))]
+    assert order == ["fsdp", "fix:a", "fix:c", "reference:fp32", "fix:b"]
+
+
+def test_what_is_there_is_not_made_again(run_dir: Path) -> None:
+    fixed(run_dir, "fp32", "engine-fp16")
+    again = fixed(run_dir, "fp32", "engine-fp16", "fp16")
+    assert again.stages.worlds == [["fix:fp16"]]
+
+
+def test_an_engine_is_asked_for_tokens_and_nothing_more() -> None:
+    spec = replace(spec_of("engine-fp16"), rollout=replace(made_run.spec().rollout, exact_kl=512))
+    variant = plan_fixes(spec, Context(spec)).variants[0]
+    rollout = sampling_spec(variant).rollout
+    assert (rollout.exact_kl, rollout.engine.prefill) == (0, False)
+    assert rollout.sampling == spec.rollout.sampling
+    assert rollout.prompts == spec.rollout.prompts
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_fix_that_fails_is_a_row_and_the_others_go_on(run_dir: Path) -> None:
+    run = fixed(run_dir, "fp32", "fp16", "engine-fp32", broken=frozenset({"fp16"}))
+    assert run.failed == {"fp16": "cannot run", "engine-fp32": "the engine refuses"}
+    table = table_of(run_dir, spec_of("fp32", "fp16", "engine-fp32"))
+    assert [row.id for row in table.outcomes if row.measured] == ["fp32"]
+    assert table.outcome("fp16").reason == "cannot run"
+    assert table.outcome("fp16").applies
+    assert table.outcome("fp16").significant is None
+
+
+def test_a_fix_that_takes_the_world_down_is_dropped_and_the_world_started_again(
+    run_dir: Path,
+) -> None:
+    run = fixed(run_dir, "fp32", "fp16", "fp32-lm-head", broken=frozenset({"!fp16"}))
+    assert list(run.failed) == ["fp16"]
+    assert run.failed["fp16"] == "the train process was killed"
+    assert len(run.stages.worlds) == 2
+    assert "fix:fp16" not in run.stages.worlds[1]
+
+
+def test_a_check_that_fails_is_an_error(run_dir: Path) -> None:
+    (run_dir / "scores/fsdp.parquet").unlink()
+    with pytest.raises(MismatchError, match="killed"):
+        fixed(run_dir, "fp16", broken=frozenset({"!fp16"}))
+
+
+# ---------------------------------------------------------------- budget
+
+
+def test_what_the_budget_does_not_allow_is_named(run_dir: Path) -> None:
+    run_json = run_dir / "run.json"
+    fixed(run_dir, "fp16")  # makes run.json
+    told = json.loads(run_json.read_text())
+    told["invocations"][-1]["seconds"] = {"rollout": 60.0}  # the check's own engine took a minute
+    run_json.write_text(json.dumps(told))
+    run = fixed(run_dir, "fp32", "engine-fp16", minutes=1.5)
+    assert run.left_out == ["engine-fp16: not run, the engine's time in the budget is used up"]
+    assert [variant.id for variant in run.variants] == ["fp32"]
+    again = fixed(run_dir, "fp32", "engine-fp16", minutes=3.0)
+    assert again.left_out == []
+
+
+def test_passes_beyond_the_budget_are_named(run_dir: Path) -> None:
+    run = fixed(run_dir, "fp32", "fp16", minutes=1e-9)
+    assert [text.partition(":")[0] for text in run.left_out] == ["fp32", "fp16"]
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_the_table_finds_what_was_planted(run_dir: Path) -> None:
+    """A trainer that is 0.01 off everywhere: fp32 is 0.001 off, the head makes it 0.03."""
+    fixed(run_dir, "fp32", "fp16", "fp32-lm-head", "no-packing", "tis", "on-policy-ratio")
+    spec = spec_of("fp32")
+    table = table_of(run_dir, spec)
+    assert [row.id for row in table.outcomes] == ["fp32", "fp16", "fp32-lm-head", "no-packing"]
+    assert [row.outcome for row in table.outcomes] == ["better", "none", "worse", None]
+    best = table.outcomes[0]
+    assert best.before["logprob_abs_diff_mean"].value == pytest.approx(0.01)
+    assert best.after["logprob_abs_diff_mean"].value == pytest.approx(0.001)
+    assert best.changes["logprob_abs_diff_mean"].value == pytest.approx(-0.009)
+    assert best.paired is not None
+    assert best.difference is None
+    assert (best.seconds, best.peak_bytes) == (2.0, 7)
+    assert table.best == table.best_together == "fp32"
+    assert table.outcomes[-1].reason == "sequences are not packed"
+    assert [(one.id, one.hides) for one in table.estimators] == [
+        ("tis", False),
+        ("on-policy-ratio", True),
+    ]
+
+
+def test_new_tokens_have_a_difference_and_no_paired_interval(run_dir: Path) -> None:
+    fixed(run_dir, "engine-fp16")
+    (row,) = table_of(run_dir, spec_of("engine-fp16")).outcomes
+    assert row.paired is None
+    assert row.difference is not None
+    assert row.difference.value < 0
+    assert row.seconds == 42.0  # the engine and the pass
+
+
+def test_pairs_of_what_helps_are_tried(run_dir: Path) -> None:
+    run = fixed(run_dir, "all")
+    pairs = [variant.id for variant in run.variants if len(variant.chosen) > 1]
+    assert len(run.stages.worlds) == 2
+    assert all(name.removeprefix("fix:") in pairs for name in run.stages.worlds[1])
+
+
+@pytest.mark.parametrize(("shift", "best"), [(0.0005, "both"), (0.00095, "single")])
+def test_a_combination_has_to_add_something(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, shift: float, best: str
+) -> None:
+    """Half the mismatch of the best single fix is worth it, 95 % is not."""
+    both = "fp32+micro-batch=512"
+    monkeypatch.setitem(SHIFTS, both, shift)
+    fixed(run_dir, "fp32", both)
+    table = table_of(run_dir, spec_of("fp32", both))
+    assert table.best == "fp32"
+    assert table.best_together == {"both": both, "single": "fp32"}[best]
+
+
+@pytest.mark.parametrize("verdict", ["as-is", "after-fixes"])
+def test_the_verdict_after_fixes_is_that_of_the_best(run_dir: Path, verdict: Any) -> None:
+    fixed(run_dir, "fp32")
+    spec = replace(spec_of("fp32"), verdict=verdict)
+    report, _ = build_report(run_dir, spec)
+    made = with_fixes(report, run_dir, spec, None)
+    assert made.fixes is not None
+    after = made.fixes.outcome("fp32").verdict_after
+    assert after is not None
+    if verdict == "as-is":
+        assert made.verdict == report.verdict
+        assert made.fixes.verdict_as_is is None
+    else:
+        assert made.verdict.reason == f"after fp32: {after.reason}"
+        assert made.verdict.status == after.status
+        assert made.fixes.verdict_as_is == report.verdict
+
+
+def test_without_a_fix_that_helps_the_verdict_stays(run_dir: Path) -> None:
+    fixed(run_dir, "fp16")
+    spec = replace(spec_of("fp16"), verdict="after-fixes")
+    report, _ = build_report(run_dir, spec)
+    made = with_fixes(report, run_dir, spec, None)
+    assert made.verdict == report.verdict
+    assert made.fixes is not None
+    assert made.fixes.best is None
+
+
+def test_scorings_of_fixes_stay_out_of_the_checks_own_report(run_dir: Path) -> None:
+    before, _ = build_report(run_dir, made_run.spec())
+    fixed(run_dir, "fp32", "fp32-lm-head")
+    after, _ = build_report(run_dir, made_run.spec(), again=True)
+    assert after.comparisons == before.comparisons
+    assert after.fingerprints.keys() == before.fingerprints.keys()
+
+
+def test_a_run_without_fixes_has_no_table(run_dir: Path) -> None:
+    report, _ = build_report(run_dir, made_run.spec())
+    assert with_fixes(report, run_dir, made_run.spec(), None) is report
+    assert not (run_dir / STATE).exists()
