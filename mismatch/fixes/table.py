@@ -248,7 +248,7 @@ def _cost(sides: Sides, run_dir: Path, variant: Variant) -> dict[str, Any]:
         past = invocations(run_dir / variant.place)
         engine = [one["seconds"].get("rollout", 0.0) for one in past if "seconds" in one]
         seconds = round(seconds + max(engine, default=0.0), 3)
-    return {"seconds": seconds, "peak_bytes": facts.get("peak_bytes")}
+    return {"seconds": seconds, "peak_bytes": max(facts.get("peak_bytes") or [0]) or None}
 
 
 def _refused(state: dict[str, Any]) -> list[FixOutcome]:

@@ -31,7 +31,7 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +200,6 @@ class _Passes:
         return None if held is None else switched(held, one.spec)
 
     def one(self, item: Item) -> None:
-        from mismatch.training.memory import MemoryPeak
         from mismatch.training.score import score_pass
 
         world, one = self.world, item.one
@@ -215,16 +214,11 @@ class _Passes:
         if left_out(item.run_dir, rollout, one):
             return
         source = replay_source({"run_dir": item.run_dir}, rollout, one.spec)
-        with MemoryPeak(world.device, item.optional) as peak:
-            scoring = score_pass(world, self.loaded, rollout, one, source, asked)
+        scoring = score_pass(world, self.loaded, rollout, one, source, asked)
         seconds = time.monotonic() - start
-        peaks = world.gather(peak.bytes) if item.optional else None
         if scoring is None:
             return
         report_timing(one.name, seconds)
-        if peaks is not None:
-            cost = {"seconds": round(seconds, 3), "peak_bytes": max(peaks)}
-            scoring = replace(scoring, fingerprint=scoring.fingerprint | cost)
         also = () if source is None else (routing_file(source.name),)
         save_scoring(item.run_dir, scoring, rollout, made_by=one.spec, also_from=also)
 
