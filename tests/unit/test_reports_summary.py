@@ -232,3 +232,13 @@ def test_places_without_data_or_mismatch() -> None:
     assert places(make_tokens().assign(delta=0.0)) == [
         "Nowhere: delta is exactly 0 for every token."
     ]
+
+
+def test_weights_in_two_forms_are_the_step_and_no_other_place_is_named() -> None:
+    warned = Judgement("k3_kl", "warn", 3e-3, 2e-3, 0.013, "x")
+    report = with_verdict(make_report(), warned)
+    assert any(step.startswith("Look") for step in summary.next_steps(report))
+    asked_for = Check("weights-as-loaded", "warning", "asked for", "train in one form")
+    steps = summary.next_steps(replace(report, checks=(asked_for,)))
+    assert steps[0] == "Fix weights-as-loaded: train in one form"
+    assert not any(step.startswith("Look") for step in steps)
