@@ -59,7 +59,11 @@ class Job:
 
 
 class Beside(Protocol):
-    """What shares a training world with a check."""
+    """What shares a training world with a check.
+
+    Attributes:
+        jobs: its passes, all optional; in the order of the world once that is known.
+    """
 
     jobs: list[Job]
 
@@ -117,6 +121,8 @@ class Stages:
             passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
         jobs = [Job(self.run_dir, one) for one in passes]
         jobs = by_load([*jobs, *(beside.jobs if beside else [])])
+        if beside is not None:
+            beside.jobs = [job for job in jobs if job.optional]  # in the order they will run in
         (self.run_dir / GO).unlink(missing_ok=True)
         with ExitStack() as stack:
             train = stack.enter_context(self._world(jobs)) if jobs else None

@@ -92,10 +92,12 @@ class FixRun:
         if not resume.scoring_done(self.run_dir, TRAIN, self.stages.spec.train):
             return False
         self.refusals(pending)
-        left = [one for one in pending if one.id not in self.failed and not self.scored(one)]
+        by_name = {one.scoring.name: one for one in pending}
+        order = [by_name[job.one.name] for job in self.jobs]  # of the world that ended
+        left = [one for one in order if one.id not in self.failed and not self.scored(one)]
         if not left:
             return False
-        self.failed[left[0].id] = error.message.splitlines()[0]
+        self.failed[left[0].id] = _first_line(error)
         self.stages.narrator.note(f"fix {left[0].id} failed: {self.failed[left[0].id]}")
         return True
 
@@ -134,10 +136,13 @@ class FixRun:
         except MismatchError as error:
             for worker in world:
                 worker.ended()  # raises if it was the world that failed
-            self.stages.narrator.note(f"fix {variant.id} failed: {error.message.splitlines()[0]}")
+            reason = _first_line(error)
+            if len(error.message.splitlines()) > 1:
+                reason += f"; see {variant.place}/logs/engine.log"
+            self.stages.narrator.note(f"fix {variant.id} failed: {reason}")
             for one in self.variants:
                 if one.place == variant.place:
-                    self.failed[one.id] = error.message.splitlines()[0]
+                    self.failed[one.id] = reason
 
     def allowed_s(self) -> float | None:
         minutes = self.stages.spec.budget_minutes
@@ -224,6 +229,11 @@ def sampling_spec(variant: Variant) -> CheckSpec:
     rollout = variant.spec.rollout
     engine = replace(rollout.engine, prefill=False)
     return replace(variant.spec, rollout=replace(rollout, engine=engine, exact_kl=0))
+
+
+def _first_line(error: MismatchError) -> str:
+    """Of an error that goes on with the last lines of a log."""
+    return error.message.splitlines()[0].removesuffix("; its last lines:")
 
 
 def dry_run_lines(spec: CheckSpec) -> list[str]:

@@ -156,9 +156,10 @@ def outcomes(
 ) -> tuple[list[FixOutcome], dict[str, dict[str, float]]]:
     """Rows with their numbers, and p-values that are not adjusted yet."""
     engine = spec.rollout.engine.engine
-    base = Sides.load(run_dir, engine, TRAIN)
-    before = base.comparison(_wanted(thresholds), spec.seed)
-    rows, raw = [], {}
+    base, unsound = _base(run_dir, engine)
+    before = base.comparison(_wanted(thresholds), spec.seed) if base else None
+    rows: list[FixOutcome] = []
+    raw: dict[str, dict[str, float]] = {}
     for entry in state["variants"]:
         variant = variant_of(spec, entry["id"], entry["place"])
         if entry["failed"]:
@@ -167,13 +168,33 @@ def outcomes(
         place = run_dir / variant.place
         try:
             sides = Sides.load(place, engine, variant.scoring.name)
+            if base is None or before is None:
+                rows.append(_alone(variant, sides, unsound, spec.seed, thresholds))
+                continue
+            row, found = _compared(variant, base, sides, before, spec.seed, thresholds)
         except MismatchError as error:
             rows.append(variant.outcome(error.message))
             continue
-        row, found = _compared(variant, base, sides, before, spec.seed, thresholds)
         raw[row.id] = found
         rows.append(replace(row, **_cost(sides, run_dir, variant)))
     return rows, raw
+
+
+def _base(run_dir: Path, engine: str) -> tuple[Sides | None, str]:
+    """The run as it is, or why it cannot be compared: its logprobs are not finite, for one."""
+    try:
+        return Sides.load(run_dir, engine, TRAIN), ""
+    except MismatchError as error:
+        return None, error.message
+
+
+def _alone(
+    variant: Variant, sides: Sides, unsound: str, seed: int, thresholds: Thresholds | None
+) -> FixOutcome:
+    """A row where there is nothing to compare with: no change, only where a run with it ends."""
+    after = sides.comparison(_wanted(thresholds), seed)
+    row = variant.outcome(f"the run without it cannot be compared: {unsound}")
+    return replace(row, verdict_after=sides.verdict(after, thresholds))
 
 
 def adds(single: Sides, together: Sides, seed: int) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mismatch.errors import MismatchError
 
 TIMEOUT = timedelta(minutes=30)
+PATIENCE = timedelta(minutes=5)  # saving a large scoring takes rank 0 that long at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,14 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         dist.barrier(group=self.control)
+
+    def meet(self, patience: timedelta = PATIENCE) -> None:
+        """Wait until every rank has come here, but not for ever.
+
+        Raises:
+            RuntimeError: a rank did not come in time: it is somewhere else.
+        """
+        dist.monitored_barrier(self.control, timeout=patience)
 
     def close(self) -> None:
         """Leave the world. Call it when all ranks are done, not after an error."""

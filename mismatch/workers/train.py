@@ -163,13 +163,27 @@ class _Passes:
                 self.attempt(item)
 
     def attempt(self, item: Item) -> None:
-        """One pass that may fail: every rank fails at the same place, or the world ends."""
+        """One pass that may fail. Where ranks fail at different places the world ends.
+
+        A rank that went on alone would meet the others in the middle of another pass, and their
+        numbers would mix.
+        """
         start = time.monotonic()
+        failed: Exception | None = None
         try:
             self.one(item)
         except Exception as error:
             traceback.print_exc()
             leave_out(self.job, item, error)
+            failed = error
+        try:
+            self.world.meet()
+        except RuntimeError as lost:
+            if failed is not None:
+                leave_out(self.job, item, failed, any_rank=True)
+            raise MismatchError(
+                f"the ranks parted in the pass {item.one.name}", "see logs/train.log"
+            ) from lost
         self.seconds.append(time.monotonic() - start)
 
     def late(self) -> bool:
@@ -248,9 +262,11 @@ def runnable(items: list[Item], job: dict[str, Any]) -> list[Item]:
     return kept
 
 
-def leave_out(job: dict[str, Any], item: Item, error: Exception) -> None:
-    """Note why an optional pass is missing."""
-    if os.environ.get("RANK", "0") != "0":
+def leave_out(
+    job: dict[str, Any], item: Item, error: Exception, *, any_rank: bool = False
+) -> None:
+    """Note why an optional pass is missing; rank 0 does, where all ranks fail alike."""
+    if os.environ.get("RANK", "0") != "0" and not any_rank:
         return
     if not isinstance(error, MismatchError):
         text = (str(error).strip().splitlines() or [""])[0]

@@ -276,7 +276,7 @@ def test_the_engine_runs_under_the_interpreter_that_was_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("room_kib", "whose"), [(32, "rollout|vocabulary|transformers"), (116, "fsdp")]
+    ("room_kib", "whose"), [(32, "rollout|vocabulary|transformers"), (116, "fsdp|manifest")]
 )
 def test_a_disk_that_fills_up_under_a_worker(tmp_path, room_kib, whose):
     """Too little for the rollout (in the engine), or for the trainer's scorings (in rank 0)."""
@@ -290,3 +290,6 @@ def test_a_disk_that_fills_up_under_a_worker(tmp_path, room_kib, whose):
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "kept").rglob("*.partial"))
     assert not (tmp_path / "kept" / "report.json").exists()
+    sampled = (tmp_path / "kept" / "scores" / "transformers-decode.parquet").exists()
+    assert sampled == (room_kib > 100)
+    assert not (tmp_path / "kept" / "scores" / "fsdp.parquet").exists()
