@@ -109,7 +109,7 @@ def test_the_tokens_and_logprobs_are_those_of_an_uninterrupted_run(killed_and_re
     np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
     names = store.scoring_names(tiny_run)
     assert store.scoring_names(run) == names
-    assert len(names) == 6
+    assert len(names) == 7
     for name in names:
         one, other = store.load_scoring(run, name), store.load_scoring(tiny_run, name)
         np.testing.assert_array_equal(one.logprobs, other.logprobs, err_msg=name)
