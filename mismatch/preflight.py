@@ -113,8 +113,8 @@ def require_servable(spec: EngineSpec) -> None:
 
     directory = Path(spec.model)
     local = (directory / "config.json").is_file()
-    if local and spec.weights != AS_STORED:
-        require_form(directory, spec.weights)
+    if local and spec.weights not in (AS_STORED, "mxfp4" if is_mxfp4(directory) else "bf16"):
+        require_form(directory, spec.weights)  # what it is stored in can always be served
     packed = spec.weights == "mxfp4" or (
         spec.weights == AS_STORED and local and is_mxfp4(directory)
     )

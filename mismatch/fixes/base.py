@@ -29,8 +29,9 @@ class ModelFacts:
         family: transformers' ``model_type``.
         sinks: the attention has sinks, a learned logit beside the keys.
         experts: experts per MoE layer; 0: a dense model.
-        stored_dtype: of the weights, as the configuration says; "" where it does not.
+        stored_dtype: of the engine's weights, as their configuration says; "" where it does not.
         generation_config: sampling settings of ``generation_config.json`` that are no default.
+        known: its configuration is on this machine; without it nothing else here says anything.
     """
 
     family: str = ""
@@ -38,6 +39,7 @@ class ModelFacts:
     experts: int = 0
     stored_dtype: str = ""
     generation_config: tuple[tuple[str, object], ...] = ()
+    known: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from mismatch.fixes.changes import (
 )
 from mismatch.specs import AS_STORED, CheckSpec
 
+PLAIN = ("", "bfloat16", "float16", "float32", "float64")
 FULL_KV = {ABSENT, "auto", "bfloat16"}
 CASCADE_GONE = (0, 32)  # off by default for some releases before that
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
@@ -117,8 +118,11 @@ def _quantised_weights(context: Context) -> str:
     quantised = engine_argument(context.spec, "quantization")
     if form in ("mxfp4", "mxfp4-rounded") or quantised not in (ABSENT, None):
         return ""
-    if form == AS_STORED and context.model.stored_dtype == "mxfp4":
+    stored = context.model.stored_dtype
+    if form == AS_STORED and stored == "mxfp4":
         return ""
+    if form == AS_STORED and stored not in PLAIN:
+        return f"the checkpoint is stored in {stored}, and only MXFP4 can be served in bf16"
     return "the engine's weights are not quantised"
 
 
@@ -234,7 +238,7 @@ ENGINE_FIXES = (
         summary="the engine serves the weights in bf16, not quantised",
         effect="both sides hold the same weights",
         cost="two to four times the memory of the weights",
-        flags="--rollout-weights bf16",
+        flags="--rollout-weights bf16 (without --engine-arg quantization)",
         apply=_full_weights,
         applies=_quantised_weights,
     ),

@@ -10,7 +10,7 @@ from typing import Any
 from mismatch.engines.fingerprint import versions
 from mismatch.errors import MismatchError
 from mismatch.fixes.base import Context, MachineFacts, ModelFacts
-from mismatch.specs import CheckSpec
+from mismatch.specs import CheckSpec, EngineSpec
 
 # Families of transformers 5 whose attention learns a sink per head; the trainer looks at the
 # model's parameters itself (mismatch.training.attention) and refuses what does not fit.
@@ -34,9 +34,9 @@ def context_of(spec: CheckSpec) -> Context:
 
 
 def model_facts(spec: CheckSpec) -> ModelFacts:
-    """Of the trainer's model; a configuration that is not on this machine leaves them at nothing.
+    """Of the trainer's model, unknown where its configuration is not on this machine.
 
-    The generation config is the engine's.
+    How the weights are stored and the generation config are the engine's.
     """
     from mismatch.models.offline import find_config
     from mismatch.moe import EXPERTS
@@ -44,17 +44,15 @@ def model_facts(spec: CheckSpec) -> ModelFacts:
     try:
         values = find_config(spec.train.model, spec.train.revision).values
     except MismatchError:
-        return ModelFacts()
+        return ModelFacts(known=False)
     nested = [value for value in values.values() if isinstance(value, dict)]
     counts = [part.get(name) for part in (values, *nested) for name in EXPERTS]
     family = str(values.get("model_type", ""))
-    quantised = values.get("quantization_config") or {}
-    dtype = quantised.get("quant_method") or values.get("dtype") or values.get("torch_dtype") or ""
     return ModelFacts(
         family=family,
         sinks=family in SINK_FAMILIES,
         experts=max((n for n in counts if isinstance(n, int) and n > 1), default=0),
-        stored_dtype=str(dtype),
+        stored_dtype=_stored_dtype(spec.rollout.engine),
         generation_config=_generation(Path(spec.rollout.engine.model)),
     )
 
@@ -68,6 +66,18 @@ def machine_facts(spec: CheckSpec) -> MachineFacts:
     here = spec.rollout.engine.python is None
     capability = _capability() if gpus else None
     return MachineFacts(gpus, here and is_cpu_build(), capability, _vllm() if here else None)
+
+
+def _stored_dtype(engine: EngineSpec) -> str:
+    from mismatch.models.offline import find_config
+
+    try:
+        values = find_config(engine.model, engine.revision).values
+    except MismatchError:
+        return ""
+    quantised = values.get("quantization_config") or {}
+    dtype = quantised.get("quant_method") or values.get("dtype") or values.get("torch_dtype")
+    return str(dtype or "")
 
 
 def _vllm() -> tuple[int, int] | None:

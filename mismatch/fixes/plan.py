@@ -116,12 +116,15 @@ def parse_requests(texts: Iterable[str]) -> tuple[str, ...]:
     ('fp32', 'router-replay=ids+weights+fp32-router')
 
     Raises:
-        MismatchError: no such fix, a value for a fix that takes none, an estimator fix combined.
+        MismatchError: no such fix, a value that means nothing or for a fix that takes none, an
+            estimator fix combined.
     """
     found = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     for one in found:
         if one not in (ALL, *SIDES):
             chosen = chosen_of(one)
+            for item in chosen:
+                item.apply(CheckSpec())  # a value that means nothing is refused before a run exists
             sides = [item.fix.side for item in chosen]
             if len(chosen) > 1 and "estimator" in sides:
                 raise MismatchError(

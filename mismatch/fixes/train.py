@@ -10,13 +10,18 @@ from mismatch.fixes.changes import train
 from mismatch.specs import CheckSpec
 
 NO_EXPERTS = "the model is dense: it has no experts"
+UNKNOWN = "not known without the model's config.json: hf download MODEL config.json"
 
 
 def _with_sinks(context: Context) -> str:
+    if not context.model.known:
+        return UNKNOWN
     return "" if context.model.sinks else "the model has no attention sinks"
 
 
 def _with_experts(context: Context) -> str:
+    if not context.model.known:
+        return UNKNOWN
     return "" if context.model.experts else NO_EXPERTS
 
 
@@ -33,8 +38,8 @@ def _low_router(context: Context) -> str:
 
 
 def _replayable(context: Context) -> str:
-    if not context.model.experts:
-        return NO_EXPERTS
+    if reason := _with_experts(context):
+        return reason
     if not context.spec.rollout.engine.routing:
         return "the engine's experts are not captured (--no-routing)"
     return ""
@@ -55,7 +60,7 @@ def _replay(spec: CheckSpec, value: str) -> CheckSpec:
 
 
 def _micro_batch(spec: CheckSpec, value: str) -> CheckSpec:
-    if not value.isdigit() or int(value) < 1:
+    if not (value.isascii() and value.isdigit()) or int(value) < 1:
         raise MismatchError(
             f"micro-batch={value} is no number of tokens", "give one: micro-batch=1024"
         )
@@ -132,7 +137,7 @@ TRAIN_FIXES = (
         summary="the trainer runs without torch.autocast, in the dtype of the computation",
         effect="operations that autocast keeps in float32, or casts down, follow the model",
         cost="none",
-        flags="--train-dtype bf16, without --autocast",
+        flags="without --autocast",
         apply=train(autocast=None),
         applies=lambda context: "" if context.spec.train.autocast else "no autocast is in force",
     ),

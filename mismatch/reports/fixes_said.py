@@ -19,7 +19,11 @@ def sentences(report: Report) -> list[str]:
     if made is None:
         return []
     said = [*_best(made), *_worse(made), *_whose_verdict(made)]
-    failed = [one for one in made.outcomes if one.applies and one.reason and not one.measured]
+    failed = [
+        one
+        for one in made.outcomes
+        if one.applies and one.reason and not one.measured and one.verdict_after is None
+    ]
     if failed:
         names = ", ".join(line(one.id) for one in failed)
         said.append(f"Failed while running, and so not measured: {names}.")
@@ -29,7 +33,7 @@ def sentences(report: Report) -> list[str]:
 def _best(made: FixTable) -> list[str]:
     measured = [one for one in made.outcomes if one.measured]
     if not measured:
-        return ["No fix could be measured; the reasons are below."]
+        return [_nothing_measured(made)]
     if made.best is None and made.best_together is None:
         many = len(measured)
         none = "The one fix that could be measured makes no"
@@ -45,6 +49,16 @@ def _best(made: FixTable) -> list[str]:
     if made.best is not None and made.best == made.best_together and several is not None:
         said.append(f"No combination does clearly better. Best of them: {_effect(several)}")
     return said
+
+
+def _nothing_measured(made: FixTable) -> str:
+    if not made.outcomes and made.estimators:
+        return "Only fixes of the loss were asked for: they change no log-probability."
+    ends = [(one.id, one.verdict_after.status) for one in made.outcomes if one.verdict_after]
+    if not ends:
+        return "No fix could be measured; the reasons are below."
+    named = ", ".join(f"{line(name)} ({status})" for name, status in ends)
+    return f"There is nothing to compare with; runs that can be judged, and how they end: {named}."
 
 
 def _too_few(measured: list[FixOutcome]) -> list[str]:

@@ -70,13 +70,23 @@ class World:
         """Wait until every rank has come here."""
         dist.barrier(group=self.control)
 
-    def meet(self, patience: timedelta = PATIENCE) -> None:
-        """Wait until every rank has come here, but not for ever.
+    def meet(self, place: str, patience: timedelta = PATIENCE) -> None:
+        """Wait until every rank has come to this place, but not for ever.
+
+        Through the store, whose waits have a time of their own: a barrier would be answered by a
+        rank that is in another collective, or never.
+
+        Args:
+            place: its name, another one every time.
 
         Raises:
             RuntimeError: a rank did not come in time: it is somewhere else.
         """
-        dist.monitored_barrier(self.control, timeout=patience)
+        if self.size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{place}/{self.rank}", "here")
+        store.wait([f"{place}/{rank}" for rank in range(self.size)], patience)
 
     def close(self) -> None:
         """Leave the world. Call it when all ranks are done, not after an error."""

@@ -177,7 +177,7 @@ class _Passes:
             leave_out(self.job, item, error)
             failed = error
         try:
-            self.world.meet()
+            self.world.meet(f"{len(self.seconds)}:{item.one.name}")
         except RuntimeError as lost:
             if failed is not None:
                 leave_out(self.job, item, failed, any_rank=True)
@@ -262,9 +262,7 @@ def runnable(items: list[Item], job: dict[str, Any]) -> list[Item]:
     return kept
 
 
-def leave_out(
-    job: dict[str, Any], item: Item, error: Exception, *, any_rank: bool = False
-) -> None:
+def leave_out(job: dict[str, Any], item: Item, error: Exception, *, any_rank: bool = False) -> None:
     """Note why an optional pass is missing; rank 0 does, where all ranks fail alike."""
     if os.environ.get("RANK", "0") != "0" and not any_rank:
         return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from mismatch.fixes.base import Chosen, Context, MachineFacts, ModelFacts
 from mismatch.fixes.catalogue import FIXES, fix_named
 from mismatch.fixes.facts import context_of
 from mismatch.fixes.plan import FixPlan, Variant, chosen_of, parse_requests, plan_fixes, plan_pairs
+from mismatch.preflight import require_servable
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
 from mismatch.types import Sampling
 
@@ -69,10 +72,12 @@ def test_requests_that_mean_nothing_are_refused(text: str, words: str) -> None:
         parse_requests([text])
 
 
-@pytest.mark.parametrize("request_", ["micro-batch=none", "router-replay=all"])
+@pytest.mark.parametrize("request_", ["micro-batch=none", "micro-batch=²", "router-replay=all"])
 def test_a_value_that_means_nothing_is_refused(request_: str) -> None:
     with pytest.raises(MismatchError, match=request_):
         planned(check(request_))
+    with pytest.raises(MismatchError, match=request_):  # before a run directory is made
+        parse_requests([request_])
 
 
 def test_fixes_come_back_from_spec_json() -> None:
@@ -146,6 +151,9 @@ def test_other_overrides_of_the_configuration_survive() -> None:
         ("attention-sinks", ModelFacts(), CPU, "no attention sinks"),
         ("router-replay=ids", ModelFacts(), CPU, "dense"),
         ("fp32-router", ModelFacts(), CPU, "dense"),
+        ("expert-memory", ModelFacts(known=False), CPU, "not known without the model's config"),
+        ("attention-sinks", ModelFacts(known=False), CPU, "not known without the model's config"),
+        ("rollout-bf16-weights", ModelFacts(stored_dtype="fp8"), CPU, "stored in fp8"),
         ("router-replay=ids+weights", MOE, CPU, "not their weights"),
         ("no-packing", MOE, CPU, "not packed"),
         ("no-autocast", MOE, CPU, "no autocast"),
@@ -197,6 +205,34 @@ def test_settings_of_vllm_need_vllm() -> None:
 def test_an_mxfp4_checkpoint_is_a_quantised_rollout() -> None:
     plan = planned(check("rollout-bf16-weights"), replace(MOE, stored_dtype="mxfp4"))
     assert plan.variants[0].spec.rollout.engine.weights == "bf16"
+
+
+def test_how_weights_are_stored_is_asked_of_the_engines_checkpoint(tmp_path: Path) -> None:
+    for name, more in (
+        ("engine", {"quantization_config": {"quant_method": "mxfp4"}}),
+        ("train", {}),
+    ):
+        (tmp_path / name).mkdir()
+        config = {"model_type": "gpt_oss", "num_local_experts": 8, "dtype": "bfloat16"} | more
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    spec = check("rollout-bf16-weights", engine=EngineSpec(model=str(tmp_path / "engine")))
+    spec = replace(spec, train=replace(spec.train, model=str(tmp_path / "train")))
+    assert context_of(spec).model.stored_dtype == "mxfp4"
+    assert ids(plan_fixes(spec, context_of(spec))) == ["rollout-bf16-weights"]
+
+
+def test_the_stored_form_can_always_be_asked_for(tmp_path: Path) -> None:
+    """What rollout-bf16-weights recommends for a dense checkpoint served with quantization=fp8."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    require_servable(EngineSpec(model=str(tmp_path), weights="bf16"))
+    with pytest.raises(MismatchError):
+        require_servable(EngineSpec(model=str(tmp_path), weights="mxfp4"))
+
+
+def test_a_configuration_that_is_elsewhere_is_not_dense() -> None:
+    spec = check()
+    facts = context_of(replace(spec, train=replace(spec.train, model="nobody/nothing"))).model
+    assert not facts.known
 
 
 def test_facts_of_the_embedded_model() -> None:

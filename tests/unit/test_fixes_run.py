@@ -20,6 +20,7 @@ from mismatch.fixes.run import FixRun, sampling_spec
 from mismatch.fixes.table import STATE, table_of, with_fixes
 from mismatch.pipeline import TRAIN
 from mismatch.reports.build import build_report
+from mismatch.reports.fixes_said import sentences
 from mismatch.runs import at_work
 from mismatch.specs import CheckSpec, Pass
 from mismatch.stages import Job, Stages, by_load
@@ -59,8 +60,10 @@ class Pretend(Stages):
         told = beside.prepare()
         if not beside.jobs:
             return
-        self.worlds.append([job.one.name for job in by_load(beside.jobs)])
-        for job in by_load(beside.jobs):
+        first = [Job(self.run_dir, Pass(TRAIN, self.spec.train))]  # kernels of the check first
+        beside.jobs = [job for job in by_load([*first, *beside.jobs]) if job.optional]
+        self.worlds.append([job.one.name for job in beside.jobs])
+        for job in beside.jobs:
             name = job.one.name.removeprefix("fix:")
             if f"!{name}" in self.broken:
                 raise MismatchError("the train process was killed\nits last lines")
@@ -160,7 +163,8 @@ def test_an_engine_is_asked_for_tokens_and_nothing_more() -> None:
 
 def test_a_fix_that_fails_is_a_row_and_the_others_go_on(run_dir: Path) -> None:
     run = fixed(run_dir, "fp32", "fp16", "engine-fp32", broken=frozenset({"fp16"}))
-    assert run.failed == {"fp16": "cannot run", "engine-fp32": "the engine refuses"}
+    refused = "the engine refuses; see fixes/engine-fp32/logs/engine.log"
+    assert run.failed == {"fp16": "cannot run", "engine-fp32": refused}
     table = table_of(run_dir, spec_of("fp32", "fp16", "engine-fp32"))
     assert [row.id for row in table.outcomes if row.measured] == ["fp32"]
     assert table.outcome("fp16").reason == "cannot run"
@@ -171,11 +175,51 @@ def test_a_fix_that_fails_is_a_row_and_the_others_go_on(run_dir: Path) -> None:
 def test_a_fix_that_takes_the_world_down_is_dropped_and_the_world_started_again(
     run_dir: Path,
 ) -> None:
-    run = fixed(run_dir, "fp32", "fp16", "fp32-lm-head", broken=frozenset({"!fp16"}))
+    run = fixed(run_dir, "fp16", "fp32", "fp32-lm-head", broken=frozenset({"!fp16"}))
     assert list(run.failed) == ["fp16"]
     assert run.failed["fp16"] == "the train process was killed"
     assert len(run.stages.worlds) == 2
     assert "fix:fp16" not in run.stages.worlds[1]
+
+
+def test_the_fix_that_was_at_work_is_the_one_that_is_dropped(run_dir: Path) -> None:
+    """The world runs the check's own kernels first, in another order than the plan's."""
+    run = fixed(
+        run_dir, "expert-memory", "fp32", "fp32-lm-head", broken=frozenset({"!fp32-lm-head"})
+    )
+    assert run.stages.worlds[0][0] == "fix:fp32-lm-head"
+    assert list(run.failed) == ["fp32-lm-head"]
+    assert len(run.stages.worlds) == 2
+
+
+def test_a_run_that_cannot_be_compared_says_how_it_ends_with_a_fix(run_dir: Path) -> None:
+    """The trainer's logprobs are not finite: no change can be measured, and the report stands."""
+    rollout = store.load_rollout(run_dir)
+    bad = made_run.scoring(TRAIN, rollout)
+    bad = replace(bad, logprobs=np.where(np.arange(len(bad.logprobs)) == 3, np.nan, bad.logprobs))
+    store.save_scoring(run_dir, bad, rollout, made_by=made_run.spec().train)
+    fixed(run_dir, "fp32", "fp16", broken=frozenset({"fp16"}))
+    spec = replace(spec_of("fp32", "fp16"), verdict="after-fixes")
+    made = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
+    assert made.verdict.status == "critical"
+    assert made.fixes is not None
+    assert made.fixes.best is None
+    row = made.fixes.outcome("fp32")
+    assert not row.measured
+    assert "cannot be compared" in row.reason
+    assert row.verdict_after is not None
+    said = " ".join(sentences(made))
+    assert f"fp32 ({row.verdict_after.status})" in said
+    assert "not measured: fp16." in said
+
+
+def test_fixes_of_the_loss_alone_are_no_failure(run_dir: Path) -> None:
+    fixed(run_dir, "tis")
+    spec = spec_of("tis")
+    made = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
+    assert sentences(made) == [
+        "Only fixes of the loss were asked for: they change no log-probability."
+    ]
 
 
 def test_a_check_that_fails_is_an_error(run_dir: Path) -> None:

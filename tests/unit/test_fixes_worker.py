@@ -1,0 +1,94 @@
+"""Optional passes of a training world: ranks that fail alike go on, ranks that part do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch.errors import MismatchError
+from mismatch.specs import Pass, TrainSpec
+from mismatch.workers.launch import pass_label, read_error
+from mismatch.workers.train import Item, _Passes
+
+PARTED = """
+import os
+from datetime import timedelta
+from mismatch.training.world import World
+
+world = World.start()
+world.meet("first")
+print("met", flush=True)
+if world.rank == 1:
+    try:
+        world.meet("second", timedelta(seconds=1))
+    except RuntimeError:
+        print("parted", flush=True)
+else:
+    world.gather([])  # as the others do where one rank alone has failed
+os._exit(0)
+"""
+
+
+class Ranks:
+    """A world of which only the meeting is real."""
+
+    def __init__(self, parted: bool) -> None:
+        self.parted = parted
+        self.places: list[str] = []
+
+    def meet(self, place: str) -> None:
+        self.places.append(place)
+        if self.parted:
+            raise RuntimeError("wait timeout")
+
+
+def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[_Passes, Item]:
+    made: Any = _Passes(world, {"run_dir": str(run_dir)})  # type: ignore[arg-type]
+
+    def one(item: Item) -> None:
+        if fails:
+            raise RuntimeError("out of memory\nmore")
+
+    made.one = one
+    return made, Item(Pass("fix:fp32", TrainSpec()), run_dir, optional=True)
+
+
+def test_a_failure_of_all_ranks_is_noted_and_the_world_goes_on(tmp_path: Path) -> None:
+    world = Ranks(parted=False)
+    made, item = passes(tmp_path, world, fails=True)
+    made.attempt(item)
+    made.attempt(item)
+    noted = read_error(tmp_path, pass_label("fix:fp32"))
+    assert noted is not None
+    assert noted.message == "RuntimeError: out of memory"
+    assert len(set(world.places)) == 2  # every meeting has a name of its own
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_ranks_that_part_end_the_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    made, item = passes(tmp_path, Ranks(parted=True), fails)
+    with pytest.raises(MismatchError, match="parted in the pass fix:fp32"):
+        made.attempt(item)
+    noted = read_error(tmp_path, pass_label("fix:fp32"))
+    assert (noted is not None) is fails  # the rank that failed says why
+
+
+def test_a_rank_that_is_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
+    script = tmp_path / "parted.py"
+    script.write_text(PARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.count("met\n") == 2, done.stdout
+    assert "parted" in done.stdout.splitlines(), done.stdout
