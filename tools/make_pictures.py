@@ -28,7 +28,11 @@ from mismatch.types import Report
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 KEPT = ("report.html", "report.json", "report.md", "tokens.parquet")
-RUNS = {"tiny-gpt-oss": [], "tiny-gpt-oss-no-sinks": ["--attention", "no-sinks"]}
+FIXES = "attention-sinks,router-replay,fp32-lm-head"
+RUNS = {
+    "tiny-gpt-oss": [],
+    "tiny-gpt-oss-no-sinks": ["--attention", "no-sinks", "--fix", FIXES],
+}
 MODEL = "tiny-gpt-oss"
 QUICK = "--no-noise-floor"
 TABLE = {
@@ -102,7 +106,7 @@ def write_table(reports: dict[str, Report]) -> None:
 
 def draw_terminal(report: Report, path: Path, title: str) -> None:
     console = Console(record=True, width=88, file=io.StringIO(), force_terminal=True)
-    print_report(report, console, "runs/…")
+    print_report(report, console, "runs/…", details=False)
     svg = console.export_svg(title=title)
     # Rich names a font on the web; the reader's own monospace will do, and nothing is fetched.
     path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))

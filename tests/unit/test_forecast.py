@@ -261,6 +261,6 @@ def test_the_flag_sets_the_length_of_an_existing_run(
     assert target() == 16_384
     assert app(["compare", str(run), "--forecast-length", "512"], standalone_mode=False) in (0, 1)
     assert target() == 512
-    assert "At a longer response" in capsys.readouterr().out
+    assert "No forecast: not enough" in capsys.readouterr().out
     with pytest.raises(MismatchError, match="--forecast-length 0"):
         app(["compare", str(run), "--forecast-length", "0"], standalone_mode=False)
