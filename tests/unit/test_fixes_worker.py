@@ -22,12 +22,12 @@ from mismatch.training.world import World
 
 world = World.start()
 world.meet("first")
-print("met", flush=True)
+os.write(1, b"met\\n")  # in one piece: print writes the line break apart
 if world.rank == 1:
     try:
         world.meet("second", timedelta(seconds=1))
     except RuntimeError:
-        print("parted", flush=True)
+        os.write(1, b"parted\\n")
 else:
     world.gather([])  # as the others do where one rank alone has failed
 os._exit(0)
