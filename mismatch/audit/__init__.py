@@ -1,0 +1,1 @@
+"""Audit of kernels: attention and expert implementations against float64, forward and backward."""
