@@ -58,7 +58,7 @@ def group_means(sums: Floats, counts: Floats, bounds: tuple[float, float]) -> Gr
         z = student(prompts - 1)
         for g in np.flatnonzero(total > 0):
             ends = mean[g] - z * error[g], mean[g] + z * error[g]
-            if bounds == (0.0, 1.0) and _rare(sums[:, g], counts[:, g]) and error[g] > 0.0:
+            if bounds == (0.0, 1.0) and _rare(sums[:, g], counts[:, g]):
                 ends = wilson(float(mean[g]), float(error[g]), z)
             cut = np.clip(ends, *bounds)
             low[g], high[g] = float(min(cut[0], mean[g])), float(max(cut[1], mean[g]))

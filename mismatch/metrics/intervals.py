@@ -188,8 +188,11 @@ def central(values: Floats) -> Interval | None:
 def wilson(share: float, error: float, z: float) -> Interval:
     """Wilson's score interval of a share whose standard error is known.
 
-    The error stands for the number of independent units, share (1 - share) / error².
+    The error stands for the number of independent units, share (1 - share) / error². An error of 0,
+    every prompt has the same share, gives the share itself, as for every other metric.
     """
+    if error == 0.0:
+        return share, share
     units = share * (1.0 - share) / error**2
     centre = (share + z**2 / (2.0 * units)) / (1.0 + z**2 / units)
     arm = z / (1.0 + z**2 / units) * math.sqrt(error**2 + z**2 / (4.0 * units**2))

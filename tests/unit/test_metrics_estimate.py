@@ -290,6 +290,13 @@ def test_one_event_in_one_prompt_does_not_stretch_the_interval_to_everything():
     assert 3 * got.value < got.high < 10 * got.value
 
 
+def test_a_rare_share_that_is_the_same_in_every_prompt_is_that_share():
+    delta = np.zeros((3, 2, 5))
+    delta[:, 0, 0] = 1.0  # one token of ten in each of three prompts
+    got = Estimator(*design(3, 2, 5)).one(SHARE, {"delta": delta.ravel()})
+    assert (got.value, got.low, got.high) == (0.1, 0.1, 0.1)
+
+
 def test_events_of_one_prompt_count_as_hardly_more_than_one():
     spread, clumped = np.zeros(2560), np.zeros(2560)
     spread[np.arange(8) * 320] = 1.0
