@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from mismatch.errors import MismatchError
+from mismatch.training.answering import Given
 from mismatch.training.routing import MoeLayer
-
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
 
 
 class Intervention(Protocol):

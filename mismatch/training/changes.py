@@ -10,7 +10,8 @@ import torch
 from mismatch.errors import MismatchError
 from mismatch.injections import ROUTER_NOISE
 from mismatch.specs import TrainSpec
-from mismatch.training.blocks import Given, blocks_of, intervening
+from mismatch.training.answering import Given
+from mismatch.training.blocks import blocks_of, intervening
 from mismatch.training.inject import RouterNoise
 from mismatch.training.packing import Batch, collate
 from mismatch.training.replay import Replay, Source

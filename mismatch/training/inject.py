@@ -6,21 +6,18 @@ the same whatever the micro-batches, the layout and the number of ranks.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
-from mismatch.errors import MismatchError
-from mismatch.training.blocks import Given
+from mismatch.training.answering import Answering, RouterChange
 from mismatch.training.packing import Batch
 from mismatch.training.routing import MoeLayer
 from mismatch.types import Ints, Rollout
 
 
-class RouterNoise:
+class RouterNoise(RouterChange):
     """Normal noise on the router logits of one forward pass. An intervention.
 
     Args:
@@ -31,13 +28,17 @@ class RouterNoise:
         batch: where those tokens lie.
     """
 
+    unreached = (
+        "--inject router-noise: the router{where} gave no logits that could be disturbed",
+        "this family's router is built in a way that is not known: leave --inject out",
+    )
+
     def __init__(
         self, sigma: float, seed: int, sequences: Ints, lengths: Ints, batch: Batch
     ) -> None:
+        super().__init__()
         self.sigma, self.seed = sigma, seed
         self.sequences, self.lengths, self.batch = sequences, lengths, batch
-        self._expected: set[int] = set()
-        self._seen: set[int] = set()
 
     @classmethod
     def of(
@@ -47,21 +48,8 @@ class RouterNoise:
         chosen = np.asarray(sequences, np.int64)
         return cls(sigma, seed, chosen, np.diff(rollout.offsets)[chosen], batch)
 
-    def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
-        self._expected.add(layer.index)
+    def answering(self, layer: MoeLayer, block: torch.nn.Module) -> Answering:
         return _NoisyLogits(self, layer)
-
-    def before_experts(self, layer: MoeLayer, given: Given) -> Given:
-        return given
-
-    def finish(self) -> None:
-        missed = sorted(self._expected - self._seen)
-        if missed or not self._seen:
-            where = f" of layer {missed[0]}" if missed else ""
-            raise MismatchError(
-                f"--inject router-noise: the router{where} gave no logits that could be disturbed",
-                "this family's router is built in a way that is not known: leave --inject out",
-            )
 
     def draw(self, layer: int, experts: int) -> np.ndarray:
         """Noise of the real tokens, sequence after sequence, [n, E] float32."""
@@ -79,11 +67,11 @@ class RouterNoise:
         noise = torch.zeros(rows, layer.num_experts, device=logits.device)
         drawn = torch.from_numpy(self.draw(layer.index, layer.num_experts))
         noise[self.batch.rows] = drawn.to(logits.device)
-        self._seen.add(layer.index)
+        self.reached(layer)
         return (logits.float() + noise.reshape(logits.shape)).to(logits.dtype)
 
 
-class _NoisyLogits(TorchFunctionMode):
+class _NoisyLogits(Answering):
     """Adds the noise to the output of the block's first linear map onto the experts."""
 
     def __init__(self, noise: RouterNoise, layer: MoeLayer) -> None:
@@ -91,14 +79,8 @@ class _NoisyLogits(TorchFunctionMode):
         self.noise, self.layer = noise, layer
         self.done = False
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if self.done or func is not torch.nn.functional.linear:
             return out
         if out.shape[-1] != self.layer.num_experts:

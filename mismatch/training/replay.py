@@ -13,17 +13,15 @@ cache) and padding keep the model's own choice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.specs import ReplayMode
-from mismatch.training.blocks import Given
+from mismatch.training.answering import Answering, Given, RouterChange
 from mismatch.training.packing import Batch
 from mismatch.training.routing import MoeLayer, answered
 from mismatch.types import Ints, Rollout, Routing, Scoring
@@ -117,7 +115,7 @@ class Source:
         return {"rows_replayed": replayed, "rows_own": len(self.routing.present) - replayed}
 
 
-class Replay:
+class Replay(RouterChange):
     """The routes of one forward pass over R flattened rows. An intervention.
 
     Args:
@@ -127,6 +125,11 @@ class Replay:
         weights: [R, L, K] float32, or None: those of the model's own gate.
     """
 
+    unreached = (
+        "replay: the router{where} was not seen to choose experts",
+        "routes of this family cannot be replayed: drop --replay-routing",
+    )
+
     def __init__(
         self,
         source: str,
@@ -135,10 +138,10 @@ class Replay:
         ids: torch.Tensor,
         weights: torch.Tensor | None = None,
     ) -> None:
+        super().__init__()
         self.source, self.columns = source, columns
         self.known, self.ids, self.weights = known, ids, weights
         self._overruled: dict[int, torch.Tensor] = {}
-        self._expected: set[int] = set()
         self._weighted: set[int] = set()
 
     @property
@@ -150,8 +153,7 @@ class Replay:
     def top_k(self) -> int:
         return int(self.ids.shape[2])
 
-    def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
-        self._expected.add(layer.index)
+    def answering(self, layer: MoeLayer, block: torch.nn.Module) -> Answering:
         make = ROUTER_MODES.get(type(block).__name__, AnswerTopk)
         return make(self, layer)
 
@@ -199,17 +201,12 @@ class Replay:
         ids = torch.where(self.known[:, None], given, own)
         differ = (ids.sort(-1).values != own.sort(-1).values).any(-1)
         self._overruled[layer.index] = differ.sum()  # a later choice of the same router replaces it
+        self.reached(layer)
         return ids
 
     def finish(self) -> None:
-        missed = sorted(self._expected - self._overruled.keys())
-        if missed or not self._overruled:
-            where = f" of layer {missed[0]}" if missed else ""
-            raise MismatchError(
-                f"replay: the router{where} was not seen to choose experts",
-                "routes of this family cannot be replayed: drop --replay-routing",
-            )
-        unweighted = sorted(self._expected - self._weighted)
+        super().finish()
+        unweighted = sorted(self._entered - self._weighted)
         if self.weights is not None and unweighted:
             raise MismatchError(
                 f"replay: layer {unweighted[0]} gives its experts no weights to replace",
@@ -217,7 +214,7 @@ class Replay:
             )
 
 
-class AnswerTopk(TorchFunctionMode):
+class AnswerTopk(Answering):
     """Answers the router's top-k over all experts with the given ids and their own scores.
 
     Where groups of experts are scored first, those calls have another size and pass.
@@ -227,17 +224,11 @@ class AnswerTopk(TorchFunctionMode):
         super().__init__()
         self.replay, self.layer = replay, layer
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if func not in TOPK:
             return out
-        scores = args[0] if args else (kwargs or {})["input"]
+        scores = args[0] if args else kwargs["input"]
         experts, top_k = self.layer.num_experts, self.replay.top_k
         if scores.shape[-1] != experts or out.indices.shape[-1] != top_k:
             return out
@@ -248,7 +239,7 @@ class AnswerTopk(TorchFunctionMode):
         return torch.return_types.topk((values.reshape(shape), ids.reshape(shape)))
 
 
-class AnswerMaxTwice(TorchFunctionMode):
+class AnswerMaxTwice(Answering):
     """For routers that pick one expert after the other by ``max``: Phi-3.5-MoE, K = 2.
 
     Its mask of near candidates is relative to the expert that was picked, so it follows.
@@ -260,14 +251,8 @@ class AnswerMaxTwice(TorchFunctionMode):
         self._ids: torch.Tensor | None = None
         self._slot = 0
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if func not in MAX or not args or args[0].shape[-1] != self.layer.num_experts:
             return out
         scores = args[0]
@@ -284,7 +269,7 @@ class AnswerMaxTwice(TorchFunctionMode):
 
 # Routers that do not choose by one top-k over all experts, by the class of the module that is
 # intercepted (see mismatch.training.blocks.blocks_of).
-ROUTER_MODES: dict[str, Callable[[Replay, MoeLayer], TorchFunctionMode]] = {
+ROUTER_MODES: dict[str, Callable[[Replay, MoeLayer], Answering]] = {
     "PhimoeTopKRouter": AnswerMaxTwice,
 }
 

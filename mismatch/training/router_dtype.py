@@ -8,64 +8,42 @@ do. It needs no other load of the model.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from mismatch.errors import MismatchError
-from mismatch.training.blocks import Given
+from mismatch.training.answering import Answering, RouterChange
 from mismatch.training.routing import MoeLayer
 
 
-class RouterDtype:
+class RouterDtype(RouterChange):
     """Every router's linear map in ``dtype``, for one forward pass."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._expected: set[int] = set()
-        self._seen: set[int] = set()
+    unreached = (
+        "--router-dtype: the router{where} has no linear map onto its experts",
+        "this family's router is built in a way that is not known: leave it out",
+    )
 
-    def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
-        self._expected.add(layer.index)
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def answering(self, layer: MoeLayer, block: torch.nn.Module) -> Answering:
         return _Upcast(self, layer)
 
-    def before_experts(self, layer: MoeLayer, given: Given) -> Given:
-        return given
 
-    def seen(self, layer: MoeLayer) -> None:
-        self._seen.add(layer.index)
-
-    def finish(self) -> None:
-        missed = sorted(self._expected - self._seen)
-        if missed or not self._seen:
-            where = f" of layer {missed[0]}" if missed else ""
-            raise MismatchError(
-                f"--router-dtype: the router{where} has no linear map onto its experts",
-                "this family's router is built in a way that is not known: leave it out",
-            )
-
-
-class _Upcast(TorchFunctionMode):
+class _Upcast(Answering):
     def __init__(self, change: RouterDtype, layer: MoeLayer) -> None:
         super().__init__()
         self.change, self.layer = change, layer
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not torch.nn.functional.linear:
             return func(*args, **kwargs)
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         if weight.shape[0] != self.layer.num_experts:
             return func(*args, **kwargs)
-        self.change.seen(self.layer)
+        self.change.reached(self.layer)
         dtype = self.change.dtype
         upcast = [_to(value, dtype) for value in args]
         named = {name: _to(value, dtype) for name, value in kwargs.items()}
