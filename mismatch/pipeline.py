@@ -171,7 +171,12 @@ def run_score(
         )
     passes = training_passes(spec) if name == TRAIN else [Pass(name, spec.train)]
     _require_free_name(run_dir, passes[0])
-    kept = spec if name == TRAIN else replace(spec, train=load_spec(run_dir).train)
+    known = load_spec(run_dir)  # its fixes stay: a later compare shows their table
+    kept = replace(
+        spec, fixes=known.fixes, budget_minutes=known.budget_minutes, verdict=known.verdict
+    )
+    if name != TRAIN:
+        kept = replace(kept, train=known.train)
     with at_work(run_dir, "score", kept, command) as journal:
         Stages(spec, run_dir, narrator, journal).measure(passes, sample=False)
 

@@ -96,7 +96,8 @@ def explanation(metric: Metric) -> Iterator[str]:
     yield f"{metric.name}: {words.label}"
     yield from _field("reading", words.meaning)
     yield from _field("formula", describe.formula(metric))
-    yield from _field("sign", "delta = train - rollout, rho = exp(delta)")
+    if "delta" in metric.needs:
+        yield from _field("sign", "delta = train - rollout, rho = exp(delta)")
     yield from _field("direction", describe.DIRECTIONS[metric.good])
     yield from _field("unit", f"{metric.unit}; {describe.values(metric)}")
     yield from _field("level", f"one term per {_UNITS[metric.reduction]}")

@@ -21,7 +21,8 @@ from mismatch.store import FIX_PREFIX
 
 ALL = "all"
 SIDES = ("train", "engine", "estimator")
-NATURAL = ("fp32+engine-fp32", "fp16+engine-fp16")  # each alone is half a fix
+# Each alone is half a fix.
+NATURAL = ("fp32+engine-fp32", "fp16+engine-fp16", "fp32-lm-head+engine-fp32-lm-head")
 PAIRED_SINGLES = 4  # pairs are made of the best so many
 DIRECTORY = "fixes"  # inside the run
 

@@ -269,7 +269,9 @@ def _cost(sides: Sides, run_dir: Path, variant: Variant) -> dict[str, Any]:
         past = invocations(run_dir / variant.place)
         engine = [one["seconds"].get("rollout", 0.0) for one in past if "seconds" in one]
         seconds = round(seconds + max(engine, default=0.0), 3)
-    return {"seconds": seconds, "peak_bytes": max(facts.get("peak_bytes") or [0]) or None}
+    peaks = facts.get("peak_bytes") or 0  # one number, or one of every rank
+    highest = max(peaks, default=0) if isinstance(peaks, list) else peaks
+    return {"seconds": seconds, "peak_bytes": highest or None}
 
 
 def _refused(state: dict[str, Any]) -> list[FixOutcome]:

@@ -6,6 +6,7 @@ and no log-probability, so they have no "after".
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,9 +279,24 @@ def advice(made: FixTable) -> list[Advice]:
         known = {label: label.partition("=")[0] for label in labels(name)}
         settings = [(one, settings_of(id)) for one, id in known.items() if id not in seen]
         seen.update(known.values())
-        command = f"mismatch check … {line(made.outcome(name).flags)}".rstrip()
+        command = command_with(line(made.outcome(name).flags))
         found.append(Advice(line(name), command, tuple(settings)))
     return found
+
+
+def command_with(flags: str) -> str:
+    """The command that makes a check with a fix.
+
+    >>> command_with("environment VLLM_BATCH_INVARIANT=1 --dtype fp32")
+    'VLLM_BATCH_INVARIANT=1 mismatch check … --dtype fp32'
+    >>> command_with("without --autocast --dtype fp32")
+    'mismatch check … --dtype fp32, without --autocast'
+    """
+    settings = re.findall(r"environment (\S+)", flags)
+    dropped = re.findall(r"without (--\S+(?: [a-z]\S*)?)", flags)
+    added = re.sub(r"environment \S+|without --\S+(?: [a-z]\S*)?", "", flags).split()
+    command = " ".join([*settings, "mismatch check …", *added])
+    return f"{command}, without {' and '.join(dropped)}" if dropped else command
 
 
 __all__ = ["LEAD", "TITLE", "advice", "labels", "measured_rows", "section", "sentences"]

@@ -138,6 +138,9 @@ def test_both_schemes_can_be_read(browser: Browser, report_url: str, dark: bool)
 def test_a_phone_scrolls_in_one_direction_only(browser: Browser, report_url: str) -> None:
     browser.open(report_url, width=390, height=844)
     assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    opened = "document.querySelectorAll('details').forEach(d => d.open = true)"
+    browser.evaluate(f"({opened}, 0)")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
     assert (
         browser.evaluate("document.querySelector('.verdict').getBoundingClientRect().bottom") < 600
     )

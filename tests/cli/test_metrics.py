@@ -71,6 +71,10 @@ def test_high_is_good_turns_the_bounds():
     assert "high is agreement" in text
 
 
+def test_only_what_rests_on_delta_has_its_sign():
+    assert "delta = train - rollout" not in said("metrics", "--explain", "routing_disagree_layer")
+
+
 def test_a_metric_without_levels_or_aliases_says_so():
     text = said("metrics", "--explain", "ratio_outside_1_02")  # as Python spells it
     assert text.startswith("ratio_outside_1.02:")

@@ -47,3 +47,15 @@ def test_the_effect_of_a_form_is_passed_on(tmp_path, scored, monkeypatch):
     flags = ["score", str(tmp_path), "--weights-effect", "mxfp4-rounded"]
     assert CliRunner().invoke(app, flags).exit_code == 0
     assert seen[-1].weights_effect == "mxfp4-rounded"
+
+
+def test_the_fixes_of_the_run_are_kept(tmp_path, monkeypatch):
+    from mismatch import pipeline
+    from mismatch.runs import load_spec
+
+    tried = replace(CheckSpec(), fixes=("fp32",), budget_minutes=3.0, verdict="after-fixes")
+    store.write_json(tmp_path / "spec.json", to_dict(tried))
+    monkeypatch.setattr(store, "load_rollout", lambda run_dir: None)
+    monkeypatch.setattr(pipeline.Stages, "measure", lambda self, passes, sample: None)
+    pipeline.run_score(CheckSpec(), tmp_path, narrator=None)
+    assert load_spec(tmp_path) == tried

@@ -128,6 +128,24 @@ def test_the_frameworks_settings_of_the_best_are_shown():
         assert "enable_rollout_routing_replay=True" in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "command"),
+    [
+        ("--train-dtype fp32", "mismatch check … --train-dtype fp32"),
+        (
+            "environment VLLM_BATCH_INVARIANT=1 --dtype fp32",
+            "VLLM_BATCH_INVARIANT=1 mismatch check … --dtype fp32",
+        ),
+        (
+            "without --engine-arg logprobs_mode --dtype fp16",
+            "mismatch check … --dtype fp16, without --engine-arg logprobs_mode",
+        ),
+    ],
+)
+def test_advice_can_be_typed(flags, command):
+    assert fixes.command_with(flags) == command
+
+
 def test_foreign_text_stays_text():
     assert "3 logprobs are not finite &lt;b&gt;" in html(TRIED)
     assert "3 logprobs are not finite \\<b\\>" in to_markdown(TRIED)
