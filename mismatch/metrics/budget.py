@@ -29,7 +29,8 @@ Named = tuple[str, Floats]  # a scoring's name and its logprobs, [A] nats
 class Step:
     """One step of the chain, or one measurement beside it: right - left, per token.
 
-    >>> Step("vllm:decode", "vllm:prefill", mean, size, share).left
+    >>> same = Estimate(0.0, 0.0, 0.0, n_tokens=8192, n_sequences=256, n_prompts=64)
+    >>> Step("vllm:decode", "vllm:prefill", mean=same, size=same, share=same).left
     'vllm:decode'
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import re
@@ -122,12 +121,3 @@ def test_bounds_in_words():
     assert {"any", "0 and above", "0 to 1", "-1 to 1"} <= said
     infinite = [m for m in METRICS.values() if math.isinf(m.bounds[0])]
     assert all(describe.values(metric) == "any" for metric in infinite)
-
-
-def test_the_doctests_of_both_modules():
-    import doctest
-
-    for module in ("mismatch.metrics.names", "mismatch.metrics.describe", "mismatch.token_classes"):
-        results = doctest.testmod(importlib.import_module(module))
-        assert results.attempted > 0
-        assert results.failed == 0, module
