@@ -2,16 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: check test env lint tiny-gpt-oss example bench clean help
+.PHONY: check test env env-sglang lint tiny-gpt-oss example bench clean help
 
 check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 world scores again
 	$(BIN)/mismatch check --model tiny-gpt-oss
 
-test: env  ## every test that needs no GPU
+test: env env-sglang  ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 env:  ## .venv at the root; CPU or CUDA flavour found by itself; does nothing when up to date
 	@$(PYTHON) tools/make_env.py
+
+env-sglang:  ## .venv-sglang at the root, for --engine sglang: its pins clash with vLLM's
+	@$(PYTHON) tools/make_env.py --sglang
 
 lint: env  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -25,7 +28,7 @@ example: env  ## the saved run under examples/ and the README's pictures
 	$(BIN)/python tools/make_pictures.py
 
 bench: env  ## speed and memory against their floors; docs/benchmarks.md has the goals (about half an hour)
-	for name in startup logprobs long_sequences memory experts fixes end_to_end metrics; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in startup logprobs long_sequences attention memory experts fixes end_to_end metrics; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:  ## runs and caches; not the environment
 	rm -rf runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -88,7 +88,8 @@ def random_model(config: Any, spec: TrainSpec, world: World) -> Loaded:
     """The architecture with random weights, each rank making only its own shard."""
     import transformers
 
-    attention = resolve_for(spec.attention, skeleton(config))
+    bare = skeleton(config)
+    attention = resolve_for(spec.attention, bare, world.device, torch_dtype(spec.dtype))
     build: Any = transformers.AutoModelForCausalLM.from_config
     with torch.device("meta"):
         model = build(

@@ -17,6 +17,7 @@ from mismatch.stages import Narrator, Stages, local_gpus
 from mismatch.types import Report
 
 if TYPE_CHECKING:
+    from mismatch.gradients.plan import GradientPlan
     from mismatch.levels import Thresholds
 
 __all__ = [
@@ -125,14 +126,27 @@ def run_check(
         MismatchError: a stage failed; what was written before stays, to be resumed.
     """
     with at_work(run_dir, "check", spec, command) as journal:
-        stages = Stages(spec, run_dir, narrator, journal)
+        stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec))
+        if spec.other_engine is not None:
+            from mismatch.triangle.run import measure_two
+
+            measure_two(stages, training_passes(spec))
         if spec.fixes:
             from mismatch.fixes.run import measure_with_fixes
 
             measure_with_fixes(stages, training_passes(spec))
-        else:
+        elif spec.other_engine is None:
             stages.measure(training_passes(spec))
         return conclude(stages, thresholds)
+
+
+def gradients_of(spec: CheckSpec) -> GradientPlan | None:
+    """What ``--gradients`` asks for; None without it."""
+    if not spec.gradients:
+        return None
+    from mismatch.gradients.plan import plan_gradients
+
+    return plan_gradients(spec)
 
 
 def run_rollout(spec: CheckSpec, run_dir: Path, narrator: Narrator, command: str = "") -> None:
@@ -169,16 +183,22 @@ def run_score(
             f"--inject is for the second pass of the scoring {TRAIN!r}, not for {name!r}",
             "drop --name, or drop --inject",
         )
+    known = load_spec(run_dir)
+    if name != TRAIN and spec.gradients and not known.gradients:
+        raise MismatchError(
+            f"--gradients are of the scoring {TRAIN!r} and its fixes, not of {name!r}",
+            "drop --name, or drop --gradients",
+        )
     passes = training_passes(spec) if name == TRAIN else [Pass(name, spec.train)]
     _require_free_name(run_dir, passes[0])
-    known = load_spec(run_dir)  # its fixes stay: a later compare shows their table
-    kept = replace(
+    kept = replace(  # its fixes stay: a later compare shows their table
         spec, fixes=known.fixes, budget_minutes=known.budget_minutes, verdict=known.verdict
     )
     if name != TRAIN:
         kept = replace(kept, train=known.train)
     with at_work(run_dir, "score", kept, command) as journal:
-        Stages(spec, run_dir, narrator, journal).measure(passes, sample=False)
+        plan = gradients_of(spec) if name == TRAIN else None
+        Stages(spec, run_dir, narrator, journal, plan).measure(passes, sample=False)
 
 
 def run_compare(
@@ -214,6 +234,10 @@ def conclude(stages: Stages, thresholds: Thresholds | None, again: bool = False)
 
     with stages.timed("compare", "compare: metrics with intervals"):
         report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
+        if stages.spec.other_engine is not None:
+            from mismatch.triangle.table import with_engines
+
+            report = with_engines(report, stages.run_dir, stages.spec, thresholds)
         report = with_fixes(report, stages.run_dir, stages.spec, thresholds)
     stages.journal.save()
     report.run.update(journal_facts(stages.journal))

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ if u.find_spec("mismatch") is not None:
 print(json.dumps([missing, found]))
 """
 LIGHT = ("numpy", "pyarrow", "safetensors", "psutil")  # what every worker imports
+OWN_ENVIRONMENTS = ("sglang",)  # engines whose pins clash with vLLM's
 SHARED_BYTES = 192 * 2**20  # vLLM's message ring is 160 MiB
 PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 OFFLINE = (
@@ -48,6 +50,8 @@ def preflight(spec: CheckSpec) -> None:
         MismatchError: engine not installed, prompts file malformed, nothing to sample …
     """
     preflight_rollout(spec.rollout)
+    if spec.other_engine is not None:
+        preflight_rollout(replace(spec.rollout, engine=spec.other_engine))
     preflight_training(spec.train, spec.nproc_per_node)
     require_routes(spec)
     require_forms(spec)
@@ -61,7 +65,7 @@ def preflight_rollout(spec: RolloutSpec) -> None:
     """
     from mismatch.tasks.prompts import read_prompts
 
-    if spec.engine.python is None:
+    if own_python(spec.engine) is None:
         require_engine(spec.engine.engine)
     else:
         require_interpreter(spec.engine, dataset=spec.prompts.dataset is not None)
@@ -79,6 +83,7 @@ def preflight_rollout(spec: RolloutSpec) -> None:
     if sampling.top_k < 0:
         raise MismatchError(f"--top-k is {sampling.top_k}", "use 0 (off) or a positive number")
     read_prompts(spec.prompts)
+    require_servers(spec.engine)
     require_shared_memory(spec.engine)
     require_reachable(spec.engine.model, spec.engine.revision)
     require_servable(spec.engine)
@@ -100,6 +105,20 @@ def preflight_training(spec: TrainSpec, nproc_per_node: int) -> None:
     _positive("--micro-batch-tokens", spec.micro_batch_tokens)
     require_free_port(os.environ)
     require_reachable(spec.model, spec.revision)
+
+
+def require_servers(spec: EngineSpec) -> None:
+    """Running servers answer, are of one kind, and have the model.
+
+    Raises:
+        MismatchError: see :func:`mismatch.engines.servers.recognise.recognise`.
+    """
+    if spec.engine == "server" and not spec.servers:
+        raise MismatchError("--engine server: no address", "--server http://127.0.0.1:8000")
+    if spec.servers:
+        from mismatch.engines.servers.recognise import recognise
+
+        recognise(spec)
 
 
 def require_servable(spec: EngineSpec) -> None:
@@ -181,7 +200,7 @@ def require_shared_memory(spec: EngineSpec, directory: Path = Path("/dev/shm")) 
 
 
 def require_interpreter(spec: EngineSpec, dataset: bool = False) -> None:
-    """Whether the engine's process could start under ``spec.python``.
+    """Whether the engine's process could start under its own interpreter.
 
     Args:
         dataset: it has to read a data set as well.
@@ -190,35 +209,37 @@ def require_interpreter(spec: EngineSpec, dataset: bool = False) -> None:
         MismatchError: no such interpreter, the engine or mismatch missing there, or mismatch of
             another version.
     """
-    assert spec.python is not None
+    python = own_python(spec)
+    assert python is not None
+    flag = f"--{spec.engine}-python"
     extras = f"{spec.engine},datasets" if dataset else spec.engine
-    install = f"{spec.python} -m pip install 'train-infer-mismatch[{extras}]'"
+    install = f"{python} -m pip install 'train-infer-mismatch[{extras}]'"
     more = ("datasets",) if dataset else ()
     code = PROBE.format(needed=(*LIGHT, *more, spec.engine))
     try:
         done = subprocess.run(
-            [spec.python, "-c", code],
+            [python, "-c", code],
             capture_output=True,
             text=True,
             timeout=120,
-            env={**os.environ, **interpreter_environment(spec.python)},
+            env={**os.environ, **interpreter_environment(python)},
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MismatchError(
-            f"--vllm-python {spec.python} cannot be started: {getattr(error, 'strerror', error)}",
+            f"{flag} {python} cannot be started: {getattr(error, 'strerror', error)}",
             "give the path of an interpreter, such as ENV/bin/python",
         ) from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise MismatchError(f"--vllm-python {spec.python} fails: {last}", install)
+        raise MismatchError(f"{flag} {python} fails: {last}", install)
     missing, found = json.loads(done.stdout.strip().splitlines()[-1])
     if missing or found is None:
         absent = ", ".join([*missing, *([] if found else ["mismatch"])])
-        raise MismatchError(f"--vllm-python {spec.python}: {absent} not installed there", install)
+        raise MismatchError(f"{flag} {python}: {absent} not installed there", install)
     if found != __version__:
         raise MismatchError(
-            f"--vllm-python {spec.python} has mismatch {found}, this is {__version__}",
+            f"{flag} {python} has mismatch {found}, this is {__version__}",
             f"{install}=={__version__}",
         )
 
@@ -234,7 +255,19 @@ def interpreter_environment(python: str | None) -> dict[str, str]:
 
 def engine_python(spec: EngineSpec) -> str:
     """The interpreter of the engine's process."""
-    return spec.python or sys.executable
+    return own_python(spec) or sys.executable
+
+
+def own_python(spec: EngineSpec) -> str | None:
+    """The interpreter of an environment that holds the engine; None: this one.
+
+    The one that was named, else that of ``.venv-sglang`` beside this environment, as
+    `make env-sglang` makes it, where SGLang is asked for and not installed here.
+    """
+    if spec.python is not None or spec.engine not in OWN_ENVIRONMENTS or find_spec(spec.engine):
+        return spec.python
+    beside = Path(sys.prefix).parent / f".venv-{spec.engine}" / "bin" / "python"
+    return str(beside) if beside.exists() else None
 
 
 # ---------------------------------------------------------------- the hub

@@ -35,6 +35,16 @@ def prefill_done(run_dir: Path, spec: RolloutSpec) -> bool:
     return scoring_header(run_dir, decode)["fingerprint"].get("prefill") is False
 
 
+def rescored(place: Path, home: Path, spec: RolloutSpec) -> bool:
+    """Whether the engine of the run ``home`` has rescored ``place``'s tokens, or never will."""
+    decode = f"{spec.engine.engine}:decode"
+    if is_current(place, scoring_file(f"{spec.engine.engine}:prefill"), spec_hash(spec)):
+        return True
+    if not is_current(home, scoring_file(decode), spec_hash(spec)):
+        return False
+    return scoring_header(home, decode)["fingerprint"].get("prefill") is False
+
+
 def scoring_done(run_dir: Path, name: str, spec: TrainSpec) -> bool:
     """Whether one pass of the trainer over these tokens is complete."""
     return is_current(run_dir, scoring_file(name), spec_hash(spec))

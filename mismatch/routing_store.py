@@ -26,6 +26,8 @@ NAMES = {
     np.dtype(np.uint8): "U8",
     np.dtype(np.uint16): "U16",
     np.dtype(np.float32): "F32",
+    np.dtype(np.float64): "F64",
+    np.dtype(np.int64): "I64",
 }
 Corruption = tuple[str, int, int]  # what, row of T, column of L
 

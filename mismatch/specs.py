@@ -31,6 +31,10 @@ class EngineSpec:
         python: interpreter that the engine's process runs under; None: this one.
         weights: the form in which the experts are served, see mismatch/models/derived.py.
         env: environment variables of the engine's process, (name, value) pairs.
+        servers: addresses of running servers that sample, for the engine "server".
+        served_model: the model's name there; None: found by its own.
+        server_concurrency: requests at a time, per server.
+        server_timeout_s: that one request may take.
     """
 
     engine: str = "vllm"
@@ -47,6 +51,10 @@ class EngineSpec:
     python: str | None = None
     weights: WeightsForm = AS_STORED
     env: tuple[tuple[str, str], ...] = ()
+    servers: tuple[str, ...] = ()
+    served_model: str | None = None
+    server_concurrency: int = 32
+    server_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,9 @@ class CheckSpec:
         fixes: what ``--fix`` asked for: ids, "a+b", "all" or a side, see mismatch/fixes/plan.py.
         budget_minutes: that fixes may take beyond the check itself; None: no limit.
         verdict: which verdict the run ends with; "after-fixes": that of the best combination.
+        other_engine: a second engine, each rescoring the other's tokens; mismatch/triangle.
+        gradients: also take the policy gradient of one batch, see mismatch/gradients/plan.py.
+        gradient_prompts: of that batch, at most.
     """
 
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
@@ -172,6 +183,9 @@ class CheckSpec:
     fixes: tuple[str, ...] = ()
     budget_minutes: float | None = None
     verdict: VerdictFrom = "as-is"
+    other_engine: EngineSpec | None = None
+    gradients: bool = False
+    gradient_prompts: int = 16
 
 
 T = TypeVar("T")
@@ -186,6 +200,7 @@ def from_dict(cls: type[T], data: dict[str, Any]) -> T:
     """The inverse of :func:`to_dict`."""
     nested = {
         "engine": EngineSpec,
+        "other_engine": EngineSpec,
         "prompts": PromptSpec,
         "sampling": Sampling,
         "rollout": RolloutSpec,
@@ -198,7 +213,7 @@ def from_dict(cls: type[T], data: dict[str, Any]) -> T:
             value = from_dict(nested[name], value)
         elif name in ("args", "inject", "env"):
             value = tuple((key, item) for key, item in value)
-        elif name in ("not_reproduced", "fixes"):
+        elif name in ("not_reproduced", "fixes", "servers"):
             value = tuple(value)
         values[name] = value
     return cls(**values)
@@ -216,7 +231,23 @@ def weights_key(spec: TrainSpec) -> tuple[Any, ...]:
     )
 
 
+PLACES = ("servers", "served_model", "server_concurrency", "server_timeout_s")
+
+
+def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
+    """A spec's data without the places of servers."""
+    return {
+        name: _anywhere(value) if isinstance(value, dict) else value
+        for name, value in data.items()
+        if name not in PLACES
+    }
+
+
 def spec_hash(spec: Any) -> str:
-    """Twelve hex digits that change whenever anything in the spec does."""
-    text = json.dumps(to_dict(spec), sort_keys=True, default=str)
+    """Twelve hex digits that change whenever anything in the spec does, but where servers are.
+
+    A run may go on with servers at other addresses: that they are the same otherwise is asked of
+    the servers, see mismatch/engines/servers.
+    """
+    text = json.dumps(_anywhere(to_dict(spec)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -10,17 +10,28 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mismatch import resume, store
-from mismatch.preflight import engine_python, interpreter_environment
+from mismatch.errors import MismatchError
+from mismatch.preflight import engine_python, interpreter_environment, own_python
 from mismatch.runs import Journal
 from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict, weights_key
-from mismatch.workers.launch import Worker, finish, started
+from mismatch.workers.launch import (
+    SCORED,
+    Worker,
+    error_path,
+    finish,
+    started,
+    write_error,
+)
+
+if TYPE_CHECKING:
+    from mismatch.gradients.plan import GradientPlan
 
 GO = "jobs/train.go"  # appears when the engine is done; the training world waits for it
 # What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
@@ -102,6 +113,7 @@ class Stages:
     run_dir: Path
     narrator: Narrator
     journal: Journal
+    gradients: GradientPlan | None = None  # taken by the training world after its passes
 
     def measure(
         self, passes: list[Pass], sample: bool = True, beside: Beside | None = None
@@ -124,8 +136,9 @@ class Stages:
         if beside is not None:
             beside.jobs = [job for job in jobs if job.optional]  # in the order they will run in
         (self.run_dir / GO).unlink(missing_ok=True)
+        plan = self._gradients_to_take(jobs)
         with ExitStack() as stack:
-            train = stack.enter_context(self._world(jobs)) if jobs else None
+            train = stack.enter_context(self._world(jobs, plan)) if jobs or plan else None
             with_train = [train] if train else []
             if sample and not (sampled and self._rescored()):
                 with self._engine() as engine:
@@ -138,44 +151,82 @@ class Stages:
                 go = beside.prepare(*with_train)
             if train is not None:
                 store.write_json(self.run_dir / GO, go)
-                self._await(train, "score", self._title(len(jobs)))
+                self._score(train, len(jobs), plan)
             elif wanted:
                 self.narrator.note("score: there already")
 
-    def sample(self, *beside: Worker) -> None:
-        """The engine alone, unless its tokens are there."""
-        if not resume.rollout_done(self.run_dir, self.spec.rollout):
-            with self._engine() as engine:
-                title = f"rollout: {self.spec.rollout.engine.engine} samples, {self.run_dir.name}"
-                self._await(engine, "rollout", title, *beside)
+    def _gradients_to_take(self, jobs: list[Job]) -> GradientPlan | None:
+        """The plan, unless all of it is there; reasons of an earlier attempt are forgotten."""
+        from mismatch.gradients.files import ALL_PASSES, failure_label, is_finished
+
+        plan = self.gradients
+        own = any(not job.optional for job in jobs)  # what the gradients rest on is made anew
+        if plan is None or (not own and is_finished(self.run_dir, plan.made_by)):
+            return None
+        for name in (ALL_PASSES, *(planned.trainer.name for planned in plan.passes)):
+            error_path(self.run_dir, failure_label(name)).unlink(missing_ok=True)
+        return plan
+
+    def _score(self, train: Worker, passes: int, plan: GradientPlan | None) -> None:
+        """Wait for the training world. Where it ends in its gradients, the scorings stand."""
+        from mismatch.gradients.files import ALL_PASSES, failure_label
+
+        try:
+            self._await(train, "score", self._title(passes, plan))
+        except MismatchError as error:
+            if plan is None or SCORED not in train.timings:
+                raise
+            lost = MismatchError(error.message.splitlines()[0], error.fix)
+            write_error(self.run_dir, failure_label(ALL_PASSES), lost)
+            self.narrator.note(f"gradients failed: {lost.message}")
+            self.journal.timings[train.label] = train.timings
+
+    def sample(self, *beside: Worker, also: Sequence[Path] = ()) -> None:
+        """The engine alone, unless all that it makes is there.
+
+        Args:
+            also: run directories whose tokens it rescores as well.
+        """
+        spec = self.spec.rollout
+        also = [place for place in also if not resume.rescored(place, self.run_dir, spec)]
+        done = resume.rollout_done(self.run_dir, spec) and self._rescored()
+        if done and not also:
+            return
+        with self._engine(also) as engine:
+            verb = "rescores" if done else "samples"
+            title = f"rollout: {spec.engine.engine} {verb}, {self.run_dir.name}"
+            self._await(engine, "rescore" if done else "rollout", title, *beside)
 
     def _rescored(self) -> bool:
         spec = self.spec.rollout
         return not spec.engine.prefill or resume.prefill_done(self.run_dir, spec)
 
-    def _title(self, passes: int) -> str:
+    def _title(self, passes: int, plan: GradientPlan | None) -> str:
         world = self.spec.nproc_per_node
         ranks = f"{world} rank{'s' if world > 1 else ''}"
-        return f"score: FSDP2, {ranks}, {passes} pass{'es' if passes > 1 else ''}"
+        then = "" if plan is None else f"; gradients of {len(plan.passes)} trainers"
+        return f"score: FSDP2, {ranks}, {passes} pass{'' if passes == 1 else 'es'}{then}"
 
     @contextmanager
-    def _engine(self) -> Iterator[Worker]:
+    def _engine(self, also: Sequence[Path] = ()) -> Iterator[Worker]:
         spec = self.spec.rollout
-        job = {"run_dir": str(self.run_dir), "spec": to_dict(spec)}
+        job: dict[str, Any] = {"run_dir": str(self.run_dir), "spec": to_dict(spec)}
+        job |= {"also": [str(place) for place in also]} if also else {}
         path = store.write_json(self.run_dir / "jobs" / "engine.json", job)
         command = [engine_python(spec.engine), "-m", "mismatch.workers.engine", str(path)]
-        env = interpreter_environment(spec.engine.python) | dict(spec.engine.env)
+        env = interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
         with started("engine", command, self.run_dir, env=env) as worker:
             yield worker
 
     @contextmanager
-    def _world(self, jobs: list[Job]) -> Iterator[Worker]:
+    def _world(self, jobs: list[Job], plan: GradientPlan | None) -> Iterator[Worker]:
         job = {
             "run_dir": str(self.run_dir),
             "wait_for": str(self.run_dir / GO),
             "load_first": may_load_early(self.spec.train),
             "passes": [job.entry(self.run_dir) for job in jobs],
         }
+        job |= {} if plan is None else {"gradients": plan.to_json()}
         path = store.write_json(self.run_dir / "jobs" / "train.json", job)
         world = self.spec.nproc_per_node
         command = [

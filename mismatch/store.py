@@ -10,9 +10,11 @@ A run directory holds::
     scores/<name>.parquet     one row per sequence: logprobs, entropy … of its action tokens
     routing/<name>.safetensors  experts per token and layer
     dists/<name>.safetensors  whole distributions at a sample of positions
+    gradients/                what --gradients took, see mismatch/gradients/files.py
     comparison.json           two scorings side by side, every metric with its interval
     tokens.parquet            one row per action token: both logprobs side by side
     report.json, report.html, report.md
+    kernels.json              what `mismatch kernels --run` found
     jobs/, logs/, errors/     what the child processes were asked and said
 """
 

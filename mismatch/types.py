@@ -22,12 +22,15 @@ from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.routing_store import corruption
 
 if TYPE_CHECKING:
+    from mismatch.audit.types import AuditReport
     from mismatch.corrections.types import Corrections
     from mismatch.distributions import Distributions
     from mismatch.fixes.base import FixTable
+    from mismatch.gradients.types import GradientCheck
     from mismatch.metrics.budget import Budget
     from mismatch.metrics.forecast import Forecast
     from mismatch.metrics.two_passes import TwoPasses
+    from mismatch.triangle.types import Triangle
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -383,6 +386,9 @@ class Report:
         forecast: importance weights at a planned response length.
         corrections: what weights in the loss would do to the headline's tokens.
         fixes: what trying fixes for real gave; None where none was tried.
+        engines: two engines and the trainer beside each other; None where one engine ran.
+        kernels: what `mismatch kernels --run` found; None where nobody asked.
+        gradients: what the mismatch does to the policy gradient; None where none was taken.
     """
 
     model: str
@@ -398,3 +404,6 @@ class Report:
     forecast: Forecast | None = None
     corrections: Corrections | None = None
     fixes: FixTable | None = None
+    engines: Triangle | None = None
+    kernels: AuditReport | None = None
+    gradients: GradientCheck | None = None

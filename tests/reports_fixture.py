@@ -19,6 +19,7 @@ from mismatch.levels import judge, verdict
 from mismatch.metrics.budget import Budget, Gap, error_budget
 from mismatch.metrics.forecast import Forecast, length_forecast
 from mismatch.types import Check, Comparison, Estimate, Report, Rollout, Sampling, Scoring
+from tests.gradients_fixture import make_check
 from tests.routing_fixture import rollout_of, routing_pair, with_routing
 
 LAYERS, SEQUENCES, PROMPTS, PROMPT_TOKENS = 4, 64, 16, 24
@@ -292,6 +293,7 @@ def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = 
         corrections=corrections_of(tokens),
         budget=budget_of(tokens),
         forecast=forecast_of(tokens),
+        gradients=make_check(),
     )
 
 
@@ -316,7 +318,7 @@ def make_empty_report() -> tuple[Report, pd.DataFrame]:
     tokens[["rollout_logprob", "train_logprob", "delta", "entropy"]] = np.nan
     report = replace(
         make_report(), comparisons=(), noise_floor=(), corrections=None,
-        budget=None, forecast=None,
+        budget=None, forecast=None, gradients=None,
         checks=(failed,), not_tested=(),
         verdict=verdict((), (failed,), COLUMN),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import PackageNotFoundError, distributions, metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +18,15 @@ this project on text that this project generates and carries the same licence. F
 images of others are not shipped: the HTML report uses the reader's system fonts.
 
 Direct dependencies, as `make env` installs them on a CPU. `tools/licences.py` writes this table.
+
+| package | needed for | version | licence |
+| --- | --- | --- | --- |"""
+
+SGLANG_PLACES = sorted((ROOT / ".venv-sglang" / "lib").glob("python3.*/site-packages"))
+SGLANG = """
+`make env-sglang` and `make test` install SGLang in an environment of its own (constraints/sglang-cpu.txt
+has all of it). Of what SGLang imports there directly, these are of note; soundfile's wheel carries
+libsndfile (LGPL-2.1-or-later). Nothing of them is shipped with mismatch.
 
 | package | needed for | version | licence |
 | --- | --- | --- | --- |"""
@@ -38,6 +47,10 @@ def main() -> None:
                 print(f"| {name} | {group} | not installed on a CPU | Apache-2.0 |")
                 continue
             print(f"| {name} | {group} | {facts['Version']} | {licence(facts)} |")
+    print(SGLANG)
+    for name in ("sglang", "torch", "torchvision", "triton", "soundfile", "transformers"):
+        (found, *_) = distributions(name=name, path=[str(place) for place in SGLANG_PLACES])
+        print(f"| {name} | sglang | {found.metadata['Version']} | {licence(found.metadata)} |")
 
 
 def licence(facts) -> str:

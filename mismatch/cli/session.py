@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mismatch.cli.flags import Flags
+from mismatch.cli.servers import SERVER_FLAGS, moved
 from mismatch.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # Flags that may stand beside --resume RUN without saying what to run.
 NOT_SPEC = {"resume", "out", "config", "print_config", "thresholds", "fail_on", "names", "dry_run"}
 FIX_FLAGS = {"fix", "budget_minutes", "verdict"}  # what a finished run may be asked for as well
+GRADIENT_FLAGS = {"gradients", "gradient_prompts"}  # likewise
+ADDED = NOT_SPEC | FIX_FLAGS | GRADIENT_FLAGS | SERVER_FLAGS
 
 
 def stored_spec(flags: Flags) -> CheckSpec | None:
@@ -28,16 +31,21 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
     from mismatch.runs import NEWEST, load_spec
 
     resume = flags["resume"]
-    if resume in (None, NEWEST) or flags.given - NOT_SPEC - FIX_FLAGS:
+    if resume in (None, NEWEST) or flags.given - ADDED:
         return None
     spec = load_spec(Path(resume))
-    if not flags.given & FIX_FLAGS:
-        return spec
     from dataclasses import replace
 
-    from mismatch.cli.to_spec import fix_fields
+    from mismatch.cli.to_spec import fix_fields, gradient_fields
 
-    return replace(spec, **fix_fields(flags))
+    if flags.given & SERVER_FLAGS:
+        engine = moved(spec.rollout.engine, flags)
+        spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
+    if flags.given & FIX_FLAGS:
+        spec = replace(spec, **fix_fields(flags))
+    if flags.given & GRADIENT_FLAGS:
+        spec = replace(spec, **gradient_fields(flags))
+    return spec
 
 
 def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
@@ -82,10 +90,20 @@ def dry_run(spec: CheckSpec) -> int:
 
     planned = plan(spec)
     print_plan(planned, Console())
+    if spec.other_engine is not None:
+        from mismatch.triangle.run import dry_run_lines as two_engines
+
+        for line in two_engines(spec):
+            say(line)
     if spec.fixes:
         from mismatch.fixes.run import dry_run_lines
 
         for line in dry_run_lines(spec):
+            say(line)
+    if spec.gradients:
+        from mismatch.gradients.plan import plan_gradients
+
+        for line in plan_gradients(spec).lines():
             say(line)
     return 0 if planned.fits else 2
 

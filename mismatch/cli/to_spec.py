@@ -9,7 +9,7 @@ from mismatch.cli.flags import Flags
 from mismatch.errors import MismatchError
 
 if TYPE_CHECKING:
-    from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
+    from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
 
@@ -32,7 +32,9 @@ def check_spec(flags: Flags) -> CheckSpec:
         two_passes=flags["two_passes"],
         inject=parse_injections(flags["inject"]),
         weights_effect=flags["weights_effect"] and flags["weights_effect"].value,
+        other_engine=other_engine(flags, model),
         **fix_fields(flags),
+        **gradient_fields(flags),
     )
 
 
@@ -49,6 +51,16 @@ def fix_fields(flags: Flags) -> dict[str, Any]:
     if flags["verdict"].value == "after-fixes" and not asked:
         raise MismatchError("--verdict after-fixes without fixes", "name some: --fix all")
     return {"fixes": asked, "budget_minutes": minutes, "verdict": flags["verdict"].value}
+
+
+def gradient_fields(flags: Flags) -> dict[str, Any]:
+    """What ``--gradients`` means; nothing for verbs that do not have it."""
+    if "gradients" not in flags:
+        return {}
+    prompts = int(flags["gradient_prompts"])
+    if prompts < 1:
+        raise MismatchError(f"--gradient-prompts {prompts} is no batch", "give 1 or more")
+    return {"gradients": flags["gradients"], "gradient_prompts": prompts}
 
 
 def positive(flags: Flags, name: str) -> int:
@@ -79,23 +91,16 @@ def require_model(flags: Flags) -> str:
 
 def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     """The engine's side; ``model`` is resolved already."""
-    from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec
+    from mismatch.specs import PromptSpec, RolloutSpec
     from mismatch.types import Sampling
 
-    if flags["vllm_python"] and flags["engine"] != "vllm":
-        raise MismatchError(
-            f"--vllm-python given with --engine {flags['engine']}", "drop one of the two"
-        )
-    engine = EngineSpec(
-        engine=flags["engine"],
-        model=model,
-        dtype=flags["dtype"].value,
-        args=tuple(_engine_arg(text) for text in flags["engine_arg"] or ()),
-        python=flags["vllm_python"],
-        weights=flags["rollout_weights"].value,
-        **flags.pick("tensor_parallel_size max_model_len gpu_memory_utilization prefill"),
-        **flags.pick("revision trust_remote_code routing"),
-    )
+    names = engine_names(flags)
+    for engine_name in ("vllm", "sglang"):
+        if flags[f"{engine_name}_python"] and engine_name not in names:
+            raise MismatchError(
+                f"--{engine_name}-python given with --engine {names[0]}", "drop one of the two"
+            )
+    engine = engine_spec(flags, model, names[0], flags["engine_arg"])
     if flags["prompts"] and flags["dataset"]:
         raise MismatchError("--prompts and --dataset both name the prompts", "drop one of the two")
     default_prompts = 64 if flags["prompts"] is None else 10**9  # a file: all of it
@@ -108,6 +113,66 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     law = flags.pick("temperature top_p top_k max_tokens samples_per_prompt seed")
     exact = flags.pick("exact_kl exact_kl_top_k")
     return RolloutSpec(engine=engine, prompts=prompts, sampling=Sampling(**law), **exact)
+
+
+def engine_names(flags: Flags) -> list[str]:
+    """The engines asked for, one or two.
+
+    Raises:
+        MismatchError: more, or the same twice.
+    """
+    if flags.get("server"):
+        return ["server"]
+    names = list(flags["engine"] or ["vllm"])
+    if len(names) > 2:
+        raise MismatchError(f"--engine given {len(names)} times", "give one engine, or two")
+    if len(set(names)) < len(names):
+        raise MismatchError(
+            f"--engine {names[0]} given twice",
+            "two versions of one engine: make two runs, then mismatch compare NEW --against OLD",
+        )
+    return names
+
+
+def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None) -> EngineSpec:
+    """One engine; all but its own arguments and interpreter is common to both."""
+    from mismatch.cli.servers import server_fields
+    from mismatch.specs import EngineSpec
+
+    return EngineSpec(
+        engine=name,
+        model=model,
+        dtype=flags["dtype"].value,
+        args=tuple(_engine_arg(text) for text in arguments or ()),
+        python=flags.get(f"{name}_python"),
+        weights=flags["rollout_weights"].value,
+        **flags.pick("tensor_parallel_size max_model_len gpu_memory_utilization prefill"),
+        **flags.pick("revision trust_remote_code routing"),
+        **server_fields(flags),
+    )
+
+
+def other_engine(flags: Flags, model: str) -> EngineSpec | None:
+    """The second ``--engine``, or None.
+
+    Raises:
+        MismatchError: flags that only make sense with two engines, or with one.
+    """
+    names, arguments = engine_names(flags), flags.get("other_engine_arg")
+    if len(names) == 1:
+        if arguments:
+            raise MismatchError(
+                "--other-engine-arg with one engine", "--engine-arg, or two --engine"
+            )
+        return None
+    if flags["verl_config"] is not None:
+        raise MismatchError("--verl-config describes one engine, not two", "give one --engine")
+    if not flags["prefill"]:
+        raise MismatchError(
+            "two engines are compared by their prefill, which --no-prefill switches off",
+            "drop --no-prefill",
+        )
+    return engine_spec(flags, model, names[1], arguments)
 
 
 def train_spec(flags: Flags, model: str) -> TrainSpec:

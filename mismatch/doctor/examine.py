@@ -159,6 +159,12 @@ def _kernels(machine: Machine) -> list[Ability]:
         Ability("attention eager", torch, absent or "any model; memory grows with length²", fix),
         Ability("attention sdpa", torch, absent or "models without sinks", fix),
         Ability("attention sink-sdpa", torch, absent or "models with sinks (gpt-oss)", fix),
+        Ability(
+            "attention sink-flex",
+            torch and gpu,
+            absent or ("models with sinks, tried before use" if gpu else "needs a CUDA GPU"),
+            fix,
+        ),
     ]
     sources = {
         "attention flash_attention_2": ("flash_attn", "pip install flash-attn"),

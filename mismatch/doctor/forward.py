@@ -45,8 +45,8 @@ class Forward:
         s, b = self.shape, self.b
         given = 2 * s.hidden + s.q_width + 2 * s.kv_width
         kernel = {"eager": 2 * s.q_width}.get(self.kernel, 0)
-        if self.kernel in BLOCKED:  # padded queries, keys, values; output in blocks, whole, copied
-            kernel = 6 * s.heads * (s.head_dim + EXTRA)
+        if self.kernel in BLOCKED:  # the last block's keys and values, head by head; the output
+            kernel = 3 * s.heads * (s.head_dim + EXTRA)
         rotary = self.tokens * b * (2 * s.hidden + 4 * s.q_width + 2 * s.kv_width)
         scores = self._score_bytes()
         states = max(self.tokens * b * (given + kernel), rotary - scores)

@@ -110,7 +110,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
         device=machine.device,
         stages=_stages(spec, [item.name for item in passes]),
         tokens=_tokens(spec, prompts, longest, len(passes)),
-        kernels=_kernels(spec, found),
+        kernels=_kernels(spec, found, machine.device),
         sides=sides,
         not_measured=tuple(_not_measured(spec, shape, machine)),
         notes=tuple(notes),
@@ -146,8 +146,10 @@ def _sides(
     sequences = prompts * sampling.samples_per_prompt
     demand, work = Demand(sequences, longest, sampling), Work([longest] * sequences, sampling)
     passes, world = training_passes(spec), spec.nproc_per_node
+    remote = spec.rollout.engine.servers  # their memory is not ours
+    ours = () if remote else (engine_fit(spec, engine_shape(spec, shape), demand, machine),)
     sides = (
-        engine_fit(spec, engine_shape(spec, shape), demand, machine),
+        *ours,
         *trainer_fits(spec, shape, work, machine, passes),
     )
     return sides, expert_choices(shape, passes, world, work, machine.device)
@@ -202,7 +204,8 @@ def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
     return (
         Stage(
             "rollout",
-            f"1 × {engine.engine}, tensor parallel {engine.tensor_parallel_size}",
+            ", ".join(engine.servers)
+            or f"1 × {engine.engine}, tensor parallel {engine.tensor_parallel_size}",
             f"samples{prefill}",
         ),
         Stage("score", f"torchrun, {ranks}, FSDP2", f"passes: {', '.join(passes)}"),
@@ -211,10 +214,12 @@ def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
     )
 
 
-def _kernels(spec: CheckSpec, found: OfflineConfig) -> dict[str, str]:
+def _kernels(spec: CheckSpec, found: OfflineConfig, device: str) -> dict[str, str]:
     train = spec.train
     kernels = {
-        "engine": f"{spec.rollout.engine.engine}, {spec.rollout.engine.dtype}",
+        "engine": "the servers' own"
+        if spec.rollout.engine.servers
+        else f"{spec.rollout.engine.engine}, {spec.rollout.engine.dtype}",
         "trainer": f"{train.dtype}, parameters at rest {train.master_dtype}"
         + (f", autocast {train.autocast}" if train.autocast else ""),
     }
@@ -222,13 +227,13 @@ def _kernels(spec: CheckSpec, found: OfflineConfig) -> dict[str, str]:
         auto = "grouped_mm (transformers' choice)"
         kernels["experts"] = auto if train.experts == "auto" else train.experts
     if not any(find_spec(name) is None for name in ("torch", "transformers")):
-        kernels["attention"] = _attention(train.attention, found.values)
+        kernels["attention"] = _attention(train.attention, found.values, device)
     else:
         kernels["attention"] = f"{train.attention} (not resolved: torch is not installed)"
     return kernels
 
 
-def _attention(name: str, values: dict[str, Any]) -> str:
+def _attention(name: str, values: dict[str, Any], device: str) -> str:
     """The kernel that the trainer would resolve; MismatchError where it would refuse."""
     from transformers import AutoConfig
 
@@ -238,7 +243,10 @@ def _attention(name: str, values: dict[str, Any]) -> str:
     config = AutoConfig.for_model(values["model_type"], **fields)
     found = resolve_attention(name, config)
     sinks = {None: "", True: ", honours the sinks", False: ", IGNORES the sinks"}
-    return f"{found.label}{sinks[found.honours_sinks]}"
+    label = found.label
+    if name == "auto" and label == "sink-sdpa" and device != "cpu":
+        label += ", or a faster kernel that passes a trial on the GPU"
+    return f"{label}{sinks[found.honours_sinks]}"
 
 
 def _not_measured(spec: CheckSpec, shape: Shape, machine: Machine) -> list[str]:

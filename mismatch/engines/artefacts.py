@@ -31,7 +31,7 @@ def decode_fingerprint(
         MismatchError: the engine runs in another dtype than was asked for.
     """
     found = engine.fingerprint("decode") | {"model": spec.engine.model}
-    if found["dtype"] != spec.engine.dtype:
+    if found["dtype"] not in (None, spec.engine.dtype):  # None: a server that does not say
         raise MismatchError(
             f"{engine.name} runs in {found['dtype']}, --dtype asked for {spec.engine.dtype}",
             f"use --dtype {found['dtype']}",

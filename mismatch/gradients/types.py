@@ -7,7 +7,7 @@ ratio puts on it. All that is compared here is a choice of coefficients and of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -19,6 +19,8 @@ Loss = Literal["token", "sequence"]
 LOSSES: tuple[Loss, ...] = ("token", "sequence")
 GROUPS = ("attention", "sinks", "router", "experts", "mlp", "embeddings", "norms", "head", "other")
 ALL = "all"
+REWARDS = "rewards"
+PPO_RATIO, PPO_OVERRIDE = "ppo-ratio", "ppo-override"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,10 @@ class Gradients:
         sketches: [P, G, k] float64, one linear sketch of every prompt's part of the gradient; they
             sum to the batch's. Inner products of sketches estimate those of gradients without bias.
         prompts: [P] prompt index of each.
+        seconds, peak_bytes: of the passes that took it (memory: the most of any rank, beyond the
+            loaded weights); None where it is the gradient of another pass, see ``same_as``.
+        same_as: "pass coefficients" whose gradient this is by construction (equal settings, or
+            equal coefficients); "" where it was taken.
     """
 
     name: str
@@ -45,6 +51,67 @@ class Gradients:
     squared_norm_reference: NDArray[np.float64] | None
     sketches: NDArray[np.float64]
     prompts: NDArray[np.int64]
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    same_as: str = ""
+
+    @property
+    def loss(self) -> Loss:
+        """The loss that the coefficients belong to."""
+        return "sequence" if self.coefficients.startswith("sequence") else "token"
+
+    @property
+    def weight(self) -> str:
+        """What else multiplies them: a correction's id, PPO_RATIO, PPO_OVERRIDE; "" for nothing."""
+        return self.coefficients.partition(":")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """One pass whose gradient is taken.
+
+    Attributes:
+        name: of the pass, :attr:`Gradients.name`.
+        id: "reference", "baseline", a fix's id, "ppo".
+        kind: "reference", "baseline", "fix", or "ratio" (PPO's new pass with injected noise).
+        label: in words.
+    """
+
+    name: str
+    id: str
+    kind: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBatch:
+    """What the gradients of a run were taken of; the same for every pass.
+
+    Attributes:
+        trainers: the reference first; not all need have come to their end.
+        prompts: P prompt indices, those whose samples have different rewards first.
+        deciding: how many of them do; the others' coefficients are 0.
+        sequences, tokens: of these prompts, samples and action tokens.
+        advantages: "rewards", or how they were made: "seeded signs: …".
+        clip: PPO's ε.
+        clipped: share of the batch's tokens whose gradient the clip removes; None: no two passes.
+        ratio_passes: names of the old and the new scoring of PPO's ratio; None likewise.
+        failed: pass -> why it has no gradient; "gradients" stands for all.
+        not_tested: one sentence each.
+    """
+
+    trainers: tuple[Trainer, ...]
+    prompts: tuple[int, ...]
+    deciding: int
+    sequences: int
+    tokens: int
+    advantages: str
+    sketch_size: int
+    clip: float
+    clipped: float | None
+    ratio_passes: tuple[str, str] | None
+    failed: dict[str, str] = field(default_factory=dict)
+    not_tested: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +120,15 @@ class GroupError:
 
     Attributes:
         norm: 2-norm of the batch's gradient.
-        norm_ratio: over the reference's.
-        cosine: to the reference's; interval over prompts.
-        relative_error: ``|g - ref| / |ref|``; interval over prompts.
+        norm_ratio: over the reference's; interval over prompts, as below. None, as the two below,
+            where the reference has no gradient here.
+        cosine: to the reference's; None too where there is no gradient, which has no direction.
+        relative_error: ``|g - ref| / |ref|``.
     """
 
     group: str
     norm: float
-    norm_ratio: float | None
+    norm_ratio: Estimate | None
     cosine: Estimate | None
     relative_error: Estimate | None
 
@@ -77,6 +145,10 @@ class GradientRow:
             reference's size, the sampling noise of that mean taken off; 0 where noise covers it.
         variance: trace of the covariance of the mean gradient over prompts, over the reference's
             squared size: the noise of this batch.
+        error_ratio, variance_ratio: relative error and variance over those of the baseline with the
+            same loss, paired by prompt; None for the baseline itself and where that has none.
+        same_as: "reference" or the id of the row with the same loss whose gradient this is by
+            construction; "" where it was taken.
         seconds, peak_bytes: of the backward passes; None where not measured.
     """
 
@@ -87,6 +159,9 @@ class GradientRow:
     groups: tuple[GroupError, ...]
     bias: Estimate | None
     variance: Estimate | None
+    error_ratio: Estimate | None = None
+    variance_ratio: Estimate | None = None
+    same_as: str = ""
     seconds: float | None = None
     peak_bytes: int | None = None
 
@@ -104,6 +179,7 @@ class GradientCheck:
         reference: name of the float32 pass.
         prompts: P of the batch; ``deciding`` of them have samples of different reward, the others'
             advantages are 0 and so are their gradients.
+        sequences, tokens: of these prompts, samples and action tokens.
         advantages: "rewards" (group-normalised), or how they were made where rewards do not differ.
         clip: PPO's ε.
         clipped: share of tokens whose gradient the clip removes in ``ppo-ratio``.
@@ -114,6 +190,7 @@ class GradientCheck:
     reference: str
     prompts: int
     deciding: int
+    sequences: int
     tokens: int
     advantages: str
     sketch_size: int

@@ -170,9 +170,10 @@ class PromptSums:
         shift = weights @ self.sums / units[:, None]
         values = self.shifted(shift)
         slope = self.gradient(shift)
-        residual = slope @ self.sums.T - (slope * shift).sum(axis=1)[:, None] * self.count
-        spread = prompts / (prompts - 1) * (weights * residual**2).sum(axis=1)
-        errors = np.sqrt(spread) / units
+        with np.errstate(all="ignore"):  # an undefined resample is NaN, which `central` leaves out
+            residual = slope @ self.sums.T - (slope * shift).sum(axis=1)[:, None] * self.count
+            spread = prompts / (prompts - 1) * (weights * residual**2).sum(axis=1)
+            errors = np.sqrt(spread) / units
         return values, np.where(errors < ROUNDING * self.error, 0.0, errors)
 
 

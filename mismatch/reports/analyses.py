@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mismatch.metrics.corrections import NONE
-from mismatch.reports import budget, corrections, exact, forecast, two_passes
+from mismatch.reports import budget, corrections, exact, forecast, gradients, kernels, two_passes
 from mismatch.reports.console import columns, heading, paragraph, say
+from mismatch.reports.gradients_terminal import print_gradients
+from mismatch.reports.kernels_terminal import print_in_report
 from mismatch.reports.text import line
 from mismatch.types import Report
 
@@ -18,12 +20,16 @@ if TYPE_CHECKING:
 
 
 def print_analyses(report: Report, console: Console) -> None:
-    """Error budget, two forward passes, forecast, exact KL and corrections, those that exist."""
+    """Error budget, two passes, forecast, kernels, exact KL, corrections, gradients: those made."""
     _budget(report, console)
     _two_passes(report, console)
     _forecast(report, console)
+    if report.kernels is not None:
+        print_in_report(report.kernels, console)
     _exact(report, console)
     _corrections(report, console)
+    if report.gradients is not None:
+        print_gradients(report.gradients, console)
 
 
 def print_in_short(report: Report, console: Console) -> None:
@@ -49,7 +55,9 @@ def in_short(report: Report) -> list[str]:
         *(f"two forward passes of the trainer: {sentence}" for sentence in passes),
         *forecast.sentences(report)[:1],
         *exact.sentences(report)[:1],
+        kernels.in_short(report.kernels),
         f"corrections: {corrections.headline(correction)}" if correction else "",
+        gradients.in_short(report.gradients),
     ]
 
 

@@ -13,6 +13,7 @@ from mismatch.compare import compare, is_sampling_law, paired_routing
 from mismatch.corrections.preview import preview
 from mismatch.diagnose.semantics import input_checks, semantic_checks
 from mismatch.exact import exact_checks, exact_reason
+from mismatch.gradients.found import check_of_run
 from mismatch.levels import column_for, judge, verdict
 from mismatch.metrics.routing_noise import router_noise
 from mismatch.pipeline import REFERENCE, REPLAYED, TRAIN, WEIGHTS
@@ -20,6 +21,7 @@ from mismatch.provenance import provenance
 from mismatch.reports.budget import budget_of
 from mismatch.reports.document import comparisons_from_json, comparisons_to_json
 from mismatch.reports.forecast import forecast_of
+from mismatch.reports.kernels_json import of_run
 from mismatch.routing_tables import flipped_layers
 from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.two_passes import mark_injected, replay_phrase, two_passes
@@ -108,6 +110,8 @@ def build_report(
     missing = not_tested(spec, found.rollout, found.scorings, checks)
     if corrections is not None:
         missing += [f"corrections: {reason}" for reason in corrections.not_tested]
+    gradients, unseen = check_of_run(run_dir, asked=spec.gradients)
+    missing += unseen
     report = Report(
         model=spec.rollout.engine.model,
         verdict=mark_injected(verdict(judgements, checks, column), found.scorings),
@@ -117,6 +121,8 @@ def build_report(
         checks=tuple(checks),
         not_tested=tuple(missing),
         run=facts(spec, found.rollout, command),
+        kernels=of_run(run_dir),
+        gradients=gradients,
         corrections=corrections,
         **growth(spec, found, sound=bool(comparisons)),
     )
@@ -296,7 +302,7 @@ def not_tested(
         missing.append("routing disagreement: route capture was switched off")
     elif str(train.get("routing", "")).startswith("not supported"):
         missing.append(f"routing disagreement: in the trainer {train['routing']}")
-    if train.get("device") == "cpu":
+    if train.get("device") == "cpu" and not decode.get("servers"):  # theirs is not known
         missing.append(
             "GPU kernels: both sides ran on a CPU, where results hardly depend on batch size; "
             "batch variance, fused kernels and tensor parallelism show only on a GPU"

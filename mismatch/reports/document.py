@@ -14,8 +14,11 @@ from typing import Any
 
 from mismatch.corrections.document import corrections_from_json, optional_corrections
 from mismatch.errors import MismatchError
+from mismatch.reports.engines_json import engines_from_json, engines_to_json
 from mismatch.reports.fixes_json import fixes_from_json, fixes_to_json
+from mismatch.reports.gradients_json import gradients_from_json, gradients_to_json
 from mismatch.reports.growth_json import budget_from_json, forecast_from_json, growth_to_json
+from mismatch.reports.kernels_json import optional_from_json, optional_kernels
 from mismatch.reports.two_passes import two_passes_from_json, two_passes_to_json
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report, Verdict
 
@@ -48,6 +51,9 @@ def report_to_json(report: Report) -> dict[str, Any]:
         **growth_to_json(report),
         **two_passes_to_json(report.two_passes),
         **fixes_to_json(report.fixes),
+        **engines_to_json(report.engines),
+        **optional_kernels(report.kernels),
+        **gradients_to_json(report.gradients),
     }
 
 
@@ -194,6 +200,9 @@ def _report(document: dict[str, Any]) -> Report:
         two_passes=two_passes_from_json(document.get("two_passes")),
         forecast=forecast_from_json(document.get("forecast")),
         fixes=fixes_from_json(document),
+        engines=engines_from_json(document),
+        kernels=optional_from_json(document.get("kernels")),
+        gradients=gradients_from_json(document.get("gradients")),
     )
 
 

@@ -26,7 +26,7 @@ def fixes_to_json(made: FixTable | None) -> dict[str, Any]:
     }
     trials["estimators"] = [dataclasses.asdict(one) for one in made.estimators]
     trials["verdict_as_is"] = _optional_dict(made.verdict_as_is)
-    return {ROWS: [_row(one) for one in made.outcomes], TRIALS: _plain(trials)}
+    return {ROWS: [_row(one) for one in made.outcomes], TRIALS: plain(trials)}
 
 
 def fixes_from_json(document: dict[str, Any]) -> FixTable | None:
@@ -44,13 +44,13 @@ def fixes_from_json(document: dict[str, Any]) -> FixTable | None:
             "outcomes": tuple(_outcome(entry) for entry in document[ROWS]),
             "estimators": tuple(EstimatorFix(**entry) for entry in trials["estimators"]),
             "left_out": tuple(trials["left_out"]),
-            "verdict_as_is": _verdict(trials["verdict_as_is"]),
+            "verdict_as_is": verdict_from_json(trials["verdict_as_is"]),
         }
     )
 
 
 def _row(one: FixOutcome) -> dict[str, Any]:
-    entry: dict[str, Any] = _plain(dataclasses.asdict(one))
+    entry: dict[str, Any] = plain(dataclasses.asdict(one))
     entry["cost"] = {key: entry.pop(key) for key in ("seconds", "peak_bytes")}
     return entry
 
@@ -58,7 +58,7 @@ def _row(one: FixOutcome) -> dict[str, Any]:
 def _outcome(entry: dict[str, Any]) -> FixOutcome:
     fields = {key: value for key, value in entry.items() if key != "cost"}
     estimates = {
-        name: {metric: _estimate(one) for metric, one in entry[name].items()}
+        name: {metric: estimate_from_json(one) for metric, one in entry[name].items()}
         for name in ("before", "after", "changes")
     }
     return FixOutcome(
@@ -68,12 +68,12 @@ def _outcome(entry: dict[str, Any]) -> FixOutcome:
             **entry["cost"],
             "paired": _optional_estimate(entry["paired"]),
             "difference": _optional_estimate(entry["difference"]),
-            "verdict_after": _verdict(entry["verdict_after"]),
+            "verdict_after": verdict_from_json(entry["verdict_after"]),
         }
     )
 
 
-def _estimate(entry: dict[str, Any]) -> Estimate:
+def estimate_from_json(entry: dict[str, Any]) -> Estimate:
     value = entry["value"]
     if value is None:  # JSON has no infinity: a null that is flagged as overflow was one
         value = math.inf if "overflow" in entry["flags"] else math.nan
@@ -81,10 +81,10 @@ def _estimate(entry: dict[str, Any]) -> Estimate:
 
 
 def _optional_estimate(entry: dict[str, Any] | None) -> Estimate | None:
-    return None if entry is None else _estimate(entry)
+    return None if entry is None else estimate_from_json(entry)
 
 
-def _verdict(entry: dict[str, Any] | None) -> Verdict | None:
+def verdict_from_json(entry: dict[str, Any] | None) -> Verdict | None:
     if entry is None:
         return None
     judgements = tuple(
@@ -98,12 +98,12 @@ def _optional_dict(verdict: Verdict | None) -> dict[str, Any] | None:
     return None if verdict is None else dataclasses.asdict(verdict)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Lists for tuples, and null for numbers that are not finite."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

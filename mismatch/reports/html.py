@@ -12,11 +12,14 @@ from mismatch.reports import (
     beside,
     budget,
     corrections,
+    engines,
     exact,
     figures,
     fixes,
     forecast,
     gauge,
+    gradients,
+    kernels,
     normal,
     quantities,
     routing,
@@ -60,7 +63,7 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         framework: whose names the metrics have in the column of aliases; None: everybody's.
     """
     tokens = worst.comparable(tokens)
-    return _template().render(
+    return template("report.html").render(
         report=report,
         model=summary.model_name(report),
         comparison=summary.headline(report),
@@ -84,8 +87,11 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         budget=budget.view(report),
         two_passes=two_passes.view(report),
         forecast=forecast.view(report),
+        kernels=kernels.view(report.kernels),
+        gradients=gradients.view(report.gradients),
         exact=exact.section(report),
         fixes=fixes.section(report),
+        engines=engines.view(report),
         corrections=corrections.section(report),
         pictures=figures.pictures(report, tokens),
         worst=worst.worst_tokens(tokens),
@@ -99,16 +105,17 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         created=line(report.run.get("created", "")),
         names=Elsewhere(tokens, framework),
         line=line,
-        css=_packaged("report.css"),
+        css=packaged("report.css"),
     )
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """A packaged page; every value that is put into it is escaped."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     environment = Environment(
-        loader=FunctionLoader(_packaged),
+        loader=FunctionLoader(packaged),
         autoescape=True,  # every value is foreign until proved otherwise
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -116,7 +123,7 @@ def _template() -> Template:
         finalize=_unbroken,
     )
     environment.filters["percent"] = lambda share: f"{100 * share:.2f}%"
-    return environment.get_template("report.html")
+    return environment.get_template(name)
 
 
 def _unbroken(value: Any) -> Any:
@@ -124,7 +131,8 @@ def _unbroken(value: Any) -> Any:
     return value.replace(" %", "\u00a0%") if isinstance(value, str) else value
 
 
-def _packaged(name: str) -> str:
+def packaged(name: str) -> str:
+    """A template or style sheet that ships with the package."""
     return resources.files("mismatch.reports").joinpath("templates", name).read_text("utf-8")
 
 

@@ -10,9 +10,12 @@ from mismatch.reports import (
     beside,
     budget,
     corrections,
+    engines,
     exact,
     fixes,
     forecast,
+    gradients,
+    kernels,
     normal,
     routing,
     sides,
@@ -49,12 +52,15 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         _folded("Experts chosen", _routing_table(report)),
         _folded(beside.TITLE, _beside_table(report)),
         _folded("How much of this is noise", _noise_table(report)),
+        _engines(report),
         _folded("Error budget", _budget(report)),
         _folded("Two forward passes", _two_passes(report)),
         _folded("At a longer response", _forecast(report)),
+        _folded(kernels.TITLE, _kernels(report)),
         _folded("Exact KL", _exact(report)),
         _fixes(report),
         _folded("Corrections, previewed", _corrections(report)),
+        _folded(gradients.TITLE, _gradients(report)),
         _folded("What really ran", _ran_table(report)),
         _folded("Not tested", "\n".join(f"- {plain(item)}" for item in summary.untested(report))),
     ]
@@ -77,7 +83,7 @@ def _code(text: str) -> str:
     return "`" + text.replace("`", "'") + "`"
 
 
-def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table; a title that ends with ":" is aligned to the right."""
     names = list(titles)
     body = ["| " + " | ".join(row) + " |" for row in rows]
@@ -98,7 +104,7 @@ def _headline_table(report: Report, elsewhere: Elsewhere | None) -> str:
         others = [] if elsewhere is None else [_names(elsewhere, row.metric)]
         levels = [row.healthy, plain(row.critical)]
         rows.append([name, row.value, row.interval, *levels, *others, plain(remark)])
-    return _table(["", "value:", "95 % interval:", "healthy:", "critical:", *named, ""], rows)
+    return table(["", "value:", "95 % interval:", "healthy:", "critical:", *named, ""], rows)
 
 
 def _names(elsewhere: Elsewhere, metric: str) -> str:
@@ -116,8 +122,8 @@ def _routing_table(report: Report) -> str:
         [plain(row.words.label), row.value, row.interval] for row in summary.routing_rows(report)
     ]
     said = [f"- {plain(sentence)}" for sentence in routing.sentences(summary.headline(report))]
-    table = _table(["", "value:", "95 % interval:"], rows)
-    return "\n".join(said) + "\n\n" + table if said else table
+    made = table(["", "value:", "95 % interval:"], rows)
+    return "\n".join(said) + "\n\n" + made if said else made
 
 
 def _beside_table(report: Report) -> str:
@@ -126,7 +132,7 @@ def _beside_table(report: Report) -> str:
         [plain(row.pair), row.mean, row.k3, row.experts, plain(row.meaning)]
         for row in beside.rows(report)
     ]
-    return _table(["", *titles, ""], rows)
+    return table(["", *titles, ""], rows)
 
 
 def _noise_table(report: Report) -> str:
@@ -134,7 +140,30 @@ def _noise_table(report: Report) -> str:
         [plain(row.words.label), row.mean, row.largest, row.share, plain(row.words.meaning)]
         for row in summary.noise_rows(report)
     ]
-    return _table(["", "mean \\|delta\\|:", "largest:", "of headline:", ""], rows)
+    return table(["", "mean \\|delta\\|:", "largest:", "of headline:", ""], rows)
+
+
+def _kernels(report: Report) -> str:
+    said = kernels.sentences(report.kernels) if report.kernels else []
+    return "\n".join(f"- {plain(sentence)}" for sentence in said)
+
+
+def _gradients(report: Report) -> str:
+    made = report.gradients
+    if made is None:
+        return ""
+    said = [*gradients.sentences(made), gradients.batch(made), *gradients.notes(made)]
+    titles = ["gradient", "", "off the reference's:", "length:", "relative error:", "bias:",
+              "variance:", ""]  # fmt: skip
+    rows = [
+        [_code(row.id), plain(row.remark or row.label), f"{row.off} ({row.off_interval})",
+         f"{row.length} ({row.length_interval})", f"{row.error} ({row.error_interval})", row.bias,
+         row.noise, plain(f"{row.sign} {row.verdict}".strip())]
+        for row in gradients.parts(made)[0].lines
+    ]  # fmt: skip
+    said += gradients.parts(made)[0].same
+    items = "\n".join(f"- {plain(text)}" for text in said)
+    return f"{items}\n\n{plain(gradients.parts(made)[0].title)}\n\n{table(titles, rows)}"
 
 
 def _exact(report: Report) -> str:
@@ -143,7 +172,7 @@ def _exact(report: Report) -> str:
         return ""
     said = "\n".join(f"- {plain(sentence)}" for sentence in shown.sentences)
     rows = [[plain(row.words.label), row.value, row.interval] for row in shown.rows]
-    return f"{said}\n\n" + _table(["", "value:", "95 % interval:"], rows)
+    return f"{said}\n\n" + table(["", "value:", "95 % interval:"], rows)
 
 
 def _fixes(report: Report) -> str:
@@ -167,8 +196,8 @@ def _fixes(report: Report) -> str:
     notes = [f"- {_code(row.id)}: {row.result}: {plain(row.reason)}" for row in
              fixes.other_rows(made)]  # fmt: skip
     notes += [f"- {plain(reason)}" for reason in (*made.left_out, made.method) if reason]
-    parts = [plain(fixes.LEAD), _table(titles, rows), _advice(report)]
-    parts.append(_table(["fix of the loss", "", "kept:", "size:", "residual bias:", ""], losses))
+    parts = [plain(fixes.LEAD), table(titles, rows), _advice(report)]
+    parts.append(table(["fix of the loss", "", "kept:", "size:", "residual bias:", ""], losses))
     parts.append("\n".join(notes))
     folded = _folded("Every fix, as measured", "\n\n".join(part for part in parts if part))
     return f"**{fixes.TITLE}**\n\n{said}\n\n{folded}"
@@ -202,7 +231,7 @@ def _corrections(report: Report) -> str:
             plain(corrections.LEAD),
             f"**{plain(corrections.headline(made))}**",
             "\n".join(said),
-            _table(titles, rows),
+            table(titles, rows),
             plain(title),
             *recipes,
         )
@@ -216,11 +245,25 @@ def _recipe(recipe: Recipe) -> str:
     return f"{plain(recipe.framework)}: {plain(remark)}{block}"
 
 
+def _engines(report: Report) -> str:
+    made = report.engines
+    if made is None:
+        return ""
+    said = "\n".join(f"- {plain(sentence)}" for sentence in engines.sentences(made))
+    rows = [
+        [plain(row.pair), f"{plain(row.tokens)}, {row.how}", f"{row.mean} ({row.interval})",
+         row.k3, row.largest, row.experts, plain(row.reason)]
+        for row in engines.edge_rows(made)
+    ]  # fmt: skip
+    titles = ["left / right", "tokens of", "mean \\|delta\\|:", "k3:", "largest:", "experts:", ""]
+    return f"**{engines.TITLE}**\n\n{said}\n\n{_folded('All edges', table(titles, rows))}"
+
+
 def _budget(report: Report) -> str:
     parts = []
     for rows, share in ((budget.steps(report), "of the spread"), (budget.beside(report), "spread")):
         parts.append(
-            _table(
+            table(
                 ["step", "mean delta:", "95 % interval:", f"{share}:", "95 % interval:"],
                 [
                     [plain(r.label), r.mean, r.mean_interval, r.share, r.share_interval]
@@ -243,7 +286,7 @@ def _two_passes(report: Report) -> str:
     ]
     said = [text for text in (shown.injected, *shown.sentences, *shown.notes) if text]
     items = "\n".join(f"- {plain(text)}" for text in said)
-    return f"{plain(shown.lead)}\n\n{items}\n\n{_table(titles, rows)}"
+    return f"{plain(shown.lead)}\n\n{items}\n\n{table(titles, rows)}"
 
 
 def _forecast(report: Report) -> str:
@@ -253,13 +296,13 @@ def _forecast(report: Report) -> str:
         [row.length, row.spread, row.spread_interval, row.ess_untruncated, row.geo_rejected]
         for row in forecast.rows(report)
     ]
-    return "\n\n".join(part for part in (said, _table(titles, rows)) if part)
+    return "\n\n".join(part for part in (said, table(titles, rows)) if part)
 
 
 def _ran_table(report: Report) -> str:
     comparison = summary.headline(report)
     rows = [[aspect, plain(left), plain(right)] for aspect, left, right in sides.what_ran(report)]
-    return _table(["", plain(comparison.rollout), plain(comparison.train)], rows)
+    return table(["", plain(comparison.rollout), plain(comparison.train)], rows)
 
 
 def _checks_title(report: Report) -> str:
@@ -276,7 +319,7 @@ def _checks_table(report: Report) -> str:
         [plain(check.id), marks[check.status], plain(check.detail), plain(check.fix)]
         for check in summary.checks(report, "failed", "warning", "passed")
     ]
-    return _table(["check", "result", "found", "fix"], rows)
+    return table(["check", "result", "found", "fix"], rows)
 
 
 def _folded(title: str, body: str) -> str:

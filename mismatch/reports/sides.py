@@ -25,8 +25,10 @@ def what_ran(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _software(side: dict[str, Any]) -> str:
-    name = side.get("engine") or side.get("backend") or ""
+    name = side.get("served_by") or side.get("engine") or side.get("backend") or ""
     world = side.get("world_size")
+    if servers := side.get("servers"):
+        name = f"{quantities.plural(len(servers), 'server')}: {name}"
     parts = [f"{name} {side.get('version') or ''}".strip() + (f" × {world}" if world else "")]
     versions = side.get("versions") or {}
     parts += [f"{key} {versions[key]}" for key in ("torch", "transformers") if versions.get(key)]

@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mismatch.errors import MismatchError
+from mismatch.training.user_kernels import is_user_kernel, register_attention
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 # Our names in transformers' registry; one with "sdpa" in it would be taken for transformers' own.
-OURS = {"sink-sdpa": "mismatch_sinks", "no-sinks": "mismatch_no_sinks"}
+OURS = {
+    "sink-sdpa": "mismatch_sinks",
+    "sink-flex": "mismatch_sinks_flex",
+    "no-sinks": "mismatch_no_sinks",
+}
 NAMES = (
-    *("auto", "transformers", "eager", "sdpa", "sink-sdpa", "no-sinks"),
-    *("flash_attention_2", "flash_attention_3"),
+    *("auto", "transformers", "eager", "sdpa", "sink-sdpa", "sink-flex", "no-sinks"),
+    *("flash_attention_2", "flash_attention_3", "package.module:function"),
 )
+Place = tuple["torch.device", "torch.dtype"]
 PLANTED = "no-sinks (planted fault: ignores the learned sinks)"
 SINK_FLASH = re.compile(r"vllm-flash-attn3|flash_attention_4|metal-flash-sdpa|aiter-flash-attn")
 
@@ -35,17 +43,21 @@ class Attention:
         requested: as in the spec.
         implementation: transformers' registry name, what really runs.
         honours_sinks: None where the model has no sinks.
+        tried: what was found of each kernel that was run before it was trusted, a line each.
     """
 
     requested: str
     implementation: str
     honours_sinks: bool | None
+    tried: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """The kernel's name for reports."""
         if self.requested == "no-sinks":
             return PLANTED
+        if is_user_kernel(self.requested):
+            return self.requested
         ours = {registered: name for name, registered in OURS.items()}
         return ours.get(self.implementation, self.implementation)
 
@@ -64,12 +76,26 @@ def resolve_attention(
     return resolve_for(name, skeleton(config, trust_remote_code))
 
 
-def resolve_for(name: str, model: PreTrainedModel) -> Attention:
-    """:func:`resolve_attention` for a model that exists already (on the meta device)."""
+def resolve_for(
+    name: str,
+    model: PreTrainedModel,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Attention:
+    """:func:`resolve_attention` for a model that exists already (on the meta device).
+
+    Args:
+        device, dtype: where and in what kernels will compute. With both, a kernel that nobody can
+            vouch for is run on a few tokens first, and ``auto`` takes the fastest that is right;
+            all ranks must call it. Without, nothing runs.
+    """
     register_kernels()
     sinks = has_sinks(model)
+    place = None if device is None or dtype is None else (device, dtype)
     if name == "auto":
-        return _automatic(model, sinks)
+        return _automatic(model, sinks, place)
+    if is_user_kernel(name):
+        return _yours(name, model, sinks, place)
     if name == "transformers":  # what from_pretrained takes when nobody names a kernel
         name = "sdpa" if model._supports_sdpa else "eager"
     if name in OURS:
@@ -83,6 +109,9 @@ def resolve_for(name: str, model: PreTrainedModel) -> Attention:
                 f"--attention {name} cannot run {_family(model)}, which computes with its masks",
                 "use --attention auto",
             )
+        if name == "sink-flex":
+            _require_gpu(device)
+            return _trusted(name, OURS[name], model, sinks, place)
         return Attention(name, OURS[name], name == "sink-sdpa")
     if sinks and name == "sdpa":
         raise MismatchError(
@@ -96,14 +125,74 @@ def resolve_for(name: str, model: PreTrainedModel) -> Attention:
             f"attention sinks of {_family(model)}",
             "use --attention auto, eager or sink-sdpa",
         )
+    if sinks and implementation != "eager":
+        return _trusted(name, implementation, model, sinks, place)
     return Attention(name, implementation, True if sinks else None)
 
 
-def _automatic(model: PreTrainedModel, sinks: bool) -> Attention:
-    """One kernel whatever the length: a pass must not mix two (docs/decisions, number 4)."""
+def _automatic(model: PreTrainedModel, sinks: bool, place: Place | None) -> Attention:
+    """One kernel whatever the length: a pass must not mix two (docs/decisions, number 4).
+
+    On a CPU there is but one that is right forward and backward in bounded memory.
+    """
     if not sinks:
         return Attention("auto", "sdpa" if model._supports_sdpa else "eager", None)
-    return Attention("auto", OURS["sink-sdpa"] if _lets_masks_be(model) else "eager", True)
+    if not _lets_masks_be(model):
+        return Attention("auto", "eager", True)
+    if place is None or place[0].type != "cuda":
+        return Attention("auto", OURS["sink-sdpa"], True)
+    from mismatch.training.attention_check import geometry_of
+    from mismatch.training.attention_choice import FLASH, first_right
+
+    candidates = {FLASH: partial(_transformers_choice, FLASH, model)}
+    if model._supports_flex_attn:
+        candidates["sink-flex"] = partial(str, OURS["sink-flex"])
+    chosen, tried = first_right(candidates, geometry_of(model, sinks), *place)
+    return Attention("auto", chosen or OURS["sink-sdpa"], True, tried)
+
+
+def _yours(name: str, model: PreTrainedModel, sinks: bool, place: Place | None) -> Attention:
+    if not _lets_masks_be(model):
+        raise MismatchError(
+            f"--attention {name} cannot run {_family(model)}, which computes with its masks",
+            "use --attention auto",
+        )
+    return _trusted(name, register_attention(name), model, sinks, place)
+
+
+def _trusted(
+    name: str, implementation: str, model: PreTrainedModel, sinks: bool, place: Place | None
+) -> Attention:
+    """A kernel that was asked for by name, if a trial finds its output right.
+
+    Gradients that are wrong are told, and not refused: what they do can be measured.
+    """
+    if place is None:
+        return Attention(name, implementation, True if sinks else None)
+    from mismatch.training.attention_check import geometry_of
+    from mismatch.training.attention_choice import trial
+
+    found = trial(implementation, geometry_of(model, sinks), *place)
+    if found.fault:
+        without = " (the model has attention sinks: are they used?)" if sinks else ""
+        raise MismatchError(
+            f"--attention {name}: {found.fault}, against float64 on random tokens{without}",
+            "mend the kernel, or use --attention auto; `mismatch kernels` looks at it closely",
+        )
+    tried = f"{name}: {found.backward_fault or 'passed'}"
+    return Attention(name, implementation, True if sinks else None, (tried,))
+
+
+def _require_gpu(device: torch.device | None) -> None:
+    import torch
+
+    if device is None and torch.cuda.is_available():
+        return
+    if device is None or device.type != "cuda":
+        raise MismatchError(
+            "--attention sink-flex needs a CUDA device: flex attention has no gradients on a CPU",
+            "use --attention auto",
+        )
 
 
 def has_sinks(model: PreTrainedModel) -> bool:
@@ -145,9 +234,16 @@ def register_kernels() -> None:
     """Make our kernels known to transformers; calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from mismatch.training.kernels import blocked_mask, sink_attention, sinkless_attention
+    from mismatch.training.block_masks import blocked_mask
+    from mismatch.training.flex import flex_mask, sink_flex_attention
+    from mismatch.training.kernels import sink_attention, sinkless_attention
 
-    kernels = {"sink-sdpa": sink_attention, "no-sinks": sinkless_attention}
+    kernels = {
+        "sink-sdpa": (sink_attention, blocked_mask),
+        "sink-flex": (sink_flex_attention, flex_mask),
+        "no-sinks": (sinkless_attention, blocked_mask),
+    }
     for name, registered in OURS.items():
-        AttentionInterface.register(registered, kernels[name])
-        AttentionMaskInterface.register(registered, blocked_mask)
+        kernel, mask = kernels[name]
+        AttentionInterface.register(registered, kernel)
+        AttentionMaskInterface.register(registered, mask)

@@ -21,13 +21,13 @@ one expert after the other to what is there; beside shared experts that is anoth
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from mismatch.training.limits import EXPERT_ROWS
+from mismatch.training.recompute import same_again
 
 NAME = "bounded"
 
@@ -144,7 +144,7 @@ class _Bounded(torch.autograd.Function):
         *fused: Any,
     ) -> torch.Tensor:
         ctx.module = module
-        ctx.autocast = _autocast_now(hidden.device.type)
+        ctx.again = same_again(hidden.device)
         ctx.save_for_backward(hidden, ids, weights, *fused)
         expert = _Expert(module, Weights(*fused))
         # Nemotron-H, the one family whose experts have no gate, sums in the router's dtype.
@@ -170,7 +170,7 @@ class _Bounded(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wanted[1] else None
         grad_weights = torch.zeros_like(weights) if wanted[3] else None
         expert = _Expert(ctx.module, Weights(*fused))
-        with ctx.autocast():
+        with ctx.again():
             # Last expert first, as autograd goes through eager's loop: sums round by their order.
             for span in reversed(list(spans(ids, fused[0].shape[0]))):
                 _backward_of(span, expert, grad, hidden, weights, grads, grad_hidden, grad_weights)
@@ -261,13 +261,3 @@ class _Expert:
                 place.add_(left @ right)
         if grad_bias is not None:
             grad_bias[span.expert].add_(grad.sum(0))
-
-
-def _autocast_now(device: str) -> Any:
-    """What enters the autocast of this moment again, for the backward pass."""
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-    def again() -> AbstractContextManager[Any]:
-        return torch.autocast(device, dtype) if enabled else nullcontext()
-
-    return again

@@ -61,6 +61,8 @@ def fingerprint(
         **_contents(world, loaded),
         "weights_comparable": comparable(spec.master_dtype),
     }
+    if loaded.attention.tried:  # kernels that were run before one was trusted
+        facts["attention_candidates"] = list(loaded.attention.tried)
     if loaded.peak_bytes is not None:
         facts["load_peak_bytes"] = [peak for _, peak in shares]
     return facts

@@ -9,77 +9,16 @@ The value of every row is that of attention over the whole row, with softmax sum
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-BLOCK = 256  # queries at once
+from mismatch.training.block_masks import BlockedMask, Span
+from mismatch.training.recompute import same_again
+
 EXTRA = 8  # columns appended to queries and keys: fused kernels want head sizes in eights
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Queries ``start:stop`` see keys within ``low:high`` only."""
-
-    start: int
-    stop: int
-    low: int
-    high: int
-
-
-class BlockedMask:
-    """Where tokens may look, computed for a block of queries when that block is due.
-
-    It holds what transformers would build a [B, 1, T, T] mask from, instead of the mask: causality,
-    window, padding and documents, whatever the family combines. Every token may look at itself, so
-    that padding whose window holds only padding has no empty row, which would be NaN.
-    """
-
-    def __init__(self, q_length: int, kv_length: int, **arguments: Any) -> None:
-        self._queries, self._keys = q_length, kv_length
-        self._arguments = {**arguments, "allow_is_causal_skip": False}
-        self._offset = self._arguments.pop("q_offset", 0)
-        self._spans: list[Span] | None = None
-
-    def part(self, start: int, stop: int, low: int, high: int) -> torch.Tensor:
-        """[B, 1, stop - start, high - low] True where a query may look at a key."""
-        from transformers.masking_utils import sdpa_mask
-
-        mask = sdpa_mask(
-            q_length=stop - start,
-            q_offset=self._offset + start,
-            kv_length=high - low,
-            **{**self._arguments, "kv_offset": self._arguments.get("kv_offset", 0) + low},
-        )
-        assert mask is not None
-        rows = torch.arange(start, stop, device=mask.device)[:, None]
-        return mask | (rows == torch.arange(low, high, device=mask.device))
-
-    @property
-    def spans(self) -> list[Span]:
-        """Blocks of queries with the keys they need; found once, used by every layer."""
-        if self._spans is None:
-            starts = range(0, self._queries, BLOCK)
-            edges = torch.stack([self._edges(start) for start in starts]).tolist()
-            stops = (min(start + BLOCK, self._queries) for start in starts)
-            self._spans = [
-                Span(start, stop, low, high)
-                for start, stop, (low, high) in zip(starts, stops, edges, strict=True)
-            ]
-        return self._spans
-
-    def _edges(self, start: int) -> torch.Tensor:
-        """First and last + 1 of the keys that the block at ``start`` sees, as a tensor: no sync."""
-        stop = min(start + BLOCK, self._queries)
-        seen = self.part(start, stop, 0, self._keys).any(2).any(0)[0].to(torch.int8)
-        return torch.stack([seen.argmax(), self._keys - seen.flip(0).argmax()])
-
-
-def blocked_mask(q_length: int, kv_length: int, **arguments: Any) -> BlockedMask:
-    """transformers' mask interface; see :class:`BlockedMask`."""
-    return BlockedMask(q_length, kv_length, **arguments)
 
 
 def sink_attention(
@@ -125,70 +64,190 @@ def _attend(
     dropout: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    heads, size = query.shape[1], value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-    if sinks is not None:
-        query, key = _with_room(query, sinks), F.pad(key, (0, EXTRA))
-    value = F.pad(value, (0, query.shape[-1] - size))  # fused kernels want one size for all
-    blocks = []
-    for span in mask.spans:
-        work = (query, key, value, mask, span, scale, dropout, sinks is not None)
-        if torch.is_grad_enabled() and len(mask.spans) > 1:
-            # Kept for the backward pass, the keys of all blocks together would be O(T²).
-            blocks.append(checkpoint(_block, *work, use_reentrant=False))
-        else:
-            blocks.append(_block(*work))
-    return torch.cat(blocks, 2)[..., :size].transpose(1, 2).contiguous()
+    rule = _Rule(mask, scale, dropout)
+    out: torch.Tensor = _Blocked.apply(query, key, value, sinks, rule)  # type: ignore[no-untyped-call]
+    return out
 
 
-def _with_room(query: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, D + EXTRA]: each query carries its head's sink, for the sink's key to pick up."""
-    batch, heads, tokens, _ = query.shape
-    columns = sinks.to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, tokens, EXTRA)
-    return torch.cat([query, columns], -1)
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What does not depend on the tensors."""
+
+    mask: BlockedMask
+    scale: float
+    dropout: float
 
 
-def _block(
+class _Blocked(torch.autograd.Function):
+    """Keeps its inputs alone; the backward pass runs block after block again.
+
+    Gradients of keys, values and sinks are sums over all blocks: they are held in float32 (or
+    float64), each in one buffer, and rounded once. Autograd would add up full-length tensors in the
+    inputs' own dtype, a block at a time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        rule: _Rule,
+    ) -> torch.Tensor:
+        ctx.rule = rule
+        ctx.again = same_again(query.device, rule.dropout > 0)
+        ctx.save_for_backward(query, key, value, sinks)
+        out: torch.Tensor | None = None
+        for span in rule.mask.spans:
+            block = _run(_parts(query, key, value, sinks, span, rule.scale), span, rule)
+            if out is None:  # only now is its dtype known: autocast may choose another
+                out = block.new_empty(*query.shape[:3:2], query.shape[1], value.shape[-1])
+            out[:, span.start : span.stop] = block.transpose(1, 2)[..., : value.shape[-1]]
+        assert out is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, rule = ctx.saved_tensors, ctx.rule
+        pairs = zip(inputs, ctx.needs_input_grad[:-1], strict=True)
+        sums = _Sums(*(_sum_of(x) if x is not None and need else None for x, need in pairs))
+        with ctx.again():
+            for span in rule.mask.spans:
+                _backward_of(span, rule, grad, inputs, sums)
+        rounded = (
+            None if total is None else total.to(x.dtype)
+            for x, total in zip(inputs, sums, strict=True)
+        )
+        return (*rounded, None)
+
+
+class _Sums(NamedTuple):
+    """Gradients of the inputs while they are summed over blocks; None: not wanted."""
+
+    query: torch.Tensor | None
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+
+class _Parts(NamedTuple):
+    """What the fused kernel reads for one block; all of one size D', padded with zeros.
+
+    Attributes:
+        query: [B, H, queries, D'].
+        key: [B, H, keys, D'], those that the block sees, and the sink's.
+        value: likewise.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def _parts(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: BlockedMask,
+    sinks: torch.Tensor | None,
     span: Span,
     scale: float,
-    dropout: float,
-    sink: bool,
-) -> torch.Tensor:
-    """[B, H, queries of the span, D].
+) -> _Parts:
+    """A block's inputs, with the sink among its keys.
 
-    The sink is one more key, whose product with a query is the sink logit over ``scale``, and
+    The sink is one more key, whose product with a query is the sink logit over the scale, and
     whose value is 0: the softmax sees exactly one more term and the output none. An additive mask
     would do the same, but needs [heads, queries, keys], and fused kernels refuse its gradient.
     """
-    keys, values = key[:, :, span.low : span.high], value[:, :, span.low : span.high]
-    looks = mask.part(span.start, span.stop, span.low, span.high)
-    if sink:
-        keys = torch.cat([keys, _sink_key(key, scale)], 2)
-        values, looks = F.pad(values, (0, 0, 0, 1)), F.pad(looks, (0, 1), value=True)
+    (batch, heads, _, size), more = query.shape, 0 if sinks is None else 1
+    width, dtype = max(size + more * EXTRA, value.shape[-1]), _computing(query)
+    rows = query.new_zeros(batch, heads, span.stop - span.start, width, dtype=dtype)
+    rows[..., :size] = query[:, :, span.start : span.stop]
+    keys, values = (_by_head(x, heads, span, more, width, dtype) for x in (key, value))
+    if sinks is not None:
+        rows[..., size : size + EXTRA] = sinks.to(rows.dtype).view(1, heads, 1, 1)
+        terms = _inverse(scale, keys.dtype)
+        keys[:, :, -1, size : size + len(terms)] = keys.new_tensor(terms)
+    return _Parts(rows, keys, values)
+
+
+def _by_head(
+    tensor: torch.Tensor, heads: int, span: Span, more: int, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[B, H, keys of the span + more, width] of a [B, Hkv, T, D]: a copy for each head's group."""
+    batch, groups, _, size = tensor.shape
+    keys = span.high - span.low
+    out = tensor.new_zeros(batch, groups, heads // groups, keys + more, width, dtype=dtype)
+    out[..., :keys, :size] = tensor[:, :, None, span.low : span.high]
+    return out.flatten(1, 2)
+
+
+def _computing(tensor: torch.Tensor) -> torch.dtype:
+    """In which the fused kernel will compute: what goes in must be rounded before, not by it."""
+    device = tensor.device.type
+    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
+
+
+def _inverse(scale: float, dtype: torch.dtype) -> list[float]:
+    """Numbers of the dtype that sum to 1 / scale more exactly than one can.
+
+    The kernel multiplies by ``scale`` again; in bfloat16 one alone would be off by 2⁻⁹.
+    """
+    terms, rest = [], 1.0 / scale
+    for _ in range(3):
+        terms.append(float(torch.tensor(rest, dtype=dtype)))
+        rest -= terms[-1]
+    return terms
+
+
+def _run(parts: _Parts, span: Span, rule: _Rule) -> torch.Tensor:
+    """[B, H, queries, D'] of one block; the values' own columns are the first."""
+    looks = rule.mask.part(span.start, span.stop, span.low, span.high)
+    if parts.key.shape[2] > looks.shape[-1]:
+        looks = F.pad(looks, (0, 1), value=True)  # the sink is seen by all
     return F.scaled_dot_product_attention(
-        query[:, :, span.start : span.stop],
-        keys,
-        values,
-        attn_mask=looks,
-        dropout_p=dropout,
-        scale=scale,
+        *parts, attn_mask=looks, dropout_p=rule.dropout, scale=rule.scale
     )
 
 
-def _sink_key(key: torch.Tensor, scale: float) -> torch.Tensor:
-    """[B, H, 1, D] zero except the extra columns, which sum to 1 / scale more exactly than one can.
+def _backward_of(
+    span: Span, rule: _Rule, grad: torch.Tensor, inputs: tuple[Any, ...], sums: _Sums
+) -> None:
+    """Run one block again, and add its gradients to the sums."""
+    query, key, value, sinks = inputs
+    parts = _parts(query, key, value, sinks, span, rule.scale)
+    wanted = (sums.query is not None or sums.sinks is not None, sums.key is not None)
+    leaves = [
+        part.requires_grad_()
+        for part, want in zip(parts, (*wanted, sums.value is not None), strict=True)
+        if want
+    ]
+    with torch.enable_grad():
+        out = _run(parts, span, rule)[..., : value.shape[-1]]
+    arrived = grad[:, span.start : span.stop].transpose(1, 2).to(out.dtype)
+    found = iter(torch.autograd.grad(out, leaves, arrived))
+    if wanted[0]:
+        rows, size = next(found), query.shape[-1]
+        if sums.query is not None:  # every query is in one block alone
+            sums.query[:, :, span.start : span.stop] = rows[..., :size]
+        if sums.sinks is not None:
+            columns = rows[..., size : size + EXTRA]
+            sums.sinks.add_(columns.sum((0, 2, 3), dtype=sums.sinks.dtype))
+    for total in (sums.key, sums.value):
+        if total is not None:
+            _add_keys(total, next(found), span)
 
-    The kernel multiplies by ``scale`` again; in bfloat16 a single column would be off by 2⁻⁹.
-    """
-    parts, rest = [], 1.0 / scale
-    for _ in range(3):
-        parts.append(float(torch.tensor(rest, dtype=key.dtype)))
-        rest -= parts[-1]
-    column = key.new_zeros(key.shape[-1])
-    column[-EXTRA : 3 - EXTRA] = column.new_tensor(parts)
-    return column.expand(*key.shape[:2], 1, -1)
+
+def _add_keys(total: torch.Tensor, part: torch.Tensor, span: Span) -> None:
+    """Add the gradient of a block's keys or values, summed over the heads that share them."""
+    groups = part.reshape(len(part), total.shape[1], -1, *part.shape[2:])
+    own = groups[..., : span.high - span.low, : total.shape[-1]]
+    total[:, :, span.low : span.high] += own.sum(2, dtype=total.dtype)

@@ -73,6 +73,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, TORCH_NAMES[name])  # type: ignore[no-any-return]
 
 
+def computing_dtype(spec: TrainSpec) -> torch.dtype:
+    """In which attention computes."""
+    return torch_dtype(spec.autocast or spec.dtype)
+
+
 def load(spec: TrainSpec, mesh: DeviceMesh, device: torch.device, watch: bool = False) -> Loaded:
     """Load ``spec.model`` sharded over ``mesh``, parameters at rest in ``spec.master_dtype``.
 
@@ -84,7 +89,7 @@ def load(spec: TrainSpec, mesh: DeviceMesh, device: torch.device, watch: bool = 
             attention or experts implementation that cannot run it.
     """
     files = in_form(spec)
-    config, attention = require_runnable(files)
+    config, attention = require_runnable(files, device)
     directory = model_directory(files)
     with MemoryPeak(device, watch) as peak, _our_sharding(spec, mesh, device) as wrapped:
         model, info = _from_pretrained(files, attention, config)
@@ -114,7 +119,8 @@ def switched(loaded: Loaded, spec: TrainSpec) -> Loaded | None:
         return None
     model: Any = loaded.scorer.model
     _require_experts(spec.experts, model)
-    attention = resolve_for(spec.attention, model)
+    device = next(iter(loaded.scorer.parameters())).device
+    attention = resolve_for(spec.attention, model, device, computing_dtype(spec))
     experts = None if spec.experts == "auto" else spec.experts
     if attention.implementation != model.config._attn_implementation:
         if not model._can_set_attn_implementation():
@@ -133,8 +139,11 @@ def switched(loaded: Loaded, spec: TrainSpec) -> Loaded | None:
     return replace(loaded, spec=spec, attention=attention, experts=ran, probed={})
 
 
-def require_runnable(spec: TrainSpec) -> tuple[Any, Attention]:
+def require_runnable(spec: TrainSpec, device: torch.device | None = None) -> tuple[Any, Attention]:
     """The model's configuration and the kernel that will run, before any weight is loaded.
+
+    Args:
+        device: where it will run; None: no kernel is tried.
 
     Raises:
         MismatchError: configuration or tokenizer missing, architecture unknown, an attention or
@@ -147,7 +156,7 @@ def require_runnable(spec: TrainSpec) -> tuple[Any, Attention]:
     if Path(spec.model).is_dir():
         require_tokenizer(Path(spec.model))
     bare = skeleton(config, spec.trust_remote_code)
-    attention = resolve_for(spec.attention, bare)
+    attention = resolve_for(spec.attention, bare, device, computing_dtype(spec))
     _require_experts(spec.experts, bare)
     if spec.routing:
         require_readable(config, bare)

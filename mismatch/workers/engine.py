@@ -3,6 +3,7 @@
 JOB: ``{"run_dir": …, "spec": RolloutSpec as a dict}``. Samples, writes ``rollout.parquet``, the
 texts of its tokens and the scoring ``<engine>:decode`` (with the routed experts), then the engine's
 own rescoring of the same tokens as ``<engine>:prefill``. What lies there already is not made again.
+With ``"also": [RUN, …]`` it rescores the tokens of those runs likewise, into their directories.
 A failure is left in ``errors/engine.json``.
 """
 
@@ -28,13 +29,13 @@ from mismatch.engines.artefacts import (
     prefill_scoring,
     response_rewards,
 )
-from mismatch.engines.base import Capabilities, Engine, Sample, Watching
+from mismatch.engines.base import Capabilities, Engine, Journaling, Sample, Watching
 from mismatch.engines.model_info import ModelInfo, first_line, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
 from mismatch.engines.watch import Wanted, build_distributions, reported_law
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.derived import in_form
-from mismatch.specs import RolloutSpec, from_dict
+from mismatch.specs import RolloutSpec, from_dict, spec_hash
 from mismatch.tasks.prompts import Prompt, read_prompts, render_prompts
 from mismatch.types import Rollout, Scoring
 from mismatch.workers.launch import leave, report_ready, report_timing, say, write_error
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job = store.read_json(Path(path))
     run_dir = Path(job["run_dir"])
     try:
-        run(run_dir, from_dict(RolloutSpec, job["spec"]))
+        also = [Path(place) for place in job.get("also", ())]
+        run(run_dir, from_dict(RolloutSpec, job["spec"]), also)
     except MismatchError as error:
         traceback.print_exc()
         write_error(run_dir, "engine", error)
@@ -74,8 +76,12 @@ class Ready:
     capabilities: Capabilities
 
 
-def run(run_dir: Path, spec: RolloutSpec) -> None:
-    """Sample, rescore, and write every artefact of the rollout stage that is not there yet."""
+def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
+    """Sample, rescore, and write every artefact of the rollout stage that is not there yet.
+
+    Args:
+        also: runs of other engines whose tokens this one rescores.
+    """
     kind = engine_class(spec.engine.engine)
     capabilities = kind.capabilities(spec.engine, spec.sampling)
     prompts = read_prompts(spec.prompts)
@@ -84,16 +90,41 @@ def run(run_dir: Path, spec: RolloutSpec) -> None:
     require_vocabulary(tokenizer, info, spec.engine.model)
     ids = render_prompts(prompts, tokenizer, info.vocab_size)
     longest = require_context(spec, prompts, ids, info)
-    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
+    making = kind(in_form(spec.engine), spec.sampling, longest)
+    with making as engine, journalled(engine, capabilities, run_dir, spec):
         report_ready()
         if not resume.rollout_done(run_dir, spec):
             sample(run_dir, spec, engine, Ready(prompts, ids, tokenizer, info, capabilities))
-        if wants_prefill(spec, capabilities) and not resume.prefill_done(run_dir, spec):
-            rollout = store.load_rollout(run_dir)
-            with timed("prefill"):
-                scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
-            scoring.fingerprint["model"] = spec.engine.model
-            store.save_scoring(run_dir, scoring, rollout, made_by=spec)
+        if not wants_prefill(spec, capabilities):
+            return
+        if not resume.prefill_done(run_dir, spec):
+            rescore(run_dir, spec, engine)
+        for place in also:
+            if not resume.rescored(place, run_dir, spec):
+                rescore(place, spec, engine)
+
+
+@contextmanager
+def journalled(
+    engine: Engine, capabilities: Capabilities, run_dir: Path, spec: RolloutSpec
+) -> Iterator[None]:
+    """Have an engine that may go away save every sequence at once, until all is done."""
+    if not capabilities.journals:
+        yield
+        return
+    keeping = cast(Journaling, engine)
+    keeping.keep_journal(run_dir, spec_hash(spec))
+    yield
+    keeping.discard_journal()
+
+
+def rescore(place: Path, spec: RolloutSpec, engine: Engine) -> None:
+    """Score the tokens of a run, whoever sampled them, by prefill."""
+    rollout = store.load_rollout(place)
+    with timed("prefill"):
+        scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
+    scoring.fingerprint["model"] = spec.engine.model
+    store.save_scoring(place, scoring, rollout, made_by=spec)
 
 
 def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> None:
@@ -107,7 +138,10 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
         samples = engine.generate(ready.ids, Reporter("rollout"))
     require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
     fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info)
-    fingerprint["not_tested"] = not_tested(spec, ready.capabilities)
+    fingerprint["not_tested"] = [
+        *fingerprint.get("not_tested", ()),
+        *not_tested(spec, ready.capabilities),
+    ]
     fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
     rollout = build_rollout(ready.ids, samples, spec, fingerprint)
     rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)

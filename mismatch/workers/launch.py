@@ -35,6 +35,7 @@ TAIL_LINES = 12
 GRACE_S = 10.0  # between asking a process to end and ending it
 POLL_S = 0.05
 PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
+SCORED = "scored"  # timing of a training world that goes on with gradients: no scoring is missing
 TIMING_LINE = re.compile(TIMING + r"(\S+) (\d+\.\d+)")
 OUT_OF_MEMORY = (
     "a killed process is often out of memory: "
@@ -109,6 +110,11 @@ class Worker:
         if code != 0:
             raise self._failure(code)
         return True
+
+    @property
+    def fate(self) -> str:
+        """How its process ended, in words; only for one that has."""
+        return _meaning(self._process.wait())
 
     def stop(self) -> None:
         """End the process and all its descendants, whatever they are doing."""

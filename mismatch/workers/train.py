@@ -13,7 +13,8 @@ JOB.json::
 A pass may have a "run_dir" of its own, whose rollout it scores, and be "optional": one that cannot
 run leaves its reason in ``errors/pass-<name>.json`` of the job's run directory and the others go
 on; "optional_s" is the time that optional passes may take, and those that would exceed it are left
-out. They note their seconds and memory in their fingerprints.
+out. They note their seconds and memory in their fingerprints. "gradients", a GradientPlan, are
+taken after all passes, see mismatch/workers/gradients.py.
 
 Each pass becomes ``scores/<name>.parquet`` (and ``routing/<name>.safetensors``). Passes that need
 the same weights in the same form share one load, whatever kernels they run. With "wait_for", what
@@ -50,6 +51,7 @@ from mismatch.store import (
     scoring_header,
 )
 from mismatch.workers.launch import (
+    SCORED,
     leave,
     pass_label,
     report_ready,
@@ -128,13 +130,27 @@ def run(job: dict[str, Any]) -> None:
             wait_for(Path(job["wait_for"]))
     world = World.start()
     try:
-        _Passes(world, job).score(items)
+        passes = _Passes(world, job)
+        passes.score(items)
+        if "gradients" in job:
+            take_gradients(passes, job)
     except torch.OutOfMemoryError as error:
         raise MismatchError(
             f"rank {world.rank} is out of GPU memory: {str(error).splitlines()[0]}",
             "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node",
         ) from error
     world.close()
+
+
+def take_gradients(passes: _Passes, job: dict[str, Any]) -> None:
+    """Those of a job's plan, and before them a word to the parent: all scorings are saved."""
+    from mismatch.gradients.plan import GradientPlan
+    from mismatch.workers.gradients import take_gradients
+
+    passes.world.barrier()
+    if passes.world.rank == 0:
+        report_timing(SCORED, time.monotonic() - passes.began)
+    take_gradients(passes, GradientPlan.from_json(job["gradients"]))
 
 
 class _Passes:
@@ -145,6 +161,7 @@ class _Passes:
         self.loaded: Loaded | None = None
         self.seconds: list[float] = []  # of the optional passes so far
         self.rollouts: dict[Path, Rollout] = {}
+        self.began = time.monotonic()
 
     def score(self, items: list[Item]) -> None:
         first = items[0] if items else None
@@ -156,6 +173,7 @@ class _Passes:
             wait_for(Path(self.job["wait_for"]))
             told = Path(self.job["wait_for"]).read_text()
             self.job = self.job | (json.loads(told) if told.strip() else {})
+            self.began = time.monotonic()
         for item in items:
             if not item.optional:
                 self.one(item)
@@ -339,7 +357,7 @@ def wait_for(path: Path) -> None:
 
 def load_key(spec: TrainSpec) -> tuple[Any, ...]:
     """What has to be equal for two passes to run the same kernels on the same weights."""
-    return (*weights_key(spec), spec.attention, spec.experts)
+    return (*weights_key(spec), spec.attention, spec.autocast, spec.experts)
 
 
 def _rollout(job: dict[str, Any]) -> Rollout:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("torch", "pandas", "matplotlib", "transformers", "vllm", "sglang", "pyarrow", "numpy")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["kernels", "--help"], ["--version"]])
 def test_help_imports_nothing_heavy(arguments):
     code = (
         "import sys, runpy\n"
@@ -46,6 +46,7 @@ def test_the_wheel_holds_only_mismatch(tmp_path):
         "mismatch/models/tiny-gpt-oss/model.safetensors",
         "mismatch/models/tiny-gpt-oss/chat_template.jinja",
         "mismatch/reports/schema/report-1.json",
+        "mismatch/reports/schema/kernels-1.json",
         "mismatch/py.typed",
     ):
         assert needed in names

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ import pytest
 
 from mismatch import store
 from mismatch.models import EMBEDDED
+from mismatch.preflight import engine_python, interpreter_environment, own_python
 from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec, to_dict
 from mismatch.types import Rollout, Sampling, Scoring
 
@@ -41,12 +41,30 @@ LAWS = {
 ARGUMENTS: dict[tuple[str, str], tuple[tuple[str, Any], ...]] = {
     ("vllm", "crowded"): (("num_gpu_blocks_override", 40), ("block_size", 32)),
     ("vllm", "chunked"): (("max_num_batched_tokens", 64), ("max_num_seqs", 16)),
+    ("sglang", "crowded"): (("max_total_tokens", 320), ("chunked_prefill_size", 32)),
     ("transformers", "crowded"): (("max_num_seqs", 3),),
 }
+MAKE = {"sglang": "make env-sglang"}
+# SGLang takes logprobs before top-p and top-k cut the tail, and scores given tokens at T = 1 only.
+UNTRUNCATED = frozenset({"sglang"})
+PREFILL_AT_ONE = frozenset({"sglang"})
 
 
 def installed(engine: str) -> bool:
-    return importlib.util.find_spec(engine) is not None
+    python = own_python(EngineSpec(engine))
+    return python is not None or importlib.util.find_spec(engine) is not None
+
+
+def reported(engine: str, sampling: Sampling) -> Sampling:
+    """The law that an engine's decode logprobs are of."""
+    if engine in UNTRUNCATED:
+        return dataclasses.replace(sampling, top_p=1.0, top_k=0)
+    return sampling
+
+
+def rescores(engine: str, sampling: Sampling) -> bool:
+    """Whether an engine scores given tokens at a law's temperature."""
+    return engine not in PREFILL_AT_ONE or sampling.temperature in (0.0, 1.0)
 
 
 @dataclass
@@ -69,6 +87,11 @@ class Run:
     def prefill(self) -> Scoring:
         return store.load_scoring(self.directory, f"{self.engine}:prefill")
 
+    @property
+    def scorings(self) -> list[Scoring]:
+        both = rescores(self.engine, self.sampling)
+        return [self.decode, self.prefill] if both else [self.decode]
+
     def responses(self) -> list[list[int]]:
         """Sampled ids of every sequence."""
         masks = np.split(self.rollout.action_mask, self.rollout.offsets[1:-1])
@@ -82,8 +105,9 @@ def work(directory: Path, spec: RolloutSpec) -> subprocess.CompletedProcess[str]
     directory.mkdir(parents=True, exist_ok=True)
     job.write_text(json.dumps({"run_dir": str(directory), "spec": to_dict(spec)}))
     return subprocess.run(
-        [sys.executable, "-m", "mismatch.workers.engine", str(job)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [engine_python(spec.engine), "-m", "mismatch.workers.engine", str(job)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}
+        | interpreter_environment(own_python(spec.engine)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -98,7 +122,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run
 
     def get(engine: str, law: str) -> Run:
         if not installed(engine):
-            pytest.skip(f"{engine} is not installed: make env")
+            pytest.skip(f"{engine} is not installed: {MAKE.get(engine, 'make env')}")
         if (engine, law) not in made:
             directory = tmp_path_factory.mktemp(f"{engine}-{law}")
             spec = RolloutSpec(

@@ -1,4 +1,4 @@
-"""The contract of every engine: same tests, same prompts, vLLM and transformers alike.
+"""The contract of every engine: same tests, same prompts, vLLM, SGLang and transformers alike.
 
 The argument: in float32 an engine's logprobs are those of a plain forward under the law that it was
 told to sample from. So decode equals prefill, temperature and truncation are what the fingerprint
@@ -7,6 +7,7 @@ says, and the captured experts are the router's, whatever batching, chunks and p
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,13 +17,26 @@ import pytest
 
 from mismatch import store
 from mismatch.engines.registry import engine_class
+from mismatch.preflight import engine_python, interpreter_environment, own_python
 from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec
 from mismatch.types import Sampling
-from tests.contract.conftest import LAWS, MODEL, PLAIN, PROMPTS, Reference, Run, installed, work
+from tests.contract.conftest import (
+    LAWS,
+    MODEL,
+    PLAIN,
+    PROMPTS,
+    Reference,
+    Run,
+    installed,
+    reported,
+    rescores,
+    work,
+)
 
 Runs = Callable[[str, str], Run]
-ENGINES = ("vllm", "transformers")
+ENGINES = ("vllm", "sglang", "transformers")
 SAME_IN_FP32 = 1e-4
+UNABLE = {"sglang": ("seeds", "exact KL")}  # words of what it says it cannot do
 # Two experts this close (router logits) may swap places by float32 rounding alone, and what follows
 # them in the sequence then differs by more than rounding. About one row in ten thousand is.
 TIE = 1e-5
@@ -81,7 +95,7 @@ def test_every_prompt_has_all_its_samples(engine: str, law: str, run_of: Runs) -
 @every_engine
 @every_law
 def test_logprobs_are_finite_and_not_positive(engine: str, law: str, run_of: Runs) -> None:
-    for scoring in (run_of(engine, law).decode, run_of(engine, law).prefill):
+    for scoring in run_of(engine, law).scorings:
         assert np.isfinite(scoring.logprobs).all()
         assert scoring.logprobs.max() <= 1e-6
         assert scoring.logprobs.min() < -0.1
@@ -130,7 +144,7 @@ def test_decode_logprobs_are_of_the_law_that_sampled(
     engine: str, law: str, run_of: Runs, reference: Reference
 ) -> None:
     run = run_of(engine, law)
-    expected = expected_logprobs(run, reference, run.sampling)
+    expected = expected_logprobs(run, reference, reported(engine, run.sampling))
     sure = settled(run, reference)
     assert largest(expected, run.decode.logprobs, sure) < SAME_IN_FP32
 
@@ -141,6 +155,10 @@ def test_prefill_scores_the_same_tokens_at_the_same_temperature(
     engine: str, law: str, run_of: Runs, reference: Reference
 ) -> None:
     run = run_of(engine, law)
+    if not rescores(engine, run.sampling):
+        assert any("prefill" in missing for missing in run.decode.fingerprint["not_tested"])
+        assert store.scoring_names(run.directory) == [f"{engine}:decode"]
+        return
     untruncated = Sampling(temperature=run.sampling.temperature)
     expected = expected_logprobs(run, reference, untruncated)
     sure = settled(run, reference)
@@ -201,7 +219,7 @@ def check_experts(run: Run, reference: Reference) -> None:
     assert differ.mean() < 1e-3
 
 
-@every_engine
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "sglang"])
 def test_the_seed_decides_the_tokens_whatever_the_batch(engine: str, run_of: Runs) -> None:
     assert run_of(engine, "crowded").responses() == run_of(engine, "plain").responses()
 
@@ -236,12 +254,15 @@ def test_weights_as_loaded_are_the_checkpoints(engine: str, run_of: Runs) -> Non
 @every_law
 def test_the_fingerprint_tells_the_law(engine: str, law: str, run_of: Runs) -> None:
     run = run_of(engine, law)
-    decode, prefill, asked = run.decode.fingerprint, run.prefill.fingerprint, run.sampling
-    assert (decode["mode"], prefill["mode"]) == ("decode", "prefill")
-    assert decode["logprobs_temperature"] == prefill["logprobs_temperature"]
-    assert decode["logprobs_temperature"] == (asked.temperature or 1.0)
-    assert decode["logprobs_truncated"] == asked.truncates
-    assert prefill["logprobs_truncated"] is False
+    decode, asked = run.decode.fingerprint, run.sampling
+    assert [scoring.fingerprint["mode"] for scoring in run.scorings] == ["decode", "prefill"][
+        : len(run.scorings)
+    ]
+    for scoring in run.scorings:
+        assert scoring.fingerprint["logprobs_temperature"] == (asked.temperature or 1.0)
+    for scoring in run.scorings[1:]:
+        assert scoring.fingerprint["logprobs_truncated"] is False
+    assert decode["logprobs_truncated"] == reported(engine, asked).truncates
     for name in ("temperature", "top_p", "top_k", "max_tokens"):
         assert decode["sampling"][name] == getattr(asked, name)
     assert decode["engine"] == engine
@@ -250,7 +271,10 @@ def test_the_fingerprint_tells_the_law(engine: str, law: str, run_of: Runs) -> N
     for name in ("version", "attention", "moe_backend", "device", "seed", "max_model_len"):
         assert decode[name] not in (None, "", "unknown")
     assert decode["source_files"]["model.safetensors"]
-    assert decode["not_tested"] == []
+    unable = UNABLE.get(engine, ()) + (() if rescores(engine, asked) else ("prefill",))
+    assert len(decode["not_tested"]) == len(unable)
+    for word in unable:
+        assert any(word in sentence for sentence in decode["not_tested"]), word
 
 
 @every_engine
@@ -280,11 +304,20 @@ def test_capabilities_are_known_before_anything_is_loaded(engine: str) -> None:
         "from mismatch.specs import EngineSpec\n"
         "from mismatch.types import Sampling\n"
         f"able = engine_class({engine!r}).capabilities(EngineSpec({engine!r}), Sampling())\n"
-        "assert able.decode and able.prefill and able.prefill_tempered and able.routed_experts\n"
-        "assert able.processed_logprobs\n"
-        "assert not {'torch', 'vllm', 'transformers'} & sys.modules.keys()\n"
+        "assert able.decode and able.prefill and able.routed_experts\n"
+        f"lacks = {engine!r} == 'sglang'\n"
+        "for name in ('prefill_tempered', 'processed_logprobs', 'deterministic'):\n"
+        "    assert getattr(able, name) is not lacks, name\n"
+        "    assert (name in able.reasons) is lacks, name\n"
+        "assert not {'torch', 'vllm', 'sglang', 'transformers'} & sys.modules.keys()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    spec = EngineSpec(engine)
+    done = subprocess.run(
+        [engine_python(spec), "-c", code],
+        env={**os.environ, **interpreter_environment(own_python(spec))},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -292,12 +325,13 @@ def test_capabilities_are_known_before_anything_is_loaded(engine: str) -> None:
 def test_an_unknown_engine_argument_is_refused(engine: str, tmp_path) -> None:
     if not installed(engine):
         pytest.skip(f"{engine} is not installed: make env")
-    near = {"vllm": "max_num_seqs", "transformers": "max_num_seqs"}[engine]
-    spec = EngineSpec(engine, str(MODEL), args=(("max-num-seq", 4),))
+    near = {"sglang": "max_running_requests"}.get(engine, "max_num_seqs")
+    wrong = near[:-1].replace("_", "-")
+    spec = EngineSpec(engine, str(MODEL), args=((wrong, 4),))
     done = work(tmp_path, RolloutSpec(spec, PromptSpec(num_prompts=2), PLAIN))
     assert done.returncode == 1
     error = store.read_json(tmp_path / "errors" / "engine.json")
-    assert "max-num-seq" in error["message"]
+    assert wrong in error["message"]
     assert near in error["fix"]
 
 

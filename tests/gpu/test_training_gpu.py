@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from mismatch.specs import Pass, TrainSpec
-from mismatch.training.kernels import BlockedMask, sink_attention
+from mismatch.training.block_masks import BlockedMask
+from mismatch.training.kernels import sink_attention
 from mismatch.training.load import load
 from mismatch.training.logprobs import token_stats
 from mismatch.training.score import score_pass

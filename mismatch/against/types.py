@@ -1,0 +1,102 @@
+"""What comparing a new run with an old one gives; plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mismatch.types import Comparison, Estimate, Verdict
+
+Outcome = Literal["better", "worse", "mixed", "none"]
+Where = Literal["engine", "trainer", "machine"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSide:
+    """One of the two runs.
+
+    Attributes:
+        run: name of its directory, without the path.
+        engine, version: what sampled.
+        created: ISO time of its first command, or "".
+        verdict: as a check of its own would end; None where no level applies.
+        tokens, sequences: action tokens and sequences.
+    """
+
+    run: str
+    model: str
+    engine: str
+    version: str
+    created: str
+    verdict: Verdict | None
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstRow:
+    """One metric in both runs: engine against trainer, each on its own tokens.
+
+    Attributes:
+        change: new - old with its 95 % interval, by prompt.
+        p_value: probability of such a change by chance (permutation within prompts, adjusted for
+            all deciding metrics); None for a metric that does not decide.
+        outcome: of a deciding metric: "worse", "better" or "none" (not told from chance).
+        beyond: worse, and by more than the margin.
+    """
+
+    metric: str
+    old: Estimate
+    new: Estimate
+    change: Estimate
+    p_value: float | None = None
+    outcome: Outcome | None = None
+    beyond: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """One setting, version or fact that is not the same in both runs.
+
+    >>> Changed("engine", "versions.vllm", "0.31.0", "0.32.0").new
+    '0.32.0'
+    """
+
+    where: Where
+    name: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """A new run against an old one.
+
+    Attributes:
+        prompts: that both runs hold; always all of them.
+        same_tokens: both runs hold the same tokens, so that changes are paired token by token.
+        same_sequences: sequences (of ``old.sequences``) that both runs hold, in the same place.
+        engines: old engine (left) against new engine (right), on the same tokens; None where the
+            tokens are not the same. Few metrics only.
+        outcome: of all deciding metrics together.
+        margin: share by which a metric may rise before that fails.
+        fails: the new run is worse by more than the margin, or its own verdict fails.
+        reason: of the verdict, one line.
+        notes: what a reader has to know, one sentence each.
+        method: how significance was decided, one sentence.
+    """
+
+    old: RunSide
+    new: RunSide
+    prompts: int
+    same_tokens: bool
+    same_sequences: int
+    rows: tuple[AgainstRow, ...]
+    changed: tuple[Changed, ...]
+    engines: Comparison | None
+    outcome: Outcome
+    margin: float
+    fails: bool
+    reason: str
+    notes: tuple[str, ...]
+    method: str

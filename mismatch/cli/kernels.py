@@ -1,0 +1,255 @@
+"""`mismatch kernels`: are the attention and expert kernels of this machine right for a model?"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mismatch.cli.flags import Flags, with_flags
+from mismatch.cli.options import MODEL, OUTPUT, ModelFlags
+from mismatch.errors import MismatchError
+
+if TYPE_CHECKING:
+    from mismatch.audit.supervise import AuditSpec
+    from mismatch.audit.types import AuditReport
+
+AUDIT = "What to audit"
+DEFAULT_MODEL = "tiny-gpt-oss"
+DTYPES = ("fp64", "fp32", "bf16", "fp16")
+SHORTEST, LONGEST = 16, 1 << 20  # tokens of a sequence whose costs are taken
+
+
+class Only(StrEnum):
+    attention = "attention"
+    experts = "experts"
+
+
+def _flag(panel: str, help: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(help=help, rich_help_panel=panel)
+    return option
+
+
+class AuditFlags:
+    kernel: Annotated[
+        list[str] | None,
+        _flag(
+            AUDIT,
+            "Attention of your own, package.module:function, with @eager, @sdpa, @flash or @none "
+            "for the mask it takes; repeatable.",
+        ),
+    ] = None
+    kernel_experts: Annotated[
+        list[str] | None,
+        _flag(AUDIT, "Experts of your own, package.module:function; repeatable."),
+    ] = None
+    only: Annotated[Only | None, _flag(AUDIT, "Default: both.")] = None
+    name: Annotated[
+        list[str] | None,
+        _flag(AUDIT, "Only this one, beside your own: eager, sink-sdpa …; repeatable."),
+    ] = None
+    dtype: Annotated[
+        list[str] | None, _flag(AUDIT, "fp64, fp32, bf16 or fp16; repeatable. Default: by device.")
+    ] = None
+    tokens: Annotated[str | None, _flag(AUDIT, "Lengths for time and memory: 1024,4096.")] = None
+    harm: Annotated[bool, _flag(AUDIT, "Run what is wrong on the model as a whole.")] = True
+    time_limit: Annotated[
+        float, _flag(AUDIT, "Seconds for one implementation; then it is ended.")
+    ] = 900.0
+    seed: Annotated[int, _flag(AUDIT, "Of the inputs.")] = 0
+
+
+class AuditOutput:
+    run: Annotated[
+        Path | None,
+        _flag(MODEL, "Run whose model and tokens are taken; its report gets the result."),
+    ] = None
+    out: Annotated[
+        Path | None, _flag(OUTPUT, "Directory for kernels.html and kernels.json; default: none.")
+    ] = None
+    details: Annotated[
+        bool,
+        typer.Option("--details", help="Also errors per dtype and costs.", rich_help_panel=OUTPUT),
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = (
+        False
+    )
+
+
+@with_flags(ModelFlags, AuditFlags, AuditOutput)
+def kernels(flags: Flags) -> int:
+    """Audit every attention and expert implementation here, and your own, for one model.
+
+    Each runs forward and backward and is held against float64: sinks, window, packing, gradients.
+
+    Exit code 0: nothing wrong with any that a run could use. 1: one of them, or one of your own,
+    is wrong. 2: nothing was audited.
+    """
+    from rich.console import Console
+
+    from mismatch.audit.supervise import run_audit
+    from mismatch.audit.verdict import judge
+    from mismatch.cli.narrator import ConsoleNarrator
+    from mismatch.reports.kernels_json import kernels_to_json
+    from mismatch.reports.kernels_terminal import print_kernels
+
+    spec = audit_spec(flags)
+    narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
+    if flags["model"] is None and flags["run"] is None:
+        narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
+    with _place(flags["out"], spec.model) as place:
+        with narrator.stage("audit of kernels") as progress:
+            report = run_audit(spec, place, progress)
+        verdict = judge(report)
+        if flags["out"] is not None:
+            save(report, flags["out"])
+    if flags["run"] is not None:
+        save_in_run(report, flags["run"])
+    if flags["as_json"]:
+        typer.echo(json.dumps(kernels_to_json(report), indent=2, allow_nan=False))
+    else:
+        where = flags["out"] or flags["run"]
+        print_kernels(report, Console(), where, details=flags["details"])
+    return verdict.code
+
+
+def audit_spec(flags: Flags) -> AuditSpec:
+    """What the flags ask for, as far as that can be told without torch.
+
+    Raises:
+        MismatchError: an unknown model, dtype, length, or flags that exclude each other.
+    """
+    from mismatch.audit.supervise import AuditSpec
+
+    _require_sense(flags)
+    model, revision, trust = _model(flags)
+    return AuditSpec(
+        model=model,
+        revision=revision,
+        trust_remote_code=trust,
+        only=flags["only"] and flags["only"].value,
+        names=tuple(flags["name"] or ()),
+        kernels=tuple(flags["kernel"] or ()),
+        expert_kernels=tuple(flags["kernel_experts"] or ()),
+        dtypes=_dtypes(flags["dtype"] or []),
+        tokens=_lengths(flags["tokens"]),
+        harm=flags["harm"],
+        run=None if flags["run"] is None else str(flags["run"]),
+        seed=flags["seed"],
+        limit_s=flags["time_limit"],
+    )
+
+
+def _require_sense(flags: Flags) -> None:
+    only = flags["only"] and flags["only"].value
+    for kind, name in (("experts", "kernel"), ("attention", "kernel_experts")):
+        if only == kind and flags[name]:
+            raise MismatchError(
+                f"--only {kind} leaves nothing to do for --{name.replace('_', '-')}",
+                "drop one of the two",
+            )
+    if flags["time_limit"] <= 0:
+        raise MismatchError(f"--time-limit {flags['time_limit']:g} is no time", "give seconds")
+
+
+def _model(flags: Flags) -> tuple[str, str | None, bool]:
+    """Model, revision, whether its own code may run: as given, or those of the run's trainer."""
+    from mismatch.models import resolve_model
+    from mismatch.runs import load_spec
+
+    given = flags["model"]
+    if flags["run"] is None:
+        return (
+            resolve_model(given or DEFAULT_MODEL),
+            flags["revision"],
+            flags["trust_remote_code"],
+        )
+    train = load_spec(flags["run"]).train
+    try:
+        model = resolve_model(given or train.model)
+    except MismatchError as error:
+        if given is not None:
+            raise
+        raise MismatchError(
+            f"the model of {flags['run']} is not on this machine: {train.model}",
+            "say where it is: --model MODEL",
+        ) from error
+    if Path(model).name != Path(train.model).name:  # a run may come from another machine
+        raise MismatchError(
+            f"--model {given} is not the model of {flags['run']}: {train.model}",
+            "drop --model: the run's own is taken",
+        )
+    return model, train.revision, train.trust_remote_code
+
+
+def _dtypes(given: list[str]) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(one for text in given for one in text.split(",")))
+    for one in found:
+        if one not in DTYPES:
+            raise MismatchError(f"--dtype {one!r} is unknown", f"one of {', '.join(DTYPES)}")
+    return found
+
+
+def _lengths(given: str | None) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    try:
+        found = sorted({int(one) for one in given.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < SHORTEST or found[-1] > LONGEST:
+        raise MismatchError(
+            f"--tokens {given!r} names no lengths from {SHORTEST} to {LONGEST:,}",
+            "write them with commas: --tokens 1024,4096",
+        )
+    return tuple(found)
+
+
+@contextmanager
+def _place(out: Path | None, model: str) -> Iterator[Path]:
+    """Where the audit works: the user's directory, or one that is gone afterwards."""
+    if out is not None:
+        from mismatch.runs import new_directory
+
+        yield new_directory(out, model)
+        return
+    with tempfile.TemporaryDirectory(prefix="mismatch-kernels-") as made:
+        yield Path(made)
+
+
+def save(report: AuditReport, out: Path) -> None:
+    """Write kernels.json and kernels.html."""
+    from mismatch import store
+    from mismatch.reports.kernels_html import to_html
+    from mismatch.reports.kernels_json import FILE, kernels_to_json
+
+    store.write_json(out / FILE, kernels_to_json(report))
+    store.write_text(out / "kernels.html", to_html(report))
+
+
+def save_in_run(report: AuditReport, run: Path) -> None:
+    """Leave the audit in a run, and write the run's report again if it has one.
+
+    Raises:
+        MismatchError: the run cannot be written, or its artefacts are damaged.
+    """
+    from dataclasses import replace
+
+    from mismatch import store
+    from mismatch.cli.session import command
+    from mismatch.reports.build import write_report
+    from mismatch.reports.document import report_from_json
+    from mismatch.reports.kernels_json import FILE, SCHEMA, kernels_to_json
+    from mismatch.runs import at_work, load_spec
+
+    with at_work(run, "kernels", load_spec(run), command()):
+        store.save_document(run, FILE, kernels_to_json(report), schema=SCHEMA)
+        if (run / "report.json").exists():
+            known = report_from_json(store.load_document(run, "report.json"))
+            write_report(run, replace(known, kernels=report), store.load_tokens(run))

@@ -1,0 +1,99 @@
+"""What every kind of server has to be asked for, and what it has to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from mismatch.engines.base import ExpertLayout, Sample
+from mismatch.engines.servers.http import Client
+from mismatch.types import Floats, Sampling
+
+ABSENT_LOGPROB = -9998.0  # servers write -9999 for minus infinity, which JSON does not have
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a server says about itself.
+
+    Example::
+
+        Facts("vllm", "0.32.0", "tiny", ("tiny", "tiny-gpt-oss"), max_model_len=1024)
+
+    Attributes:
+        kind: "vllm" or "sglang".
+        model: the name that requests have to carry.
+        names: every name or path under which it knows the model.
+        max_model_len: tokens of a prompt and its response.
+        dtype: "bf16" …; None: it does not say.
+        spare: tokens of the context that it keeps free, beside one for scoring.
+        started: a number that is another one after a restart; None: it gives none.
+        weight_version: changes with the weights, where an operator sets it.
+        configuration: a hash of its settings, where it gives one.
+        details: other settings that belong into a fingerprint.
+    """
+
+    kind: str
+    version: str
+    model: str
+    names: tuple[str, ...]
+    max_model_len: int | None = None
+    spare: int = 0
+    dtype: str | None = None
+    started: float | None = None
+    weight_version: str | None = None
+    configuration: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A sample, and what the server said about itself beside it.
+
+    Attributes:
+        identity: equal in all answers of one server with one configuration and weight version.
+    """
+
+    sample: Sample
+    identity: str | None = None
+
+
+class Dialect(Protocol):
+    """How one kind of server is spoken to. All of it is stateless.
+
+    Every method that asks raises ``Unavailable``, ``Refused`` or ``MismatchError`` as
+    :meth:`mismatch.engines.servers.http.Client.post` does; an answer that lacks what was asked for
+    is ``Unavailable`` too.
+    """
+
+    kind: ClassVar[str]
+
+    def look(self, client: Client, served: str | None) -> Facts | None:
+        """Facts of a server of this kind; None: it is another kind.
+
+        Args:
+            served: the model's name there, where several are served; None: the base model.
+        """
+
+    def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """The sampling law as it is sent: every parameter, so that no default slips in."""
+
+    def sample(
+        self,
+        client: Client,
+        facts: Facts,
+        ids: Sequence[int],
+        settings: dict[str, Any],
+        seed: int | None,
+        layout: ExpertLayout | None,
+    ) -> Answer:
+        """One continuation of ``ids``; with routed experts, in the layers of ``layout``, if any."""
+
+    def score(self, client: Client, facts: Facts, ids: Sequence[int], start: int) -> Floats:
+        """Logprobs at T = 1 of the tokens ``start:``, by prefill; ``start`` is at least 1."""
+
+    def top(
+        self, client: Client, facts: Facts, ids: Sequence[int], settings: dict[str, Any], count: int
+    ) -> dict[int, float]:
+        """Token id -> logprob of the ``count`` most likely next tokens, as decoding reports it."""

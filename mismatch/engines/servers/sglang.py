@@ -1,0 +1,155 @@
+"""SGLang's own server (written against 0.5.23): ``/generate`` with token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from mismatch.engines import sglang_wire as wire
+from mismatch.engines.base import ExpertLayout
+from mismatch.engines.fingerprint import short_dtype
+from mismatch.engines.servers.dialect import Answer, Facts
+from mismatch.engines.servers.http import Client, Refused, Unavailable
+from mismatch.engines.sglang_args import SPARE_TOKENS
+from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.types import Floats, Sampling
+
+LOOK_S = 30.0
+# Settings that belong into a fingerprint; the server's whole answer may hold its API key.
+SETTINGS = {
+    "device": "device",
+    "tp_size": "tensor_parallel_size",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "quantization": "quantization",
+    "attention_backend": "attention",
+    "moe_runner_backend": "moe_backend",
+    "page_size": "block_size",
+    "chunked_prefill_size": "max_num_batched_tokens",
+    "enable_deterministic_inference": "deterministic",
+    "enable_return_routed_experts": "returns_routes",
+}
+A_SEQUENCE = "the request"
+
+
+class SglangServer:
+    """See :class:`mismatch.engines.servers.dialect.Dialect`."""
+
+    kind: ClassVar[str] = "sglang"
+
+    def look(self, client: Client, served: str | None) -> Facts | None:
+        """``/model_info`` is SGLang's alone; ``/server_info`` has its settings."""
+        try:
+            model = client.get("/model_info", LOOK_S)
+            info = client.get("/server_info", LOOK_S)
+        except Refused:
+            return None
+        if not isinstance(model, dict) or "model_path" not in model or "version" not in info:
+            return None
+        if not model.get("is_generation", True):
+            raise MismatchError(
+                f"{client.address.text} serves a model that generates no text",
+                "give the address of a server for generation",
+            )
+        names = (model.get("served_model_name"), model["model_path"], info.get("model_path"))
+        known = tuple(dict.fromkeys(str(name) for name in names if name))
+        return Facts(
+            kind=self.kind,
+            version=str(info["version"]),
+            model=known[0],
+            names=known,
+            max_model_len=_context(client, info),
+            spare=SPARE_TOKENS,
+            dtype=_dtype(info.get("dtype")),
+            started=_started(info.get("startup_time")),
+            weight_version=_text(model.get("weight_version")),
+            details={
+                name: info[key] for key, name in SETTINGS.items() if info.get(key) is not None
+            },
+        )
+
+    def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """See the protocol."""
+        return wire.sampling_parameters(law, stop_ids)
+
+    def sample(
+        self,
+        client: Client,
+        facts: Facts,
+        ids: Sequence[int],
+        settings: dict[str, Any],
+        seed: int | None,
+        layout: ExpertLayout | None,
+    ) -> Answer:
+        """See the protocol. SGLang looks at seeds in its deterministic mode alone."""
+        parameters = settings if seed is None else settings | {"sampling_seed": seed}
+        body = wire.generate_request(ids, parameters, routes=layout is not None)
+        answer = _one(client.post("/generate", body))
+        routed = None
+        try:
+            if layout is not None and wire.has_routes(answer):
+                forwarded = len(ids) + len(answer["output_ids"]) - 1
+                routed = wire.parse_routes(
+                    answer, forwarded, layout.layers, layout.top_k, A_SEQUENCE
+                )
+            sample = wire.parse_sample(answer, A_SEQUENCE, routed)
+        except CorruptCapture:
+            raise
+        except (MismatchError, KeyError, TypeError, IndexError) as error:
+            raise Unavailable(_short(error)) from error
+        return Answer(sample, _text(answer["meta_info"].get("weight_version")))
+
+    def score(self, client: Client, facts: Facts, ids: Sequence[int], start: int) -> Floats:
+        """See the protocol."""
+        answer = _one(client.post("/generate", wire.prefill_request(ids, start)))
+        try:
+            return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
+        except (MismatchError, TypeError, IndexError) as error:
+            raise Unavailable(_short(error)) from error
+
+    def top(
+        self, client: Client, facts: Facts, ids: Sequence[int], settings: dict[str, Any], count: int
+    ) -> dict[int, float]:
+        """See the protocol."""
+        body = wire.generate_request(ids, settings | {"max_new_tokens": 1}, routes=False)
+        answer = _one(client.post("/generate", body | {"top_logprobs_num": count}))
+        try:
+            entries = answer["meta_info"]["output_top_logprobs"][0]
+            return {int(entry[1]): float(entry[0]) for entry in entries if entry[0] is not None}
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise Unavailable("an answer without output_top_logprobs") from error
+
+
+def _one(answer: Any) -> dict[str, Any]:
+    """The answer to one request: a dictionary, or a list of one."""
+    found = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+    if not isinstance(found, dict):
+        raise Unavailable("an answer that is no sample")
+    return found
+
+
+def _context(client: Client, info: dict[str, Any]) -> int | None:
+    """Tokens of the longest sequence; /v1/models says it, whatever the flags were."""
+    try:
+        found = client.get("/v1/models", LOOK_S)["data"][0].get("max_model_len")
+    except (Refused, Unavailable, KeyError, IndexError, TypeError, AttributeError):
+        found = info.get("context_length")
+    return int(found) if found else None
+
+
+def _dtype(name: Any) -> str | None:
+    """None for "auto": what that became it does not say."""
+    return None if name in (None, "", "auto") else short_dtype(name)
+
+
+def _started(took: Any) -> float | None:
+    """What starting took, to the microsecond: another number after a restart."""
+    value = took.get("tokenizer_e2e") if isinstance(took, dict) else took
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _short(error: Exception) -> str:
+    return error.message if isinstance(error, MismatchError) else f"an answer without {error}"

@@ -1,0 +1,219 @@
+"""vLLM's OpenAI-compatible server (written against 0.32): ``/v1/completions`` with token ids."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch.engines.base import ExpertLayout, Sample
+from mismatch.engines.fingerprint import short_dtype
+from mismatch.engines.servers.dialect import Answer, Facts
+from mismatch.engines.servers.http import Client, Refused, Unavailable
+from mismatch.errors import MismatchError
+from mismatch.types import Floats, Sampling
+
+LOOK_S = 30.0
+STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
+CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+ID_TEXT = "token_id:"  # how ids are written where texts are usual (return_tokens_as_token_ids)
+
+
+class VllmServer:
+    """See :class:`mismatch.engines.servers.dialect.Dialect`."""
+
+    kind: ClassVar[str] = "vllm"
+
+    def look(self, client: Client, served: str | None) -> Facts | None:
+        """``/v1/models`` says whose it is; ``/metrics`` and ``/server_info`` may say more."""
+        try:
+            cards = list(client.get("/v1/models", LOOK_S)["data"])
+            version = str(client.get("/version", LOOK_S)["version"])
+        except Refused:
+            return None
+        except (KeyError, TypeError) as error:
+            raise Unavailable(f"/v1/models or /version without {error}") from error
+        if not cards or any(card.get("owned_by") != "vllm" for card in cards):
+            return None
+        base = [card for card in cards if not card.get("parent")] or cards
+        card = next((one for one in cards if one["id"] == served), base[0])
+        said = _server_info(client)
+        model, parallel = said.get("model_config") or {}, said.get("parallel_config") or {}
+        metrics = _metrics(client)
+        started = STARTED.search(metrics)
+        details = _cache(metrics) | {
+            "logprobs_mode": model.get("logprobs_mode"),
+            "quantization": model.get("quantization"),
+            "tensor_parallel_size": parallel.get("tensor_parallel_size"),
+            "device": (said.get("device_config") or {}).get("device_type"),
+        }
+        return Facts(
+            kind=self.kind,
+            version=version,
+            model=str(card["id"]),
+            names=tuple(str(card[key]) for key in ("id", "root") if card.get(key)),
+            max_model_len=card.get("max_model_len") or base[0].get("max_model_len"),
+            dtype=short_dtype(model["dtype"]) if model.get("dtype") else None,
+            started=float(started[1]) if started else None,
+            details={key: value for key, value in details.items() if value is not None},
+        )
+
+    def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """See the protocol."""
+        return {
+            "temperature": law.temperature,
+            "top_p": law.top_p,
+            "top_k": law.top_k,
+            "min_p": 0.0,
+            "max_tokens": law.max_tokens,
+            "min_tokens": 0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "stop": [],
+            "stop_token_ids": list(stop_ids),
+            "ignore_eos": False,
+        }
+
+    def sample(
+        self,
+        client: Client,
+        facts: Facts,
+        ids: Sequence[int],
+        settings: dict[str, Any],
+        seed: int | None,
+        layout: ExpertLayout | None,
+    ) -> Answer:
+        """See the protocol. vLLM adds routes by itself where it was told to capture them."""
+        body = _body(facts, ids) | settings | {"logprobs": 0}
+        if seed is not None:
+            body["seed"] = seed
+        answer = client.post("/v1/completions", body)
+        choice = _choice(answer, ids)
+        tokens, logprobs = _sampled(choice)
+        if choice.get("finish_reason") not in ("stop", "length"):
+            raise Unavailable(f"a response ended with {choice.get('finish_reason')!r}")
+        sample = Sample(
+            token_ids=tokens,
+            logprobs=np.asarray(logprobs, np.float64),
+            finish_reason=str(choice.get("finish_reason")),
+            routed=_experts(choice.get("routed_experts"), layout),
+        )
+        return Answer(sample, answer.get("system_fingerprint"))
+
+    def score(self, client: Client, facts: Facts, ids: Sequence[int], start: int) -> Floats:
+        """See the protocol. vLLM samples one token at least; it is thrown away."""
+        settings = self.settings(Sampling(temperature=0.0, max_tokens=1), ())
+        body = _body(facts, ids) | settings | {"prompt_logprobs": 0}
+        choice = _choice(client.post("/v1/completions", body), ids)
+        rows = choice.get("prompt_logprobs")
+        if not isinstance(rows, list) or len(rows) != len(ids):
+            raise Unavailable("an answer without prompt_logprobs")
+        try:
+            found = [rows[at][str(ids[at])]["logprob"] for at in range(start, len(ids))]
+            return np.asarray(found, np.float64)
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unavailable(f"prompt_logprobs without {error}") from error
+
+    def top(
+        self, client: Client, facts: Facts, ids: Sequence[int], settings: dict[str, Any], count: int
+    ) -> dict[int, float]:
+        """See the protocol."""
+        body = _body(facts, ids) | settings | {"logprobs": count, "max_tokens": 1}
+        choice = _choice(client.post("/v1/completions", body), ids)
+        try:
+            found = choice["logprobs"]["top_logprobs"][0]
+            return {int(text.removeprefix(ID_TEXT)): float(lp) for text, lp in found.items()}
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise Unavailable("an answer without top_logprobs") from error
+
+
+def _body(facts: Facts, ids: Sequence[int]) -> dict[str, Any]:
+    return {
+        "model": facts.model,
+        "prompt": list(ids),
+        "n": 1,
+        "stream": False,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def _choice(answer: Any, ids: Sequence[int]) -> dict[str, Any]:
+    """The one choice of an answer to these prompt tokens."""
+    try:
+        (choice,) = answer["choices"]
+        prompt = choice.get("prompt_token_ids")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Unavailable("an answer without its one choice") from error
+    if prompt is not None and list(prompt) != list(ids):
+        raise MismatchError(
+            f"the server changed the prompt: {len(ids)} tokens sent, {len(prompt)} used",
+            "look for a proxy, or for a setting of the server that truncates prompts",
+        )
+    return dict(choice)
+
+
+def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Ids and logprobs of what was sampled; ids also from a server that only names them."""
+    said = choice.get("logprobs") or {}
+    names, logprobs = said.get("tokens") or [], said.get("token_logprobs") or []
+    tokens = choice.get("token_ids")
+    if tokens is None:
+        if not names or not all(str(name).startswith(ID_TEXT) for name in names):
+            raise Unavailable("an answer without token ids")
+        tokens = [int(str(name).removeprefix(ID_TEXT)) for name in names]
+    if not tokens or len(logprobs) != len(tokens) or None in logprobs:
+        raise Unavailable(f"{len(logprobs)} logprobs for {len(tokens)} tokens")
+    return [int(token) for token in tokens], [float(value) for value in logprobs]
+
+
+def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | None:
+    """Routed experts [rows, L, K]: an .npy file in base64, with a column for every layer."""
+    if packed is None or layout is None:
+        return None
+    try:
+        data = io.BytesIO(base64.b64decode(packed, validate=True))
+        found = np.asarray(np.load(data, allow_pickle=False))
+        if found.ndim == 3 and found.shape[1] > max(layout.layers):
+            return found[:, list(layout.layers)]
+        return found  # another shape is refused once all is saved
+    except (binascii.Error, ValueError, EOFError) as error:
+        raise Unavailable("routed experts that cannot be read") from error
+
+
+# ---------------------------------------------------------------- what only some servers say
+
+
+def _server_info(client: Client) -> dict[str, Any]:
+    """The whole configuration, which vLLM shows in its development mode alone."""
+    try:
+        found = client.get("/server_info?config_format=json", LOOK_S)["vllm_config"]
+    except (Refused, Unavailable, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _metrics(client: Client) -> str:
+    try:
+        return client.text("/metrics", LOOK_S)
+    except (Refused, Unavailable):
+        return ""
+
+
+def _cache(metrics: str) -> dict[str, Any]:
+    found = CACHE.search(metrics)
+    labels = dict(LABEL.findall(found[1])) if found else {}
+    caching = {"True": True, "False": False}
+    return {
+        "kv_cache_dtype": labels.get("cache_dtype"),
+        "prefix_caching": caching.get(labels.get("enable_prefix_caching", "")),
+        "block_size": labels.get("block_size"),
+    }

@@ -1,0 +1,191 @@
+"""What SGLang is sent and what it answers: its offline engine and its ``/generate`` speak the same.
+
+Written against 0.5.23. One request is ``{"input_ids", "sampling_params", "return_logprob", …}``,
+its answer ``{"output_ids", "meta_info": {…}}``. In ``meta_info``:
+
+- ``output_token_logprobs``: ``[logprob, id, text]`` of every sampled id, of log_softmax(logits / T)
+  over the whole vocabulary, taken before top-k and top-p; at T = 0 of log_softmax(logits).
+- ``input_token_logprobs``: the same from ``logprob_start_len`` on, always at T = 1; the first entry
+  has no logprob, whatever the start.
+- ``routed_experts``: base64 of little-endian int32 [prompt + sampled - 1, layers of the model, K].
+  Left out without a word where the server was started without ``--enable-return-routed-experts``.
+- ``finish_reason``: ``{"type": "stop", "matched": id}`` (the id is among the sampled ones),
+  ``{"type": "length"}``, or ``{"type": "abort", "message": …}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch.engines.base import Sample
+from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.types import Floats, Sampling
+
+LOG_FIX = "look into the engine's log for the reason"
+CAPTURE_FIX = (
+    "start the server with --enable-return-routed-experts, or run without routing: --no-routing"
+)
+
+
+def sampling_parameters(
+    sampling: Sampling, stop_ids: Sequence[int], seed: int | None = None
+) -> dict[str, Any]:
+    """Every parameter of the sampling law, so that no default of a model's files slips in.
+
+    Args:
+        seed: of this request; only engines in deterministic mode look at it.
+    """
+    parameters: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": 0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(stop_ids),
+        "ignore_eos": False,
+    }
+    return parameters if seed is None else parameters | {"sampling_seed": seed}
+
+
+def generate_request(
+    ids: Sequence[int], parameters: Mapping[str, Any], *, routes: bool
+) -> dict[str, Any]:
+    """Body of a request that samples one continuation, with its logprobs (and experts)."""
+    body = {
+        "input_ids": list(ids),
+        "sampling_params": dict(parameters),
+        "return_logprob": True,
+        "logprob_start_len": -1,  # of the sampled ids alone
+    }
+    return body | {"return_routed_experts": True} if routes else body
+
+
+def prefill_request(ids: Sequence[int], start: int) -> dict[str, Any]:
+    """Body of a request that scores the ids from ``start`` on and samples nothing.
+
+    Raises:
+        MismatchError: a start below 1: nothing predicts the first token.
+    """
+    if start < 1:
+        raise MismatchError("prefill from token 0: nothing predicts the first token")
+    return {
+        "input_ids": list(ids),
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": start - 1,  # the first entry of the answer has no logprob
+    }
+
+
+def require_ids(sequences: Sequence[Sequence[int]], vocabulary: int) -> None:
+    """Refuse what would end the whole server: ids outside the vocabulary, or no ids at all.
+
+    Raises:
+        MismatchError: naming the sequence and the id.
+    """
+    fix = "the tokenizer does not fit the model: save both together with save_pretrained()"
+    for index, ids in enumerate(sequences):
+        if not ids:
+            raise MismatchError(f"sequence {index} is empty", "drop the prompt")
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < vocabulary:
+                raise MismatchError(
+                    f"sequence {index} holds id {token}, the vocabulary has {vocabulary}", fix
+                )
+
+
+def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | None) -> Sample:
+    """The sampled ids, their logprobs and why it ended.
+
+    Args:
+        where: what is named in errors, such as "prompt 3, sample 1".
+        routed: of :func:`parse_routes`.
+
+    Raises:
+        MismatchError: aborted, or ids without logprobs.
+    """
+    facts = _facts(answer, where)
+    ids = [int(token) for token in answer.get("output_ids") or []]
+    given = facts.get("output_token_logprobs") or []
+    reason = dict(facts.get("finish_reason") or {})
+    if reason.get("type") not in ("stop", "length"):
+        said = reason.get("message") or reason.get("type") or "no reason"
+        raise MismatchError(f"SGLang ended {where}: {said}", LOG_FIX)
+    if not ids or [entry[1] for entry in given] != ids:
+        raise MismatchError(
+            f"SGLang gave {len(given)} logprobs for {len(ids)} tokens ({where})", LOG_FIX
+        )
+    return Sample(ids, _values(given, where), str(reason["type"]), routed)
+
+
+def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, where: str) -> Floats:
+    """Logprobs of the ids from ``start`` on, float64 nats at T = 1.
+
+    Raises:
+        MismatchError: of other tokens, or missing.
+    """
+    given = (_facts(answer, where).get("input_token_logprobs") or [])[1:]
+    if [entry[1] for entry in given] != list(ids[start:]):
+        raise MismatchError(
+            f"SGLang scored {len(given)} other tokens than the {len(ids) - start} asked for "
+            f"({where})",
+            LOG_FIX,
+        )
+    return _values(given, where)
+
+
+def has_routes(answer: Mapping[str, Any]) -> bool:
+    """Whether an answer holds routed experts, which nothing else tells."""
+    return bool((answer.get("meta_info") or {}).get("routed_experts"))
+
+
+def parse_routes(
+    answer: Mapping[str, Any], forwarded: int, moe_layers: Sequence[int], top_k: int, where: str
+) -> NDArray[np.int32]:
+    """Experts [forwarded, L, K] of the MoE layers; the answer has a column for every layer.
+
+    Args:
+        forwarded: tokens that went through the model: prompt + sampled - 1.
+        moe_layers: indices of the L decoder layers that hold experts.
+
+    Raises:
+        CorruptCapture: none in the answer, or of another size.
+    """
+    packed = _facts(answer, where).get("routed_experts")
+    if not packed:
+        raise CorruptCapture(f"SGLang returned no routed experts ({where})", CAPTURE_FIX)
+    try:
+        flat = np.frombuffer(base64.b64decode(packed, validate=True), dtype="<i4")
+    except (binascii.Error, ValueError) as error:
+        raise CorruptCapture(f"routed experts cannot be read ({where}): {error}") from error
+    layers, rest = divmod(flat.size, max(forwarded * top_k, 1))
+    if rest or layers <= max(moe_layers, default=-1):
+        raise CorruptCapture(
+            f"{flat.size} routed experts ({where}), expected {forwarded} tokens x layers x {top_k}",
+            "upgrade SGLang, or run without routing: --no-routing",
+        )
+    experts: NDArray[np.int32] = flat.reshape(forwarded, layers, top_k)[:, list(moe_layers)]
+    return experts
+
+
+def _facts(answer: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    facts = answer.get("meta_info")
+    if not isinstance(facts, Mapping):
+        raise MismatchError(f"SGLang's answer has no meta_info ({where})", LOG_FIX)
+    return facts
+
+
+def _values(entries: Sequence[Sequence[Any]], where: str) -> Floats:
+    values = [entry[0] for entry in entries]
+    if any(value is None for value in values):  # JSON has no other word for nan
+        raise MismatchError(f"SGLang gave a token no logprob ({where})", LOG_FIX)
+    return np.asarray(values, np.float64)

@@ -1,0 +1,136 @@
+"""``kernels.json``: an audit of kernels as plain data, schema ``mismatch.kernels/1``.
+
+The JSON schema is shipped beside this module (:func:`schema`); the fields are explained in
+docs/kernels.md. A report of a run holds the same document under ``kernels``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mismatch.audit.types import Audit, AuditReport, Cost, Error, Finding, Harm
+from mismatch.audit.verdict import judge
+from mismatch.errors import MismatchError
+
+SCHEMA = "mismatch.kernels/1"
+FILE = "kernels.json"
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the document, as shipped in the package."""
+    text = resources.files("mismatch.reports").joinpath("schema/kernels-1.json").read_text("utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def kernels_to_json(report: AuditReport) -> dict[str, Any]:
+    """The audit as JSON data; numbers are finite or null.
+
+    Raises:
+        MismatchError: nothing was audited.
+    """
+    verdict = judge(report)
+    return {
+        "schema": SCHEMA,
+        "verdict": {"status": verdict.status, "reason": verdict.reason},
+        **plain(dataclasses.asdict(report)),
+    }
+
+
+def kernels_from_json(document: Any) -> AuditReport:
+    """The inverse of :func:`kernels_to_json`.
+
+    Raises:
+        MismatchError: no such document, a schema of another version, or a missing field (named).
+    """
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != SCHEMA:
+        raise MismatchError(
+            f"not a {SCHEMA} document: its schema is {found!r}",
+            "read it with the version of mismatch that wrote it, or run `mismatch kernels` again",
+        )
+    try:
+        return AuditReport(
+            model=document["model"],
+            device=document["device"],
+            geometry=document["geometry"],
+            audits=tuple(audit_from_json(one) for one in document["audits"]),
+            facts=document["facts"],
+            not_tested=tuple(document["not_tested"]),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MismatchError(
+            f"incomplete {SCHEMA} document: {type(error).__name__}: {error}",
+            "run `mismatch kernels` again; docs/kernels.md lists the fields",
+        ) from error
+
+
+def optional_kernels(report: AuditReport | None) -> dict[str, Any]:
+    """The field of a run's report; absent where no audit was made."""
+    return {} if report is None else {"kernels": kernels_to_json(report)}
+
+
+def optional_from_json(document: dict[str, Any] | None) -> AuditReport | None:
+    """The inverse of :func:`optional_kernels`, of the field."""
+    return None if document is None else kernels_from_json(document)
+
+
+def of_run(run_dir: Path | str) -> AuditReport | None:
+    """The audit that ``mismatch kernels --run`` left in a run directory; None where there is none.
+
+    Raises:
+        MismatchError: it is damaged.
+    """
+    from mismatch import store
+
+    if not (Path(run_dir) / FILE).exists():
+        return None
+    return kernels_from_json(store.load_document(run_dir, FILE))
+
+
+def audit_to_json(one: Audit) -> dict[str, Any]:
+    """One implementation: what the audit's process leaves on disk."""
+    found: dict[str, Any] = plain(dataclasses.asdict(one))
+    return found
+
+
+def audit_from_json(entry: dict[str, Any]) -> Audit:
+    """The inverse of :func:`audit_to_json`.
+
+    Raises:
+        KeyError, TypeError: a field is missing or unknown.
+    """
+    return Audit(
+        **{
+            **entry,
+            "findings": tuple(Finding(**one) for one in entry["findings"]),
+            "errors": tuple(Error(**one) for one in entry["errors"]),
+            "costs": tuple(Cost(**one) for one in entry["costs"]),
+            "harm": harm_from_json(entry["harm"]),
+        }
+    )
+
+
+def harm_from_json(entry: dict[str, Any] | None) -> Harm | None:
+    """What a kernel does to the model, with the numbers that it is held against."""
+    if entry is None:
+        return None
+    return Harm(**{**entry, "baseline": harm_from_json(entry["baseline"])})
+
+
+def plain(value: Any) -> Any:
+    """Lists for tuples, plain numbers for numpy's, null for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

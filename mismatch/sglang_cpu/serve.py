@@ -1,0 +1,54 @@
+"""``python -m mismatch.sglang_cpu.serve …``: SGLang's HTTP server with this CPU support.
+
+Takes the arguments of ``python -m sglang.launch_server``. On a CPU it sets what SGLang needs there,
+unless it is given; elsewhere it is SGLang's own server.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from mismatch import sglang_cpu
+from mismatch.engines.sglang_child import run_detokenizer, run_scheduler
+
+CPU_ARGUMENTS = {
+    "--device": "cpu",
+    "--attention-backend": "intel_amx",  # SGLang's own choice; torch_native without AMX
+    "--mem-fraction-static": "0.1",
+    "--max-total-tokens": "8192",
+    "--max-running-requests": "48",
+}
+
+
+def with_cpu_arguments(arguments: Sequence[str]) -> list[str]:
+    """The arguments with those for a CPU that are not given."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    more = [part for pair in CPU_ARGUMENTS.items() if pair[0] not in given for part in pair]
+    return [*arguments, *more, "--disable-cuda-graph"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve until the process is told to end."""
+    sglang_cpu.prepare()
+    if sglang_cpu.on_cpu():
+        arguments = with_cpu_arguments(arguments)
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        launch_server(
+            prepare_server_args(list(arguments)),
+            run_scheduler_process_func=run_scheduler,
+            run_detokenizer_process_func=run_detokenizer,
+        )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

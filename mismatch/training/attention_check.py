@@ -1,0 +1,297 @@
+"""A short trial of an attention kernel, on the machine and at the model's geometry.
+
+A kernel may be fast and wrong: one that takes no ``s_aux`` is called without it by transformers and
+drops the sinks; one may have them in its forward pass and not in its backward pass. So a kernel is
+run on a few random tokens before it is trusted, and held against the definition in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+TOKENS = 200  # more than a kernel's tile, and no multiple of it
+WINDOW = 48
+# Relative error, 2-norm. A right kernel stays below a third of these; dropping the sinks doubles
+# the output here, another scale or window changes it by tens of per cent.
+LIMITS = {
+    torch.float64: 1e-10,
+    torch.float32: 2e-5,
+    torch.float16: 3e-3,
+    torch.bfloat16: 2e-2,
+}
+NAMES = ("q", "k", "v", "sinks")
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a kernel meets in a model.
+
+    Attributes:
+        size: of a head's queries and keys; ``value_size`` of its values.
+        window: whether some layers see a sliding window.
+        scaling: of the scores; None: one over the square root of ``size``.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    value_size: int
+    window: bool
+    sinks: bool
+    scaling: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a kernel did; errors are relative, in the 2-norm, the worst over all cases.
+
+    Attributes:
+        fault: one sentence; "" if it passed.
+        backward_fault: likewise for gradients; "" too where they were not asked for.
+        gradients: of "q", "k", "v", "sinks"; 1: no gradient arrives.
+    """
+
+    fault: str
+    backward_fault: str = ""
+    forward: float | None = None
+    gradients: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Right in what was asked for."""
+        return not (self.fault or self.backward_fault)
+
+
+def geometry_of(model: Any, sinks: bool) -> Geometry:
+    """Read off the configuration and the modules; the model may be on the meta device."""
+    config = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    size = int(size or config.hidden_size // heads)
+    scales = (getattr(module, "scaling", None) for module in model.modules())
+    return Geometry(
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        size=size,
+        value_size=int(getattr(config, "v_head_dim", None) or size),
+        window="sliding_attention" in (getattr(config, "layer_types", None) or ()),
+        sinks=sinks,
+        scaling=next((scale for scale in scales if isinstance(scale, float)), None),
+    )
+
+
+def try_kernel(
+    implementation: str,
+    geometry: Geometry,
+    device: torch.device,
+    dtype: torch.dtype,
+    gradients: bool = True,
+) -> Trial:
+    """Run a registered kernel forward and backward, and compare with float64.
+
+    Args:
+        implementation: its name in transformers' registry.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS[implementation]
+    limit, worst = LIMITS[dtype], Trial("", "", 0.0, {})
+    for case in _cases(geometry, device):
+        try:
+            with torch.enable_grad():
+                found = _tried(function, implementation, geometry, case, dtype, gradients)
+        except Exception as error:  # a kernel may raise anything: no build, dtype, head size …
+            return Trial(f"it does not run: {_line(error)}")
+        worst = _worse(worst, found, case.name, limit)
+        if worst.fault:
+            break
+    return worst
+
+
+# ---------------------------------------------------------------- what is run
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One way to look back.
+
+    Attributes:
+        looks: mask function of transformers.
+        allowed: [T, T] the same, written out.
+        arguments: what a decoder layer passes beside the mask.
+    """
+
+    name: str
+    looks: Any
+    allowed: torch.Tensor
+    arguments: dict[str, Any]
+
+
+def _cases(geometry: Geometry, device: torch.device) -> Iterator[_Case]:
+    from transformers.masking_utils import (
+        and_masks,
+        causal_mask_function,
+        packed_sequence_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
+    rows = torch.arange(TOKENS, device=device)
+    causal = rows[:, None] >= rows
+    plain = {"position_ids": rows[None], "sliding_window": None}
+    yield _Case("full attention", causal_mask_function, causal, plain)
+    if geometry.window:
+        near = causal & (rows[:, None] - rows < WINDOW)
+        windowed = {**plain, "sliding_window": WINDOW}
+        looks = sliding_window_causal_mask_function(WINDOW)
+        yield _Case("a sliding window", looks, near, windowed)
+    border = TOKENS * 2 // 5
+    document = (rows >= border).long()
+    own = causal & (document[:, None] == document)
+    packed = {**plain, "position_ids": (rows - border * document)[None]}
+    looks = and_masks(causal_mask_function, packed_sequence_mask_function(document[None]))
+    yield _Case("two documents in a row", looks, own, packed)
+
+
+def _tried(
+    function: Callable[..., Any],
+    implementation: str,
+    geometry: Geometry,
+    case: _Case,
+    dtype: torch.dtype,
+    gradients: bool,
+) -> Trial:
+    inputs = _inputs(geometry, case.allowed.device, dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    truth = definition(exact, case.allowed, geometry.scaling)
+    layer = _layer(geometry, implementation, inputs, dtype)
+    out = _call(function, layer, inputs, case, geometry, dtype)
+    forward = relative_error(out, truth)
+    if not gradients or not forward <= LIMITS[dtype]:
+        return Trial("", "", forward)
+    weights = torch.randn(truth.shape, generator=_draw(truth.device, 1), device=truth.device)
+    wanted = torch.autograd.grad(truth, exact, weights.to(truth.dtype))
+    try:
+        got = torch.autograd.grad(out, inputs, weights.to(out.dtype), allow_unused=True)
+    except Exception as error:
+        return Trial("", f"its backward pass does not run: {_line(error)}", forward)
+    errors = {
+        name: 1.0 if ours is None else relative_error(ours, theirs)
+        for name, ours, theirs in zip(NAMES, got, wanted, strict=False)
+    }
+    return Trial("", "", forward, errors)
+
+
+def _inputs(geometry: Geometry, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    draw = _draw(device, 0)
+    shapes: list[tuple[int, ...]] = [
+        (1, geometry.heads, TOKENS, geometry.size),
+        (1, geometry.kv_heads, TOKENS, geometry.size),
+        (1, geometry.kv_heads, TOKENS, geometry.value_size),
+    ]
+    tensors = [torch.randn(shape, generator=draw, device=device) for shape in shapes]
+    if geometry.sinks:  # near the log-sum-exp of the scores: they take a good share
+        tensors.append(torch.randn(geometry.heads, generator=draw, device=device) + 4)
+    return [x.to(dtype).requires_grad_() for x in tensors]
+
+
+def _draw(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def definition(
+    inputs: list[torch.Tensor], allowed: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """[1, T, H, Dv] softmax over scores and sink, without the sink's column, times the values."""
+    query, key, value, *sinks = inputs
+    heads, tokens = query.shape[1], query.shape[2]
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~allowed, -torch.inf)
+    if sinks:
+        column = sinks[0].view(1, heads, 1, 1).expand(1, heads, tokens, 1)
+        scores = torch.cat([scores, column], -1)
+    return (scores.softmax(-1)[..., :tokens] @ value).transpose(1, 2)
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """``|got - wanted| / |wanted|`` in the 2-norm; infinite where ``got`` holds no numbers."""
+    gap = (got.detach().double() - wanted.detach()).norm() / wanted.detach().norm()
+    return float(gap) if torch.isfinite(gap) else float("inf")
+
+
+def _layer(
+    geometry: Geometry, implementation: str, inputs: list[torch.Tensor], dtype: torch.dtype
+) -> torch.nn.Module:
+    """What kernels ask of the attention layer that calls them."""
+    layer: Any = torch.nn.Module()
+    layer.config = SimpleNamespace(_attn_implementation=implementation, dtype=dtype)
+    layer.layer_idx, layer.is_causal = 0, True
+    layer.num_key_value_groups = geometry.heads // geometry.kv_heads
+    layer.head_dim, layer.scaling = geometry.size, geometry.scaling
+    layer.sinks = inputs[3] if geometry.sinks else None
+    return layer  # type: ignore[no-any-return]
+
+
+def _call(
+    function: Callable[..., Any],
+    layer: Any,
+    inputs: list[torch.Tensor],
+    case: _Case,
+    geometry: Geometry,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    mask = None
+    if layer.config._attn_implementation in ALL_MASK_ATTENTION_FUNCTIONS:
+        mask = ALL_MASK_ATTENTION_FUNCTIONS[layer.config._attn_implementation](
+            batch_size=1,
+            q_length=TOKENS,
+            kv_length=TOKENS,
+            mask_function=case.looks,
+            allow_is_causal_skip=False,
+            dtype=dtype,
+            device=inputs[0].device,
+            config=layer.config,
+        )
+    scale = geometry.size**-0.5 if geometry.scaling is None else geometry.scaling
+    extra = {"s_aux": layer.sinks} if geometry.sinks else {}
+    out: torch.Tensor = function(
+        layer, *inputs[:3], mask, dropout=0.0, scaling=scale, **case.arguments, **extra
+    )[0]
+    wanted = (1, TOKENS, geometry.heads, geometry.value_size)
+    if out.shape != wanted:
+        raise ValueError(f"it returns {tuple(out.shape)}, not [B, T, H, Dv] = {wanted}")
+    return out
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def _worse(one: Trial, other: Trial, case: str, limit: float) -> Trial:
+    forward = max(one.forward or 0.0, other.forward or 0.0)
+    gradients = {
+        name: max(one.gradients.get(name, 0.0), error) for name, error in other.gradients.items()
+    }
+    fault = one.fault
+    if other.forward is not None and not other.forward <= limit:
+        fault = f"output off by {_percent(other.forward)} ({case})"
+    backward = one.backward_fault or other.backward_fault
+    off = [f"{n} by {_percent(e)}" for n, e in other.gradients.items() if not e <= 2 * limit]
+    if off and not backward:
+        backward = f"gradient off: {', '.join(off)} ({case})"
+    return Trial(fault, backward, forward, gradients or one.gradients)
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.3g} %"
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

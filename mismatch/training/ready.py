@@ -1,0 +1,148 @@
+"""Before a pass: what cannot be run as asked is refused, on a few tokens where that takes any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.specs import TrainSpec
+from mismatch.training.changes import require_changeable
+from mismatch.training.load import Loaded, torch_dtype
+from mismatch.training.logprobs import Law, Rounding
+from mismatch.training.packing import collate
+from mismatch.training.replay import Source
+from mismatch.training.scorer import Ask
+from mismatch.training.world import World
+from mismatch.types import Ints, Rollout
+
+HEAD_TOLERANCE = 0.02  # of the logits' range; our head runs the same matmul as the family's
+LEAK_TOLERANCE = 0.1  # standard deviations
+
+
+def made_ready(
+    world: World, loaded: Loaded, rollout: Rollout, spec: TrainSpec, source: Source | None
+) -> tuple[Ask, str]:
+    """Put the model into the spec's mode and refuse what cannot run; all ranks call it.
+
+    Returns:
+        How to run a forward pass, and whether experts are captured: "captured", or why not.
+
+    Raises:
+        EmptyComparison, MismatchError: no action token, token ids outside the vocabulary, dropout
+            in a pass with gradients, a head or layout of a family that is not reproduced.
+    """
+    _require_scorable(rollout, loaded)
+    if spec.grad:
+        _require_no_dropout(loaded)
+    loaded.scorer.train(spec.grad)
+    ask = _ask(spec, rollout, loaded)
+    with torch.no_grad():
+        loaded.once((spec.layout, spec.grad), lambda: _probe(loaded, spec, world))
+        routing_note = loaded.once(
+            (ask, spec.routing, spec.grad), lambda: _probe_routing(loaded, ask, spec, world)
+        )
+        require_changeable(loaded, spec, source, world)
+    if routing_note != "captured":
+        ask = replace(ask, routing=False)
+    return ask, routing_note
+
+
+def _ask(spec: TrainSpec, rollout: Rollout, loaded: Loaded) -> Ask:
+    sampling = rollout.sampling
+    return Ask(
+        law=Law(sampling.temperature, sampling.top_k, sampling.top_p),
+        autocast=torch_dtype(spec.autocast) if spec.autocast else None,
+        head_dtype=torch_dtype(spec.head_dtype) if spec.head_dtype else None,
+        routing=spec.routing and bool(loaded.scorer.moe),
+        rounding=Rounding(
+            spec.temperature_in,
+            torch_dtype(spec.logprobs_dtype) if spec.logprobs_dtype else None,
+        ),
+    )
+
+
+def _require_scorable(rollout: Rollout, loaded: Loaded) -> None:
+    if rollout.n_actions == 0:
+        raise EmptyComparison("the rollout has no action token to score")
+    config = loaded.scorer.decoder_config
+    highest = int(rollout.token_ids.max())
+    if highest >= config.vocab_size or int(rollout.token_ids.min()) < 0:
+        raise MismatchError(
+            f"token id {highest} lies outside the vocabulary of {loaded.spec.model} "
+            f"({config.vocab_size})",
+            "score with the model (and tokenizer) that produced the rollout",
+        )
+
+
+def _require_no_dropout(loaded: Loaded) -> None:
+    """Train mode must change nothing but gradients, or the pass would measure dropout."""
+    config = loaded.scorer.decoder_config.to_dict()
+    noisy = {
+        name: value
+        for name, value in config.items()
+        if ("dropout" in name or name.endswith("_pdrop") or "jitter" in name)
+        and isinstance(value, float)
+        and value > 0
+    }
+    if noisy:
+        name, value = next(iter(noisy.items()))
+        raise MismatchError(
+            f"{loaded.spec.model} has {name} = {value}: a train-mode pass would be random",
+            f"set {name} to 0 in config.json, as RL trainers do, or leave the grad pass out",
+        )
+
+
+def _probe(loaded: Loaded, spec: TrainSpec, world: World) -> None:
+    """A few tokens through the model, to refuse what would be scored wrongly without any error."""
+    vocabulary = loaded.scorer.decoder_config.vocab_size
+    first, second, third = (np.arange(8) * step % vocabulary for step in (3, 5, 7))
+    scorer = loaded.scorer
+    plain = collate([first], "padding", world.device)
+    gap = float(scorer(scorer.head_gap, plain))
+    if not gap <= HEAD_TOLERANCE:
+        raise MismatchError(
+            f"{scorer.decoder_config.model_type}: its forward does more to the logits than the "
+            f"language-model head (difference {gap:.3g})",
+            "this architecture cannot be scored yet; please report it",
+        )
+    if spec.layout == "packing":
+        leak = _leak(loaded, (first, second, third), world)
+        if not leak <= LEAK_TOLERANCE:
+            raise MismatchError(
+                f"{scorer.decoder_config.model_type}: packed documents see each other (changing "
+                f"one moves the next by {leak:.2g} standard deviations)",
+                "use --layout padding",
+            )
+
+
+def _leak(loaded: Loaded, documents: tuple[Ints, Ints, Ints], world: World) -> float:
+    """How far a document's hidden states move when the one before it changes.
+
+    The median over its tokens, in standard deviations: a leak moves all of them (by 1.4 to 3 for
+    gpt-oss), while other company in the experts' matmuls moves a few in their last bits.
+    """
+    first, second, third = documents
+    packed = [collate([document, second], "packing", world.device) for document in (first, third)]
+    scorer = loaded.scorer
+    one, other = (scorer(scorer.hidden, batch)[0, len(first) :].float() for batch in packed)
+    return float(((one - other).abs().amax(-1) / one.std()).median())
+
+
+def _probe_routing(loaded: Loaded, ask: Ask, spec: TrainSpec, world: World) -> str:
+    """ "captured", or why not, found out on a few tokens before anything is scored."""
+    from mismatch.errors import CorruptCapture
+
+    if not loaded.scorer.moe:
+        return "dense"
+    if not spec.routing:
+        return "not asked for"
+    batch = collate([np.arange(8)], "padding", world.device)
+    scorer = loaded.scorer
+    try:
+        scorer(scorer.score, batch, batch.rows[:1], batch.rows[1:2], ask)
+    except CorruptCapture as error:
+        return f"not supported: {error.message}"
+    return "captured"

@@ -1,0 +1,144 @@
+"""Kernels of the user's own: ``package.module:function``, with the signature of transformers.
+
+Attention: ``function(module, query, key, value, attention_mask, scaling=…, dropout=…, s_aux=…,
+**kwargs) -> (out [B, T, H, Dv], None)``; experts: ``function(module, hidden [T, H], ids [T, K],
+weights [T, K]) -> [T, H]``. An attention function says after ``@`` which kind of mask it takes:
+
+- ``sdpa`` (the default): boolean [B, 1, T, S], True where a query may look; None where that is just
+  every key up to its own;
+- ``eager``: the same as numbers to add, 0 or the dtype's least;
+- ``flash``: [B, S] of real tokens, or None where all are; window, causality and documents come as
+  arguments (``sliding_window``, ``is_causal``, ``position_ids``), as for flash kernels;
+- ``none``: no mask at all.
+
+Modules are found on the Python path, and after that in the current directory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from mismatch.errors import MismatchError
+
+MASKS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2", "none": None}
+DEFAULT_MASK = "sdpa"
+SHAPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(@\w*)?")
+
+
+def is_user_kernel(text: str) -> bool:
+    """Whether a kernel's name means a function of the user's.
+
+    >>> is_user_kernel("my.kernels:attend@flash"), is_user_kernel("sink-sdpa")
+    (True, False)
+    """
+    return SHAPE.fullmatch(text) is not None
+
+
+def load_function(text: str) -> tuple[Callable[..., Any], str]:
+    """Import ``package.module:function[@MASK]``.
+
+    Returns:
+        The function, and the kind of mask: a key of :data:`MASKS`.
+
+    Raises:
+        MismatchError: another form, a module that cannot be imported, a name that is not there or
+            cannot be called, an unknown mask.
+    """
+    path, _, mask = text.partition("@")
+    module_name, colon, name = path.partition(":")
+    if not (colon and module_name and name):
+        raise MismatchError(
+            f"{text!r} names no function", "write it as package.module:function, or with @MASK"
+        )
+    if "@" in text and mask not in MASKS:
+        raise MismatchError(
+            f"{text}: there is no mask {mask!r}", f"after @ comes one of {', '.join(MASKS)}"
+        )
+    function = _imported(text, module_name)
+    for part in name.split("."):
+        if not hasattr(function, part):
+            raise MismatchError(f"{text}: {module_name} has no {name}", "check the name after ':'")
+        function = getattr(function, part)
+    if not callable(function):
+        raise MismatchError(f"{text}: {name} is no function", "name something that can be called")
+    return function, mask or DEFAULT_MASK
+
+
+def _imported(text: str, module_name: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        fix = "put the folder that holds it on PYTHONPATH, or install the package"
+        if not isinstance(error, ModuleNotFoundError):
+            fix = f"mend the module: `python -c 'import {module_name}'` shows the whole error"
+        raise MismatchError(
+            f"{text}: cannot import {module_name}: {type(error).__name__}: {reason}", fix
+        ) from error
+
+
+def mask_function(mask: str) -> Callable[..., Any] | None:
+    """transformers' builder of that kind of mask; None for ``none``.
+
+    ``sdpa`` and ``eager`` are always built: transformers would leave out a mask that is plainly
+    causal, and a function that takes no mask for no restriction would look into the future.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    registered = MASKS[mask]
+    if registered is None:
+        return None
+    builder: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[registered]
+    return builder if mask == "flash" else partial(_always, builder)
+
+
+def _always(builder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return builder(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
+def register_attention(text: str) -> str:
+    """Make the function known to transformers; its name there, always the same for the same text.
+
+    Raises:
+        MismatchError: see :func:`load_function`.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    function, mask = load_function(text)
+    name = registered_name(text)
+    AttentionInterface.register(name, function)
+    builder = mask_function(mask)
+    if builder is not None:  # transformers builds none for a name that it has no builder for
+        AttentionMaskInterface.register(name, builder)
+    return name
+
+
+def registered_name(text: str) -> str:
+    """Free of the words that transformers looks for in names (flash, sdpa, kernels' slashes)."""
+    return f"mismatch_yours_{sha256(text.encode()).hexdigest()[:12]}"
+
+
+def register_experts(text: str) -> str:
+    """Likewise for an experts function.
+
+    Raises:
+        MismatchError: see :func:`load_function`; or a mask, which experts have none of.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if "@" in text:
+        raise MismatchError(f"{text}: experts take no mask", "leave out what follows @")
+    function, _ = load_function(text)
+    name = registered_name(text)
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+    return name

@@ -1,0 +1,1 @@
+"""Two engines and the trainer: who stands apart?"""

@@ -1,0 +1,73 @@
+"""`--gradients`: of a new run, of a finished one, and where it means nothing."""
+
+from dataclasses import replace
+
+import pytest
+
+from mismatch import store
+from mismatch.cli.flags import Flags
+from mismatch.cli.session import dry_run, stored_spec
+from mismatch.cli.to_spec import gradient_fields
+from mismatch.errors import MismatchError
+from mismatch.models import resolve_model
+from mismatch.pipeline import run_score
+from mismatch.runs import load_spec, require_same_spec
+from mismatch.specs import to_dict
+from tests.made_run import make_run, spec
+
+
+def flags(given=(), **values):
+    base = {"resume": None, "gradients": False, "gradient_prompts": 16, **values}
+    made = Flags(base)
+    made.given = frozenset(given)
+    return made
+
+
+def test_a_batch_has_prompts():
+    assert gradient_fields(flags(gradients=True, gradient_prompts=4)) == {
+        "gradients": True,
+        "gradient_prompts": 4,
+    }
+    assert gradient_fields(Flags()) == {}
+    with pytest.raises(MismatchError, match="--gradient-prompts 0 is no batch"):
+        gradient_fields(flags(gradient_prompts=0))
+
+
+def test_a_finished_run_is_asked_for_them_as_well(tmp_path):
+    run = make_run(tmp_path / "run")
+    found = stored_spec(flags(("resume", "gradients"), resume=str(run), gradients=True))
+    assert found == replace(load_spec(run), gradients=True)
+    require_same_spec(run, found)  # what is there stays
+    other = flags(("resume", "gradients", "attention"), resume=str(run), gradients=True)
+    assert stored_spec(other) is None  # another flag says what to run
+
+
+def test_a_scoring_beside_the_trainer_has_none(tmp_path):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(MismatchError, match="--gradients are of the scoring 'fsdp'"):
+        run_score(replace(spec(), gradients=True), run, None, "other")
+    assert "gradients" not in store.scoring_names(run)
+
+
+def test_specs_of_earlier_versions_have_none(tmp_path):
+    run = make_run(tmp_path / "run")
+    old = to_dict(spec())
+    for name in ("gradients", "gradient_prompts"):
+        del old[name]
+    store.write_json(run / "spec.json", old)
+    assert load_spec(run) == spec()
+
+
+def test_the_plan_is_shown_without_running_it(monkeypatch, capsys):
+    planned = type("Planned", (), {"fits": True})()
+    monkeypatch.setattr("mismatch.doctor.plan.plan", lambda asked: planned)
+    monkeypatch.setattr("mismatch.doctor.show.print_plan", lambda *shown: None)
+    asked = replace(spec(), gradients=True)
+    model = resolve_model("tiny-gpt-oss")
+    asked = replace(asked, train=replace(asked.train, model=model, attention="no-sinks"))
+    assert dry_run(asked) == 0
+    shown = capsys.readouterr().out
+    assert "gradients: of one batch of at most 16 prompts" in shown
+    assert "reference, baseline, attention-sinks, router-replay=ids" in shown
+    assert dry_run(spec()) == 0
+    assert "gradients" not in capsys.readouterr().out

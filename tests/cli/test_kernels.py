@@ -1,0 +1,204 @@
+"""`mismatch kernels`: bad input, a run's report, and a real audit with kernels that misbehave."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+from mismatch import store
+from mismatch.audit import supervise
+from mismatch.audit.supervise import AuditSpec
+from mismatch.cli.kernels import save_in_run
+from mismatch.cli.main import app, main
+from mismatch.errors import MismatchError
+from mismatch.reports.build import build_report, write_report
+from mismatch.reports.document import report_from_json
+from mismatch.reports.kernels_json import schema
+from tests.kernels_fixture import make_audit_report
+from tests.made_run import make_run, spec
+
+
+def invoke(*arguments):
+    done = CliRunner().invoke(app, ["kernels", *arguments], catch_exceptions=False)
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "tiny-gpt-osss"], "model not found"),
+        (["--dtype", "fp8"], "--dtype 'fp8' is unknown"),
+        (["--tokens", "many"], "names no lengths"),
+        (["--tokens", "1024,4"], "names no lengths"),
+        (["--time-limit", "0"], "is no time"),
+        (["--only", "experts", "--kernel", "a:b"], "--only experts leaves nothing"),
+        (["--only", "attention", "--kernel-experts", "a:b"], "nothing to do for --kernel-experts"),
+        (["--run", "nowhere"], "no run in nowhere"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MismatchError, match=said) as caught:
+        CliRunner().invoke(app, ["kernels", *arguments], catch_exceptions=False)
+    assert caught.value.fix
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_flags_become_what_is_asked(monkeypatch):
+    asked = []
+    monkeypatch.setattr(supervise, "run_audit", lambda spec, place, progress: asked.append(spec))
+    arguments = [
+        "--kernel",
+        "a:b@flash",
+        "--kernel-experts",
+        "c:d",
+        "--name",
+        "eager",
+        "--seed",
+        "7",
+    ]
+    arguments += ["--dtype", "fp32,bf16", "--dtype", "fp16", "--tokens", "4096,1024", "--no-harm"]
+    with pytest.raises(AttributeError):  # of the report, which is none here
+        invoke(*arguments, "--time-limit", "5", "--model", "qwen3-0.6b")
+    assert asked == [
+        AuditSpec(
+            model="Qwen/Qwen3-0.6B",
+            names=("eager",),
+            kernels=("a:b@flash",),
+            expert_kernels=("c:d",),
+            dtypes=("fp32", "bf16", "fp16"),
+            tokens=(1024, 4096),
+            harm=False,
+            seed=7,
+            limit_s=5.0,
+        )
+    ]
+
+
+def test_another_model_than_the_runs_is_refused(tmp_path):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(MismatchError, match="is not the model of"):
+        invoke("--run", str(run), "--model", "qwen3-0.6b")
+
+
+def test_a_run_of_another_machine_needs_to_be_told_where_its_model_is(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    text = (run / "spec.json").read_text().replace("tiny-gpt-oss", "/elsewhere/tiny-gpt-oss")
+    (run / "spec.json").write_text(text)
+    with pytest.raises(MismatchError, match="is not on this machine: /elsewhere") as caught:
+        invoke("--run", str(run))
+    assert "--model" in caught.value.fix
+    asked = []
+    monkeypatch.setattr(supervise, "run_audit", lambda spec, place, progress: asked.append(spec))
+    with pytest.raises(AttributeError):
+        invoke("--run", str(run), "--model", "tiny-gpt-oss")
+    assert (asked[0].run, Path(asked[0].model).is_dir()) == (str(run), True)
+
+
+def test_a_run_gets_the_audit_and_keeps_it(tmp_path):
+    run = make_run(tmp_path / "run")
+    write_report(run, *build_report(run, spec()))
+    before = store.load_document(run, "report.json")
+    save_in_run(make_audit_report(), run)
+    after = store.load_document(run, "report.json")
+    assert report_from_json(after).kernels == make_audit_report()
+    assert {key: after[key] for key in before} == before  # the verdict too
+    assert 'id="kernels"' in (run / "report.html").read_text()
+    assert "<summary>Kernels" in (run / "report.md").read_text()
+    assert store.load_document(run, "kernels.json") == after["kernels"]
+    assert build_report(run, spec())[0].kernels == make_audit_report()  # made again, it stays
+    assert json.loads((run / "run.json").read_text())["invocations"][-1]["verb"] == "kernels"
+
+
+def test_a_run_without_a_report_gets_the_file_alone(tmp_path):
+    run = make_run(tmp_path / "run")
+    save_in_run(make_audit_report(), run)
+    assert not (run / "report.html").exists()
+    assert build_report(run, spec())[0].kernels is not None
+
+
+# ---------------------------------------------------------------- a real audit
+
+MINE = """
+    import os, signal
+    import torch
+
+    def masked(module, query, key, value, attention_mask, scaling=None, **more):
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        scores = query @ key.transpose(-1, -2) * scaling
+        return scores.masked_fill(~attention_mask, float("-inf")), value
+
+    def right(module, query, key, value, attention_mask, s_aux=None, **more):
+        scores, value = masked(module, query, key, value, attention_mask, **more)
+        sinks = s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        seen = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return (seen @ value).transpose(1, 2), None
+
+    def sinkless(module, query, key, value, attention_mask, **more):
+        scores, value = masked(module, query, key, value, attention_mask, **more)
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+    def dies(*arguments, **more):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+"""
+ONLY_FLEX = ("--only", "attention", "--name", "flex_attention", "--dtype", "fp32", "--no-harm")
+FAST = ("--only", "attention", "--name", "sink-sdpa", "--dtype", "fp32", "--tokens", "64")
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory):
+    """One audit of a right kernel, one that crashes and a wrong one."""
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "my_kernels.py").write_text(textwrap.dedent(MINE))
+    names = [f"my_kernels:{name}" for name in ("right", "dies", "sinkless")]
+    mine = [text for name in names for text in ("--kernel", name)]
+    command = [sys.executable, "-m", "mismatch", "kernels", *FAST, *mine]
+    command += ["--no-harm", "--out", "out"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
+    return done, folder / "out"
+
+
+def test_good_and_bad_kernels_are_told_apart_and_a_crash_stops_nothing(audited):
+    done, out = audited
+    assert done.returncode == 1, done.stdout + done.stderr
+    document = json.loads((out / "kernels.json").read_text())
+    jsonschema.Draft202012Validator(schema()).validate(document)
+    found = {one["name"]: one for one in document["audits"]}
+    assert found["sink-sdpa"]["verdict"] == "sound"
+    assert found["my_kernels:right"]["verdict"] == "sound"
+    assert "signal 11 (SIGSEGV)" in found["my_kernels:dies"]["reason"]
+    wrong = found["my_kernels:sinkless"]
+    failed = {one["column"] for one in wrong["findings"] if one["outcome"] == "failed"}
+    assert {"sinks", "sink_gradient"} <= failed
+    assert not failed & {"window", "packing", "offsets", "grouped_queries", "scaling"}
+    assert wrong["errors"][0]["gradients"]["sinks"] == 1.0
+    assert [cost["tokens"] for cost in wrong["costs"]] == [64]
+
+
+def test_the_last_line_is_the_verdict_and_the_page_is_there(audited):
+    done, out = audited
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("verdict: wrong – my_kernels:dies: crashed: its process was ended by")
+    assert "my_kernels:sinkless: sinks, output" in last
+    assert max(len(row) for row in done.stdout.splitlines()[:-1]) <= 80
+    assert "✕ Wrong" in (out / "kernels.html").read_text()
+    assert "my_kernels:right is" not in done.stdout
+
+
+def test_nothing_audited_is_exit_2(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["mismatch", "kernels", *ONLY_FLEX])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "no implementation was audited for tiny-gpt-oss (flex_attention: " in said
+    assert "fix: drop --only and --name" in said
+    assert not list(tmp_path.iterdir())

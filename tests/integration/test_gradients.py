@@ -1,0 +1,92 @@
+"""What a missing sink does to the policy gradient, on the tokens that vLLM sampled.
+
+A finished run is asked for its gradients, so that nothing is sampled or scored again.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mismatch.gradients.files import gradient_facts, load_batch, load_gradients
+from mismatch.gradients.types import LOSSES, Gradients
+
+from .conftest import Run
+from .test_fixes import resumed
+
+pytestmark = pytest.mark.slow
+FLAGS = ("--gradients", "--gradient-prompts", "4", "--fix", "attention-sinks,fp32-lm-head")
+
+
+@pytest.fixture(scope="module")
+def without_sinks(no_sinks_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    target = tmp_path_factory.mktemp("gradients") / "no-sinks"
+    run = resumed(no_sinks_run.directory, target, *FLAGS)
+    assert run.code in (0, 1), run.output
+    return run
+
+
+@pytest.fixture(scope="module")
+def found(without_sinks: Run) -> dict[tuple[str, str], Gradients]:
+    return {(g.name, g.coefficients): g for g in load_gradients(without_sinks.directory)}
+
+
+def cosine(one: Gradients) -> float:
+    assert one.dot is not None
+    assert one.squared_norm_reference is not None
+    return float(one.dot.sum() / np.sqrt(one.squared_norm.sum() * one.squared_norm_reference.sum()))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_fix_turns_the_gradient_back(
+    found: dict[tuple[str, str], Gradients], loss: str
+) -> None:
+    broken, mended = found["fsdp", loss], found["fix:attention-sinks", loss]
+    assert cosine(broken) < 0.95
+    assert cosine(mended) > 0.99
+    # A finer head after the wrong kernel mends nothing.
+    assert cosine(found["fix:fp32-lm-head", loss]) < 0.95
+
+
+def test_sinks_that_are_ignored_get_no_gradient(found: dict[tuple[str, str], Gradients]) -> None:
+    broken, mended = found["fsdp", "token"], found["fix:attention-sinks", "token"]
+    sinks = broken.groups.index("sinks")
+    assert broken.squared_norm_reference is not None
+    assert mended.dot is not None
+    assert broken.squared_norm[sinks] == 0.0 < broken.squared_norm_reference[sinks]
+    size = np.sqrt(mended.squared_norm[sinks] * broken.squared_norm_reference[sinks])
+    assert mended.dot[sinks] / size > 0.95
+
+
+def test_every_correction_has_a_gradient_and_the_run_says_what_it_rests_on(
+    without_sinks: Run, found: dict[tuple[str, str], Gradients]
+) -> None:
+    assert ("fsdp", "sequence:tis-token") in found
+    assert ("fsdp", "token:geometric") in found
+    assert found["fsdp", "token:tis-token"].same_as == ""
+    batch = load_batch(without_sinks.directory)
+    assert batch is not None
+    assert batch.failed == {}
+    assert len(batch.prompts) == 4
+    assert batch.sequences == 8
+    assert any("--two-passes" in text for text in batch.not_tested)
+    facts = gradient_facts(without_sinks.directory, "fsdp", "token")
+    assert facts["world_size"] == 2
+    assert "no-sinks" in facts["attention"]
+    # The scorings are those of the run that was asked.
+    assert "rollout: there already" in without_sinks.output
+
+
+def test_the_report_says_what_the_gradient_lost(without_sinks: Run) -> None:
+    made = json.loads((without_sinks.directory / "report.json").read_text("utf-8"))["gradients"]
+    rows = {row["id"]: row for row in made["rows"] if row["loss"] == "token"}
+    whole = {id: rows[id]["groups"][0]["cosine"] for id in ("baseline", "attention-sinks")}
+    assert whole["baseline"]["value"] < 0.95
+    assert whole["attention-sinks"]["value"] > 0.99
+    assert rows["attention-sinks"]["error_ratio"]["value"] < 0.2
+    sinks = next(one for one in rows["baseline"]["groups"] if one["group"] == "sinks")
+    assert sinks["cosine"] is None
+    assert sinks["relative_error"]["value"] == 1.0
+    assert "The attention sinks get no gradient at all." in made["summary"]

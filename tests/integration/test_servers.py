@@ -1,0 +1,330 @@
+"""Real servers on the loopback, asked over HTTP: numbers, and what happens when one dies.
+
+Two vLLM servers run in float32 with processed logprobs and behind an API key; a test kills one of
+them at the end. An SGLang server shows its routes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mismatch import store
+from mismatch.engines.servers.journal import PLACE
+from mismatch.models import EMBEDDED
+from mismatch.preflight import own_python
+from mismatch.specs import EngineSpec
+from tests.integration.conftest import Run
+
+MODEL = EMBEDDED["tiny-gpt-oss"]
+KEY = "sk-loopback-0815"
+START_S = 420.0
+SERVE = (
+    *("--model", str(MODEL), "--served-model-name", "tiny-gpt-oss"),
+    *("--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
+    *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+)
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # the engine's process imports nothing anew
+    "VLLM_API_KEY": KEY,
+}
+FP32 = ("--model", "tiny-gpt-oss", "--dtype", "fp32")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Served:
+    """A server's process and address."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        """At once, with its engine's process, as an out-of-memory killer would."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def await_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.25)
+        raise AssertionError(f"no server after {START_S} s: {self.log.read_text()[-3000:]}")
+
+
+def serve(command: list[str], log: Path) -> Served:
+    """A server on a free port; ready later, see :meth:`Served.await_ready`."""
+    port = free_port()
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+    return Served(process, port, log)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
+    pytest.importorskip("vllm", reason="vllm is not installed: make env")
+    directory = tmp_path_factory.mktemp("servers")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *SERVE]
+    made: list[Served] = []
+    try:
+        for name in ("a", "b"):
+            made.append(serve(command, directory / f"{name}.log"))
+        for server in made:
+            server.await_ready()
+        yield made[0], made[1]
+    finally:
+        for server in made:
+            server.kill()
+
+
+def start(verb: str, *flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mismatch", verb, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MISMATCH_API_KEY": KEY},
+    )
+
+
+def run(directory: Path, verb: str, *flags: str) -> Run:
+    process = start(verb, *flags)
+    output, _ = process.communicate(timeout=300)
+    return Run(directory, process.returncode, output)
+
+
+def journal(directory: Path) -> dict[int, dict]:
+    """What is in a run's journal: job -> line."""
+    path = directory / PLACE
+    if not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    return {line["job"]: line for line in lines}
+
+
+def await_sequences(directory: Path, process: subprocess.Popen[str], count: int, by: str) -> None:
+    """Until a server has finished some sequences of a run that goes on."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        if sum(line["server"] == by for line in journal(directory).values()) >= count:
+            return
+        time.sleep(0.02)
+    raise AssertionError("no sequences")
+
+
+def require_whole(directory: Path, prompts: int) -> None:
+    """Two samples of every prompt, in order, and decode equal to prefill."""
+    rollout = store.load_rollout(directory)
+    assert rollout.prompt_index.tolist() == [p for p in range(prompts) for _ in range(2)]
+    decode = store.load_scoring(directory, "server:decode")
+    prefill = store.load_scoring(directory, "server:prefill")
+    assert np.abs(decode.logprobs - prefill.logprobs).max() < 1e-4
+    assert not (directory / PLACE).exists()
+
+
+def test_a_check_with_servers_is_healthy_and_keeps_no_secret(
+    servers: tuple[Served, Served], tmp_path: Path
+) -> None:
+    urls = [flag for one in servers for flag in ("--server", one.url)]
+    out = tmp_path / "run"
+    flags = ("--num-prompts", "12", "--samples-per-prompt", "2", "--max-tokens", "32")
+    law = ("--temperature", "0.7", "--no-noise-floor", "--train-dtype", "fp32")
+    done = run(out, "check", *FP32, *flags, *law, *urls, "--out", str(out))
+    assert done.code == 0, done.output
+    decode = store.load_scoring(out, "server:decode")
+    train = store.load_scoring(out, "fsdp")
+    # The servers' law at T = 0.7 is the trainer's: so it is the processed one, as probed.
+    assert np.abs(decode.logprobs - train.logprobs).max() < 1e-4
+    facts = decode.fingerprint
+    assert (facts["served_by"], facts["version"]) == ("vllm", "0.32.0")
+    assert facts["logprobs_mode"] == "processed (probed)"
+    assert facts["logprobs_temperature"] == 0.7
+    records = facts["servers"]
+    assert sum(one["sequences"] for one in records) == 24
+    assert min(one["sequences"] for one in records) >= 6
+    assert not any(one["failures"] + one["timeouts"] + one["void"] for one in records)
+    assert done.checks["temperature"] == "passed"
+    said = " ".join(done.report["not_tested"])
+    assert "no routed experts" in said
+    assert "score prompts at temperature 1 only" in said
+    assert "2 servers: vllm 0.32.0" in done.output
+    for path in [file for file in out.rglob("*") if file.is_file()]:
+        assert KEY.encode() not in path.read_bytes(), path
+    assert KEY not in done.output
+
+
+def test_without_the_key_and_with_another_model_it_ends_at_once(
+    servers: tuple[Served, Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mismatch.engines.servers.recognise import recognise
+    from mismatch.errors import MismatchError
+
+    url = servers[0].url
+    monkeypatch.delenv("MISMATCH_API_KEY", raising=False)
+    with pytest.raises(MismatchError, match="asks for a key"):
+        recognise(EngineSpec("server", str(MODEL), servers=(url,)))
+    monkeypatch.setenv("MISMATCH_API_KEY", KEY)
+    with pytest.raises(MismatchError, match="serves tiny-gpt-oss, not --model other"):
+        recognise(EngineSpec("server", "org/other", servers=(url,)))
+
+
+class Forwarder:
+    """Passes bytes on to a server, until it is told to vanish: a server that can be lost."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.port = free_port()
+        self._listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def vanish(self) -> None:
+        for one in [self._listener, *self._open]:
+            with_shutdown(one)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:
+                return
+            self._open += [near, far]
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+
+    def _pump(self, one: socket.socket, other: socket.socket) -> None:
+        try:
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        except OSError:
+            pass
+        finally:
+            with_shutdown(other)
+
+
+def with_shutdown(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()
+
+
+LONG = ("--num-prompts", "20", "--samples-per-prompt", "2", "--max-tokens", "48")
+
+
+def test_a_run_that_lost_its_server_goes_on_elsewhere(
+    servers: tuple[Served, Served], tmp_path: Path
+) -> None:
+    out, lost = tmp_path / "run", Forwarder(servers[0].port)
+    few = ("--server", lost.url, "--server-concurrency", "2")
+    process = start("rollout", *FP32, *LONG, *few, "--out", str(out))
+    await_sequences(out, process, 8, lost.url)
+    lost.vanish()
+    output, _ = process.communicate(timeout=120)
+    kept = journal(out)
+    assert process.returncode == 2, output
+    assert "no server is left" in output
+    assert f"{len(kept)} finished sequences are kept" in output
+    assert "--resume" in output
+    assert 8 <= len(kept) < 40
+    done = run(out, "rollout", "--resume", str(out), "--server", servers[1].url)
+    assert done.code == 0, done.output
+    require_whole(out, prompts=20)
+    masks = np.split(store.load_rollout(out).action_mask, store.load_rollout(out).offsets[1:-1])
+    sequences = store.load_rollout(out).sequences()
+    for job, line in kept.items():
+        assert sequences[job][masks[job]].tolist() == line["ids"]
+    (record,) = store.load_scoring(out, "server:decode").fingerprint["servers"]
+    assert record["sequences"] == 40 - len(kept)
+
+
+def test_the_other_server_takes_over_when_one_is_killed(
+    servers: tuple[Served, Served], tmp_path: Path
+) -> None:
+    stays, goes = servers
+    out = tmp_path / "run"
+    both = ("--server", stays.url, "--server", goes.url, "--server-concurrency", "2")
+    process = start("rollout", *FP32, *LONG, *both, "--out", str(out))
+    await_sequences(out, process, 4, goes.url)
+    goes.kill()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert f"{goes.url} is dropped" in (out / "logs" / "engine.log").read_text()
+    require_whole(out, prompts=20)
+    first, second = store.load_scoring(out, "server:decode").fingerprint["servers"]
+    assert first["dropped"] is None
+    assert second["dropped"] == "connection refused"
+    assert first["sequences"] + second["sequences"] == 40
+    assert 4 <= second["sequences"] < 20
+
+
+def test_a_check_with_an_sglang_server_has_its_routes(tmp_path: Path) -> None:
+    python = own_python(EngineSpec("sglang"))
+    if python is None:
+        pytest.skip("no SGLang here: make env-sglang")
+    command = [python, "-m", "mismatch.sglang_cpu.serve", "--model-path", str(MODEL)]
+    command += ["--dtype", "float32", "--context-length", "256", "--skip-server-warmup"]
+    command += ["--enable-return-routed-experts", "--api-key", KEY]
+    server, out = serve(command, tmp_path / "log"), tmp_path / "run"
+    try:
+        server.await_ready()
+        flags = ("--num-prompts", "8", "--samples-per-prompt", "2", "--max-tokens", "32")
+        more = ("--train-dtype", "fp32", "--no-noise-floor", "--nproc-per-node", "1")
+        done = run(out, "check", *FP32, *flags, *more, "--server", server.url, "--out", str(out))
+    finally:
+        server.kill()
+    assert done.code == 0, done.output
+    decode, train = (store.load_scoring(out, name) for name in ("server:decode", "fsdp"))
+    prefill = store.load_scoring(out, "server:prefill")
+    assert np.abs(decode.logprobs - train.logprobs).max() < 1e-4
+    assert np.abs(prefill.logprobs - train.logprobs).max() < 1e-4
+    facts = decode.fingerprint
+    assert (facts["served_by"], facts["dtype"], facts["device"]) == ("sglang", "fp32", "cpu")
+    assert facts["logprobs_mode"] == "tempered (probed)"
+    routing = done.headline["routing"]["routing_disagree_layer"]
+    assert routing["value"] == 0
+    assert routing["n_tokens"] > 100
+    assert any("is a substitute" in line for line in done.report["not_tested"])
+    for path in [file for file in out.rglob("*") if file.is_file()]:
+        assert KEY.encode() not in path.read_bytes(), path

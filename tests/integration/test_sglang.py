@@ -1,0 +1,138 @@
+"""The real SGLang on this machine's CPU: whole checks, and what goes wrong in the middle of one.
+
+The argument for the numbers: in float32 SGLang and the trainer are the same function, whatever the
+family, so no logprob may differ by more than rounding and not one expert may differ. That holds for
+gpt-oss only if our attention with sinks is right.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mismatch import sglang_cpu, store
+from tests import checkpoints
+from tests.contract.conftest import MAKE, installed
+from tests.integration.conftest import Run, run_check
+from tests.integration.test_failures import assert_ended, start, wait_for_workers, workers_of
+
+SAME_IN_FP32 = 1e-4
+FP32 = (
+    *("--engine", "sglang", "--dtype", "fp32", "--train-dtype", "fp32", "--no-noise-floor"),
+    *("--nproc-per-node", "1", "--num-prompts", "12", "--samples-per-prompt", "2"),
+)
+MODELS = ("tiny-gpt-oss", "qwen3_moe", "qwen3")
+LOCAL = pytest.mark.skipif(not installed("sglang"), reason=f"no SGLang here: {MAKE['sglang']}")
+pytestmark = [pytest.mark.slow, LOCAL]
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Run] = {}
+
+    def get(model: str) -> Run:
+        if model not in made:
+            place = tmp_path_factory.mktemp(model)
+            if model in checkpoints.FAMILIES:
+                given = str(checkpoints.make(model, place / "model"))
+            else:
+                given = model
+            flags = ("--model", given, "--max-tokens", "32")
+            made[model] = run_check(place / "run", *FP32, *flags)
+            assert made[model].code == 0, made[model].output
+        return made[model]
+
+    return get
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_it_agrees_with_the_trainer_in_fp32(model: str, run_of: Any) -> None:
+    run = run_of(model)
+    assert len(run.tokens) > 100
+    assert run.tokens["delta"].abs().max() <= SAME_IN_FP32
+    prefill = store.load_scoring(run.directory, "sglang:prefill")
+    trainer = store.load_scoring(run.directory, "fsdp")
+    assert abs(prefill.logprobs - trainer.logprobs).max() <= SAME_IN_FP32
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt-oss", "qwen3_moe"])
+def test_it_routes_as_the_trainer_does_in_fp32(model: str, run_of: Any) -> None:
+    run = run_of(model)
+    routing = run.headline["routing"]
+    assert routing["routing_disagree_layer"]["value"] == 0
+    assert routing["routing_disagree_layer"]["n_tokens"] > 100
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_it_loaded_the_weights_of_the_checkpoint(model: str, run_of: Any) -> None:
+    assert run_of(model).checks["weights-as-loaded"] == "passed"
+
+
+def test_a_report_says_what_is_ours_in_it(run_of: Any) -> None:
+    gpt_oss, dense = run_of("tiny-gpt-oss"), run_of("qwen3")
+    found = store.load_scoring(gpt_oss.directory, "sglang:decode").fingerprint
+    assert found["substitutes"] == [sglang_cpu.SINKS]
+    assert sglang_cpu.SINKS in " ".join(gpt_oss.output.split())[:20_000].replace(" ,", ",") or (
+        sglang_cpu.SINKS in (gpt_oss.directory / "report.html").read_text().replace("&#39;", "'")
+    )
+    assert store.load_scoring(dense.directory, "sglang:decode").fingerprint["substitutes"] == []
+    assert "SGLang ignores the seeds of requests" in str(gpt_oss.report["not_tested"])
+
+
+def children_of(directory: Path) -> list[psutil.Process]:
+    """SGLang's own processes, its scheduler first; they start after the engine's worker."""
+    end = time.monotonic() + 180
+    while time.monotonic() < end:
+        for worker in workers_of(directory, "mismatch.workers.engine"):
+            spawned = [
+                child
+                for child in worker.children(recursive=True)
+                if not any("resource_tracker" in part for part in child.cmdline())
+            ]
+            if len(spawned) >= 2:
+                return sorted(spawned, key=lambda child: child.pid)
+        time.sleep(0.1)
+    raise AssertionError("SGLang never started its processes")
+
+
+def test_a_killed_scheduler_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+    flags = ("--engine", "sglang", "--num-prompts", "64", "--max-tokens", "200")
+    process = start(tmp_path / "run", "--model", "tiny-gpt-oss", *flags)
+    family = children_of(tmp_path)
+    family[0].kill()
+    assert_ended(process, tmp_path / "run", "SGLang", "fix:")
+    assert not [child for child in family if child.is_running()]
+
+
+def test_ctrl_c_ends_sglangs_own_processes_too(tmp_path: Path) -> None:
+    process = start(tmp_path / "run", "--model", "tiny-gpt-oss", "--engine", "sglang")
+    wait_for_workers(tmp_path, "mismatch.workers.engine", 1)
+    family = children_of(tmp_path)
+    os.kill(process.pid, signal.SIGINT)
+    assert_ended(process, tmp_path / "run", "interrupted", "fix:")
+    assert not [child for child in family if child.is_running()]
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("attention_backend=no_such_backend", "no_such_backend"),
+        ("tp_size=2", "--tensor-parallel-size"),
+        ("dp_size=2", "drop it"),
+    ],
+)
+def test_a_bad_argument_is_refused_with_its_reason(
+    argument: str, says: str, tmp_path: Path
+) -> None:
+    flags = ("--model", "tiny-gpt-oss", "--engine", "sglang", "--engine-arg", argument)
+    run = run_check(tmp_path / "run", *flags)
+    assert run.code == 2
+    assert says in run.output
+    assert "fix:" in run.output
+    assert "Traceback" not in run.output

@@ -1,0 +1,78 @@
+"""Two real engines against each other, and one as the other's upgrade."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run, check_command, run_check
+
+pytestmark = pytest.mark.slow
+
+FLAGS = (
+    *("--engine", "transformers", "--engine", "vllm", "--num-prompts", "8"),
+    *("--samples-per-prompt", "2", "--max-tokens", "24", "--no-noise-floor", "--exact-kl", "0"),
+)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = run_check(tmp_path_factory.mktemp("both") / "run", *FLAGS)
+    assert run.code == 0, run.output
+    return run
+
+
+def test_each_edge_is_measured_and_the_law_that_sampled_is_known(both: Run) -> None:
+    made = both.report["engines"]
+    assert [side["engine"] for side in made["sides"]] == ["transformers", "vllm"]
+    assert [side["verdict"]["status"] for side in made["sides"]] == ["healthy", "healthy"]
+    assert made["not_tested"] == []
+    assert len(made["edges"]) == 10
+    for edge in made["edges"]:
+        found = edge["comparison"]
+        assert found["sampled_by_left"] == (edge["kind"] == "decode")
+        assert 0 < found["metrics"]["logprob_abs_diff_mean"]["value"] < 0.02
+        assert found["left"].startswith(edge["parties"][0])
+
+
+def test_vllm_stands_apart_from_two_that_share_a_framework(both: Run) -> None:
+    """The trainer and the transformers engine run the same modules; vLLM has kernels of its own."""
+    made = both.report["engines"]
+    assert made["odd"] == "vllm"
+    assert "vllm is the odd one out" in " ".join(both.output.split())
+
+
+def test_what_is_there_is_not_made_again(both: Run) -> None:
+    before = {path: path.stat().st_mtime_ns for path in both.directory.rglob("*.parquet")}
+    resume = [sys.executable, "-m", "mismatch", "check", "--resume", str(both.directory)]
+    done = subprocess.run(resume, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rescores" not in done.stdout
+    after = {path: path.stat().st_mtime_ns for path in both.directory.rglob("*.parquet")}
+    assert after == before
+
+
+def test_one_engine_as_the_upgrade_of_the_other(both: Run, tmp_path: Path) -> None:
+    new = both.directory / "engines" / "vllm"
+    out = tmp_path / "against"
+    line = ["compare", str(new), "--against", str(both.directory), "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mismatch", *line], capture_output=True, text=True, timeout=120
+    )
+    made = json.loads((out / "against.json").read_text())
+    assert done.returncode == int(made["fails"])
+    assert made["prompts"] == 8
+    assert made["same_tokens"] is False
+    assert made["outcome"] == "worse"  # vLLM is farther from the trainer than transformers is
+    changed = {one["name"]: (one["old"], one["new"]) for one in made["changed"]}
+    assert changed["engine"] == ("transformers", "vllm")
+    assert not any(one["where"] == "trainer" for one in made["changed"])
+
+
+def test_the_same_engine_twice_is_refused(tmp_path: Path) -> None:
+    line = check_command(tmp_path / "run", "--engine", "vllm", "--engine", "vllm")
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "compare NEW --against OLD" in done.stderr

@@ -1,0 +1,73 @@
+"""The audit's process with made-up work: kernels that pass, raise, crash, hang or leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import mismatch.workers.kernels as worker
+from mismatch.audit.supervise import AuditSpec, Step
+from mismatch.errors import MismatchError
+from mismatch.reports.kernels_json import audit_to_json, plain
+from mismatch.workers.launch import leave
+from tests.kernels_fixture import make_audit_report
+
+
+class MadeUp:
+    """Does what the name of a step says."""
+
+    def __init__(self, spec: AuditSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    def of(cls, spec: AuditSpec) -> MadeUp:
+        if "unplanned" in spec.names:
+            raise MismatchError("there is no such model", "name another")
+        act(spec.model)
+        return cls(spec)
+
+    def plan(self) -> dict[str, Any]:
+        steps = [
+            asdict(Step(number, "audit", name, "attention", "yours"))
+            for number, name in enumerate(self.spec.kernels)
+        ]
+        made = make_audit_report()
+        return {
+            "model": "made-up", "device": "cpu", "geometry": {}, "facts": {}, "not_tested": [],
+            "steps": steps, "unavailable": [audit_to_json(made.audits[3])],
+        }  # fmt: skip
+
+    def audit(self, step: Step) -> dict[str, Any]:
+        act(step.name)
+        return audit_to_json(make_audit_report(step.name).audits[4]) | {"harm": None}
+
+    def harmful(self, result: dict[str, Any]) -> bool:
+        return "harm" in result.get("name", "")
+
+    def harm(self, step: Step, result: dict[str, Any]) -> dict[str, Any]:
+        act(step.name.removeprefix("harm:"))
+        found = make_audit_report().audits[4].harm
+        return plain(asdict(found))  # type: ignore[arg-type, no-any-return]
+
+
+def act(name: str) -> None:
+    print(f"doing {name}", flush=True)
+    if name == "raises":
+        raise ValueError("no such shape\nsecond line")
+    if name == "exits":
+        sys.exit(3)
+    if name == "leaves":
+        os._exit(0)
+    if name == "hangs":
+        time.sleep(600)
+    if name.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, name))
+
+
+if __name__ == "__main__":
+    worker._work = lambda: MadeUp
+    leave(worker.main(sys.argv[1:]))

@@ -1,0 +1,302 @@
+"""A new run against an old one: invented runs of known distance, on the same prompts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import yaml
+
+from mismatch import store
+from mismatch.against.document import against_to_json, schema
+from mismatch.against.measure import against
+from mismatch.against.types import Against
+from mismatch.against.write import write_against
+from mismatch.errors import MismatchError
+from mismatch.reports.against import to_html, to_markdown
+from mismatch.types import Rollout, Routing, Sampling, Scoring
+
+PROMPTS, SAMPLES, PROMPT, RESPONSE = 16, 4, 3, 24
+FACTS = {"engine": "vllm", "version": "1.0", "dtype": "bf16", "versions": {"vllm": "1.0"}}
+WEIGHTS = {"model.layers.0.weight": [1, 2, 3], "lm_head.weight": [4, 5, 6]}
+
+
+def make_run(
+    directory: Path,
+    *,
+    tokens: int = 0,
+    spread: float = 0.005,
+    noise: int | None = None,
+    prompts: int = 0,
+    flips: float | None = None,
+    weights: dict[str, Any] | None = None,
+    law: dict[str, Any] | None = None,
+    **facts: Any,
+) -> Path:
+    """A rollout, its decode scoring and a trainer's, ``spread`` nats apart.
+
+    Args:
+        tokens: seed of the sampled tokens; prompts: of the prompts.
+        noise: seed of the distance; the tokens' unless given.
+        flips: share of (token, layer) whose experts differ; None: no routes.
+    """
+    n = PROMPTS * SAMPLES
+    asked = np.random.default_rng(1000 + prompts).integers(5, 500, (PROMPTS, PROMPT))
+    sampled = np.random.default_rng(tokens).integers(5, 500, (n, RESPONSE))
+    ids = np.concatenate([np.repeat(asked, SAMPLES, axis=0), sampled], axis=1)
+    mask = np.tile(np.arange(PROMPT + RESPONSE) >= PROMPT, n)
+    decode = {"mode": "decode", "logprobs_temperature": 1.0, **FACTS, **facts}
+    rollout = Rollout(
+        token_ids=ids.ravel(),
+        offsets=np.arange(n + 1) * (PROMPT + RESPONSE),
+        action_mask=mask,
+        turn=mask.astype(np.int64),
+        prompt_index=np.repeat(np.arange(PROMPTS), SAMPLES),
+        finish_reason=("length",) * n,
+        sampling=Sampling(max_tokens=RESPONSE, samples_per_prompt=SAMPLES, **(law or {})),
+        fingerprint=decode,
+    )
+    draw = np.random.default_rng(500 + (tokens if noise is None else noise))
+    logprobs = -0.2 - np.random.default_rng(tokens).exponential(1.0, n * RESPONSE)
+    delta = spread * draw.standard_normal(n * RESPONSE) - spread**2 / 2  # mean ratio 1
+    actions = rollout.token_ids[rollout.actions]
+    train = {"mode": "train", "dtype": "bf16", "logprobs_temperature": 1.0}
+    train["weights"] = WEIGHTS if weights is None else weights
+    directory.mkdir(parents=True)
+    store.save_rollout(directory, rollout)
+    scorings = [
+        Scoring("vllm:decode", actions, logprobs, decode),
+        Scoring("fsdp", actions, logprobs + delta, train),
+    ]
+    if flips is not None:
+        scorings = [
+            replace(one, routing=routing)
+            for one, routing in zip(scorings, routes(rollout, flips, draw), strict=True)
+        ]
+    for one in scorings:
+        store.save_scoring(directory, one, rollout)
+    return directory
+
+
+def routes(rollout: Rollout, flips: float, draw: Any) -> list[Routing]:
+    """Two sides' experts of two layers, 2 of 8; ``flips`` of the sets differ."""
+    shape = (len(rollout.token_ids), 2)
+    first = draw.integers(0, 4, shape)
+    ids = np.stack([first, first + 4], axis=-1).astype(np.uint8)
+    other = ids.copy()
+    other[..., 1] = np.where(draw.random(shape) < flips, (first + 1) % 4, ids[..., 1])
+    present = np.ones(shape[0], bool)
+    return [Routing((0, 1), 8, made, present) for made in (ids, other)]
+
+
+def row(made: Against, metric: str = "k3_kl") -> Any:
+    return next(one for one in made.rows if one.metric == metric)
+
+
+# ---------------------------------------------------------------- what moved
+
+
+def test_a_run_that_doubles_the_distance_is_worse_and_the_reverse_better(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", tokens=1, spread=0.005)
+    new = make_run(tmp_path / "new", tokens=2, spread=0.01)
+    worse, better = against(old, new), against(new, old)
+    assert (worse.outcome, worse.fails) == ("worse", True)
+    assert (better.outcome, better.fails) == ("better", False)
+    assert not worse.same_tokens
+    change = row(worse, "logprob_abs_diff_mean").change
+    assert change.low < 0.005 * np.sqrt(2 / np.pi) < change.high  # E|N(0, s)| = s √(2 / π)
+    assert row(better).change.value == pytest.approx(-row(worse).change.value)
+
+
+def test_equal_engines_are_seldom_told_apart(tmp_path: Path) -> None:
+    """20 pairs of runs of the same law: at 5 % one is expected to differ by chance."""
+    runs = [make_run(tmp_path / f"r{seed}", tokens=seed) for seed in range(40)]
+    outcomes = [against(runs[i], runs[i + 1]).outcome for i in range(0, 40, 2)]
+    assert outcomes.count("none") >= 16
+
+
+def test_the_same_tokens_are_paired(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", spread=0.005)
+    new = make_run(tmp_path / "new", spread=0.0052)  # the same noise, a little larger
+    made = against(old, new)
+    apart = against(old, make_run(tmp_path / "apart", tokens=9, spread=0.0052))
+    assert made.same_tokens
+    assert made.same_sequences == PROMPTS * SAMPLES
+    paired, difference = (row(one, "logprob_abs_diff_mean").change for one in (made, apart))
+    assert paired.high - paired.low < (difference.high - difference.low) / 5
+    assert made.engines is not None
+    assert made.engines.metrics["logprob_abs_diff_max"].value == 0  # only the trainer moved
+    assert made.engines.sampled_by_left
+    assert apart.engines is None
+    assert apart.same_sequences == 0
+
+
+def test_worse_within_the_margin_does_not_fail(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", spread=0.005)
+    new = make_run(tmp_path / "new", spread=0.0052)  # k3 grows by 8 %
+    made, strict = against(old, new, margin=0.1), against(old, new, margin=0.01)
+    assert (made.outcome, made.fails) == ("worse", False)
+    assert "within the margin" in made.reason
+    assert (strict.outcome, strict.fails) == ("worse", True)
+
+
+def test_a_critical_run_fails_even_where_nothing_moved(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", tokens=1, spread=0.6)
+    new = make_run(tmp_path / "new", tokens=2, spread=0.6)
+    made = against(old, new)
+    assert made.outcome == "none"
+    assert made.fails
+    assert "critical, as the old one is" in made.reason
+
+
+def test_identical_runs_do_not_differ(tmp_path: Path) -> None:
+    made = against(make_run(tmp_path / "old"), make_run(tmp_path / "new"))
+    assert made.outcome == "none"
+    assert {one.change.value for one in made.rows} == {0.0}
+    assert row(made).p_value == 1.0
+
+
+# ---------------------------------------------------------------- what changed, and what is refused
+
+
+def test_versions_and_settings_are_named(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", tokens=1)
+    new = make_run(
+        tmp_path / "new", tokens=2, version="1.1", versions={"vllm": "1.1"}, attention="FLASH",
+        speculation=None,
+    )  # fmt: skip
+    found = {(one.where, one.name): (one.old, one.new) for one in against(old, new).changed}
+    assert found == {
+        ("engine", "version"): ("1.0", "1.1"),
+        ("engine", "versions.vllm"): ("1.0", "1.1"),
+        ("engine", "attention"): ("–", "FLASH"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"prompts": 1}, "other prompts: the old run has 16, the new 16, and 0"),
+        ({"weights": WEIGHTS | {"lm_head.weight": [0, 0, 0]}}, "other weights.*lm_head.weight"),
+        ({"weights": {"another.weight": [1, 2, 3]}}, "another model"),
+        ({"law": {"temperature": 0.7}}, "temperature 1 in the old run, 0.7 in the new"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(
+    tmp_path: Path, other: dict[str, Any], named: str
+) -> None:
+    old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", tokens=2, **other)
+    with pytest.raises(MismatchError, match=named):
+        against(old, new)
+
+
+def test_a_metric_of_one_run_alone_is_said(tmp_path: Path) -> None:
+    old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", tokens=2)
+    routed = make_run(tmp_path / "routed", tokens=2, flips=0.1)
+    said = [note for note in against(old, routed).notes if "run has it" in note]
+    assert "routing_disagree_layer: only the new run has it, so not compared" in said
+    made = against(old, new)
+    assert not any("run has it" in note for note in made.notes)
+    assert "routing_disagree_layer" not in {one.metric for one in made.rows}
+
+
+def test_other_experts_decide_as_well(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", tokens=1, flips=0.02)
+    made = against(old, make_run(tmp_path / "new", tokens=2, flips=0.06))
+    assert (made.outcome, made.fails) == ("worse", True)
+    assert row(made, "routing_disagree_layer").beyond
+    assert row(made).outcome == "none"
+    assert row(made, "routing_disagree_layer").change.value == pytest.approx(0.04, abs=0.015)
+
+
+# ---------------------------------------------------------------- how it is written
+
+
+def test_the_document_obeys_its_schema(tmp_path: Path) -> None:
+    old, new = make_run(tmp_path / "old", tokens=1), make_run(tmp_path / "new", tokens=2)
+    write_against(tmp_path, against(old, new))
+    document = json.loads((tmp_path / "against.json").read_text())
+    jsonschema.validate(document, schema())
+    assert document["metrics"]["k3_kl"]["outcome"] == "none"
+    assert document["metrics"]["logprob_abs_diff_max"]["change"]["low"] is None
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document | {"more": 1}, schema())
+
+
+def test_foreign_text_stays_text(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", tokens=1, attention="<script>alert(1)</script>|`x`")
+    made = against(old, make_run(tmp_path / "new", tokens=2))
+    page, text = to_html(made), to_markdown(made)
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "\\<script\\>" in text
+    assert page == to_html(made)
+
+
+def test_pages_show_every_metric_and_the_verdict(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", tokens=1, spread=0.005)
+    made = against(old, make_run(tmp_path / "new", tokens=2, spread=0.01))
+    for text in (to_html(made), to_markdown(made)):
+        assert "Worse" in text
+        assert all(one.metric in text for one in made.rows)
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    made = against(make_run(tmp_path / "old"), make_run(tmp_path / "new"))
+    broken = replace(made.rows[0], new=replace(made.rows[0].new, value=float("inf")))
+    document = against_to_json(replace(made, rows=(broken,)))
+    assert document["metrics"][broken.metric]["new"]["value"] is None
+
+
+# ---------------------------------------------------------------- the command
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "mismatch", "compare", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+
+
+def test_exit_codes_and_what_is_written(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", tokens=1, spread=0.005)
+    new = make_run(tmp_path / "new", tokens=2, spread=0.01)
+    worse = command(str(new), "--against", str(old), "--out", str(tmp_path / "out"))
+    assert worse.returncode == 1, worse.stderr
+    assert worse.stdout.splitlines()[-1].startswith("verdict: WORSE – k3_kl")
+    assert {path.name for path in (tmp_path / "out").glob("against.*")} == {
+        *("against.html", "against.json", "against.md"),
+    }
+    assert command(str(old), "--against", str(new)).returncode == 0
+    other = make_run(tmp_path / "other", prompts=3)
+    refused = command(str(other), "--against", str(old))
+    assert refused.returncode == 2
+    assert "not comparable: other prompts" in refused.stderr
+
+
+# ---------------------------------------------------------------- the example workflow
+
+
+def workflow() -> dict[str, Any]:
+    text = (Path(__file__).parents[2] / "docs" / "ci.md").read_text(encoding="utf-8")
+    block = text.split("```yaml\n")[1].split("```")[0]
+    return yaml.safe_load(block)
+
+
+def test_the_example_workflow_uses_commands_and_flags_that_exist() -> None:
+    steps = workflow()["jobs"]["mismatch"]["steps"]
+    lines = [line.strip() for step in steps for line in step.get("run", "").splitlines()]
+    calls = [line.split() for line in lines if line.startswith("mismatch ")]
+    assert {call[1] for call in calls} == {"check", "compare"}
+    for call in calls:
+        usage = subprocess.run(
+            [sys.executable, "-m", "mismatch", call[1], "--help"],
+            capture_output=True, text=True, timeout=60, check=True,
+        ).stdout  # fmt: skip
+        for word in call:
+            assert not word.startswith("--") or word in usage, word

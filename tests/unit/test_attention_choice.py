@@ -1,0 +1,282 @@
+"""A kernel is run before it is trusted: wrong ones are refused, with the number, or passed over.
+
+"By name" is ``--attention package.module:function``; "auto" is the choice among fast kernels, here
+played by functions of ours, because the real ones need a GPU (tests/gpu has those).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from mismatch.errors import MismatchError
+from mismatch.specs import Pass, TrainSpec
+from mismatch.training import attention_choice
+from mismatch.training.attention import OURS, register_kernels, resolve_attention, resolve_for
+from mismatch.training.attention_check import Geometry, geometry_of, try_kernel
+from mismatch.training.attention_choice import first_right
+from mismatch.training.load import load
+from mismatch.training.score import score_pass
+from mismatch.training.source import skeleton
+from mismatch.training.user_kernels import (
+    is_user_kernel,
+    load_function,
+    register_attention,
+    registered_name,
+)
+from mismatch.training.world import World
+from tests.checkpoints import configuration, make, rollout
+
+MINE = "tests.unit.user_attention"
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return skeleton(configuration("gpt_oss"))
+
+
+def _name(function: str) -> str:
+    return f"{MINE}:{function}"
+
+
+def _registered(function: str) -> Callable[[], str]:
+    return lambda: register_attention(_name(function))
+
+
+# ---------------------------------------------------------------- the trial
+
+
+def test_the_geometry_is_the_models(model: PreTrainedModel) -> None:
+    assert geometry_of(model, True) == Geometry(4, 2, 16, 16, True, True, 0.25)
+    plain = geometry_of(skeleton(configuration("llama")), False)
+    assert (plain.window, plain.sinks) == (False, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("function", ["attend", "attend_added@eager", "attend_without_mask@none"])
+def test_what_is_right_passes_in_every_dtype(function: str, dtype: torch.dtype) -> None:
+    geometry = Geometry(6, 2, 24, 16, True, True, 0.3)
+    found = try_kernel(register_attention(_name(function)), geometry, CPU, dtype)
+    if dtype == torch.float64:  # their softmax is in float32
+        assert "output off by" in found.fault
+        assert found.forward is not None
+        assert found.forward < 1e-6
+        return
+    assert found.passed, found
+    assert set(found.gradients) == {"q", "k", "v", "sinks"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, BF16])
+def test_our_kernel_passes(dtype: torch.dtype) -> None:
+    register_kernels()
+    geometry = Geometry(8, 1, 64, 64, True, True, 0.125)
+    assert try_kernel(OURS["sink-sdpa"], geometry, CPU, dtype).passed
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("drops_sinks", r"output off by \d+ % \(full attention\)"),
+        ("ignores_the_window", r"output off by [\d.]+ % \(a sliding window\)"),
+        ("leaks", r"output off by [\d.]+ % \(two documents in a row\)"),
+        ("attend_without_mask@none", ""),
+        ("raises", "it does not run: RuntimeError: head size 16 is not compiled in"),
+        ("wrong_shape", r"not \[B, T, H, Dv\]"),
+    ],
+)
+def test_faults_are_told(model: PreTrainedModel, function: str, said: str) -> None:
+    name = _name(function)
+    if not said:
+        assert resolve_for(name, model, CPU, BF16).tried == (f"{name}: passed",)
+        return
+    with pytest.raises(MismatchError, match=said) as caught:
+        resolve_for(name, model, CPU, BF16)
+    assert "--attention auto" in caught.value.fix
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_the_flex_kernel_is_right_forward() -> None:
+    # Without gradients it runs on a CPU too: the same code as on a GPU, uncompiled.
+    from mismatch.training.attention_check import _cases, _inputs, _layer, definition
+    from mismatch.training.flex import flex_mask, sink_flex_attention
+
+    geometry = Geometry(4, 2, 16, 16, True, True, 0.25)
+    for case in _cases(geometry, CPU):
+        inputs = [x.detach() for x in _inputs(geometry, CPU, torch.float64)]
+        tokens = inputs[0].shape[2]
+        layer = _layer(geometry, "", inputs, torch.float64)
+        with torch.compiler.set_stance("force_eager"):  # nothing is compiled
+            mask = flex_mask(tokens, tokens, mask_function=case.looks, batch_size=1, device=CPU)
+            out, _ = sink_flex_attention(layer, *inputs[:3], mask, 0.25, s_aux=inputs[3])
+        wanted = definition(inputs, case.allowed, 0.25)
+        assert torch.allclose(out, wanted, rtol=1e-10), case.name
+
+
+def test_the_flex_kernel_needs_a_gpu(model: PreTrainedModel) -> None:
+    with pytest.raises(MismatchError, match="needs a CUDA device"):
+        resolve_for("sink-flex", model, CPU, BF16)
+
+
+# ---------------------------------------------------------------- auto
+
+
+def test_the_first_that_is_right_is_taken(model: PreTrainedModel) -> None:
+    def missing() -> str:
+        raise MismatchError("the package kernels is not installed", "install it")
+
+    chosen, tried = first_right(
+        {
+            "hub": missing,
+            "crashes": _registered("raises"),
+            "no sinks": _registered("drops_sinks"),
+            "no gradient": _registered("sinks_without_gradient"),
+            "right": _registered("attend"),
+            "never asked": _registered("attend_added@eager"),
+        },
+        geometry_of(model, True),
+        CPU,
+        BF16,
+    )
+    assert chosen == registered_name(_name("attend"))
+    assert tried[:2] == (
+        "hub: the package kernels is not installed",
+        "crashes: it does not run: RuntimeError: head size 16 is not compiled in",
+    )
+    assert tried[2].startswith("no sinks: output off by 1")  # about 106 %
+    assert tried[3] == "no gradient: gradient off: sinks by 100 % (full attention)"
+    assert tried[4:] == ("right: passed",)
+
+
+def test_none_may_be_right(model: PreTrainedModel) -> None:
+    chosen, tried = first_right({"x": _registered("raises")}, geometry_of(model, True), CPU, BF16)
+    assert chosen is None
+    assert len(tried) == 1
+
+
+def test_a_kernel_must_pass_on_all_ranks(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_choice, "_everywhere", lambda passed, device: False)
+    chosen, tried = first_right({"x": _registered("attend")}, geometry_of(model, True), CPU, BF16)
+    assert (chosen, tried) == (None, ("x: failed on another rank",))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_auto_takes_it_on_a_gpu_alone(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, right: bool
+) -> None:
+    asked = []
+
+    def choose(candidates: object, *args: object) -> tuple[str | None, tuple[str, ...]]:
+        asked.append((list(candidates), *args))  # type: ignore[call-overload]
+        return ("mismatch_fast" if right else None), ("a: off", "b: passed")
+
+    monkeypatch.setattr(attention_choice, "first_right", choose)
+    assert resolve_for("auto", model).label == "sink-sdpa"
+    assert resolve_for("auto", model, CPU, BF16).tried == ()
+    assert not asked
+    cuda = torch.device("cuda")
+    found = resolve_for("auto", model, cuda, BF16)
+    assert found.implementation == ("mismatch_fast" if right else OURS["sink-sdpa"])
+    assert (found.honours_sinks, found.tried) == (True, ("a: off", "b: passed"))
+    names = ["kernels-community/vllm-flash-attn3", "sink-flex"]
+    assert asked == [(names, geometry_of(model, True), cuda, BF16)]
+    dense = skeleton(configuration("llama"))
+    assert resolve_for("auto", dense, cuda, BF16).label == "sdpa"
+
+
+# ---------------------------------------------------------------- by name
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no_such_module_here:f", "cannot import no_such_module_here: ModuleNotFoundError"),
+        (f"{MINE}:nothing", "has no nothing"),
+        (f"{MINE}:NOT_A_FUNCTION", "is no function"),
+        (f"{MINE}:attend@half", "there is no mask 'half'"),
+        (f"{MINE}:attend@", "there is no mask ''"),
+        (f"{MINE}:", "names no function"),
+        ("attend", "names no function"),
+    ],
+)
+def test_functions_that_are_not_there(text: str, said: str) -> None:
+    with pytest.raises(MismatchError, match=said) as caught:
+        load_function(text)
+    assert caught.value.fix
+
+
+def test_functions_are_found() -> None:
+    from tests.unit import user_attention
+
+    assert load_function(_name("attend")) == (user_attention.attend, "sdpa")
+    assert load_function(_name("Kernels.attend@flash")) == (user_attention.attend, "flash")
+    assert is_user_kernel("a.b:c@eager")
+    assert not is_user_kernel("kernels-community/flash-attn3:attend")
+
+
+def test_a_module_that_fails_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_kernels.py").write_text("raise ValueError('no CUDA here')\n")
+    monkeypatch.chdir(tmp_path)  # the current directory is looked at
+    with pytest.raises(MismatchError, match="ValueError: no CUDA here") as caught:
+        load_function("broken_kernels:attend")
+    assert "mend the module" in caught.value.fix
+
+
+def test_a_wrong_gradient_is_told_and_not_refused(model: PreTrainedModel) -> None:
+    name = _name("sinks_without_gradient")
+    found = resolve_for(name, model, CPU, BF16)
+    assert found.label == name
+    assert found.tried == (f"{name}: gradient off: sinks by 100 % (full attention)",)
+
+
+def test_nothing_runs_where_there_is_no_device(model: PreTrainedModel) -> None:
+    found = resolve_attention(_name("raises"), configuration("gpt_oss"))
+    assert (found.honours_sinks, found.tried) == (True, ())
+
+
+def test_families_that_compute_with_their_masks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
+) -> None:
+    monkeypatch.setattr(type(model), "_supports_flash_attn", False)
+    with pytest.raises(MismatchError, match="computes with its masks"):
+        resolve_for(_name("attend"), model)
+
+
+def test_a_pass_runs_with_it(tmp_path: Path) -> None:
+    from tests.unit import user_attention
+
+    world = World.start()
+    try:
+        spec = TrainSpec(str(make("gpt_oss", tmp_path / "model")), dtype="fp32")
+        tokens = rollout(((5, 12), (5, 30), (6, 9)))
+        scorings = []
+        for name in ("sink-sdpa", _name("attend"), _name("attend_added@eager")):
+            for layout in ("padding", "packing"):
+                one = replace(spec, attention=name, layout=layout)  # type: ignore[arg-type]
+                loaded = load(one, world.mesh, world.device)
+                scorings.append(score_pass(world, loaded, tokens, Pass("fsdp", one)))
+        with pytest.raises(MismatchError, match="output off by"):
+            load(replace(spec, attention=_name("drops_sinks")), world.mesh, world.device)
+    finally:
+        dist.destroy_process_group()
+    first = scorings[0]
+    assert first is not None
+    for other in scorings[1:]:
+        assert other is not None
+        assert np.abs(other.logprobs - first.logprobs).max() < 1e-4
+    facts = scorings[2].fingerprint  # type: ignore[union-attr]
+    assert facts["attention"] == _name("attend")
+    assert facts["attention_candidates"] == [f"{_name('attend')}: passed"]
+    assert facts["honours_sinks"]
+    assert "attention_candidates" not in first.fingerprint
+    assert all(mask is not None for mask in user_attention.CALLS)

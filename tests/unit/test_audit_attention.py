@@ -1,0 +1,249 @@
+"""Each planted kernel fails in its own column, and right kernels in none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import mismatch.models
+from mismatch.audit.attention import CONSEQUENCES, audit_attention, names_here
+from mismatch.audit.candidates import Candidate
+from mismatch.audit.costs import costs
+from mismatch.audit.geometry import ModelGeometry, Options, geometry_of
+from mismatch.audit.runner import Runner
+from mismatch.audit.types import ATTENTION_COLUMNS, Audit
+from mismatch.errors import MismatchError
+
+TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"
+QUICK = Options(dtypes=("fp64", "bf16"), tokens=())
+HERE = "tests.unit.audit_kernels:"
+PLANTED = {
+    "no_sinks": ({"sinks"}, set(CONSEQUENCES), "drops the sinks"),
+    "no_sink_gradient": ({"sink_gradient"}, set(), "no gradient arrives at sinks"),
+    "wrong_gradient_scale": ({"gradient"}, set(), "gradient of q off by 50 %"),
+    "window_off_by_one": ({"window"}, set(CONSEQUENCES), "sees one key more than the window"),
+    "leaking_packing": ({"packing"}, set(CONSEQUENCES), "lets documents of one row see each other"),
+    "wrong_offset": ({"offsets"}, set(), "puts the first query at the first key"),
+    "wrong_groups": ({"grouped_queries"}, set(CONSEQUENCES), "hands key heads out in turn"),
+    "wrong_scaling": ({"scaling"}, set(), "uses head_dim ** -0.5 whatever scale is given"),
+    "non_deterministic": ({"repeats"}, set(CONSEQUENCES), "differs from run to run"),
+}
+
+
+@pytest.fixture(scope="module")
+def geometry() -> ModelGeometry:
+    from transformers import AutoConfig
+
+    return geometry_of(AutoConfig.from_pretrained(TINY), "tiny-gpt-oss")
+
+
+def audit(geometry: ModelGeometry, name: str, options: Options = QUICK) -> Audit:
+    own = [name] if ":" in name else []
+    found = names_here(geometry, own, [] if own else [name])
+    return audit_attention(geometry, options, found[-1])
+
+
+def failed(one: Audit) -> set[str]:
+    return {finding.column for finding in one.failed}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_shows_in_its_own_column(geometry: ModelGeometry, name: str) -> None:
+    own, consequences, words = PLANTED[name]
+    found = audit(geometry, f"mismatch.audit.planted:{name}")
+    assert own <= failed(found) <= own | consequences
+    assert (found.verdict, found.usable) == ("wrong", True)
+    assert words in found.reason
+    assert [finding.column for finding in found.findings] == list(ATTENTION_COLUMNS)
+
+
+@pytest.mark.parametrize("name", ["eager", "sink-sdpa", "mismatch.audit.planted:right"])
+def test_right_kernels_are_sound(geometry: ModelGeometry, name: str) -> None:
+    found = audit(geometry, name)
+    assert (found.verdict, found.usable, found.reason) == ("sound", True, "")
+    asked = {finding.column for finding in found.findings if finding.outcome != "not_tested"}
+    assert asked == set(ATTENTION_COLUMNS)
+    assert found.chosen == (name == "sink-sdpa")
+    exact, rough = found.errors
+    assert (exact.dtype, rough.dtype) == ("fp64", "bf16")
+    assert exact.forward is not None
+    assert exact.forward < 1e-14
+    assert set(exact.gradients) == {"q", "k", "v", "sinks"}
+    assert max(exact.gradients.values()) < 1e-13
+    assert rough.forward is not None
+    assert rough.floor is not None
+    assert 1e-4 < rough.forward < 3 * rough.floor < 0.02
+
+
+def test_the_kernel_that_transformers_takes_by_default_drops_the_sinks(
+    geometry: ModelGeometry,
+) -> None:
+    found = audit(geometry, "sdpa")
+    assert (found.verdict, found.usable) == ("unusable", False)
+    assert "ignores the learned attention sinks" in found.reason
+    assert failed(found) == {"sinks", *CONSEQUENCES}
+    assert [error.gradients["sinks"] for error in found.errors] == [1.0, 1.0]
+
+
+def test_no_gradient_to_the_sinks_is_an_error_of_100_percent(geometry: ModelGeometry) -> None:
+    found = audit(geometry, "mismatch.audit.planted:no_sink_gradient")
+    finding = found.finding("sink_gradient")
+    assert finding is not None
+    assert finding.value == 1.0
+    assert "off by 100 % from finite differences" in finding.detail
+
+
+def test_a_wrong_output_with_its_own_gradient_is_told_from_a_wrong_gradient(
+    geometry: ModelGeometry,
+) -> None:
+    sinkless = audit(geometry, "mismatch.audit.planted:no_sinks").finding("gradient")
+    halved = audit(geometry, "mismatch.audit.planted:wrong_gradient_scale").finding("gradient")
+    assert sinkless is not None
+    assert halved is not None
+    assert "gradient of its own output, which is wrong itself" in sinkless.detail
+    assert "from finite differences of its own output" in halved.detail
+
+
+@pytest.mark.parametrize(
+    "name", ["from_positions@none", "from_positions@flash", "adds_its_mask@eager"]
+)
+def test_kernels_with_other_masks_are_sound(geometry: ModelGeometry, name: str) -> None:
+    found = audit(geometry, HERE + name)
+    assert (found.verdict, found.reason) == ("sound", "")
+
+
+# ---------------------------------------------------------------- odd behaviour
+
+
+def test_a_kernel_that_raises_cannot_be_used(geometry: ModelGeometry) -> None:
+    found = audit(geometry, HERE + "raises")
+    assert (found.verdict, found.usable) == ("unusable", False)
+    assert "fp64, bf16: RuntimeError: no kernel for this head size" in found.reason
+    accepts = found.finding("accepts")
+    assert accepts is not None
+    assert accepts.outcome == "failed"
+    assert {finding.outcome for finding in found.findings[1:]} == {"not_tested"}
+
+
+def test_a_dtype_that_a_kernel_does_not_take_is_left_out(geometry: ModelGeometry) -> None:
+    found = audit(geometry, HERE + "no_half")
+    assert found.verdict == "sound"
+    assert [error.dtype for error in found.errors] == ["fp64"]
+    accepts = found.finding("accepts")
+    assert accepts is not None
+    assert "not in bf16: TypeError: bfloat16 is not supported" in accepts.detail
+
+
+def test_another_order_of_axes_is_no_output(geometry: ModelGeometry) -> None:
+    assert "not [B, T, H, Dv]" in audit(geometry, HERE + "transposed").reason
+
+
+def test_no_numbers_are_wrong_and_the_report_holds_no_infinity(geometry: ModelGeometry) -> None:
+    found = audit(geometry, HERE + "no_numbers")
+    assert found.verdict == "wrong"
+    assert "forward" in failed(found)
+    assert all(finding.value != float("inf") for finding in found.findings)
+    assert [error.forward for error in found.errors] == [None, None]
+
+
+def test_no_backward_pass_is_wrong(geometry: ModelGeometry) -> None:
+    found = audit(geometry, HERE + "detached")
+    assert failed(found) == {"gradient", "sink_gradient"}
+    assert "its backward pass does not run" in found.reason
+    assert found.costs == ()
+
+
+def test_other_rounding_at_every_call_is_told_and_not_wrong(geometry: ModelGeometry) -> None:
+    found = audit(geometry, HERE + "last_bit")
+    repeats = found.finding("repeats")
+    assert repeats is not None
+    assert (repeats.outcome, repeats.critical) == ("failed", False)
+    assert repeats.detail.endswith("no more than rounding")
+    assert found.verdict == "sound"
+
+
+def test_a_gradient_of_another_output_is_found_by_finite_differences(
+    geometry: ModelGeometry,
+) -> None:
+    found = audit(geometry, HERE + "half_detached")
+    assert failed(found) == set(CONSEQUENCES)
+    gradient = found.finding("gradient")
+    assert gradient is not None
+    assert "from finite differences of its own output in fp64" in gradient.detail
+    assert max(found.errors[0].gradients.values()) < 1e-13
+
+
+def test_a_feature_that_raises_fails_with_its_reason(geometry: ModelGeometry) -> None:
+    found = audit(geometry, HERE + "no_cache")
+    assert failed(found) == {"offsets"}
+    assert "queries and keys differ in length" in found.reason
+
+
+def test_a_row_that_depends_on_its_neighbours_is_wrong(geometry: ModelGeometry) -> None:
+    found = audit(geometry, HERE + "neighbours")
+    assert failed(found) == {"batches"}
+    assert "gives a row other numbers beside" in found.reason
+
+
+def test_a_fault_without_a_name_is_found_all_the_same(geometry: ModelGeometry) -> None:
+    found = audit(geometry, HERE + "halved_scale")
+    assert {"scaling", "forward"} <= failed(found)
+    scaling = found.finding("scaling")
+    assert scaling is not None
+    assert "the given scale is not used as it should be" in scaling.detail
+
+
+def test_columns_that_a_model_has_no_use_for_are_not_tested(geometry: ModelGeometry) -> None:
+    plain = replace(geometry, sinks=False, window=None, kv_heads=geometry.heads)
+    found = audit_attention(plain, QUICK, Candidate("sdpa", "transformers", "sdpa"))
+    assert found.verdict == "sound"
+    left_out = {one.column for one in found.findings if one.outcome == "not_tested"}
+    assert left_out == {"sinks", "window", "grouped_queries", "sink_gradient"}
+
+
+# ---------------------------------------------------------------- names and costs
+
+
+def test_what_is_here_and_what_is_not(geometry: ModelGeometry) -> None:
+    found = {one.name: one for one in names_here(geometry)}
+    assert found["eager"].registered == "eager"
+    assert [name for name, one in found.items() if one.chosen] == ["sink-sdpa"]
+    assert "sinks" in found["sdpa"].refused
+    assert "paged cache" in found["paged|eager"].unavailable
+    if not torch.cuda.is_available():
+        assert found["flash_attention_2"].unavailable
+        assert "no backward pass on a CPU" in found["flex_attention"].unavailable
+    assert "no-sinks" not in found
+    gone = audit_attention(geometry, QUICK, found["paged|eager"])
+    assert (gone.verdict, gone.usable, gone.findings) == ("unusable", False, ())
+
+
+def test_the_planted_kernel_of_the_trainer_is_audited_where_it_is_named(
+    geometry: ModelGeometry,
+) -> None:
+    assert failed(audit(geometry, "no-sinks")) == {"sinks", *CONSEQUENCES}
+
+
+def test_unknown_names_are_refused(geometry: ModelGeometry) -> None:
+    with pytest.raises(MismatchError, match="no attention implementation 'sdpaa' here") as caught:
+        names_here(geometry, (), ["sdpaa"])
+    assert "eager, sdpa, sink-sdpa" in caught.value.fix
+
+
+def test_costs_are_measured_and_stop_at_the_budget(geometry: ModelGeometry) -> None:
+    runner = Runner(geometry, "eager")
+    options = Options(tokens=(512, 2048), budget_bytes=2**20)
+    measured, left_out = costs(runner, geometry, options, ["fp64", "fp32"])
+    assert measured.tokens == 512
+    assert measured.seconds is not None
+    assert measured.seconds > 0
+    scores = geometry.heads * 512 * 512 * 4
+    assert measured.peak_bytes is not None
+    assert 2 * scores < measured.peak_bytes < 20 * scores
+    assert (left_out.seconds, left_out.peak_bytes) == (None, None)
+    assert "by its 512 tokens; not tried" in left_out.note
+    (raised,) = costs(Runner(geometry, "paged|eager"), geometry, Options(tokens=(64,)), ["fp32"])
+    assert "ValueError" in raised.note

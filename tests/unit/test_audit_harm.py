@@ -1,0 +1,113 @@
+"""What a kernel does to the whole model, on tokens that it samples or that a run has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mismatch.models
+from mismatch.audit.candidates import Candidate
+from mismatch.audit.harm import Source, measure_harm
+from mismatch.errors import MismatchError
+
+TINY = str(Path(mismatch.models.__file__).parent / "tiny-gpt-oss")
+SOURCE = Source(TINY, tokens=192)
+CHOSEN = "mismatch_sinks"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    from mismatch.training.attention import register_kernels
+
+    register_kernels()
+
+
+def test_dropped_sinks_are_seen_in_logprobs_and_gradients() -> None:
+    harm = measure_harm(SOURCE, Candidate("sdpa", "transformers", "sdpa"), CHOSEN)
+    own = harm.baseline
+    assert own is not None
+    assert own.baseline is None
+    assert harm.tokens == own.tokens > 100
+    assert harm.sink_gradient_error == 1.0
+    assert own.sink_gradient_error is not None
+    assert own.sink_gradient_error < 0.2
+    assert harm.mean_abs_delta > 5 * own.mean_abs_delta > 1e-3  # bfloat16's own error
+    assert harm.k3_kl > 10 * own.k3_kl
+    assert harm.gradient_cosine is not None
+    assert own.gradient_cosine is not None
+    assert harm.gradient_cosine < 0.7 < 0.98 < own.gradient_cosine
+    assert harm.gradient_error is not None
+    assert own.gradient_error is not None
+    assert harm.gradient_error > 5 * own.gradient_error
+
+
+def test_a_missing_sink_gradient_shows_there_alone() -> None:
+    from mismatch.audit.planted import no_sink_gradient
+    from mismatch.training.user_kernels import register_attention
+
+    name = register_attention(f"{no_sink_gradient.__module__}:no_sink_gradient")
+    harm = measure_harm(SOURCE, Candidate("mine", "yours", name), CHOSEN)
+    assert harm.baseline is not None
+    assert harm.sink_gradient_error == 1.0
+    assert harm.mean_abs_delta < 2 * harm.baseline.mean_abs_delta
+
+
+def test_documents_that_see_each_other_do_harm_where_rows_are_packed() -> None:
+    from mismatch.training.user_kernels import register_attention
+
+    name = register_attention("mismatch.audit.planted:leaking_packing")
+    leaking = Candidate("mine", "yours", name)
+    alone = measure_harm(SOURCE, leaking, CHOSEN)
+    packed = measure_harm(SOURCE, leaking, CHOSEN, packed=True)
+    assert alone.baseline is not None
+    assert packed.baseline is not None
+    assert alone.mean_abs_delta < 2 * alone.baseline.mean_abs_delta
+    assert packed.mean_abs_delta > 5 * packed.baseline.mean_abs_delta
+    assert packed.baseline.mean_abs_delta < 2 * alone.baseline.mean_abs_delta
+
+
+def test_the_trainer_s_own_kernel_has_no_baseline_but_itself() -> None:
+    harm = measure_harm(SOURCE, Candidate("sink-sdpa", "ours", CHOSEN), CHOSEN)
+    assert harm.baseline is None
+    assert harm.mean_abs_delta > 0
+
+
+def test_a_model_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mismatch.audit.costs.free_bytes", lambda device: 1000)
+    with pytest.raises(MismatchError, match="GiB are free on cpu"):
+        measure_harm(Source(TINY, seed=5), Candidate("sdpa", "transformers", "sdpa"), CHOSEN)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_tokens_of_a_run_are_its_sequences(tmp_path: Path) -> None:
+    from mismatch.audit.harm_tokens import from_run
+    from mismatch.store import save_rollout
+    from tests.made_run import rollout
+
+    made = rollout()
+    save_rollout(tmp_path, made)
+    rows = from_run(str(tmp_path))
+    assert [len(row.ids) for row in rows] == [int(n) for n in made.offsets[1:] - made.offsets[:-1]]
+    assert torch.cat([row.ids for row in rows]).tolist() == made.token_ids.tolist()
+    assert sum(int(row.acting.sum()) for row in rows) == made.n_actions
+
+
+def test_an_answer_ends_with_its_first_stop_token() -> None:
+    from mismatch.audit.harm_tokens import ends_of
+
+    new = torch.tensor([[4, 6, 0, 0], [4, 5, 4, 5], [5, 4, 4, 7]])
+    assert ends_of(new, [6, 7]) == [2, 4, 4]
+    assert ends_of(new, 4) == [1, 1, 2]
+    assert ends_of(new, None) == [4, 4, 4]
+
+
+def test_the_first_token_of_a_row_is_predicted_by_nothing() -> None:
+    from mismatch.audit.harm_tokens import Row
+
+    acting = torch.ones(3, dtype=torch.bool)
+    assert Row.of(torch.arange(3), acting).acting.tolist() == [False, True, True]
+    assert acting.all()

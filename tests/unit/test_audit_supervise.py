@@ -1,0 +1,100 @@
+"""A kernel that takes its process with it costs its own row, and nobody else's."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mismatch.audit import supervise
+from mismatch.audit.supervise import AuditSpec, run_audit
+from mismatch.audit.verdict import ended
+from mismatch.errors import MismatchError
+
+ROOT = Path(__file__).parents[2]
+WORKER = "tests.unit.kernels_worker"
+
+
+def audited(place, *names, limit_s=60.0, model="made-up", **more):
+    spec = AuditSpec(model=model, kernels=names, limit_s=limit_s, **more)
+    lines = []
+    report = run_audit(spec, place, lines.append, WORKER)
+    return {one.name: one for one in report.audits}, report, lines
+
+
+def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
+    names = ("good", "SIGSEGV", "raises", "SIGKILL", "exits", "leaves", "last")
+    found, report, lines = audited(tmp_path, *names)
+    assert [one.name for one in report.audits[1:]] == list(names)
+    assert {name for name, one in found.items() if one.findings} == {"good", "last"}
+    reasons = {name: found[name].reason for name in names}
+    assert reasons["SIGSEGV"] == "crashed: its process was ended by signal 11 (SIGSEGV)"
+    assert reasons["SIGKILL"].endswith("signal 9 (SIGKILL); often that is out of memory")
+    assert reasons["raises"] == "crashed: ValueError: no such shape"
+    assert reasons["exits"] == "crashed: SystemExit: 3"
+    assert reasons["leaves"] == "crashed: its process failed with exit code 0"
+    assert all(ended(found[name]) for name in names[1:-1])
+    assert not ended(found["good"])
+    assert lines[0] == "1/7 good"
+    assert lines[-1] == "7/7 last"
+    done = (tmp_path / "logs" / "kernels.log").read_text()
+    assert "doing last" in done
+    assert "doing good" not in done  # done once, by an earlier process
+
+
+def test_one_that_hangs_is_ended_and_is_not_waited_for_twice(tmp_path):
+    start = time.monotonic()
+    found, _, _ = audited(tmp_path, "hangs", "good", limit_s=3.0)
+    assert found["hangs"].reason == "timed out: no end after 3 s"
+    assert found["good"].findings
+    assert time.monotonic() - start < 40
+
+
+def test_what_a_crash_on_the_model_costs_is_the_harm_alone(tmp_path):
+    found, report, _ = audited(tmp_path, "harm:SIGSEGV", "harm:fine", "good")
+    assert found["harm:SIGSEGV"].findings
+    assert found["harm:SIGSEGV"].harm is None
+    assert report.not_tested == (
+        "what harm:SIGSEGV does to the model: crashed: its process was ended by signal 11 "
+        "(SIGSEGV)",
+    )
+    harm = found["harm:fine"].harm
+    assert harm is not None
+    assert harm.baseline is not None
+    assert found["good"].harm is None
+
+
+def test_what_fails_before_any_kernel_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(MismatchError, match="there is no such model") as caught:
+        audited(tmp_path / "a", "good", names=("unplanned",))
+    assert caught.value.fix == "name another"
+    with pytest.raises(MismatchError, match="SIGSEGV"):
+        audited(tmp_path / "b", "good", model="SIGSEGV")
+    monkeypatch.setattr(supervise, "START_S", 1.0)
+    with pytest.raises(MismatchError, match="did nothing for 1 s"):
+        audited(tmp_path / "c", "good", model="hangs", limit_s=1.0)
+
+
+def test_an_interrupt_leaves_no_process_behind(tmp_path):
+    code = f"""
+        from pathlib import Path
+        from mismatch.audit.supervise import AuditSpec, run_audit
+        spec = AuditSpec(model="made-up", kernels=("hangs",))
+        run_audit(spec, Path({str(tmp_path)!r}), print, {WORKER!r})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as tool:
+        log, end = tmp_path / "logs" / "kernels.log", time.monotonic() + 60
+        while not (log.exists() and "doing hangs" in log.read_text()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        children = psutil.Process(tool.pid).children(recursive=True)
+        assert children
+        os.kill(tool.pid, signal.SIGINT)
+        tool.wait(60)
+    assert not [one for one in children if one.is_running() and one.status() != "zombie"]

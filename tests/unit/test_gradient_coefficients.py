@@ -1,0 +1,184 @@
+"""Coefficients of the policy gradient, against values worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.gradients.coefficients import (
+    Batch,
+    Vectors,
+    add_corrections,
+    add_ratio,
+    choose_batch,
+    normalised,
+    plain_vectors,
+    unclipped,
+)
+from mismatch.gradients.groups import group_of
+from mismatch.gradients.types import GROUPS, REWARDS
+from mismatch.metrics.corrections import CORRECTIONS
+from mismatch.types import Rollout, Scoring
+from tests.checkpoints import rollout
+
+# Two samples of 2 and 4 action tokens, then two of 3 and 1.
+LENGTHS = ((2, 2), (2, 4), (3, 3), (3, 1))
+SIGN = 1.0 / (np.sqrt(0.5) + 1e-6) / 2.0  # rewards 1 and 0: (1 - 1/2) / (std + 1e-6)
+
+
+def made(rewards: list[float] | None = None) -> Rollout:
+    base = rollout(LENGTHS)
+    return replace(base, rewards=None if rewards is None else np.array(rewards))
+
+
+def scoring(name: str, made: Rollout, logprobs: np.ndarray) -> Scoring:
+    return Scoring(name, made.token_ids[made.actions], logprobs, {})
+
+
+def sequences(made: Rollout) -> np.ndarray:
+    return made.sequence_of_token[made.actions]
+
+
+def test_token_loss_divides_by_all_tokens_and_sequence_loss_by_each_samples() -> None:
+    one = made([1.0, 0.0, 0.0, 1.0])
+    batch = choose_batch(one, 16, 0)
+    assert batch.made == REWARDS
+    assert batch.deciding == 2
+    vectors = plain_vectors(one, batch).values
+    signs = np.repeat([SIGN, -SIGN, -SIGN, SIGN], [2, 4, 3, 1])
+    assert vectors["token"] == pytest.approx(signs / 10)
+    lengths = np.repeat([2, 4, 3, 1], [2, 4, 3, 1])
+    assert vectors["sequence"] == pytest.approx(signs / (4 * lengths))
+
+
+def test_prompts_that_decide_come_first_and_normalise_alone() -> None:
+    one = made([1.0, 1.0, 0.0, 1.0])  # only the second prompt decides
+    for seed in range(4):
+        batch = choose_batch(one, 1, seed)
+        assert batch.prompts.tolist() == [1]
+        assert batch.deciding == 1
+        token = normalised(batch, sequences(one), "token")
+        assert token == pytest.approx(np.repeat([0, 0, -SIGN, SIGN], [2, 4, 3, 1]) / 4)
+    both = choose_batch(one, 16, 0)
+    assert both.prompts.tolist() == [1, 0]
+    assert both.deciding == 1
+    token = normalised(both, sequences(one), "token")
+    assert token == pytest.approx(np.repeat([0, 0, -SIGN, SIGN], [2, 4, 3, 1]) / 10)
+
+
+def test_the_seed_chooses_the_prompts() -> None:
+    many = replace(rollout(((2, 2),) * 40), rewards=np.tile([0.0, 1.0], 20))
+    chosen = [choose_batch(many, 5, seed).prompts.tolist() for seed in (0, 0, 1)]
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert all(len(set(one)) == 5 for one in chosen)
+
+
+@pytest.mark.parametrize("rewards", [None, [1.0, 1.0, 0.0, 0.0], [np.nan] * 4])
+def test_without_deciding_rewards_advantages_are_centred_signs(rewards: list[float] | None) -> None:
+    batch = choose_batch(made(rewards), 16, 0)
+    assert batch.made.startswith("seeded signs")
+    assert batch.deciding == 2
+    assert sorted(batch.advantage[:2]) == sorted(batch.advantage[2:]) == [-1.0, 1.0]
+    odd = replace(rollout(((2, 2),) * 3), prompt_index=np.zeros(3, np.int64))
+    assert choose_batch(odd, 16, 0).advantage.sum() == pytest.approx(0.0)
+    assert np.abs(choose_batch(odd, 16, 0).advantage).max() == pytest.approx(4 / 3)
+    alone = replace(rollout(((2, 2),) * 3), prompt_index=np.arange(3))
+    assert np.abs(choose_batch(alone, 16, 0).advantage).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_nothing_to_take_a_gradient_of_is_refused() -> None:
+    with pytest.raises(EmptyComparison):
+        choose_batch(rollout(((5, 0),)), 16, 0)
+    with pytest.raises(MismatchError, match="no batch"):
+        choose_batch(made(), 0, 0)
+
+
+def plain(one: Rollout) -> tuple[Vectors, Batch]:
+    batch = choose_batch(one, 16, 0)
+    return plain_vectors(one, batch), batch
+
+
+def test_corrections_multiply_the_plain_coefficients() -> None:
+    one = made([1.0, 0.0, 0.0, 1.0])
+    vectors, _ = plain(one)
+    delta = np.log([1.0, 3.0, 1.0, 1.0, 1.0, 0.25, 1.0, 1.0, 1.0, 1.0])
+    left = np.full(10, -2.0)
+    add_corrections(
+        vectors, one, scoring("vllm:decode", one, left), scoring("fsdp", one, left + delta)
+    )
+    token = vectors.values["token"]
+    weights = np.exp(delta)
+    assert vectors.values["token:tis-token"] == pytest.approx(token * np.minimum(weights, 2.0))
+    assert vectors.values["token:icepop"] == pytest.approx(token * weights * (weights >= 0.5))
+    # The first sample's ratio is 3: over TRL's bound by rounding or not, the same for its tokens.
+    assert vectors.values["sequence:tis-sequence"] == pytest.approx(
+        vectors.values["sequence"] * np.repeat([2.0, 0.25, 1.0, 1.0], [2, 4, 3, 1])
+    )
+    names = {f"{loss}:{c.id}" for c in CORRECTIONS for loss in ("token", "sequence")}
+    left_out = {f"{loss}:{id}" for id in ("none", "override") for loss in ("token", "sequence")}
+    assert set(vectors.names) == {"token", "sequence"} | names - left_out
+
+
+def test_equal_coefficients_are_kept_once() -> None:
+    one = made([1.0, 0.0, 0.0, 1.0])
+    vectors, _ = plain(one)
+    same = np.full(10, -1.0)
+    add_corrections(vectors, one, scoring("vllm:decode", one, same), scoring("fsdp", one, same))
+    assert list(vectors.values) == ["token", "sequence"]
+    assert set(vectors.same_as.values()) == {"token", "sequence"}
+    assert vectors.same_as["sequence:icepop"] == "sequence"
+
+
+def test_ppo_takes_the_ratio_where_its_branch_is_active() -> None:
+    one = made([1.0, 0.0, 0.0, 1.0])
+    vectors, _ = plain(one)
+    ratio = np.array([1.3, 1.1, 1.3, 0.7, 1.0, 1.0, 0.7, 1.3, 1.0, 0.7])
+    old = np.full(10, -2.0)
+    clipped = add_ratio(
+        vectors, one, scoring("fsdp", one, old), scoring("new", one, old + np.log(ratio))
+    )
+    # A > 0: the first two and the last; there 1.3 is clipped. A < 0 elsewhere: 0.7 is clipped.
+    active = np.array([0, 1, 1, 0, 1, 1, 0, 1, 1, 1])
+    assert vectors.values["token:ppo-ratio"] == pytest.approx(
+        vectors.values["token"] * ratio * active, rel=1e-6
+    )
+    assert clipped == pytest.approx(0.3)
+    assert vectors.same_as["token:ppo-override"] == "token"
+
+
+def test_ppo_gradient_is_the_objectives_derivative() -> None:
+    ratio, advantage = np.array([0.5, 0.9, 1.1, 1.5] * 2), np.repeat([1.0, -1.0], 4)
+
+    def objective(logprob: np.ndarray) -> np.ndarray:
+        r = ratio * np.exp(logprob)
+        return np.minimum(r * advantage, np.clip(r, 0.8, 1.2) * advantage)
+
+    numeric = (objective(np.full(8, 1e-6)) - objective(np.full(8, -1e-6))) / 2e-6
+    ours = np.where(unclipped(ratio, advantage), ratio * advantage, 0.0)
+    assert ours == pytest.approx(numeric, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("model.model.layers.0.self_attn.q_proj.weight", "attention"),
+        ("model.model.layers.0.self_attn.gate.weight", "attention"),
+        ("model.model.layers.0.self_attn.q_norm.weight", "norms"),
+        ("model.model.layers.0.self_attn.sinks", "sinks"),
+        ("model.model.layers.0.mlp.router.bias", "router"),
+        ("model.model.layers.0.mlp.gate.weight", "router"),
+        ("model.model.layers.0.mlp.experts.gate_up_proj", "experts"),
+        ("model.model.layers.0.mlp.shared_experts.up_proj.weight", "experts"),
+        ("model.model.layers.0.mlp.gate_proj.weight", "mlp"),
+        ("model.model.embed_tokens.weight", "embeddings"),
+        ("model.lm_head.weight", "head"),
+        ("model.model.norm.weight", "norms"),
+        ("model.model.layers.0.mamba.A_log", "other"),
+    ],
+)
+def test_parameters_have_groups(name: str, group: str) -> None:
+    assert group_of(name) == group
+    assert group in GROUPS

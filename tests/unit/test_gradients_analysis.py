@@ -1,0 +1,304 @@
+"""Planted gradients are recovered: direction, size, bias, noise, and how sure one can be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.gradients.analysis import check_gradients
+from mismatch.gradients.jackknife import Sketched, fisher, interval, interval_of_root
+from mismatch.gradients.types import PPO_OVERRIDE, PPO_RATIO, GradientCheck, GradientRow, Trainer
+from mismatch.types import Estimate, Floats
+from tests.gradients_fixture import (
+    DIMENSION,
+    REFERENCE,
+    TRAIN,
+    batch_of,
+    make_check,
+    planted,
+    reference_parts,
+    slices,
+    taken,
+)
+
+
+def held(check: GradientCheck, id: str = "baseline", loss: str = "token") -> GradientRow:
+    row = check.row(id, loss)  # type: ignore[arg-type]
+    assert row is not None
+    return row
+
+
+def value(estimate: Estimate | None) -> float:
+    assert estimate is not None
+    return estimate.value
+
+
+def ends(estimate: Estimate | None) -> tuple[float, float]:
+    assert estimate is not None
+    assert estimate.low is not None
+    assert estimate.high is not None
+    return estimate.low, estimate.high
+
+
+def of(own: Floats, reference: Floats, slots: int = 512) -> GradientRow:
+    """The baseline's row where its prompts' gradients are ``own``, [P, D]."""
+    found = [
+        taken(REFERENCE, "token", reference, slots=slots),
+        taken(TRAIN, "token", own, reference, slots=slots),
+    ]
+    return held(check_gradients(found, batch_of(len(own))))
+
+
+def test_sizes_and_directions_are_those_of_the_whole_batch() -> None:
+    reference = reference_parts(8)
+    own = reference + np.random.default_rng(3).normal(size=reference.shape)
+    row = of(own, reference)
+    for group, part in [("all", slice(None)), *slices().items()]:
+        got = next(one for one in row.groups if one.group == group)
+        g, ref = own.sum(axis=0)[part], reference.sum(axis=0)[part]
+        cosine = g @ ref / np.linalg.norm(g) / np.linalg.norm(ref)
+        assert got.norm == pytest.approx(np.linalg.norm(g), rel=1e-12)
+        assert value(got.norm_ratio) == pytest.approx(got.norm / np.linalg.norm(ref), rel=1e-12)
+        assert value(got.cosine) == pytest.approx(cosine, abs=1e-12)
+        apart = np.linalg.norm(g - ref) / np.linalg.norm(ref)
+        assert value(got.relative_error) == pytest.approx(apart, rel=1e-9)
+        for estimate in (got.norm_ratio, got.cosine, got.relative_error):
+            low, high = ends(estimate)
+            assert low < value(estimate) < high
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-9])
+def test_a_tiny_error_is_not_lost_to_cancellation(size: float) -> None:
+    reference = reference_parts(8)
+    own = reference + size * np.random.default_rng(3).normal(size=reference.shape)
+    row = of(own, reference)
+    g, ref = own.sum(axis=0), reference.sum(axis=0)
+    truth = np.linalg.norm(g - ref) / np.linalg.norm(ref)
+    assert value(row.whole.relative_error) == pytest.approx(truth, rel=0.06)  # √(2 / slots)
+    gap = float(fisher(Sketched.of(own, reference).gap(np.ones((1, 8))))[0])
+    low, high = ends(row.whole.cosine)
+    assert low <= math.tanh(gap) <= high
+
+
+def test_identical_gradients_are_exactly_that() -> None:
+    reference = reference_parts(8)
+    row = of(reference, reference)
+    for group in row.groups:
+        assert (value(group.relative_error), value(group.cosine)) == (0.0, 1.0)
+        assert ends(group.relative_error) == (0.0, 0.0)
+        assert ends(group.cosine) == (1.0, 1.0)
+        assert value(group.norm_ratio) == 1.0
+    assert value(row.bias) == 0.0
+    assert ends(row.bias) == (0.0, 0.0)
+    assert (
+        "to the last bit"
+        in check_gradients(
+            [taken(REFERENCE, "token", reference), taken(TRAIN, "token", reference, reference)],
+            batch_of(8),
+        ).summary[0]
+    )
+
+
+def test_a_gradient_of_another_length_points_the_same_way() -> None:
+    reference = reference_parts(8)
+    whole = of(2.0 * reference, reference).whole
+    assert value(whole.cosine) == pytest.approx(1.0, abs=1e-15)
+    assert ends(whole.norm_ratio) == pytest.approx((2.0, 2.0))
+    assert value(whole.relative_error) == pytest.approx(1.0)
+
+
+def test_a_group_without_gradient_has_no_direction_and_an_error_of_one() -> None:
+    check = make_check()
+    sinks = next(one for one in held(check).groups if one.group == "sinks")
+    assert (sinks.norm, sinks.cosine) == (0.0, None)
+    assert ends(sinks.relative_error) == (1.0, 1.0)
+    assert value(sinks.norm_ratio) == 0.0
+    assert any("sinks get no gradient at all" in said for said in check.summary)
+
+
+def test_a_group_that_the_reference_does_not_move_has_no_error() -> None:
+    reference = reference_parts(8)
+    reference[:, slices()["sinks"]] = 0.0
+    own = reference + 0.1
+    sinks = next(one for one in of(own, reference).groups if one.group == "sinks")
+    assert sinks.norm > 0.0
+    assert sinks.norm_ratio is sinks.cosine is sinks.relative_error is None
+
+
+def planted_noise(
+    prompts: int, bias: float, seed: int, noise: float = 2.0
+) -> tuple[Floats, Floats, float]:
+    """Gradients whose mean difference is ``bias`` [relative to the reference's mean], and noise."""
+    draw = np.random.default_rng(seed)
+    fixed = np.random.default_rng(99)
+    common, shift = fixed.normal(size=DIMENSION), fixed.normal(size=DIMENSION)
+    reference = np.tile(common, (prompts, 1))
+    always = bias * shift * np.linalg.norm(common) / np.linalg.norm(shift)
+    own = reference + always + noise * draw.normal(size=(prompts, DIMENSION))
+    return own, reference, float(noise**2 * DIMENSION / prompts / (common**2).sum())
+
+
+def test_bias_is_told_from_noise() -> None:
+    own, reference, variance = planted_noise(32, 0.3, 0)
+    row = of(own, reference)
+    assert value(row.bias) == pytest.approx(0.3, abs=0.05)
+    assert value(row.variance) == pytest.approx(variance, rel=0.1)
+    # What is off on this batch is both together.
+    assert value(row.whole.relative_error) ** 2 == pytest.approx(0.3**2 + variance, rel=0.1)
+
+
+def test_noise_alone_is_no_bias() -> None:
+    found = [of(*planted_noise(16, 0.0, seed)[:2]) for seed in range(24)]
+    assert [row.bias for row in found if ends(row.bias)[0] > 0.0] == []
+    assert sum(value(row.bias) == 0.0 for row in found) > 4  # the noise covers it
+
+
+def covered(prompts: int, seeds: int, what: str) -> float:
+    """Share of batches whose interval covers the number over all batches."""
+    draw, found, drawn = np.random.default_rng(5), [], []
+    common, shift = draw.normal(size=(2, 60))
+    truth_bias = float(shift @ shift) * 0.09
+    for _ in range(seeds):
+        size = draw.gamma(2.0, 0.5, (prompts, 1))
+        reference = size * (0.3 * common + draw.normal(size=(prompts, 60)))
+        own = reference + size * (0.3 * shift + 0.3 * draw.normal(size=(prompts, 60)))
+        made = Sketched.of(own, reference)
+        scale = {
+            "error": made.log_error,
+            "norm": made.log_norm,
+            "cosine": lambda weights, made=made: fisher(made.gap(weights)),
+            "bias": made.bias,
+        }[what]
+        values = scale(made.weights)
+        drawn.append(float(values[0]))
+        found.append(
+            interval_of_root(values)
+            if what == "bias"
+            else interval(values, float(values[0]), float)
+        )
+    truth = math.sqrt(truth_bias) if what == "bias" else float(np.mean(drawn))
+    return sum(ends is not None and ends[0] <= truth <= ends[1] for ends in found) / seeds
+
+
+@pytest.mark.parametrize("what", ["error", "norm", "cosine", "bias"])
+def test_intervals_cover(what: str) -> None:
+    assert 0.88 < covered(12, 300, what) < 0.99
+
+
+def test_fixes_and_corrections_are_compared_prompt_by_prompt() -> None:
+    check = make_check()
+    assert ends(held(check, "attention-sinks").error_ratio)[1] < 0.1
+    assert ends(held(check, "fp16").error_ratio)[0] > 1.0
+    assert ends(held(check, "tis-token").variance_ratio)[1] < 1.0
+    assert value(held(check, "fp32").error_ratio) == 0.0
+    assert held(check).error_ratio is held(check).variance_ratio is None
+
+
+def test_what_is_the_same_by_construction_says_so() -> None:
+    check = make_check()
+    names = {row.id: row.same_as for row in check.rows if row.loss == "sequence"}
+    assert names["fp32"] == "reference"
+    assert names["veto"] == names[PPO_OVERRIDE] == "baseline"
+    assert names["baseline"] == names[PPO_RATIO] == ""
+    assert ends(held(check, "veto").error_ratio) == (1.0, 1.0)
+    assert held(check, "veto").seconds is None
+
+
+def test_rows_come_in_order_with_their_labels() -> None:
+    rows = [row for row in make_check().rows if row.loss == "token"]
+    assert [(row.id, row.kind) for row in rows] == [
+        ("baseline", "baseline"),
+        ("attention-sinks", "fix"),
+        ("fp16", "fix"),
+        ("fp32", "fix"),
+        ("tis-token", "correction"),
+        ("veto", "correction"),
+        (PPO_RATIO, "ratio"),
+        (PPO_OVERRIDE, "ratio"),
+    ]
+    assert rows[-2].label == "PPO, old and new from two passes"
+    assert rows[4].label == "TIS, token"
+
+
+def test_sentences_say_what_intervals_decide() -> None:
+    said = " ".join(make_check().summary)
+    assert "28° off the float32 reference's (27° to 29°)" in said
+    assert "of the fixes, attention-sinks" in said.lower()
+    assert "fp32 is the reference itself" in said
+    assert "further off with fp16" in said
+    alone = " ".join(make_check(prompts=1).summary)
+    assert "No fix brings it measurably nearer" in alone
+    assert "further off" not in alone
+
+
+def test_the_pass_with_injected_noise_is_ppos() -> None:
+    found, batch = planted(4)
+    noisy = Trainer("fsdp:new", "ppo", "ratio", "PPO's new pass")
+    moved = [replace(one, name="fsdp:new") if one.weight == PPO_RATIO else one for one in found]
+    check = check_gradients(moved, replace(batch, trainers=(*batch.trainers, noisy)))
+    assert held(check, PPO_RATIO).kind == "ratio"
+
+
+def test_one_prompt_has_values_and_no_intervals() -> None:
+    row = held(make_check(prompts=1))
+    assert value(row.whole.cosine) < 1.0
+    assert row.whole.cosine is not None
+    assert (row.whole.cosine.low, row.whole.cosine.flags) == (None, ("one-prompt",))
+    assert row.bias is None
+    assert row.variance is None
+    ratio = held(make_check(prompts=1), "attention-sinks").error_ratio
+    assert value(ratio) < 0.2
+    assert ratio is not None
+    assert ratio.low is None
+
+
+def test_prompts_without_a_gradient_are_no_evidence() -> None:
+    reference = reference_parts(8)
+    own = reference + np.random.default_rng(3).normal(size=reference.shape)
+    idle = np.zeros((4, DIMENSION))
+    alone, beside = of(own, reference), of(np.vstack([own, idle]), np.vstack([reference, idle]))
+    assert beside.whole.cosine is not None
+    assert beside.whole.cosine.n_prompts == 8
+    assert ends(beside.bias) == ends(alone.bias)
+    assert ends(beside.whole.cosine) == ends(alone.whole.cosine)
+
+
+def test_a_reference_of_zero_is_an_error_with_its_reason() -> None:
+    nothing = np.zeros((4, DIMENSION))
+    with pytest.raises(EmptyComparison, match="reference's is 0"):
+        of(nothing, nothing)
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_left_out() -> None:
+    found, batch = planted(4)
+    broken = replace(found[3], squared_norm=np.full(4, np.inf))
+    check = check_gradients([*found[:3], broken, *found[4:]], batch)
+    assert check.row("fp16", "token") is None
+    assert "gradients of fix:fp16, token: not finite" in check.not_tested
+
+
+def test_passes_that_failed_are_not_tested() -> None:
+    found, batch = planted(4)
+    failed = replace(batch, failed={"fix:fp16": "out of memory"})
+    check = check_gradients([one for one in found if one.name != "fix:fp16"], failed)
+    assert "gradients of fix:fp16: out of memory" in check.not_tested
+    with pytest.raises(EmptyComparison, match="out of memory"):
+        check_gradients([], failed)
+
+
+def test_gradients_of_other_batches_are_refused() -> None:
+    found, batch = planted(4)
+    other = replace(found[1], prompts=found[1].prompts + 1)
+    with pytest.raises(MismatchError, match="another batch"):
+        check_gradients([found[0], other], batch)
+
+
+def test_an_interval_needs_two_prompts_and_defined_values() -> None:
+    assert interval(np.array([1.0, 1.0]), 1.0, float) is None
+    assert interval(np.array([1.0, np.nan, 1.0]), 1.0, float) is None
+    assert interval(np.array([1.0, np.inf, 1.0]), 1.0, float) is None
+    assert interval(np.array([1.0, 1.0, 1.0]), 1.0, float) == (1.0, 1.0)

@@ -1,0 +1,300 @@
+"""Gradients in a training world: what is there is kept, what fails says why, the others go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from mismatch import store
+from mismatch.errors import MismatchError
+from mismatch.gradients.files import (
+    BATCH,
+    failure_label,
+    gradient_failures,
+    gradients_file,
+    is_finished,
+    load_batch,
+    load_gradients,
+    save_batch,
+)
+from mismatch.gradients.plan import GradientPlan, Planned
+from mismatch.gradients.types import LOSSES, Trainer
+from mismatch.runs import Journal
+from mismatch.specs import CheckSpec, TrainSpec
+from mismatch.stages import Stages
+from mismatch.training import gradients
+from mismatch.training.world import World
+from mismatch.types import Scoring
+from mismatch.workers.gradients import take_gradients
+from mismatch.workers.launch import SCORED, error_path, read_error
+from mismatch.workers.train import _Passes
+from tests.checkpoints import make, rollout
+
+ROLLOUT = rollout(((3, 6), (3, 9), (4, 5), (4, 8)))
+TRAINER = Trainer("fsdp", "baseline", "baseline", "as it is")
+REFERENCE = Trainer("reference:fp32", "reference", "reference", "float32")
+FIX = Trainer("fix:head", "head", "fix", "another head")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World.start()
+    yield world
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make("llama", tmp_path_factory.mktemp("llama")))
+
+
+def scoring(name: str, seed: int, shift: float = 0.1) -> Scoring:
+    ids = ROLLOUT.token_ids[ROLLOUT.actions]
+    noise = shift * np.random.default_rng(seed).standard_normal(len(ids))
+    return Scoring(name, ids, -2.0 + noise, {})
+
+
+def fill(run_dir: Path, seed: int = 0) -> Path:
+    store.save_rollout(run_dir, ROLLOUT)
+    for number, name in enumerate(("vllm:decode", "fsdp", "fsdp:regrouped")):
+        store.save_scoring(run_dir, scoring(name, seed + number), ROLLOUT)
+    return run_dir
+
+
+def plan_of(model: str, **fields: Any) -> GradientPlan:
+    base = TrainSpec(model, grad=True, routing=False)
+    high = replace(base, dtype="fp32")
+    passes = (
+        Planned(REFERENCE, high),
+        Planned(TRAINER, base),
+        Planned(FIX, replace(base, **{"head_dtype": "fp32", **fields})),
+    )
+    return GradientPlan(passes, 16, 0, "vllm:decode", "fsdp", "fsdp:regrouped")
+
+
+def run(world: World, run_dir: Path, plan: GradientPlan, **job: Any) -> None:
+    take_gradients(_Passes(world, {"run_dir": str(run_dir), **job}), plan)
+
+
+def times(run_dir: Path) -> dict[str, int]:
+    files = (run_dir / "gradients").glob("*.safetensors")
+    return {file.name: file.stat().st_mtime_ns for file in files}
+
+
+@pytest.fixture(scope="module")
+def done(world: World, model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = fill(tmp_path_factory.mktemp("done"))
+    run(world, run_dir, plan_of(model))
+    return run_dir
+
+
+def test_every_pass_has_its_vectors(done: Path, model: str) -> None:
+    found = {(g.name, g.coefficients): g for g in load_gradients(done)}
+    for name in ("reference:fp32", "fsdp", "fix:head"):
+        assert {(name, loss) for loss in LOSSES} <= set(found)
+    for weight in ("tis-token", "geometric-token", "ppo-ratio", "ppo-override"):
+        assert ("fsdp", f"sequence:{weight}") in found
+        assert ("fix:head", f"sequence:{weight}") not in found
+    assert found["fsdp", "token:ppo-override"].same_as == "fsdp token"
+    assert found["fsdp", "token:ppo-ratio"].same_as == ""
+    one = found["fsdp", "token:tis-token"]
+    assert (one.loss, one.weight) == ("token", "tis-token")
+    assert one.squared_norm_reference == pytest.approx(
+        found["reference:fp32", "token"].squared_norm, rel=1e-6
+    )
+    assert is_finished(done, plan_of(model).made_by)
+
+
+def test_what_is_there_is_not_taken_again(done: Path, world: World, model: str) -> None:
+    before = times(done)
+    run(world, done, plan_of(model))
+    assert times(done) == before
+    (done / gradients_file("fsdp", "sequence")).unlink()
+    run(world, done, plan_of(model))
+    # The reference is taken again too: the others' dot with it needs all of it.
+    changed = {name for name, when in times(done).items() if before[name] != when}
+    again = [("reference:fp32", loss) for loss in LOSSES] + [("fsdp", "sequence")]
+    assert changed == {Path(gradients_file(*one)).name for one in again}
+
+
+def test_other_scorings_make_other_weights(world: World, model: str, tmp_path: Path) -> None:
+    plan = plan_of(model)
+    fill(tmp_path)
+    run(world, tmp_path, plan)
+    before = times(tmp_path)
+    fill(tmp_path, seed=5)
+    assert not is_finished(tmp_path, plan.made_by)
+    run(world, tmp_path, plan)
+    changed = {name for name, when in times(tmp_path).items() if before.get(name) != when}
+    assert "fsdp.token-tis-token.safetensors" in changed
+    assert not changed & {"fsdp.token.safetensors", "fix-head.token.safetensors"}
+
+
+def test_a_gradient_of_another_batch_is_not_read(done: Path, model: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(done, copy)
+    work = json.loads((copy / BATCH).read_text())["work"]
+    entry = next(one for one in work if one["name"] == "fix:head")
+    batch = load_batch(copy)
+    assert batch is not None
+    changed = [one if one is not entry else entry | {"made_by": "another"} for one in work]
+    made_by = plan_of(model).made_by
+    save_batch(copy, batch, changed, made_by, (store.ROLLOUT,), finished=True)
+    found = {(g.name, g.coefficients) for g in load_gradients(copy)}
+    everything = {(g.name, g.coefficients) for g in load_gradients(done)}
+    assert everything - found == {("fix:head", entry["coefficients"])}
+    assert not is_finished(copy, made_by)
+
+
+def test_a_damaged_gradient_is_refused(done: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(done, copy)
+    file = copy / gradients_file("fsdp", "token")
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(MismatchError, match="truncated"):
+        load_gradients(copy)
+
+
+def test_a_pass_that_fails_says_why_and_the_others_go_on(
+    world: World, model: str, tmp_path: Path
+) -> None:
+    plan = plan_of(model, attention="no-sinks")
+    fill(tmp_path)
+    run(world, tmp_path, plan)
+    batch = load_batch(tmp_path)
+    assert batch is not None
+    assert set(batch.failed) == {"fix:head"}
+    assert "has no attention sinks" in batch.failed["fix:head"]
+    assert {g.name for g in load_gradients(tmp_path)} == {"reference:fp32", "fsdp"}
+    assert not is_finished(tmp_path, plan.made_by)
+
+
+def test_without_room_for_the_reference_nothing_is_taken(
+    world: World, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise MismatchError("gradients need 9.0 GiB more", "use more GPUs")
+
+    monkeypatch.setattr(gradients, "require_room", refuse)
+    fill(tmp_path)
+    run(world, tmp_path, plan_of(model))
+    batch = load_batch(tmp_path)
+    assert batch is not None
+    assert batch.failed["gradients"] == (
+        "the float32 reference has no gradient: gradients need 9.0 GiB more (use more GPUs)"
+    )
+    assert load_gradients(tmp_path) == []
+
+
+def test_ppo_takes_its_gradient_through_the_noisy_pass(world: World, tmp_path: Path) -> None:
+    model = str(make("gpt_oss", tmp_path / "model"))
+    fill(tmp_path)
+    store.save_scoring(tmp_path, scoring("fsdp:new", 9, shift=0.3), ROLLOUT)
+    plain = plan_of(model)
+    noisy = replace(plain.passes[1].spec, inject=(("router-noise", 0.5),))
+    ppo = Planned(Trainer("fsdp:new", "ppo", "ratio", "with noise"), noisy)
+    run(world, tmp_path, replace(plain, passes=(*plain.passes[:2], ppo), new="fsdp:new"))
+    found = {(g.name, g.coefficients): g for g in load_gradients(tmp_path)}
+    batch = load_batch(tmp_path)
+    assert batch is not None
+    assert batch.failed == {}
+    assert batch.clipped is not None
+    assert 0.0 < batch.clipped < 1.0
+    assert ("fsdp", "token:ppo-ratio") not in found
+    ratio, override = (found["fsdp:new", f"token:ppo-{one}"] for one in ("ratio", "override"))
+    gaps = {
+        "noise": override.sketches - found["fsdp", "token"].sketches,
+        "ratio": ratio.sketches - override.sketches,
+    }
+    for what, gap in gaps.items():
+        assert np.abs(gap).max() > 0.05 * np.abs(override.sketches).max(), what
+
+
+def test_scorings_that_cannot_be_paired_leave_a_reason(
+    world: World, model: str, tmp_path: Path
+) -> None:
+    fill(tmp_path)
+    broken = scoring("fsdp", 0)
+    broken.logprobs[3] = np.nan
+    store.save_scoring(tmp_path, broken, ROLLOUT)
+    run(world, tmp_path, plan_of(model))
+    assert load_batch(tmp_path) is None
+    assert "not finite" in gradient_failures(tmp_path, ["gradients"])["gradients"]
+
+
+def test_fixes_stop_where_the_budget_is_used_up(world: World, model: str, tmp_path: Path) -> None:
+    fill(tmp_path)
+    passes = _Passes(world, {"run_dir": str(tmp_path), "optional_s": 1.0})
+    passes.seconds.append(2.0)
+    take_gradients(passes, plan_of(model))
+    batch = load_batch(tmp_path)
+    assert batch is not None
+    assert list(batch.failed) == ["fix:head"]
+    assert "budget" in batch.failed["fix:head"]
+
+
+# ---------------------------------------------------------------- the parent
+
+
+class Quiet:
+    """A narrator that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Lost:
+    """A training world that ended in its gradients, or before."""
+
+    label = "train"
+
+    def __init__(self, timings: dict[str, float]) -> None:
+        self.timings = timings
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_world_that_dies_in_its_gradients_leaves_the_scorings(
+    tmp_path: Path, model: str, scored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrator: Any = Quiet()
+    journal = Journal(tmp_path, "check", CheckSpec(), "mismatch check")
+    stages = Stages(CheckSpec(), tmp_path, narrator, journal, plan_of(model))
+
+    def killed(*given: Any) -> None:
+        raise MismatchError("the train process was ended by signal 9\n  log", "less")
+
+    monkeypatch.setattr(stages, "_await", killed)
+    worker: Any = Lost({SCORED: 3.0} if scored else {})
+    if not scored:
+        with pytest.raises(MismatchError):
+            stages._score(worker, 1, stages.gradients)
+        return
+    stages._score(worker, 1, stages.gradients)
+    said = read_error(tmp_path, failure_label("gradients"))
+    assert said is not None
+    assert said.message == "the train process was ended by signal 9"
+    assert narrator.notes == ["gradients failed: the train process was ended by signal 9"]
+    # The next attempt forgets it.
+    assert stages._gradients_to_take([]) is stages.gradients
+    assert not error_path(tmp_path, failure_label("gradients")).exists()
+
+
+def test_finished_gradients_need_no_world(done: Path, model: str) -> None:
+    journal = Journal(done, "check", CheckSpec(), "mismatch check")
+    narrator: Any = Quiet()
+    plan = plan_of(model)
+    assert Stages(CheckSpec(), done, narrator, journal, plan)._gradients_to_take([]) is None
+    more = replace(plan, prompts=1)
+    assert Stages(CheckSpec(), done, narrator, journal, more)._gradients_to_take([]) is more
+    assert Stages(CheckSpec(), done, narrator, journal)._gradients_to_take([]) is None

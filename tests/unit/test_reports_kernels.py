@@ -1,0 +1,249 @@
+"""An audit of kernels as JSON, on a terminal, as a page, and inside a run's report."""
+
+import copy
+import json
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from rich.console import Console
+
+from mismatch.audit.types import ATTENTION_COLUMNS, EXPERT_COLUMNS, Audit, AuditReport, Finding
+from mismatch.audit.verdict import judge
+from mismatch.errors import MismatchError
+from mismatch.reports import document, kernels
+from mismatch.reports.html import to_html as report_page
+from mismatch.reports.kernels_html import to_html
+from mismatch.reports.kernels_json import SCHEMA, kernels_from_json, kernels_to_json, schema
+from mismatch.reports.kernels_terminal import print_kernels
+from mismatch.reports.markdown import to_markdown
+from mismatch.reports.terminal import print_report
+from tests.kernels_fixture import HOSTILE, findings, make_audit_report, sound_report
+from tests.reports_fixture import make_report, make_tokens
+
+
+def text_of(report: AuditReport, **options) -> str:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_kernels(report, console, **options)
+    return console.export_text()
+
+
+def one(verdict: str, **changes) -> AuditReport:
+    """A report of a single implementation."""
+    audit = Audit("eager", "attention", "transformers", verdict, "", True, False, findings())
+    return replace(make_audit_report(), audits=(replace(audit, **changes),))
+
+
+# ---------------------------------------------------------------- verdict
+
+
+def test_a_wrong_one_that_a_run_could_use_decides():
+    fault = Finding("sinks", "failed", "they change nothing", 1.0, 0.01)
+    assert judge(one("wrong", findings=(fault,))).code == 1
+    assert judge(one("wrong", findings=(fault,))).reason == "eager: sinks"
+    assert judge(one("sound")).code == 0
+
+
+def test_one_that_nobody_can_use_does_not_decide():
+    verdict = judge(sound_report())  # sdpa fails in it, and the model refuses sdpa
+    assert verdict.code == 0
+    assert verdict.line == "verdict: sound – sink-sdpa, eager: nothing wrong"
+
+
+def test_the_users_own_that_does_not_run_at_all_is_wrong_and_named():
+    refused = (Finding("accepts", "failed", "returns None"), Finding("sinks", "not_tested", "none"))
+    yours = Audit("my:kernel", "attention", "yours", "unusable", "returns None", False)
+    for findings_ in ((), refused):
+        report = replace(sound_report(), audits=(replace(yours, findings=findings_),))
+        assert judge(report).code == 1
+        assert "✕ my:kernel: returns None" in text_of(report)
+
+
+@pytest.mark.parametrize("reason", ["crashed: signal 11", "it does not take the model's masks"])
+def test_the_users_own_has_to_pass(reason):
+    yours = Audit("my:kernel", "attention", "yours", "unusable", reason, False)
+    report = replace(sound_report(), audits=(*sound_report().audits, yours))
+    assert judge(report).code == 1
+    assert judge(report).reason == f"my:kernel: {reason}"
+
+
+def test_a_crash_of_another_ones_kernel_is_told_and_does_not_decide():
+    other = Audit("fancy", "attention", "transformers", "unusable", "crashed: signal 11", False)
+    report = replace(sound_report(), audits=(*sound_report().audits, other))
+    assert judge(report).code == 0
+    assert "fancy: crashed: signal 11" in text_of(report)
+
+
+def test_nothing_audited_is_an_error():
+    missing = Audit("flash", "attention", "transformers", "unusable", "not installed", False)
+    refused = (Finding("accepts", "failed", "needs CUDA"), Finding("sinks", "not_tested", "none"))
+    for audits in ((), (missing,), (replace(missing, findings=refused),)):
+        with pytest.raises(MismatchError, match="no implementation was audited"):
+            judge(replace(make_audit_report(), audits=audits))
+
+
+def test_only_refused_ones_are_not_called_sound():
+    report = replace(sound_report(), audits=sound_report().audits[2:3])
+    assert judge(report).code == 1
+    assert "none of the 1 that ran can be used" in judge(report).reason
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def test_the_document_fits_its_schema_and_comes_back_whole():
+    jsonschema.Draft202012Validator.check_schema(schema())
+    report = make_audit_report()
+    made = json.loads(json.dumps(kernels_to_json(report), allow_nan=False))
+    jsonschema.Draft202012Validator(schema()).validate(made)
+    assert kernels_from_json(made) == report
+    assert made["verdict"]["status"] == "wrong"
+
+
+def test_numbers_that_are_none_are_null():
+    fault = Finding("forward", "failed", "not finite", float("nan"), 1e-5)
+    made = kernels_to_json(one("wrong", findings=(fault,)))
+    assert made["audits"][0]["findings"][0]["value"] is None
+    jsonschema.Draft202012Validator(schema()).validate(made)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["schema"], "mismatch.kernels/2"),
+        (["surprise"], 1),
+        (["audits"], []),
+        (["audits", 0, "verdict"], "fine"),
+        (["audits", 0, "findings", 0, "column"], "taste"),
+        (["audits", 0, "findings", 0, "detail"], ""),
+        (["audits", 0, "errors", 0, "dtype"], "fp8"),
+        (["audits", 0, "costs", 0, "seconds"], -1),
+        (["audits", 4, "harm", "tokens"], 0),
+        (["audits", 4, "harm", "baseline", "extra"], 0),
+    ],
+)
+def test_broken_documents_do_not_validate(path, value):
+    made = copy.deepcopy(kernels_to_json(make_audit_report()))
+    inner = made
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(schema()).validate(made)
+
+
+def test_another_document_is_refused_by_name():
+    with pytest.raises(MismatchError, match=SCHEMA):
+        kernels_from_json({"schema": "mismatch.kernels/2"})
+    made = kernels_to_json(make_audit_report())
+    del made["audits"][0]["kind"]
+    with pytest.raises(MismatchError, match="kind"):
+        kernels_from_json(made)
+
+
+def test_a_runs_report_holds_the_same_document():
+    known = document.schema()["$defs"]
+    text = json.dumps(schema()).replace("#/$defs/", "#/$defs/kernel_")
+    alone = json.loads(text)
+    for name, one in alone.pop("$defs").items():
+        assert known[f"kernel_{name}"] == one
+    inside = {key: alone[key] for key in alone.keys() - {"$schema", "$id", "title"}}
+    assert known["kernels"] == inside
+    report = replace(make_report(), kernels=make_audit_report())
+    made = json.loads(json.dumps(document.report_to_json(report), allow_nan=False))
+    jsonschema.Draft202012Validator(document.schema()).validate(made)
+    assert document.report_from_json(made).kernels == report.kernels
+    made["kernels"]["audits"][0]["verdict"] = "fine"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(document.schema()).validate(made)
+    assert "kernels" not in document.report_to_json(make_report())
+
+
+# ---------------------------------------------------------------- renderings
+
+
+def test_every_column_has_words_that_fit_its_place():
+    assert set(ATTENTION_COLUMNS) | set(EXPERT_COLUMNS) == set(kernels.WORDS)
+    for _, title, asks in kernels.WORDS.values():
+        assert len(title.split("\n")) == 2
+        assert all(len(row) <= 5 for row in title.split("\n"))
+        assert asks.endswith("?")
+
+
+@pytest.mark.parametrize("details", [False, True])
+def test_the_terminal_is_80_columns_wide_and_ends_with_the_verdict(details):
+    rows = text_of(make_audit_report("my.kernels:attend"), details=details).splitlines()
+    assert rows[-1].startswith("verdict: wrong – my.kernels:attend: sinks, sinks' gradient")
+    assert max(len(row) for row in rows[:-1]) <= 80
+    assert ("Attention, errors" in "\n".join(rows)) == details
+    assert ("23 GiB do not fit" in "\n".join(rows)) == details
+
+
+def test_the_terminal_names_the_fault_and_the_harm():
+    text = text_of(make_audit_report("my.kernels:attend"))
+    assert "✕ sinks' gradient: no gradient arrives" in text
+    row = next(row for row in text.splitlines() if row.startswith("✕\u00a0attend "))
+    assert row.split()[2:] == list("✓✕✓✓·✓✓✓✓✕✓✓")
+    harm = text[text.index("On the model") :]
+    assert "0.231" in harm
+    assert "100 %" in harm
+    assert "what auto takes" in harm
+    assert "flash_attn is not installed" in text
+
+
+def test_a_wrong_mark_is_never_shown_as_right():
+    shown = kernels.view(make_audit_report(), pictures=False)
+    assert shown is not None
+    signs = {row.short: {m.column: m.sign for m in row.marks} for row in shown.parts[0].lines}
+    assert signs["sdpa"]["sinks"] == "✕"
+    assert signs["eager"]["batches"] == "~"
+    assert signs["sink-sdpa"]["sinks"] == "✓"
+    assert next(iter(signs.values()))["offsets"] == "✓"
+
+
+def test_costs_are_held_against_the_best_of_their_length():
+    shown = kernels.view(make_audit_report("my.kernels:attend"), pictures=False)
+    assert shown is not None
+    rows = {(row.name, row.tokens): row for row in shown.parts[0].costs}
+    assert rows["attend", "1,024"].slower == "1.0×"
+    assert rows["sink-sdpa", "1,024"].slower == "1.2×"  # 0.021 s against 0.8 of it
+    assert rows["eager", "16,384"].seconds == "–"
+    assert rows["eager", "16,384"].note == "23 GiB do not fit"
+
+
+def test_the_page_escapes_what_is_foreign_and_asks_for_nothing():
+    page = to_html(make_audit_report())
+    assert "<script" not in page
+    assert "my.&lt;script&gt;alert(1)" in page
+    assert "\x1b" not in page
+    for fetched in (" src=", "@import", "url(http", 'href="http', "mathdefault"):
+        assert fetched not in page
+    assert page.count("<figure") == 4  # errors, time, memory of attention; errors of experts
+    assert to_html(make_audit_report()) == page
+    assert "✓ Sound" in to_html(sound_report())
+    assert "✕ Wrong" in page
+
+
+def test_a_report_shows_the_section_only_where_there_is_an_audit():
+    tokens, report = make_tokens(), make_report()
+    assert 'id="kernels"' not in report_page(report, tokens)
+    assert "<summary>Kernels" not in to_markdown(report)
+    with_audit = replace(report, kernels=make_audit_report())
+    page = report_page(with_audit, tokens)
+    assert 'id="kernels"' in page
+    assert 'href="#kernels"' in page
+    assert "<script" not in page
+    text = to_markdown(with_audit)
+    assert "<summary>Kernels" in text
+    assert "my.<script>" not in text
+    assert HOSTILE not in text
+
+
+@pytest.mark.parametrize("details", [False, True])
+def test_the_terminal_report_names_a_wrong_kernel(details):
+    report = replace(make_report(), kernels=make_audit_report("my.kernels:attend"))
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_report(report, console, details=details)
+    text = " ".join(console.export_text().split())
+    assert ("my.kernels:attend is wrong: sinks" in text) == details
+    assert ("! kernels: wrong: my.kernels:attend: sinks" in text) != details

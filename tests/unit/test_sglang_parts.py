@@ -1,0 +1,292 @@
+"""The parts of the SGLang engine that need no SGLang: wire format, arguments, CPU support."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mismatch import preflight, sglang_cpu
+from mismatch.engines import sglang_args, sglang_child, sglang_weights, sglang_wire
+from mismatch.engines.model_info import ModelInfo
+from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.sglang_cpu import kernels, serve
+from mismatch.sglang_cpu.attention import attend, visible_tokens
+from mismatch.specs import EngineSpec
+from mismatch.types import Sampling
+
+INFO = ModelInfo("gpt_oss", vocab_size=320, context=512, stop_ids=(2,), num_experts=8, top_k=2)
+
+
+def answer(**facts: Any) -> dict[str, Any]:
+    given = {
+        "finish_reason": {"type": "stop", "matched": 2},
+        "output_token_logprobs": [[-0.5, 7, None], [-1.5, 2, None]],
+    }
+    return {"output_ids": [7, 2], "meta_info": given | facts}
+
+
+# ---------------------------------------------------------------- wire
+
+
+def test_a_sample_is_ids_with_their_own_logprobs() -> None:
+    sample = sglang_wire.parse_sample(answer(), "here", None)
+    assert sample.token_ids == [7, 2]
+    assert sample.logprobs.tolist() == [-0.5, -1.5]
+    assert sample.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"finish_reason": {"type": "abort", "message": "too long"}}, "too long"),
+        ({"output_token_logprobs": [[-0.5, 7, None]]}, "1 logprobs for 2 tokens"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [-1.5, 3, None]]}, "logprobs for 2 tokens"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [None, 2, None]]}, "no logprob"),
+    ],
+)
+def test_what_is_no_sample_is_refused(facts: dict[str, Any], says: str) -> None:
+    with pytest.raises(MismatchError, match=says):
+        sglang_wire.parse_sample(answer(**facts), "prompt 3", None)
+
+
+def test_every_parameter_of_the_law_is_sent() -> None:
+    law = Sampling(temperature=0.7, top_p=0.9, max_tokens=5)
+    sent = sglang_wire.sampling_parameters(law, (2, 5), seed=9)
+    assert sent["top_k"] == -1  # SGLang refuses 0
+    assert (sent["temperature"], sent["top_p"], sent["sampling_seed"]) == (0.7, 0.9, 9)
+    assert sent["stop_token_ids"] == [2, 5]
+    assert "sampling_seed" not in sglang_wire.sampling_parameters(law, ())
+
+
+def test_a_prefill_starts_one_early_because_its_first_entry_is_empty() -> None:
+    body = sglang_wire.prefill_request([5, 6, 7, 8], 2)
+    assert body["logprob_start_len"] == 1
+    assert body["sampling_params"]["max_new_tokens"] == 0
+    given = {"meta_info": {"input_token_logprobs": [[None, 6, 0], [-1.0, 7, 0], [-2.0, 8, 0]]}}
+    assert sglang_wire.parse_prefill(given, [5, 6, 7, 8], 2, "here").tolist() == [-1.0, -2.0]
+    with pytest.raises(MismatchError, match="other tokens"):
+        sglang_wire.parse_prefill(given, [5, 6, 7, 9], 2, "here")
+    with pytest.raises(MismatchError, match="first token"):
+        sglang_wire.prefill_request([5, 6], 0)
+
+
+def packed(array: np.ndarray) -> str:
+    return base64.b64encode(array.astype("<i4").tobytes()).decode()
+
+
+def test_routes_are_those_of_the_layers_with_experts() -> None:
+    experts = np.arange(3 * 4 * 2).reshape(3, 4, 2)  # 3 tokens, 4 layers, top-2
+    found = sglang_wire.parse_routes(answer(routed_experts=packed(experts)), 3, [1, 3], 2, "here")
+    assert (found == experts[:, [1, 3]]).all()
+
+
+@pytest.mark.parametrize("routed", [None, "", "!!", packed(np.arange(7)), packed(np.arange(6))])
+def test_routes_that_cannot_be_true_are_refused(routed: str | None) -> None:
+    assert sglang_wire.has_routes(answer(routed_experts=routed)) is bool(routed)
+    with pytest.raises(CorruptCapture):
+        sglang_wire.parse_routes(answer(routed_experts=routed), 3, [1, 3], 2, "here")
+
+
+def test_ids_that_would_end_the_server_are_not_sent() -> None:
+    sglang_wire.require_ids([[0, 319]], 320)
+    for wrong in ([5, 320], [-1, 5], []):
+        with pytest.raises(MismatchError, match="sequence 1"):
+            sglang_wire.require_ids([[1], wrong], 320)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_the_context_leaves_the_room_that_sglang_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_cpu, "on_cpu", lambda: True)
+    made = sglang_args.engine_arguments(EngineSpec("sglang", "m"), Sampling(seed=3), INFO, 120)
+    assert made["context_length"] == 128
+    assert made["enable_return_routed_experts"] is True
+    assert (made["dtype"], made["random_seed"], made["device"]) == ("bfloat16", 3, "cpu")
+    with pytest.raises(MismatchError, match="free") as raised:
+        sglang_args.engine_arguments(EngineSpec("sglang", "m"), Sampling(), INFO, 510)
+    assert "by 6" in raised.value.fix
+    monkeypatch.setattr(sglang_cpu, "on_cpu", lambda: False)
+    spec = EngineSpec("sglang", "m", routing=False, gpu_memory_utilization=0.5)
+    made = sglang_args.engine_arguments(spec, Sampling(), INFO, 120)
+    assert made["enable_return_routed_experts"] is False
+    assert made["mem_fraction_static"] == 0.5
+    assert not {"device", "attention_backend"} & made.keys()
+
+
+def test_seeds_count_only_in_deterministic_mode() -> None:
+    spec = EngineSpec("sglang", "m")
+    assert not sglang_args.deterministic(spec)
+    told = replace(spec, args=(("enable-deterministic-inference", True),))
+    assert sglang_args.deterministic(told)
+
+
+def test_the_original_logprobs_switch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(sglang_args.RAW, raising=False)
+    assert not sglang_args.raw_logprobs()
+    monkeypatch.setenv(sglang_args.RAW, "1")
+    assert sglang_args.raw_logprobs()
+
+
+# ---------------------------------------------------------------- its environment
+
+
+def test_the_environment_beside_this_one_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    spec = EngineSpec("sglang")
+    assert preflight.own_python(spec) is None
+    python = tmp_path / ".venv-sglang" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    assert preflight.own_python(spec) == preflight.engine_python(spec) == str(python)
+    assert preflight.own_python(replace(spec, python="else/python")) == "else/python"
+    assert preflight.own_python(EngineSpec("vllm")) is None
+    monkeypatch.setattr(preflight, "find_spec", lambda name: object())
+    assert preflight.own_python(spec) is None  # installed here
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_fused_parameters_are_told_apart_by_name() -> None:
+    from mismatch.weights_digest import digest_tensor
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv_proj = torch.nn.Linear(4, 8, bias=False)
+            self.qkv_proj.output_partition_sizes = [4, 2, 2]
+            self.experts = torch.nn.Module()
+            self.experts.w13_weight = torch.nn.Parameter(torch.randn(2, 4, 6))
+            self.experts.w2_weight = torch.nn.Parameter(torch.randn(2, 4, 3))
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Identity(), Layer()])
+    digests, unknown = sglang_weights.loaded_digests(model)
+    assert unknown == []
+    assert set(digests) == {
+        *(f"layers.1.{name}_proj.weight" for name in "qkv"),
+        *(f"layers.1.experts.{name}_proj" for name in ("gate_up", "down")),
+    }
+    weight = model.layers[1].qkv_proj.weight
+    assert digests["layers.1.k_proj.weight"] == list(digest_tensor(weight[4:6]))
+    assert [layer for layer, _ in sglang_weights.moe_layers(model)] == [1]
+
+
+# ---------------------------------------------------------------- CPU support
+
+
+def test_attention_gives_its_sinks_their_share() -> None:
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(3, 4, 8, generator=generator)
+    keys, values = torch.randn(2, 5, 2, 8, generator=generator).unbind()
+    sinks = torch.randn(4, generator=generator)
+    seen = visible_tokens(2, 5, 1)
+    found = attend(query, keys, values, seen, 0.3, sinks)
+    for token in range(3):
+        for head in range(4):
+            tokens = np.flatnonzero(seen[token].numpy())
+            scores = (keys[tokens, head // 2] @ query[token, head]).double().numpy() * 0.3
+            mass = np.exp(scores)
+            want = mass @ values[tokens, head // 2].double().numpy()
+            want /= mass.sum() + np.exp(float(sinks[head]))
+            assert np.abs(found[token, head].numpy() - want).max() < 1e-6
+    without = attend(query, keys, values, seen, 0.3, None)
+    assert (without - found).abs().max() > 0.01
+
+
+def test_a_window_is_the_token_and_those_before_it() -> None:
+    assert visible_tokens(2, 5, None).int().tolist() == [
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1],
+    ]
+    assert visible_tokens(4, 5, 2).int().tolist() == [[0, 0, 1, 1, 1]]
+
+
+def test_new_tokens_get_their_cache_slots() -> None:
+    table = torch.zeros(3, 6, dtype=torch.int32)
+    kernels.assign_req_to_token_pool_cpu(
+        torch.tensor([2, 0]),
+        table,
+        torch.tensor([1, 0]),
+        torch.tensor([3, 1]),
+        torch.tensor([11, 12, 13]),
+        6,
+    )
+    assert table.tolist() == [[13, 0, 0, 0, 0, 0], [0] * 6, [0, 11, 12, 0, 0, 0]]
+
+
+def test_a_kernel_that_is_missing_refuses_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, kernels.NAME, raising=False)
+    kernels.install()
+    try:
+        assert kernels.installed()
+        from sgl_kernel import fused_experts_cpu  # type: ignore[import-not-found]
+
+        with pytest.raises(NotImplementedError, match="fused_experts_cpu"):
+            fused_experts_cpu(1, key=2)
+    finally:
+        del sys.modules[kernels.NAME]
+
+
+def test_nothing_of_it_is_used_where_sglang_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(sglang_cpu.CPU_SWITCH, raising=False)
+    monkeypatch.setattr(sglang_cpu, "_version", lambda package: "2.14.0")
+    before = set(sys.modules)
+    assert not sglang_cpu.needed()
+    sglang_cpu.prepare()
+    sglang_cpu.register()
+    assert kernels.NAME not in sys.modules
+    assert not {name for name in set(sys.modules) - before if name.startswith("sglang.")}
+
+
+def test_nothing_of_it_is_used_where_sglang_has_its_own_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang_cpu, "on_cpu", lambda: True)
+    monkeypatch.setattr(sglang_cpu, "find_spec", lambda name: object())
+    assert not sglang_cpu.needed()
+    monkeypatch.setattr(sglang_cpu, "find_spec", lambda name: None)
+    assert sglang_cpu.needed()
+
+
+def test_the_server_gets_what_a_cpu_needs_unless_it_is_given() -> None:
+    made = serve.with_cpu_arguments(["--model-path", "m", "--max-total-tokens=64"])
+    assert made[:3] == ["--model-path", "m", "--max-total-tokens=64"]
+    assert "--max-total-tokens" not in made
+    assert made[made.index("--device") + 1] == "cpu"
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_the_last_error_of_a_child_is_kept(tmp_path: Path) -> None:
+    import logging
+
+    logger = logging.getLogger("test-sglang-child")
+    handler = sglang_child.ErrorFile(str(tmp_path / "error"))
+    logger.addHandler(handler)
+    logger.warning("not this")
+    assert not (tmp_path / "error").exists()
+    logger.error("Scheduler hit an exception: Traceback:\n  line\nRuntimeError: no memory\n")
+    assert (tmp_path / "error").read_text() == "RuntimeError: no memory"
+
+
+def test_importing_the_engine_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, mismatch.engines.sglang\n"
+        "assert not {'torch', 'sglang', 'transformers', 'pandas'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
