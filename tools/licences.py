@@ -24,9 +24,9 @@ Direct dependencies, as `make env` installs them on a CPU. `tools/licences.py` w
 
 SGLANG_PLACES = sorted((ROOT / ".venv-sglang" / "lib").glob("python3.*/site-packages"))
 SGLANG = """
-`make env-sglang` and `make test` install SGLang in an environment of its own (constraints/sglang-cpu.txt
-has all of it). Of what SGLang imports there directly, these are of note; soundfile's wheel carries
-libsndfile (LGPL-2.1-or-later). Nothing of them is shipped with mismatch.
+`make env-sglang` and `make test` install SGLang in an environment of its own; all of it is in
+constraints/sglang-cpu.txt. Of what SGLang imports there directly, these are of note; soundfile's
+wheel carries libsndfile (LGPL-2.1-or-later). Nothing of them is shipped with mismatch.
 
 | package | needed for | version | licence |
 | --- | --- | --- | --- |"""

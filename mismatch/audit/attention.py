@@ -19,9 +19,7 @@ from mismatch.audit.precision import (
 )
 from mismatch.audit.runner import Runner
 from mismatch.audit.types import ATTENTION_COLUMNS, Audit, Finding, Verdict
-
-# A kernel that ignores a feature has another output too, and another gradient.
-CONSEQUENCES = ("forward", "gradient", "sink_gradient")
+from mismatch.audit.verdict import causes_of
 
 __all__ = ["Candidate", "audit_attention", "names_here"]
 
@@ -64,8 +62,7 @@ def audit_attention(geometry: ModelGeometry, options: Options, candidate: Candid
 
 def _cause(wrong: list[Finding]) -> str:
     """The first finding that is not the consequence of another; "" where nothing is wrong."""
-    named = [one for one in wrong if one.column not in CONSEQUENCES]
-    return next((one.detail for one in named or wrong), "")
+    return next((one.detail for one in causes_of(wrong)), "")
 
 
 def _measured(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from mismatch.audit import expert_layer as layer
+from mismatch.audit.costs import QUICK_S, SHARE_OF_FREE, free_bytes
 from mismatch.audit.features import line
 from mismatch.audit.geometry import ModelGeometry, Options
 from mismatch.audit.scenes import DTYPES
@@ -27,14 +27,12 @@ def costs(
     name = min(options.dtypes, key=lambda one: torch.finfo(DTYPES[one]).bits)
     dtype, start = DTYPES[name], time.monotonic()
     weights = 3 * sizes.experts * sizes.hidden * sizes.width * torch.finfo(dtype).bits // 8
-    budget = options.budget_bytes or _free_bytes(options.device)
+    budget = options.budget_bytes or int(SHARE_OF_FREE * free_bytes(options.device))
     module = None
     for tokens in options.tokens:
         needed = 3 * weights + _activations(sizes, registered, tokens, dtype)
         if needed > budget:
-            yield Cost(
-                tokens, None, None, f"it may take {needed >> 20} MiB; {budget >> 20} are free"
-            )
+            yield Cost(tokens, None, None, f"may take {needed / 2**30:.3g} GiB; not tried")
             continue
         if time.monotonic() - start > options.budget_s:
             yield Cost(tokens, None, None, f"left out after {options.budget_s:.0f} s")
@@ -67,6 +65,8 @@ def _cost(
         times.append(peak.seconds)
         peaks.append(max(0, (peak.bytes or 0) - kept))
         del gradients
+        if times[0] > QUICK_S:  # nothing to warm up that would show in it
+            return Cost(tokens, times[0], peaks[0])
     return Cost(tokens, statistics.median(times[1:]), max(peaks[1:]))
 
 
@@ -81,9 +81,3 @@ def _activations(sizes: layer.Sizes, registered: str, tokens: int, dtype: torch.
     if registered == "batched_mm":  # the weights of the chosen experts, and their gradient
         return 4 * pairs * 3 * sizes.hidden * sizes.width * size
     return 4 * pairs * (sizes.hidden + 3 * sizes.width) * size
-
-
-def _free_bytes(device: str) -> int:
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(torch.device(device))[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

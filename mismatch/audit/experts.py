@@ -264,4 +264,4 @@ def _same(column: str, measured: list[Measured], what: str) -> Finding:
     if gap == 0:
         return Finding(column, "passed", f"{what}: the same bits", 0.0, 0.0)
     detail = f"{what}: results differ by {percent(gap)} in {worst.dtype}"
-    return Finding(column, "failed", detail, gap, 0.0, critical=not gap <= limit)
+    return Finding(column, "failed", detail, gap, limit, critical=not gap <= limit)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mismatch.errors import MismatchError
+
 # Names that families give to the same sizes.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "num_experts_per_token")
+PER_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
 INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 
 
@@ -25,6 +28,7 @@ class ModelGeometry:
         experts, top_k, intermediate: None for a dense model.
         config: of transformers, as read.
         bare: the model on the meta device.
+        unlike: layers of other shapes than these, in words; "": all layers are alike.
     """
 
     model: str
@@ -44,6 +48,7 @@ class ModelGeometry:
     intermediate: int | None
     config: Any = field(repr=False, compare=False)
     bare: Any = field(repr=False, compare=False)
+    unlike: str = ""
 
     def facts(self) -> dict[str, Any]:
         """For :attr:`mismatch.audit.types.AuditReport.geometry`; what the model lacks is None."""
@@ -80,6 +85,29 @@ class Options:
     budget_bytes: int | None = None
 
 
+def config_of(model: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, bool]:
+    """A model's configuration, and whether it is the one that ships with the package.
+
+    That one is taken where the model is not on this machine: shapes are all that an audit needs.
+
+    Raises:
+        MismatchError: there is none, or it is not supported.
+    """
+    from transformers import AutoConfig
+
+    from mismatch.models.offline import SHIPPED, find_config
+    from mismatch.specs import TrainSpec
+    from mismatch.training.source import read_config
+
+    try:
+        found = find_config(model, revision)
+    except MismatchError:  # perhaps the hub has it
+        found = None
+    if found is not None and found.source == SHIPPED:
+        return AutoConfig.for_model(**found.values), True
+    return read_config(TrainSpec(model, revision, trust_remote_code=trust_remote_code)), False
+
+
 def geometry_of(config: Any, model: str = "", trust_remote_code: bool = False) -> ModelGeometry:
     """Read a model's shapes off its configuration and its modules, without weights.
 
@@ -90,7 +118,7 @@ def geometry_of(config: Any, model: str = "", trust_remote_code: bool = False) -
     from mismatch.training.source import skeleton
 
     bare = skeleton(config, trust_remote_code)
-    text = config.get_text_config()
+    text, unlike = _first_layer(config.get_text_config())
     heads = int(text.num_attention_heads)
     size = int(_first(text, ("qk_head_dim", "head_dim")) or text.hidden_size // heads)
     kinds = tuple(getattr(text, "layer_types", None) or ())
@@ -113,7 +141,28 @@ def geometry_of(config: Any, model: str = "", trust_remote_code: bool = False) -
         intermediate=_first(text, INTERMEDIATE) if experts else None,
         config=config,
         bare=bare,
+        unlike=unlike,
     )
+
+
+def _first_layer(text: Any) -> tuple[Any, str]:
+    """The configuration that the first layer has, and which layers have other shapes.
+
+    Where layers differ, transformers refuses to read what differs off the model as a whole.
+    """
+    if not getattr(text, "is_heterogeneous", False):
+        return text, ""
+    first, *others = text.per_layer_config
+    shapes = [tuple(getattr(one, name, None) for name in PER_LAYER) for one in (first, *others)]
+    unlike = [shape for shape in shapes if shape != shapes[0]]
+    if not unlike:
+        return first, ""
+    differs = ", ".join(
+        f"{name} {', '.join(map(str, dict.fromkeys(values)))} and not {here}"
+        for name, here, values in zip(PER_LAYER, shapes[0], zip(*unlike, strict=True), strict=True)
+        if set(values) != {here}
+    )
+    return first, f"{len(unlike)} of {len(shapes)} layers, unlike the first: {differs}"
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:

@@ -132,11 +132,10 @@ class Bench:
 def _load(source: Source) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from mismatch.specs import TrainSpec
-    from mismatch.training.source import first_line, read_config, skeleton
+    from mismatch.audit.geometry import config_of
+    from mismatch.training.source import first_line, skeleton
 
-    spec = TrainSpec(source.model, source.revision, trust_remote_code=source.trust_remote_code)
-    config = read_config(spec)
+    config, _ = config_of(source.model, source.revision, source.trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise MismatchError(
             f"{source.model} is stored quantised, and its float32 reference is not made here",

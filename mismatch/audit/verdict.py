@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mismatch.audit.types import Audit, AuditReport
+from mismatch.audit.types import Audit, AuditReport, Finding
 from mismatch.errors import MismatchError
 
 SHORT = {
@@ -14,6 +15,8 @@ SHORT = {
     "sink_gradient": "sinks' gradient",
     "router_gradient": "router's gradient",
 }
+# A kernel that ignores a feature has another output too, and another gradient.
+CONSEQUENCES = ("forward", "gradient", "sink_gradient")
 ENDED = ("crashed: ", "timed out: ")  # how the reason begins of one that took its process with it
 
 
@@ -58,10 +61,31 @@ def judge(report: AuditReport) -> KernelVerdict:
         if not sound:
             reason = f"none of the {len(ran)} that ran can be used here for this model"
             return KernelVerdict("wrong", reason, 1)
-        return KernelVerdict("sound", f"{', '.join(one.name for one in sound)}: nothing wrong", 0)
+        return KernelVerdict("sound", f"{_named(sound)}: nothing wrong{_refused(ran)}", 0)
     named = "; ".join(f"{one.name}: {why(one)}" for one in bad[:3])
     more = f"; and {len(bad) - 3} more" if len(bad) > 3 else ""
     return KernelVerdict("wrong", named + more, 1)
+
+
+def _named(sound: Sequence[Audit]) -> str:
+    """Names by kind: both have an ``eager``."""
+    kinds = dict.fromkeys(one.kind for one in sound)
+    said = {kind: ", ".join(one.name for one in sound if one.kind == kind) for kind in kinds}
+    if len(said) == 1:
+        return next(iter(said.values()))
+    return "; ".join(f"{kind} {names}" for kind, names in said.items())
+
+
+def _refused(ran: Sequence[Audit]) -> str:
+    """Those that are wrong and decide nothing, since no run could use them."""
+    names = [one.name for one in ran if not one.usable and one.failed and answered(one)]
+    return f" ({', '.join(names)}: wrong, but not usable here)" if names else ""
+
+
+def causes_of(failed: Sequence[Finding]) -> list[Finding]:
+    """What is wrong and no consequence of something else that is."""
+    named = [one for one in failed if one.column not in CONSEQUENCES]
+    return named or list(failed)
 
 
 def blamed(report: AuditReport) -> list[Audit]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mismatch.audit.candidates import PLANTED, Candidate, names_here
-from mismatch.audit.geometry import ModelGeometry, Options, geometry_of
+from mismatch.audit.geometry import ModelGeometry, Options, config_of, geometry_of
 from mismatch.audit.supervise import AuditSpec, Step
 from mismatch.audit.types import Audit, Kind, Origin
 from mismatch.audit.verdict import answered
@@ -19,6 +19,8 @@ from mismatch.errors import MismatchError
 from mismatch.reports.kernels_json import audit_from_json, audit_to_json, plain
 
 DTYPES = {"cpu": ("fp64", "fp32", "bf16"), "cuda": ("fp64", "fp32", "bf16", "fp16")}
+TOKENS = {"cpu": (512, 2048), "cuda": (1024, 4096)}  # a CPU takes seconds for 4,096 in eager
+NO_WEIGHTS = "they are not on this machine; its shapes are from the config that ships with mismatch"
 NO_GPU = "GPU kernels: this machine has no GPU; flash kernels and their errors show only there"
 
 
@@ -29,6 +31,7 @@ class Work:
     Attributes:
         attention: every implementation that was asked for, those that cannot run here too.
         experts: names of the experts implementations, and of the user's own.
+        shipped: the configuration is the package's: the model is not on this machine.
     """
 
     spec: AuditSpec
@@ -36,6 +39,7 @@ class Work:
     options: Options
     attention: list[Candidate]
     experts: list[str]
+    shipped: bool = False
 
     @classmethod
     def of(cls, spec: AuditSpec) -> Work:
@@ -45,20 +49,17 @@ class Work:
             MismatchError: an unknown model or implementation, a function that is not there, or
                 nothing to audit.
         """
-        from mismatch.specs import TrainSpec
-        from mismatch.training.source import read_config
-
         _quiet()
-        train = TrainSpec(spec.model, spec.revision, trust_remote_code=spec.trust_remote_code)
         called = Path(spec.model).name if Path(spec.model).is_dir() else spec.model
-        geometry = geometry_of(read_config(train), called, spec.trust_remote_code)
+        config, shipped = config_of(spec.model, spec.revision, spec.trust_remote_code)
+        geometry = geometry_of(config, called, spec.trust_remote_code)
         options = options_of(spec)
         attention, experts = _asked_for(spec, geometry, options.device)
         if not attention and not experts:
             raise MismatchError(
                 f"there is nothing to audit: {called} is dense", "drop --only experts"
             )
-        return cls(spec, geometry, options, attention, experts)
+        return cls(spec, geometry, options, attention, experts, shipped)
 
     def plan(self) -> dict[str, Any]:
         """What there is to do, and what cannot be done here; JSON data."""
@@ -70,7 +71,7 @@ class Work:
             "device": self.options.device,
             "geometry": plain(self.geometry.facts()),
             "facts": self._facts(),
-            "not_tested": [NO_GPU] if self.options.device == "cpu" else [],
+            "not_tested": list(self._not_tested()),
             "unavailable": [
                 audit_to_json(
                     Audit(one.name, "attention", one.origin, "unusable", one.unavailable, False)
@@ -80,6 +81,16 @@ class Work:
             ],
             "steps": [asdict(Step(number, "audit", *entry)) for number, entry in enumerate(todo)],
         }
+
+    def _not_tested(self) -> Iterator[str]:
+        if self.options.device == "cpu":
+            yield NO_GPU
+        if self.shipped:
+            yield f"the weights of {self.geometry.model}: {NO_WEIGHTS}"
+        if self.geometry.unlike:
+            yield self.geometry.unlike
+        if self.experts:
+            yield from reduced_to(self.geometry)
 
     def audit(self, step: Step) -> dict[str, Any]:
         """One implementation by itself."""
@@ -148,12 +159,29 @@ class Work:
         }
 
 
+def reduced_to(geometry: ModelGeometry) -> Iterator[str]:
+    """How much smaller the experts are that give the numbers; nothing where they are not."""
+    from mismatch.audit.expert_layer import sizes_of
+
+    try:
+        full = sizes_of(geometry)
+    except MismatchError:  # nothing of them is measured
+        return
+    small = full.reduced()
+    if small != full:
+        yield (
+            f"experts of the model's size ({full.experts} of {full.hidden} x {full.width}): errors "
+            f"are those of {small.experts} of {small.hidden} x {small.width}; time and memory are "
+            "at full size, where that fits"
+        )
+
+
 def options_of(spec: AuditSpec) -> Options:
     """What the spec leaves open is decided by the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = spec.dtypes or DTYPES[device]
-    made = Options(device=device, dtypes=dtypes, seed=spec.seed, harm=spec.harm)
-    return replace(made, tokens=spec.tokens) if spec.tokens else made
+    tokens = spec.tokens or TOKENS[device]
+    return Options(device=device, dtypes=dtypes, seed=spec.seed, tokens=tokens, harm=spec.harm)
 
 
 def _asked_for(

@@ -34,8 +34,12 @@ def with_flags(*groups: type) -> Callable[[Verb], Callable[..., int]]:
             flags.given = frozenset(name for name in values if _given(ctx, name))
             if flags.get("print_config"):
                 from mismatch.cli.config import to_toml
+                from mismatch.engines.servers.http import redacted
 
-                typer.echo(to_toml(groups, flags), nl=False)
+                shown = dict(flags)
+                if flags.get("server"):  # a password typed into an address stays off the screen
+                    shown["server"] = [redacted(one) for one in flags["server"]]
+                typer.echo(to_toml(groups, shown), nl=False)
                 return 0
             return verb(flags)
 

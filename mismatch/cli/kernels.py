@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -215,9 +216,16 @@ def _lengths(given: str | None) -> tuple[int, ...]:
 def _place(out: Path | None, model: str) -> Iterator[Path]:
     """Where the audit works: the user's directory, or one that is gone afterwards."""
     if out is not None:
+        from mismatch.audit.supervise import LABEL, PLAN
         from mismatch.runs import new_directory
 
-        yield new_directory(out, model)
+        place = new_directory(out, model)
+        try:
+            yield place
+        except MismatchError:
+            if not (place / LABEL / PLAN).exists():  # nothing began: the command may come again
+                shutil.rmtree(place)  # it was new or empty
+            raise
         return
     with tempfile.TemporaryDirectory(prefix="mismatch-kernels-") as made:
         yield Path(made)

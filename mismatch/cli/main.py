@@ -25,6 +25,7 @@ from mismatch.cli.score import score
 from mismatch.errors import MismatchError
 
 RESUME = "go on where it stopped: the same command with --resume"
+RESUMABLE = ("check", "rollout")  # other verbs keep what is done by themselves, or start again
 
 INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt
 
@@ -86,7 +87,9 @@ def main() -> NoReturn:
             _own_fault(error)
         _complain(error.format_message(), "mismatch COMMAND --help lists every option")
     if code == INTERRUPTED:
-        _complain("interrupted; every process that was started has been ended", RESUME)
+        resumable = any(one in RESUMABLE for one in sys.argv[1:2])
+        fix = RESUME if resumable else "run the same command again"
+        _complain("interrupted; every process that was started has been ended", fix)
     sys.exit(code if isinstance(code, int) else 0)
 
 

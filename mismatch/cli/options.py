@@ -144,7 +144,7 @@ class EngineFlags:
     gpu_memory_utilization: Annotated[float | None, _flag(ENGINE)] = None
     engine_arg: Annotated[
         list[str] | None,
-        _flag(ENGINE, "Any other engine argument, key=value (JSON values); repeatable."),
+        _flag(ENGINE, "Any other argument of the (first) engine, key=value (JSON); repeatable."),
     ] = None
     rollout_weights: Annotated[
         WeightsForm,

@@ -42,9 +42,15 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
         engine = moved(spec.rollout.engine, flags)
         spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
     if flags.given & FIX_FLAGS:
-        spec = replace(spec, **fix_fields(flags))
-    if flags.given & GRADIENT_FLAGS:
-        spec = replace(spec, **gradient_fields(flags))
+        fields = fix_fields(flags, spec.fixes)
+        kept = set() if "fix" in flags.given else FIX_FLAGS - flags.given
+        spec = replace(spec, **{name: fields[name] for name in fields.keys() - kept})
+    if flags.given & GRADIENT_FLAGS:  # what is not given stays the run's
+        fields = gradient_fields(flags)
+        spec = replace(spec, **{name: fields[name] for name in GRADIENT_FLAGS & flags.given})
+        if not spec.gradients:
+            fault = f"--gradient-prompts: {resume} takes no gradient"
+            raise MismatchError(fault, "add --gradients")
     return spec
 
 
@@ -101,9 +107,9 @@ def dry_run(spec: CheckSpec) -> int:
         for line in dry_run_lines(spec):
             say(line)
     if spec.gradients:
-        from mismatch.gradients.plan import plan_gradients
+        from mismatch.gradients.plan import memory_line, plan_gradients
 
-        for line in plan_gradients(spec).lines():
+        for line in (*plan_gradients(spec).lines(), memory_line(spec)):
             say(line)
     return 0 if planned.fits else 2
 

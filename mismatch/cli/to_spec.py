@@ -38,13 +38,17 @@ def check_spec(flags: Flags) -> CheckSpec:
     )
 
 
-def fix_fields(flags: Flags) -> dict[str, Any]:
-    """What ``--fix`` and its companions mean; nothing for verbs that have none."""
+def fix_fields(flags: Flags, known: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What ``--fix`` and its companions mean; nothing for verbs that have none.
+
+    Args:
+        known: fixes that a run has already, where ``--fix`` names none.
+    """
     if "fix" not in flags:
         return {}
     from mismatch.fixes.plan import parse_requests
 
-    asked = parse_requests(flags["fix"] or ())
+    asked = parse_requests(flags["fix"] or ()) or known
     minutes = flags["budget_minutes"]
     if minutes is not None and minutes <= 0:
         raise MismatchError(f"--budget-minutes {minutes:g} is no time", "give minutes above 0")

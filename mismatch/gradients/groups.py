@@ -8,8 +8,12 @@ _FIRST: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("head", ("lm_head", "embed_out")),
     (
         "embeddings",
-        ("embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"),
+        (
+            *("embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"),
+            *("embed_tokens_per_layer", "embeddings"),
+        ),
     ),
+    ("attention", ("q_proj", "k_proj", "v_proj", "o_proj")),  # Nemotron-H calls the layer "mixer"
 )
 _LATER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("router", ("router", "gate", "shared_expert_gate", "e_score_correction_bias")),

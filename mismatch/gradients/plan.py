@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mismatch.gradients.types import Trainer
+from mismatch.gradients.types import LOSSES, Trainer
 from mismatch.metrics.two_passes import CLIP
 from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict
 
@@ -66,10 +66,12 @@ class GradientPlan:
     def lines(self) -> list[str]:
         """The plan in words."""
         names = ", ".join(one.trainer.id for one in self.passes)
+        noisy = any(one.trainer.kind == "ratio" for one in self.passes)
+        ratio = "" if self.new is None or noisy else " and with PPO's ratio of two passes"
         return [
             f"gradients: of one batch of at most {self.prompts} prompts, both losses, in the "
             "check's own world",
-            f"  {names}; the baseline also with each correction",
+            f"  {names}; the baseline also with each correction{ratio}",
             *(f"  not tested: {text}" for text in self.not_tested),
         ]
 
@@ -129,6 +131,21 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
         right=TRAIN,
         new=new,
         not_tested=tuple(missing),
+    )
+
+
+def memory_line(spec: CheckSpec) -> str:
+    """What gradients need beside their passes, from the model's sizes; see ``require_room``."""
+    from mismatch.doctor.fit import gib
+    from mismatch.doctor.shape import read_shape
+    from mismatch.models.offline import find_config
+
+    found = find_config(spec.train.model, spec.train.revision)
+    one = 4.0 * read_shape(found.values).parameters
+    rank, host = gib(2.0 * one / spec.nproc_per_node), gib(len(LOSSES) * one)
+    return (
+        f"  memory beside the passes': {rank} per rank (a prompt's gradient and the batch's), "
+        f"{host} of the host's (the reference's)"
     )
 
 

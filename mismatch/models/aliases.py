@@ -1,9 +1,10 @@
 """Short names of well-known models, and a config.json of each that ships with the package.
 
-The shipped configs make `mismatch doctor` and `--dry-run` work without a network; a real run always
-reads the model's own. They were written from public copies of each model's config.json; where a
-value of a *shipped* config had no second public source, it is listed as unconfirmed (none of these
-decides a memory size: parameters are checked against the published count).
+The shipped configs make `mismatch doctor`, `mismatch kernels` and `--dry-run` work without a
+network; a real run always reads the model's own. They were written from public copies of each
+model's config.json; where a value of a *shipped* config had no second public source, it is listed
+as unconfirmed (none of these decides a memory size: parameters are checked against the published
+count).
 """
 
 from __future__ import annotations

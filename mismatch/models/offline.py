@@ -11,6 +11,8 @@ from typing import Any
 from mismatch.errors import MismatchError
 from mismatch.models.aliases import find_alias
 
+SHIPPED = "shipped with mismatch"
+
 
 @dataclass(frozen=True, slots=True)
 class OfflineConfig:
@@ -40,7 +42,7 @@ def find_config(model: str, revision: str | None = None) -> OfflineConfig:
         return OfflineConfig(_read(cached / "config.json"), "the hub's cache", here)
     alias = find_alias(model)
     if alias is not None and revision is None:
-        return OfflineConfig(alias.config, "shipped with mismatch", None)
+        return OfflineConfig(alias.config, SHIPPED, None)
     at = f" at revision {revision}" if revision else ""
     raise MismatchError(
         f"the config.json of {model}{at} is not on this machine",

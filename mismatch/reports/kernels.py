@@ -15,7 +15,7 @@ from mismatch.audit.types import (
     Harm,
     Kind,
 )
-from mismatch.audit.verdict import answered, ended, judge, was_run
+from mismatch.audit.verdict import answered, causes_of, ended, judge, was_run
 from mismatch.reports import kernels_figures
 from mismatch.reports.kernels_rows import (
     CostLine,
@@ -57,7 +57,7 @@ WORDS = {
     "repeats": ("repeats", "re-\npeat", "the same bits twice?"),
     "batches": ("batches", "bat-\nches", "the same bits whatever else is in the batch?"),
 }  # fmt: skip
-LEGEND = "✓ right, ✕ wrong, ~ differs and is only told, · not tested"
+LEGEND = "✓ right, ✕ wrong, ~ off by rounding, · not tested, – not usable"
 GRADIENTS = ("q", "k", "v", "hidden", "gate_up", "down", "sinks", "router")
 
 
@@ -165,6 +165,7 @@ def _place(name: str) -> tuple[int, str]:
 
 def _line(one: Audit) -> Line:
     marks = tuple(mark(one.finding(column), column) for column in COLUMNS[one.kind])
+    causes = tuple(each.column for each in causes_of(one.failed))
     sign, tone = {"sound": ("✓", "healthy"), "wrong": ("✕", "critical")}.get(
         one.verdict, ("–", "critical" if one.failed else "none")
     )
@@ -179,6 +180,10 @@ def _line(one: Audit) -> Line:
         reason=line(one.reason),
         marks=marks,
         faults=tuple(_said(each) for each in marks if each.tone == "critical"),
+        causes=tuple(_said(each) for each in marks if each.column in causes),
+        follows=tuple(
+            each.title for each in marks if each.tone == "critical" and each.column not in causes
+        ),
         remarks=tuple(_said(each) for each in marks if each.tone == "warn"),
     )
 
@@ -229,13 +234,18 @@ def _error_line(one: Audit, error: Error, names: tuple[str, ...]) -> ErrorLine:
 
 
 def _cost_lines(ran: list[Audit]) -> list[CostLine]:
-    """By length; the best of each length has factor 1."""
+    """By length; the best of each length that is sound, if any is, has factor 1.
+
+    One that leaves something out has less to do.
+    """
+    sound = [one for one in ran if one.verdict == "sound"] or ran
     lengths = sorted({cost.tokens for one in ran for cost in one.costs})
     lines = []
     for tokens in lengths:
         rows = [(one, cost) for one in ran for cost in one.costs if cost.tokens == tokens]
-        fastest = min((c.seconds for _, c in rows if c.seconds is not None), default=None)
-        least = min((c.peak_bytes for _, c in rows if c.peak_bytes), default=None)
+        known = [cost for one, cost in rows if one in sound]
+        fastest = min((c.seconds for c in known if c.seconds is not None), default=None)
+        least = min((c.peak_bytes for c in known if c.peak_bytes), default=None)
         lines += [_cost_line(short(one), cost, fastest, least) for one, cost in rows]
     return lines
 

@@ -35,6 +35,8 @@ class Line:
     Attributes:
         name: in full; ``short``: the function alone, of the user's own.
         faults: what is wrong, a sentence each; ``remarks``: what is only told.
+        causes: those of the faults that are no consequence of another; ``follows``: names of the
+            others.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Line:
     reason: str
     marks: tuple[Mark, ...]
     faults: tuple[str, ...]
+    causes: tuple[str, ...]
+    follows: tuple[str, ...]
     remarks: tuple[str, ...]
 
 

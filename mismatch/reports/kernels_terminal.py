@@ -72,12 +72,13 @@ def _table(part: Part, console: Console, details: bool) -> None:
     if part.lines:
         heading(console, part.title, kernels.LEGEND)
         titles = [(kernels.WORDS[name][1], False, 4) for name in part.columns]
-        table = columns(("", False, 0), *titles)
-        table.columns[0].overflow = "fold"
+        table = columns(("", False, 1), ("", False, 0), *titles)
+        table.columns[0].no_wrap, table.columns[1].no_wrap = True, False
+        table.columns[1].overflow = "fold"
         for row in part.lines:
-            name = Text(f"{row.sign}\u00a0", STYLES[row.tone])
-            name.append(row.short + (" *" if row.chosen else ""), "")
-            table.add_row(name, *(Text(mark.sign, STYLES[mark.tone]) for mark in row.marks))
+            sign, name = Text(row.sign, STYLES[row.tone]), row.short + (" *" if row.chosen else "")
+            marks = (Text(mark.sign, STYLES[mark.tone]) for mark in row.marks)
+            table.add_row(sign, Text(name), *marks)
         console.print(table, highlight=False, markup=False)
         if any(row.chosen for row in part.lines):
             paragraph(console, "* what the trainer takes by itself", style="dim")
@@ -87,12 +88,19 @@ def _table(part: Part, console: Console, details: bool) -> None:
         refused = f": {row.reason}" if row.verdict == "unusable" and row.reason else ""
         if row.faults or refused:
             paragraph(console, f"{row.name} is {row.verdict}{refused}", style=STYLES[row.tone])
-        for fault in row.faults:
+        for fault in row.faults if details else row.causes:
             paragraph(console, f"✕ {fault}", indent=4)
+        if row.follows and not details:
+            paragraph(console, f"also wrong: {', '.join(row.follows)}", indent=4)
         for remark in row.remarks if details else ():
             paragraph(console, f"- {row.short}, {remark}", indent=4, style="dim")
-    for other in part.others:
+    told = [other for other in part.others if details or other.tone == "critical"]
+    for other in told:
         paragraph(console, f"{other.sign} {other.name}: {other.reason}", style=STYLES[other.tone])
+    absent = [other.name for other in part.others if other not in told]
+    if absent:
+        said = f"– not usable here: {', '.join(absent)} (why: --details)"
+        paragraph(console, said, style="dim")
 
 
 def _errors(part: Part, console: Console) -> None:

@@ -40,7 +40,7 @@ def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
     try:
         with torch.device("meta"):
             return build(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise MismatchError(
             f"architecture {config.model_type!r} is not supported: {first_line(error)}",
             "a causal language model of transformers is needed; upgrade transformers for new ones",

@@ -4,11 +4,10 @@ Attention: ``function(module, query, key, value, attention_mask, scaling=…, dr
 **kwargs) -> (out [B, T, H, Dv], None)``; experts: ``function(module, hidden [T, H], ids [T, K],
 weights [T, K]) -> [T, H]``. An attention function says after ``@`` which kind of mask it takes:
 
-- ``sdpa`` (the default): boolean [B, 1, T, S], True where a query may look; None where that is just
-  every key up to its own;
+- ``sdpa`` (the default): boolean [B, 1, T, S], True where a query may look;
 - ``eager``: the same as numbers to add, 0 or the dtype's least;
-- ``flash``: [B, S] of real tokens, or None where all are; window, causality and documents come as
-  arguments (``sliding_window``, ``is_causal``, ``position_ids``), as for flash kernels;
+- ``flash``: [B, S] of real tokens, or None where all are; window and documents come as arguments
+  (``sliding_window``, ``position_ids``), as for flash kernels; causal where ``module.is_causal``;
 - ``none``: no mask at all.
 
 Modules are found on the Python path, and after that in the current directory.

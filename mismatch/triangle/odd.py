@@ -22,6 +22,8 @@ from mismatch.types import Floats, Rollout
 MEASURE = "logprob_abs_diff_mean"  # the same from either end, unlike k3
 WORTH = 0.1  # a party is odd only where its edges are longer by at least that share
 
+FLOOR = 1e-5  # nats; what levels.toml calls healthy in float32: nearer is rounding
+
 
 def contrasts(
     rollout: Rollout, logprobs: Mapping[str, Floats], tokens: str, seed: int = 0
@@ -68,6 +70,8 @@ def odd_one(
     Args:
         edges: tokens -> lengths of their three edges.
     """
+    if all_agree(edges):
+        return None, None
     parties = list(dict.fromkeys(one.party for one in found))
     for party in parties:
         mine = [one for one in found if one.party == party]
@@ -78,6 +82,13 @@ def odd_one(
         if told and factor >= 1.0 + WORTH:
             return party, factor
     return None, None
+
+
+def all_agree(edges: Mapping[str, Mapping[frozenset[str], float]]) -> bool:
+    """Whether every edge on every set of tokens is too short to matter."""
+    return bool(edges) and all(
+        length < FLOOR for known in edges.values() for length in known.values()
+    )
 
 
 def _factor(party: str, known: Mapping[frozenset[str], float]) -> float:

@@ -14,13 +14,15 @@ from mismatch.fixes.table import Sides
 from mismatch.levels import default_thresholds
 from mismatch.pipeline import TRAIN
 from mismatch.specs import CheckSpec
-from mismatch.triangle.odd import contrasts, lengths, odd_one
+from mismatch.triangle.odd import FLOOR, all_agree, contrasts, lengths, odd_one
 from mismatch.triangle.run import other_place
 from mismatch.triangle.types import TRAINER, Contrast, Edge, EngineRow, Kind, Triangle
 from mismatch.types import Floats, Pair, Report, Scoring
 
 if TYPE_CHECKING:
     from mismatch.levels import Thresholds
+
+AGREE = f"all three agree: mean |delta| of every edge is below {FLOOR:g} nats"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ def triangle(run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = Non
         contrasts=tuple(found),
         odd=odd,
         factor=factor,
-        reason=reason_of(odd, factor, list(sizes), [corner.sampler for corner in corners]),
+        reason=AGREE
+        if all_agree(sizes)
+        else reason_of(odd, factor, list(sizes), [corner.sampler for corner in corners]),
         not_tested=tuple(_missing(edges)),
     )
 

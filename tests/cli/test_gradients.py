@@ -6,6 +6,7 @@ import pytest
 
 from mismatch import store
 from mismatch.cli.flags import Flags
+from mismatch.cli.options import VerdictFrom
 from mismatch.cli.session import dry_run, stored_spec
 from mismatch.cli.to_spec import gradient_fields
 from mismatch.errors import MismatchError
@@ -42,6 +43,18 @@ def test_a_finished_run_is_asked_for_them_as_well(tmp_path):
     assert stored_spec(other) is None  # another flag says what to run
 
 
+def test_what_is_not_given_again_stays_the_runs(tmp_path):
+    run = make_run(tmp_path / "run")
+    more = flags(("resume", "gradient_prompts"), resume=str(run), gradient_prompts=8)
+    with pytest.raises(MismatchError, match="takes no gradient"):
+        stored_spec(more)
+    asked = replace(spec(), gradients=True, gradient_prompts=4)
+    store.write_json(run / "spec.json", to_dict(asked))
+    again = flags(("resume", "gradients"), resume=str(run), gradients=True)
+    assert stored_spec(again) == asked
+    assert stored_spec(more) == replace(asked, gradient_prompts=8)
+
+
 def test_a_scoring_beside_the_trainer_has_none(tmp_path):
     run = make_run(tmp_path / "run")
     with pytest.raises(MismatchError, match="--gradients are of the scoring 'fsdp'"):
@@ -69,5 +82,21 @@ def test_the_plan_is_shown_without_running_it(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "gradients: of one batch of at most 16 prompts" in shown
     assert "reference, baseline, attention-sinks, router-replay=ids" in shown
+    # 2.2 million parameters, 4 bytes each: twice over two ranks; the reference's for two losses.
+    assert "8 MiB per rank (a prompt's gradient and the batch's), 17 MiB of the host's" in shown
     assert dry_run(spec()) == 0
     assert "gradients" not in capsys.readouterr().out
+
+
+def test_a_runs_fixes_stay_where_none_are_named(tmp_path):
+    run = make_run(tmp_path / "run")
+    known = replace(spec(), fixes=("fp16",), budget_minutes=9.0)
+    store.write_json(run / "spec.json", to_dict(known))
+    as_is, after = VerdictFrom.as_is, VerdictFrom.after_fixes
+    base = {"resume": str(run), "fix": None, "budget_minutes": None, "verdict": as_is}
+    less = flags(("resume", "budget_minutes"), **{**base, "budget_minutes": 5.0})
+    assert stored_spec(less) == replace(known, budget_minutes=5.0)
+    judged = flags(("resume", "verdict"), **{**base, "verdict": after})
+    assert stored_spec(judged) == replace(known, verdict="after-fixes")
+    other = flags(("resume", "fix"), **{**base, "fix": ["fp32"]})
+    assert stored_spec(other) == replace(known, fixes=("fp32",), budget_minutes=None)

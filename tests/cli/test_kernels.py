@@ -192,6 +192,13 @@ def test_the_last_line_is_the_verdict_and_the_page_is_there(audited):
     assert "my_kernels:right is" not in done.stdout
 
 
+def test_a_mistake_leaves_nothing_in_the_directory_that_was_asked_for(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(MismatchError, match="is no function"):
+        invoke("--kernel", "mismatch.audit.types:ATTENTION_COLUMNS", "--out", str(out))
+    assert not out.exists()  # so that the same command, mended, is not refused
+
+
 def test_nothing_audited_is_exit_2(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["mismatch", "kernels", *ONLY_FLEX])

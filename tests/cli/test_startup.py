@@ -12,7 +12,9 @@ ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("torch", "pandas", "matplotlib", "transformers", "vllm", "sglang", "pyarrow", "numpy")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["kernels", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["check", "--help"], ["kernels", "--help"], ["--version"]]
+)
 def test_help_imports_nothing_heavy(arguments):
     code = (
         "import sys, runpy\n"
@@ -51,3 +53,20 @@ def test_the_wheel_holds_only_mismatch(tmp_path):
     ):
         assert needed in names
     assert any(name.startswith("mismatch/reports/templates/") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("verb", "fix"), [("check", "with --resume"), ("kernels", "run the same command again")]
+)
+def test_interrupted_says_how_to_go_on(monkeypatch, capsys, verb, fix):
+    from mismatch.cli import main
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "app", interrupted)
+    monkeypatch.setattr("sys.argv", ["mismatch", verb])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2
+    assert fix in capsys.readouterr().err

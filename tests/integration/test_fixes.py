@@ -115,8 +115,10 @@ def test_the_verdict_after_fixes_decides_the_exit_code(
 def test_resuming_makes_nothing_again(without_sinks: Run, tmp_path: Path) -> None:
     again = resumed(without_sinks.directory, tmp_path / "again", "--fix", "train")
     assert again.code == 1, again.output  # as it is: without --verdict after-fixes
-    for path in again.directory.rglob("scores/*.parquet"):
-        source = without_sinks.directory / path.relative_to(again.directory)
+    made = list(without_sinks.directory.rglob("scores/*.parquet"))
+    assert made
+    for source in made:  # on a busy machine the budget ends early, and this run makes the rest
+        path = again.directory / source.relative_to(without_sinks.directory)
         assert path.stat().st_mtime_ns == source.stat().st_mtime_ns, path.name
     assert (
         rows(again)["attention-sinks"]["after"] == rows(without_sinks)["attention-sinks"]["after"]

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from mismatch import sglang_cpu, store
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.contract.conftest import MAKE, installed
 from tests.integration.conftest import Run, run_check
 from tests.integration.test_failures import assert_ended, start, wait_for_workers, workers_of
@@ -39,11 +39,10 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(model: str) -> Run:
         if model not in made:
             place = tmp_path_factory.mktemp(model)
-            if model in checkpoints.FAMILIES:
-                given = str(checkpoints.make(model, place / "model"))
-            else:
-                given = model
-            flags = ("--model", given, "--max-tokens", "32")
+            flags = ["--model", model, "--max-tokens", "32"]
+            if model in checkpoints.FAMILIES:  # no chat template: prompts are ids
+                flags[1] = str(checkpoints.make(model, place / "model"))
+                flags += ["--prompts", str(families.write_prompts(place / "prompts.jsonl", 12))]
             made[model] = run_check(place / "run", *FP32, *flags)
             assert made[model].code == 0, made[model].output
         return made[model]

@@ -121,6 +121,18 @@ def test_the_flex_kernel_is_right_forward() -> None:
         assert torch.allclose(out, wanted, rtol=1e-10), case.name
 
 
+def test_no_row_of_the_flex_mask_is_empty() -> None:
+    # Padding sees itself: a row without keys has a log-sum-exp of -inf, and a gradient of NaN.
+    from mismatch.training.flex import flex_mask
+
+    real = torch.arange(8)[None] >= 3
+    with torch.compiler.set_stance("force_eager"):
+        looks = flex_mask(8, 8, attention_mask=real, batch_size=1, device=CPU).mask_mod
+    rows = torch.arange(8)
+    seen = looks(torch.tensor(0), torch.tensor(0), rows[:, None], rows[None])
+    assert torch.equal(seen, (real[0] & (rows[:, None] >= rows)) | torch.eye(8, dtype=torch.bool))
+
+
 def test_the_flex_kernel_needs_a_gpu(model: PreTrainedModel) -> None:
     with pytest.raises(MismatchError, match="needs a CUDA device"):
         resolve_for("sink-flex", model, CPU, BF16)

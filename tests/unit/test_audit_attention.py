@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import mismatch.models
-from mismatch.audit.attention import CONSEQUENCES, audit_attention, names_here
+from mismatch.audit.attention import audit_attention, names_here
 from mismatch.audit.candidates import Candidate
 from mismatch.audit.costs import costs
 from mismatch.audit.geometry import ModelGeometry, Options, geometry_of
 from mismatch.audit.runner import Runner
 from mismatch.audit.types import ATTENTION_COLUMNS, Audit
+from mismatch.audit.verdict import CONSEQUENCES
 from mismatch.errors import MismatchError
 
 TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"

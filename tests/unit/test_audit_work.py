@@ -3,17 +3,22 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mismatch.audit.supervise import AuditSpec
+from mismatch.audit.geometry import geometry_of
+from mismatch.audit.supervise import AuditSpec, Step
 from mismatch.audit.types import Finding
-from mismatch.audit.work import Work
+from mismatch.audit.work import TOKENS, Work, options_of, reduced_to
 from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED
 from mismatch.reports.kernels_json import audit_to_json
+from mismatch.training import source
 from tests.kernels_fixture import make_audit_report
 
 TINY = str(EMBEDDED["tiny-gpt-oss"])
 SPEC = AuditSpec(model=TINY)
+SINKLESS = audit_to_json(make_audit_report().audits[2])
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +78,51 @@ def test_what_is_not_there_is_refused_with_a_fix(changes, said):
     with pytest.raises(MismatchError, match=said) as caught:
         Work.of(replace(SPEC, **changes))
     assert caught.value.fix
+
+
+def test_a_model_that_is_not_here_is_audited_in_the_shapes_that_ship(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(source, "read_config", lambda spec: pytest.fail("it asks the hub"))
+    big = Work.of(replace(SPEC, model="openai/gpt-oss-20b"))
+    shape = big.geometry
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.window) == (64, 8, 64, 128)
+    assert shape.sinks
+    assert (shape.experts, shape.top_k) == (32, 4)
+    untested = " / ".join(big.plan()["not_tested"])
+    assert "the weights of openai/gpt-oss-20b: they are not on this machine" in untested
+    assert "experts of the model's size (32 of 2880 x 2880)" in untested
+    with pytest.raises(MismatchError, match="is stored quantised"):  # and asks nobody either
+        big.harm(Step(0, "harm", "sdpa", "attention", "transformers"), SINKLESS)
+
+
+def test_a_model_that_is_here_says_nothing_about_its_weights(work):
+    assert not any("weights of" in one for one in work.plan()["not_tested"])
+    dense = geometry_of(CONFIG_MAPPING["llama"](num_hidden_layers=1))
+    assert list(reduced_to(dense)) == []
+
+
+def test_layers_of_other_shapes_are_named():
+    if "gemma4_text" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no model whose layers differ")
+    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
+    more = {"global_head_dim": 32, "vocab_size_per_layer_input": 64, "num_hidden_layers": 6}
+    shape = geometry_of(CONFIG_MAPPING["gemma4_text"](**small, **more))
+    assert (shape.head_dim, shape.window, shape.layers) == (16, 512, 6)
+    assert shape.unlike == "1 of 6 layers, unlike the first: head_dim 32 and not 16"
+    assert geometry_of(CONFIG_MAPPING["llama"](num_hidden_layers=1)).unlike == ""
+
+
+def test_an_architecture_that_cannot_be_built_is_refused_with_a_fix():
+    if "qwen4_exp" not in CONFIG_MAPPING:
+        pytest.skip("every default configuration of this transformers can be built")
+    with pytest.raises(MismatchError, match="architecture 'qwen4_exp' is not supported"):
+        geometry_of(CONFIG_MAPPING["qwen4_exp"]())
+
+
+def test_lengths_are_the_devices_unless_asked_for():
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    assert options_of(SPEC).tokens == TOKENS[here]
+    assert options_of(replace(SPEC, tokens=(64,))).tokens == (64,)
 
 
 def test_only_attention_with_a_fault_goes_to_the_model(work):

@@ -176,6 +176,10 @@ def test_ppo_gradient_is_the_objectives_derivative() -> None:
         ("model.model.embed_tokens.weight", "embeddings"),
         ("model.lm_head.weight", "head"),
         ("model.model.norm.weight", "norms"),
+        ("model.model.embeddings.weight", "embeddings"),
+        ("model.model.embed_tokens_per_layer.weight", "embeddings"),
+        ("model.model.layers.0.mixer.q_proj.weight", "attention"),
+        ("model.model.layers.0.mixer.in_proj.weight", "other"),
         ("model.model.layers.0.mamba.A_log", "other"),
     ],
 )

@@ -53,9 +53,11 @@ def test_every_pass_runs_with_gradients_and_records_nothing() -> None:
 
 def test_ppo_needs_two_passes_and_takes_the_noisy_one() -> None:
     assert planned(SPEC).new == "fsdp:regrouped"
+    assert planned(SPEC).lines()[1].endswith("each correction and with PPO's ratio of two passes")
     bare = planned(replace(SPEC, noise_floor=False))
     assert bare.new is None
     assert "--two-passes" in bare.not_tested[0]
+    assert bare.lines()[1].endswith("each correction")
     noisy = planned(replace(SPEC, inject=(("router-noise", 0.1),)))
     assert noisy.new == "fsdp:new"
     assert noisy.passes[-1].trainer.kind == "ratio"

@@ -47,7 +47,32 @@ def test_a_wrong_one_that_a_run_could_use_decides():
 def test_one_that_nobody_can_use_does_not_decide():
     verdict = judge(sound_report())  # sdpa fails in it, and the model refuses sdpa
     assert verdict.code == 0
-    assert verdict.line == "verdict: sound – sink-sdpa, eager: nothing wrong"
+    named = "sink-sdpa, eager: nothing wrong (sdpa: wrong, but not usable here)"
+    assert verdict.line == f"verdict: sound – {named}"
+
+
+def test_the_verdict_says_of_which_kind_a_name_is():
+    experts = replace(make_audit_report().audits[-1], name="eager")
+    report = replace(sound_report(), audits=(*sound_report().audits[:2], experts))
+    assert judge(report).reason == "attention sink-sdpa, eager; experts eager: nothing wrong"
+
+
+def test_without_details_the_terminal_tells_causes_and_names_what_is_not_here():
+    text = " ".join(text_of(sound_report()).split())
+    assert "✕ sinks: the sinks change nothing also wrong: output, sinks' gradient" in text
+    assert "– not usable here: flash_attention_2 (why: --details)" in text
+    assert "is not installed" not in text
+    full = " ".join(text_of(sound_report(), details=True).split())
+    assert "✕ sinks' gradient: no gradient arrives" in full
+    assert "– flash_attention_2: the package flash_attn is not installed" in full
+    assert "also wrong" not in full
+
+
+def test_a_gradient_that_is_wrong_alone_is_a_cause():
+    fault = Finding("sink_gradient", "failed", "no gradient arrives", 1.0, 0.01)
+    text = text_of(one("wrong", findings=(fault,)))
+    assert "✕ sinks' gradient: no gradient arrives" in text
+    assert "also wrong" not in text
 
 
 def test_the_users_own_that_does_not_run_at_all_is_wrong_and_named():
@@ -181,14 +206,14 @@ def test_the_terminal_is_80_columns_wide_and_ends_with_the_verdict(details):
 
 def test_the_terminal_names_the_fault_and_the_harm():
     text = text_of(make_audit_report("my.kernels:attend"))
-    assert "✕ sinks' gradient: no gradient arrives" in text
-    row = next(row for row in text.splitlines() if row.startswith("✕\u00a0attend "))
+    assert "✕ sinks: the sinks change nothing" in text
+    row = next(row for row in text.splitlines() if row.startswith("✕ attend "))
     assert row.split()[2:] == list("✓✕✓✓·✓✓✓✓✕✓✓")
     harm = text[text.index("On the model") :]
     assert "0.231" in harm
     assert "100 %" in harm
     assert "what auto takes" in harm
-    assert "flash_attn is not installed" in text
+    assert "not usable here: flash_attention_2" in text
 
 
 def test_a_wrong_mark_is_never_shown_as_right():
@@ -205,8 +230,8 @@ def test_costs_are_held_against_the_best_of_their_length():
     shown = kernels.view(make_audit_report("my.kernels:attend"), pictures=False)
     assert shown is not None
     rows = {(row.name, row.tokens): row for row in shown.parts[0].costs}
-    assert rows["attend", "1,024"].slower == "1.0×"
-    assert rows["sink-sdpa", "1,024"].slower == "1.2×"  # 0.021 s against 0.8 of it
+    assert rows["attend", "1,024"].slower == "0.80×"  # it is wrong: no measure for others
+    assert rows["sink-sdpa", "1,024"].slower == "1.0×"
     assert rows["eager", "16,384"].seconds == "–"
     assert rows["eager", "16,384"].note == "23 GiB do not fit"
 
@@ -247,3 +272,12 @@ def test_the_terminal_report_names_a_wrong_kernel(details):
     text = " ".join(console.export_text().split())
     assert ("my.kernels:attend is wrong: sinks" in text) == details
     assert ("! kernels: wrong: my.kernels:attend: sinks" in text) != details
+
+
+def test_a_long_name_folds_and_its_marks_stay_with_its_sign():
+    name = "mine:a_name_as_long_as_people_write_them"
+    audits = (*sound_report().audits, replace(make_audit_report().audits[4], name=name))
+    text = text_of(replace(sound_report(), audits=audits))
+    row = next(row for row in text.splitlines() if row.startswith("✕ a_name"))
+    assert row.split()[2:] == list("✓✕✓✓·✓✓✓✓✕✓✓")
+    assert max(map(len, text.splitlines()[:-4])) <= 80

@@ -146,6 +146,14 @@ def test_both_edges_have_to_be_longer_by_more_than_chance_and_by_a_tenth() -> No
     assert decided(1.05, 0.1, 0.1) is None
 
 
+def test_all_three_agree_where_every_edge_is_rounding(tmp_path: Path) -> None:
+    made = make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7})
+    assert (made.odd, made.factor) == (None, None)
+    assert made.reason.startswith("all three agree")
+    above = make(tmp_path / "above", {A: 2e-4, B: 4e-5, TRAINER: 4e-5})
+    assert above.odd == A
+
+
 def test_a_certain_but_small_difference_is_not_odd(tmp_path: Path) -> None:
     made = make(tmp_path, {A: 0.0112, B: 0.01, TRAINER: 0.01})
     lows = [one.difference.low for one in made.contrasts if one.party == A]
@@ -403,3 +411,14 @@ def test_what_the_second_engine_cannot_do_is_in_the_report(
     said = [one for one in report.not_tested if "at T = 1 only" in one]
     assert len(said) == 1  # not once per edge
     assert said[0].startswith("two engines: ")
+
+
+def test_print_config_shows_no_password() -> None:
+    from typer.testing import CliRunner
+
+    from mismatch.cli.main import app
+
+    line = ["check", "--print-config", "--server", "http://me:hunter2@host:1/v1"]
+    said = CliRunner().invoke(app, line).output
+    assert 'server = ["http://***@host:1/v1"]' in said
+    assert "hunter2" not in said
