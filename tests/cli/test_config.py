@@ -92,3 +92,14 @@ def test_a_bad_file_is_refused_with_file_key_and_fix(name, tmp_path):
     assert str(path) in done.stderr
     assert "fix:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_print_config_shows_no_password() -> None:
+    from typer.testing import CliRunner
+
+    from mismatch.cli.main import app
+
+    line = ["check", "--print-config", "--server", "http://me:hunter2@host:1/v1"]
+    said = CliRunner().invoke(app, line).output
+    assert 'server = ["http://***@host:1/v1"]' in said
+    assert "hunter2" not in said

@@ -411,14 +411,3 @@ def test_what_the_second_engine_cannot_do_is_in_the_report(
     said = [one for one in report.not_tested if "at T = 1 only" in one]
     assert len(said) == 1  # not once per edge
     assert said[0].startswith("two engines: ")
-
-
-def test_print_config_shows_no_password() -> None:
-    from typer.testing import CliRunner
-
-    from mismatch.cli.main import app
-
-    line = ["check", "--print-config", "--server", "http://me:hunter2@host:1/v1"]
-    said = CliRunner().invoke(app, line).output
-    assert 'server = ["http://***@host:1/v1"]' in said
-    assert "hunter2" not in said
