@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -97,10 +98,11 @@ class SglangEngine:
         try:
             self.engine = _offline()(custom_sigquit_handler=on_failure, **self._arguments)
         except Exception as error:
-            said = RuntimeError(self._said() or first_line(error))
+            said = " ".join((self._said() or str(error) or type(error).__name__).split())
             self._forget()
+            shown = textwrap.shorten(said, 400, placeholder=" …")
             raise MismatchError(
-                f"SGLang cannot load {self.spec.model}: {first_line(said)}", load_fix(said)
+                f"SGLang cannot load {self.spec.model}: {shown}", load_fix(RuntimeError(said))
             ) from error
         self.engine.tokenizer_manager.signal_handler_class = self._signals
         infos = self.engine._scheduler_init_result.scheduler_infos

@@ -134,7 +134,7 @@ def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, whe
         MismatchError: of other tokens, or missing.
     """
     given = (_facts(answer, where).get("input_token_logprobs") or [])[1:]
-    if [entry[1] for entry in given] != list(ids[start:]):
+    if not _same_ids([entry[1] for entry in given], ids[start:], max(ids)):
         raise MismatchError(
             f"SGLang scored {len(given)} other tokens than the {len(ids) - start} asked for "
             f"({where})",
@@ -175,6 +175,18 @@ def parse_routes(
         )
     experts: NDArray[np.int32] = flat.reshape(forwarded, layers, top_k)[:, list(moe_layers)]
     return experts
+
+
+def _same_ids(said: Sequence[int], asked: Sequence[int], largest: int) -> bool:
+    """Whether an answer is about the ids that were asked for.
+
+    SGLang 0.5.23 names the last id of the vocabulary 0 in ``input_token_logprobs``, and scores the
+    right one: such an id is the largest of the sequence.
+    """
+    if len(said) != len(asked):
+        return False
+    pairs = zip(said, asked, strict=True)
+    return all(got == want or (got == 0 and want == largest) for got, want in pairs)
 
 
 def _facts(answer: Mapping[str, Any], where: str) -> Mapping[str, Any]:

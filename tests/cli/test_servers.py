@@ -72,6 +72,8 @@ def flags(**given: object) -> Flags:
         ("verl_config", Path("x.yaml")),
         ("server_concurrency", 0),
         ("server_timeout", 0.0),
+        ("server_timeout", float("nan")),
+        ("server_timeout", float("inf")),
     ],
 )
 def test_flags_of_an_engine_of_ours_are_refused(name: str, value: object) -> None:

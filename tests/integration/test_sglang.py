@@ -121,9 +121,8 @@ def test_ctrl_c_ends_sglangs_own_processes_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("attention_backend=no_such_backend", "no_such_backend"),
+        ("attention_backend=no_such_backend", "Prefill: no_such_backend"),
         ("tp_size=2", "--tensor-parallel-size"),
-        ("dp_size=2", "drop it"),
     ],
 )
 def test_a_bad_argument_is_refused_with_its_reason(
@@ -132,6 +131,6 @@ def test_a_bad_argument_is_refused_with_its_reason(
     flags = ("--model", "tiny-gpt-oss", "--engine", "sglang", "--engine-arg", argument)
     run = run_check(tmp_path / "run", *flags)
     assert run.code == 2
-    assert says in run.output
+    assert says in " ".join(run.output.split())
     assert "fix:" in run.output
     assert "Traceback" not in run.output

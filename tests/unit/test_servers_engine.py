@@ -300,6 +300,84 @@ def test_the_same_server_twice_is_refused(serve: Any) -> None:
         recognise(twice)
 
 
+def test_an_address_with_two_models_behind_it_is_said(serve: Any) -> None:
+    server = serve()
+    honest, numbers = server.completion, itertools.count()
+
+    def either(body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("prompt_logprobs") is not None:  # as a balancer deals the requests
+            server.weights = next(numbers) // 3 % 2
+        return honest(body)
+
+    server.completion = either
+    engine = ServerEngine(spec(server), LAW, longest=64)
+    said = engine.fingerprint("decode")["not_tested"]
+    assert any("that one model answers at" in line for line in said)
+    calm = ServerEngine(spec(serve()), LAW, longest=64).fingerprint("decode")["not_tested"]
+    assert not any("that one model answers at" in line for line in calm)
+
+
+def test_probes_without_numbers_are_refused(serve: Any) -> None:
+    server = serve()
+    honest = server.completion
+
+    def overflown(body: dict[str, Any]) -> dict[str, Any]:
+        answer = honest(body)
+        for row in answer["choices"][0].get("prompt_logprobs") or [None]:
+            for said in (row or {}).values():
+                said["logprob"] = float("nan")
+        return answer
+
+    server.completion = overflown
+    with pytest.raises(MismatchError, match="no finite numbers"):
+        ServerEngine(spec(server), LAW, longest=64)
+
+
+def seldom_free(server: ScriptedServer, status: int) -> None:
+    """Two of three requests to a server are answered with a status."""
+    numbers, plain = itertools.count(), server.answer
+
+    def answer(web: Any, body: dict[str, Any]) -> None:
+        if next(numbers) % 3 != 2:
+            return server.send(web, status, {"error": "not now"})
+        return plain(web, body)
+
+    server.answer = answer  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("status", [429, 500])
+def test_a_busy_moment_is_no_missing_capability(serve: Any, status: int) -> None:
+    server = serve(mode="processed")
+    seldom_free(server, status)
+    found = ServerEngine.capabilities(spec(server), LAW)
+    assert found.prefill
+    assert found.processed_logprobs
+
+
+def test_a_server_that_stays_busy_says_nothing_about_what_it_can_do(serve: Any) -> None:
+    server = serve()
+    plain = server.answer
+
+    def answer(web: Any, body: dict[str, Any]) -> None:
+        if "prompt_logprobs" in body:
+            return server.send(web, 503, {"error": "too much to do"})
+        return plain(web, body)
+
+    server.answer = answer
+    with pytest.raises(MismatchError, match=r"HTTP 503: too much to do"):
+        ServerEngine.capabilities(spec(server), LAW)
+
+
+@pytest.mark.parametrize("cards", [["x"], [{"owned_by": "vllm"}], [], [{"id": "x"}]])
+def test_another_program_is_no_server_of_a_known_kind(serve: Any, cards: list[Any]) -> None:
+    server = serve()
+    odd = {"/model_info": {"model_path": "x"}, "/server_info": None, "/v1/models": {"data": cards}}
+    odd["/version"] = {"version": "1"}
+    server.answer = lambda web, body: server.send(web, 200, odd.get(web.path))
+    with pytest.raises(MismatchError, match="no server that mismatch knows"):
+        recognise(spec(server))
+
+
 # ---------------------------------------------------------------- faults in mid-run
 
 FAULTS = ["status:429:0", "status:503", "status:500", "reset", "half", "text", "hang:1.2"]
@@ -481,6 +559,13 @@ def test_finished_sequences_outlive_all_servers(serve: Any, tmp_path: Path) -> N
     assert not (tmp_path / PLACE).exists()
 
 
+def test_what_is_kept_is_said_whatever_ends_the_run(serve: Any, tmp_path: Path) -> None:
+    server = serve(faults=lambda number, body: "status:400" if number == 9 else None)
+    with pytest.raises(MismatchError, match=r"HTTP 400.*finished sequences are kept") as caught:
+        generate(server, run=tmp_path)
+    assert caught.value.fix.endswith("then go on where it stopped: --resume")
+
+
 def test_a_line_that_was_cut_short_is_dropped(serve: Any, tmp_path: Path) -> None:
     generate(serve(), run=tmp_path)
     path = tmp_path / PLACE
@@ -503,6 +588,12 @@ def test_other_weights_do_not_go_on_with_a_run(serve: Any, tmp_path: Path) -> No
         generate(serve(weights=1), run=tmp_path)
     with pytest.raises(MismatchError, match=r"version was 0\.32\.0, now it is 0.33.0"):
         generate(serve(version="0.33.0"), run=tmp_path)
+
+
+def test_another_weight_version_does_not_go_on_with_a_run(sglang: Any, tmp_path: Path) -> None:
+    generate(sglang(), run=tmp_path)
+    with pytest.raises(MismatchError, match="weight version was default, now it is step-2"):
+        generate(sglang(weight_version="step-2"), run=tmp_path)
 
 
 def test_void_sequences_are_not_taken_up_again(serve: Any, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import subprocess
 import threading
 import time
 from email.utils import formatdate
+from http.client import HTTPResponse
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,9 @@ def test_addresses_with_secrets_are_refused_and_not_shown(given: str) -> None:
     assert SECRET not in redacted(given)
 
 
-@pytest.mark.parametrize("given", ["host:8000", "", "ftp://host", "http://", "http://h:port"])
+@pytest.mark.parametrize(
+    "given", ["host:8000", "", "ftp://host", "http://", "http://h:port", "http://a..b"]
+)
 def test_what_is_no_address_is_refused(given: str) -> None:
     with pytest.raises(MismatchError, match="no address") as caught:
         parse_address(given)
@@ -83,6 +87,27 @@ def test_an_answer_arrives_whole() -> None:
     assert len(found["choices"][0]["token_ids"]) == 4
 
 
+def test_a_response_may_be_closed_with_its_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = HTTPResponse.read1
+
+    def as_newer_pythons_do(self: HTTPResponse, n: int = -1) -> bytes:
+        found = plain(self, n)
+        if not self.length:
+            self.close()
+        return found
+
+    monkeypatch.setattr(HTTPResponse, "read1", as_newer_pythons_do)
+    test_an_answer_arrives_whole()
+
+
+def test_where_nobody_answers_no_request_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(Unavailable) as caught:
+        Client(parse_address(f"https://127.0.0.1:{mute.getsockname()[1]}"), 60.0).get("/version")
+    assert caught.value.reason == "no connection in 0.2 s"
+    assert (caught.value.absent, caught.value.slow) == (True, False)
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_busy_server_says_when_to_come_back(status: int) -> None:
     found = failure(f"status:{status}:7")
@@ -97,7 +122,8 @@ def test_a_date_is_a_time_to_come_back_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_server_errors_pass_and_bad_requests_do_not() -> None:
-    assert not failure("status:500").busy
+    for status in (500, 502, 504, 524):  # the last is a proxy's
+        assert not failure(f"status:{status}").busy
     with (
         ScriptedServer(faults=lambda *_: "status:400") as server,
         pytest.raises(Refused, match="HTTP 400: not now"),
@@ -149,6 +175,17 @@ def test_the_key_is_sent_and_never_repeated() -> None:
             client(server, key="right").post("/v1/completions", SAMPLE)
         assert "right" not in str(refused.value)
         assert http.HIDDEN in str(refused.value)
+
+
+def test_no_part_of_a_key_is_left_where_a_message_is_cut() -> None:
+    with ScriptedServer(key=SECRET, faults=lambda *_: "status:400") as server:
+        said = "x" * 295 + SECRET
+        server.misbehave = lambda web, fault, body: server.send(  # type: ignore[method-assign]
+            web, 400, {"message": said}
+        )
+        with pytest.raises(Refused) as refused:
+            client(server, key=SECRET).post("/v1/completions", SAMPLE)
+    assert SECRET[:3] not in refused.value.reason
 
 
 def test_the_key_comes_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:

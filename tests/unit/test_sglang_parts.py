@@ -74,6 +74,11 @@ def test_a_prefill_starts_one_early_because_its_first_entry_is_empty() -> None:
     assert sglang_wire.parse_prefill(given, [5, 6, 7, 8], 2, "here").tolist() == [-1.0, -2.0]
     with pytest.raises(MismatchError, match="other tokens"):
         sglang_wire.parse_prefill(given, [5, 6, 7, 9], 2, "here")
+    assert len(sglang_wire.parse_prefill(given, [9, 6, 7, 8], 2, "here")) == 2
+    given["meta_info"]["input_token_logprobs"][-1][1] = 0  # its name for the last id
+    assert sglang_wire.parse_prefill(given, [5, 6, 7, 8], 2, "here").tolist() == [-1.0, -2.0]
+    with pytest.raises(MismatchError, match="other tokens"):
+        sglang_wire.parse_prefill(given, [9, 6, 7, 8], 2, "here")
     with pytest.raises(MismatchError, match="first token"):
         sglang_wire.prefill_request([5, 6], 0)
 

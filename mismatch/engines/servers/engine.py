@@ -159,12 +159,13 @@ class ServerEngine:
             return
         try:
             self.pool.run(jobs, ask, done, void)
-        except NobodyLeft as error:
+        except MismatchError as error:
             kept = len(self._journal.samples) if self._journal else 0
-            told = f"{error.message}; {kept} finished sequences are kept" if kept else error.message
-            raise MismatchError(
-                told, "start the servers again, then go on where it stopped: --resume"
-            ) from error
+            if kept:
+                error.message += f"; {kept} finished sequences are kept"
+            if kept or isinstance(error, NobodyLeft):
+                error.fix += "; then go on where it stopped: --resume"
+            raise
 
     def _settings(self) -> dict[str, Any]:
         settings = self.fleet.servers[0].dialect.settings(self.sampling, self.info.stop_ids)
@@ -281,6 +282,8 @@ class ServerEngine:
         return {
             "kind": first.facts.kind,
             "version": first.facts.version,
+            "dtype": first.facts.dtype,
+            "weight_version": first.facts.weight_version,
             "law": first.law.name,
             "routes": self.experts() is not None,
             "probe": first.probe.tolist(),
@@ -289,11 +292,11 @@ class ServerEngine:
 
     def _require_same_as(self, journal: Journal) -> None:
         now, before = self._identity(), journal.header
-        for name in ("kind", "version", "law", "routes"):
+        for name in ("kind", "version", "dtype", "weight_version", "law", "routes"):
             if now[name] != before.get(name):
                 raise MismatchError(
-                    f"the sequences in {journal.path} are of servers whose {name} was "
-                    f"{before.get(name)}, now it is {now[name]}",
+                    f"the sequences in {journal.path} are of servers whose "
+                    f"{name.replace('_', ' ')} was {before.get(name)}, now it is {now[name]}",
                     "bring back the servers that were there, or start a new run without --resume",
                 )
         moved = gap(np.asarray(before["probe"], np.float64), self.fleet.servers[0].probe)

@@ -24,8 +24,9 @@ KEY_VARIABLE = "MISMATCH_API_KEY"
 CONNECT_S = 10.0
 CHUNK = 1 << 16
 HIDDEN = "***"
-# Answers after which the same request may work later, or elsewhere.
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
+# Answers after which the same request may work later, or elsewhere: proxies have 5xx of their own,
+# and 501 alone says that it never will.
+PASSING = frozenset({408, 425, 429, *range(500, 600)}) - {501}
 BUSY = frozenset({429, 503})
 
 
@@ -37,6 +38,7 @@ class Unavailable(Exception):
         retry_after_s: when the server wants to be asked again; None: it did not say.
         busy: it is there, and has too much to do.
         slow: it did not answer in time.
+        absent: no connection could be made.
     """
 
     def __init__(
@@ -45,12 +47,19 @@ class Unavailable(Exception):
         retry_after_s: float | None = None,
         busy: bool = False,
         slow: bool = False,
+        absent: bool = False,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.retry_after_s = retry_after_s
         self.busy = busy
         self.slow = slow
+        self.absent = absent
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether it tells nothing of what the server can do."""
+        return self.busy or self.slow or self.absent
 
 
 class Refused(Exception):
@@ -97,7 +106,8 @@ def parse_address(text: str) -> Address:
     try:
         parts = urlsplit(text.strip())
         port = parts.port
-    except ValueError:
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # UnicodeError is one
         raise MismatchError(f"--server {redacted(text)}: no address", fix) from None
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise MismatchError(
@@ -171,7 +181,7 @@ class Client:
         deadline = time.monotonic() + allowed
         connection = self._connection(min(CONNECT_S, allowed))
         try:
-            connection.connect()
+            self._connect(connection)
             sock = connection.sock
             sock.settimeout(_left(deadline))
             connection.request(method, self.address.path + path, body, self._headers(body))
@@ -198,6 +208,17 @@ class Client:
         return http.client.HTTPSConnection(
             address.host, address.port, timeout=timeout_s, context=self._tls
         )
+
+    def _connect(self, connection: http.client.HTTPConnection) -> None:
+        try:
+            connection.connect()
+        except ssl.SSLCertVerificationError:
+            raise
+        except TimeoutError as error:
+            reason = f"no connection in {connection.timeout:g} s"
+            raise Unavailable(reason, absent=True) from error
+        except OSError as error:
+            raise Unavailable(_what(error), absent=True) from error
 
     def _headers(self, body: bytes | None) -> dict[str, str]:
         headers = {"Accept": "application/json", "Connection": "close"}
@@ -234,14 +255,14 @@ class Client:
 
     def _plain(self, text: str) -> str:
         """One short line of what a server said, without the key that it may repeat."""
-        shown = " ".join(text.split())[:300]
-        return shown.replace(self._key, HIDDEN) if self._key else shown
+        shown = text.replace(self._key, HIDDEN) if self._key else text
+        return " ".join(shown.split())[:300]
 
 
 def _read(response: http.client.HTTPResponse, sock: socket.socket, deadline: float) -> bytes:
     """The whole body; a server that sends a byte a minute is late too."""
     parts = []
-    while True:
+    while not response.isclosed():  # newer Pythons close it with the last byte, and the socket
         sock.settimeout(_left(deadline))
         part = response.read1(CHUNK)
         if not part:

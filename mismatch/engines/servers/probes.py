@@ -76,6 +76,7 @@ def reported_law(client: Client, dialect: Dialect, facts: Facts, probes: Probes)
 
     Raises:
         MismatchError: they are no logprobs: two of them sum to more than one.
+        Unavailable: the server has no time, or is gone.
     """
 
     def ask(ids: Sequence[int], law: Sampling) -> dict[int, float]:
@@ -94,9 +95,16 @@ def reported_law(client: Client, dialect: Dialect, facts: Facts, probes: Probes)
             pairs += _distances(plain, cold)
             cut = ask(ids, Sampling(top_k=2, max_tokens=1))
             cuts += _renormalised(plain, cut)
-    except (Refused, Unavailable):
+    except (Refused, Unavailable) as error:
+        require_said(error)
         return Law(None, None)
     return Law(_ratio_says(pairs), _majority(cuts))
+
+
+def require_said(error: Unavailable | Refused) -> None:
+    """A failure that says what the server cannot do; a busy or lost one says nothing: raised."""
+    if isinstance(error, Unavailable) and error.says_nothing:
+        raise error
 
 
 def _distances(plain: dict[int, float], cold: dict[int, float]) -> list[tuple[float, float]]:

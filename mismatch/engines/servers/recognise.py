@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from mismatch.engines.servers.dialect import Dialect, Facts
 from mismatch.engines.servers.http import Client, Unavailable, api_key, parse_address
+from mismatch.engines.servers.patience import PatientClient
 from mismatch.engines.servers.sglang import SglangServer
 from mismatch.engines.servers.vllm import VllmServer
 from mismatch.errors import MismatchError
@@ -22,7 +23,7 @@ def dialects() -> tuple[Dialect, ...]:
     return (SglangServer(), VllmServer())
 
 
-def clients(spec: EngineSpec) -> list[Client]:
+def clients(spec: EngineSpec) -> list[PatientClient]:
     """One per address.
 
     Raises:
@@ -31,10 +32,10 @@ def clients(spec: EngineSpec) -> list[Client]:
     addresses = [parse_address(text) for text in spec.servers]
     if len(set(addresses)) < len(addresses):
         raise MismatchError("the same --server twice", "name every server once")
-    return [Client(address, spec.server_timeout_s, api_key()) for address in addresses]
+    return [PatientClient(address, spec.server_timeout_s, api_key()) for address in addresses]
 
 
-def recognise(spec: EngineSpec) -> list[tuple[Client, Dialect, Facts]]:
+def recognise(spec: EngineSpec) -> list[tuple[PatientClient, Dialect, Facts]]:
     """Ask every server who it is, and whether it is the right one.
 
     Raises:

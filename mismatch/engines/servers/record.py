@@ -7,7 +7,7 @@ from typing import Any
 
 from mismatch.engines.base import Mode
 from mismatch.engines.servers.member import Member
-from mismatch.engines.servers.survey import Server
+from mismatch.engines.servers.survey import SAME, Server
 from mismatch.types import Sampling
 
 NO_WEIGHTS = "a server does not show its parameters"
@@ -74,6 +74,11 @@ def open_questions(members: Sequence[Member], model_type: str) -> list[str]:
     if len({member.server.facts.configuration for member in members}) > 1:
         said.append("server: equal settings of all servers: their configurations differ")
     for member in members:
+        if member.server.noise > SAME:
+            said.append(
+                f"server: that one model answers at {member.name}: its probe logprobs differ by "
+                f"{member.server.noise:.2g} on average from one look to the next"
+            )
         if member.unconfirmed:
             said.append(
                 f"server: the weights of {member.name} to its end: it was dropped "

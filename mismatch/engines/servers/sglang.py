@@ -43,7 +43,9 @@ class SglangServer:
             info = client.get("/server_info", LOOK_S)
         except Refused:
             return None
-        if not isinstance(model, dict) or "model_path" not in model or "version" not in info:
+        if not (isinstance(model, dict) and isinstance(info, dict)):
+            return None
+        if "model_path" not in model or "version" not in info:
             return None
         if not model.get("is_generation", True):
             raise MismatchError(

@@ -19,7 +19,15 @@ from mismatch.engines.servers.dialect import Dialect, Facts
 from mismatch.engines.servers.http import Client, Refused, Unavailable
 from mismatch.engines.servers.layout import expert_layout
 from mismatch.engines.servers.member import Changed
-from mismatch.engines.servers.probes import TEXTS, TOP, Law, Probes, make_probes, reported_law
+from mismatch.engines.servers.probes import (
+    TEXTS,
+    TOP,
+    Law,
+    Probes,
+    make_probes,
+    reported_law,
+    require_said,
+)
 from mismatch.engines.servers.recognise import recognise
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
@@ -89,7 +97,8 @@ def survey(spec: EngineSpec) -> Fleet:
         url = client.address.text
         try:
             require_tokens(client, facts, spec, probes)
-            made.append(examine(client, dialect, facts, probes, layout))
+            server = examine(client, dialect, facts, probes, layout)
+            made.append(replace(server, client=client.plain()))
         except Unavailable as error:
             raise MismatchError(
                 f"{url}: {error.reason}",
@@ -131,12 +140,14 @@ def examine(
 
     Raises:
         MismatchError: it gives no logprobs of sampled tokens, or logits for logprobs.
+        Unavailable: it has no time, or is gone: that tells nothing of what it can do.
     """
     url, reasons = client.address.text, {}
     settings = dialect.settings(Sampling(max_tokens=2), ())
     try:
         answer = dialect.sample(client, facts, probes.whole[0], settings, None, layout)
     except (Unavailable, Refused) as error:
+        require_said(error)
         raise MismatchError(
             f"{url} gives no logprobs of the tokens that it samples ({error}): nothing can be "
             "measured",
@@ -150,12 +161,19 @@ def examine(
     try:
         dialect.score(client, facts, probes.whole[0], 1)
     except (Unavailable, Refused) as error:
+        require_said(error)
         prefill = False
         reasons["prefill"] = NO_PREFILL.format(kind=facts.kind, error=error)
     law = reported_law(client, dialect, facts, probes)
     bare = Server(client, dialect, facts, law, prefill, routes, np.empty(0), 0.0, reasons)
     first, second = look(bare, probes), look(bare, probes)
-    return replace(bare, probe=first, noise=gap(first, second))
+    noise = gap(first, second)
+    if not np.isfinite(noise):
+        raise MismatchError(
+            f"{url} gives probe logprobs that are no finite numbers",
+            "look into the server's log: its model may overflow in its dtype",
+        )
+    return replace(bare, probe=first, noise=noise)
 
 
 # ---------------------------------------------------------------- the same weights still?
@@ -228,7 +246,7 @@ def _require_same_answers(first: Server, other: Server) -> None:
 
 
 def gap(one: Floats, other: Floats) -> float:
-    """Mean |difference| of two looks; infinite where they do not even have the same shape."""
-    if one.shape != other.shape:
+    """Mean |difference| of two looks; infinite where shapes differ or a value is not finite."""
+    if one.shape != other.shape or not np.isfinite([one, other]).all():
         return float("inf")
     return float(np.abs(one - other).mean())

@@ -40,7 +40,9 @@ class VllmServer:
             return None
         except (KeyError, TypeError) as error:
             raise Unavailable(f"/v1/models or /version without {error}") from error
-        if not cards or any(card.get("owned_by") != "vllm" for card in cards):
+        if not cards or not all(isinstance(card, dict) and "id" in card for card in cards):
+            return None
+        if any(card.get("owned_by") != "vllm" for card in cards):
             return None
         base = [card for card in cards if not card.get("parent")] or cards
         card = next((one for one in cards if one["id"] == served), base[0])
