@@ -225,9 +225,10 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
     if not (run_dir / RUN).exists():
         return []
     document = store.read_json(run_dir / RUN)
-    if document.get("schema") != RUN_SCHEMA:
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != RUN_SCHEMA:
         raise MismatchError(
-            f"{run_dir / RUN} has schema {document.get('schema')}, this version reads {RUN_SCHEMA}",
+            f"{run_dir / RUN} has schema {schema}, this version reads {RUN_SCHEMA}",
             "read the run with the version of mismatch that made it",
         )
     found: list[dict[str, Any]] = document["invocations"]

@@ -22,12 +22,24 @@ def changed(
     Args:
         old, new: "engine", "trainer", "machine" -> fingerprint or provenance.
     """
-    places: tuple[Where, ...] = ("engine", "trainer", "machine")
+    known = not unknown_machine(old, new)
+    places: tuple[Where, ...] = ("engine", "trainer", *(("machine",) if known else ()))
     return tuple(
         Changed(where, name, before, after)
         for where in places
         for name, before, after in _differing(old.get(where, {}), new.get(where, {}))
     )
+
+
+def unknown_machine(
+    old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Why the machines are not compared, in one sentence; nothing where both runs know theirs."""
+    silent = [name for name, facts in (("old", old), ("new", new)) if not facts.get("machine")]
+    if not silent:
+        return []
+    who = f"the {silent[0]} run does not say" if len(silent) == 1 else "neither run says"
+    return [f"the machine: not compared, since {who} what it ran on (run.json)"]
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

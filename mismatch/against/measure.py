@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch import store
-from mismatch.against.changed import changed
-from mismatch.against.same import require_comparable
+from mismatch.against.changed import changed, unknown_machine
+from mismatch.against.same import require_comparable, require_enough
 from mismatch.against.types import Against, AgainstRow, Changed, Outcome, RunSide
 from mismatch.compare import compare, inputs, is_sampling_law, paired_routing
 from mismatch.errors import MismatchError
@@ -113,13 +113,16 @@ def against(
     loaded = load_sides(old_run), load_sides(new_run)
     prompts = common_prompts(loaded[0].rollout, loaded[1].rollout)
     notes = require_comparable(*loaded, prompts)
+    require_enough(len(np.unique(prompts[0])), len(DECIDING))
     old, new = (
         Measured.of(path, sides, prompt, names, seed)
         for path, sides, prompt in zip((old_run, new_run), loaded, prompts, strict=True)
     )
     same = same_tokens(old.sides.rollout, new.sides.rollout)
     rows = judged(_rows(names, old, new, same, seed), (old.sample, new.sample), margin, seed)
-    found = changed(old.facts(), new.facts())
+    facts = old.facts(), new.facts()
+    notes += unknown_machine(*facts)
+    found = changed(*facts)
     made = Against(
         old=old.side(thresholds),
         new=new.side(thresholds),
@@ -203,9 +206,9 @@ def concluded(made: Against, fail_on: str) -> Against:
     worse = [row for row in made.rows if row.outcome == "worse"]
     better = [row for row in made.rows if row.outcome == "better"]
     if beyond:
-        text = f"{_moves(beyond)}; more than the margin of {made.margin:.0%}"
+        text = f"{_moves(beyond)}; more than the margin of {made.margin_text}"
     elif worse:
-        text = f"{_moves(worse)}; within the margin of {made.margin:.0%}"
+        text = f"{_moves(worse)}; within the margin of {made.margin_text}"
     elif better:
         text = _moves(better)
     else:
@@ -265,7 +268,7 @@ def _provenance(run: Path) -> dict[str, Any]:
     """What the run's first command noted; nothing where only artefacts were copied."""
     try:
         past = invocations(run)
-    except MismatchError:  # a journal of another version: the artefacts are what counts
+    except MismatchError:  # damaged, or of another version: the artefacts are what counts
         return {}
     return past[0] if past else {}
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.errors import MismatchError
+from mismatch.fixes.rank import prompts_to_tell
 from mismatch.fixes.table import Sides
 from mismatch.types import Fingerprint, Ints, Rollout
 
@@ -91,6 +92,25 @@ def require_same_prompts(old: Ints, new: Ints) -> None:
         "use the same prompts, --num-prompts and --seed; where these are the same, the tokeniser "
         "or its chat template has changed",
     )
+
+
+def require_enough(prompts: int, tests: int) -> None:
+    """Enough prompts for the permutation test to be able to find anything.
+
+    Raises:
+        MismatchError: it says how many prompts are needed.
+    """
+    least = prompts_to_tell(tests)
+    if prompts < least:
+        raise MismatchError(
+            f"not comparable: {_prompts(prompts)}, and with fewer than {least} no change, however "
+            "large, could be told from chance",
+            f"make both runs with --num-prompts {least} at the least; the default is a better one",
+        )
+
+
+def _prompts(count: int) -> str:
+    return f"{count} different prompt{'' if count == 1 else 's'}"
 
 
 def _digests(facts: Fingerprint) -> Mapping[str, Any]:

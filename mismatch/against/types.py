@@ -19,7 +19,8 @@ class RunSide:
         run: name of its directory, without the path.
         engine, version: what sampled.
         created: ISO time of its first command, or "".
-        verdict: as a check of its own would end; None where no level applies.
+        verdict: of its tokens, metrics and semantic checks, as in a check (whose check of the exact
+            KL is not made again); None where no level applies.
         tokens, sequences: action tokens and sequences.
     """
 
@@ -100,3 +101,8 @@ class Against:
     reason: str
     notes: tuple[str, ...]
     method: str
+
+    @property
+    def margin_text(self) -> str:
+        """As it is written everywhere: "10 %", "0.5 %"."""
+        return f"{100 * self.margin:g} %"

@@ -9,6 +9,7 @@ from mismatch.errors import MismatchError
 
 # They say where, and not what: a resumed run may go on elsewhere.
 SERVER_FLAGS = {"server", "served_model", "server_concurrency", "server_timeout"}
+WEEK_S = 7 * 86400.0
 # What only an engine that mismatch starts can be told.
 OURS = (
     *("vllm_python", "sglang_python", "tensor_parallel_size", "max_model_len", "engine_arg"),
@@ -56,8 +57,10 @@ def place_fields(flags: Flags) -> dict[str, Any]:
         raise MismatchError(
             f"--server-concurrency is {flags['server_concurrency']}", "use 1 or more"
         )
-    if flags["server_timeout"] <= 0:
-        raise MismatchError(f"--server-timeout is {flags['server_timeout']:g}", "give seconds")
+    if not 0 < flags["server_timeout"] <= WEEK_S:  # also of nan
+        raise MismatchError(
+            f"--server-timeout is {flags['server_timeout']:g}", "give seconds, a week's at most"
+        )
     return {
         "served_model": flags["served_model"],
         "server_concurrency": flags["server_concurrency"],

@@ -10,6 +10,7 @@ k3 and for mean |delta|, and all these tests together keep the chance of a singl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -127,6 +128,18 @@ def holm(values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(values) - rank) * values[index]))
         adjusted[index] = highest
     return adjusted
+
+
+def prompts_to_tell(tests: int) -> int:
+    """Prompts below which no change, however large, is significant in that many tests.
+
+    Exchanging before and after within n prompts gives no p-value under 2 / 2^n (an arrangement and
+    its mirror image are equally extreme), and Holm's method multiplies the least by ``tests``.
+
+    >>> prompts_to_tell(1), prompts_to_tell(3)
+    (6, 7)
+    """
+    return math.ceil(math.log2(2 * tests / LEVEL))
 
 
 def judged(rows: Sequence[FixOutcome], raw: Mapping[str, Mapping[str, float]]) -> list[FixOutcome]:

@@ -56,7 +56,7 @@ def _changed(made: Against, console: Console) -> None:
     heading(console, "What changed", "said by the runs themselves")
     found = against.changes(made)
     if not found:
-        paragraph(console, "nothing: versions, settings and machine are the same")
+        paragraph(console, "nothing of what both runs say of themselves")
     for one in found[:MOST_CHANGES]:
         paragraph(console, f"- {one.where}: {one.name}: {one.old} → {one.new}")
     if len(found) > MOST_CHANGES:

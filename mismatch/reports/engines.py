@@ -9,6 +9,7 @@ from mismatch.reports import quantities
 from mismatch.reports.fixes import interval
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS, words_for
+from mismatch.triangle.odd import FLOOR_TEXT
 from mismatch.triangle.types import TRAINER, Edge, Triangle
 from mismatch.types import Estimate, Report
 
@@ -67,6 +68,7 @@ def view(report: Report) -> dict[str, Any] | None:
         "sentences": sentences(made),
         "rows": edge_rows(made),
         "contrasts": contrast_rows(made),
+        "floor": FLOOR_TEXT,
         "pictures": pictures(made),
     }
 
@@ -147,7 +149,7 @@ def party(name: str) -> str:
 
 def _capital(text: str) -> str:
     """Names of engines keep their own case."""
-    return text[0].upper() + text[1:] if text.startswith(("none", "not", "the ")) else text
+    return text[0].upper() + text[1:] if text.startswith(("all ", "none", "not", "the ")) else text
 
 
 def _text(estimate: Estimate | None) -> str:

@@ -8,6 +8,7 @@ from mismatch.reports import quantities
 from mismatch.reports.figures import Picture
 from mismatch.reports.svg import ACCENT, BAND, INK, SECOND, drawing, to_svg
 from mismatch.reports.text import line
+from mismatch.triangle.odd import FLOOR
 from mismatch.triangle.types import TRAINER, Triangle
 
 if TYPE_CHECKING:
@@ -25,9 +26,12 @@ WIDEST, THINNEST = 9.0, 1.2
 
 
 def pictures(made: Triangle) -> list[Picture]:
-    """One for each set of tokens that has all its edges; widths follow mean |delta|."""
+    """One for each set of tokens that has all its edges; widths follow mean |delta|.
+
+    Edges that are rounding stay thin: the scale reaches up to ``FLOOR`` at least.
+    """
     sets = [one.engine for one in made.engines if _lengths(made, one.engine)]
-    longest = max((max(_lengths(made, tokens).values()) for tokens in sets), default=0.0)
+    longest = max([FLOOR, *(max(_lengths(made, tokens).values()) for tokens in sets)])
     return [_picture(made, number, tokens, longest) for number, tokens in enumerate(sets)]
 
 
@@ -74,12 +78,11 @@ def _triangle(axes: Axes, made: Triangle, tokens: str, longest: float) -> None:
     for (one, other), length in _lengths(made, tokens).items():
         (x1, y1), (x2, y2) = CORNERS[one], CORNERS[other]
         at_odd = made.odd in (made.parties[one], made.parties[other])
-        share = length / longest if longest > 0 else 0.0
         axes.plot(
             [x1, x2],
             [y1, y2],
             color=SECOND if at_odd else ACCENT,
-            linewidth=THINNEST + (WIDEST - THINNEST) * share,
+            linewidth=THINNEST + (WIDEST - THINNEST) * length / longest,
             solid_capstyle="round",
             zorder=1,
         )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from mismatch.fixes.base import RANKED_BY, FixOutcome, FixTable
-from mismatch.fixes.rank import LEVEL
+from mismatch.fixes.rank import prompts_to_tell
 from mismatch.reports import quantities
 from mismatch.reports.text import line
 from mismatch.types import Report
@@ -62,16 +60,14 @@ def _nothing_measured(made: FixTable) -> str:
 
 
 def _too_few(measured: list[FixOutcome]) -> list[str]:
-    """Where even a change in every prompt is not significant.
-
-    Exchanging before and after within n prompts gives no p-value under 2 / 2ⁿ, and Holm's method
-    multiplies the least one by the number of tests.
-    """
+    """Where even a change in every prompt is not significant."""
     tests = sum(len(one.p_values) for one in measured)
     prompts = min((one.before[K3].n_prompts for one in measured if K3 in one.before), default=0)
-    if tests == 0 or prompts == 0 or 2 * tests * 0.5**prompts <= LEVEL:
+    if tests == 0 or prompts == 0:
         return []
-    needed = math.ceil(math.log2(2 * tests / LEVEL))
+    needed = prompts_to_tell(tests)
+    if prompts >= needed:
+        return []
     return [
         f"With {quantities.plural(prompts, 'prompt')} no change could be, however large: with this "
         f"many fixes at least {needed} prompts are needed (--num-prompts), or fewer fixes."

@@ -21,8 +21,9 @@ from mismatch.types import Floats, Rollout
 
 MEASURE = "logprob_abs_diff_mean"  # the same from either end, unlike k3
 WORTH = 0.1  # a party is odd only where its edges are longer by at least that share
-
-FLOOR = 1e-5  # nats; what levels.toml calls healthy in float32: nearer is rounding
+# Nats; what levels.toml calls healthy for mean |delta| in float32: nearer is rounding.
+FLOOR = 1e-5
+FLOOR_TEXT = f"{FLOOR:.0e}".replace("e-0", "e-")
 
 
 def contrasts(

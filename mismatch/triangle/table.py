@@ -14,15 +14,13 @@ from mismatch.fixes.table import Sides
 from mismatch.levels import default_thresholds
 from mismatch.pipeline import TRAIN
 from mismatch.specs import CheckSpec
-from mismatch.triangle.odd import FLOOR, all_agree, contrasts, lengths, odd_one
+from mismatch.triangle.odd import FLOOR_TEXT, all_agree, contrasts, lengths, odd_one
 from mismatch.triangle.run import other_place
 from mismatch.triangle.types import TRAINER, Contrast, Edge, EngineRow, Kind, Triangle
 from mismatch.types import Floats, Pair, Report, Scoring
 
 if TYPE_CHECKING:
     from mismatch.levels import Thresholds
-
-AGREE = f"all three agree: mean |delta| of every edge is below {FLOOR:g} nats"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +94,9 @@ def triangle(run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = Non
         contrasts=tuple(found),
         odd=odd,
         factor=factor,
-        reason=AGREE
-        if all_agree(sizes)
-        else reason_of(odd, factor, list(sizes), [corner.sampler for corner in corners]),
+        reason=reason_of(
+            odd, factor, list(sizes), [one.sampler for one in corners], agree=all_agree(sizes)
+        ),
         not_tested=tuple(_missing(edges)),
     )
 
@@ -114,11 +112,20 @@ def _missing(edges: list[Edge]) -> Iterator[str]:
         yield f"{', '.join(names)}: {reason}"
 
 
-def reason_of(odd: str | None, factor: float | None, decided: list[str], asked: list[str]) -> str:
-    """What was decided, in one sentence."""
+def reason_of(
+    odd: str | None, factor: float | None, decided: list[str], asked: list[str], *, agree: bool
+) -> str:
+    """What was decided, in one sentence.
+
+    Args:
+        decided, asked: sets of tokens, by who sampled them: with all three scorings, and all.
+        agree: every edge is shorter than ``FLOOR``.
+    """
     if not decided:
         return "not tested: no set of tokens was rescored by both engines"
     on = "on both sets of tokens" if len(decided) == len(asked) else f"on {decided[0]}'s tokens"
+    if agree:
+        return f"all three agree: {on}, mean |delta| of every edge is below {FLOOR_TEXT} nats"
     if odd is None or factor is None:
         apart = "no party is clearly farther from both others than these are from each other"
         return f"none stands out: {on}, {apart}"

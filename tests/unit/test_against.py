@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
+from rich.console import Console
 
 from mismatch import store
 from mismatch.against.document import against_to_json, schema
@@ -21,6 +24,7 @@ from mismatch.against.types import Against
 from mismatch.against.write import write_against
 from mismatch.errors import MismatchError
 from mismatch.reports.against import to_html, to_markdown
+from mismatch.reports.against_terminal import print_against
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 16, 4, 3, 24
@@ -141,9 +145,11 @@ def test_the_same_tokens_are_paired(tmp_path: Path) -> None:
 def test_worse_within_the_margin_does_not_fail(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", spread=0.005)
     new = make_run(tmp_path / "new", spread=0.0052)  # k3 grows by 8 %
-    made, strict = against(old, new, margin=0.1), against(old, new, margin=0.01)
+    made, strict = against(old, new, margin=0.1), against(old, new, margin=0.005)
     assert (made.outcome, made.fails) == ("worse", False)
-    assert "within the margin" in made.reason
+    assert made.reason.endswith("within the margin of 10 %")
+    assert strict.reason.endswith("more than the margin of 0.5 %")
+    assert "Margin: 0.5\u00a0%." in to_html(strict)
     assert (strict.outcome, strict.fails) == ("worse", True)
 
 
@@ -154,6 +160,39 @@ def test_a_critical_run_fails_even_where_nothing_moved(tmp_path: Path) -> None:
     assert made.outcome == "none"
     assert made.fails
     assert "critical, as the old one is" in made.reason
+
+
+def test_a_run_that_only_warns_fails_where_that_is_asked(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", tokens=1, spread=0.027)
+    new = make_run(tmp_path / "new", tokens=2, spread=0.027)
+    made, strict = against(old, new), against(old, new, fail_on="warn")
+    assert made.new.verdict.status == "warn"
+    assert (made.outcome, made.fails, strict.fails) == ("none", False, True)
+
+
+def test_one_metric_up_and_another_down_is_mixed(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", tokens=1, spread=0.01, flips=0.02)
+    made = against(old, make_run(tmp_path / "new", tokens=2, spread=0.005, flips=0.06))
+    assert (made.outcome, made.fails) == ("mixed", True)
+    assert made.reason.startswith("routing_disagree_layer")
+    assert "; better: k3_kl" in made.reason
+
+
+@pytest.mark.parametrize(("prompts", "told"), [(6, False), (7, True)])
+def test_too_few_prompts_to_find_anything_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: int, told: bool
+) -> None:
+    """All three metrics are far worse on every prompt: no result could be clearer."""
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", prompts)
+    old = make_run(tmp_path / "old", tokens=1, spread=0.001, flips=0.02)
+    new = make_run(tmp_path / "new", tokens=2, spread=0.01, flips=0.6)
+    if told:
+        made = against(old, new)
+        assert (made.outcome, made.fails) == ("worse", True)
+        assert {one.outcome for one in made.rows if one.p_value is not None} == {"worse"}
+    else:
+        with pytest.raises(MismatchError, match="6 different prompts, and with fewer than 7"):
+            against(old, new)
 
 
 def test_identical_runs_do_not_differ(tmp_path: Path) -> None:
@@ -195,6 +234,58 @@ def test_what_cannot_be_compared_is_refused_by_name(
     old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", tokens=2, **other)
     with pytest.raises(MismatchError, match=named):
         against(old, new)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def older(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({"schema": "mismatch.rollout/0"}), path)
+
+
+@pytest.mark.parametrize("verified", [True, False])
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("rollout.parquet", cut, "rollout.parquet"),
+        ("scores/fsdp.parquet", cut, "fsdp.parquet"),
+        ("scores/vllm-decode.parquet", Path.unlink, "vllm-decode.parquet does not exist"),
+        ("rollout.parquet", older, "rollout.parquet"),
+    ],
+)
+def test_an_old_run_that_is_damaged_or_of_another_schema_is_refused_with_its_file(
+    tmp_path: Path, name: str, damage: Any, said: str, verified: bool
+) -> None:
+    old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", tokens=2)
+    damage(old / name)
+    if not verified:
+        (old / "manifest.json").unlink()
+    with pytest.raises(MismatchError, match=said) as caught:
+        against(old, new)
+    assert caught.value.fix
+    if damage is older and not verified:
+        assert "mismatch.rollout/0" in caught.value.message
+
+
+@pytest.mark.parametrize("journal", [None, "[]", '{"schema": "mismatch.run/0"}', '{"schema'])
+def test_a_run_that_does_not_say_its_machine_is_compared_without_it(
+    tmp_path: Path, journal: str | None
+) -> None:
+    old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", tokens=2)
+    noted = {"created": "2026-01-01", "platform": "Linux", "versions": {}}
+    (new / "run.json").write_text(json.dumps({"schema": "mismatch.run/1", "invocations": [noted]}))
+    if journal is not None:
+        (old / "run.json").write_text(journal)
+    made = against(old, new)
+    said = "the machine: not compared, since the old run does not say what it ran on (run.json)"
+    assert said in made.notes
+    assert made.changed == ()
+    noted["platform"] = "Another"
+    (old / "run.json").write_text(json.dumps({"schema": "mismatch.run/1", "invocations": [noted]}))
+    (found,) = against(old, new).changed
+    assert (found.where, found.old, found.new) == ("machine", "Another", "Linux")
 
 
 def test_a_metric_of_one_run_alone_is_said(tmp_path: Path) -> None:
@@ -240,6 +331,21 @@ def test_foreign_text_stays_text(tmp_path: Path) -> None:
     assert page == to_html(made)
 
 
+def test_names_of_runs_models_and_versions_are_foreign_text(tmp_path: Path) -> None:
+    evil = "[bold]<i>x</i>\x1b[31m"
+    old = make_run(tmp_path / evil.replace("/", ""), tokens=1)
+    new = make_run(tmp_path / "new", tokens=2, version=evil, model=f"m{evil}")
+    for made in (against(old, new), against(new, old)):
+        console = Console(width=80, record=True, file=io.StringIO())
+        print_against(made, console)
+        terminal = console.export_text()
+        assert "\x1b" not in terminal + to_html(made) + to_markdown(made)
+        assert "[bold]" in terminal
+        assert "<i>" not in to_html(made)
+        *lines, _ = terminal.splitlines()
+        assert max(map(len, lines)) <= 80
+
+
 def test_pages_show_every_metric_and_the_verdict(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, spread=0.005)
     made = against(old, make_run(tmp_path / "new", tokens=2, spread=0.01))
@@ -273,6 +379,10 @@ def test_exit_codes_and_what_is_written(tmp_path: Path) -> None:
         *("against.html", "against.json", "against.md"),
     }
     assert command(str(old), "--against", str(new)).returncode == 0
+    again = make_run(tmp_path / "again", tokens=1, spread=0.005)  # the same version and seed
+    equal = command(str(again), "--against", str(old))
+    assert equal.returncode == 0, equal.stderr
+    assert equal.stdout.splitlines()[-1].startswith("verdict: NO SIGNIFICANT DIFFERENCE")
     other = make_run(tmp_path / "other", prompts=3)
     refused = command(str(other), "--against", str(old))
     assert refused.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,17 +21,19 @@ from mismatch.cli.flags import Flags
 from mismatch.cli.options import ALL_GROUPS
 from mismatch.cli.to_spec import engine_names, other_engine
 from mismatch.errors import MismatchError
+from mismatch.levels import default_thresholds
 from mismatch.metrics import METRICS
 from mismatch.pipeline import run_check
 from mismatch.reports.document import report_from_json, report_to_json, schema
 from mismatch.reports.engines import contrast_rows, edge_rows, sentences, view
+from mismatch.reports.engines_figure import pictures
 from mismatch.reports.engines_terminal import print_engines
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.runs import at_work
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
 from mismatch.stages import Stages
-from mismatch.triangle.odd import odd_one
+from mismatch.triangle.odd import FLOOR, FLOOR_TEXT, MEASURE, odd_one
 from mismatch.triangle.run import SecondEngine, dry_run_lines, other_place, other_spec
 from mismatch.triangle.table import triangle
 from mismatch.triangle.types import TRAINER, Contrast, Triangle
@@ -149,9 +152,15 @@ def test_both_edges_have_to_be_longer_by_more_than_chance_and_by_a_tenth() -> No
 def test_all_three_agree_where_every_edge_is_rounding(tmp_path: Path) -> None:
     made = make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7})
     assert (made.odd, made.factor) == (None, None)
-    assert made.reason.startswith("all three agree")
+    told = "all three agree: on both sets of tokens, mean |delta| of every edge is below 1e-5 nats"
+    assert made.reason == told
     above = make(tmp_path / "above", {A: 2e-4, B: 4e-5, TRAINER: 4e-5})
     assert above.odd == A
+
+
+def test_what_is_rounding_is_what_the_levels_call_healthy_in_float32() -> None:
+    assert default_thresholds()[MEASURE]["fp32"].healthy == FLOOR
+    assert float(FLOOR_TEXT) == FLOOR
 
 
 def test_a_certain_but_small_difference_is_not_odd(tmp_path: Path) -> None:
@@ -250,6 +259,24 @@ def test_every_rendering_names_the_odd_one_and_every_edge(tmp_path: Path) -> Non
     found = view(report)
     assert found is not None
     assert [picture.svg.count("<svg") for picture in found["pictures"]] == [1, 1]
+
+
+def test_three_that_agree_are_written_so_and_drawn_thin(tmp_path: Path) -> None:
+    report = shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}))
+    page, text = to_html(report, make_tokens()), to_markdown(report)
+    assert sentences(report.engines)[0].startswith("All three agree: on both sets of tokens")
+    for written in (page, text):
+        assert "All three agree" in written
+        assert "is the odd one out" not in written
+        assert "stands apart" not in written
+    assert "shorter than 1e-5 nats, all three agree" in " ".join(page.split())
+    widths = [thickest(picture.svg) for picture in pictures(report.engines)]
+    clear = thickest(pictures(make(tmp_path / "clear", ODD_A))[0].svg)
+    assert max(widths) < clear / 2
+
+
+def thickest(svg: str) -> float:
+    return max(map(float, re.findall(r"stroke-width: ([\d.]+)", svg)))
 
 
 def test_without_a_complete_triangle_there_is_no_picture(tmp_path: Path) -> None:
