@@ -242,7 +242,8 @@ def third_party(folder: Path) -> str:
 )
 def test_an_engine_that_does_not_deliver_is_named(tmp_path, monkeypatch, engine, expected):
     monkeypatch.setenv("PYTHONPATH", third_party(tmp_path))
-    run = run_check(tmp_path / "run", *TINY_RUN, "--engine", engine)
+    flags = [engine if flag == "transformers" else flag for flag in TINY_RUN]
+    run = run_check(tmp_path / "run", *flags)
     assert run.code == 2, run.output
     assert expected in run.output
     assert "fix:" in run.output
