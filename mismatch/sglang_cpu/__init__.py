@@ -68,15 +68,15 @@ def register() -> None:
 
 def _declare_torchvision_operators() -> None:
     """A GPU build of torchvision has no operators here, and its import asks for two of them."""
-    import torch
+    from torch import library, ops
 
-    if _keep or hasattr(torch.ops.torchvision, "nms"):
+    if _keep or hasattr(ops.torchvision, "nms"):
         return
-    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    torchvision: Any = library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     arguments = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-    library.define(f"nms{arguments}")
-    library.define(f"qnms{arguments}")
-    _keep.append(library)
+    torchvision.define(f"nms{arguments}")
+    torchvision.define(f"qnms{arguments}")
+    _keep.append(torchvision)
 
 
 def _version(package: str) -> str:
