@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from mismatch.errors import MismatchError
-from mismatch.training.routing import MoeLayer
+
+if TYPE_CHECKING:
+    from mismatch.training.routing import MoeLayer
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
 

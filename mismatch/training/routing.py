@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from mismatch.errors import CorruptCapture
+from mismatch.training.answering import Answering
 from mismatch.training.families import (
     CAPTURE_FIX,
     LAYER,
@@ -79,7 +79,7 @@ def moe_layers(decoder: torch.nn.Module) -> list[MoeLayer]:
     return sorted(found, key=lambda layer: layer.index)
 
 
-class RouteRecorder(TorchFunctionMode):
+class RouteRecorder(Answering):
     """Records the routes of one forward pass; use it through :func:`recording`."""
 
     def __init__(self, layers: list[MoeLayer]) -> None:
@@ -89,16 +89,10 @@ class RouteRecorder(TorchFunctionMode):
         self._counts = {layer.num_experts for layer in layers}
         self._choice: Choice | None = None
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if func in (torch.topk, torch.Tensor.topk):
-            scores = args[0] if args else (kwargs or {})["input"]
+            scores = args[0] if args else kwargs["input"]
             k = out.indices.shape[-1]
             if scores.shape[-1] in self._counts and k < scores.shape[-1]:
                 self._choice = Choice(out.indices.detach(), margin(scores, k))
