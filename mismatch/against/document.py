@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from importlib import resources
 from typing import Any
 
 from mismatch.against.types import Against
-from mismatch.reports.fixes_json import plain
+from mismatch.reports.json_values import packaged_schema, plain
 from mismatch.types import Comparison
 
 SCHEMA = "mismatch.against/1"
@@ -16,14 +14,11 @@ SCHEMA = "mismatch.against/1"
 
 def schema() -> dict[str, Any]:
     """The JSON schema of the document, as shipped in the package."""
-    text = resources.files("mismatch.reports").joinpath("schema/against-1.json").read_text("utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
+    return packaged_schema("against-1.json")
 
 
 def against_to_json(made: Against) -> dict[str, Any]:
     """All of it; numbers are finite or null."""
-    fields = {name: getattr(made, name) for name in ("prompts", "same_tokens", "same_sequences")}
     return {
         "schema": SCHEMA,
         "outcome": made.outcome,
@@ -32,7 +27,9 @@ def against_to_json(made: Against) -> dict[str, Any]:
         "margin": made.margin,
         "old": plain(dataclasses.asdict(made.old)),
         "new": plain(dataclasses.asdict(made.new)),
-        **fields,
+        "prompts": made.prompts,
+        "same_tokens": made.same_tokens,
+        "same_sequences": made.same_sequences,
         "metrics": {row.metric: _row(dataclasses.asdict(row)) for row in made.rows},
         "changed": [dataclasses.asdict(one) for one in made.changed],
         "engines": None if made.engines is None else _engines(made.engines),

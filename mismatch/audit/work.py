@@ -16,7 +16,8 @@ from mismatch.audit.supervise import AuditSpec, Step
 from mismatch.audit.types import Audit, Kind, Origin
 from mismatch.audit.verdict import answered
 from mismatch.errors import MismatchError
-from mismatch.reports.kernels_json import audit_from_json, audit_to_json, plain
+from mismatch.reports.json_values import plain
+from mismatch.reports.kernels_json import audit_from_json, audit_to_json
 
 DTYPES = {"cpu": ("fp64", "fp32", "bf16"), "cuda": ("fp64", "fp32", "bf16", "fp16")}
 TOKENS = {"cpu": (512, 2048), "cuda": (1024, 4096)}  # a CPU takes seconds for 4,096 in eager

@@ -34,7 +34,7 @@ def with_flags(*groups: type) -> Callable[[Verb], Callable[..., int]]:
             flags.given = frozenset(name for name in values if _given(ctx, name))
             if flags.get("print_config"):
                 from mismatch.cli.config import to_toml
-                from mismatch.engines.servers.http import redacted
+                from mismatch.engines.servers.address import redacted
 
                 shown = dict(flags)
                 if flags.get("server"):  # a password typed into an address stays off the screen

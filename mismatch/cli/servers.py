@@ -24,7 +24,7 @@ def server_fields(flags: Flags) -> dict[str, Any]:
         MismatchError: an address that is none or holds a secret, flags of an engine that mismatch
             starts, or companions without ``--server``.
     """
-    from mismatch.engines.servers.http import parse_address
+    from mismatch.engines.servers.address import parse_address
 
     given = [name for name in sorted(SERVER_FLAGS - {"server"}) if name in flags.given]
     if not flags.get("server"):
@@ -80,15 +80,14 @@ def moved(engine: Any, flags: Flags) -> Any:
         raise MismatchError(
             f"the run was made with the engine {engine.engine}, not with servers", "drop --server"
         )
-    asked = {"served_model", "server_concurrency", "server_timeout"} & flags.given
-    fields = {name: value for name, value in place_fields(flags).items() if _asked(name, asked)}
+    fields = {
+        name: value
+        for name, value in place_fields(flags).items()
+        if name.removesuffix("_s") in flags.given
+    }
     if flags["server"]:
         fields["servers"] = server_fields(flags)["servers"]
     return replace(engine, **fields)
-
-
-def _asked(field: str, given: set[str]) -> bool:
-    return field.removesuffix("_s") in given
 
 
 def _flag(name: str) -> str:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from mismatch.corrections.recipes import recipes
 from mismatch.corrections.types import Against, Corrections, Preview
 from mismatch.metrics.corrections import Settings
+from mismatch.reports.json_values import plain
 from mismatch.types import Estimate
 
 
 def corrections_to_json(made: Corrections) -> dict[str, Any]:
     """Dicts, lists, strings, finite numbers, booleans and null."""
-    document = _finite(dataclasses.asdict(made))
-    document["previews"] = [_finite(dataclasses.asdict(one)) for one in made.previews]
+    document = plain(dataclasses.asdict(made))
+    document["previews"] = [plain(dataclasses.asdict(one)) for one in made.previews]
     known = [] if made.best is None else recipes(made.best, made.settings)
-    document["recipes"] = [_finite(dataclasses.asdict(one)) for one in known]
+    document["recipes"] = [plain(dataclasses.asdict(one)) for one in known]
     return dict(document)
 
 
@@ -63,13 +63,3 @@ def _against(entry: dict[str, Any] | None) -> Against | None:
 
 def _estimate(entry: dict[str, Any] | None) -> Estimate | None:
     return None if entry is None else Estimate(**{**entry, "flags": tuple(entry["flags"])})
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

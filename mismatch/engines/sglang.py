@@ -26,6 +26,7 @@ from mismatch.engines.base import (
 from mismatch.engines.fingerprint import model_facts, short_dtype
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
 from mismatch.engines.seeds import sample_seed
+from mismatch.engines.sequences import require_ids
 from mismatch.engines.sglang_args import (
     captures_routes,
     deterministic,
@@ -118,8 +119,9 @@ class SglangEngine:
 
     def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
         """See the protocol."""
-        wire.require_ids(prompts, self.info.vocab_size)
+        require_ids(prompts, self.info.vocab_size)
         per_prompt = self.sampling.samples_per_prompt
+        self._sent = wire.sampling_parameters(self.sampling, self.info.stop_ids)
         jobs = [(p, s) for p in range(len(prompts)) for s in range(per_prompt)]
         bodies = [self._body(prompts[p], p, s) for p, s in jobs]
         answers = self._run(bodies, progress)
@@ -130,10 +132,8 @@ class SglangEngine:
         return [samples[i : i + per_prompt] for i in range(0, len(samples), per_prompt)]
 
     def _body(self, ids: list[int], prompt: int, sample: int) -> dict[str, Any]:
-        self._sent = wire.sampling_parameters(self.sampling, self.info.stop_ids)
         seed = sample_seed(self.sampling.seed, prompt, sample) if self._seeded else None
-        parameters = wire.sampling_parameters(self.sampling, self.info.stop_ids, seed)
-        return wire.generate_request(ids, parameters, routes=self._capture)
+        return wire.generate_request(ids, self._sent, routes=self._capture, seed=seed)
 
     def _sample(self, answer: dict[str, Any], prompt: int, where: str) -> Sample:
         routed: NDArray[Any] | None = None
@@ -200,7 +200,7 @@ class SglangEngine:
         """
         if temperature not in (0.0, 1.0):
             raise MismatchError(f"{REASONS['prefill_tempered']}, not {temperature:g}")
-        wire.require_ids(sequences, self.info.vocab_size)
+        require_ids(sequences, self.info.vocab_size)
         pairs = list(zip(sequences, starts, strict=True))
         answers = self._run([wire.prefill_request(ids, start) for ids, start in pairs], progress)
         return [

@@ -32,7 +32,6 @@ NOT_OURS = {  # they would take the engine out of this process's hands
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"  # SGLang's switch: output logprobs at T = 1
 # SGLang keeps room behind a prompt, and takes one token less than the context in all.
 SPARE_TOKENS = 8
-CPU_CACHE_TOKENS = 8192
 
 
 def set_environment() -> None:
@@ -67,17 +66,11 @@ def engine_arguments(
         "enable_return_routed_experts": captures_routes(spec, info),
         "log_level": "warning",
     }
+    if sglang_cpu.on_cpu():
+        arguments |= sglang_cpu.ARGUMENTS
+        arguments["max_total_tokens"] = max(arguments["max_total_tokens"], 4 * context)
     if spec.gpu_memory_utilization is not None:
         arguments["mem_fraction_static"] = spec.gpu_memory_utilization
-    if sglang_cpu.on_cpu():
-        arguments |= {
-            "device": "cpu",
-            "attention_backend": "intel_amx",  # its own choice on a CPU; torch_native without AMX
-            "disable_cuda_graph": True,
-            "mem_fraction_static": 0.1,
-            "max_total_tokens": max(CPU_CACHE_TOKENS, 4 * context),
-            "max_running_requests": 48,
-        }
     return arguments | user_arguments(spec)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch import sglang_cpu
-from mismatch.engines.sglang_weights import loaded_digests, moe_layers
+from mismatch.engines.fused_weights import loaded_digests
 
 # A file that the scheduler leaves its last error in: its own log says it to a person only.
 ERROR_FILE = "MISMATCH_SGLANG_ERROR"
@@ -126,6 +126,17 @@ def _facts(runner: Any) -> dict[str, Any]:
         "unmapped": unknown,
         "substitutes": list(sglang_cpu.used),
     }
+
+
+def moe_layers(model: Any) -> list[tuple[int, Any]]:
+    """(decoder layer, module that holds its experts) of every MoE layer, in order."""
+    found: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "w13_weight") and hasattr(module, "w2_weight"):
+            numbers = [part for part in name.split(".") if part.isdigit()]
+            if numbers:
+                found[int(numbers[0])] = module
+    return sorted(found.items())
 
 
 def on_failure(number: int, frame: Any) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.engines.base import Sample
+from mismatch.engines.sequences import require_starts
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.types import Floats, Sampling
 
@@ -33,15 +34,9 @@ CAPTURE_FIX = (
 )
 
 
-def sampling_parameters(
-    sampling: Sampling, stop_ids: Sequence[int], seed: int | None = None
-) -> dict[str, Any]:
-    """Every parameter of the sampling law, so that no default of a model's files slips in.
-
-    Args:
-        seed: of this request; only engines in deterministic mode look at it.
-    """
-    parameters: dict[str, Any] = {
+def sampling_parameters(sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """Every parameter of the sampling law, so that no default of a model's files slips in."""
+    return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
@@ -54,16 +49,20 @@ def sampling_parameters(
         "stop_token_ids": list(stop_ids),
         "ignore_eos": False,
     }
-    return parameters if seed is None else parameters | {"sampling_seed": seed}
 
 
 def generate_request(
-    ids: Sequence[int], parameters: Mapping[str, Any], *, routes: bool
+    ids: Sequence[int], parameters: Mapping[str, Any], *, routes: bool, seed: int | None = None
 ) -> dict[str, Any]:
-    """Body of a request that samples one continuation, with its logprobs (and experts)."""
+    """Body of a request that samples one continuation, with its logprobs (and experts).
+
+    Args:
+        seed: of this request; SGLang looks at it in its deterministic mode alone.
+    """
+    seeded = {} if seed is None else {"sampling_seed": seed}
     body = {
         "input_ids": list(ids),
-        "sampling_params": dict(parameters),
+        "sampling_params": {**parameters, **seeded},
         "return_logprob": True,
         "logprob_start_len": -1,  # of the sampled ids alone
     }
@@ -76,31 +75,13 @@ def prefill_request(ids: Sequence[int], start: int) -> dict[str, Any]:
     Raises:
         MismatchError: a start below 1: nothing predicts the first token.
     """
-    if start < 1:
-        raise MismatchError("prefill from token 0: nothing predicts the first token")
+    require_starts([start])
     return {
         "input_ids": list(ids),
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 0},
         "return_logprob": True,
         "logprob_start_len": start - 1,  # the first entry of the answer has no logprob
     }
-
-
-def require_ids(sequences: Sequence[Sequence[int]], vocabulary: int) -> None:
-    """Refuse what would end the whole server: ids outside the vocabulary, or no ids at all.
-
-    Raises:
-        MismatchError: naming the sequence and the id.
-    """
-    fix = "the tokenizer does not fit the model: save both together with save_pretrained()"
-    for index, ids in enumerate(sequences):
-        if not ids:
-            raise MismatchError(f"sequence {index} is empty", "drop the prompt")
-        for token in (min(ids), max(ids)):
-            if not 0 <= token < vocabulary:
-                raise MismatchError(
-                    f"sequence {index} holds id {token}, the vocabulary has {vocabulary}", fix
-                )
 
 
 def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | None) -> Sample:

@@ -24,6 +24,7 @@ from mismatch.engines.fingerprint import model_facts, short_dtype
 from mismatch.engines.law import law_logprobs
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
 from mismatch.engines.rows import Row, draw, experts_of
+from mismatch.engines.sequences import require_starts
 from mismatch.engines.watch import Wanted, Watcher
 from mismatch.errors import MismatchError
 from mismatch.specs import TORCH_NAMES, EngineSpec
@@ -214,8 +215,7 @@ class TransformersEngine:
         """See the protocol. One forward per sequence, without a cache."""
         import torch
 
-        if min(starts, default=1) < 1:
-            raise MismatchError("prefill from token 0: nothing predicts the first token")
+        require_starts(starts)
         self._prefill_temperature = temperature or 1.0
         scores: list[Floats] = []
         tokens = 0

@@ -23,6 +23,7 @@ from mismatch.engines.fingerprint import checkpoint_names, model_facts, short_dt
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
 from mismatch.engines.routes import unpack
 from mismatch.engines.seeds import sample_seed
+from mismatch.engines.sequences import require_starts
 from mismatch.engines.vllm_args import (
     captures_routes,
     engine_arguments,
@@ -237,8 +238,7 @@ class VllmEngine:
         """See the protocol. vLLM skips its prefix cache for requests with prompt logprobs."""
         from vllm import SamplingParams
 
-        if min(starts, default=1) < 1:
-            raise MismatchError("prefill from token 0: nothing predicts the first token")
+        require_starts(starts)
         # Greedy for the one token that vLLM insists on sampling; it is thrown away.
         arguments = sampling_arguments(Sampling(temperature=0.0, max_tokens=1), ())
         arguments |= {"logprobs": None, "prompt_logprobs": 0}

@@ -6,9 +6,14 @@ import dataclasses
 import math
 from typing import Any
 
-from mismatch.reports.fixes_json import estimate_from_json, plain, verdict_from_json
+from mismatch.reports.json_values import (
+    estimate_from_json,
+    pair_from_json,
+    pair_to_json,
+    plain,
+    verdict_from_json,
+)
 from mismatch.triangle.types import Contrast, Edge, EngineRow, Triangle
-from mismatch.types import Comparison
 
 
 def engines_to_json(made: Triangle | None) -> dict[str, Any]:
@@ -66,35 +71,22 @@ def _side(one: EngineRow) -> dict[str, Any]:
 
 def _read_side(entry: dict[str, Any], fingerprints: dict[str, Any]) -> EngineRow:
     facts = fingerprints.get(f"{entry['engine']}:decode", {})
-    verdict = verdict_from_json(entry["verdict"])
+    verdict = None if entry["verdict"] is None else verdict_from_json(entry["verdict"])
     return EngineRow(**{**entry, "fingerprint": facts, "verdict": verdict})
 
 
 def _edge(one: Edge) -> dict[str, Any]:
-    made = None
-    if one.comparison is not None:
-        fields = dataclasses.asdict(one.comparison)
-        made = {key: plain(value) for key, value in fields.items() if key != "breakdowns"}
-        made["left"], made["right"] = made.pop("rollout"), made.pop("train")
     return {
         "parties": list(one.parties),
         "tokens": one.tokens,
         "kind": one.kind,
-        "comparison": made,
+        "comparison": None if one.comparison is None else pair_to_json(one.comparison),
         "reason": one.reason,
     }
 
 
 def _read_edge(entry: dict[str, Any]) -> Edge:
     made = entry["comparison"]
-    comparison = None
-    if made is not None:
-        comparison = Comparison(
-            rollout=made["left"],
-            train=made["right"],
-            sampled_by_left=made["sampled_by_left"],
-            metrics={name: estimate_from_json(one) for name, one in made["metrics"].items()},
-            routing={name: estimate_from_json(one) for name, one in made["routing"].items()},
-        )
+    comparison = None if made is None else pair_from_json(made)
     first, second = entry["parties"]
     return Edge((first, second), entry["tokens"], entry["kind"], comparison, entry["reason"])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from mismatch.fixes.base import EstimatorFix, FixOutcome, FixTable
-from mismatch.types import Estimate, Judgement, Verdict
+from mismatch.reports.json_values import (
+    estimate_from_json,
+    estimates_from_json,
+    plain,
+    verdict_from_json,
+)
+from mismatch.types import Estimate, Verdict
 
 ROWS, TRIALS = "fixes", "fix_trials"
 
@@ -44,7 +49,7 @@ def fixes_from_json(document: dict[str, Any]) -> FixTable | None:
             "outcomes": tuple(_outcome(entry) for entry in document[ROWS]),
             "estimators": tuple(EstimatorFix(**entry) for entry in trials["estimators"]),
             "left_out": tuple(trials["left_out"]),
-            "verdict_as_is": verdict_from_json(trials["verdict_as_is"]),
+            "verdict_as_is": _optional_verdict(trials["verdict_as_is"]),
         }
     )
 
@@ -57,10 +62,7 @@ def _row(one: FixOutcome) -> dict[str, Any]:
 
 def _outcome(entry: dict[str, Any]) -> FixOutcome:
     fields = {key: value for key, value in entry.items() if key != "cost"}
-    estimates = {
-        name: {metric: estimate_from_json(one) for metric, one in entry[name].items()}
-        for name in ("before", "after", "changes")
-    }
+    estimates = {name: estimates_from_json(entry[name]) for name in ("before", "after", "changes")}
     return FixOutcome(
         **{
             **fields,
@@ -68,42 +70,18 @@ def _outcome(entry: dict[str, Any]) -> FixOutcome:
             **entry["cost"],
             "paired": _optional_estimate(entry["paired"]),
             "difference": _optional_estimate(entry["difference"]),
-            "verdict_after": verdict_from_json(entry["verdict_after"]),
+            "verdict_after": _optional_verdict(entry["verdict_after"]),
         }
     )
-
-
-def estimate_from_json(entry: dict[str, Any]) -> Estimate:
-    value = entry["value"]
-    if value is None:  # JSON has no infinity: a null that is flagged as overflow was one
-        value = math.inf if "overflow" in entry["flags"] else math.nan
-    return Estimate(**{**entry, "value": float(value), "flags": tuple(entry["flags"])})
 
 
 def _optional_estimate(entry: dict[str, Any] | None) -> Estimate | None:
     return None if entry is None else estimate_from_json(entry)
 
 
-def verdict_from_json(entry: dict[str, Any] | None) -> Verdict | None:
-    if entry is None:
-        return None
-    judgements = tuple(
-        Judgement(**{**one, "value": math.nan if one["value"] is None else float(one["value"])})
-        for one in entry["judgements"]
-    )
-    return Verdict(**{**entry, "judgements": judgements})
+def _optional_verdict(entry: dict[str, Any] | None) -> Verdict | None:
+    return None if entry is None else verdict_from_json(entry)
 
 
 def _optional_dict(verdict: Verdict | None) -> dict[str, Any] | None:
     return None if verdict is None else dataclasses.asdict(verdict)
-
-
-def plain(value: Any) -> Any:
-    """Lists for tuples, and null for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

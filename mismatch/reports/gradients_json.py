@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from mismatch.gradients.types import GradientCheck, GradientRow, GroupError
-from mismatch.reports.fixes_json import plain
+from mismatch.reports.json_values import plain
 from mismatch.types import Estimate
 
 FIELD = "gradients"

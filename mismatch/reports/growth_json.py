@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from mismatch.metrics.budget import Budget, Gap, Step
 from mismatch.metrics.forecast import Forecast, HeldBack, Row
+from mismatch.reports.json_values import estimate_from_json, plain
 from mismatch.types import Estimate, Report
 
 
@@ -15,7 +15,7 @@ def growth_to_json(report: Report) -> dict[str, Any]:
     """The fields ``budget`` and ``forecast``, each where the report has it."""
     parts = {"budget": report.budget, "forecast": report.forecast}
     return {
-        name: _finite(dataclasses.asdict(part)) for name, part in parts.items() if part is not None
+        name: plain(dataclasses.asdict(part)) for name, part in parts.items() if part is not None
     }
 
 
@@ -26,8 +26,8 @@ def budget_from_json(entry: dict[str, Any] | None) -> Budget | None:
     return Budget(
         left=entry["left"],
         right=entry["right"],
-        mean=_estimate(entry["mean"]),
-        spread=_estimate(entry["spread"]),
+        mean=estimate_from_json(entry["mean"]),
+        spread=estimate_from_json(entry["spread"]),
         steps=tuple(_step(step) for step in entry["steps"]),
         beside=tuple(_step(step) for step in entry["beside"]),
         gaps=tuple(Gap(**gap) for gap in entry["gaps"]),
@@ -52,10 +52,13 @@ def forecast_from_json(entry: dict[str, Any] | None) -> Forecast | None:
         persistent=entry["persistent"],
         tail_index=entry["tail_index"],
         missing=entry["missing"],
-        check=None if check is None else HeldBack(**check | {"error": _estimate(check["error"])}),
+        check=None
+        if check is None
+        else HeldBack(**check | {"error": estimate_from_json(check["error"])}),
         observed=tuple((point[0], point[1]) for point in entry["observed"]),
         rows=tuple(
-            Row(row["length"], *(_estimate(row[name]) for name in _ROW)) for row in entry["rows"]
+            Row(row["length"], *(estimate_from_json(row[name]) for name in _ROW))
+            for row in entry["rows"]
         ),
         flags=tuple(entry["flags"]),
     )
@@ -65,27 +68,9 @@ _ROW = [field.name for field in dataclasses.fields(Row) if field.name != "length
 
 
 def _step(entry: dict[str, Any]) -> Step:
-    mean, size = _estimate(entry["mean"]), _estimate(entry["size"])
+    mean, size = estimate_from_json(entry["mean"]), estimate_from_json(entry["size"])
     return Step(entry["left"], entry["right"], mean, size, _optional(entry["share"]))
 
 
 def _optional(entry: dict[str, Any] | None) -> Estimate | None:
-    return None if entry is None else _estimate(entry)
-
-
-def _estimate(entry: dict[str, Any]) -> Estimate:
-    value = entry["value"]
-    if value is None:
-        value = math.inf if "overflow" in entry["flags"] else math.nan
-    return Estimate(**entry | {"value": float(value), "flags": tuple(entry["flags"])})
-
-
-def _finite(value: Any) -> Any:
-    """Tuples as lists, numbers finite or null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value
+    return None if entry is None else estimate_from_json(entry)

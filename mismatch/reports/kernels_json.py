@@ -7,15 +7,12 @@ docs/kernels.md. A report of a run holds the same document under ``kernels``.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from mismatch.audit.types import Audit, AuditReport, Cost, Error, Finding, Harm
 from mismatch.audit.verdict import judge
-from mismatch.errors import MismatchError
+from mismatch.reports.json_values import packaged_schema, plain, read_document
 
 SCHEMA = "mismatch.kernels/1"
 FILE = "kernels.json"
@@ -23,9 +20,7 @@ FILE = "kernels.json"
 
 def schema() -> dict[str, Any]:
     """The JSON schema of the document, as shipped in the package."""
-    text = resources.files("mismatch.reports").joinpath("schema/kernels-1.json").read_text("utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
+    return packaged_schema("kernels-1.json")
 
 
 def kernels_to_json(report: AuditReport) -> dict[str, Any]:
@@ -48,26 +43,20 @@ def kernels_from_json(document: Any) -> AuditReport:
     Raises:
         MismatchError: no such document, a schema of another version, or a missing field (named).
     """
-    found = document.get("schema") if isinstance(document, dict) else None
-    if found != SCHEMA:
-        raise MismatchError(
-            f"not a {SCHEMA} document: its schema is {found!r}",
-            "read it with the version of mismatch that wrote it, or run `mismatch kernels` again",
-        )
-    try:
-        return AuditReport(
-            model=document["model"],
-            device=document["device"],
-            geometry=document["geometry"],
-            audits=tuple(audit_from_json(one) for one in document["audits"]),
-            facts=document["facts"],
-            not_tested=tuple(document["not_tested"]),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MismatchError(
-            f"incomplete {SCHEMA} document: {type(error).__name__}: {error}",
-            "run `mismatch kernels` again; docs/kernels.md lists the fields",
-        ) from error
+    return read_document(
+        document, SCHEMA, _read, command="mismatch kernels", page="docs/kernels.md"
+    )
+
+
+def _read(document: dict[str, Any]) -> AuditReport:
+    return AuditReport(
+        model=document["model"],
+        device=document["device"],
+        geometry=document["geometry"],
+        audits=tuple(audit_from_json(one) for one in document["audits"]),
+        facts=document["facts"],
+        not_tested=tuple(document["not_tested"]),
+    )
 
 
 def optional_kernels(report: AuditReport | None) -> dict[str, Any]:
@@ -121,16 +110,3 @@ def harm_from_json(entry: dict[str, Any] | None) -> Harm | None:
     if entry is None:
         return None
     return Harm(**{**entry, "baseline": harm_from_json(entry["baseline"])})
-
-
-def plain(value: Any) -> Any:
-    """Lists for tuples, plain numbers for numpy's, null for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)

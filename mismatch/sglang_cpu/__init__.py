@@ -21,6 +21,15 @@ from importlib.util import find_spec
 from typing import Any
 
 CPU_SWITCH = "SGLANG_USE_CPU_ENGINE"  # SGLang's own, read when it is imported
+# What SGLang is started with on a CPU, unless a user says otherwise.
+ARGUMENTS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "intel_amx",  # SGLang's own choice; torch_native without AMX
+    "mem_fraction_static": 0.1,
+    "max_total_tokens": 8192,
+    "max_running_requests": 48,
+    "disable_cuda_graph": True,
+}
 SINKS = "gpt-oss attention on CPU is mismatch's substitute"
 
 # What of it was used in this process, one sentence each.

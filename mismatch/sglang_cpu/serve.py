@@ -13,20 +13,16 @@ from collections.abc import Sequence
 from mismatch import sglang_cpu
 from mismatch.engines.sglang_child import run_detokenizer, run_scheduler
 
-CPU_ARGUMENTS = {
-    "--device": "cpu",
-    "--attention-backend": "intel_amx",  # SGLang's own choice; torch_native without AMX
-    "--mem-fraction-static": "0.1",
-    "--max-total-tokens": "8192",
-    "--max-running-requests": "48",
-}
-
 
 def with_cpu_arguments(arguments: Sequence[str]) -> list[str]:
     """The arguments with those for a CPU that are not given."""
     given = {argument.partition("=")[0] for argument in arguments}
-    more = [part for pair in CPU_ARGUMENTS.items() if pair[0] not in given for part in pair]
-    return [*arguments, *more, "--disable-cuda-graph"]
+    more: list[str] = []
+    for name, value in sglang_cpu.ARGUMENTS.items():
+        flag = f"--{name.replace('_', '-')}"
+        if flag not in given:
+            more += [flag] if value is True else [flag, str(value)]
+    return [*arguments, *more]
 
 
 def main(arguments: Sequence[str]) -> None:

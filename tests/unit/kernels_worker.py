@@ -12,7 +12,8 @@ from typing import Any
 import mismatch.workers.kernels as worker
 from mismatch.audit.supervise import AuditSpec, Step
 from mismatch.errors import MismatchError
-from mismatch.reports.kernels_json import audit_to_json, plain
+from mismatch.reports.json_values import plain
+from mismatch.reports.kernels_json import audit_to_json
 from mismatch.workers.launch import leave
 from tests.kernels_fixture import make_audit_report
 

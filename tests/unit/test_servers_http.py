@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from mismatch.engines.servers import http
-from mismatch.engines.servers.http import Client, Refused, Unavailable, parse_address, redacted
+from mismatch.engines.servers.address import parse_address, redacted
+from mismatch.engines.servers.http import Client, Refused, Unavailable
 from mismatch.errors import MismatchError
 from tests.scripted_server import ScriptedServer
 

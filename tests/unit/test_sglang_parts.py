@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from mismatch import preflight, sglang_cpu
-from mismatch.engines import sglang_args, sglang_child, sglang_weights, sglang_wire
+from mismatch.engines import sglang_args, sglang_child, sglang_wire
+from mismatch.engines.fused_weights import loaded_digests
 from mismatch.engines.model_info import ModelInfo
+from mismatch.engines.sequences import require_ids
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.sglang_cpu import kernels, serve
 from mismatch.sglang_cpu.attention import attend, visible_tokens
@@ -59,11 +61,15 @@ def test_what_is_no_sample_is_refused(facts: dict[str, Any], says: str) -> None:
 
 def test_every_parameter_of_the_law_is_sent() -> None:
     law = Sampling(temperature=0.7, top_p=0.9, max_tokens=5)
-    sent = sglang_wire.sampling_parameters(law, (2, 5), seed=9)
+    body = sglang_wire.generate_request(
+        [1], sglang_wire.sampling_parameters(law, (2, 5)), routes=False, seed=9
+    )
+    sent = body["sampling_params"]
     assert sent["top_k"] == -1  # SGLang refuses 0
     assert (sent["temperature"], sent["top_p"], sent["sampling_seed"]) == (0.7, 0.9, 9)
     assert sent["stop_token_ids"] == [2, 5]
-    assert "sampling_seed" not in sglang_wire.sampling_parameters(law, ())
+    unseeded = sglang_wire.generate_request([1], {}, routes=False)["sampling_params"]
+    assert "sampling_seed" not in unseeded
 
 
 def test_a_prefill_starts_one_early_because_its_first_entry_is_empty() -> None:
@@ -101,10 +107,10 @@ def test_routes_that_cannot_be_true_are_refused(routed: str | None) -> None:
 
 
 def test_ids_that_would_end_the_server_are_not_sent() -> None:
-    sglang_wire.require_ids([[0, 319]], 320)
+    require_ids([[0, 319]], 320)
     for wrong in ([5, 320], [-1, 5], []):
         with pytest.raises(MismatchError, match="sequence 1"):
-            sglang_wire.require_ids([[1], wrong], 320)
+            require_ids([[1], wrong], 320)
 
 
 # ---------------------------------------------------------------- arguments
@@ -178,7 +184,7 @@ def test_fused_parameters_are_told_apart_by_name() -> None:
 
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([torch.nn.Identity(), Layer()])
-    digests, unknown = sglang_weights.loaded_digests(model)
+    digests, unknown = loaded_digests(model)
     assert unknown == []
     assert set(digests) == {
         *(f"layers.1.{name}_proj.weight" for name in "qkv"),
@@ -186,7 +192,7 @@ def test_fused_parameters_are_told_apart_by_name() -> None:
     }
     weight = model.layers[1].qkv_proj.weight
     assert digests["layers.1.k_proj.weight"] == list(digest_tensor(weight[4:6]))
-    assert [layer for layer, _ in sglang_weights.moe_layers(model)] == [1]
+    assert [layer for layer, _ in sglang_child.moe_layers(model)] == [1]
 
 
 # ---------------------------------------------------------------- CPU support

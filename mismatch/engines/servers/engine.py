@@ -20,13 +20,13 @@ from mismatch.engines.base import (
 from mismatch.engines.fingerprint import model_facts
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.seeds import sample_seed
+from mismatch.engines.sequences import require_ids, require_starts
 from mismatch.engines.servers.dialect import Answer
 from mismatch.engines.servers.journal import Journal
 from mismatch.engines.servers.member import Changed, Member
 from mismatch.engines.servers.pool import NobodyLeft, Pool
 from mismatch.engines.servers.record import open_questions, record, served_facts
 from mismatch.engines.servers.survey import Fleet, Server, allowed, gap, survey, verify
-from mismatch.engines.sglang_wire import require_ids
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
@@ -110,7 +110,7 @@ class ServerEngine:
         require_ids(prompts, self.info.vocab_size)
         per_prompt = self.sampling.samples_per_prompt
         total = len(prompts) * per_prompt
-        taken = dict(self._journal.samples) if self._journal else {}
+        taken = self._journal.samples if self._journal else {}
         samples: dict[int, Sample] = {job: s for job, s in taken.items() if job < total}
         if samples:
             self._tell(f"{len(samples)} of {total} sequences were finished before")
@@ -208,8 +208,7 @@ class ServerEngine:
         progress: Progress,
     ) -> list[Floats]:
         """See the protocol; at temperature 1, whatever ``temperature`` is."""
-        if min(starts, default=1) < 1:
-            raise MismatchError("prefill from token 0: nothing predicts the first token")
+        require_starts(starts)
         require_ids(sequences, self.info.vocab_size)
         scores: dict[int, Floats] = {}
         tokens = 0

@@ -1,4 +1,4 @@
-"""One HTTP request to one server: addresses, API key, TLS, time-outs, and what failures mean.
+"""One HTTP request to one server: API key, TLS, time-outs, and what failures mean.
 
 Plain ``http.client``: what is sent and when it is sent again is decided here and in
 :mod:`mismatch.engines.servers.pool`, not in a library. Every request has a connection of its own;
@@ -13,17 +13,14 @@ import os
 import socket
 import ssl
 import time
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
 
+from mismatch.engines.servers.address import HIDDEN, KEY_VARIABLE, Address, redacted
 from mismatch.errors import MismatchError
 
-KEY_VARIABLE = "MISMATCH_API_KEY"
 CONNECT_S = 10.0
 CHUNK = 1 << 16
-HIDDEN = "***"
 # Answers after which the same request may work later, or elsewhere: proxies have 5xx of their own,
 # and 501 alone says that it never will.
 PASSING = frozenset({408, 425, 429, *range(500, 600)}) - {501}
@@ -74,62 +71,6 @@ class Refused(Exception):
         super().__init__(f"HTTP {status}: {reason}")
         self.status = status
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a server is.
-
-    >>> parse_address("http://127.0.0.1:8000/v1").text
-    'http://127.0.0.1:8000'
-    """
-
-    scheme: str
-    host: str
-    port: int
-    path: str = ""
-
-    @property
-    def text(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}{self.path}"
-
-
-def parse_address(text: str) -> Address:
-    """Read a ``--server`` address.
-
-    Raises:
-        MismatchError: no http(s) URL, or one that holds a name, a password, a query or a fragment:
-            addresses are written into artefacts, secrets are not. The message shows neither.
-    """
-    fix = "give scheme, host and port: --server http://127.0.0.1:8000"
-    try:
-        parts = urlsplit(text.strip())
-        port = parts.port
-        (parts.hostname or "").encode("idna")
-    except ValueError:  # UnicodeError is one
-        raise MismatchError(f"--server {redacted(text)}: no address", fix) from None
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        raise MismatchError(
-            f"--server {redacted(text)}: an address with a password or a query is not taken, "
-            "because addresses are kept in the run",
-            f"put the key into the environment: {KEY_VARIABLE}=… mismatch …",
-        )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise MismatchError(f"--server {redacted(text)}: no address", fix)
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    default = 443 if parts.scheme == "https" else 80
-    return Address(parts.scheme, parts.hostname, default if port is None else port, path)
-
-
-def redacted(text: str) -> str:
-    """An address as it may be shown: without user, password, query and fragment."""
-    _, at, rest = text.rpartition("@")
-    shown = text.partition("?")[0].partition("#")[0]
-    if not at:
-        return shown
-    scheme = text.partition("://")[0] if "://" in text else ""
-    return f"{scheme}://{HIDDEN}@" + rest.partition("?")[0].partition("#")[0]
 
 
 def api_key() -> str | None:

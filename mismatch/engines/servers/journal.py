@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.engines.base import Sample
+from mismatch.engines.routes import pack, unpack
 from mismatch.errors import MismatchError
 
 SCHEMA = "mismatch.journal/1"
@@ -148,14 +149,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _packed(array: NDArray[Any] | None) -> list[Any] | None:
     if array is None:
         return None
-    plain = np.ascontiguousarray(array)
-    data = base64.b64encode(zlib.compress(plain.tobytes(), 1)).decode()
-    return [list(plain.shape), plain.dtype.str, data]
+    shape, dtype, data = pack(array)
+    return [shape, dtype, base64.b64encode(zlib.compress(data, 1)).decode()]
 
 
 def _unpacked(packed: list[Any] | None) -> NDArray[Any] | None:
     if packed is None:
         return None
     shape, dtype, data = packed
-    flat = np.frombuffer(zlib.decompress(base64.b64decode(data)), dtype=dtype)
-    return flat.reshape(tuple(shape))
+    return unpack((shape, dtype, zlib.decompress(base64.b64decode(data))))

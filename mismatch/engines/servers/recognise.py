@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.dialect import Dialect, Facts
-from mismatch.engines.servers.http import Client, Unavailable, api_key, parse_address
+from mismatch.engines.servers.http import Client, Unavailable, api_key
 from mismatch.engines.servers.patience import PatientClient
 from mismatch.engines.servers.sglang import SglangServer
 from mismatch.engines.servers.vllm import VllmServer

@@ -82,9 +82,8 @@ class SglangServer:
         seed: int | None,
         layout: ExpertLayout | None,
     ) -> Answer:
-        """See the protocol. SGLang looks at seeds in its deterministic mode alone."""
-        parameters = settings if seed is None else settings | {"sampling_seed": seed}
-        body = wire.generate_request(ids, parameters, routes=layout is not None)
+        """See the protocol."""
+        body = wire.generate_request(ids, settings, routes=layout is not None, seed=seed)
         answer = _one(client.post("/generate", body))
         routed = None
         try:

@@ -1,0 +1,75 @@
+"""Digests of an engine's parameters under the checkpoint's names, before kernels repack them.
+
+vLLM and SGLang fuse q, k and v into one matrix, gate and up into another, and all experts of a
+layer into two; they pad with zero rows, and tensor-parallel ranks hold slices. Digests are additive
+and ignore order and zeros, so only names and slices have to be undone, not layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Fallback where a model class does not declare its packed modules.
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+EXPERT_LEAVES = {
+    "w13_weight": "gate_up_proj",
+    "w2_weight": "down_proj",
+    "w13_bias": "gate_up_proj_bias",  # vLLM's name, and SGLang's
+    "w13_weight_bias": "gate_up_proj_bias",
+    "w2_bias": "down_proj_bias",
+    "w2_weight_bias": "down_proj_bias",
+}
+Owned = Callable[[Any, str, str], bool]  # (module, its unfused name, leaf)
+
+
+def loaded_digests(
+    model: Any, owned: Owned | None = None
+) -> tuple[dict[str, list[int]], list[str]]:
+    """Name (the engine's, unfused) -> digest, and the names of parameters not understood.
+
+    Args:
+        owned: whether this rank counts a part; None: it counts all.
+    """
+    from mismatch.weights_digest import digest_tensor
+
+    digests: dict[str, list[int]] = {}
+    unknown: list[str] = []
+    modules = dict(model.named_modules(remove_duplicate=False))
+    packed = {**PACKED, **(getattr(model, "packed_modules_mapping", None) or {})}
+    for name, parameter in _named_once(model):
+        if not parameter.is_floating_point():
+            unknown.append(name)  # quantised: packed integers, not the checkpoint's values
+            continue
+        path, _, leaf = name.rpartition(".")
+        if leaf in EXPERT_LEAVES:  # of all ranks: each holds a share of its own
+            own_name = f"{path.removesuffix('.routed_experts')}.{EXPERT_LEAVES[leaf]}"
+            digests[own_name] = list(digest_tensor(parameter.data))
+            continue
+        module = modules[path]
+        for part, tensor in _parts(path, parameter.data, module, packed):
+            if owned is None or owned(module, part.rpartition(".")[2], leaf):
+                digests[f"{part}.{leaf}".lstrip(".")] = list(digest_tensor(tensor))
+    return digests, unknown
+
+
+def _named_once(model: Any) -> Iterator[tuple[str, Any]]:
+    """Every parameter under its first name; a tied head also under its own, as trainers name it."""
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in seen or name.endswith("lm_head.weight"):
+            yield name, parameter
+        seen.add(id(parameter))
+
+
+def _parts(
+    path: str, tensor: Any, module: Any, packed: dict[str, list[str]]
+) -> Iterator[tuple[str, Any]]:
+    """(path of an unfused module, its values) of one parameter."""
+    parent, _, own = path.rpartition(".")
+    sizes = getattr(module, "output_partition_sizes", None) or []
+    if own in packed and len(sizes) == len(packed[own]) > 1 and sum(sizes) == tensor.shape[0]:
+        for part, piece in zip(packed[own], tensor.split(list(sizes)), strict=True):
+            yield f"{parent}.{part}", piece
+        return
+    yield path, tensor

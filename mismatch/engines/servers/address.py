@@ -1,0 +1,67 @@
+"""Where a server is: read, checked, and shown without what is secret."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from mismatch.errors import MismatchError
+
+KEY_VARIABLE = "MISMATCH_API_KEY"  # where the key is given, in place of the address
+HIDDEN = "***"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is.
+
+    >>> parse_address("http://127.0.0.1:8000/v1").text
+    'http://127.0.0.1:8000'
+    """
+
+    scheme: str
+    host: str
+    port: int
+    path: str = ""
+
+    @property
+    def text(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}{self.path}"
+
+
+def parse_address(text: str) -> Address:
+    """Read a ``--server`` address.
+
+    Raises:
+        MismatchError: no http(s) URL, or one that holds a name, a password, a query or a fragment:
+            addresses are written into artefacts, secrets are not. The message shows neither.
+    """
+    fix = "give scheme, host and port: --server http://127.0.0.1:8000"
+    try:
+        parts = urlsplit(text.strip())
+        port = parts.port
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # UnicodeError is one
+        raise MismatchError(f"--server {redacted(text)}: no address", fix) from None
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise MismatchError(
+            f"--server {redacted(text)}: an address with a password or a query is not taken, "
+            "because addresses are kept in the run",
+            f"put the key into the environment: {KEY_VARIABLE}=… mismatch …",
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise MismatchError(f"--server {redacted(text)}: no address", fix)
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    default = 443 if parts.scheme == "https" else 80
+    return Address(parts.scheme, parts.hostname, default if port is None else port, path)
+
+
+def redacted(text: str) -> str:
+    """An address as it may be shown: without user, password, query and fragment."""
+    _, at, rest = text.rpartition("@")
+    shown = text.partition("?")[0].partition("#")[0]
+    if not at:
+        return shown
+    scheme = text.partition("://")[0] if "://" in text else ""
+    return f"{scheme}://{HIDDEN}@" + rest.partition("?")[0].partition("#")[0]
