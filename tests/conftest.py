@@ -22,8 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def grid(values: Iterable[Any], *keep: Any) -> list[Any]:
     """Parameters of a test: those of ``keep`` for `make test`, the others marked ``grid``.
 
-    >>> [getattr(value, "values", value) for value in grid(["a", "b", "c"], "b")]
-    [('a',), 'b', ('c',)]
+    A value that takes several parameters is a tuple.
     """
     listed = list(values)
     unknown = [value for value in keep if value not in listed]
