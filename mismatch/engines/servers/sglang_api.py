@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from mismatch.engines import sglang_wire as wire
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.fingerprint import short_dtype
-from mismatch.engines.servers.dialect import Answer, Facts
 from mismatch.engines.servers.http import Client, Refused, Unavailable
+from mismatch.engines.servers.server_api import Answer, ServerFacts
 from mismatch.engines.sglang_args import SPARE_TOKENS
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.types import Floats, Sampling
 
-LOOK_S = 30.0
+DESCRIBE_S = 30.0
 # Settings that belong into a fingerprint; the server's whole answer may hold its API key.
 SETTINGS = {
     "device": "device",
@@ -31,16 +31,16 @@ SETTINGS = {
 A_SEQUENCE = "the request"
 
 
-class SglangServer:
-    """See :class:`mismatch.engines.servers.dialect.Dialect`."""
+class SglangAPI:
+    """See :class:`mismatch.engines.servers.server_api.ServerAPI`."""
 
     kind: ClassVar[str] = "sglang"
 
-    def look(self, client: Client, served: str | None) -> Facts | None:
+    def describe(self, client: Client, served: str | None) -> ServerFacts | None:
         """``/model_info`` is SGLang's alone; ``/server_info`` has its settings."""
         try:
-            model = client.get("/model_info", LOOK_S)
-            info = client.get("/server_info", LOOK_S)
+            model = client.get("/model_info", DESCRIBE_S)
+            info = client.get("/server_info", DESCRIBE_S)
         except Refused:
             return None
         if not (isinstance(model, dict) and isinstance(info, dict)):
@@ -54,7 +54,7 @@ class SglangServer:
             )
         names = (model.get("served_model_name"), model["model_path"], info.get("model_path"))
         known = tuple(dict.fromkeys(str(name) for name in names if name))
-        return Facts(
+        return ServerFacts(
             kind=self.kind,
             version=str(info["version"]),
             model=known[0],
@@ -73,10 +73,10 @@ class SglangServer:
         """See the protocol."""
         return wire.sampling_parameters(law, stop_ids)
 
-    def sample(
+    def generate(
         self,
         client: Client,
-        facts: Facts,
+        facts: ServerFacts,
         ids: Sequence[int],
         settings: dict[str, Any],
         seed: int | None,
@@ -99,7 +99,7 @@ class SglangServer:
             raise Unavailable(_short(error)) from error
         return Answer(sample, _text(answer["meta_info"].get("weight_version")))
 
-    def score(self, client: Client, facts: Facts, ids: Sequence[int], start: int) -> Floats:
+    def score(self, client: Client, facts: ServerFacts, ids: Sequence[int], start: int) -> Floats:
         """See the protocol."""
         answer = _one(client.post("/generate", wire.prefill_request(ids, start)))
         try:
@@ -107,8 +107,13 @@ class SglangServer:
         except (MismatchError, TypeError, IndexError) as error:
             raise Unavailable(_short(error)) from error
 
-    def top(
-        self, client: Client, facts: Facts, ids: Sequence[int], settings: dict[str, Any], count: int
+    def top_logprobs(
+        self,
+        client: Client,
+        facts: ServerFacts,
+        ids: Sequence[int],
+        settings: dict[str, Any],
+        count: int,
     ) -> dict[int, float]:
         """See the protocol."""
         body = wire.generate_request(ids, settings | {"max_new_tokens": 1}, routes=False)
@@ -131,7 +136,7 @@ def _one(answer: Any) -> dict[str, Any]:
 def _context(client: Client, info: dict[str, Any]) -> int | None:
     """Tokens of the longest sequence; /v1/models says it, whatever the flags were."""
     try:
-        found = client.get("/v1/models", LOOK_S)["data"][0].get("max_model_len")
+        found = client.get("/v1/models", DESCRIBE_S)["data"][0].get("max_model_len")
     except (Refused, Unavailable, KeyError, IndexError, TypeError, AttributeError):
         found = info.get("context_length")
     return int(found) if found else None

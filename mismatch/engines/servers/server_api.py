@@ -14,12 +14,12 @@ ABSENT_LOGPROB = -9998.0  # servers write -9999 for minus infinity, which JSON d
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ServerFacts:
     """What a server says about itself.
 
     Example::
 
-        Facts("vllm", "0.32.0", "tiny", ("tiny", "tiny-gpt-oss"), max_model_len=1024)
+        ServerFacts("vllm", "0.32.0", "tiny", ("tiny", "tiny-gpt-oss"), max_model_len=1024)
 
     Attributes:
         kind: "vllm" or "sglang".
@@ -59,7 +59,7 @@ class Answer:
     identity: str | None = None
 
 
-class Dialect(Protocol):
+class ServerAPI(Protocol):
     """How one kind of server is spoken to. All of it is stateless.
 
     Every method that asks raises ``Unavailable``, ``Refused`` or ``MismatchError`` as
@@ -69,8 +69,8 @@ class Dialect(Protocol):
 
     kind: ClassVar[str]
 
-    def look(self, client: Client, served: str | None) -> Facts | None:
-        """Facts of a server of this kind; None: it is another kind.
+    def describe(self, client: Client, served: str | None) -> ServerFacts | None:
+        """ServerFacts of a server of this kind; None: it is another kind.
 
         Args:
             served: the model's name there, where several are served; None: the base model.
@@ -79,10 +79,10 @@ class Dialect(Protocol):
     def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
         """The sampling law as it is sent: every parameter, so that no default slips in."""
 
-    def sample(
+    def generate(
         self,
         client: Client,
-        facts: Facts,
+        facts: ServerFacts,
         ids: Sequence[int],
         settings: dict[str, Any],
         seed: int | None,
@@ -90,10 +90,15 @@ class Dialect(Protocol):
     ) -> Answer:
         """One continuation of ``ids``; with routed experts, in the layers of ``layout``, if any."""
 
-    def score(self, client: Client, facts: Facts, ids: Sequence[int], start: int) -> Floats:
+    def score(self, client: Client, facts: ServerFacts, ids: Sequence[int], start: int) -> Floats:
         """Logprobs at T = 1 of the tokens ``start:``, by prefill; ``start`` is at least 1."""
 
-    def top(
-        self, client: Client, facts: Facts, ids: Sequence[int], settings: dict[str, Any], count: int
+    def top_logprobs(
+        self,
+        client: Client,
+        facts: ServerFacts,
+        ids: Sequence[int],
+        settings: dict[str, Any],
+        count: int,
     ) -> dict[int, float]:
         """Token id -> logprob of the ``count`` most likely next tokens, as decoding reports it."""
