@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.servers.address import parse_address
-from mismatch.engines.servers.http import Client, Refused, RetryingClient, Unavailable, api_key
+from mismatch.engines.servers.http import ATTEMPTS, Client, Refused, Unavailable, api_key
 from mismatch.engines.servers.probing import (
     TEXTS,
     Probes,
@@ -31,10 +31,7 @@ from mismatch.engines.servers.vllm_api import VllmAPI
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 
-SERVER_APIS: tuple[ServerAPI, ...] = (
-    SglangAPI(),
-    VllmAPI(),
-)  # in the order in which they are tried
+SERVER_APIS: tuple[type[ServerAPI], ...] = (SglangAPI, VllmAPI)  # in the order of asking
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class ServerGroup:
     layout: ExpertLayout | None
 
 
-def recognise(spec: EngineSpec) -> list[tuple[RetryingClient, ServerAPI, ServerFacts]]:
+def recognise(spec: EngineSpec) -> list[ServerAPI]:
     """Ask every server who it is, and whether it is the right one.
 
     Raises:
@@ -58,11 +55,10 @@ def recognise(spec: EngineSpec) -> list[tuple[RetryingClient, ServerAPI, ServerF
         raise MismatchError("the same --server twice", "name every server once")
     servers = []
     for address in addresses:
-        client = RetryingClient(address, spec.server_timeout_s, api_key())
-        api, facts = _describe(client, spec)
-        _require_model(address.text, facts, spec)
-        servers.append((client, api, facts))
-    _require_alike([(client.address.text, facts) for client, _, facts in servers])
+        api = _describe(Client(address, spec.server_timeout_s, api_key(), ATTEMPTS), spec)
+        _require_model(address.text, api.facts, spec)
+        servers.append(api)
+    _require_alike(servers)
     return servers
 
 
@@ -71,17 +67,17 @@ def discover(spec: EngineSpec) -> ServerGroup:
     """Recognise and probe all servers of a spec; asked once in a process.
 
     Raises:
-        MismatchError: as :func:`recognise`; or a server that gives no logprobs of sampled tokens, or
-            has another tokenizer, or other weights than the first.
+        MismatchError: as :func:`recognise`; or a server that gives no logprobs of sampled tokens,
+            or has another tokenizer, or other weights than the first.
     """
     probes, info = make_probes(spec), read_model_info(spec)
     layout = expert_layout(spec, info) if spec.routing else None
     servers: list[Server] = []
-    for client, api, facts in recognise(spec):
-        url = client.address.text
+    for api in recognise(spec):
+        url = api.client.address.text
         try:
-            _require_tokens(client, facts, spec, probes)
-            server = examine(client, api, facts, probes, layout)
+            _require_tokens(api, spec, probes)
+            server = examine(api, probes, layout)
         except Unavailable as error:
             raise MismatchError(
                 f"{url}: {error.reason}",
@@ -92,19 +88,21 @@ def discover(spec: EngineSpec) -> ServerGroup:
                 f"{url} refuses a probe (HTTP {error.status}): {error.reason}",
                 "is it another model? compare --model with what the server loaded",
             ) from error
-        servers.append(replace(server, client=client.without_retries()))
+        servers.append(
+            replace(server, api=replace(server.api, client=api.client.without_retries()))
+        )
     for server in servers[1:]:
         _require_same_answers(servers[0], server)
     return ServerGroup(tuple(servers), probes, layout)
 
 
-def _describe(client: Client, spec: EngineSpec) -> tuple[ServerAPI, ServerFacts]:
+def _describe(client: Client, spec: EngineSpec) -> ServerAPI:
     url = client.address.text
     try:
         for api in SERVER_APIS:
             facts = api.describe(client, spec.served_model)
             if facts is not None:
-                return api, facts
+                return api(client, facts)
     except Unavailable as error:
         raise MismatchError(
             f"{url}: {error.reason}",
@@ -139,31 +137,31 @@ def _last_part(name: str) -> str:
     return PurePosixPath(name.replace("\\", "/")).name.casefold()
 
 
-def _require_alike(servers: Sequence[tuple[str, ServerFacts]]) -> None:
+def _require_alike(servers: Sequence[ServerAPI]) -> None:
     """All servers are of one kind, version, context and dtype, as far as they say."""
-    first_url, first = servers[0]
-    for url, facts in servers[1:]:
+    first = servers[0]
+    for other in servers[1:]:
         for name in ("kind", "version", "max_model_len", "dtype", "weight_version"):
-            expected, given = getattr(first, name), getattr(facts, name)
+            expected, given = getattr(first.facts, name), getattr(other.facts, name)
             if expected != given:
                 raise MismatchError(
-                    f"the servers differ: {name.replace('_', ' ')} is {expected} at {first_url}, "
-                    f"{given} at {url}",
+                    f"the servers differ: {name.replace('_', ' ')} is {expected} at "
+                    f"{first.client.address.text}, {given} at {other.client.address.text}",
                     "measure one kind at a time: give servers that are alike",
                 )
 
 
-def _require_tokens(client: Client, facts: ServerFacts, spec: EngineSpec, probes: Probes) -> None:
+def _require_tokens(api: ServerAPI, spec: EngineSpec, probes: Probes) -> None:
     """The server's tokenizer is the model's, where it can be asked."""
-    body = {"model": facts.model, "prompt": TEXTS[1], "add_special_tokens": True}
+    body = {"model": api.facts.model, "prompt": TEXTS[1], "add_special_tokens": True}
     try:
-        theirs = client.post("/tokenize", body).get("tokens")
+        theirs = api.client.post("/tokenize", body).get("tokens")
     except (Refused, Unavailable, AttributeError):
         return
     ours = list(probes.whole[1])
     if isinstance(theirs, list) and theirs[: len(ours)] != ours:
         raise MismatchError(
-            f"{client.address.text} has another tokenizer than {spec.model}: the wrong model",
+            f"{api.client.address.text} has another tokenizer than {spec.model}: the wrong model",
             "give the model that the server loaded: --model",
         )
 

@@ -131,13 +131,13 @@ class ServerEngine:
             self._shares.update(self._journal.answered_by[job] for job in samples)
             _log(f"{len(samples)} of {total} sequences were finished before")
         tokens = sum(len(sample.token_ids) for sample in samples.values())
-        api = self.group.servers[0].api
-        self._sent = settings = api.settings(self.sampling, self.info.stop_ids)
+        first = self.group.servers[0]
+        self._sent = settings = first.api.settings(self.sampling, self.info.stop_ids)
 
         def ask(server: Server, job: int) -> Answer:
             ids, seed = prompts[job // per_prompt], self._seed(server, *divmod(job, per_prompt))
             layout = self.group.layout if server.routes else None
-            answer = api.generate(server.client, server.facts, ids, settings, seed, layout)
+            answer = server.api.generate(ids, settings, seed, layout)
             if answer.identity != server.facts.configuration:
                 raise Changed(f"it answers as {answer.identity}, not {server.facts.configuration}")
             self._require_whole(answer.sample, server)
@@ -177,7 +177,7 @@ class ServerEngine:
         tokens = 0
 
         def ask(server: Server, job: int) -> Floats:
-            return server.api.score(server.client, server.facts, sequences[job], starts[job])
+            return server.api.score(sequences[job], starts[job])
 
         def done(job: int, state: ServerState, answer: Floats) -> None:
             nonlocal tokens

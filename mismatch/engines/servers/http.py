@@ -1,8 +1,8 @@
 """One HTTP request to one server: API key, TLS, deadline, size limit, and what failures mean.
 
-``http.client``, with a connection per request: beside seconds of sampling a handshake costs nothing.
-Which request is sent again, and when, is decided by :class:`RetryingClient` (discovery and probes)
-and by :mod:`mismatch.engines.servers.scheduler` (the work).
+``http.client``, a connection per request: beside seconds of sampling a handshake costs nothing.
+Discovery and probes retry here; :mod:`mismatch.engines.servers.scheduler` decides about the work,
+which may go to another server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEMPORARY = frozenset({408, 425, 429, *range(500, 600)}) - {501}
 BUSY = frozenset({429, 503})
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 LONGEST_RETRY_AFTER_S = 300.0  # a longer Retry-After is cut to this
-ATTEMPTS = 4  # of a RetryingClient
+ATTEMPTS = 4  # of a client with retries
 
 
 class Unavailable(Exception):
@@ -82,8 +82,8 @@ def api_key() -> str | None:
 def backoff_s(failures: int, retry_after_s: float | None) -> float:
     """Seconds to leave a server alone after so many failures in a row.
 
-    What it asked for, else twice as long each time; with jitter, so that several clients do not come
-    back at the same moment.
+    What it asked for, else twice as long each time; with jitter, so that several clients do not
+    come back at the same moment.
     """
     if retry_after_s is not None:
         return min(retry_after_s, LONGEST_RETRY_AFTER_S) * (1.0 + 0.1 * random.random())
@@ -97,13 +97,23 @@ class Client:
     Args:
         timeout_s: deadline of one request, from connecting to the last byte.
         key: sent as a bearer token, and cut out of everything the server says.
+        attempts: at a request that found the server busy or failed, so that a busy moment is not
+            read as a missing feature. Without a connection, or past the deadline, there is no
+            second one: the address may be wrong.
     """
 
-    def __init__(self, address: Address, timeout_s: float, key: str | None = None) -> None:
+    def __init__(
+        self, address: Address, timeout_s: float, key: str | None = None, attempts: int = 1
+    ) -> None:
         self.address = address
         self.timeout_s = timeout_s
+        self._attempts = attempts
         self._key = key
         self._tls = ssl.create_default_context() if address.scheme == "https" else None
+
+    def without_retries(self) -> Client:
+        """The same server, for a caller that decides itself when to try again."""
+        return Client(self.address, self.timeout_s, self._key)
 
     def get(self, path: str, timeout_s: float | None = None) -> Any:
         """The JSON at ``path``; see :meth:`post`."""
@@ -124,6 +134,18 @@ class Client:
         return _parse(self._send("POST", path, json.dumps(body).encode(), None))
 
     def _send(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> bytes:
+        for failures in range(1, self._attempts):
+            try:
+                return self._send_once(method, path, body, timeout_s)
+            except Unavailable as error:
+                if error.kind in ("slow", "absent"):
+                    raise
+                time.sleep(min(LONGEST_BACKOFF_S, backoff_s(failures, error.retry_after_s)))
+        return self._send_once(method, path, body, timeout_s)
+
+    def _send_once(
+        self, method: str, path: str, body: bytes | None, timeout_s: float | None
+    ) -> bytes:
         allowed = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + allowed
         connection = self._connection(min(CONNECT_S, allowed))
@@ -194,28 +216,6 @@ class Client:
         return " ".join(shown.split())[:300]
 
 
-class RetryingClient(Client):
-    """Sends a request up to ``ATTEMPTS`` times, so that a busy moment is not read as a missing feature.
-
-    Without a connection, or past the deadline of a whole request, it does not try again: the address
-    may be wrong.
-    """
-
-    def without_retries(self) -> Client:
-        """The same server, for a caller that decides itself when to try again."""
-        return Client(self.address, self.timeout_s, self._key)
-
-    def _send(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> bytes:
-        for failures in range(1, ATTEMPTS):
-            try:
-                return super()._send(method, path, body, timeout_s)
-            except Unavailable as error:
-                if error.kind in ("slow", "absent"):
-                    raise
-                time.sleep(min(LONGEST_BACKOFF_S, backoff_s(failures, error.retry_after_s)))
-        return super()._send(method, path, body, timeout_s)
-
-
 def _parse(data: bytes) -> Any:
     try:
         return json.loads(data)
@@ -224,7 +224,7 @@ def _parse(data: bytes) -> Any:
 
 
 def _read(response: http.client.HTTPResponse, sock: Any, deadline: float) -> bytes:
-    """The whole body, in chunks: the deadline also holds for a server that sends a byte a minute."""
+    """The whole body, in chunks: the deadline holds for a server that sends a byte a minute too."""
     data = bytearray()
     while not response.isclosed():  # newer Pythons close it, and the socket, with the last byte
         sock.settimeout(_remaining(deadline))

@@ -15,7 +15,7 @@ import numpy as np
 
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
-from mismatch.engines.servers.http import Client, Refused, Unavailable
+from mismatch.engines.servers.http import Refused, Unavailable
 from mismatch.engines.servers.scheduler import Changed
 from mismatch.engines.servers.server_api import ABSENT_LOGPROB, ServerAPI, ServerFacts
 from mismatch.errors import MismatchError
@@ -32,8 +32,8 @@ TEXTS = (
 TOP = 5
 PROBE_TOKENS = 64  # of each text at most
 COLD = 0.5  # temperature at which tempered logprobs are told from raw ones
-# Mean |difference| of probe logprobs up to which two probes are of the same weights. On the embedded
-# model two engines in bf16 differ by 0.011, an 8-bit KV cache makes it 0.046.
+# Mean |difference| of probe logprobs up to which two probes are of the same weights. On the
+# embedded model two engines in bf16 differ by 0.011, an 8-bit KV cache makes it 0.046.
 SAME_WEIGHTS = 0.03
 NOISE_FACTOR = 5.0
 NO_ROUTES = (
@@ -79,12 +79,11 @@ class Server:
     Attributes:
         prefill: it scores given tokens.
         routes: it returns routed experts.
-        probe: logprobs of the probe tokens at the start; ``noise``: mean |difference| of two probes.
+        probe: logprobs of the probe tokens at the start.
+        noise: mean |difference| of two probes then.
     """
 
-    client: Client
     api: ServerAPI
-    facts: ServerFacts
     mode: LogprobsMode
     prefill: bool
     routes: bool
@@ -94,7 +93,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        return self.client.address.text
+        return self.api.client.address.text
+
+    @property
+    def facts(self) -> ServerFacts:
+        return self.api.facts
 
 
 def make_probes(spec: EngineSpec) -> Probes:
@@ -134,23 +137,18 @@ def expert_layout(spec: EngineSpec, info: ModelInfo) -> ExpertLayout | None:
 # ---------------------------------------------------------------- at the start
 
 
-def examine(
-    client: Client,
-    api: ServerAPI,
-    facts: ServerFacts,
-    probes: Probes,
-    layout: ExpertLayout | None,
-) -> Server:
+def examine(api: ServerAPI, probes: Probes, layout: ExpertLayout | None) -> Server:
     """What one server can do, by asking it for that.
 
     Raises:
         MismatchError: it gives no logprobs of sampled tokens, or logits for logprobs.
         Unavailable: it has no time, or is gone: that says nothing about what it can do.
     """
-    url, reasons = client.address.text, {}
+    url, kind = api.client.address.text, api.facts.kind
+    reasons = {}
     settings = api.settings(Sampling(max_tokens=2), ())
     try:
-        answer = api.generate(client, facts, probes.whole[0], settings, None, layout)
+        answer = api.generate(probes.whole[0], settings, None, layout)
     except (Unavailable, Refused) as error:
         _require_conclusive(error)
         raise MismatchError(
@@ -158,19 +156,19 @@ def examine(
             "measured",
             "start it so that it returns logprobs and token ids; a proxy may cut them out",
         ) from error
-    facts = replace(facts, configuration=answer.identity)
+    api = replace(api, facts=replace(api.facts, configuration=answer.identity))
     routes = answer.sample.routed is not None
     if not routes:
-        reasons["routed_experts"] = NO_ROUTES.format(kind=facts.kind)
+        reasons["routed_experts"] = NO_ROUTES.format(kind=kind)
     prefill = True
     try:
-        api.score(client, facts, probes.whole[0], 1)
+        api.score(probes.whole[0], 1)
     except (Unavailable, Refused) as error:
         _require_conclusive(error)
         prefill = False
-        reasons["prefill"] = NO_PREFILL.format(kind=facts.kind, error=error)
-    mode = _logprobs_mode(client, api, facts, probes)
-    bare = Server(client, api, facts, mode, prefill, routes, np.empty(0), 0.0, reasons)
+        reasons["prefill"] = NO_PREFILL.format(kind=kind, error=error)
+    mode = _logprobs_mode(api, probes)
+    bare = Server(api, mode, prefill, routes, np.empty(0), 0.0, reasons)
     first, second = probe_logprobs(bare, probes), probe_logprobs(bare, probes)
     noise = mean_abs_diff(first, second)
     if not np.isfinite(noise):
@@ -187,13 +185,11 @@ def _require_conclusive(error: Unavailable | Refused) -> None:
         raise error
 
 
-def _logprobs_mode(
-    client: Client, api: ServerAPI, facts: ServerFacts, probes: Probes
-) -> LogprobsMode:
+def _logprobs_mode(api: ServerAPI, probes: Probes) -> LogprobsMode:
     """Find out which distribution the logprobs are of.
 
-    At T = 0.5 distances between logprobs double if they are tempered, and stay if they are raw. With
-    top-k = 2 the logprobs of the two kept tokens rise, to a sum of one, if they are renormalised.
+    At T = 0.5 distances between logprobs double if they are tempered, and stay if they are raw.
+    With top-k = 2 the two kept tokens' probabilities rise to a sum of one if renormalised.
 
     Raises:
         MismatchError: they are no logprobs: two of them sum to more than one.
@@ -201,7 +197,7 @@ def _logprobs_mode(
     """
 
     def ask(ids: Sequence[int], sampling: Sampling) -> dict[int, float]:
-        top = api.top_logprobs(client, facts, ids, api.settings(sampling, ()), TOP)
+        top = api.top_logprobs(ids, api.settings(sampling, ()), TOP)
         return {token: lp for token, lp in top.items() if lp > ABSENT_LOGPROB}
 
     distances: list[tuple[float, float]] = []
@@ -211,7 +207,7 @@ def _logprobs_mode(
             plain, cold = ask(ids, Sampling(max_tokens=1)), ask(ids, Sampling(COLD, max_tokens=1))
             if plain and sum(np.exp(list(plain.values()))) > 1.01:
                 raise MismatchError(
-                    f"{client.address.text} reports logits, not logprobs",
+                    f"{api.client.address.text} reports logits, not logprobs",
                     "vLLM: --logprobs-mode raw_logprobs or processed_logprobs",
                 )
             distances += _distances(plain, cold)
@@ -243,7 +239,7 @@ def _is_renormalised(plain: dict[int, float], cut: dict[int, float]) -> list[boo
 
 
 def _is_tempered(distances: Sequence[tuple[float, float]]) -> bool | None:
-    """Whether the least-squares ratio of the distances is near 1 / COLD or near 1; None: neither."""
+    """Whether the least-squares ratio of distances is near 1 / COLD or near 1; None: neither."""
     if not distances:
         return None
     plain, cold = np.asarray(distances, np.float64).T
@@ -261,14 +257,14 @@ def _is_tempered(distances: Sequence[tuple[float, float]]) -> bool | None:
 
 def probe_logprobs(server: Server, probes: Probes) -> Floats:
     """Logprobs of the probe tokens, now: by prefill, or of the most likely next tokens."""
-    client, api, facts = server.client, server.api, server.facts
+    api = server.api
     if server.prefill:
-        scored = [api.score(client, facts, ids, 1) for ids in probes.whole if len(ids) > 1]
+        scored = [api.score(ids, 1) for ids in probes.whole if len(ids) > 1]
         return np.concatenate(scored)
     settings = api.settings(Sampling(max_tokens=1), ())
     values: list[float] = []
     for ids in probes.openings:
-        top = api.top_logprobs(client, facts, ids, settings, TOP)
+        top = api.top_logprobs(ids, settings, TOP)
         values += sorted(top.values(), reverse=True)[:TOP]
     return np.asarray(values, np.float64)
 
@@ -284,7 +280,7 @@ def verify(server: Server, probes: Probes, notes: dict[str, Any]) -> None:
         Unavailable: it does not answer.
     """
     try:
-        facts = server.api.describe(server.client, server.facts.model)
+        facts = server.api.describe(server.api.client, server.facts.model)
         if facts is None:
             raise Changed("another program answers at its address")
         for name in ("version", "model", "max_model_len", "dtype", "weight_version"):

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mismatch.engines.servers.http import Refused, Unavailable, backoff_s
@@ -167,15 +168,15 @@ class Scheduler:
             state.verifying = True
             seen = len(state.unconfirmed)  # later answers are confirmed by the next verification
             self._start(
-                lambda: self._verify(state.server),
-                lambda result, error: self._verified(state, seen, error, now),
+                partial(self._verify, state.server),
+                partial(self._verified, state, seen, now),
             )
             return
         while state.in_flight < self._concurrency and (job := self._take(state)) is not None:
             state.in_flight += 1
             self._start(
-                lambda job=job: self._work.ask(state.server, job),  # type: ignore[misc]
-                lambda answer, error, job=job: self._answered(state, job, answer, error, now),
+                partial(self._work.ask, state.server, job),
+                partial(self._answered, state, job, now),
             )
 
     def _take(self, state: ServerState) -> int | None:
@@ -207,7 +208,7 @@ class Scheduler:
     # ------------------------------------------------------------ outcomes
 
     def _verified(
-        self, state: ServerState, seen: int, error: BaseException | None, started: float
+        self, state: ServerState, seen: int, started: float, _: Any, error: BaseException | None
     ) -> None:
         state.verifying = False
         match error:
@@ -223,7 +224,7 @@ class Scheduler:
                 raise error
 
     def _answered(
-        self, state: ServerState, job: int, answer: Any, error: BaseException | None, started: float
+        self, state: ServerState, job: int, started: float, answer: Any, error: BaseException | None
     ) -> None:
         state.in_flight -= 1
         match error:

@@ -9,7 +9,7 @@ from mismatch.engines import sglang_wire as wire
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.fingerprint import short_dtype
 from mismatch.engines.servers.http import Client, Refused, Unavailable
-from mismatch.engines.servers.server_api import Answer, ServerFacts
+from mismatch.engines.servers.server_api import Answer, ServerAPI, ServerFacts
 from mismatch.engines.sglang_args import SPARE_TOKENS
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.types import Floats, Sampling
@@ -31,12 +31,11 @@ SETTINGS = {
 A_SEQUENCE = "the request"
 
 
-class SglangAPI:
-    """See :class:`mismatch.engines.servers.server_api.ServerAPI`."""
-
+class SglangAPI(ServerAPI):
     kind: ClassVar[str] = "sglang"
 
-    def describe(self, client: Client, served: str | None) -> ServerFacts | None:
+    @classmethod
+    def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
         """``/model_info`` is SGLang's alone; ``/server_info`` has its settings."""
         try:
             model = client.get("/model_info", DESCRIBE_S)
@@ -55,7 +54,7 @@ class SglangAPI:
         names = (model.get("served_model_name"), model["model_path"], info.get("model_path"))
         known = tuple(dict.fromkeys(str(name) for name in names if name))
         return ServerFacts(
-            kind=self.kind,
+            kind=cls.kind,
             version=str(info["version"]),
             model=known[0],
             names=known,
@@ -70,21 +69,17 @@ class SglangAPI:
         )
 
     def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """See the protocol."""
         return wire.sampling_parameters(law, stop_ids)
 
     def generate(
         self,
-        client: Client,
-        facts: ServerFacts,
         ids: Sequence[int],
         settings: dict[str, Any],
         seed: int | None,
         layout: ExpertLayout | None,
     ) -> Answer:
-        """See the protocol."""
         body = wire.generate_request(ids, settings, routes=layout is not None, seed=seed)
-        answer = _one(client.post("/generate", body))
+        answer = _one(self.client.post("/generate", body))
         routed = None
         try:
             if layout is not None and wire.has_routes(answer):
@@ -99,9 +94,8 @@ class SglangAPI:
             raise Unavailable(_short(error)) from error
         return Answer(sample, _text(answer["meta_info"].get("weight_version")))
 
-    def score(self, client: Client, facts: ServerFacts, ids: Sequence[int], start: int) -> Floats:
-        """See the protocol."""
-        answer = _one(client.post("/generate", wire.prefill_request(ids, start)))
+    def score(self, ids: Sequence[int], start: int) -> Floats:
+        answer = _one(self.client.post("/generate", wire.prefill_request(ids, start)))
         try:
             return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
         except (MismatchError, TypeError, IndexError) as error:
@@ -109,15 +103,12 @@ class SglangAPI:
 
     def top_logprobs(
         self,
-        client: Client,
-        facts: ServerFacts,
         ids: Sequence[int],
         settings: dict[str, Any],
         count: int,
     ) -> dict[int, float]:
-        """See the protocol."""
         body = wire.generate_request(ids, settings | {"max_new_tokens": 1}, routes=False)
-        answer = _one(client.post("/generate", body | {"top_logprobs_num": count}))
+        answer = _one(self.client.post("/generate", body | {"top_logprobs_num": count}))
         try:
             entries = answer["meta_info"]["output_top_logprobs"][0]
             return {int(entry[1]): float(entry[0]) for entry in entries if entry[0] is not None}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.fingerprint import short_dtype
 from mismatch.engines.servers.http import Client, Refused, Unavailable
-from mismatch.engines.servers.server_api import Answer, ServerFacts
+from mismatch.engines.servers.server_api import Answer, ServerAPI, ServerFacts
 from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
 
@@ -26,12 +26,11 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 ID_TEXT = "token_id:"  # how ids are written where texts are usual (return_tokens_as_token_ids)
 
 
-class VllmAPI:
-    """See :class:`mismatch.engines.servers.server_api.ServerAPI`."""
-
+class VllmAPI(ServerAPI):
     kind: ClassVar[str] = "vllm"
 
-    def describe(self, client: Client, served: str | None) -> ServerFacts | None:
+    @classmethod
+    def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
         """``/v1/models`` says whose it is; ``/metrics`` and ``/server_info`` may say more."""
         try:
             cards = list(client.get("/v1/models", DESCRIBE_S)["data"])
@@ -57,7 +56,7 @@ class VllmAPI:
             "device": (said.get("device_config") or {}).get("device_type"),
         }
         return ServerFacts(
-            kind=self.kind,
+            kind=cls.kind,
             version=version,
             model=str(card["id"]),
             names=tuple(str(card[key]) for key in ("id", "root") if card.get(key)),
@@ -68,7 +67,6 @@ class VllmAPI:
         )
 
     def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """See the protocol."""
         return {
             "temperature": law.temperature,
             "top_p": law.top_p,
@@ -86,18 +84,16 @@ class VllmAPI:
 
     def generate(
         self,
-        client: Client,
-        facts: ServerFacts,
         ids: Sequence[int],
         settings: dict[str, Any],
         seed: int | None,
         layout: ExpertLayout | None,
     ) -> Answer:
-        """See the protocol. vLLM adds routes by itself where it was told to capture them."""
-        body = _body(facts, ids) | settings | {"logprobs": 0}
+        """vLLM adds routes by itself where it was told to capture them."""
+        body = _body(self.facts, ids) | settings | {"logprobs": 0}
         if seed is not None:
             body["seed"] = seed
-        answer = client.post("/v1/completions", body)
+        answer = self.client.post("/v1/completions", body)
         choice = _choice(answer, ids)
         tokens, logprobs = _sampled(choice)
         if choice.get("finish_reason") not in ("stop", "length"):
@@ -110,11 +106,11 @@ class VllmAPI:
         )
         return Answer(sample, answer.get("system_fingerprint"))
 
-    def score(self, client: Client, facts: ServerFacts, ids: Sequence[int], start: int) -> Floats:
-        """See the protocol. vLLM samples one token at least; it is thrown away."""
+    def score(self, ids: Sequence[int], start: int) -> Floats:
+        """vLLM samples one token at least; it is thrown away."""
         settings = self.settings(Sampling(temperature=0.0, max_tokens=1), ())
-        body = _body(facts, ids) | settings | {"prompt_logprobs": 0}
-        choice = _choice(client.post("/v1/completions", body), ids)
+        body = _body(self.facts, ids) | settings | {"prompt_logprobs": 0}
+        choice = _choice(self.client.post("/v1/completions", body), ids)
         rows = choice.get("prompt_logprobs")
         if not isinstance(rows, list) or len(rows) != len(ids):
             raise Unavailable("an answer without prompt_logprobs")
@@ -126,15 +122,12 @@ class VllmAPI:
 
     def top_logprobs(
         self,
-        client: Client,
-        facts: ServerFacts,
         ids: Sequence[int],
         settings: dict[str, Any],
         count: int,
     ) -> dict[int, float]:
-        """See the protocol."""
-        body = _body(facts, ids) | settings | {"logprobs": count, "max_tokens": 1}
-        choice = _choice(client.post("/v1/completions", body), ids)
+        body = _body(self.facts, ids) | settings | {"logprobs": count, "max_tokens": 1}
+        choice = _choice(self.client.post("/v1/completions", body), ids)
         try:
             found = choice["logprobs"]["top_logprobs"][0]
             return {int(text.removeprefix(ID_TEXT)): float(lp) for text, lp in found.items()}
