@@ -127,7 +127,7 @@ def require_servable(spec: EngineSpec) -> None:
     Raises:
         MismatchError: MXFP4 on vLLM's CPU build, or a form that cannot be made of the checkpoint.
     """
-    from mismatch.engines.vllm_args import is_cpu_build
+    from mismatch.engines.vllm.arguments import is_cpu_build
     from mismatch.models.derived import is_mxfp4, require_form
 
     directory = Path(spec.model)

@@ -59,7 +59,7 @@ def model_facts(spec: CheckSpec) -> ModelFacts:
 
 def machine_facts(spec: CheckSpec) -> MachineFacts:
     """GPUs, and which vLLM would run here; of another interpreter's vLLM nothing is known."""
-    from mismatch.engines.vllm_args import is_cpu_build
+    from mismatch.engines.vllm.arguments import is_cpu_build
     from mismatch.stages import local_gpus
 
     gpus = local_gpus()

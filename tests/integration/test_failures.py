@@ -213,7 +213,7 @@ def test_a_trainer_that_cannot_run_is_refused_before_vllm_has_sampled(tmp_path):
 # ---------------------------------------------------------------- engines of third parties
 
 PLUGIN = """
-    from mismatch.engines.transformers import TransformersEngine
+    from mismatch.engines.transformers.engine import TransformersEngine
 
     class Forgetful(TransformersEngine):
         name = "forgetful"

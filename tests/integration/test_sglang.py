@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mismatch import sglang_cpu, store
+from mismatch import store
+from mismatch.engines.sglang import cpu as sglang_cpu
 from tests import checkpoints, families
 from tests.conftest import grid
 from tests.contract.conftest import MAKE, installed

@@ -24,7 +24,7 @@ from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_mo
 from mismatch.engines.routes import unpack
 from mismatch.engines.seeds import sample_seed
 from mismatch.engines.sequences import require_starts
-from mismatch.engines.vllm_args import (
+from mismatch.engines.vllm.arguments import (
     captures_routes,
     engine_arguments,
     is_cpu_build,

@@ -22,8 +22,8 @@ def register() -> None:
         names = set(runner.model_config.hf_config.architectures or ())
         if not names & WITH_SINKS:
             return portable(runner)
-        from mismatch import sglang_cpu
-        from mismatch.sglang_cpu.attention import backend_class
+        from mismatch.engines.sglang import cpu as sglang_cpu
+        from mismatch.engines.sglang.cpu.attention import backend_class
 
         sglang_cpu.used.append(sglang_cpu.SINKS)
         return backend_class()(runner)

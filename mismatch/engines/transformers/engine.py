@@ -23,8 +23,8 @@ from mismatch.engines.base import (
 from mismatch.engines.fingerprint import model_facts, short_dtype
 from mismatch.engines.law import law_logprobs
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
-from mismatch.engines.rows import Row, draw, experts_of
 from mismatch.engines.sequences import require_starts
+from mismatch.engines.transformers.sequences import Row, draw, experts_of
 from mismatch.engines.watch import Wanted, Watcher
 from mismatch.errors import MismatchError
 from mismatch.specs import TORCH_NAMES, EngineSpec

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self
 
 from numpy.typing import NDArray
 
-from mismatch.engines import sglang_wire as wire
 from mismatch.engines.base import (
     Capabilities,
     ExpertLayout,
@@ -27,14 +26,15 @@ from mismatch.engines.fingerprint import model_facts, short_dtype
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
 from mismatch.engines.seeds import sample_seed
 from mismatch.engines.sequences import require_ids
-from mismatch.engines.sglang_args import (
+from mismatch.engines.sglang import wire
+from mismatch.engines.sglang.arguments import (
     captures_routes,
     deterministic,
     engine_arguments,
     raw_logprobs,
     set_environment,
 )
-from mismatch.engines.sglang_child import (
+from mismatch.engines.sglang.child import (
     ERROR_FILE,
     FACTS,
     on_failure,
@@ -310,7 +310,7 @@ class _Signals:
 
 
 def _offline() -> Any:
-    """SGLang's engine, with processes that begin in mismatch/engines/sglang_child.py."""
+    """SGLang's engine, with processes that begin in mismatch/engines/sglang/child.py."""
     from sglang.srt.entrypoints.engine import Engine
 
     class Offline(Engine):  # type: ignore[misc]

@@ -6,8 +6,8 @@ import difflib
 import os
 from typing import Any
 
-from mismatch import sglang_cpu
 from mismatch.engines.model_info import ModelInfo
+from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.errors import MismatchError
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Sampling

@@ -91,7 +91,7 @@ def engine_arguments(
         "trust_remote_code": spec.trust_remote_code,
         "generation_config": "vllm",  # no sampling default out of the model's own files
         "logprobs_mode": logprobs_mode(sampling),
-        "worker_extension_cls": "mismatch.engines.vllm_worker.WorkerExtension",
+        "worker_extension_cls": "mismatch.engines.vllm.worker.WorkerExtension",
     }
     if spec.max_model_len or info.context:
         arguments["max_model_len"] = spec.max_model_len or _context_needed(info, longest)

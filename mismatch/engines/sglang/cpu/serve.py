@@ -1,4 +1,4 @@
-"""``python -m mismatch.sglang_cpu.serve …``: SGLang's HTTP server with this CPU support.
+"""``python -m mismatch.engines.sglang.cpu.serve …``: SGLang's HTTP server with this CPU support.
 
 Takes the arguments of ``python -m sglang.launch_server``. On a CPU it sets what SGLang needs there,
 unless it is given; elsewhere it is SGLang's own server.
@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mismatch import sglang_cpu
-from mismatch.engines.sglang_child import run_detokenizer, run_scheduler
+from mismatch.engines.sglang import cpu as sglang_cpu
+from mismatch.engines.sglang.child import run_detokenizer, run_scheduler
 
 
 def with_cpu_arguments(arguments: Sequence[str]) -> list[str]:

@@ -48,7 +48,7 @@ def needed() -> bool:
     """Whether SGLang computes on a CPU and has no kernels of its own for it."""
     if not on_cpu():
         return False
-    from mismatch.sglang_cpu import kernels
+    from mismatch.engines.sglang.cpu import kernels
 
     return kernels.installed() or find_spec("sgl_kernel") is None
 
@@ -62,7 +62,7 @@ def prepare() -> None:
     if "+cpu" in _version("torch") and "+cpu" not in (_version("torchvision") or "+cpu"):
         _declare_torchvision_operators()
     if needed():
-        from mismatch.sglang_cpu import kernels
+        from mismatch.engines.sglang.cpu import kernels
 
         kernels.install()
 
@@ -70,7 +70,7 @@ def prepare() -> None:
 def register() -> None:
     """Change what SGLang runs on this CPU; in its scheduler's process, before a model is loaded."""
     if needed():
-        from mismatch.sglang_cpu import plugin
+        from mismatch.engines.sglang.cpu import plugin
 
         plugin.register()
 

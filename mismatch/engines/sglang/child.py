@@ -14,8 +14,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from mismatch import sglang_cpu
 from mismatch.engines.fused_weights import loaded_digests
+from mismatch.engines.sglang import cpu as sglang_cpu
 
 # A file that the scheduler leaves its last error in: its own log says it to a person only.
 ERROR_FILE = "MISMATCH_SGLANG_ERROR"
