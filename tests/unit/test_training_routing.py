@@ -192,6 +192,6 @@ def test_counts_are_those_of_the_modules() -> None:
             model = transformers.AutoModelForCausalLM.from_config(config)
         experts, top_k = expert_counts(config.get_text_config())
         layer = moe_layers(model.get_decoder())[0]
-        assert experts == layer.num_experts - layer.family.more, family
+        assert experts == layer.num_experts - layer.family.extra_choices, family
         assert top_k in (1, TOP_K)
     assert expert_counts(families.configuration("doge", is_moe=False)) == (0, 0)
