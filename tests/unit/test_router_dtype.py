@@ -10,7 +10,6 @@ import transformers
 
 from mismatch.errors import MismatchError
 from mismatch.specs import TrainSpec
-from mismatch.training.batch import router_dtype
 from mismatch.training.routing.capture import moe_layers, recording
 from mismatch.training.routing.interventions import RouterDtype, intervening
 from mismatch.training.routing.probe import require_interventions_possible
@@ -106,5 +105,3 @@ def test_a_dense_model_is_refused_by_its_flag() -> None:
     spec = TrainSpec("x", router_dtype="fp32")
     with pytest.raises(MismatchError, match="--router-dtype: llama is dense"):
         require_interventions_possible(spec, bare)
-    assert router_dtype(TrainSpec("x")) is None
-    assert router_dtype(spec) is not None

