@@ -119,7 +119,9 @@ def test_the_flex_kernel_is_right_forward() -> None:
         tokens = inputs[0].shape[2]
         layer = _layer(geometry, "", inputs, torch.float64)
         with torch.compiler.set_stance("force_eager"):  # nothing is compiled
-            mask = flex_mask(tokens, tokens, mask_function=case.mask_function, batch_size=1, device=CPU)
+            mask = flex_mask(
+                tokens, tokens, mask_function=case.mask_function, batch_size=1, device=CPU
+            )
             out, _ = sink_flex_attention(layer, *inputs[:3], mask, 0.25, s_aux=inputs[3])
         wanted = definition(inputs, case.allowed, 0.25)
         assert torch.allclose(out, wanted, rtol=1e-10), case.name
