@@ -53,10 +53,9 @@ def models(flags: Flags) -> int:
 
 def model_rows() -> list[dict[str, Any]]:
     """One row per name, from the shipped configs; no network, no torch."""
-    from mismatch.doctor.shape import read_shape
     from mismatch.models import EMBEDDED
     from mismatch.models.aliases import ALIASES
-    from mismatch.models.offline import find_config
+    from mismatch.models.config import ModelConfig, find_config
 
     known: list[tuple[str, str | None, str, dict[str, Any], tuple[str, ...]]] = [
         (name, None, "bf16", find_config(str(path)).values, ()) for name, path in EMBEDDED.items()
@@ -64,7 +63,7 @@ def model_rows() -> list[dict[str, Any]]:
     known += [(a.name, a.hub_id, a.released, a.config, a.unconfirmed) for a in ALIASES.values()]
     rows = []
     for name, hub_id, released, config, unconfirmed in known:
-        shape = read_shape(config)
+        shape = ModelConfig.of(config).require_counts()
         moe = f"{shape.layers}×{shape.experts}×{shape.top_k}" if shape.experts else None
         rows.append(
             {

@@ -177,19 +177,16 @@ def checkpoint_dtype(model: str, revision: str | None) -> str:
     Raises:
         MismatchError: the config is not on this machine, or names none that can be run.
     """
-    from mismatch.models.offline import find_config
+    from mismatch.models.config import ModelConfig, find_config
 
-    config = find_config(model, revision).values
-    for part in (config, config.get("text_config") or {}):
-        name = part.get("dtype") or part.get("torch_dtype")
-        if name is not None:
-            break
-    if name is None and "quantization_config" in config:
-        name = "bfloat16"  # of what is not quantised
-    dtype = DTYPE_NAMES.get(str(name).removeprefix("torch."))
+    config = ModelConfig.of(find_config(model, revision).values)
+    # Of a quantised checkpoint that names none: that of what is not quantised.
+    name = config.dtype or ("bfloat16" if config.quantised else "")
+    dtype = DTYPE_NAMES.get(name.removeprefix("torch."))
     if dtype in (None, AUTO):
         raise MismatchError(
-            f"auto: the config.json of {model} names the dtype {name}", "name one: bf16, fp16, fp32"
+            f"auto: the config.json of {model} names {name or 'no dtype'}",
+            "name one: bf16, fp16, fp32",
         )
     return str(dtype)
 
