@@ -90,7 +90,7 @@ class EngineSpec:
         str,
         Flag(
             ENGINE,
-            "vllm (default), sglang or transformers; twice: each scores the other's tokens.",
+            "{engines}; default: vllm. Twice: each scores the other's tokens.",
             kind=list[str] | None,
         ),
     ] = "vllm"

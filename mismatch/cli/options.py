@@ -5,10 +5,12 @@ Those of specs come from their fields; a flag that is in no spec is written here
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from mismatch.cli.flags import REQUIRED, Option, flags_of
+from mismatch.engines.registry import startable_engines
 from mismatch.specs import (
     ENGINE,
     MODEL,
@@ -44,21 +46,20 @@ PROMPT_FLAGS = (
     *flags_of(PromptSpec, "seed"),
 )
 ENGINE_FLAGS = (
-    *flags_of(EngineSpec, "engine"),
-    Option(
-        "vllm_python",
-        str | None,
-        None,
-        ENGINE,
-        "Interpreter of the environment that holds vLLM, where it is another.",
+    *(
+        replace(option, help=option.help.format(engines=" or ".join(startable_engines())))
+        for option in flags_of(EngineSpec, "engine")
     ),
     Option(
-        "sglang_python",
-        str | None,
+        "engine_python",
+        list[str] | None,
         None,
         ENGINE,
-        "The same for SGLang; default: .venv-sglang beside this environment.",
+        "NAME=PATH: interpreter of the environment that holds an engine; repeatable. "
+        "Default: .venv-NAME beside this one, for an engine whose pins clash.",
     ),
+    Option("vllm_python", str | None, None, ENGINE, "--engine-python vllm=PATH."),
+    Option("sglang_python", str | None, None, ENGINE, "--engine-python sglang=PATH."),
     *flags_of(EngineSpec, "dtype tensor_parallel_size max_model_len gpu_memory_utilization"),
     *flags_of(EngineSpec, "args weights prefill"),
     *flags_of(RolloutSpec),

@@ -14,7 +14,14 @@ SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
 WEEK_S = 7 * 86400.0
 # What only an engine that mismatch starts can be told.
 OURS = (
-    *("vllm_python", "sglang_python", "tensor_parallel_size", "max_model_len", "engine_arg"),
+    *(
+        "engine_python",
+        "vllm_python",
+        "sglang_python",
+        "tensor_parallel_size",
+        "max_model_len",
+        "engine_arg",
+    ),
     *("gpu_memory_utilization", "rollout_weights", "verl_config", "other_engine_arg"),
 )
 

@@ -21,9 +21,9 @@ class EngineInfo:
         import_check: a statement that proves that it works; None: not tried.
         preflight: ``module:function`` that takes an EngineSpec and raises MismatchError where this
             machine cannot run it; None: nothing to check.
-        own_environment: its pins clash with those of other engines: where it is not installed here,
-            its interpreter is ``.venv-NAME/bin/python`` beside this environment.
-        gives_routing_weights: it hands out the weights of the experts that it used, beside their ids.
+        own_environment: its pins clash with those of other engines: where it is not installed
+            here, its interpreter is ``.venv-NAME/bin/python`` beside this environment.
+        gives_routing_weights: beside the ids of the experts that it used, it gives their weights.
         verl_name: its name in a verl config; None: the same.
         started: mismatch starts it (``--engine NAME``), in contrast to running servers.
     """

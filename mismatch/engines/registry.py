@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 # Name -> ``module:attribute`` of its EngineInfo. An entry point names that, or an Engine class.
 ENGINES = {
-    "vllm": "mismatch.engines.vllm:INFO",
-    "sglang": "mismatch.engines.sglang:INFO",
-    "transformers": "mismatch.engines.transformers:INFO",
-    "server": "mismatch.engines.servers:INFO",
+    "vllm": f"{__package__}.vllm:INFO",
+    "sglang": f"{__package__}.sglang:INFO",
+    "transformers": f"{__package__}.transformers:INFO",
+    "server": f"{__package__}.servers:INFO",
 }
 ENTRY_POINT_GROUP = "mismatch.engines"
 

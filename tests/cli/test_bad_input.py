@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mismatch import store
-from mismatch.engines.registry import INSTALL
+from mismatch.engines.registry import engine_info
 
 from ..command import mismatch
 from ..limited import mounted
@@ -162,7 +162,7 @@ def test_a_missing_engine_names_its_install_command(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert INSTALL["vllm"] in done.stderr
+    assert engine_info("vllm").install_hint in done.stderr
 
 
 def test_a_crash_of_the_tool_is_no_verdict(tmp_path):
