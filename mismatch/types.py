@@ -13,28 +13,14 @@ Log-probabilities are float64, in nats. ``delta = train - rollout``, without exc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Bools, Distributions, Floats, Ints, corruption
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
-from mismatch.run.routing_files import corruption
 
-if TYPE_CHECKING:
-    from mismatch.analysis.corrections.types import Corrections
-    from mismatch.experiments.engine_pair.types import Triangle
-    from mismatch.experiments.fixes.base import FixTable
-    from mismatch.experiments.gradients.types import GradientCheck
-    from mismatch.experiments.kernels.types import AuditReport
-    from mismatch.metrics.budget import Budget
-    from mismatch.metrics.forecast import Forecast
-    from mismatch.metrics.two_passes import TwoPasses
-    from mismatch.run.distributions import Distributions
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Fingerprint = dict[str, Any]
 Status = Literal["healthy", "warn", "critical"]
 CheckStatus = Literal["passed", "warning", "failed", "not_tested"]
@@ -399,11 +385,11 @@ class Report:
     checks: tuple[Check, ...]
     not_tested: tuple[str, ...]
     run: dict[str, Any]
-    budget: Budget | None = None
-    two_passes: TwoPasses | None = None
-    forecast: Forecast | None = None
-    corrections: Corrections | None = None
-    fixes: FixTable | None = None
-    engines: Triangle | None = None
-    kernels: AuditReport | None = None
-    gradients: GradientCheck | None = None
+    budget: Any = None
+    two_passes: Any = None
+    forecast: Any = None
+    corrections: Any = None
+    fixes: Any = None
+    engines: Any = None
+    kernels: Any = None
+    gradients: Any = None

@@ -13,18 +13,17 @@ from mismatch.analysis.comparison import compare, is_sampling_law, paired_routin
 from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
+from mismatch.analysis.growth import budget_of, forecast_of
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.analysis.routing_tables import flipped_layers
 from mismatch.analysis.two_passes import mark_injected, replay_phrase, two_passes
 from mismatch.experiments.gradients.found import check_of_run
 from mismatch.experiments.kernels.document import of_run
 from mismatch.metrics.routing_noise import router_noise
-from mismatch.pipeline.commands import REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
-from mismatch.reports.budget import budget_of
-from mismatch.reports.forecast import forecast_of
 from mismatch.run import manifest, store
 from mismatch.run.provenance import provenance
+from mismatch.run.scorings import REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import Check, Comparison, Report, Rollout, Scoring
 
@@ -330,32 +329,3 @@ def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:
         },
         "seconds": {},
     }
-
-
-def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
-    """Write report.html, report.md, and last report.json: where that is, the rest is."""
-    from mismatch.pipeline.document import SCHEMA, report_to_json
-
-    write_rendered(run_dir, report, tokens)
-    store.save_document(run_dir, "report.json", report_to_json(report), schema=SCHEMA)
-
-
-def write_rendered(
-    run_dir: Path, report: Report, tokens: pd.DataFrame, framework: str | None = None
-) -> None:
-    """Write report.html and report.md.
-
-    Args:
-        framework: whose names (and values by its conventions) the tables show; None: everybody's
-            names in the HTML report, nobody's in Markdown.
-    """
-    from mismatch.reports.elsewhere import Elsewhere
-    from mismatch.reports.html import to_html
-    from mismatch.reports.markdown import to_markdown
-
-    for name, text in (
-        ("report.md", to_markdown(report, Elsewhere(tokens, framework) if framework else None)),
-        ("report.html", to_html(report, tokens, framework)),
-    ):
-        store.write_text(run_dir / name, text)
-        manifest.record(run_dir, name, "")

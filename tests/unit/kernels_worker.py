@@ -14,7 +14,7 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.kernels.document import audit_to_json
 from mismatch.json_values import plain
 from mismatch.processes.kernels.isolation import AuditSpec, Step
-from mismatch.processes.launch import leave
+from mismatch.run.messages import leave
 from tests.kernels_fixture import make_audit_report
 
 

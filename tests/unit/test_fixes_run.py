@@ -17,13 +17,13 @@ from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
 from mismatch.pipeline.build import build_report
-from mismatch.pipeline.commands import TRAIN
 from mismatch.pipeline.fixes import FixRun, sampling_spec
-from mismatch.processes.launch import pass_label, write_error
 from mismatch.processes.stages import Job, Stages, by_load
 from mismatch.reports.fixes_said import sentences
 from mismatch.run import store
 from mismatch.run.directory import at_work
+from mismatch.run.messages import pass_label, write_error
+from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec, Pass
 from tests import made_run
 

@@ -23,11 +23,12 @@ from mismatch.cli.to_spec import engine_names, other_engine
 from mismatch.errors import MismatchError
 from mismatch.experiments.engine_pair.edges import triangle
 from mismatch.experiments.engine_pair.outlier import FLOOR, FLOOR_TEXT, MEASURE, odd_one
+from mismatch.experiments.engine_pair.planning import other_place, other_spec
 from mismatch.experiments.engine_pair.types import TRAINER, Contrast, Triangle
 from mismatch.metrics import METRICS
 from mismatch.pipeline.commands import run_check
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
-from mismatch.pipeline.engine_pair import SecondEngine, dry_run_lines, other_place, other_spec
+from mismatch.pipeline.engine_pair import SecondEngine, dry_run_lines
 from mismatch.processes.stages import Stages
 from mismatch.reports.engines import contrast_rows, edge_rows, sentences, view
 from mismatch.reports.engines_figure import pictures

@@ -33,9 +33,9 @@ from mismatch.experiments.fixes.significance import (
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import common_prompts
 from mismatch.metrics.estimate import Estimator
-from mismatch.pipeline.commands import TRAIN
 from mismatch.run import store
 from mismatch.run.directory import invocations
+from mismatch.run.scorings import TRAIN
 from mismatch.run.store import FIX_PREFIX
 from mismatch.specs import CheckSpec
 from mismatch.types import Comparison, Estimate, Pair, Report, Rollout, Scoring, Verdict
