@@ -48,10 +48,9 @@ def models(
 
 def model_rows() -> list[dict[str, Any]]:
     """One row per name, from the shipped configs; no network, no torch."""
-    from mismatch.doctor.shape import read_shape
     from mismatch.models import EMBEDDED
     from mismatch.models.aliases import ALIASES
-    from mismatch.models.offline import find_config
+    from mismatch.models.config import ModelConfig, find_config
 
     found: list[tuple[str, str | None, str, dict[str, Any], tuple[str, ...]]] = [
         (name, None, "bf16", find_config(str(path)).values, ()) for name, path in EMBEDDED.items()
@@ -59,7 +58,7 @@ def model_rows() -> list[dict[str, Any]]:
     found += [(a.name, a.hub_id, a.released, a.config, a.unconfirmed) for a in ALIASES.values()]
     rows = []
     for name, hub_id, released, config, unconfirmed in found:
-        shape = read_shape(config)
+        shape = ModelConfig.of(config).require_counts()
         moe = f"{shape.layers}×{shape.experts}×{shape.top_k}" if shape.experts else None
         rows.append(
             {
