@@ -193,6 +193,6 @@ def test_counts_are_those_of_the_modules() -> None:
         counts = ModelConfig.of(config)
         layer = moe_layers(model.get_decoder())[0]
         experts = counts.experts + counts.extra_experts
-        assert experts == layer.num_experts - layer.family.more, family
+        assert experts == layer.num_experts - layer.family.extra_choices, family
         assert counts.top_k in (1, TOP_K)
     assert ModelConfig.of(families.configuration("doge", is_moe=False)).experts == 0
