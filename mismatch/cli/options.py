@@ -28,6 +28,13 @@ Framework = Literal[
     "verl", "nemo-rl", "trl", "prime-rl", "slime", "miles", "openrlhf", "skyrl", "areal"
 ]
 
+
+def _engines() -> str:
+    """The engines that ``--engine`` takes, as the help lists them."""
+    first, *others, last = startable_engines()
+    return f"{', '.join([f'{first} (default)', *others])} or {last}"
+
+
 RUN = Option("run", Path, REQUIRED, "", "Run directory.", argument=True)
 JSON = Option("as_json", bool, False, OUTPUT, "Print JSON.", spelling="--json")
 OUT = Option("out", Path | None, None, OUTPUT, "Run directory; default: runs/TIME-MODEL.")
@@ -47,7 +54,7 @@ PROMPT_FLAGS = (
 )
 ENGINE_FLAGS = (
     *(
-        replace(option, help=option.help.format(engines=" or ".join(startable_engines())))
+        replace(option, help=option.help.format(engines=_engines()))
         for option in flags_of(EngineSpec, "engine")
     ),
     Option(
@@ -58,8 +65,8 @@ ENGINE_FLAGS = (
         "NAME=PATH: interpreter of the environment that holds an engine; repeatable. "
         "Default: .venv-NAME beside this one, for an engine whose pins clash.",
     ),
-    Option("vllm_python", str | None, None, ENGINE, "--engine-python vllm=PATH."),
-    Option("sglang_python", str | None, None, ENGINE, "--engine-python sglang=PATH."),
+    Option("vllm_python", str | None, None, ENGINE, "The same as --engine-python vllm=PATH."),
+    Option("sglang_python", str | None, None, ENGINE, "The same as --engine-python sglang=PATH."),
     *flags_of(EngineSpec, "dtype tensor_parallel_size max_model_len gpu_memory_utilization"),
     *flags_of(EngineSpec, "args weights prefill"),
     *flags_of(RolloutSpec),

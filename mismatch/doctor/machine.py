@@ -19,7 +19,7 @@ from mismatch.engines.registry import engine_infos
 IMPORT_TIMEOUT_S = 180.0
 OPTIONAL = ("flash_attn", "flash_attn_interface", "kernels", "triton", "datasets")
 _TORCH_FACTS = (
-    "; import json; gpu = torch.cuda.is_available(); print('FACTS' + json.dumps({"
+    "\nimport json; gpu = torch.cuda.is_available(); print('FACTS' + json.dumps({"
     "'cuda': torch.version.cuda, 'gpus': torch.cuda.device_count() if gpu else 0, "
     "'fsdp': torch.distributed.is_available()}))"
 )
@@ -104,7 +104,7 @@ def import_checks() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Of torch, transformers and all engines: what proves that it works, and its distributions."""
     trainer = {
         "torch": ("import torch", ("torch",)),
-        "transformers": ("from transformers import AutoModelForCausalLM", ("transformers",)),
+        "transformers": ("import transformers", ("transformers",)),
     }
     infos = engine_infos()
     return trainer | {
@@ -134,6 +134,8 @@ def inspect_package(name: str, try_import: bool = True) -> Package:
     distribution = names[0] if names else distributions[0]
     if version is None or not try_import:
         return Package(name, distribution, version)
+    if clash := version_clash(distribution):
+        return Package(name, distribution, version, False, clash)
     code = statement + (_TORCH_FACTS if name == "torch" else "")
     try:
         done = subprocess.run(
@@ -152,6 +154,25 @@ def inspect_package(name: str, try_import: bool = True) -> Package:
         return Package(name, distribution, version, False, error)
     facts = [line[5:] for line in done.stdout.splitlines() if line.startswith("FACTS")]
     return Package(name, distribution, version, True, "", json.loads(facts[-1]) if facts else {})
+
+
+def version_clash(distribution: str) -> str:
+    """The first requirement of a distribution that what is installed does not meet; "": none."""
+    try:
+        from packaging.requirements import InvalidRequirement, Requirement
+    except ImportError:
+        return ""
+    try:
+        requirements = [Requirement(text) for text in metadata.requires(distribution) or ()]
+    except (metadata.PackageNotFoundError, InvalidRequirement):
+        return ""
+    for needed in requirements:
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        version = _distribution_version(needed.name)
+        if version is not None and not needed.specifier.contains(version, prereleases=True):
+            return f"it needs {needed.name}{needed.specifier}, {version} is installed"
+    return ""
 
 
 def _quiet_environment(distribution: str) -> dict[str, str]:

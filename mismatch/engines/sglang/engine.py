@@ -42,9 +42,9 @@ from mismatch.engines.sglang.child import (
     run_scheduler,
 )
 from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
-from mismatch.workers.launch import OUT_OF_MEMORY
 
 REASONS = {
     "prefill_tempered": "prefill: SGLang gives the logprobs of given tokens at T = 1 only",

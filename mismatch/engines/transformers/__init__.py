@@ -7,7 +7,7 @@ INFO = EngineInfo(
     module="transformers",
     packages=("transformers",),
     install_hint="pip install 'train-infer-mismatch[score]'",
-    import_check="from transformers import AutoModelForCausalLM",
+    import_check="import transformers",
     gives_routing_weights=True,
     verl_name="hf",
 )

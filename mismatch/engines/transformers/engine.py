@@ -241,7 +241,7 @@ class TransformersEngine:
 
     def weights(self) -> LoadedWeights:
         """See the protocol."""
-        from mismatch.weights_digest import digest_tensor
+        from mismatch.models.digests import digest_tensor
 
         tensors = self.model.state_dict().items()
         return LoadedWeights({n: digest_tensor(t) for n, t in tensors if t.is_floating_point()})

@@ -39,7 +39,9 @@ def require_machine(spec: EngineSpec) -> None:
     """
     from mismatch.models.derived import is_mxfp4
 
-    stored = spec.weights == AS_STORED and is_mxfp4(Path(spec.model))
+    directory = Path(spec.model)
+    local = (directory / "config.json").is_file()
+    stored = spec.weights == AS_STORED and local and is_mxfp4(directory)
     if (stored or spec.weights == "mxfp4") and spec.python is None and is_cpu_build():
         raise MismatchError(
             "vLLM has no kernels for MXFP4 experts on a CPU",

@@ -269,7 +269,7 @@ class VllmEngine:
 
     def weights(self) -> LoadedWeights:
         """See the protocol: summed over tensor-parallel ranks, under the checkpoint's names."""
-        from mismatch.weights_digest import combine
+        from mismatch.models.digests import combine
 
         renamed = self._call("mismatch_rename", checkpoint_names(self.spec))[0]
         total: dict[str, Any] = {}
