@@ -35,7 +35,7 @@ NO_MODEL = (
 )
 
 
-FIX = Option("fix", str | None, None, "", "Id of one fix, to see it in detail.", argument=True)
+FIX = Option("fix", str | None, "", "Id of one fix, to see it in detail.", argument=True)
 
 
 @dataclass(frozen=True, slots=True)

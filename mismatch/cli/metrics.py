@@ -26,7 +26,6 @@ EXPLANATION = (
 EXPLAIN = Option(
     "explain",
     str | None,
-    None,
     "",
     "Formula, direction, unit, interval, levels and names elsewhere of one metric; another "
     "framework's name will do.",

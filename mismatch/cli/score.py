@@ -11,7 +11,9 @@ from mismatch.errors import MismatchError
 from mismatch.specs import TRAIN
 
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._]*"
-NAME = Option("name", str, "fsdp", TRAIN, "Of the scoring; another than fsdp is added beside it.")
+NAME = Option(
+    "name", str, TRAIN, "Of the scoring; another than fsdp is added beside it.", default="fsdp"
+)
 
 
 @with_flags(RUN, MODEL_FLAGS, TRAIN_FLAGS, NAME, ROUTING, GRADIENT_FLAGS, CONFIG)
