@@ -95,7 +95,7 @@ def kernels(flags: Flags) -> int:
 
     from mismatch.audit.supervise import run_audit
     from mismatch.audit.verdict import judge
-    from mismatch.cli.narrator import ConsoleNarrator
+    from mismatch.cli.session import ConsoleNarrator
     from mismatch.reports.kernels_json import kernels_to_json
     from mismatch.reports.kernels_terminal import print_kernels
 

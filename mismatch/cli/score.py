@@ -26,8 +26,7 @@ def score(flags: Flags) -> int:
     import re
 
     from mismatch.cli import session
-    from mismatch.cli.to_spec import GRADIENT_FIELDS, train_spec, training_fields
-    from mismatch.cli.trainer import with_trainer
+    from mismatch.cli.to_spec import GRADIENT_FIELDS, train_spec, training_fields, with_trainer
     from mismatch.models import resolve_model
     from mismatch.pipeline import run_score
     from mismatch.preflight import preflight_training
