@@ -50,8 +50,8 @@ def check_spec(flags: Flags) -> CheckSpec:
 def training_fields(flags: Flags) -> dict[str, Any]:
     """What a check's spec says of the training side, beside its trainer."""
     from mismatch.injections import parse_injections
+    from mismatch.run.machine import local_gpus
     from mismatch.specs import CheckSpec
-    from mismatch.stages import local_gpus
 
     ranks = flags["nproc_per_node"]
     return {
@@ -69,7 +69,7 @@ def fix_fields(flags: Flags, stored: tuple[str, ...] = ()) -> dict[str, Any]:
     """
     if "fix" not in flags:
         return {}
-    from mismatch.fixes.plan import parse_requests
+    from mismatch.experiments.fixes.planning import parse_requests
     from mismatch.specs import CheckSpec
 
     fixes = parse_requests(flags["fix"] or ()) or stored
@@ -293,7 +293,7 @@ def _from_preset(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
 
 
 def _from_verl(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
-    from mismatch.engines.vllm_args import is_cpu_build
+    from mismatch.engines.vllm.arguments import is_cpu_build
     from mismatch.presets import installed_kernels
     from mismatch.presets.verl_config import read_verl_config
 
