@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from mismatch import manifest, store
+from mismatch.run import manifest, store
 
 from .conftest import TINY_RUN
 
@@ -34,8 +34,8 @@ KILLS: tuple[Kill, ...] = (
     ("comparison.json", -signal.SIGKILL),  # the tool
     ("report.json", -signal.SIGKILL),
 )
-# In the engine, in the tool, in a rank: `make test`; every moment: with the grids.
-ONE_EACH = (KILLS[0], KILLS[2], KILLS[4])
+# In the tool and in a rank: `make test`; every moment: with the grids.
+ONE_EACH = (KILLS[2], KILLS[4])
 
 
 def check(cwd: Path, *flags: str, kill_at: str = "") -> subprocess.CompletedProcess[str]:
@@ -68,7 +68,9 @@ def left_running(cwd: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "mismatch.workers" in " ".join(process.cmdline()) and process.cwd() == str(cwd):
+            if "mismatch.processes.workers" in " ".join(process.cmdline()) and process.cwd() == str(
+                cwd
+            ):
                 found.append(process)
         except psutil.Error:
             continue

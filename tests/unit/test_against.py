@@ -17,14 +17,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from mismatch import store
-from mismatch.against.document import against_to_json, schema
-from mismatch.against.measure import against
-from mismatch.against.types import Against
-from mismatch.against.write import write_against
 from mismatch.errors import MismatchError
+from mismatch.experiments.regression.document import against_to_json, schema
+from mismatch.experiments.regression.measure import against
+from mismatch.experiments.regression.types import Against
 from mismatch.reports.against import to_html, to_markdown
 from mismatch.reports.against_terminal import print_against
+from mismatch.reports.regression_files import write_against
+from mismatch.run import store
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 from tests.command import mismatch
 
@@ -120,6 +120,7 @@ def test_a_run_that_doubles_the_distance_is_worse_and_the_reverse_better(tmp_pat
     assert row(better).change.value == pytest.approx(-row(worse).change.value)
 
 
+@pytest.mark.slow
 def test_equal_engines_are_seldom_told_apart(tmp_path: Path) -> None:
     """20 pairs of runs of the same law: at 5 % one is expected to differ by chance."""
     runs = [make_run(tmp_path / f"r{seed}", tokens=seed) for seed in range(40)]
@@ -369,6 +370,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return mismatch("compare", *arguments)
 
 
+@pytest.mark.slow
 def test_exit_codes_and_what_is_written(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, spread=0.005)
     new = make_run(tmp_path / "new", tokens=2, spread=0.01)

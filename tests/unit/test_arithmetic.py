@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mismatch.tasks.arithmetic import Problem, arithmetic_problems, reward, story
-from mismatch.tasks.corpus import chats, worked_answer
+from mismatch.prompts.arithmetic import Problem, arithmetic_problems, reward, story
+from mismatch.prompts.corpus import chats, worked_answer
 
 PINNED = [
     Problem(
@@ -111,6 +111,7 @@ def test_reward_takes_negative_answers() -> None:
     assert reward("Answer: -12", -12) == 1.0
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_reward_never_raises_and_random_text_earns_nothing(text: str) -> None:
     assert reward(text, 10**9 + 7) == 0.0

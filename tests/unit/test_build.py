@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.cli.main import app
-from mismatch.reports.build import build_report, write_report
+from mismatch.pipeline.build import build_report
+from mismatch.reports.files import write_report
+from mismatch.run import store
 from mismatch.types import Report, Scoring
 from tests.made_run import make_run, rollout, scoring, spec
 
@@ -84,6 +85,7 @@ def reported_run(directory: Path, shift: float) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shift", "code"), [(0.0, 0), (1.0, 1)])
 def test_the_report_of_a_run_that_cannot_be_written_is_printed(
     shift: float,

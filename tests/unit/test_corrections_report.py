@@ -9,12 +9,12 @@ from functools import cache
 import pytest
 from rich.console import Console
 
-from mismatch.reports.build import build_report
-from mismatch.reports.document import report_from_json, report_to_json
+from mismatch.pipeline.build import build_report
+from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report
-from mismatch.runs import load_spec
+from mismatch.run.directory import load_spec
 from tests.made_run import make_run
 from tests.reports_fixture import make_failing_report, make_report, make_tokens
 
@@ -46,6 +46,7 @@ RENDERINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_every_rendering_has_the_section_with_its_sentence(name):
     said = " ".join(re.sub(r"\\", "", RENDERINGS[name](FAVOURED)).split())
@@ -54,6 +55,7 @@ def test_every_rendering_has_the_section_with_its_sentence(name):
     assert "None needed: " in " ".join(RENDERINGS[name](NEEDLESS).split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_a_report_without_a_preview_has_no_section(name):
     assert TITLE not in RENDERINGS[name](replace(FAVOURED, corrections=None))

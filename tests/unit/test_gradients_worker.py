@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from mismatch import store
 from mismatch.errors import MismatchError
-from mismatch.gradients.files import (
+from mismatch.experiments.gradients.files import (
     BATCH,
     failure_label,
     gradient_failures,
@@ -25,17 +24,18 @@ from mismatch.gradients.files import (
     load_gradients,
     save_batch,
 )
-from mismatch.gradients.plan import GradientPlan, Planned
-from mismatch.gradients.types import LOSSES, Trainer
-from mismatch.runs import Journal
+from mismatch.experiments.gradients.planning import GradientPlan, Planned
+from mismatch.experiments.gradients.types import LOSSES, Trainer
+from mismatch.processes.stages import Stages
+from mismatch.processes.workers.gradients import take_gradients
+from mismatch.processes.workers.train import _Passes
+from mismatch.run import store
+from mismatch.run.directory import Journal
+from mismatch.run.messages import SCORED, error_path, read_error
 from mismatch.specs import CheckSpec, TrainSpec
-from mismatch.stages import Stages
 from mismatch.training import gradients
 from mismatch.training.distributed import World
 from mismatch.types import Scoring
-from mismatch.workers.gradients import take_gradients
-from mismatch.workers.launch import SCORED, error_path, read_error
-from mismatch.workers.train import _Passes
 from tests.checkpoints import make, rollout
 
 ROLLOUT = rollout(((3, 6), (3, 9), (4, 5), (4, 8)))
@@ -125,6 +125,7 @@ def test_what_is_there_is_not_taken_again(done: Path, world: World, model: str) 
     assert changed == {Path(gradients_file(*one)).name for one in again}
 
 
+@pytest.mark.slow
 def test_other_scorings_make_other_weights(world: World, model: str, tmp_path: Path) -> None:
     plan = plan_of(model)
     fill(tmp_path)
@@ -196,6 +197,7 @@ def test_without_room_for_the_reference_nothing_is_taken(
     assert load_gradients(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_ppo_takes_its_gradient_through_the_noisy_pass(world: World, tmp_path: Path) -> None:
     model = str(make("gpt_oss", tmp_path / "model"))
     fill(tmp_path)

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 from rich.console import Console
 
+from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import fixes, summary
-from mismatch.reports.document import report_from_json, report_to_json, schema
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report
@@ -85,6 +85,7 @@ def test_changes_carry_their_interval_and_their_significance(said):
     assert "< 0.001" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_a_report_without_fixes_has_no_section(name):
     assert fixes.TITLE not in RENDERINGS[name](FAILING)

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch import routing_store, store
+from mismatch.captures import corruption, narrowest
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.routing_store import corruption, narrowest, read_arrays, write_arrays
+from mismatch.run import routing_files as routing_store
+from mismatch.run import store
+from mismatch.run.routing_files import read_arrays, write_arrays
 from mismatch.types import Routing, Scoring
 from tests.checkpoints import rollout
 
@@ -26,6 +28,7 @@ def distinct(tokens: int, layers: int, top_k: int = 4, experts: int = 32) -> np.
     return ids
 
 
+@pytest.mark.slow
 def test_a_million_tokens_of_gpt_oss_size_stay_small(tmp_path: Path) -> None:
     ids = distinct(1_000_000, 36)
     present = np.ones(len(ids), np.bool_)

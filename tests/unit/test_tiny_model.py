@@ -11,7 +11,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED, resolve_model
-from mismatch.tasks.arithmetic import arithmetic_problems, reward
+from mismatch.prompts.arithmetic import arithmetic_problems, reward
 
 MODEL = EMBEDDED["tiny-gpt-oss"]
 PROMPTS = 96
@@ -114,6 +114,7 @@ def test_special_tokens_are_single_ids_and_the_model_stops_at_them(tokenizer: An
     assert len(tokenizer) == 1024
 
 
+@pytest.mark.slow
 def test_it_answers_20_to_80_percent_of_the_default_prompts_at_temperature_1(
     model: Any, tokenizer: Any, record_property: Any
 ) -> None:

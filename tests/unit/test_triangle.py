@@ -15,28 +15,29 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mismatch import store
+from mismatch.analysis.levels import default_thresholds
 from mismatch.cli.config import read_config
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import engine_names, other_engine
 from mismatch.errors import MismatchError
-from mismatch.levels import default_thresholds
+from mismatch.experiments.engine_pair.edges import triangle
+from mismatch.experiments.engine_pair.outlier import FLOOR, FLOOR_TEXT, MEASURE, odd_one
+from mismatch.experiments.engine_pair.planning import other_place, other_spec
+from mismatch.experiments.engine_pair.types import TRAINER, Contrast, Triangle
 from mismatch.metrics import METRICS
-from mismatch.pipeline import run_check
-from mismatch.reports.document import report_from_json, report_to_json, schema
+from mismatch.pipeline.commands import run_check
+from mismatch.pipeline.document import report_from_json, report_to_json, schema
+from mismatch.pipeline.engine_pair import SecondEngine, dry_run_lines
+from mismatch.processes.stages import Stages
 from mismatch.reports.engines import contrast_rows, edge_rows, sentences, view
 from mismatch.reports.engines_figure import pictures
 from mismatch.reports.engines_terminal import print_engines
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
-from mismatch.runs import at_work
+from mismatch.run import store
+from mismatch.run.directory import at_work
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
-from mismatch.stages import Stages
-from mismatch.triangle.odd import FLOOR, FLOOR_TEXT, MEASURE, odd_one
-from mismatch.triangle.run import SecondEngine, dry_run_lines, other_place, other_spec
-from mismatch.triangle.table import triangle
-from mismatch.triangle.types import TRAINER, Contrast, Triangle
 from mismatch.types import Estimate, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report, make_tokens
 
@@ -242,6 +243,7 @@ def test_the_document_is_strict_and_reads_back(tmp_path: Path, unable: str) -> N
         jsonschema.validate(document, schema())
 
 
+@pytest.mark.slow
 def test_every_rendering_names_the_odd_one_and_every_edge(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A))
     made = report.engines
@@ -261,6 +263,7 @@ def test_every_rendering_names_the_odd_one_and_every_edge(tmp_path: Path) -> Non
     assert [picture.svg.count("<svg") for picture in found["pictures"]] == [1, 1]
 
 
+@pytest.mark.slow
 def test_three_that_agree_are_written_so_and_drawn_thin(tmp_path: Path) -> None:
     report = shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}))
     page, text = to_html(report, make_tokens()), to_markdown(report)
@@ -279,6 +282,7 @@ def thickest(svg: str) -> float:
     return max(map(float, re.findall(r"stroke-width: ([\d.]+)", svg)))
 
 
+@pytest.mark.slow
 def test_without_a_complete_triangle_there_is_no_picture(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A, unable=B))
     found = view(report)
@@ -288,6 +292,7 @@ def test_without_a_complete_triangle_there_is_no_picture(tmp_path: Path) -> None
     assert any("not tested" in sentence.lower() for sentence in sentences(report.engines))
 
 
+@pytest.mark.slow
 def test_names_of_engines_are_foreign_text(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A))
     evil = "<b>x</b>"
@@ -381,7 +386,7 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stages]:
 
 
 def test_each_engine_rescores_the_others_tokens_and_one_world_scores_both(staged: Stages) -> None:
-    from mismatch.triangle.run import measure_two
+    from mismatch.pipeline.engine_pair import measure_two
 
     measure_two(staged, [])
     assert Pretend.seen == [
