@@ -62,7 +62,7 @@ def test_preflight_asks_it(tmp_path: Path) -> None:
 
 def test_its_own_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_python(EngineSpec("toy")) is None  # it is installed here
-    monkeypatch.setattr("mismatch.pipeline.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("mismatch.processes.interpreters.find_spec", lambda name: None)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     python = tmp_path / ".venv-toy" / "bin" / "python"
     python.parent.mkdir(parents=True)
