@@ -10,7 +10,7 @@ from mismatch.breakdowns import breakdowns
 from mismatch.errors import MismatchError
 from mismatch.exact import exact_estimates
 from mismatch.metrics import METRICS
-from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import Array, Metric
 from mismatch.metrics.routing_noise import RouterNoise, with_noise
 from mismatch.metrics.routing_pairs import PairedRouting, pair_routing

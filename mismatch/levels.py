@@ -11,7 +11,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
-from mismatch.metrics.estimate import prompts_needed
+from mismatch.metrics.inference import prompts_needed
 from mismatch.references import REFERENCES, Reference, references_for
 from mismatch.thresholds import (
     COLUMNS,

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.metrics.estimate import Estimator
-from mismatch.metrics.grouped import Groups, group_means, prompt_sums
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.inference import Groups, group_means, prompt_sums
 from mismatch.metrics.registry import POSITIVE, REAL, SHARE, Array, floats
 from mismatch.metrics.routing import routing_prompt_disagree_any, routing_prompt_disagree_layer
 from mismatch.metrics.routing_noise import NOISE_QUANTILE, RouterNoise

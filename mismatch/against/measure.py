@@ -16,11 +16,12 @@ from mismatch.against.types import Against, AgainstRow, Changed, Outcome, RunSid
 from mismatch.compare import compare, inputs, is_sampling_law, paired_routing
 from mismatch.errors import MismatchError
 from mismatch.fixes.base import RANKED_BY
-from mismatch.fixes.rank import LEVEL, exchange, holm, per_prompt
+from mismatch.fixes.rank import per_prompt
 from mismatch.fixes.table import Sides
 from mismatch.levels import default_thresholds, exit_code
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts, difference, paired
+from mismatch.metrics.inference import LEVEL, exchange, holm
 from mismatch.metrics.registry import Metric
 from mismatch.pipeline import TRAIN
 from mismatch.runs import invocations

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from mismatch.errors import MismatchError
-from mismatch.fixes.rank import prompts_to_tell
 from mismatch.fixes.table import Sides
+from mismatch.metrics.inference import prompts_to_tell
 from mismatch.types import Fingerprint, Ints, Rollout
 
 LAW = ("temperature", "top_p", "top_k", "max_tokens")

@@ -13,21 +13,12 @@ from mismatch.diagnose.semantics import input_checks, semantic_checks
 from mismatch.errors import MismatchError
 from mismatch.fixes.base import RANKED_BY, SHOWN, EstimatorFix, FixOutcome, FixTable
 from mismatch.fixes.plan import DIRECTORY, Variant, bare, chosen_of
-from mismatch.fixes.rank import (
-    LEVEL,
-    METHOD,
-    Measured,
-    best_of,
-    change_of,
-    holm,
-    judged,
-    p_value,
-    ranked,
-)
+from mismatch.fixes.rank import METHOD, Measured, best_of, change_of, judged, p_value, ranked
 from mismatch.levels import column_for, default_thresholds, judge, verdict
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import common_prompts
-from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.inference import LEVEL, holm
 from mismatch.pipeline import TRAIN
 from mismatch.runs import invocations
 from mismatch.specs import CheckSpec

@@ -14,7 +14,7 @@ from mismatch.corrections.recipes import Recipe
 from mismatch.corrections.types import Preview
 from mismatch.fixes.base import EstimatorFix, FixOutcome, FixTable
 from mismatch.fixes.guides import settings_of
-from mismatch.fixes.rank import LEVEL
+from mismatch.metrics.inference import LEVEL
 from mismatch.reports import quantities
 from mismatch.reports.fixes_said import K3, MEAN, sentences
 from mismatch.reports.text import line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.metrics.intervals import (
+from mismatch.metrics.inference import (
     PERCENTILE_FROM,
     PromptSums,
     central,

@@ -7,16 +7,8 @@ import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.fixes.base import FixOutcome, FixTable
-from mismatch.fixes.rank import (
-    LEVEL,
-    Measured,
-    best_of,
-    change_of,
-    holm,
-    judged,
-    p_value,
-    ranked,
-)
+from mismatch.fixes.rank import Measured, best_of, change_of, judged, p_value, ranked
+from mismatch.metrics.inference import LEVEL, holm
 from mismatch.types import Estimate
 
 ABS, K3 = "logprob_abs_diff_mean", "k3_kl"

@@ -8,15 +8,16 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from mismatch.metrics.stream import stream
+from mismatch.streaming import stream_run
 
 from mismatch import store
 from mismatch.compare import compare
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics import METRICS, blocks, measure, passes, threads
-from mismatch.metrics.estimate import Estimator, hill_index
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.inference import hill_index
 from mismatch.metrics.registry import Metric
-from mismatch.metrics.stream import stream
-from mismatch.streaming import stream_run
 from mismatch.types import Pair, Rollout, Sampling, Scoring
 
 from .plain_estimates import plain

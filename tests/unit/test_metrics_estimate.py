@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mismatch.metrics import METRICS
-from mismatch.metrics.estimate import (
-    Estimator,
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.inference import (
     PromptSums,
     heavy_tail,
     hill_index,

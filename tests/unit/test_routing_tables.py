@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from mismatch.compare import compare, paired_routing
-from mismatch.metrics.grouped import group_means
+from mismatch.metrics.inference import group_means
 from mismatch.metrics.routing_noise import RouterNoise, router_noise, with_noise
 from mismatch.metrics.routing_pairs import other_rows, pair_routing
 from mismatch.routing_tables import flipped_layers
