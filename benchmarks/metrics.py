@@ -25,8 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from mismatch.metrics import METRICS  # noqa: E402
-from mismatch.metrics.estimator import Estimator  # noqa: E402
+from mismatch.metrics import METRICS
+from mismatch.metrics.estimator import Estimator
 
 RATIO, GROWTH = 40.0, 1.25
 LENGTH, SAMPLES = 500, 8

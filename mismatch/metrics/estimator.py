@@ -1,7 +1,8 @@
 """From the arrays of a comparison to every metric with its interval.
 
-A metric's terms are computed on all tokens at once and summed once per prompt; intervals
-(:mod:`mismatch.metrics.inference`) work on those sums.
+A metric's terms are summed once per prompt; intervals (:mod:`mismatch.metrics.inference`) work on
+those sums. Terms are computed for some whole prompts at a time, so that they stay in the
+processor's cache.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mismatch.metrics.inference import (
     RARE_PROMPTS,
     Interval,
     PromptSums,
+    Tail,
     bootstrap_t,
     central,
     draws,
@@ -30,10 +32,26 @@ from mismatch.metrics.inference import (
     woodruff_ends,
 )
 from mismatch.metrics.registry import FLAT, REALS, Array, Metric, floats, plain_array
+from mismatch.metrics.sequence import Ordered
 from mismatch.types import Estimate, Floats, Ints
 
 RESAMPLES = 1000
+CHUNK = 1 << 16  # tokens whose terms are computed at a time
+FEW_CHUNKS = 4  # of so few tokens all large terms are kept, not those above a sample's
 KEPT = 1 << 23  # counts of draws that are kept for the next metric: 64 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Terms of a metric: sums per prompt [P, M], the one value of a constant column, the tail.
+
+    Attributes:
+        heavy: None where too few large terms were kept to tell.
+    """
+
+    sums: Floats
+    constant: list[float | None]
+    heavy: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +93,8 @@ class Estimator:
         starts = np.concatenate([[0], np.flatnonzero(np.diff(sequence)) + 1])
         _require_prompts(sequence[starts], prompt)
         present, self._prompts = np.unique(prompt[sequence[starts]], return_inverse=True)
-        self._sequence = sequence
+        self._sequence = sequence.view(Ordered)
+        self._sequence.starts = starts
         self.n_tokens, self.n_sequences = len(sequence), len(starts)
         self.n_prompts = len(present)
         # Tokens of a prompt that lie side by side are one run; samples of a prompt mostly do.
@@ -101,7 +120,7 @@ class Estimator:
         known = set(arrays) | ({"delta"} if {"rollout", "train"} <= set(arrays) else set())
         wanted = [metric for metric in metrics if known.issuperset(metric.needs)]
         ready = self._ready(wanted, arrays)
-        sorted_terms: dict[Any, Floats] = {}  # quantiles of the same terms follow each other
+        last: tuple[Any, Floats, Floats] | None = None  # quantiles of the same terms come in a row
         estimates: dict[str, Estimate | None] = {}
         smooth: list[_Smooth] = []
         with np.errstate(all="ignore"):
@@ -111,12 +130,10 @@ class Estimator:
                     terms = metric.terms(**{name: ready[name] for name in metric.needs})
                     estimates[metric.name] = self._bare(metric.value(terms))
                 elif metric.kind == "quantile":
-                    if metric.terms not in sorted_terms:
-                        sorted_terms = {metric.terms: self._sorted(metric, ready)}
-                    terms = self._parts(metric, ready)[0]
-                    estimates[metric.name] = self._quantile(
-                        metric, terms, sorted_terms[metric.terms]
-                    )
+                    if last is None or last[0] is not metric.terms:
+                        terms = self._all_parts(metric, ready)[0]
+                        last = metric.terms, terms, np.sort(terms)
+                    estimates[metric.name] = self._quantile(metric, *last[1:])
                 else:
                     found = self._smooth(metric, ready)
                     if isinstance(found, Estimate):
@@ -180,9 +197,18 @@ class Estimator:
             array = array.astype(np.float64, copy=False)  # tables [A, L] stay, for their size
         return array if self._order is None else array[self._order]
 
-    def _parts(self, metric: Metric, ready: Mapping[str, Array]) -> list[Floats]:
-        """A metric's terms, [U] per column."""
-        units = self.n_tokens if metric.reduction == "token" else self.n_sequences
+    def _chunks(self) -> Iterator[tuple[int, int, Ints]]:
+        """First and last token of some whole runs, and where each run starts among them."""
+        edges = np.append(self._runs, self.n_tokens)
+        first = 0
+        while first < len(self._runs):
+            last = int(np.searchsorted(edges, edges[first] + CHUNK, "right")) - 1
+            last = max(last, first + 1)
+            yield int(edges[first]), int(edges[last]), self._runs[first:last] - edges[first]
+            first = last
+
+    def _parts(self, metric: Metric, ready: Mapping[str, Array], units: int) -> list[Floats]:
+        """A metric's terms, [units] per column."""
         parts = [floats(part) for part in metric.parts(ready)]
         for part in parts:
             if part.shape != (units,):
@@ -192,12 +218,59 @@ class Estimator:
                 )
         return parts
 
+    def _all_parts(self, metric: Metric, ready: Mapping[str, Array]) -> list[Floats]:
+        units = self.n_tokens if metric.reduction == "token" else self.n_sequences
+        return self._parts(metric, ready, units)
+
     def _per_prompt(self, values: Array, metric: Metric) -> Floats:
-        """Sums over each prompt, [P]."""
+        """Sums over each prompt, [P], of the values of all units."""
         if metric.reduction == "sequence":
             return floats(np.bincount(self._prompts, values, self.n_prompts))
-        sums = np.add.reduceat(values, self._runs, dtype=np.float64)
+        return self._of_runs(np.add.reduceat(values, self._runs, dtype=np.float64))
+
+    def _of_runs(self, sums: Floats) -> Floats:
         return floats(np.bincount(self._run_prompts, sums, self.n_prompts))
+
+    def _sums(self, metric: Metric, ready: Mapping[str, Array]) -> _Sums:
+        if metric.reduction == "sequence" or metric.whole:
+            parts = self._all_parts(metric, ready)
+            return _Sums(
+                np.stack([self._per_prompt(part, metric) for part in parts]).T,
+                [_only_value(part) for part in parts],
+                any(map(heavy_tail, parts)),
+            )
+        sample = None
+        if self.n_tokens > FEW_CHUNKS * CHUNK:
+            stride = -(-self.n_tokens // CHUNK)
+            few = {name: ready[name][::stride] for name in metric.needs}
+            sample = self._parts(metric, few, -(-self.n_tokens // stride))
+        found = self._in_chunks(metric, ready, sample)
+        if found.heavy is None:  # the sample misled
+            found = self._in_chunks(metric, ready, None)
+        return found
+
+    def _in_chunks(
+        self, metric: Metric, ready: Mapping[str, Array], sample: list[Floats] | None
+    ) -> _Sums:
+        rows: list[list[Floats]] = []
+        values: list[set[float | None]] = []
+        tails: list[Tail] = []
+        for low, high, starts in self._chunks():
+            chunk = {name: ready[name][low:high] for name in metric.needs}
+            parts = self._parts(metric, chunk, high - low)
+            if not tails:
+                tails = [Tail(None if sample is None else sample[j]) for j in range(len(parts))]
+                values = [set() for _ in parts]
+            for tail, part, seen in zip(tails, parts, values, strict=True):
+                tail.add(part)
+                seen.add(_only_value(part))
+            rows.append([np.add.reduceat(part, starts) for part in parts])
+        heavy = [tail.heavy(self.n_tokens) for tail in tails]
+        return _Sums(
+            np.stack([self._of_runs(np.concatenate(row)) for row in zip(*rows, strict=True)]).T,
+            [next(iter(seen)) if len(seen) == 1 else None for seen in values],
+            None if None in heavy and True not in heavy else any(heavy),
+        )
 
     # ------------------------------------------------------------ estimates
 
@@ -219,9 +292,6 @@ class Estimator:
     def _few(self) -> list[str]:
         return ["few-prompts"] if self.n_prompts < FEW_PROMPTS else []
 
-    def _sorted(self, metric: Metric, ready: Mapping[str, Array]) -> Floats:
-        return np.sort(self._parts(metric, ready)[0])
-
     def _quantile(self, metric: Metric, terms: Floats, ordered: Floats) -> Estimate:
         value = float(ordered[rank_of(metric.probability, len(ordered)) - 1]) + 0.0
         if not np.isfinite(value):
@@ -234,23 +304,21 @@ class Estimator:
         return self._bounded(metric, value, interval, flags)
 
     def _smooth(self, metric: Metric, ready: Mapping[str, Array]) -> _Smooth | Estimate | None:
-        parts = self._parts(metric, ready)
-        sums = np.stack([self._per_prompt(part, metric) for part in parts]).T
-        constant = [_only_value(part) for part in parts]
+        found = self._sums(metric, ready)
         count = self._counts[metric.reduction]
-        prompt_sums = PromptSums.of_sums(sums, count, constant, metric.combine)
+        prompt_sums = PromptSums.of_sums(found.sums, count, found.constant, metric.combine)
         value = metric.of_means(prompt_sums.centre)
         if np.isnan(value):
             return None
-        if not np.isfinite(value) or not np.isfinite(sums).all():
+        if not np.isfinite(value) or not np.isfinite(found.sums).all():
             return self._bare(value, "overflow")
         if self.n_prompts < 2:
             return self._bare(value, "one-prompt")
-        flags = [*self._few, *(["heavy-tail"] if any(map(heavy_tail, parts)) else [])]
-        if metric.unit == "share" and "delta" in metric.needs and not sums.any():
+        flags = [*self._few, *(["heavy-tail"] if found.heavy else [])]
+        if metric.unit == "share" and "delta" in metric.needs and not found.sums.any():
             # [0, 0] is no bound on rarer events where the sides differ.
             flags += ["no-events"] if ready["delta"].any() else []
-        return _Smooth(metric, sums, prompt_sums, value, flags)
+        return _Smooth(metric, found.sums, prompt_sums, value, flags)
 
     def _with_intervals(self, several: Sequence[_Smooth]) -> dict[str, Estimate]:
         intervals: dict[str, Interval | None] = {}

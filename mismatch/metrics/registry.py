@@ -80,6 +80,11 @@ class Metric:
     meaning: str = ""
     definition: str = ""
 
+    @property
+    def whole(self) -> bool:
+        """Whether the terms need all units at once, see :func:`whole`."""
+        return bool(getattr(self.terms, "whole", False))
+
     @functools.cached_property
     def needs(self) -> tuple[str, ...]:
         """Names of the arrays that ``terms`` takes; without one of them the metric is absent."""
@@ -243,6 +248,12 @@ def metric(
         )
 
     return declare
+
+
+def whole(terms: Callable[P, Any]) -> Callable[P, Any]:
+    """For terms of a unit that look at other units too: they are computed for all at once."""
+    terms.whole = True  # type: ignore[attr-defined]
+    return terms
 
 
 def register(declared: Metric) -> Callable[..., float]:

@@ -9,6 +9,7 @@ Formulas and names: docs/metrics.md. Same errors as :class:`Metric`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,12 @@ from mismatch.metrics.token import CLAMP, TRUNCATION, excess_factor
 from mismatch.types import Floats, Ints
 
 
+class Ordered(np.ndarray[Any, np.dtype[np.int64]]):
+    """Ascending sequence numbers [A] that know where each begins; a slice of them does not."""
+
+    starts: Ints
+
+
 def per_sequence_sum(values: Floats, sequence: Ints) -> Floats:
     """Sums over each sequence that occurs, in ascending order of its number."""
     return _sums_and_lengths(values, sequence)[0]
@@ -39,11 +46,13 @@ def per_sequence_mean(values: Floats, sequence: Ints) -> Floats:
 
 
 def _sums_and_lengths(values: Floats, sequence: Ints) -> tuple[Floats, Ints]:
-    steps = np.diff(sequence)
-    if (steps < 0).any():
-        _, code, lengths = np.unique(sequence, return_inverse=True, return_counts=True)
-        return floats(np.bincount(code, weights=values)), lengths
-    starts = np.concatenate([[0], np.flatnonzero(steps) + 1])
+    starts = getattr(sequence, "starts", None)
+    if starts is None:
+        steps = np.diff(sequence)
+        if (steps < 0).any():
+            _, code, lengths = np.unique(sequence, return_inverse=True, return_counts=True)
+            return floats(np.bincount(code, weights=values)), lengths
+        starts = np.concatenate([[0], np.flatnonzero(steps) + 1])
     return floats(np.add.reduceat(values, starts)), np.diff(starts, append=len(sequence))
 
 

@@ -22,6 +22,7 @@ from mismatch.metrics.registry import (
     quotient,
     register,
     spread,
+    whole,
 )
 from mismatch.types import Floats, Ints
 
@@ -269,6 +270,7 @@ def _pearson(means: Floats) -> Floats:
     label="probability correlation",
     meaning="Pearson correlation of the two sides' token probabilities; 1 is perfect",
 )
+@whole
 def probs_pearson(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
     """Pearson correlation of e^train and e^rollout; undefined where either is constant."""
     x = np.exp(rollout)
