@@ -74,6 +74,7 @@ class Estimator:
         sequence: [A] sequence of each action token.
         prompt: [N] prompt of each sequence.
         seed: of the resamples; the same seed gives the same intervals.
+        chunk: tokens whose terms are computed at a time, about.
 
     Raises:
         EmptyComparison: no token.
@@ -81,7 +82,13 @@ class Estimator:
     """
 
     def __init__(
-        self, sequence: Ints, prompt: Ints, *, seed: int = 0, resamples: int = RESAMPLES
+        self,
+        sequence: Ints,
+        prompt: Ints,
+        *,
+        seed: int = 0,
+        resamples: int = RESAMPLES,
+        chunk: int = CHUNK,
     ) -> None:
         sequence, prompt = _whole("sequence", sequence), _whole("prompt", prompt)
         if not len(sequence):
@@ -105,7 +112,7 @@ class Estimator:
             "token": floats(np.bincount(self._prompts, lengths, self.n_prompts)),
             "sequence": floats(np.bincount(self._prompts, minlength=self.n_prompts)),
         }
-        self._seed, self._resamples = seed, resamples
+        self._seed, self._resamples, self._chunk = seed, resamples, chunk
 
     def all(self, metrics: Iterable[Metric], arrays: Mapping[str, Array]) -> dict[str, Estimate]:
         """Every metric whose arrays are there and whose value is defined, by name.
@@ -136,10 +143,10 @@ class Estimator:
                     estimates[metric.name] = self._quantile(metric, *last[1:])
                 else:
                     found = self._smooth(metric, ready)
-                    if isinstance(found, Estimate):
-                        estimates[metric.name] = found
-                    else:
+                    if isinstance(found, _Smooth):
                         smooth.append(found)
+                    else:
+                        estimates[metric.name] = found
             estimates |= self._with_intervals(smooth)
         return {
             name: estimate
@@ -202,7 +209,7 @@ class Estimator:
         edges = np.append(self._runs, self.n_tokens)
         first = 0
         while first < len(self._runs):
-            last = int(np.searchsorted(edges, edges[first] + CHUNK, "right")) - 1
+            last = int(np.searchsorted(edges, edges[first] + self._chunk, "right")) - 1
             last = max(last, first + 1)
             yield int(edges[first]), int(edges[last]), self._runs[first:last] - edges[first]
             first = last
@@ -240,8 +247,8 @@ class Estimator:
                 any(map(heavy_tail, parts)),
             )
         sample = None
-        if self.n_tokens > FEW_CHUNKS * CHUNK:
-            stride = -(-self.n_tokens // CHUNK)
+        if self.n_tokens > FEW_CHUNKS * self._chunk:
+            stride = -(-self.n_tokens // self._chunk)
             few = {name: ready[name][::stride] for name in metric.needs}
             sample = self._parts(metric, few, -(-self.n_tokens // stride))
         found = self._in_chunks(metric, ready, sample)

@@ -1,4 +1,4 @@
-"""Estimates the plain way: all terms of a metric at once. What the blocks are checked against."""
+"""Estimates the plain way: all terms of a metric at once. What the estimator is checked against."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def plain(
     cluster = of_sequence[code] if metric.reduction == "token" else of_sequence
     with np.errstate(all="ignore"):
         terms = metric.terms(**{name: arrays[name] for name in metric.needs})
+    if isinstance(terms, tuple):
+        terms = columns(terms)
     value = metric.value(terms)
     if np.isnan(value):
         return None
