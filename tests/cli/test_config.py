@@ -1,18 +1,13 @@
 """--config and --print-config: flags as a file, both ways."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.command import mismatch
+
 CHECK = ["check", "--model", "tiny-gpt-oss"]
-
-
-def mismatch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mismatch", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def printed(*arguments: str, cwd: Path) -> dict:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,18 +11,11 @@ from mismatch.cli.flags import Flags
 from mismatch.cli.servers import moved, server_fields
 from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
+from tests.command import mismatch
 from tests.scripted_server import ScriptedServer
 
 SECRET = "sk-very-secret"
 HERE = "http://127.0.0.1:9"  # where nobody answers
-
-
-def mismatch(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mismatch", *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), **env}
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment
-    )
 
 
 def refused(tmp_path: Path, *flags: str, **env: str) -> str:

@@ -1,8 +1,6 @@
 """`--trainer`, `--verl-config` and the data-set flags mean what they say; what is given wins."""
 
 import json
-import subprocess
-import sys
 from typing import get_type_hints
 
 import pytest
@@ -13,6 +11,7 @@ from mismatch.cli.to_spec import check_spec
 from mismatch.cli.trainer import with_trainer
 from mismatch.errors import MismatchError
 from mismatch.tasks.prompts import read_prompts
+from tests.command import mismatch
 
 
 def flags(**given) -> Flags:
@@ -95,12 +94,7 @@ def test_a_data_set_becomes_prompts_with_gradable_answers(tmp_path):
 
 
 def test_the_preset_reaches_the_command_line(tmp_path):
-    command = [sys.executable, "-m", "mismatch", "check", "--model", "tiny-gpt-oss"]
-    done = subprocess.run(
-        [*command, "--trainer", "trl", "--samples-per-prompt", "0"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    command = ("check", "--model", "tiny-gpt-oss", "--trainer", "trl", "--samples-per-prompt", "0")
+    done = mismatch(*command, cwd=tmp_path)
     assert "trainer: TRL" in done.stdout
     assert done.returncode == 2  # no samples: nothing was started

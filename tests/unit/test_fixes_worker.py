@@ -18,7 +18,7 @@ from mismatch.workers.train import Item, _Passes
 PARTED = """
 import os
 from datetime import timedelta
-from mismatch.training.world import World
+from mismatch.training.distributed import World
 
 world = World.start()
 world.meet("first")

@@ -31,7 +31,7 @@ from mismatch.runs import Journal
 from mismatch.specs import CheckSpec, TrainSpec
 from mismatch.stages import Stages
 from mismatch.training import gradients
-from mismatch.training.world import World
+from mismatch.training.distributed import World
 from mismatch.types import Scoring
 from mismatch.workers.gradients import take_gradients
 from mismatch.workers.launch import SCORED, error_path, read_error

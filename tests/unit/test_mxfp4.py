@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from mismatch.errors import MismatchError
-from mismatch.models import derived
+from mismatch.models import derived, mxfp4
 from mismatch.moe import require_forms
 from mismatch.pipeline import REFERENCE, WEIGHTS, run_score, training_passes
 from mismatch.specs import CheckSpec, TrainSpec, WeightsForm
 from mismatch.store import save_rollout
-from mismatch.training import mxfp4
 from mismatch.weights_digest import source_hashes
 from tests.checkpoints import make, make_mxfp4, rollout
 
