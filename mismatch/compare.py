@@ -12,8 +12,7 @@ from mismatch.exact import exact_estimates
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import Array, Metric
-from mismatch.metrics.routing_noise import RouterNoise, with_noise
-from mismatch.metrics.routing_pairs import PairedRouting, pair_routing
+from mismatch.metrics.routing_pairs import PairedRouting, RouterNoise, pair_routing, with_noise
 from mismatch.routing_tables import prompt_routing, routing_tables
 from mismatch.types import Comparison, Estimate, Ints, Pair, Rollout, Scoring
 

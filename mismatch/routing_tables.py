@@ -14,9 +14,10 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.inference import Groups, group_means, prompt_sums
 from mismatch.metrics.registry import POSITIVE, REAL, SHARE, Array, floats
-from mismatch.metrics.routing_noise import NOISE_QUANTILE, RouterNoise
 from mismatch.metrics.routing_pairs import (
+    NOISE_QUANTILE,
     PairedRouting,
+    RouterNoise,
     action_rows,
     load_variation,
     other_rows,

@@ -132,7 +132,7 @@ def routing_margin_flipped(margin: Array, differs: Bools) -> Floats:
 def routing_near_tie(near_tie: Bools) -> Floats:
     """Share of (token, layer) whose margin on the train side is within the router's noise, [A, L].
 
-    The noise is that of :func:`mismatch.metrics.routing_noise.router_noise`.
+    The noise is that of :func:`mismatch.metrics.routing_pairs.router_noise`.
     """
     return floats(near_tie.mean(axis=1))
 

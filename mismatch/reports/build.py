@@ -15,7 +15,7 @@ from mismatch.diagnose.semantics import input_checks, semantic_checks
 from mismatch.exact import exact_checks, exact_reason
 from mismatch.gradients.found import check_of_run
 from mismatch.levels import column_for, judge, verdict
-from mismatch.metrics.routing_noise import router_noise
+from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline import REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.provenance import provenance
 from mismatch.reports.budget import budget_of

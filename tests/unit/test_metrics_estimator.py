@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics import METRICS
+from mismatch.metrics import METRICS, k3_kl
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import Metric
 from mismatch.types import Pair, Rollout, Sampling, Scoring
@@ -214,3 +216,42 @@ def test_sequences_whose_tokens_are_all_masked_count_nowhere():
     assert got.n_sequences == len(held) < len(prompt)
     means = [-arrays["delta"][sequence == n].mean() for n in held]
     assert got.value == pytest.approx(np.mean(means))
+
+
+# ---------------------------------------------------------------- tensors and integers
+
+
+def test_tensors_are_read_as_numbers():
+    """bfloat16, which numpy lacks, and tensors with a gradient; as a function and with intervals."""
+    import torch
+
+    values = torch.tensor([0.5, -0.25, 1.0, 0.0])
+    truth = k3_kl(values.numpy())
+    for tensor in (values, values.bfloat16(), values.double().requires_grad_(), values.half()):
+        assert k3_kl(tensor) == truth
+        got = Estimator(SEQUENCE, PROMPT).one(METRICS["k3_kl"], {"delta": tensor})
+        assert got is not None
+        assert got.value == pytest.approx(truth, rel=1e-15)
+
+
+def test_integers_are_floats_or_ids():
+    whole = np.array([0, 1, 2, 3], np.uint8)
+    assert METRICS["kl"](whole) == -1.5  # an unsigned number has no minus
+    assert METRICS["k2_kl"](np.full(3, 100, np.int8)) == 5000.0  # nor a square
+    got = Estimator(SEQUENCE, PROMPT).one(METRICS["kl"], {"delta": whole})
+    assert got is not None
+    assert got.value == -1.5
+    assert METRICS["argmax_agree"](whole, whole) == 1.0
+    with pytest.raises(MismatchError, match="holds bool"):
+        METRICS["kl"](whole > 1)
+    with pytest.raises(MismatchError, match="holds <U1"):
+        METRICS["kl"](np.array(["a"]))
+
+
+def test_metrics_need_no_torch():
+    """In a process of its own, as a user imports them."""
+    code = (
+        "import sys, mismatch.metrics; print([m for m in ('torch', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

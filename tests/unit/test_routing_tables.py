@@ -10,8 +10,13 @@ import pytest
 
 from mismatch.compare import compare, paired_routing
 from mismatch.metrics.inference import group_means
-from mismatch.metrics.routing_noise import RouterNoise, router_noise, with_noise
-from mismatch.metrics.routing_pairs import other_rows, pair_routing
+from mismatch.metrics.routing_pairs import (
+    RouterNoise,
+    other_rows,
+    pair_routing,
+    router_noise,
+    with_noise,
+)
 from mismatch.routing_tables import flipped_layers
 from mismatch.types import Routing, Scoring
 from tests.routing_fixture import rollout_of, routing_pair
