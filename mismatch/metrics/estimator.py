@@ -54,6 +54,41 @@ class _Sums:
     heavy: bool | None
 
 
+class _Tally:
+    """What is kept of a metric's terms while its chunks pass by.
+
+    Args:
+        sample: some of the terms, a column each.
+    """
+
+    def __init__(self, sample: list[Floats] | None) -> None:
+        self._sample = sample
+        self._rows: list[list[Floats]] = []
+        self._values: list[set[float | None]] = []
+        self._tails: list[Tail] = []
+
+    def add(self, parts: list[Floats], starts: Ints) -> None:
+        if not self._rows:
+            samples = [None] * len(parts) if self._sample is None else self._sample
+            self._tails = [Tail(sample) for sample in samples]
+            self._values = [set() for _ in parts]
+        for tail, part, values in zip(self._tails, parts, self._values, strict=True):
+            tail.add(part)
+            values.add(_only_value(part))
+        self._rows.append([np.add.reduceat(part, starts) for part in parts])
+
+    def rows(self) -> list[Floats]:
+        """Sums over each run of tokens, a column each."""
+        return [np.concatenate(column) for column in zip(*self._rows, strict=True)]
+
+    def constant(self) -> list[float | None]:
+        return [next(iter(seen)) if len(seen) == 1 else None for seen in self._values]
+
+    def heavy(self, units: int) -> bool | None:
+        found = [tail.heavy(units) for tail in self._tails]
+        return None if None in found and True not in found else any(found)
+
+
 @dataclass(frozen=True, slots=True)
 class _Smooth:
     """A mean or ratio whose interval is still to be made."""
@@ -131,6 +166,7 @@ class Estimator:
         estimates: dict[str, Estimate | None] = {}
         smooth: list[_Smooth] = []
         with np.errstate(all="ignore"):
+            sums = self._sums([m for m in wanted if m.kind in ("mean", "ratio")], ready)
             for metric in wanted:
                 estimates[metric.name] = None  # keeps the order
                 if metric.kind == "extreme":
@@ -142,7 +178,7 @@ class Estimator:
                         last = metric.terms, terms, np.sort(terms)
                     estimates[metric.name] = self._quantile(metric, *last[1:])
                 else:
-                    found = self._smooth(metric, ready)
+                    found = self._smooth(metric, sums[metric.name], ready)
                     if isinstance(found, _Smooth):
                         smooth.append(found)
                     else:
@@ -238,46 +274,56 @@ class Estimator:
     def _of_runs(self, sums: Floats) -> Floats:
         return floats(np.bincount(self._run_prompts, sums, self.n_prompts))
 
-    def _sums(self, metric: Metric, ready: Mapping[str, Array]) -> _Sums:
-        if metric.reduction == "sequence" or metric.whole:
-            parts = self._all_parts(metric, ready)
-            return _Sums(
-                np.stack([self._per_prompt(part, metric) for part in parts]).T,
-                [_only_value(part) for part in parts],
-                any(map(heavy_tail, parts)),
-            )
-        sample = None
-        if self.n_tokens > FEW_CHUNKS * self._chunk:
-            stride = -(-self.n_tokens // self._chunk)
-            few = {name: ready[name][::stride] for name in metric.needs}
-            sample = self._parts(metric, few, -(-self.n_tokens // stride))
-        found = self._in_chunks(metric, ready, sample)
-        if found.heavy is None:  # the sample misled
-            found = self._in_chunks(metric, ready, None)
-        return found
+    def _sums(self, metrics: Sequence[Metric], ready: Mapping[str, Array]) -> dict[str, _Sums]:
+        """Of means and ratios, by name."""
+        chunked = [m for m in metrics if m.reduction == "token" and not m.whole]
+        sampled = self._in_chunks(chunked, ready, self._sample(chunked, ready))
+        misled = [m for m in chunked if sampled[m.name].heavy is None]
+        sums = sampled | self._in_chunks(misled, ready, {})
+        for metric in metrics:
+            if metric.name not in sums:
+                parts = self._all_parts(metric, ready)
+                sums[metric.name] = _Sums(
+                    np.stack([self._per_prompt(part, metric) for part in parts]).T,
+                    [_only_value(part) for part in parts],
+                    any(map(heavy_tail, parts)),
+                )
+        return sums
+
+    def _sample(
+        self, metrics: Sequence[Metric], ready: Mapping[str, Array]
+    ) -> dict[str, list[Floats]]:
+        """Some of the terms of many tokens, by metric: what is large is measured by them."""
+        if self.n_tokens <= FEW_CHUNKS * self._chunk:
+            return {}
+        stride = -(-self.n_tokens // self._chunk)
+        few = {name: array[::stride] for name, array in ready.items() if name in FLAT}
+        return {
+            metric.name: self._parts(metric, few, len(few["sequence"]))
+            for metric in metrics
+            if few.keys() >= set(metric.needs)
+        }
 
     def _in_chunks(
-        self, metric: Metric, ready: Mapping[str, Array], sample: list[Floats] | None
-    ) -> _Sums:
-        rows: list[list[Floats]] = []
-        values: list[set[float | None]] = []
-        tails: list[Tail] = []
-        for low, high, starts in self._chunks():
-            chunk = {name: ready[name][low:high] for name in metric.needs}
-            parts = self._parts(metric, chunk, high - low)
-            if not tails:
-                tails = [Tail(None if sample is None else sample[j]) for j in range(len(parts))]
-                values = [set() for _ in parts]
-            for tail, part, seen in zip(tails, parts, values, strict=True):
-                tail.add(part)
-                seen.add(_only_value(part))
-            rows.append([np.add.reduceat(part, starts) for part in parts])
-        heavy = [tail.heavy(self.n_tokens) for tail in tails]
-        return _Sums(
-            np.stack([self._of_runs(np.concatenate(row)) for row in zip(*rows, strict=True)]).T,
-            [next(iter(seen)) if len(seen) == 1 else None for seen in values],
-            None if None in heavy and True not in heavy else any(heavy),
-        )
+        self,
+        metrics: Sequence[Metric],
+        ready: Mapping[str, Array],
+        samples: Mapping[str, list[Floats]],
+    ) -> dict[str, _Sums]:
+        tallies = {metric.name: _Tally(samples.get(metric.name)) for metric in metrics}
+        names = {name for metric in metrics for name in metric.needs}
+        for low, high, starts in self._chunks() if metrics else ():
+            chunk = {name: ready[name][low:high] for name in names}
+            for metric in metrics:
+                tallies[metric.name].add(self._parts(metric, chunk, high - low), starts)
+        return {
+            name: _Sums(
+                np.stack([self._of_runs(row) for row in tally.rows()]).T,
+                tally.constant(),
+                tally.heavy(self.n_tokens),
+            )
+            for name, tally in tallies.items()
+        }
 
     # ------------------------------------------------------------ estimates
 
@@ -310,8 +356,9 @@ class Estimator:
         flags = [*self._few, *(["few-tokens"] if interval is None else [])]
         return self._bounded(metric, value, interval, flags)
 
-    def _smooth(self, metric: Metric, ready: Mapping[str, Array]) -> _Smooth | Estimate | None:
-        found = self._sums(metric, ready)
+    def _smooth(
+        self, metric: Metric, found: _Sums, ready: Mapping[str, Array]
+    ) -> _Smooth | Estimate | None:
         count = self._counts[metric.reduction]
         prompt_sums = PromptSums.of_sums(found.sums, count, found.constant, metric.combine)
         value = metric.of_means(prompt_sums.centre)

@@ -222,7 +222,7 @@ def test_sequences_whose_tokens_are_all_masked_count_nowhere():
 
 
 def test_tensors_are_read_as_numbers():
-    """bfloat16, which numpy lacks, and tensors with a gradient; as a function and with intervals."""
+    """bfloat16, which numpy lacks, and tensors with a gradient."""
     import torch
 
     values = torch.tensor([0.5, -0.25, 1.0, 0.0])
