@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch import store
 from mismatch.errors import MismatchError
-from mismatch.moe import is_moe, require_forms, require_routes
+from mismatch.models.config import is_moe
+from mismatch.moe import require_forms, require_routes
 from mismatch.preflight import preflight
 from mismatch.resume import differences
 from mismatch.runs import Journal, at_work, load_spec

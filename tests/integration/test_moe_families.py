@@ -140,17 +140,17 @@ def test_a_family_that_cannot_be_captured_says_so_before_weights_load(tmp_path: 
 
 
 def test_experts_in_an_unknown_place_are_not_taken_for_a_dense_model() -> None:
-    from mismatch.training.routing.capture import unreadable
+    from mismatch.training.routing.capture import why_unreadable
 
     model = families.tiny("mixtral")
     for layer in model.model.layers:
         layer.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(8)])
-    assert "unknown way" in (unreadable(model.config, model) or "")
-    assert unreadable(families.configuration("mixtral"), families.tiny("mixtral")) is None
+    assert "unknown way" in (why_unreadable(model.config, model) or "")
+    assert why_unreadable(families.configuration("mixtral"), families.tiny("mixtral")) is None
 
 
 def test_layers_of_different_width_are_refused() -> None:
-    from mismatch.training.routing.capture import unreadable
+    from mismatch.training.routing.capture import why_unreadable
 
     config = families.configuration("hunyuan_v1_moe", moe_topk=[1, 2, 2, 2])
-    assert "moe_topk differs by layer" in (unreadable(config, torch.nn.Linear(1, 1)) or "")
+    assert "moe_topk differs by layer" in (why_unreadable(config, torch.nn.Linear(1, 1)) or "")

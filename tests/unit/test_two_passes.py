@@ -15,7 +15,8 @@ from jsonschema import Draft202012Validator
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.injections import describe, parse_injections
 from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
-from mismatch.moe import is_moe, require_routes
+from mismatch.models.config import is_moe
+from mismatch.moe import require_routes
 from mismatch.pipeline import (
     NEW,
     NEW_REPLAYED,
