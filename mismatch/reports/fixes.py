@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mismatch.corrections.recipes import Recipe
-from mismatch.corrections.types import Preview
-from mismatch.fixes.base import EstimatorFix, FixOutcome, FixTable
-from mismatch.fixes.guides import settings_of
+from mismatch.analysis.corrections.recipes import Recipe
+from mismatch.analysis.corrections.types import Preview
+from mismatch.experiments.fixes.base import EstimatorFix, FixOutcome, FixTable
+from mismatch.experiments.fixes.guides import settings_of
 from mismatch.metrics.inference import LEVEL
 from mismatch.reports import quantities
 from mismatch.reports.fixes_said import K3, MEAN, sentences

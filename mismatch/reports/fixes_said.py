@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.fixes.base import RANKED_BY, FixOutcome, FixTable
+from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.metrics.inference import prompts_to_tell
 from mismatch.reports import quantities
 from mismatch.reports.text import line

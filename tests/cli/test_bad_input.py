@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mismatch import store
 from mismatch.engines.registry import INSTALL
+from mismatch.run import store
 
 from ..command import mismatch
 from ..limited import mounted

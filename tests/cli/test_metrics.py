@@ -9,10 +9,10 @@ import json
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.cli.main import app
 from mismatch.metrics import METRICS, conventions
 from mismatch.metrics.names import metric_called
+from mismatch.run import store
 from tests.command import mismatch
 from tests.made_run import make_run
 

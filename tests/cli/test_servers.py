@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mismatch import store
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
 from mismatch.cli.servers import moved, server_addresses
 from mismatch.cli.to_spec import engine_spec
 from mismatch.errors import MismatchError
+from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from tests.command import mismatch
 from tests.scripted_server import ScriptedServer

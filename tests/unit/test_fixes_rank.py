@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.fixes.base import FixOutcome, FixTable
-from mismatch.fixes.rank import Measured, best_of, change_of, judged, p_value, ranked
+from mismatch.experiments.fixes.base import FixOutcome, FixTable
+from mismatch.experiments.fixes.significance import (
+    Measured,
+    best_of,
+    change_of,
+    judged,
+    p_value,
+    ranked,
+)
 from mismatch.metrics.inference import LEVEL, holm
 from mismatch.types import Estimate
 

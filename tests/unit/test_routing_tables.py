@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch.compare import compare, paired_routing
+from mismatch.analysis.comparison import compare, paired_routing
+from mismatch.analysis.routing_tables import flipped_layers
 from mismatch.metrics.inference import group_means
 from mismatch.metrics.routing_pairs import (
     RouterNoise,
@@ -17,7 +18,6 @@ from mismatch.metrics.routing_pairs import (
     router_noise,
     with_noise,
 )
-from mismatch.routing_tables import flipped_layers
 from mismatch.types import Routing, Scoring
 from tests.routing_fixture import rollout_of, routing_pair
 
