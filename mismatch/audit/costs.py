@@ -17,14 +17,14 @@ from mismatch.audit.types import Cost
 
 RUNS = 3
 QUICK_S = 5.0  # a pass that takes longer is not run again
-FIRST = 1024  # longest length that is tried without knowing what a shorter one took
+FIRST = 1024  # longest length that is tried without the costs of a shorter one
 SHARE_OF_FREE = 0.5  # of the machine's memory: others work on it too
 
 
 def cost_dtype(device: str, accepted: list[str]) -> str:
-    """What trainers compute in there; on a CPU, where bfloat16 is often emulated, float32."""
-    wanted = ("bf16", "fp16", "fp32") if device.startswith("cuda") else ("fp32", "bf16")
-    return next((name for name in wanted if name in accepted), accepted[0])
+    """A trainer's dtype on a GPU; float32 on a CPU, where bfloat16 is often emulated."""
+    preferred = ("bf16", "fp16", "fp32") if device.startswith("cuda") else ("fp32", "bf16")
+    return next((name for name in preferred if name in accepted), accepted[0])
 
 
 def costs(
@@ -32,9 +32,8 @@ def costs(
 ) -> tuple[Cost, ...]:
     """One entry per length of the options, shortest first.
 
-    A length that would not fit, or take too long, by what the one before took (both grow with the
-    square at most), is left out with a note. Memory is that beyond inputs and their gradients; the
-    mask counts.
+    A length that would not fit or take too long, extrapolated from the one before with the square,
+    is left out with a note. Memory is that beyond inputs and their gradients, with the mask.
     """
     return tuple(_costs(runner, geometry, options, cost_dtype(options.device, accepted)))
 
@@ -43,13 +42,13 @@ def _costs(runner: Runner, geometry: ModelGeometry, options: Options, dtype: str
     last: Cost | None = None
     lengths = sorted(set(options.tokens))
     if lengths and lengths[0] > FIRST:
-        last = _one(runner, geometry, options, dtype, FIRST)
+        last = _measured(runner, geometry, options, dtype, FIRST)
     for tokens in lengths:
         note = _too_much(last, tokens, options)
         if note:
             yield Cost(tokens, None, None, note)
             continue
-        cost = _one(runner, geometry, options, dtype, tokens)
+        cost = _measured(runner, geometry, options, dtype, tokens)
         yield cost
         last = cost if cost.seconds is not None else last
 
@@ -76,7 +75,7 @@ def free_bytes(device: str) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _one(
+def _measured(
     runner: Runner, geometry: ModelGeometry, options: Options, dtype: str, tokens: int
 ) -> Cost:
     from mismatch.training.memory import MemoryPeak
@@ -89,9 +88,9 @@ def _one(
     try:
         while len(seconds) < RUNS and sum(seconds) < QUICK_S:
             with MemoryPeak(device, active=True) as peak:
-                held = _pass(runner, scene, inputs, device)
+                inputs_bytes = _pass(runner, scene, inputs, device)
             seconds.append(peak.seconds)
-            peaks.append(max(0, (peak.bytes or 0) - held))
+            peaks.append(max(0, (peak.bytes or 0) - inputs_bytes))
     except torch.OutOfMemoryError:
         return Cost(tokens, None, None, "out of memory")
     except Exception as error:
@@ -100,7 +99,7 @@ def _one(
 
 
 def _pass(runner: Runner, scene: Scene, inputs: Inputs, device: torch.device) -> int:
-    """Forward and backward; bytes of what is not the kernel's: inputs' copies and gradients."""
+    """Forward and backward; returns the bytes of the inputs' copies and gradients."""
     leaves = leaves_of(inputs)
     torch.autograd.backward(runner(scene, leaves).sum())
     if device.type == "cuda":

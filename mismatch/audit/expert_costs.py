@@ -21,10 +21,10 @@ from mismatch.training.memory import MemoryPeak
 def costs(
     geometry: ModelGeometry, options: Options, registered: str, sizes: layer.Sizes
 ) -> Iterator[Cost]:
-    """Forward and backward at the model's own sizes, in the least of the dtypes."""
+    """Forward and backward at the model's own sizes, in the smallest of the dtypes."""
     if not options.tokens:
         return
-    name = min(options.dtypes, key=lambda one: torch.finfo(DTYPES[one]).bits)
+    name = min(options.dtypes, key=lambda dtype: torch.finfo(DTYPES[dtype]).bits)
     dtype, start = DTYPES[name], time.monotonic()
     weights = 3 * sizes.experts * sizes.hidden * sizes.width * torch.finfo(dtype).bits // 8
     budget = options.budget_bytes or int(SHARE_OF_FREE * free_bytes(options.device))
@@ -50,12 +50,12 @@ def _cost(
     dtype: torch.dtype,
     options: Options,
 ) -> Cost:
-    inputs = layer.given(sizes, tokens, options.device, dtype, options.seed)
+    inputs = layer.random_inputs(sizes, tokens, options.device, dtype, options.seed)
     times, peaks = [], []
-    for _ in range(max(2, options.repeats)):  # the first one warms up
+    for _ in range(max(2, options.repeats)):  # the first run warms up
         try:
             with MemoryPeak(torch.device(options.device), True) as peak:
-                _, gradients, raised = layer.ran(module, registered, inputs)
+                _, gradients, raised = layer.run_backward(module, registered, inputs)
                 _settle(options.device)
         except Exception as error:
             return Cost(tokens, None, None, line(error))
@@ -76,7 +76,7 @@ def _settle(device: str) -> None:
 
 
 def _activations(sizes: layer.Sizes, registered: str, tokens: int, dtype: torch.dtype) -> int:
-    """Roughly, and more rather than less."""
+    """Bytes of activations: a rough upper estimate."""
     pairs, size = tokens * sizes.top_k, torch.finfo(dtype).bits // 8
     if registered == "batched_mm":  # the weights of the chosen experts, and their gradient
         return 4 * pairs * 3 * sizes.hidden * sizes.width * size

@@ -1,7 +1,6 @@
-"""The tokens that a kernel's harm is measured on: a run's rollout, or a few that the model samples.
+"""The tokens of an impact measurement: a run's rollout, or a few that the model samples.
 
-Rows run one by one, without padding: a kernel may give a padding token with nothing to look at any
-number or none, and it would not be the kernel's harm.
+Rows are not padded: the output of a padding token without keys may be anything, and is no fault.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from mismatch.audit.harm import Source
+    from mismatch.audit.harm import ImpactSource
 
 NEW_TOKENS = 64
 LONGEST = 2048  # tokens of a row: eager attention holds its square
@@ -25,8 +24,8 @@ class Row:
 
     Attributes:
         ids: [S] int64.
-        acting: [S] bool, sampled by the policy; never the first.
-        temperature: of the law whose logprobs are taken.
+        acting: [S] bool, tokens sampled by the policy; never the first.
+        temperature: that the logits are divided by.
     """
 
     ids: torch.Tensor
@@ -35,7 +34,7 @@ class Row:
 
     @classmethod
     def of(cls, ids: torch.Tensor, acting: torch.Tensor, temperature: float = 1.0) -> Row:
-        """Not longer than the float32 reference can hold; nothing predicts a first token."""
+        """Cut to LONGEST tokens, which the reference can hold; the first token is not predicted."""
         acting = acting[:LONGEST].clone()
         acting[0] = False
         return cls(ids[:LONGEST], acting, temperature)
@@ -62,7 +61,7 @@ def from_run(run: str) -> list[Row]:
     ]
 
 
-def sampled(model: Any, source: Source) -> list[Row]:
+def sampled(model: Any, source: ImpactSource) -> list[Row]:
     """Answers of the model to prompts of the built-in task, or to random tokens where it has no
     chat template; at temperature 1.
     """
@@ -99,7 +98,7 @@ def ends_of(new: torch.Tensor, stops: int | list[int] | None) -> list[int]:
     return [int(end) for end in first]
 
 
-def _prompts(model: Any, source: Source) -> list[list[int]]:
+def _prompts(model: Any, source: ImpactSource) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     from mismatch.errors import MismatchError

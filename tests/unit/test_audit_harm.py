@@ -9,11 +9,11 @@ import torch
 
 import mismatch.models
 from mismatch.audit.candidates import Candidate
-from mismatch.audit.harm import Source, measure_harm
+from mismatch.audit.harm import ImpactSource, measure_impact
 from mismatch.errors import MismatchError
 
 TINY = str(Path(mismatch.models.__file__).parent / "tiny-gpt-oss")
-SOURCE = Source(TINY, tokens=192)
+SOURCE = ImpactSource(TINY, tokens=192)
 CHOSEN = "mismatch_sinks"
 
 
@@ -25,7 +25,7 @@ def _registered() -> None:
 
 
 def test_dropped_sinks_are_seen_in_logprobs_and_gradients() -> None:
-    harm = measure_harm(SOURCE, Candidate("sdpa", "transformers", "sdpa"), CHOSEN)
+    harm = measure_impact(SOURCE, Candidate("sdpa", "transformers", "sdpa"), CHOSEN)
     own = harm.baseline
     assert own is not None
     assert own.baseline is None
@@ -48,7 +48,7 @@ def test_a_missing_sink_gradient_shows_there_alone() -> None:
     from mismatch.training.user_kernels import register_attention
 
     name = register_attention(f"{no_sink_gradient.__module__}:no_sink_gradient")
-    harm = measure_harm(SOURCE, Candidate("mine", "yours", name), CHOSEN)
+    harm = measure_impact(SOURCE, Candidate("mine", "yours", name), CHOSEN)
     assert harm.baseline is not None
     assert harm.sink_gradient_error == 1.0
     assert harm.mean_abs_delta < 2 * harm.baseline.mean_abs_delta
@@ -59,8 +59,8 @@ def test_documents_that_see_each_other_do_harm_where_rows_are_packed() -> None:
 
     name = register_attention("mismatch.audit.planted:leaking_packing")
     leaking = Candidate("mine", "yours", name)
-    alone = measure_harm(SOURCE, leaking, CHOSEN)
-    packed = measure_harm(SOURCE, leaking, CHOSEN, packed=True)
+    alone = measure_impact(SOURCE, leaking, CHOSEN)
+    packed = measure_impact(SOURCE, leaking, CHOSEN, packed=True)
     assert alone.baseline is not None
     assert packed.baseline is not None
     assert alone.mean_abs_delta < 2 * alone.baseline.mean_abs_delta
@@ -69,7 +69,7 @@ def test_documents_that_see_each_other_do_harm_where_rows_are_packed() -> None:
 
 
 def test_the_trainer_s_own_kernel_has_no_baseline_but_itself() -> None:
-    harm = measure_harm(SOURCE, Candidate("sink-sdpa", "ours", CHOSEN), CHOSEN)
+    harm = measure_impact(SOURCE, Candidate("sink-sdpa", "ours", CHOSEN), CHOSEN)
     assert harm.baseline is None
     assert harm.mean_abs_delta > 0
 
@@ -77,7 +77,9 @@ def test_the_trainer_s_own_kernel_has_no_baseline_but_itself() -> None:
 def test_a_model_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mismatch.audit.costs.free_bytes", lambda device: 1000)
     with pytest.raises(MismatchError, match="GiB are free on cpu"):
-        measure_harm(Source(TINY, seed=5), Candidate("sdpa", "transformers", "sdpa"), CHOSEN)
+        measure_impact(
+            ImpactSource(TINY, seed=5), Candidate("sdpa", "transformers", "sdpa"), CHOSEN
+        )
 
 
 # ---------------------------------------------------------------- tokens
