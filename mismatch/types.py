@@ -13,29 +13,18 @@ Log-probabilities are float64, in nats. ``delta = train - rollout``, without exc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Bools as Bools
+from mismatch.captures import Distributions, corruption
+from mismatch.captures import Floats as Floats
+from mismatch.captures import Ints as Ints
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
-from mismatch.routing_store import corruption
 from mismatch.specs import Sampling as Sampling
 
-if TYPE_CHECKING:
-    from mismatch.audit.types import AuditReport
-    from mismatch.corrections.types import Corrections
-    from mismatch.distributions import Distributions
-    from mismatch.fixes.base import FixTable
-    from mismatch.gradients.types import GradientCheck
-    from mismatch.metrics.budget import Budget
-    from mismatch.metrics.forecast import Forecast
-    from mismatch.metrics.two_passes import TwoPasses
-    from mismatch.triangle.types import Triangle
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Fingerprint = dict[str, Any]
 Status = Literal["healthy", "warn", "critical"]
 CheckStatus = Literal["passed", "warning", "failed", "not_tested"]
@@ -379,11 +368,11 @@ class Report:
     checks: tuple[Check, ...]
     not_tested: tuple[str, ...]
     run: dict[str, Any]
-    budget: Budget | None = None
-    two_passes: TwoPasses | None = None
-    forecast: Forecast | None = None
-    corrections: Corrections | None = None
-    fixes: FixTable | None = None
-    engines: Triangle | None = None
-    kernels: AuditReport | None = None
-    gradients: GradientCheck | None = None
+    budget: Any = None
+    two_passes: Any = None
+    forecast: Any = None
+    corrections: Any = None
+    fixes: Any = None
+    engines: Any = None
+    kernels: Any = None
+    gradients: Any = None

@@ -48,7 +48,7 @@ def doctor(flags: Flags) -> int:
 def _spec(flags: Flags) -> CheckSpec:
     """A check with the defaults of the command line."""
     from mismatch.models import resolve_model
-    from mismatch.pipeline import local_gpus
+    from mismatch.run.machine import local_gpus
 
     model = "" if flags["model"] is None else resolve_model(flags["model"])
     engine = EngineSpec(engine=flags["engine"], model=model, **flags.pick("tensor_parallel_size"))

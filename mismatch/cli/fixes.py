@@ -25,7 +25,7 @@ from mismatch.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mismatch.fixes.base import Fix
+    from mismatch.experiments.fixes.base import Fix
     from mismatch.specs import CheckSpec
 
 SCHEMA = "mismatch.fixes/1"
@@ -73,7 +73,7 @@ def fixes(flags: Flags) -> int:
     """
     from rich.console import Console
 
-    from mismatch.fixes.catalogue import FIXES, fix_named
+    from mismatch.experiments.fixes.catalogue import FIXES, fix_named
 
     chosen = (fix_named(flags["fix"]),) if flags["fix"] else FIXES
     model = flags["model"] or flags["verl_config"]
@@ -91,9 +91,9 @@ def fixes(flags: Flags) -> int:
 
 def entries(spec: CheckSpec) -> list[Entry]:
     """Every fix, and whether this check could try it."""
-    from mismatch.fixes.catalogue import FIXES
-    from mismatch.fixes.facts import context_of
-    from mismatch.fixes.plan import SIDES, plan_fixes
+    from mismatch.experiments.fixes.catalogue import FIXES
+    from mismatch.experiments.fixes.environment import context_of
+    from mismatch.experiments.fixes.planning import SIDES, plan_fixes
 
     with_all = replace(spec, fixes=SIDES)
     planned = plan_fixes(with_all, context_of(with_all))
@@ -121,7 +121,7 @@ def _spec(flags: Flags) -> CheckSpec:
 
 
 def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
-    from mismatch.fixes.guides import guide_of
+    from mismatch.experiments.fixes.guides import guide_of
 
     fix = entry.fix
     row: dict[str, Any] = {
@@ -152,7 +152,7 @@ def _print_list(shown: list[Entry], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from mismatch.fixes.pages import SIDES
+    from mismatch.experiments.fixes.pages import SIDES
 
     for side, title in SIDES.items():
         console.print(Text(title, "bold"))
@@ -189,8 +189,8 @@ def _print_fix(entry: Entry, console: Console) -> None:
     """The essentials of its page."""
     from rich.text import Text
 
-    from mismatch.fixes.guides import guide_of
-    from mismatch.fixes.pages import SIDES, sentence, trials
+    from mismatch.experiments.fixes.guides import guide_of
+    from mismatch.experiments.fixes.pages import SIDES, sentence, trials
     from mismatch.reports.text import line
 
     fix, guide = entry.fix, guide_of(entry.fix.id)

@@ -27,9 +27,9 @@ def score(flags: Flags) -> int:
     from mismatch.cli.to_spec import GRADIENT_FIELDS, train_spec, training_fields
     from mismatch.cli.trainer import with_trainer
     from mismatch.models import resolve_model
-    from mismatch.pipeline import run_score
-    from mismatch.preflight import preflight_training
-    from mismatch.runs import load_spec
+    from mismatch.pipeline.commands import run_score
+    from mismatch.pipeline.preflight import preflight_training
+    from mismatch.run.directory import load_spec
     from mismatch.specs import CheckSpec
 
     if not re.fullmatch(PLAIN_NAME, flags["name"]):

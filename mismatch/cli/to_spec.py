@@ -38,8 +38,8 @@ def check_spec(flags: Flags) -> CheckSpec:
 def training_fields(flags: Flags) -> dict[str, Any]:
     """What a check's spec says of the training side, beside its trainer."""
     from mismatch.injections import parse_injections
+    from mismatch.run.machine import local_gpus
     from mismatch.specs import CheckSpec
-    from mismatch.stages import local_gpus
 
     ranks = flags["nproc_per_node"]
     return {
@@ -57,7 +57,7 @@ def fix_fields(flags: Flags, stored: tuple[str, ...] = ()) -> dict[str, Any]:
     """
     if "fix" not in flags:
         return {}
-    from mismatch.fixes.plan import parse_requests
+    from mismatch.experiments.fixes.planning import parse_requests
     from mismatch.specs import CheckSpec
 
     fixes = parse_requests(flags["fix"] or ()) or stored

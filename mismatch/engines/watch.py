@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.distributions import WHOLE_VOCABULARY, Distributions, priority
+from mismatch.captures import WHOLE_VOCABULARY, Distributions, priority
 from mismatch.engines.law import law_logprobs
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.types import Fingerprint, Ints, Rollout, Sampling

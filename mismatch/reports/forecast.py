@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.metrics.forecast import Forecast, length_forecast
+from mismatch.metrics.forecast import Forecast
 from mismatch.reports import quantities
 from mismatch.reports.figures import Picture
 from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
 from mismatch.reports.text import line
-from mismatch.types import Estimate, Pair, Report, Rollout, Scoring
+from mismatch.types import Estimate, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,20 +43,6 @@ class LengthRow:
     outside: str
     geo_rejected: str
     at_floor: bool
-
-
-def forecast_of(
-    rollout: Rollout, left: Scoring, right: Scoring, target: int, seed: int = 0
-) -> Forecast:
-    """The forecast of one comparison of a run.
-
-    Raises:
-        EmptyComparison, MismatchError: see :func:`mismatch.metrics.forecast.length_forecast`.
-    """
-    pair = Pair.of(rollout, left, right)
-    return length_forecast(
-        pair.delta, sequence=pair.sequence, prompt=pair.prompt, target=target, seed=seed
-    )
 
 
 def rows(report: Report) -> list[LengthRow]:

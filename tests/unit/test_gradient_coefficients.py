@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.gradients.coefficients import (
+from mismatch.experiments.gradients.coefficients import (
     Batch,
     Vectors,
     add_corrections,
@@ -18,7 +18,7 @@ from mismatch.gradients.coefficients import (
     plain_vectors,
     unclipped,
 )
-from mismatch.gradients.types import REWARDS
+from mismatch.experiments.gradients.types import REWARDS
 from mismatch.metrics.corrections import CORRECTIONS
 from mismatch.training.gradient_sketch import GROUPS, group_of
 from mismatch.types import Rollout, Scoring

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import transformers
 
 from mismatch.errors import MismatchError
-from mismatch.gradients.coefficients import choose_batch, plain_vectors
+from mismatch.experiments.gradients.coefficients import choose_batch, plain_vectors
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training import gradients
 from mismatch.training.distributed import World

@@ -343,7 +343,8 @@ def not_tested(states: Sequence[ServerState], model_type: str) -> list[str]:
     if first.facts.kind == "sglang" and model_type == "gpt_oss" and portable:
         lines.append(
             "server: attention sinks: SGLang's portable attention has none, that of "
-            "mismatch.sglang_cpu.serve is a substitute, and a server does not say which it runs"
+            "mismatch.engines.sglang.cpu.serve is a substitute, and a server does not say "
+            "which it runs"
         )
     if first.facts.dtype is None:
         lines.append("server: the dtype that it computes in: it does not say")

@@ -1,0 +1,1 @@
+"""Scorings in, numbers and judgements out: no torch, no disk, no printing."""

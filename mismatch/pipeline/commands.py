@@ -1,0 +1,202 @@
+"""What each verb runs, in its order: rollout, scores, comparison, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.passes import training_passes
+from mismatch.models.moe import require_forms, require_routes
+from mismatch.processes.stages import Narrator, Stages
+from mismatch.run import store
+from mismatch.run.directory import Journal, at_work, load_spec
+from mismatch.run.resume import differences
+from mismatch.run.scorings import TRAIN
+from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
+from mismatch.types import Report
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mismatch.analysis.levels import Thresholds
+    from mismatch.experiments.gradients.planning import GradientPlan
+
+Writer = Callable[[Path, Report, "pd.DataFrame"], None]
+
+
+def run_check(
+    spec: CheckSpec,
+    run_dir: Path,
+    narrator: Narrator,
+    thresholds: Thresholds | None = None,
+    command: str = "",
+    write: Writer | None = None,
+) -> Report:
+    """After :func:`preflight`: run every stage that is not done, write every artefact.
+
+    Args:
+        write: called with the run directory, the report and the token table while the directory
+            is still held; None: the report is only returned.
+
+    Raises:
+        MismatchError: a stage failed; what was written before stays, to be resumed.
+    """
+    with at_work(run_dir, "check", spec, command) as journal:
+        stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec))
+        if spec.other_engine is not None:
+            from mismatch.pipeline.engine_pair import measure_two
+
+            measure_two(stages, training_passes(spec))
+        if spec.fixes:
+            from mismatch.pipeline.fixes import measure_with_fixes
+
+            measure_with_fixes(stages, training_passes(spec))
+        elif spec.other_engine is None:
+            stages.measure(training_passes(spec))
+        return conclude(stages, thresholds, write)
+
+
+def gradients_of(spec: CheckSpec) -> GradientPlan | None:
+    """What ``--gradients`` asks for; None without it."""
+    if not spec.gradients:
+        return None
+    from mismatch.experiments.gradients.planning import plan_gradients
+
+    return plan_gradients(spec)
+
+
+def run_rollout(spec: CheckSpec, run_dir: Path, narrator: Narrator, command: str = "") -> None:
+    """The engine alone: tokens, decode and prefill scorings.
+
+    Raises:
+        MismatchError: the engine failed.
+    """
+    with at_work(run_dir, "rollout", spec, command) as journal:
+        Stages(spec, run_dir, narrator, journal).measure([])
+
+
+def run_score(
+    spec: CheckSpec, run_dir: Path, narrator: Narrator, name: str = TRAIN, command: str = ""
+) -> None:
+    """Add the trainer's scorings to a run that holds a rollout.
+
+    Args:
+        name: of the scoring; one that is not ``TRAIN`` is made without a noise floor of its own.
+
+    Raises:
+        MismatchError: no rollout, another scoring of that name, or the training world failed.
+    """
+    store.load_rollout(run_dir)
+    require_routes(spec)
+    require_forms(spec)
+    if spec.weights_effect is not None and name != TRAIN:
+        raise MismatchError(
+            f"--weights-effect is for the scoring {TRAIN!r}, not for {name!r}",
+            f"drop --name, or give this one the form: --train-weights {spec.weights_effect}",
+        )
+    if spec.inject and name != TRAIN:
+        raise MismatchError(
+            f"--inject is for the second pass of the scoring {TRAIN!r}, not for {name!r}",
+            "drop --name, or drop --inject",
+        )
+    known = load_spec(run_dir)
+    if name != TRAIN and spec.gradients and not known.gradients:
+        raise MismatchError(
+            f"--gradients are of the scoring {TRAIN!r} and its fixes, not of {name!r}",
+            "drop --name, or drop --gradients",
+        )
+    passes = training_passes(spec) if name == TRAIN else [Pass(name, spec.train)]
+    _require_free_name(run_dir, passes[0])
+    kept = replace(  # its fixes stay: a later compare shows their table
+        spec, fixes=known.fixes, budget_minutes=known.budget_minutes, verdict=known.verdict
+    )
+    if name != TRAIN:
+        kept = replace(kept, train=known.train)
+    with at_work(run_dir, "score", kept, command) as journal:
+        plan = gradients_of(spec) if name == TRAIN else None
+        Stages(spec, run_dir, narrator, journal, plan).measure(passes, sample=False)
+
+
+def run_compare(
+    run_dir: Path,
+    narrator: Narrator,
+    thresholds: Thresholds | None = None,
+    command: str = "",
+    forecast_length: int | None = None,
+    write: Writer | None = None,
+) -> Report:
+    """Compare and judge what lies in a run directory, whoever made it.
+
+    Args:
+        forecast_length: another one than the run's own.
+        write: as of :func:`run_check`.
+
+    Raises:
+        MismatchError: artefacts missing, damaged, or of different tokens.
+    """
+    spec = load_spec(run_dir)
+    with at_work(run_dir, "compare", spec, command) as journal:
+        if forecast_length is not None:
+            spec = replace(spec, forecast_length=forecast_length)
+        return conclude(Stages(spec, run_dir, narrator, journal), thresholds, write, again=True)
+
+
+def conclude(
+    stages: Stages, thresholds: Thresholds | None, write: Writer | None, again: bool = False
+) -> Report:
+    """Compare and judge what the stages left; hand the report to ``write``.
+
+    Args:
+        again: compare anew even where ``comparison.json`` is there.
+    """
+    from mismatch.experiments.fixes.results import with_fixes
+    from mismatch.pipeline.build import build_report
+
+    with stages.timed("compare", "compare: metrics with intervals"):
+        report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
+        if stages.spec.other_engine is not None:
+            from mismatch.experiments.engine_pair.edges import with_engines
+
+            report = with_engines(report, stages.run_dir, stages.spec, thresholds)
+        report = with_fixes(report, stages.run_dir, stages.spec, thresholds)
+    stages.journal.save()
+    report.run.update(journal_facts(stages.journal))
+    if write is not None:
+        write(stages.run_dir, report, tokens)
+    return report
+
+
+def journal_facts(journal: Journal) -> dict[str, Any]:
+    """What ``report.json`` keeps of the commands that made a run."""
+    facts = {key: value for key, value in journal.entry.items() if key not in ("verb", "finished")}
+    earlier = [one["command"] for one in journal.earlier]
+    facts |= {"seconds": journal.seconds, "timings": journal.timings}
+    return facts | ({"earlier_commands": earlier} if earlier else {})
+
+
+def _require_free_name(run_dir: Path, one: Pass) -> None:
+    """A scoring is never replaced by one with other settings."""
+    if one.name not in store.scoring_names(run_dir):
+        taken = [
+            n
+            for n in store.scoring_names(run_dir)
+            if store.scoring_file(n) == store.scoring_file(one.name)
+        ]
+        if not taken:
+            return
+        raise MismatchError(
+            f"{run_dir} holds the scoring {taken[0]!r}, whose file would be that of {one.name!r}",
+            "choose another --name",
+        )
+    found = store.scoring_header(run_dir, one.name).get("spec")
+    # Through a spec and back: what was saved holds lists for tuples, and no fields that are newer.
+    if found is None or from_dict(TrainSpec, found) == one.spec:
+        return
+    lines = differences(to_dict(from_dict(TrainSpec, found)), to_dict(one.spec))
+    raise MismatchError(
+        f"{run_dir} holds a scoring {one.name!r} with other settings:\n    " + "\n    ".join(lines),
+        "keep both: --name NAME for this one",
+    )

@@ -1,0 +1,88 @@
+"""Reference attention by its definition in float64, and its rounding floor."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from mismatch.processes.kernels.cases import Inputs
+
+Groups = Literal["neighbours", "round_robin"]
+
+
+def attention(
+    inputs: Inputs,
+    mask: torch.Tensor,
+    scaling: float,
+    *,
+    sinks: bool = True,
+    groups: Groups = "neighbours",
+) -> torch.Tensor:
+    """[B, T, H, Dv] of inputs in float64: softmax over scores and sink, times the values.
+
+    With s = scaling · q·k over the keys that the query may attend to and z the head's sink, the
+    output is Σ exp(s_j) v_j / (exp(z) + Σ exp(s_j)) (transformers' gpt-oss, eager).
+
+    Args:
+        mask: [T, S] or [B, 1, T, S], True where a query may attend.
+        sinks: False: as in a kernel that drops them.
+        groups: the key head of a query head: neighbours share one, or (a fault) round robin.
+    """
+    scores, value = _scores(inputs, mask, scaling, groups)
+    scores = _with_sinks(scores, inputs.sinks if sinks else None)
+    share = scores.softmax(-1)[..., : value.shape[2]]
+    return (share @ value).transpose(1, 2)
+
+
+def rounded(inputs: Inputs, mask: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The same in the inputs' dtype with a float32 softmax, as a trainer's plain attention.
+
+    Its error is the floor: what rounding alone costs in this dtype. In float64 too the softmax is
+    in float32, as in the families' own eager attention.
+    """
+    scores, value = _scores(inputs, mask, scaling, "neighbours")
+    scores = _with_sinks(scores, inputs.sinks)
+    share = scores.softmax(-1, dtype=torch.float32)[..., : value.shape[2]]
+    return (share.to(value.dtype) @ value).transpose(1, 2)
+
+
+def exact(inputs: Inputs) -> Inputs:
+    """A float64 copy of the kernel's inputs, with requires_grad."""
+    return Inputs(*(None if x is None else x.detach().double().requires_grad_() for x in inputs))  # type: ignore[arg-type]
+
+
+def relative_error(result: torch.Tensor | None, reference: torch.Tensor) -> float:
+    """``|result - reference| / |reference|`` in the 2-norm; inf where ``result`` is not finite.
+
+    1.0 for None: a gradient that does not arrive.
+    """
+    if result is None:
+        return 1.0
+    reference = reference.detach().double()
+    gap, size = (result.detach().double() - reference).norm(), reference.norm()
+    if not torch.isfinite(gap):
+        return float("inf")
+    return float(gap / size) if size > 0 else float(gap)
+
+
+def _scores(
+    inputs: Inputs, mask: torch.Tensor, scaling: float, groups: Groups
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, H, T, S] with -inf where a query may not attend, and values by query head."""
+    query, key, value, _ = inputs
+    share = query.shape[1] // key.shape[1]
+    if groups == "neighbours":
+        key, value = (x.repeat_interleave(share, 1) for x in (key, value))
+    else:
+        key, value = (x.repeat(1, share, 1, 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    return scores.masked_fill(~mask, -torch.inf), value
+
+
+def _with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    if sinks is None:
+        return scores
+    batch, heads, queries, _ = scores.shape
+    column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+    return torch.cat([scores, column], -1)

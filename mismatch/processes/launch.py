@@ -1,0 +1,285 @@
+"""Start child processes, show their progress, and leave nothing behind whatever happens.
+
+Each engine and each training world is a process of its own: its memory is given back when it ends,
+and its crash is an error message here and not the end of the tool. What a worker
+says: mismatch.run.messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from mismatch.errors import MismatchError
+from mismatch.run.messages import (
+    ERROR,
+    OUT_OF_MEMORY,
+    PROGRESS,
+    READY,
+    TIMING_LINE,
+    clear_errors,
+    error_files,
+    error_in,
+)
+
+TAIL_LINES = 12
+GRACE_S = 10.0  # between asking a process to end and ending it
+POLL_S = 0.05
+TAG = "MISMATCH_WORKER"  # in the environment of every descendant: how none is forgotten
+
+if TYPE_CHECKING:
+    import psutil
+
+Progress = Callable[[str], None]
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+class Worker:
+    """A child process that is at work; made by :func:`started`.
+
+    Attributes:
+        on_progress: called with every progress line, from a thread of its own.
+        timings: seconds of the parts of its work, as it said; ``ready``: of its start-up.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        command: Sequence[str],
+        run_dir: Path,
+        on_progress: Progress = _silent,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.label = label
+        self.run_dir = run_dir
+        self.on_progress = on_progress
+        self.timings: dict[str, float] = {}
+        self.log_path = run_dir / "logs" / f"{label}.log"
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._said: list[MismatchError] = []
+        self._tag = uuid.uuid4().hex
+        clear_errors(run_dir, label)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = open(self.log_path, "wb")  # noqa: SIM115 (closed by stop)
+        self._start = time.monotonic()
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1", TAG: self._tag},
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._relay, args=(self._process.stdout,), daemon=True
+        )
+        self._reader.start()
+
+    def ended(self) -> bool:
+        """Whether it is done.
+
+        Raises:
+            MismatchError: it failed. Its own words if it left any, else its last lines and what
+                its exit status means.
+        """
+        code = self._process.poll()
+        if code is None:
+            return False
+        self.stop()
+        if code != 0:
+            raise self._failure(code)
+        return True
+
+    @property
+    def fate(self) -> str:
+        """How its process ended, in words; only for one that has."""
+        return _meaning(self._process.wait())
+
+    def stop(self) -> None:
+        """End the process and all its descendants, whatever they are doing."""
+        with _interrupts_held():
+            kill_tree(self._process, self._tag)
+            self._reader.join(GRACE_S)
+            with contextlib.suppress(OSError):
+                self._log.close()
+
+    def _relay(self, stream: IO[bytes]) -> None:
+        # A progress bar of a library ends its lines with \r; both ends count here.
+        for raw in stream:
+            for piece in raw.replace(b"\r", b"\n").splitlines():
+                line = piece.decode("utf-8", "replace")
+                # Nothing may stop the reading, no odd line, no terminal that is gone, no full
+                # disk: the worker would wait on its output for ever.
+                try:
+                    self._line(line)
+                except Exception:
+                    self._note(line)
+            with contextlib.suppress(OSError, ValueError):
+                self._log.flush()
+
+    def _line(self, line: str) -> None:
+        if line.startswith(PROGRESS):
+            self.on_progress(line.removeprefix(PROGRESS))
+        elif line == READY:
+            self.timings[READY] = round(time.monotonic() - self._start, 3)
+        elif timing := TIMING_LINE.fullmatch(line):
+            self.timings[timing[1]] = float(timing[2])
+        elif line.startswith(ERROR) and (error := error_in(line.removeprefix(ERROR))):
+            self._said.append(error)
+        else:
+            self._note(line)
+
+    def _note(self, line: str) -> None:
+        self._tail.append(line)
+        with contextlib.suppress(OSError, ValueError):
+            self._log.write(line.encode() + b"\n")
+
+    def _failure(self, code: int) -> MismatchError:
+        # Of several ranks the first to fail knows why; the others only lost their peer.
+        files = sorted(error_files(self.run_dir, self.label), key=lambda f: f.stat().st_mtime_ns)
+        written = [error_in(file.read_text(errors="replace")) for file in files]
+        for error in [*written, *self._said]:
+            if error is not None:
+                return error
+        lines = [line for line in self._tail if line.strip()]
+        shown = "\n".join(f"    {line[:200]}" for line in lines)
+        memory = f"; {OUT_OF_MEMORY}" if code in (-9, 128 + 9) else ""
+        return MismatchError(
+            f"the {self.label} process {_meaning(code)}; its last lines:\n{shown}",
+            f"the whole log is {self.log_path}{memory}",
+        )
+
+
+@contextmanager
+def started(
+    label: str,
+    command: Sequence[str],
+    run_dir: Path,
+    on_progress: Progress = _silent,
+    env: dict[str, str] | None = None,
+) -> Iterator[Worker]:
+    """A worker that runs within the block and does not outlive it."""
+    worker = Worker(label, command, run_dir, on_progress, env)
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+def finish(worker: Worker, *beside: Worker) -> None:
+    """Wait until a worker is done.
+
+    Raises:
+        MismatchError: it failed, or one beside it did: whichever was first.
+    """
+    while not worker.ended():
+        for other in beside:
+            other.ended()
+        time.sleep(POLL_S)
+
+
+def run_worker(
+    label: str,
+    command: Sequence[str],
+    run_dir: Path,
+    on_progress: Progress = _silent,
+    env: dict[str, str] | None = None,
+) -> None:
+    """Run ``command`` to its end.
+
+    Raises:
+        MismatchError: see :meth:`Worker.ended`.
+    """
+    with started(label, command, run_dir, on_progress, env) as worker:
+        finish(worker)
+
+
+def kill_tree(process: subprocess.Popen[bytes], tag: str) -> None:
+    """End the process and all its descendants: first asked, then forced."""
+    import psutil
+
+    family = [child for child in _tagged(tag) if child.pid != process.pid]
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    _, alive = psutil.wait_procs(family, timeout=0.2)
+    for child in alive:
+        _quietly(child.terminate)
+    _, alive = psutil.wait_procs(alive, timeout=GRACE_S / 2)
+    for child in alive:
+        _quietly(child.kill)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C and TERM take effect after the block: half a clean-up would leave orphans.
+
+    They are kept and not ignored, so that one that comes while a stage ends well still counts.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals never interrupt another thread, nor could it change what they do
+        return
+    came: list[int] = []
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda got, frame: came.append(got))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+def _tagged(tag: str) -> list[psutil.Process]:
+    """Processes started under this worker, also those whose parent is already gone."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(TAG) == tag:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _quietly(action: Callable[[], object]) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        action()
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this worker if the tool itself is killed (Linux only)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+
+
+def _meaning(code: int) -> str:
+    if code < 0:
+        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"failed with exit code {code}"
