@@ -10,12 +10,12 @@ import torch
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.kernels.types import EXPERT_COLUMNS, Audit
-from mismatch.processes.kernels import expert_layer, planted_experts
+from mismatch.processes.kernels import expert_layer
 from mismatch.processes.kernels.expert_layer import Sizes
 from mismatch.processes.kernels.experts import audit_experts
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
 from mismatch.training.user_kernels import register_experts
-from tests import checkpoints, families
+from tests import checkpoints, families, planted_experts
 
 OPTIONS = Options(dtypes=("fp64", "fp32", "bf16"), tokens=())
 OURS = ("eager", "grouped_mm", "batched_mm", "bounded")

@@ -47,8 +47,8 @@ def test_dropped_sinks_are_seen_in_logprobs_and_gradients() -> None:
 
 
 def test_a_missing_sink_gradient_shows_there_alone() -> None:
-    from mismatch.processes.kernels.planted import no_sink_gradient
     from mismatch.training.user_kernels import register_attention
+    from tests.planted_attention import no_sink_gradient
 
     name = register_attention(f"{no_sink_gradient.__module__}:no_sink_gradient")
     harm = measure_impact(SOURCE, Candidate("mine", "yours", name), CHOSEN)
@@ -60,7 +60,7 @@ def test_a_missing_sink_gradient_shows_there_alone() -> None:
 def test_documents_that_see_each_other_do_harm_where_rows_are_packed() -> None:
     from mismatch.training.user_kernels import register_attention
 
-    name = register_attention("mismatch.processes.kernels.planted:leaking_packing")
+    name = register_attention("tests.planted_attention:leaking_packing")
     leaking = Candidate("mine", "yours", name)
     alone = measure_impact(SOURCE, leaking, CHOSEN)
     packed = measure_impact(SOURCE, leaking, CHOSEN, packed=True)
@@ -89,7 +89,7 @@ def test_a_model_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tokens_of_a_run_are_its_sequences(tmp_path: Path) -> None:
-    from mismatch.processes.kernels.impact_tokens import from_run
+    from mismatch.processes.kernels.model_impact import from_run
     from mismatch.run.store import save_rollout
     from tests.made_run import rollout
 
@@ -102,7 +102,7 @@ def test_tokens_of_a_run_are_its_sequences(tmp_path: Path) -> None:
 
 
 def test_an_answer_ends_with_its_first_stop_token() -> None:
-    from mismatch.processes.kernels.impact_tokens import ends_of
+    from mismatch.processes.kernels.model_impact import ends_of
 
     new = torch.tensor([[4, 6, 0, 0], [4, 5, 4, 5], [5, 4, 4, 7]])
     assert ends_of(new, [6, 7]) == [2, 4, 4]
@@ -111,7 +111,7 @@ def test_an_answer_ends_with_its_first_stop_token() -> None:
 
 
 def test_the_first_token_of_a_row_is_predicted_by_nothing() -> None:
-    from mismatch.processes.kernels.impact_tokens import Row
+    from mismatch.processes.kernels.model_impact import Row
 
     acting = torch.ones(3, dtype=torch.bool)
     assert Row.of(torch.arange(3), acting).acting.tolist() == [False, True, True]

@@ -24,7 +24,7 @@ from mismatch.processes.kernels.cases import (
     usual_scale,
 )
 from mismatch.processes.kernels.geometry import ModelGeometry
-from mismatch.processes.kernels.limits import limit_of
+from mismatch.processes.kernels.reference import limit_of
 from mismatch.processes.kernels.runner import Runner
 
 Fault = Callable[[Inputs], torch.Tensor]

@@ -19,10 +19,9 @@ from mismatch.experiments.kernels.types import EXPERT_COLUMNS, Audit, Error, Fin
 from mismatch.processes.kernels import expert_layer as layer
 from mismatch.processes.kernels.cases import DTYPES
 from mismatch.processes.kernels.checks import line, percent
-from mismatch.processes.kernels.expert_costs import costs
+from mismatch.processes.kernels.costs import expert_costs
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
-from mismatch.processes.kernels.limits import limit_of
-from mismatch.processes.kernels.reference import relative_error
+from mismatch.processes.kernels.reference import limit_of, relative_error
 from mismatch.training.user_kernels import is_user_kernel, register_experts
 
 TOKENS = 61
@@ -96,7 +95,7 @@ def audit_experts(geometry: ModelGeometry, options: Options, name: str) -> Audit
             name, "experts", origin, "unusable", fault, False, findings=findings, seconds=seconds
         )
     findings = tuple(_findings(measured, refused, fault))
-    spent = tuple(costs(geometry, options, registered, sizes))
+    spent = tuple(expert_costs(geometry, options, registered, sizes))
     verdict, reason = _verdict(findings, refused)
     return Audit(
         name=name,

@@ -11,7 +11,7 @@ from mismatch.processes.kernels import reference as truth
 from mismatch.processes.kernels.cases import DTYPES, Inputs, Scene, allowed, full, inputs_of
 from mismatch.processes.kernels.checks import line, percent
 from mismatch.processes.kernels.geometry import ModelGeometry
-from mismatch.processes.kernels.limits import DIFFERENCES, STEPS, limit_of
+from mismatch.processes.kernels.reference import DIFFERENCES, STEPS, limit_of
 from mismatch.processes.kernels.runner import Runner
 
 SINKS = "sinks"

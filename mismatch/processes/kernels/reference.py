@@ -1,4 +1,4 @@
-"""Reference attention by its definition in float64, and its rounding floor."""
+"""Reference attention by its definition in float64, its rounding floor, and limits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ import torch
 from mismatch.processes.kernels.cases import Inputs
 
 Groups = Literal["neighbours", "round_robin"]
+
+# A right kernel rounds in other places than plain attention with a float32 softmax does, and may
+# keep its softmax in the inputs' dtype (gpt-oss' own eager does: it stays below 3 times that
+# floor). A feature that is ignored moves the output by 10 % and more, 4 times this in bfloat16.
+TIMES_FLOOR = 8.0
+# A missing gradient has an error of 1: no floor may pass it.
+HIGHEST = 0.5
+# Central differences: truncation goes with the square of the step, rounding with its inverse. Also
+# in float64 the rounding may be float32's: most families' eager attention has its softmax there.
+STEPS = {torch.float64: 2e-3, torch.float32: 2e-2}
+DIFFERENCES = {torch.float64: 1e-3, torch.float32: 2e-2}
 
 
 def attention(
@@ -86,3 +97,8 @@ def _with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tenso
     batch, heads, queries, _ = scores.shape
     column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
     return torch.cat([scores, column], -1)
+
+
+def limit_of(floor: float) -> float:
+    """Limit of a relative error, from the floor: rounding alone on the same inputs."""
+    return min(TIMES_FLOOR * floor, HIGHEST)
