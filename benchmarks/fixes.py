@@ -55,13 +55,13 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
     """A rollout and the job of one world; how many loads it should take."""
     import numpy as np
 
-    from mismatch import store
-    from mismatch.fixes.facts import context_of
-    from mismatch.fixes.plan import parse_requests, plan_fixes
+    from mismatch.experiments.fixes.environment import context_of
+    from mismatch.experiments.fixes.planning import parse_requests, plan_fixes
     from mismatch.models import resolve_model
-    from mismatch.pipeline import TRAIN
+    from mismatch.pipeline.commands import TRAIN
+    from mismatch.processes.stages import Job, by_load
+    from mismatch.run import store
     from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, weights_key
-    from mismatch.stages import Job, by_load
     from mismatch.types import Rollout, Sampling
 
     model = resolve_model("tiny-gpt-oss")
@@ -90,7 +90,7 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
 def worker(path: str) -> int:
     """A rank: the product's own worker with a timer around its forward passes and loads."""
     import mismatch.training.score as score
-    from mismatch.workers import train
+    from mismatch.processes.workers import train
 
     spent = {"forward": 0.0, "load": 0.0, "loads": 0, "passes": 0, "begin": 0.0}
 

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from mismatch.gradients.jackknife import Sketched, fisher, interval, interval_of_root
+from mismatch.experiments.gradients.jackknife import Sketched, fisher, interval, interval_of_root
 
 DIMENSION, REPETITIONS = 60, 1500
 NAMES = ("relative error", "length", "cosine", "variance", "bias")

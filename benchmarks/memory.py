@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py [--only NAME] [--json FILE]
 
-Each case runs the real worker (``mismatch.workers.train`` under torchrun) on a checkpoint with
-random weights (or on tiny-gpt-oss) and compares its peak with ``mismatch.doctor.memory``.
+Each case runs the real worker (``mismatch.processes.workers.train`` under torchrun) on a checkpoint
+with random weights (or on tiny-gpt-oss) and compares its peak with ``mismatch.doctor.memory``.
 
 What is measured: the kernel's own high-water mark of each rank's resident memory (VmHWM), set back
 right before a pass begins, less what is mapped from files (libraries, checkpoints: the kernel can
@@ -107,7 +107,7 @@ def rank_main(job_path: str) -> int:
     """Run the worker; leave the marks of this rank beside the job."""
     import mismatch.training.load as loading
     import mismatch.training.score as scoring
-    from mismatch.workers import train
+    from mismatch.processes.workers import train
 
     touch_libraries()
     marks: dict[str, int] = {}
@@ -157,7 +157,7 @@ def status(name: str) -> int:
 
 def measure(case: Case, folder: Path) -> dict[str, int]:
     """Peak bytes above the base, the largest over the ranks: of the pass, and of the loading."""
-    from mismatch import store
+    from mismatch.run import store
     from mismatch.specs import TrainSpec, to_dict
     from tests import checkpoints
 

@@ -38,13 +38,13 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mismatch import manifest  # noqa: E402
 from mismatch.metrics import METRICS, sequence, token  # noqa: E402
 from mismatch.metrics.estimate import Estimator  # noqa: E402
 from mismatch.metrics.threads import usable  # noqa: E402
-from mismatch.store import ROLLOUT, ROLLOUT_SCHEMA, SCORING_SCHEMA, scoring_file  # noqa: E402
+from mismatch.run import manifest  # noqa: E402
+from mismatch.run.store import ROLLOUT, ROLLOUT_SCHEMA, SCORING_SCHEMA, scoring_file  # noqa: E402
+from mismatch.run.tables import ragged  # noqa: E402
 from mismatch.streaming import stream_run  # noqa: E402
-from mismatch.tables import ragged  # noqa: E402
 
 TIME_GOAL, MEMORY_GOAL, STREAM_GOAL_GIB, LINEAR_GOAL = 20.0, 3.0, 4.0, 1.25
 CURVE = [100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000]

@@ -161,11 +161,11 @@ class CheckSpec:
             anyway; True: with what router replay does to them; False: leave it out.
         inject: disturbances of the new pass alone.
         weights_effect: also score with the trainer's experts in this form; None: do not.
-        fixes: what ``--fix`` asked for: ids, "a+b", "all" or a side, see mismatch/fixes/plan.py.
+        fixes: what ``--fix`` asked for: ids, "a+b", "all" or a side, see experiments.fixes.
         budget_minutes: that fixes may take beyond the check itself; None: no limit.
         verdict: which verdict the run ends with; "after-fixes": that of the best combination.
-        other_engine: a second engine, each rescoring the other's tokens; mismatch/triangle.
-        gradients: also take the policy gradient of one batch, see mismatch/gradients/plan.py.
+        other_engine: a second engine, each rescoring the other's tokens; experiments/engine_pair.
+        gradients: also take the policy gradient of one batch, see experiments.gradients.
         gradient_prompts: of that batch, at most.
     """
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mismatch import manifest
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.registry import Array, Metric
 from mismatch.metrics.stream import stream
-from mismatch.store import ROLLOUT, ROLLOUT_SCHEMA, SCORING_SCHEMA, scoring_file
-from mismatch.tables import batches, flat
+from mismatch.run import manifest
+from mismatch.run.store import ROLLOUT, ROLLOUT_SCHEMA, SCORING_SCHEMA, scoring_file
+from mismatch.run.tables import batches, flat
 from mismatch.types import Estimate, Ints
 
 TOKENS = 1 << 18  # read at a time, about
@@ -29,7 +29,7 @@ def stream_run(
 ) -> dict[str, Estimate]:
     """Token and sequence metrics of two scorings in a run directory, by name.
 
-    The values and intervals of :func:`mismatch.compare.compare`, in memory that hardly depends on
+    The values and intervals of ``analysis.comparison.compare``, in memory that hardly depends on
     the number of tokens. Routing and breakdowns are not part of it.
 
     Args:

@@ -19,18 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
-from mismatch.routing_store import corruption
+from mismatch.run.routing_files import corruption
 
 if TYPE_CHECKING:
-    from mismatch.audit.types import AuditReport
-    from mismatch.corrections.types import Corrections
-    from mismatch.distributions import Distributions
-    from mismatch.fixes.base import FixTable
-    from mismatch.gradients.types import GradientCheck
+    from mismatch.analysis.corrections.types import Corrections
+    from mismatch.experiments.engine_pair.types import Triangle
+    from mismatch.experiments.fixes.base import FixTable
+    from mismatch.experiments.gradients.types import GradientCheck
+    from mismatch.experiments.kernels.types import AuditReport
     from mismatch.metrics.budget import Budget
     from mismatch.metrics.forecast import Forecast
     from mismatch.metrics.two_passes import TwoPasses
-    from mismatch.triangle.types import Triangle
+    from mismatch.run.distributions import Distributions
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.fixes.base import EstimatorFix, FixOutcome, FixTable
+from mismatch.experiments.fixes.base import EstimatorFix, FixOutcome, FixTable
 from mismatch.types import Estimate, Judgement, Verdict
 
 K3, MEAN, TAIL, ROUTES = (

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from mismatch.gradients.analysis import check_gradients
-from mismatch.gradients.types import (
+from mismatch.experiments.gradients.analysis import check_gradients
+from mismatch.experiments.gradients.types import (
     PPO_OVERRIDE,
     PPO_RATIO,
     GradientBatch,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mismatch import store
+from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Rollout, Sampling, Scoring
 

@@ -12,10 +12,10 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from mismatch.compare import compare
-from mismatch.corrections.preview import preview
-from mismatch.corrections.types import Corrections
-from mismatch.levels import judge, verdict
+from mismatch.analysis.comparison import compare
+from mismatch.analysis.corrections.preview import preview
+from mismatch.analysis.corrections.types import Corrections
+from mismatch.analysis.levels import judge, verdict
 from mismatch.metrics.budget import Budget, Gap, error_budget
 from mismatch.metrics.forecast import Forecast, length_forecast
 from mismatch.types import Check, Comparison, Estimate, Report, Rollout, Sampling, Scoring

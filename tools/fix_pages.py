@@ -1,10 +1,10 @@
-"""Write docs/fixes/ from the catalogue and the guides of mismatch/fixes."""
+"""Write docs/fixes/ from the catalogue and the guides of mismatch/experiments/fixes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mismatch.fixes.pages import pages
+from mismatch.experiments.fixes.pages import pages
 
 FOLDER = Path(__file__).parent.parent / "docs" / "fixes"
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mismatch import store
 from mismatch.models import EMBEDDED
-from mismatch.reports.document import report_from_json
+from mismatch.pipeline.document import report_from_json
 from mismatch.reports.terminal import print_report
+from mismatch.run import store
 from mismatch.types import Report
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -40,7 +40,7 @@ def engine_trial(family: str) -> dict[str, Any]:
         ``{"error": …}``, or ``tokens``, ``rows`` (token, layer), ``disagree`` (rows whose set of
         experts differs) and ``max_delta`` (nats).
     """
-    from mismatch import store
+    from mismatch.run import store
     from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec, to_dict
     from mismatch.types import Sampling
 
@@ -55,7 +55,7 @@ def engine_trial(family: str) -> dict[str, Any]:
         run.mkdir()
         (run / "job.json").write_text(json.dumps({"run_dir": str(run), "spec": to_dict(spec)}))
         done = subprocess.run(
-            [sys.executable, "-m", "mismatch.workers.engine", str(run / "job.json")],
+            [sys.executable, "-m", "mismatch.processes.workers.engine", str(run / "job.json")],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -104,7 +104,7 @@ def agreement(model: Path, rollout: Any, decode: Any) -> dict[str, Any]:
 
 def store_splits(rollout: Any) -> Any:
     """Where the action tokens of one sequence end and the next one's begin."""
-    from mismatch.store import action_offsets
+    from mismatch.run.store import action_offsets
 
     return action_offsets(rollout)[1:-1]
 

@@ -13,12 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mismatch import store
-from mismatch.reports.document import report_from_json
+from mismatch.experiments.engine_pair.types import TRAINER, Triangle
+from mismatch.pipeline.document import report_from_json
 from mismatch.reports.engines import edge_rows, party, sentences
 from mismatch.reports.markdown import plain, table
 from mismatch.reports.quantities import number, percent, plural
-from mismatch.triangle.types import TRAINER, Triangle
+from mismatch.run import store
 from mismatch.types import Report
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "engines-side-by-side.md"

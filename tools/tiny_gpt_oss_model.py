@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from mismatch.tasks.corpus import chats
+from mismatch.prompts.corpus import chats
 
 VOCABULARY = 1024
 SPECIAL = (

@@ -2,7 +2,7 @@
 
     python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss
 
-A fixed number of steps on text that mismatch.tasks.corpus generates, all seeds fixed, one
+A fixed number of steps on text that mismatch.prompts.corpus generates, all seeds fixed, one
 thread: the same machine and versions give the same bytes.
 """
 
@@ -24,8 +24,8 @@ from tiny_gpt_oss_model import CALL, MESSAGE, PAD, RETURN, VOCABULARY, build_mod
 from torch.nn import functional as F
 from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
 
-from mismatch.tasks.arithmetic import arithmetic_problems
-from mismatch.tasks.corpus import chats
+from mismatch.prompts.arithmetic import arithmetic_problems
+from mismatch.prompts.corpus import chats
 
 SEEDS = {"weights": 0, "tokenizer_text": 1, "training_text": 2, "held_out_text": 3}
 BATCH_TOKENS = 2048  # padded tokens per step

@@ -1,1 +1,1 @@
-"""What is computed from rollouts and scorings, without torch, a disk or a word for readers."""
+"""Scorings in, numbers and judgements out: no torch, no disk, no printing."""

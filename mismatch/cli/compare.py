@@ -86,7 +86,7 @@ def compare(flags: Flags) -> int:
     """
     from mismatch.cli import session
     from mismatch.cli.to_spec import positive
-    from mismatch.pipeline import run_compare
+    from mismatch.pipeline.commands import run_compare
 
     run, levels = flags["run"], session.levels(flags)
     if flags["against"] is not None:
@@ -95,8 +95,8 @@ def compare(flags: Flags) -> int:
     if flags["other"] is None and not flags["left"] and not flags["right"]:
         report = run_compare(run, session.narrator(), levels, session.command(), length)
         return session.conclude(report, run, flags)
-    from mismatch.reports.pair import build_pair, write_pair
-    from mismatch.runs import new_directory
+    from mismatch.pipeline.scoring_pair import build_pair, write_pair
+    from mismatch.run.directory import new_directory
 
     other = flags["other"] or run
     names = (flags["left"] or "fsdp", flags["right"] or "fsdp")
@@ -110,12 +110,12 @@ def compare(flags: Flags) -> int:
 def _against(flags: Flags) -> int:
     from rich.console import Console
 
-    from mismatch.against.measure import against
-    from mismatch.against.write import write_against
     from mismatch.cli import session
     from mismatch.errors import MismatchError
+    from mismatch.experiments.regression.measure import against
     from mismatch.reports.against_terminal import print_against
-    from mismatch.runs import new_directory
+    from mismatch.reports.regression_files import write_against
+    from mismatch.run.directory import new_directory
 
     new, old = flags["run"], flags["against"]
     clash = [name for name in ("other", "left", "right", "names") if flags[name]]

@@ -61,12 +61,12 @@ def corrections(flags: Flags) -> int:
     where there are rewards, a ranking, and the setting for verl, TRL, NeMo-RL and prime-rl.
     A correction changes no delta and no verdict: the exit code is 0.
     """
-    from mismatch import store
-    from mismatch.compare import is_sampling_law
-    from mismatch.corrections.document import corrections_to_json
-    from mismatch.corrections.preview import preview
+    from mismatch.analysis.comparison import is_sampling_law
+    from mismatch.analysis.corrections.document import corrections_to_json
+    from mismatch.analysis.corrections.preview import preview
     from mismatch.metrics.corrections import Settings
-    from mismatch.runs import load_spec
+    from mismatch.run import store
+    from mismatch.run.directory import load_spec
 
     settings = Settings(**flags.pick("cap mask_cap band geometric veto sequence_cap"))
     run = flags["run"]

@@ -25,7 +25,7 @@ from mismatch.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mismatch.fixes.base import Fix
+    from mismatch.experiments.fixes.base import Fix
     from mismatch.specs import CheckSpec
 
 SCHEMA = "mismatch.fixes/1"
@@ -80,7 +80,7 @@ def fixes(flags: Flags) -> int:
     """
     from rich.console import Console
 
-    from mismatch.fixes.catalogue import FIXES, fix_named
+    from mismatch.experiments.fixes.catalogue import FIXES, fix_named
 
     wanted = (fix_named(flags["fix"]),) if flags["fix"] else FIXES
     model = flags["model"] or flags["verl_config"]
@@ -98,9 +98,9 @@ def fixes(flags: Flags) -> int:
 
 def entries(spec: CheckSpec) -> list[Entry]:
     """Every fix, and whether this check could try it."""
-    from mismatch.fixes.catalogue import FIXES
-    from mismatch.fixes.facts import context_of
-    from mismatch.fixes.plan import SIDES, plan_fixes
+    from mismatch.experiments.fixes.catalogue import FIXES
+    from mismatch.experiments.fixes.environment import context_of
+    from mismatch.experiments.fixes.planning import SIDES, plan_fixes
 
     asked = replace(spec, fixes=SIDES)
     planned = plan_fixes(asked, context_of(asked))
@@ -128,7 +128,7 @@ def _spec(flags: Flags) -> CheckSpec:
 
 
 def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
-    from mismatch.fixes.guides import guide_of
+    from mismatch.experiments.fixes.guides import guide_of
 
     fix = entry.fix
     row: dict[str, Any] = {
@@ -159,7 +159,7 @@ def _print_list(shown: list[Entry], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from mismatch.fixes.pages import SIDES
+    from mismatch.experiments.fixes.pages import SIDES
 
     for side, title in SIDES.items():
         console.print(Text(title, "bold"))
@@ -196,8 +196,8 @@ def _print_one(entry: Entry, console: Console) -> None:
     """The essentials of its page."""
     from rich.text import Text
 
-    from mismatch.fixes.guides import guide_of
-    from mismatch.fixes.pages import SIDES, sentence, trials
+    from mismatch.experiments.fixes.guides import guide_of
+    from mismatch.experiments.fixes.pages import SIDES, sentence, trials
     from mismatch.reports.text import line
 
     fix, guide = entry.fix, guide_of(entry.fix.id)

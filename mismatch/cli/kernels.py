@@ -18,8 +18,8 @@ from mismatch.cli.options import MODEL, OUTPUT, ModelFlags
 from mismatch.errors import MismatchError
 
 if TYPE_CHECKING:
-    from mismatch.audit.supervise import AuditSpec
-    from mismatch.audit.types import AuditReport
+    from mismatch.experiments.kernels.types import AuditReport
+    from mismatch.processes.kernels.isolation import AuditSpec
 
 AUDIT = "What to audit"
 DEFAULT_MODEL = "tiny-gpt-oss"
@@ -94,10 +94,10 @@ def kernels(flags: Flags) -> int:
     """
     from rich.console import Console
 
-    from mismatch.audit.supervise import run_audit
-    from mismatch.audit.verdict import judge
     from mismatch.cli.narrator import ConsoleNarrator
-    from mismatch.reports.kernels_json import kernels_to_json
+    from mismatch.experiments.kernels.document import kernels_to_json
+    from mismatch.experiments.kernels.verdict import judge
+    from mismatch.processes.kernels.isolation import run_audit
     from mismatch.reports.kernels_terminal import print_kernels
 
     spec = audit_spec(flags)
@@ -126,7 +126,7 @@ def audit_spec(flags: Flags) -> AuditSpec:
     Raises:
         MismatchError: an unknown model, dtype, length, or flags that exclude each other.
     """
-    from mismatch.audit.supervise import AuditSpec
+    from mismatch.processes.kernels.isolation import AuditSpec
 
     _require_sense(flags)
     model, revision, trust = _model(flags)
@@ -162,7 +162,7 @@ def _require_sense(flags: Flags) -> None:
 def _model(flags: Flags) -> tuple[str, str | None, bool]:
     """Model, revision, whether its own code may run: as given, or those of the run's trainer."""
     from mismatch.models import resolve_model
-    from mismatch.runs import load_spec
+    from mismatch.run.directory import load_spec
 
     given = flags["model"]
     if flags["run"] is None:
@@ -216,8 +216,8 @@ def _lengths(given: str | None) -> tuple[int, ...]:
 def _place(out: Path | None, model: str) -> Iterator[Path]:
     """Where the audit works: the user's directory, or one that is gone afterwards."""
     if out is not None:
-        from mismatch.audit.supervise import LABEL, PLAN
-        from mismatch.runs import new_directory
+        from mismatch.processes.kernels.isolation import LABEL, PLAN
+        from mismatch.run.directory import new_directory
 
         place = new_directory(out, model)
         try:
@@ -233,9 +233,9 @@ def _place(out: Path | None, model: str) -> Iterator[Path]:
 
 def save(report: AuditReport, out: Path) -> None:
     """Write kernels.json and kernels.html."""
-    from mismatch import store
+    from mismatch.experiments.kernels.document import FILE, kernels_to_json
     from mismatch.reports.kernels_html import to_html
-    from mismatch.reports.kernels_json import FILE, kernels_to_json
+    from mismatch.run import store
 
     store.write_json(out / FILE, kernels_to_json(report))
     store.write_text(out / "kernels.html", to_html(report))
@@ -249,12 +249,12 @@ def save_in_run(report: AuditReport, run: Path) -> None:
     """
     from dataclasses import replace
 
-    from mismatch import store
     from mismatch.cli.session import command
-    from mismatch.reports.build import write_report
-    from mismatch.reports.document import report_from_json
-    from mismatch.reports.kernels_json import FILE, SCHEMA, kernels_to_json
-    from mismatch.runs import at_work, load_spec
+    from mismatch.experiments.kernels.document import FILE, SCHEMA, kernels_to_json
+    from mismatch.pipeline.build import write_report
+    from mismatch.pipeline.document import report_from_json
+    from mismatch.run import store
+    from mismatch.run.directory import at_work, load_spec
 
     with at_work(run, "kernels", load_spec(run), command()):
         store.save_document(run, FILE, kernels_to_json(report), schema=SCHEMA)

@@ -12,11 +12,11 @@ def report(flags: Flags) -> int:
 
     A run that cannot be written is printed all the same.
     """
-    from mismatch import store
     from mismatch.cli import session
     from mismatch.errors import MismatchError
-    from mismatch.reports.build import write_rendered
-    from mismatch.reports.document import report_from_json
+    from mismatch.pipeline.build import write_rendered
+    from mismatch.pipeline.document import report_from_json
+    from mismatch.run import store
 
     run, names = flags["run"], flags["names"]
     document = report_from_json(store.load_document(run, "report.json"))

@@ -23,8 +23,8 @@ def rollout(flags: Flags) -> int:
     from mismatch.cli.to_spec import engine_names, require_model, rollout_spec
     from mismatch.errors import MismatchError
     from mismatch.models import resolve_model
-    from mismatch.pipeline import run_rollout
-    from mismatch.preflight import preflight_rollout
+    from mismatch.pipeline.commands import run_rollout
+    from mismatch.pipeline.preflight import preflight_rollout
     from mismatch.specs import CheckSpec, TrainSpec
 
     spec = session.stored_spec(flags)

@@ -47,9 +47,9 @@ def score(flags: Flags) -> int:
     from mismatch.cli.trainer import with_trainer
     from mismatch.injections import parse_injections
     from mismatch.models import resolve_model
-    from mismatch.pipeline import run_score
-    from mismatch.preflight import preflight_training
-    from mismatch.runs import load_spec
+    from mismatch.pipeline.commands import run_score
+    from mismatch.pipeline.preflight import preflight_training
+    from mismatch.run.directory import load_spec
 
     if not re.fullmatch(PLAIN_NAME, flags["name"]):
         raise MismatchError(

@@ -14,8 +14,8 @@ from mismatch.errors import MismatchError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from mismatch.analysis.levels import Thresholds
     from mismatch.cli.narrator import ConsoleNarrator
-    from mismatch.levels import Thresholds
     from mismatch.specs import CheckSpec
     from mismatch.types import Report
 
@@ -28,7 +28,7 @@ ADDED = NOT_SPEC | FIX_FLAGS | GRADIENT_FLAGS | SERVER_FLAGS
 
 def stored_spec(flags: Flags) -> CheckSpec | None:
     """The spec of the run that ``--resume RUN`` names, where no other flag says what to run."""
-    from mismatch.runs import NEWEST, load_spec
+    from mismatch.run.directory import NEWEST, load_spec
 
     resume = flags["resume"]
     if resume in (None, NEWEST) or flags.given - ADDED:
@@ -56,8 +56,8 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
 
 def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
     """The run directory to work in; says so where it is an earlier one."""
-    from mismatch.runs import NEWEST
-    from mismatch.runs import open_run as open_directory
+    from mismatch.run.directory import NEWEST
+    from mismatch.run.directory import open_run as open_directory
 
     if flags["resume"] not in (None, NEWEST) and flags["out"] is not None:
         raise MismatchError(
@@ -74,7 +74,7 @@ def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
 
 def levels(flags: Flags) -> Thresholds | None:
     """The user's levels, if any."""
-    from mismatch.levels import load_thresholds
+    from mismatch.analysis.levels import load_thresholds
 
     return load_thresholds(flags["thresholds"]) if flags["thresholds"] else None
 
@@ -97,17 +97,17 @@ def dry_run(spec: CheckSpec) -> int:
     planned = plan(spec)
     print_plan(planned, Console())
     if spec.other_engine is not None:
-        from mismatch.triangle.run import dry_run_lines as two_engines
+        from mismatch.pipeline.engine_pair import dry_run_lines as two_engines
 
         for line in two_engines(spec):
             say(line)
     if spec.fixes:
-        from mismatch.fixes.run import dry_run_lines
+        from mismatch.pipeline.fixes import dry_run_lines
 
         for line in dry_run_lines(spec):
             say(line)
     if spec.gradients:
-        from mismatch.gradients.plan import memory_line, plan_gradients
+        from mismatch.experiments.gradients.planning import memory_line, plan_gradients
 
         for line in (*plan_gradients(spec).lines(), memory_line(spec)):
             say(line)
@@ -144,7 +144,7 @@ def conclude(
     """
     from rich.console import Console
 
-    from mismatch.levels import exit_code
+    from mismatch.analysis.levels import exit_code
     from mismatch.reports.terminal import print_report
 
     elsewhere = None
@@ -161,8 +161,8 @@ def conclude(
 
 def written_with_names(report: Report, run_dir: Path, framework: str) -> pd.DataFrame:
     """Write the HTML and Markdown of a run again, with a framework's names; its tokens table."""
-    from mismatch import store
-    from mismatch.reports.build import write_rendered
+    from mismatch.pipeline.build import write_rendered
+    from mismatch.run import store
 
     tokens = store.load_tokens(run_dir)
     write_rendered(run_dir, report, tokens, framework)

@@ -46,7 +46,7 @@ def fix_fields(flags: Flags, known: tuple[str, ...] = ()) -> dict[str, Any]:
     """
     if "fix" not in flags:
         return {}
-    from mismatch.fixes.plan import parse_requests
+    from mismatch.experiments.fixes.planning import parse_requests
 
     asked = parse_requests(flags["fix"] or ()) or known
     minutes = flags["budget_minutes"]
@@ -203,7 +203,7 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
 
 def ranks(flags: Flags) -> int:
     """``--nproc-per-node``, or the GPUs, or 2."""
-    from mismatch.stages import local_gpus
+    from mismatch.processes.stages import local_gpus
 
     given: int | None = flags["nproc_per_node"]
     return (local_gpus() or 2) if given is None else given

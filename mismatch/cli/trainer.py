@@ -50,7 +50,7 @@ def _from_preset(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
 
 
 def _from_verl(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
-    from mismatch.engines.vllm_args import is_cpu_build
+    from mismatch.engines.vllm.arguments import is_cpu_build
     from mismatch.presets import installed_kernels
     from mismatch.presets.verl_config import read_verl_config
 

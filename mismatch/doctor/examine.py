@@ -13,7 +13,7 @@ from mismatch.doctor.shape import read_shape
 from mismatch.engines.registry import ENGINES, INSTALL
 from mismatch.errors import MismatchError
 from mismatch.models.offline import find_config, offline
-from mismatch.preflight import SHARED_BYTES
+from mismatch.pipeline.preflight import SHARED_BYTES
 from mismatch.specs import CheckSpec
 
 MIB = 1 << 20

@@ -93,7 +93,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
             that cannot be read, or a kernel that would be refused.
     """
     from mismatch.doctor.machine import look
-    from mismatch.pipeline import training_passes
+    from mismatch.pipeline.commands import training_passes
 
     machine = machine or look(try_imports=False)
     found = find_config(spec.train.model, spec.train.revision)
@@ -140,7 +140,7 @@ def _sides(
     spec: CheckSpec, shape: Shape, prompts: int, longest: int, machine: Machine
 ) -> tuple[tuple[Fit, ...], tuple[ExpertChoice, ...]]:
     """Memory of the engine and of every pass of the trainer, and of other ways to run experts."""
-    from mismatch.pipeline import training_passes
+    from mismatch.pipeline.commands import training_passes
 
     sampling = spec.rollout.sampling
     sequences = prompts * sampling.samples_per_prompt
@@ -177,7 +177,7 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
     if spec.dataset is not None:
         note = f"prompts of the data set are taken to have {UNKNOWN_PROMPT_TOKENS} tokens at most"
         return spec.num_prompts, UNKNOWN_PROMPT_TOKENS, [note]
-    from mismatch.tasks.prompts import Prompt, read_prompts
+    from mismatch.prompts.sources import Prompt, read_prompts
 
     def tokens(prompt: Prompt) -> int:
         if prompt.token_ids is not None:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from mismatch.engines.base import Engine, ExpertLayout, Progress, Sample
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.routing_store import narrowest
+from mismatch.prompts.answers import numeric_reward
+from mismatch.prompts.arithmetic import reward
+from mismatch.prompts.sources import Prompt
+from mismatch.run.routing_files import narrowest
 from mismatch.specs import RolloutSpec
-from mismatch.tasks.answers import numeric_reward
-from mismatch.tasks.arithmetic import reward
-from mismatch.tasks.prompts import Prompt
 from mismatch.types import Fingerprint, Floats, Rollout, Routing, Scoring
 
 CAPTURE_FIX = "upgrade the engine, or run without routing: --no-routing"

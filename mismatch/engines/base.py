@@ -84,7 +84,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Digests of the parameters as loaded (see mismatch.weights_digest).
+    """Digests of the parameters as loaded (see mismatch.models.digests).
 
     Attributes:
         digests: checkpoint name -> digest.

@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 def model_facts(spec: EngineSpec) -> dict[str, Any]:
     """Model, versions and hashes of the source files."""
-    from mismatch.weights_digest import source_hashes
+    from mismatch.models.digests import source_hashes
 
     directory = model_directory(spec)
     known = versions()

@@ -31,7 +31,7 @@ def loaded_digests(
     Args:
         owned: whether this rank counts a part; None: it counts all.
     """
-    from mismatch.weights_digest import digest_tensor
+    from mismatch.models.digests import digest_tensor
 
     digests: dict[str, list[int]] = {}
     unknown: list[str] = []

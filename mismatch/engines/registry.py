@@ -11,9 +11,9 @@ from mismatch.engines.base import Engine
 from mismatch.errors import MismatchError
 
 ENGINES = {
-    "vllm": "mismatch.engines.vllm:VllmEngine",
-    "sglang": "mismatch.engines.sglang:SglangEngine",
-    "transformers": "mismatch.engines.transformers:TransformersEngine",
+    "vllm": "mismatch.engines.vllm.engine:VllmEngine",
+    "sglang": "mismatch.engines.sglang.engine:SglangEngine",
+    "transformers": "mismatch.engines.transformers.engine:TransformersEngine",
     "server": "mismatch.engines.servers.engine:ServerEngine",
 }
 PACKAGELESS = frozenset({"server"})  # what runs is elsewhere

@@ -33,7 +33,7 @@ class Sample:
     """The tokens of one run, as metrics ask for them.
 
     Attributes:
-        arrays: name -> [A], as :func:`mismatch.compare.inputs` gives them.
+        arrays: name -> [A], as :func:`mismatch.analysis.comparison.inputs` gives them.
         sequence: [A] sequence of each action token.
         prompt: [N] prompt of each sequence; equal numbers in two samples are the same prompt
             (:func:`common_prompts`).

@@ -61,7 +61,7 @@ def derive(source: Path, form: WeightsForm) -> Path:
     if form == ("mxfp4" if quantised else "bf16"):
         return source
     require_form(source, form)
-    from mismatch.weights_digest import source_hashes
+    from mismatch.models.digests import source_hashes
 
     hashes = source_hashes(str(source))
     text = json.dumps([form, sorted(hashes.items())])

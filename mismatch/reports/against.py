@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mismatch.against.types import Against, AgainstRow, Changed, RunSide
+from mismatch.experiments.regression.types import Against, AgainstRow, Changed, RunSide
 from mismatch.reports import quantities
 from mismatch.reports.fixes import interval, signed
 from mismatch.reports.summary import Row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mismatch.against.types import Against
+from mismatch.experiments.regression.types import Against
 from mismatch.reports import against
 from mismatch.reports.console import columns, heading, paragraph, say
 from mismatch.reports.text import line

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from mismatch.corrections.types import Corrections
+    from mismatch.analysis.corrections.types import Corrections
 
 
 def print_analyses(report: Report, console: Console) -> None:

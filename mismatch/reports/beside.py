@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mismatch.analysis.two_passes import replay_phrase
 from mismatch.reports import quantities
 from mismatch.reports.text import line
 from mismatch.specs import AS_STORED
-from mismatch.two_passes import replay_phrase
 from mismatch.types import Comparison, Estimate, Report
 
 TITLE = "On the same tokens"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch.metrics.budget import Budget, Gap, Step, error_budget
-from mismatch.pipeline import REFERENCE, TRAIN
+from mismatch.pipeline.commands import REFERENCE, TRAIN
 from mismatch.reports import quantities
 from mismatch.reports.figures import Picture
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, to_svg

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mismatch.corrections.choice import TARGET_WORDS
-from mismatch.corrections.recipes import Recipe, recipes
-from mismatch.corrections.types import Against, Corrections, Preview
+from mismatch.analysis.corrections.choice import TARGET_WORDS
+from mismatch.analysis.corrections.recipes import Recipe, recipes
+from mismatch.analysis.corrections.types import Against, Corrections, Preview
 from mismatch.metrics.corrections import NONE, OVERRIDE, Level
 from mismatch.reports import fixes, quantities
 from mismatch.reports.text import line

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mismatch.experiments.engine_pair.outlier import FLOOR_TEXT
+from mismatch.experiments.engine_pair.types import TRAINER, Edge, Triangle
 from mismatch.reports import quantities
 from mismatch.reports.fixes import interval
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS, words_for
-from mismatch.triangle.odd import FLOOR_TEXT
-from mismatch.triangle.types import TRAINER, Edge, Triangle
 from mismatch.types import Estimate, Report
 
 TITLE = "Engines"

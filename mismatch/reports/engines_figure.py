@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mismatch.experiments.engine_pair.outlier import FLOOR
+from mismatch.experiments.engine_pair.types import TRAINER, Triangle
 from mismatch.reports import quantities
 from mismatch.reports.figures import Picture
 from mismatch.reports.svg import ACCENT, BAND, INK, SECOND, drawing, to_svg
 from mismatch.reports.text import line
-from mismatch.triangle.odd import FLOOR
-from mismatch.triangle.types import TRAINER, Triangle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

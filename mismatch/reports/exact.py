@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mismatch.exact import KL, KL_TOPK, LAW_GAP
+from mismatch.analysis.exact_kl import KL, KL_TOPK, LAW_GAP
 from mismatch.reports import quantities
 from mismatch.reports.summary import Row, all_rows, headline
 from mismatch.types import Comparison, Estimate, Report

@@ -10,11 +10,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mismatch.corrections.recipes import Recipe
-from mismatch.corrections.types import Preview
-from mismatch.fixes.base import EstimatorFix, FixOutcome, FixTable
-from mismatch.fixes.guides import settings_of
-from mismatch.fixes.rank import LEVEL
+from mismatch.analysis.corrections.recipes import Recipe
+from mismatch.analysis.corrections.types import Preview
+from mismatch.experiments.fixes.base import EstimatorFix, FixOutcome, FixTable
+from mismatch.experiments.fixes.guides import settings_of
+from mismatch.experiments.fixes.significance import LEVEL
 from mismatch.reports import quantities
 from mismatch.reports.fixes_said import K3, MEAN, sentences
 from mismatch.reports.text import line

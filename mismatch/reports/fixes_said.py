@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mismatch.fixes.base import RANKED_BY, FixOutcome, FixTable
-from mismatch.fixes.rank import prompts_to_tell
+from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
+from mismatch.experiments.fixes.significance import prompts_to_tell
 from mismatch.reports import quantities
 from mismatch.reports.text import line
 from mismatch.types import Report

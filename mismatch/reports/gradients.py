@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mismatch.gradients.said import (
+from mismatch.experiments.gradients.sentences import (
     better,
     degrees,
     joined,
@@ -15,7 +15,7 @@ from mismatch.gradients.said import (
     silent,
     worse,
 )
-from mismatch.gradients.types import (
+from mismatch.experiments.gradients.types import (
     LOSSES,
     REWARDS,
     GradientCheck,

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mismatch.gradients.naming import KINDS
-from mismatch.gradients.said import angle, main_loss, silent
-from mismatch.gradients.types import GradientCheck, GradientRow, GroupError
+from mismatch.experiments.gradients.labels import KINDS
+from mismatch.experiments.gradients.sentences import angle, main_loss, silent
+from mismatch.experiments.gradients.types import GradientCheck, GradientRow, GroupError
 from mismatch.reports.figures import Picture
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, to_svg
 from mismatch.reports.text import line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mismatch.gradients.types import GradientCheck
+from mismatch.experiments.gradients.types import GradientCheck
 from mismatch.reports import gradients
 from mismatch.reports.console import columns, heading, paragraph
 

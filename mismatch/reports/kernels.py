@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mismatch.audit.types import (
+from mismatch.experiments.kernels.types import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     Audit,
@@ -15,7 +15,7 @@ from mismatch.audit.types import (
     Harm,
     Kind,
 )
-from mismatch.audit.verdict import answered, causes_of, ended, judge, was_run
+from mismatch.experiments.kernels.verdict import answered, causes_of, ended, judge, was_run
 from mismatch.reports import kernels_figures
 from mismatch.reports.kernels_rows import (
     CostLine,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mismatch.audit.types import Audit, Cost, Kind
+from mismatch.experiments.kernels.types import Audit, Cost, Kind
 from mismatch.reports.figures import Picture
 from mismatch.reports.quantities import bound
 from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mismatch.audit.types import AuditReport
+from mismatch.experiments.kernels.types import AuditReport
 from mismatch.reports import kernels
 from mismatch.reports.html import packaged, template
 from mismatch.reports.text import line

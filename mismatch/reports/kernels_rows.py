@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mismatch.audit.types import Kind
-from mismatch.audit.verdict import KernelVerdict
+from mismatch.experiments.kernels.types import Kind
+from mismatch.experiments.kernels.verdict import KernelVerdict
 from mismatch.reports.figures import Picture
 
 

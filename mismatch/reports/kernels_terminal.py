@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mismatch.audit.types import AuditReport
+from mismatch.experiments.kernels.types import AuditReport
 from mismatch.reports import kernels
 from mismatch.reports.console import columns, heading, paragraph, say
 from mismatch.reports.kernels_rows import Part, View

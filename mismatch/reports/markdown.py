@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from mismatch.corrections.recipes import Recipe
+from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.reports import (
     beside,
     budget,

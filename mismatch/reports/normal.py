@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from mismatch.references import Reference, references_for
+from mismatch.analysis.published_values import Reference, references_for
 from mismatch.reports import summary
 from mismatch.reports.quantities import number, plural, times
 from mismatch.reports.text import line

@@ -8,13 +8,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
+from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.specs import Pass
 from mismatch.training.load import Loaded, resident_share
 from mismatch.training.logprobs import Law
 from mismatch.training.scorer import Scorer
 from mismatch.training.world import World
 from mismatch.types import Fingerprint, Sampling
-from mismatch.weights_digest import ZERO, Digest, comparable, digest_tensor, source_hashes
 
 
 def fingerprint(

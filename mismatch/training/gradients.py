@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.gradients.types import Gradients
+from mismatch.experiments.gradients.types import Gradients
 from mismatch.specs import Pass
 from mismatch.training.laid import lay_out
 from mismatch.training.load import Loaded

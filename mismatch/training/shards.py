@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mismatch.errors import MismatchError
-from mismatch.gradients.groups import group_of
-from mismatch.gradients.types import GROUPS
+from mismatch.experiments.gradients.parameter_groups import group_of
+from mismatch.experiments.gradients.types import GROUPS
 
 SKETCH = 2048  # buckets of one group
 CHUNK = 1 << 20  # elements that are worked on at a time: temporaries stay small
@@ -57,7 +57,7 @@ class Shards:
     """The trainable parameters of one loaded model, as this rank holds them.
 
     Attributes:
-        groups: those of :data:`mismatch.gradients.types.GROUPS` that the model has, in that order.
+        groups: those of ``experiments.gradients.types.GROUPS`` that the model has, in that order.
         pieces: of parameters of which this rank holds anything.
         total: number of trainable parameters on all ranks.
     """

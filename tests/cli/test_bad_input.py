@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mismatch import store
 from mismatch.engines.registry import INSTALL
+from mismatch.run import store
 
 from ..limited import mounted
 from ..made_run import make_run, rollout, scoring

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
-from mismatch.fixes.catalogue import FIXES
+from mismatch.experiments.fixes.catalogue import FIXES
 
 MODEL = ("--model", "tiny-gpt-oss")
 

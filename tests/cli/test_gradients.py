@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from mismatch import store
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import VerdictFrom
 from mismatch.cli.session import dry_run, stored_spec
 from mismatch.cli.to_spec import gradient_fields
 from mismatch.errors import MismatchError
 from mismatch.models import resolve_model
-from mismatch.pipeline import run_score
-from mismatch.runs import load_spec, require_same_spec
+from mismatch.pipeline.commands import run_score
+from mismatch.run import store
+from mismatch.run.directory import load_spec, require_same_spec
 from mismatch.specs import to_dict
 from tests.made_run import make_run, spec
 

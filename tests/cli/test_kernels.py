@@ -10,15 +10,15 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
-from mismatch import store
-from mismatch.audit import supervise
-from mismatch.audit.supervise import AuditSpec
 from mismatch.cli.kernels import save_in_run
 from mismatch.cli.main import app, main
 from mismatch.errors import MismatchError
-from mismatch.reports.build import build_report, write_report
-from mismatch.reports.document import report_from_json
-from mismatch.reports.kernels_json import schema
+from mismatch.experiments.kernels.document import schema
+from mismatch.pipeline.build import build_report, write_report
+from mismatch.pipeline.document import report_from_json
+from mismatch.processes.kernels import isolation as supervise
+from mismatch.processes.kernels.isolation import AuditSpec
+from mismatch.run import store
 from tests.kernels_fixture import make_audit_report
 from tests.made_run import make_run, spec
 
@@ -195,7 +195,9 @@ def test_the_last_line_is_the_verdict_and_the_page_is_there(audited):
 def test_a_mistake_leaves_nothing_in_the_directory_that_was_asked_for(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(MismatchError, match="is no function"):
-        invoke("--kernel", "mismatch.audit.types:ATTENTION_COLUMNS", "--out", str(out))
+        invoke(
+            "--kernel", "mismatch.experiments.kernels.types:ATTENTION_COLUMNS", "--out", str(out)
+        )
     assert not out.exists()  # so that the same command, mended, is not refused
 
 

@@ -11,10 +11,10 @@ import sys
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.cli.main import app
 from mismatch.metrics import METRICS, conventions
 from mismatch.metrics.names import metric_called
+from mismatch.run import store
 from tests.made_run import make_run
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from mismatch import store
 from mismatch.cli.main import app
+from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 
 
@@ -18,8 +18,10 @@ def scored(tmp_path, monkeypatch):
     spec = replace(CheckSpec(), rollout=RolloutSpec(engine=engine), train=train)
     store.write_json(tmp_path / "spec.json", to_dict(spec))
     seen = []
-    monkeypatch.setattr("mismatch.preflight.preflight_training", lambda *args: None)
-    monkeypatch.setattr("mismatch.pipeline.run_score", lambda spec, *args: seen.append(spec))
+    monkeypatch.setattr("mismatch.pipeline.preflight.preflight_training", lambda *args: None)
+    monkeypatch.setattr(
+        "mismatch.pipeline.commands.run_score", lambda spec, *args: seen.append(spec)
+    )
 
     def score(*flags: str) -> TrainSpec:
         done = CliRunner().invoke(app, ["score", str(tmp_path), *flags])
@@ -43,15 +45,17 @@ def test_another_model_brings_its_own_revision(scored):
 
 def test_the_effect_of_a_form_is_passed_on(tmp_path, scored, monkeypatch):
     seen = []
-    monkeypatch.setattr("mismatch.pipeline.run_score", lambda spec, *args: seen.append(spec))
+    monkeypatch.setattr(
+        "mismatch.pipeline.commands.run_score", lambda spec, *args: seen.append(spec)
+    )
     flags = ["score", str(tmp_path), "--weights-effect", "mxfp4-rounded"]
     assert CliRunner().invoke(app, flags).exit_code == 0
     assert seen[-1].weights_effect == "mxfp4-rounded"
 
 
 def test_the_fixes_of_the_run_are_kept(tmp_path, monkeypatch):
-    from mismatch import pipeline
-    from mismatch.runs import load_spec
+    from mismatch.pipeline import commands as pipeline
+    from mismatch.run.directory import load_spec
 
     tried = replace(CheckSpec(), fixes=("fp32",), budget_minutes=3.0, verdict="after-fixes")
     store.write_json(tmp_path / "spec.json", to_dict(tried))

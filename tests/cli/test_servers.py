@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mismatch import store
 from mismatch.cli.flags import Flags
 from mismatch.cli.servers import moved, server_fields
 from mismatch.errors import MismatchError
+from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from tests.scripted_server import ScriptedServer
 

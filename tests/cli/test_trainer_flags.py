@@ -12,7 +12,7 @@ from mismatch.cli.options import ALL_GROUPS, DtypeName
 from mismatch.cli.to_spec import check_spec
 from mismatch.cli.trainer import with_trainer
 from mismatch.errors import MismatchError
-from mismatch.tasks.prompts import read_prompts
+from mismatch.prompts.sources import read_prompts
 
 
 def flags(**given) -> Flags:

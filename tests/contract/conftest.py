@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.models import EMBEDDED
-from mismatch.preflight import engine_python, interpreter_environment, own_python
+from mismatch.pipeline.preflight import engine_python, interpreter_environment, own_python
+from mismatch.run import store
 from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec, to_dict
 from mismatch.types import Rollout, Sampling, Scoring
 
@@ -105,7 +105,7 @@ def work(directory: Path, spec: RolloutSpec) -> subprocess.CompletedProcess[str]
     directory.mkdir(parents=True, exist_ok=True)
     job.write_text(json.dumps({"run_dir": str(directory), "spec": to_dict(spec)}))
     return subprocess.run(
-        [engine_python(spec.engine), "-m", "mismatch.workers.engine", str(job)],
+        [engine_python(spec.engine), "-m", "mismatch.processes.workers.engine", str(job)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}
         | interpreter_environment(own_python(spec.engine)),
         stdout=subprocess.PIPE,

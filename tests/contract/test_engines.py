@@ -15,9 +15,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.engines.registry import engine_class
-from mismatch.preflight import engine_python, interpreter_environment, own_python
+from mismatch.pipeline.preflight import engine_python, interpreter_environment, own_python
+from mismatch.run import store
 from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec
 from mismatch.types import Sampling
 from tests.contract.conftest import (
@@ -241,7 +241,7 @@ def test_chunked_prefill_changes_neither_logprobs_nor_experts(
 def test_weights_as_loaded_are_the_checkpoints(engine: str, run_of: Runs) -> None:
     from safetensors.torch import load_file
 
-    from mismatch.weights_digest import digest_tensor
+    from mismatch.models.digests import digest_tensor
 
     fingerprint = run_of(engine, "plain").decode.fingerprint
     checkpoint = load_file(MODEL / "model.safetensors")
@@ -281,7 +281,7 @@ def test_the_fingerprint_tells_the_law(engine: str, law: str, run_of: Runs) -> N
 def test_rewards_are_of_the_arithmetic_task(engine: str, run_of: Runs) -> None:
     from transformers import AutoTokenizer
 
-    from mismatch.tasks.arithmetic import arithmetic_problems, reward
+    from mismatch.prompts.arithmetic import arithmetic_problems, reward
 
     run = run_of(engine, "plain")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from mismatch.reports.document import schema
+from mismatch.pipeline.document import schema
 
 from .conftest import SMALL, Run, run_check
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch import store
+from mismatch.run import store
 from tests.checkpoints import make
 
 from .conftest import TINY_RUN, Run, run_check

@@ -18,8 +18,8 @@ import pytest
 
 from mismatch.doctor.experts import forward_bytes
 from mismatch.doctor.shape import read_shape
+from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec, to_dict
-from mismatch.store import load_scoring, save_rollout
 from mismatch.types import Scoring
 from tests.checkpoints import make, rollout
 
@@ -75,7 +75,7 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     job = {"run_dir": str(root), "passes": [to_dict(one) for one in passes]}
     (root / "job.json").write_text(json.dumps(job))
-    torchrun("-m", "mismatch.workers.train", str(root / "job.json"))
+    torchrun("-m", "mismatch.processes.workers.train", str(root / "job.json"))
     return root
 
 

@@ -70,7 +70,7 @@ def assert_ended(process: subprocess.Popen[str], directory: Path, *expected: str
     for text in expected:
         assert text in output, output
     time.sleep(0.5)
-    modules = ("mismatch.workers.engine", "mismatch.workers.train")
+    modules = ("mismatch.processes.workers.engine", "mismatch.processes.workers.train")
     left = [p for module in modules for p in workers_of(directory, module)]
     assert not left, left
     assert not (directory / "report.json").exists()
@@ -78,7 +78,7 @@ def assert_ended(process: subprocess.Popen[str], directory: Path, *expected: str
 
 def test_a_killed_engine_is_named(tmp_path):
     process = start(tmp_path / "run", *SMALL)
-    (worker,) = wait_for_workers(tmp_path, "mismatch.workers.engine", 1)
+    (worker,) = wait_for_workers(tmp_path, "mismatch.processes.workers.engine", 1)
     time.sleep(3)
     worker.kill()
     assert_ended(process, tmp_path / "run", "engine process", "SIGKILL", "fix:")
@@ -88,13 +88,15 @@ def test_a_killed_rank_is_named_and_nothing_that_was_sampled_is_lost(tmp_path):
     process = start(tmp_path / "run", *QUICK)
     wait_for_file(tmp_path / "run" / "jobs" / "train.go")  # the engine is done
     # torchrun and two ranks carry the module's name
-    workers = wait_for_workers(tmp_path, "mismatch.workers.train", 3)
+    workers = wait_for_workers(tmp_path, "mismatch.processes.workers.train", 3)
     max(workers, key=lambda p: p.pid).kill()
     assert_ended(process, tmp_path / "run", "train process", "fix:")
     assert (tmp_path / "run" / "rollout.parquet").exists()
 
 
-@pytest.mark.parametrize("module", ["mismatch.workers.engine", "mismatch.workers.train"])
+@pytest.mark.parametrize(
+    "module", ["mismatch.processes.workers.engine", "mismatch.processes.workers.train"]
+)
 def test_ctrl_c_leaves_nothing_running(tmp_path, module):
     process = start(tmp_path / "run", *QUICK)
     wait_for_workers(tmp_path, module, 1)
@@ -199,13 +201,13 @@ def test_a_trainer_that_cannot_run_is_refused_before_vllm_has_sampled(tmp_path):
     assert "--attention sdpa ignores the learned attention sinks" in run.output
     assert "sink-sdpa" in run.output
     assert not (tmp_path / "run" / "rollout.parquet").exists()
-    assert not workers_of(tmp_path, "mismatch.workers.engine")
+    assert not workers_of(tmp_path, "mismatch.processes.workers.engine")
 
 
 # ---------------------------------------------------------------- engines of third parties
 
 PLUGIN = """
-    from mismatch.engines.transformers import TransformersEngine
+    from mismatch.engines.transformers.engine import TransformersEngine
 
     class Forgetful(TransformersEngine):
         name = "forgetful"

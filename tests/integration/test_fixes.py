@@ -83,7 +83,7 @@ def test_replaying_routes_does_not_mend_a_missing_sink(without_sinks: Run) -> No
 
 
 def test_all_says_of_every_fix_what_became_of_it(without_sinks: Run) -> None:
-    from mismatch.fixes.catalogue import FIXES
+    from mismatch.experiments.fixes.catalogue import FIXES
 
     left = {text.partition(":")[0] for text in without_sinks.report["fix_trials"]["left_out"]}
     named = {name.partition("=")[0] for name in {*rows(without_sinks), *left}}

@@ -10,8 +10,8 @@ import json
 import numpy as np
 import pytest
 
-from mismatch.gradients.files import gradient_facts, load_batch, load_gradients
-from mismatch.gradients.types import LOSSES, Gradients
+from mismatch.experiments.gradients.files import gradient_facts, load_batch, load_gradients
+from mismatch.experiments.gradients.types import LOSSES, Gradients
 
 from .conftest import Run
 from .test_fixes import resumed

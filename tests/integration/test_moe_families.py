@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch import store
+from mismatch.run import store
 from tests import families
 from tests.contract.conftest import installed
 from tests.integration.conftest import Run, run_check

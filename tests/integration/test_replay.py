@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch.compare import paired_routing
+from mismatch.analysis.comparison import paired_routing
+from mismatch.run.store import load_rollout, load_scoring, save_rollout, save_scoring
 from mismatch.specs import Pass, TrainSpec, to_dict
-from mismatch.store import load_rollout, load_scoring, save_rollout, save_scoring
 from mismatch.types import Routing, Scoring
 from tests.checkpoints import make, rollout
 
@@ -74,7 +74,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outside = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "mismatch.workers.train", str(job)],
+        [sys.executable, *torchrun, "-m", "mismatch.processes.workers.train", str(job)],
         env={**outside, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from mismatch import manifest, store
+from mismatch.run import manifest, store
 
 from .conftest import TINY_RUN
 
@@ -65,7 +65,9 @@ def left_running(cwd: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "mismatch.workers" in " ".join(process.cmdline()) and process.cwd() == str(cwd):
+            if "mismatch.processes.workers" in " ".join(process.cmdline()) and process.cwd() == str(
+                cwd
+            ):
                 found.append(process)
         except psutil.Error:
             continue

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.engines.servers.journal import PLACE
 from mismatch.models import EMBEDDED
-from mismatch.preflight import own_python
+from mismatch.pipeline.preflight import own_python
+from mismatch.run import store
 from mismatch.specs import EngineSpec
 from tests.integration.conftest import Run
 
@@ -302,7 +302,7 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served | None]:
     if python is None:
         yield None
         return
-    command = [python, "-m", "mismatch.sglang_cpu.serve", "--model-path", str(MODEL)]
+    command = [python, "-m", "mismatch.engines.sglang.cpu.serve", "--model-path", str(MODEL)]
     command += ["--dtype", "float32", "--context-length", "256", "--skip-server-warmup"]
     command += ["--enable-return-routed-experts", "--api-key", KEY]
     server = serve(command, tmp_path_factory.mktemp("sglang") / "log")

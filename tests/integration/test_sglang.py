@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mismatch import sglang_cpu, store
+from mismatch.engines.sglang import cpu as sglang_cpu
+from mismatch.run import store
 from tests import checkpoints, families
 from tests.contract.conftest import MAKE, installed
 from tests.integration.conftest import Run, run_check
@@ -88,7 +89,7 @@ def children_of(directory: Path) -> list[psutil.Process]:
     """SGLang's own processes, its scheduler first; they start after the engine's worker."""
     end = time.monotonic() + 180
     while time.monotonic() < end:
-        for worker in workers_of(directory, "mismatch.workers.engine"):
+        for worker in workers_of(directory, "mismatch.processes.workers.engine"):
             spawned = [
                 child
                 for child in worker.children(recursive=True)
@@ -111,7 +112,7 @@ def test_a_killed_scheduler_ends_the_run_and_leaves_nothing(tmp_path: Path) -> N
 
 def test_ctrl_c_ends_sglangs_own_processes_too(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "--model", "tiny-gpt-oss", "--engine", "sglang")
-    wait_for_workers(tmp_path, "mismatch.workers.engine", 1)
+    wait_for_workers(tmp_path, "mismatch.processes.workers.engine", 1)
     family = children_of(tmp_path)
     os.kill(process.pid, signal.SIGINT)
     assert_ended(process, tmp_path / "run", "interrupted", "fix:")

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.models import EMBEDDED
+from mismatch.run import store
 
 from .conftest import TINY_RUN, TINY_SAMPLING
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec, to_dict
-from mismatch.store import load_scoring, save_rollout
 from mismatch.types import Scoring
 from tests.checkpoints import make_mxfp4, rollout
 
@@ -53,7 +53,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "job.json").write_text(json.dumps(job))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD), "-m"]
     done = subprocess.run(
-        [sys.executable, "-m", *torchrun, "mismatch.workers.train", str(root / "job.json")],
+        [
+            sys.executable,
+            "-m",
+            *torchrun,
+            "mismatch.processes.workers.train",
+            str(root / "job.json"),
+        ],
         # Freed tensors leave the process at once: what a pass left behind would hide the next one.
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,

@@ -20,13 +20,18 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from mismatch.gradients.files import gradient_facts, is_finished, load_batch, load_gradients
-from mismatch.gradients.plan import GradientPlan, Planned
-from mismatch.gradients.types import Trainer
+from mismatch.experiments.gradients.files import (
+    gradient_facts,
+    is_finished,
+    load_batch,
+    load_gradients,
+)
+from mismatch.experiments.gradients.planning import GradientPlan, Planned
+from mismatch.experiments.gradients.types import Trainer
+from mismatch.models.digests import combine, digest_tensor
+from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec, to_dict
-from mismatch.store import load_scoring, save_rollout
 from mismatch.types import Rollout, Sampling, Scoring
-from mismatch.weights_digest import combine, digest_tensor
 from tests.checkpoints import make, rollout
 
 TEMPERATURE = 0.7
@@ -75,10 +80,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         jobs[world] = root / f"{world}.json"
         jobs[world].write_text(json.dumps(job))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = _python("-m", *torchrun, "mismatch.workers.train", str(jobs["two"]))
+    done = _python("-m", *torchrun, "mismatch.processes.workers.train", str(jobs["two"]))
     assert done.returncode == 0, done.stderr
     progress = done.stderr
-    done = _python("-m", "mismatch.workers.train", str(jobs["one"]))
+    done = _python("-m", "mismatch.processes.workers.train", str(jobs["one"]))
     assert done.returncode == 0, done.stderr
     return Ran(models, root / "one", root / "two", progress)
 
@@ -337,7 +342,7 @@ def test_a_rank_that_fails_leaves_its_reason(tmp_path: Path) -> None:
     spec = TrainSpec(str(make("llama", tmp_path / "llama")), attention="no-sinks")
     job = {"run_dir": str(tmp_path), "passes": [to_dict(Pass("fsdp", spec))]}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = _python("-m", "mismatch.workers.train", str(tmp_path / "job.json"))
+    done = _python("-m", "mismatch.processes.workers.train", str(tmp_path / "job.json"))
     assert done.returncode == 2
     said = json.loads((tmp_path / "errors" / "train-rank0.json").read_text())
     assert "has no attention sinks" in said["message"]

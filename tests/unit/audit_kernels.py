@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mismatch.audit.planted import right
+from mismatch.processes.kernels.planted import right
 
 CALLS: list[int] = []
 

@@ -9,12 +9,12 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-import mismatch.workers.kernels as worker
-from mismatch.audit.supervise import AuditSpec, Step
+import mismatch.processes.workers.kernels as worker
 from mismatch.errors import MismatchError
-from mismatch.reports.json_values import plain
-from mismatch.reports.kernels_json import audit_to_json
-from mismatch.workers.launch import leave
+from mismatch.experiments.kernels.document import audit_to_json
+from mismatch.json_values import plain
+from mismatch.processes.kernels.isolation import AuditSpec, Step
+from mismatch.processes.launch import leave
 from tests.kernels_fixture import make_audit_report
 
 

@@ -17,14 +17,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from mismatch import store
-from mismatch.against.document import against_to_json, schema
-from mismatch.against.measure import against
-from mismatch.against.types import Against
-from mismatch.against.write import write_against
 from mismatch.errors import MismatchError
+from mismatch.experiments.regression.document import against_to_json, schema
+from mismatch.experiments.regression.measure import against
+from mismatch.experiments.regression.types import Against
 from mismatch.reports.against import to_html, to_markdown
 from mismatch.reports.against_terminal import print_against
+from mismatch.reports.regression_files import write_against
+from mismatch.run import store
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 16, 4, 3, 24

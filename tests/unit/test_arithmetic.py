@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mismatch.tasks.arithmetic import Problem, arithmetic_problems, reward, story
-from mismatch.tasks.corpus import chats, worked_answer
+from mismatch.prompts.arithmetic import Problem, arithmetic_problems, reward, story
+from mismatch.prompts.corpus import chats, worked_answer
 
 PINNED = [
     Problem(

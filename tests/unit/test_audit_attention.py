@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import mismatch.models
-from mismatch.audit.attention import audit_attention, names_here
-from mismatch.audit.candidates import Candidate
-from mismatch.audit.costs import costs
-from mismatch.audit.geometry import ModelGeometry, Options, geometry_of
-from mismatch.audit.runner import Runner
-from mismatch.audit.types import ATTENTION_COLUMNS, Audit
-from mismatch.audit.verdict import CONSEQUENCES
 from mismatch.errors import MismatchError
+from mismatch.experiments.kernels.types import ATTENTION_COLUMNS, Audit
+from mismatch.experiments.kernels.verdict import CONSEQUENCES
+from mismatch.processes.kernels.attention import audit_attention, names_here
+from mismatch.processes.kernels.candidates import Candidate
+from mismatch.processes.kernels.costs import costs
+from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
+from mismatch.processes.kernels.runner import Runner
 
 TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"
 QUICK = Options(dtypes=("fp64", "bf16"), tokens=())
@@ -54,14 +54,14 @@ def failed(one: Audit) -> set[str]:
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_shows_in_its_own_column(geometry: ModelGeometry, name: str) -> None:
     own, consequences, words = PLANTED[name]
-    found = audit(geometry, f"mismatch.audit.planted:{name}")
+    found = audit(geometry, f"mismatch.processes.kernels.planted:{name}")
     assert own <= failed(found) <= own | consequences
     assert (found.verdict, found.usable) == ("wrong", True)
     assert words in found.reason
     assert [finding.column for finding in found.findings] == list(ATTENTION_COLUMNS)
 
 
-@pytest.mark.parametrize("name", ["eager", "sink-sdpa", "mismatch.audit.planted:right"])
+@pytest.mark.parametrize("name", ["eager", "sink-sdpa", "mismatch.processes.kernels.planted:right"])
 def test_right_kernels_are_sound(geometry: ModelGeometry, name: str) -> None:
     found = audit(geometry, name)
     assert (found.verdict, found.usable, found.reason) == ("sound", True, "")
@@ -90,7 +90,7 @@ def test_the_kernel_that_transformers_takes_by_default_drops_the_sinks(
 
 
 def test_no_gradient_to_the_sinks_is_an_error_of_100_percent(geometry: ModelGeometry) -> None:
-    found = audit(geometry, "mismatch.audit.planted:no_sink_gradient")
+    found = audit(geometry, "mismatch.processes.kernels.planted:no_sink_gradient")
     finding = found.finding("sink_gradient")
     assert finding is not None
     assert finding.value == 1.0
@@ -100,8 +100,10 @@ def test_no_gradient_to_the_sinks_is_an_error_of_100_percent(geometry: ModelGeom
 def test_a_wrong_output_with_its_own_gradient_is_told_from_a_wrong_gradient(
     geometry: ModelGeometry,
 ) -> None:
-    sinkless = audit(geometry, "mismatch.audit.planted:no_sinks").finding("gradient")
-    halved = audit(geometry, "mismatch.audit.planted:wrong_gradient_scale").finding("gradient")
+    sinkless = audit(geometry, "mismatch.processes.kernels.planted:no_sinks").finding("gradient")
+    halved = audit(geometry, "mismatch.processes.kernels.planted:wrong_gradient_scale").finding(
+        "gradient"
+    )
     assert sinkless is not None
     assert halved is not None
     assert "gradient of its own output, which is wrong itself" in sinkless.detail

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch.audit import expert_layer, planted_experts
-from mismatch.audit.expert_layer import Sizes
-from mismatch.audit.experts import audit_experts
-from mismatch.audit.geometry import ModelGeometry, Options, geometry_of
-from mismatch.audit.types import EXPERT_COLUMNS, Audit
 from mismatch.errors import MismatchError
+from mismatch.experiments.kernels.types import EXPERT_COLUMNS, Audit
+from mismatch.processes.kernels import expert_layer, planted_experts
+from mismatch.processes.kernels.expert_layer import Sizes
+from mismatch.processes.kernels.experts import audit_experts
+from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
 from mismatch.training.user_kernels import register_experts
 from tests import checkpoints, families
 

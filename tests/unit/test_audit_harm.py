@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import mismatch.models
-from mismatch.audit.candidates import Candidate
-from mismatch.audit.harm import Source, measure_harm
 from mismatch.errors import MismatchError
+from mismatch.processes.kernels.candidates import Candidate
+from mismatch.processes.kernels.model_impact import Source, measure_harm
 
 TINY = str(Path(mismatch.models.__file__).parent / "tiny-gpt-oss")
 SOURCE = Source(TINY, tokens=192)
@@ -44,7 +44,7 @@ def test_dropped_sinks_are_seen_in_logprobs_and_gradients() -> None:
 
 
 def test_a_missing_sink_gradient_shows_there_alone() -> None:
-    from mismatch.audit.planted import no_sink_gradient
+    from mismatch.processes.kernels.planted import no_sink_gradient
     from mismatch.training.user_kernels import register_attention
 
     name = register_attention(f"{no_sink_gradient.__module__}:no_sink_gradient")
@@ -57,7 +57,7 @@ def test_a_missing_sink_gradient_shows_there_alone() -> None:
 def test_documents_that_see_each_other_do_harm_where_rows_are_packed() -> None:
     from mismatch.training.user_kernels import register_attention
 
-    name = register_attention("mismatch.audit.planted:leaking_packing")
+    name = register_attention("mismatch.processes.kernels.planted:leaking_packing")
     leaking = Candidate("mine", "yours", name)
     alone = measure_harm(SOURCE, leaking, CHOSEN)
     packed = measure_harm(SOURCE, leaking, CHOSEN, packed=True)
@@ -75,7 +75,7 @@ def test_the_trainer_s_own_kernel_has_no_baseline_but_itself() -> None:
 
 
 def test_a_model_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mismatch.audit.costs.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("mismatch.processes.kernels.costs.free_bytes", lambda device: 1000)
     with pytest.raises(MismatchError, match="GiB are free on cpu"):
         measure_harm(Source(TINY, seed=5), Candidate("sdpa", "transformers", "sdpa"), CHOSEN)
 
@@ -84,8 +84,8 @@ def test_a_model_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tokens_of_a_run_are_its_sequences(tmp_path: Path) -> None:
-    from mismatch.audit.harm_tokens import from_run
-    from mismatch.store import save_rollout
+    from mismatch.processes.kernels.impact_tokens import from_run
+    from mismatch.run.store import save_rollout
     from tests.made_run import rollout
 
     made = rollout()
@@ -97,7 +97,7 @@ def test_tokens_of_a_run_are_its_sequences(tmp_path: Path) -> None:
 
 
 def test_an_answer_ends_with_its_first_stop_token() -> None:
-    from mismatch.audit.harm_tokens import ends_of
+    from mismatch.processes.kernels.impact_tokens import ends_of
 
     new = torch.tensor([[4, 6, 0, 0], [4, 5, 4, 5], [5, 4, 4, 7]])
     assert ends_of(new, [6, 7]) == [2, 4, 4]
@@ -106,7 +106,7 @@ def test_an_answer_ends_with_its_first_stop_token() -> None:
 
 
 def test_the_first_token_of_a_row_is_predicted_by_nothing() -> None:
-    from mismatch.audit.harm_tokens import Row
+    from mismatch.processes.kernels.impact_tokens import Row
 
     acting = torch.ones(3, dtype=torch.bool)
     assert Row.of(torch.arange(3), acting).acting.tolist() == [False, True, True]

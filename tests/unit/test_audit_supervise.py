@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mismatch.audit import supervise
-from mismatch.audit.supervise import AuditSpec, run_audit
-from mismatch.audit.verdict import ended
 from mismatch.errors import MismatchError
+from mismatch.experiments.kernels.verdict import ended
+from mismatch.processes.kernels import isolation as supervise
+from mismatch.processes.kernels.isolation import AuditSpec, run_audit
 
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.unit.kernels_worker"
@@ -83,7 +83,7 @@ def test_what_fails_before_any_kernel_is_an_error(tmp_path, monkeypatch):
 def test_an_interrupt_leaves_no_process_behind(tmp_path):
     code = f"""
         from pathlib import Path
-        from mismatch.audit.supervise import AuditSpec, run_audit
+        from mismatch.processes.kernels.isolation import AuditSpec, run_audit
         spec = AuditSpec(model="made-up", kernels=("hangs",))
         run_audit(spec, Path({str(tmp_path)!r}), print, {WORKER!r})
     """

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import mismatch.models
-from mismatch.audit import truth
-from mismatch.audit.geometry import ModelGeometry, geometry_of
-from mismatch.audit.runner import Runner
-from mismatch.audit.scenes import Inputs, Scene, allowed, full, inputs_of, positions_of
+from mismatch.processes.kernels import reference as truth
+from mismatch.processes.kernels.cases import Inputs, Scene, allowed, full, inputs_of, positions_of
+from mismatch.processes.kernels.geometry import ModelGeometry, geometry_of
+from mismatch.processes.kernels.runner import Runner
 
 TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"
 

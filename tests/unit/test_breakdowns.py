@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch.breakdowns import Places, breakdowns, by_block, histogram
+from mismatch.analysis.breakdowns import Places, breakdowns, by_block, histogram
+from mismatch.analysis.token_classes import TOKEN_CLASSES, special_ids, token_class
 from mismatch.reports import where
-from mismatch.token_classes import TOKEN_CLASSES, special_ids, token_class
 from mismatch.types import Comparison, Pair, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.budget import Budget, error_budget
+from mismatch.pipeline.build import build_report
 from mismatch.reports import budget as shown
-from mismatch.reports.build import build_report
+from mismatch.run import store
 from mismatch.specs import CheckSpec
 from mismatch.types import Report
 from tests.made_run import make_run, rollout, scoring, spec

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.cli.main import app
-from mismatch.reports.build import build_report, write_report
+from mismatch.pipeline.build import build_report, write_report
+from mismatch.run import store
 from mismatch.types import Report, Scoring
 from tests.made_run import make_run, rollout, scoring, spec
 

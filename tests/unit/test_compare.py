@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch.compare import NOISE_METRICS, compare, flips_per_token, is_sampling_law
+from mismatch.analysis.comparison import NOISE_METRICS, compare, flips_per_token, is_sampling_law
+from mismatch.analysis.exact_kl import is_exact
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
-from mismatch.exact import is_exact
 from mismatch.metrics import METRICS
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mismatch.corrections.recipes import FRAMEWORKS, recipes
+from mismatch.analysis.corrections.recipes import FRAMEWORKS, recipes
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.corrections import (
     BY_ID,

@@ -9,12 +9,12 @@ from functools import cache
 import pytest
 from rich.console import Console
 
-from mismatch.reports.build import build_report
-from mismatch.reports.document import report_from_json, report_to_json
+from mismatch.pipeline.build import build_report
+from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report
-from mismatch.runs import load_spec
+from mismatch.run.directory import load_spec
 from tests.made_run import make_run
 from tests.reports_fixture import make_failing_report, make_report, make_tokens
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from mismatch.levels import judge, verdict
+from mismatch.analysis.levels import judge, verdict
 from mismatch.metrics.estimate import prompts_needed
 from mismatch.reports.summary import judged_rows, next_steps
 from tests.reports_fixture import COLUMN, make_inconclusive_report

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mismatch.errors import MismatchError
+from mismatch.prompts import datasets as ours
+from mismatch.prompts.answers import numeric_answer, numeric_reward
+from mismatch.prompts.datasets import drawn_rows, prompt_column, read_dataset
 from mismatch.specs import PromptSpec
-from mismatch.tasks import datasets as ours
-from mismatch.tasks.answers import numeric_answer, numeric_reward
-from mismatch.tasks.datasets import drawn_rows, prompt_column, read_dataset
 
 datasets = pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
 

@@ -14,10 +14,7 @@ from mismatch.engines.artefacts import build_rollout, build_routing, response_re
 from mismatch.engines.base import Capabilities, ExpertLayout, Sample
 from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info, require_model
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.specs import EngineSpec, RolloutSpec
-from mismatch.tasks.prompts import Prompt
-from mismatch.types import Rollout, Sampling
-from mismatch.workers.engine import (
+from mismatch.processes.workers.engine import (
     REASONS,
     Reporter,
     main,
@@ -26,6 +23,9 @@ from mismatch.workers.engine import (
     require_context,
     wants_prefill,
 )
+from mismatch.prompts.sources import Prompt
+from mismatch.specs import EngineSpec, RolloutSpec
+from mismatch.types import Rollout, Sampling
 from tests.checkpoints import tokenizer
 
 INFO = ModelInfo("gpt_oss", 100, 16, (2,), num_experts=4, top_k=2)
@@ -234,7 +234,7 @@ def test_a_failure_is_left_for_the_parent(tmp_path: Path, monkeypatch: pytest.Mo
     def crash(*_: object) -> None:
         raise RuntimeError("no room\nsecond line")
 
-    monkeypatch.setattr("mismatch.workers.engine.run", crash)
+    monkeypatch.setattr("mismatch.processes.workers.engine.run", crash)
     error = left()
     assert error["message"] == "the engine failed: RuntimeError: no room"
     assert "logs/engine.log" in error["fix"]

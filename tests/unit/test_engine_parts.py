@@ -12,8 +12,8 @@ import torch
 from mismatch.engines import registry
 from mismatch.engines.law import keep_mask, law_logprobs
 from mismatch.engines.routes import join_steps, pack, unpack
-from mismatch.engines.rows import Row, draw
 from mismatch.engines.seeds import sample_seed
+from mismatch.engines.transformers.sequences import Row, draw
 from mismatch.errors import MismatchError
 from mismatch.types import Sampling
 

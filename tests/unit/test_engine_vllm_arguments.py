@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch.engines import vllm_args
 from mismatch.engines.model_info import ModelInfo
+from mismatch.engines.vllm import arguments as vllm_args
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
@@ -101,7 +101,7 @@ def test_routes_are_captured_by_us_on_a_cpu_and_by_vllm_on_a_gpu(
 
 @pytest.mark.parametrize("name", ["pipeline_parallel_size", "pipeline-parallel-size"])
 def test_no_routes_are_captured_over_a_pipeline(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mismatch.engines import vllm
+    from mismatch.engines.vllm import engine as vllm
 
     split, whole = with_args(**{name: 2}), with_args(**{name: 1})
     monkeypatch.setattr(vllm, "read_model_info", lambda spec: MOE)
@@ -128,7 +128,7 @@ def test_no_routes_are_captured_over_a_pipeline(name: str, monkeypatch: pytest.M
 def test_what_vllm_refuses_on_a_gpu_is_known_before_it_loads(
     args: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mismatch.engines import vllm
+    from mismatch.engines.vllm import engine as vllm
 
     spec = with_args(**args)
     monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: False)
@@ -206,8 +206,8 @@ class Request:
 
 def test_a_broken_capture_costs_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing or misshapen is handed on as it is; it is refused once tokens are saved."""
-    from mismatch.engines import vllm
     from mismatch.engines.routes import pack
+    from mismatch.engines.vllm import engine as vllm
 
     monkeypatch.setattr(vllm, "read_model_info", lambda spec: MOE)
     engine: Any = vllm.VllmEngine(EngineSpec(model="m"), Sampling(), 200)

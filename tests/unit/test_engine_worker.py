@@ -10,15 +10,15 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from mismatch import resume, store
 from mismatch.engines.base import Capabilities, ExpertLayout, LoadedWeights, Sample
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import CorruptCapture
+from mismatch.processes.stages import Stages
+from mismatch.processes.workers import engine as worker
+from mismatch.prompts.sources import Prompt
+from mismatch.run import resume, store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
-from mismatch.stages import Stages
-from mismatch.tasks.prompts import Prompt
 from mismatch.types import Sampling
-from mismatch.workers import engine as worker
 from tests.made_run import scoring
 
 SPEC = RolloutSpec(EngineSpec("stub"), sampling=Sampling(max_tokens=2, samples_per_prompt=2))

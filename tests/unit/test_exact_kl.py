@@ -16,10 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch import distributions as dists
-from mismatch import store
-from mismatch.compare import compare
-from mismatch.distributions import Distributions, priority, why_incomparable
+from mismatch.analysis.comparison import compare
+from mismatch.analysis.exact_kl import exact_checks, exact_estimates, exact_reason
 from mismatch.engines.law import law_logprobs
 from mismatch.engines.watch import (
     Wanted,
@@ -29,9 +27,11 @@ from mismatch.engines.watch import (
     reported_law,
 )
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
-from mismatch.exact import exact_checks, exact_estimates, exact_reason
 from mismatch.metrics import METRICS
 from mismatch.metrics.exact import divergences, kl_terms
+from mismatch.run import distributions as dists
+from mismatch.run import store
+from mismatch.run.distributions import Distributions, priority, why_incomparable
 from mismatch.training.distributions import Watch, kept
 from mismatch.training.logprobs import Law, token_stats
 from mismatch.types import Pair, Rollout, Sampling, Scoring
@@ -485,7 +485,7 @@ def test_a_scoring_carries_them_through_the_store(tmp_path: Path) -> None:
     back = store.load_scoring(tmp_path, "left").distributions
     assert back is not None
     assert np.array_equal(back.logprobs, made.left.distributions.logprobs)
-    from mismatch import manifest
+    from mismatch.run import manifest
 
     assert manifest.is_current(tmp_path, "scores/left.parquet", "")
     (tmp_path / "dists/left.safetensors").unlink()  # so that a resumed run scores again

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mismatch.corrections.recipes import recipes
+from mismatch.analysis.corrections.recipes import recipes
 from mismatch.errors import MismatchError
-from mismatch.fixes.catalogue import FIXES
-from mismatch.fixes.guides import guide_of, guides, settings_of
-from mismatch.fixes.pages import HEADINGS, pages, sentence
+from mismatch.experiments.fixes.catalogue import FIXES
+from mismatch.experiments.fixes.guides import guide_of, guides, settings_of
+from mismatch.experiments.fixes.pages import HEADINGS, pages, sentence
 from mismatch.metrics.corrections import Settings
 
 FOLDER = Path(__file__).parents[2] / "docs" / "fixes"

@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.fixes.base import Chosen, Context, MachineFacts, ModelFacts
-from mismatch.fixes.catalogue import FIXES, fix_named
-from mismatch.fixes.facts import context_of
-from mismatch.fixes.plan import FixPlan, Variant, chosen_of, parse_requests, plan_fixes, plan_pairs
-from mismatch.preflight import require_servable
+from mismatch.experiments.fixes.base import Chosen, Context, MachineFacts, ModelFacts
+from mismatch.experiments.fixes.catalogue import FIXES, fix_named
+from mismatch.experiments.fixes.environment import context_of
+from mismatch.experiments.fixes.planning import (
+    FixPlan,
+    Variant,
+    chosen_of,
+    parse_requests,
+    plan_fixes,
+    plan_pairs,
+)
+from mismatch.pipeline.preflight import require_servable
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
 from mismatch.types import Sampling
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.fixes.base import FixOutcome, FixTable
-from mismatch.fixes.rank import (
+from mismatch.experiments.fixes.base import FixOutcome, FixTable
+from mismatch.experiments.fixes.significance import (
     LEVEL,
     Measured,
     best_of,

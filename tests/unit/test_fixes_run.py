@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch import store
 from mismatch.errors import MismatchError
-from mismatch.fixes.base import Context, ModelFacts
-from mismatch.fixes.plan import plan_fixes
-from mismatch.fixes.run import FixRun, sampling_spec
-from mismatch.fixes.table import STATE, table_of, with_fixes
-from mismatch.pipeline import TRAIN
-from mismatch.reports.build import build_report
+from mismatch.experiments.fixes.base import Context, ModelFacts
+from mismatch.experiments.fixes.planning import plan_fixes
+from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
+from mismatch.pipeline.build import build_report
+from mismatch.pipeline.commands import TRAIN
+from mismatch.pipeline.fixes import FixRun, sampling_spec
+from mismatch.processes.launch import pass_label, write_error
+from mismatch.processes.stages import Job, Stages, by_load
 from mismatch.reports.fixes_said import sentences
-from mismatch.runs import at_work
+from mismatch.run import store
+from mismatch.run.directory import at_work
 from mismatch.specs import CheckSpec, Pass
-from mismatch.stages import Job, Stages, by_load
-from mismatch.workers.launch import pass_label, write_error
 from tests import made_run
 
 SHIFTS = {"fp32": 0.001, "fp16": 0.01, "fp32-lm-head": 0.03}  # of the trainer; 0.01 is the check's

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mismatch.errors import MismatchError
+from mismatch.processes.launch import pass_label, read_error
+from mismatch.processes.workers.train import Item, _Passes
 from mismatch.specs import Pass, TrainSpec
-from mismatch.workers.launch import pass_label, read_error
-from mismatch.workers.train import Item, _Passes
 
 PARTED = """
 import os

@@ -15,8 +15,8 @@ from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.forecast import Forecast, grid, length_forecast
 from mismatch.metrics.series import below, capped_ess
+from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.reports import forecast as shown
-from mismatch.reports.document import report_from_json, report_to_json
 from tests.made_run import make_run
 from tests.reports_fixture import make_report
 

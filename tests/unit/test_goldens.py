@@ -23,7 +23,7 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from mismatch.reports.document import comparisons_to_json, report_from_json, report_to_json
+from mismatch.pipeline.document import comparisons_to_json, report_from_json, report_to_json
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report

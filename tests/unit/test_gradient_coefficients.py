@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.gradients.coefficients import (
+from mismatch.experiments.gradients.coefficients import (
     Batch,
     Vectors,
     add_corrections,
@@ -18,8 +18,8 @@ from mismatch.gradients.coefficients import (
     plain_vectors,
     unclipped,
 )
-from mismatch.gradients.groups import group_of
-from mismatch.gradients.types import GROUPS, REWARDS
+from mismatch.experiments.gradients.parameter_groups import group_of
+from mismatch.experiments.gradients.types import GROUPS, REWARDS
 from mismatch.metrics.corrections import CORRECTIONS
 from mismatch.types import Rollout, Scoring
 from tests.checkpoints import rollout

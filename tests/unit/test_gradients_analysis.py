@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.gradients.analysis import check_gradients
-from mismatch.gradients.jackknife import Sketched, fisher, interval, interval_of_root
-from mismatch.gradients.types import PPO_OVERRIDE, PPO_RATIO, GradientCheck, GradientRow, Trainer
+from mismatch.experiments.gradients.analysis import check_gradients
+from mismatch.experiments.gradients.jackknife import Sketched, fisher, interval, interval_of_root
+from mismatch.experiments.gradients.types import (
+    PPO_OVERRIDE,
+    PPO_RATIO,
+    GradientCheck,
+    GradientRow,
+    Trainer,
+)
 from mismatch.types import Estimate, Floats
 from tests.gradients_fixture import (
     DIMENSION,

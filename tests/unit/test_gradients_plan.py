@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from mismatch.fixes.base import Context, ModelFacts
-from mismatch.gradients.coefficients import Vectors
-from mismatch.gradients.plan import GradientPlan, plan_gradients
-from mismatch.gradients.work import items_of
+from mismatch.experiments.fixes.base import Context, ModelFacts
+from mismatch.experiments.gradients.coefficients import Vectors
+from mismatch.experiments.gradients.planning import GradientPlan, plan_gradients
+from mismatch.experiments.gradients.schedule import items_of
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 SPEC = CheckSpec(

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from mismatch import store
 from mismatch.errors import MismatchError
-from mismatch.gradients.files import (
+from mismatch.experiments.gradients.files import (
     BATCH,
     failure_label,
     gradient_failures,
@@ -25,17 +24,18 @@ from mismatch.gradients.files import (
     load_gradients,
     save_batch,
 )
-from mismatch.gradients.plan import GradientPlan, Planned
-from mismatch.gradients.types import LOSSES, Trainer
-from mismatch.runs import Journal
+from mismatch.experiments.gradients.planning import GradientPlan, Planned
+from mismatch.experiments.gradients.types import LOSSES, Trainer
+from mismatch.processes.launch import SCORED, error_path, read_error
+from mismatch.processes.stages import Stages
+from mismatch.processes.workers.gradients import take_gradients
+from mismatch.processes.workers.train import _Passes
+from mismatch.run import store
+from mismatch.run.directory import Journal
 from mismatch.specs import CheckSpec, TrainSpec
-from mismatch.stages import Stages
 from mismatch.training import gradients
 from mismatch.training.world import World
 from mismatch.types import Scoring
-from mismatch.workers.gradients import take_gradients
-from mismatch.workers.launch import SCORED, error_path, read_error
-from mismatch.workers.train import _Passes
 from tests.checkpoints import make, rollout
 
 ROLLOUT = rollout(((3, 6), (3, 9), (4, 5), (4, 8)))

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.workers import launch
-from mismatch.workers.launch import finish, run_worker, started, write_error
+from mismatch.processes import launch
+from mismatch.processes.launch import finish, run_worker, started, write_error
 
 
 def python(code: str) -> list[str]:
@@ -38,7 +38,7 @@ def test_a_workers_own_error_is_raised_as_it_said_it(tmp_path):
     code = f"""
         import sys
         from mismatch.errors import MismatchError
-        from mismatch.workers.launch import write_error
+        from mismatch.processes.launch import write_error
         write_error({str(tmp_path)!r}, "job", MismatchError("no such layer", "use another"))
         sys.exit(1)
     """
@@ -108,7 +108,7 @@ time.sleep(600)
     tool = f"""
         import pathlib, signal, sys
         from mismatch.cli.main import _interrupt
-        from mismatch.workers.launch import run_worker
+        from mismatch.processes.launch import run_worker
         signal.signal(signal.SIGTERM, _interrupt)
         run_worker("job", [sys.executable, "-c", {worker!r}], pathlib.Path({str(tmp_path)!r}))
     """
@@ -139,7 +139,7 @@ def test_a_second_interrupt_does_not_cut_the_clean_up_short(tmp_path, second):
     tool = f"""
         import pathlib, signal
         from mismatch.cli.main import _interrupt
-        from mismatch.workers import launch
+        from mismatch.processes.workers import launch
         launch.GRACE_S = 1.5
         signal.signal(signal.SIGTERM, _interrupt)
         launch.run_worker("job", {command!r}, pathlib.Path({str(tmp_path)!r}))
@@ -195,7 +195,7 @@ def test_the_first_failure_ends_the_other_at_once(tmp_path):
     refusal = f"""
         import sys
         from mismatch.errors import MismatchError
-        from mismatch.workers.launch import write_error
+        from mismatch.processes.launch import write_error
         write_error({str(tmp_path)!r}, "train-rank0", MismatchError("no such kernel", "another"))
         sys.exit(2)
     """
@@ -213,7 +213,7 @@ def test_the_first_failure_ends_the_other_at_once(tmp_path):
 def test_one_worker_is_not_blamed_for_the_error_of_the_other(tmp_path):
     code = f"""
         from mismatch.errors import MismatchError
-        from mismatch.workers.launch import write_error
+        from mismatch.processes.launch import write_error
         write_error({str(tmp_path)!r}, "train-rank0", MismatchError("of the trainer"))
         raise SystemExit(3)
     """
@@ -232,7 +232,7 @@ def test_a_worker_that_ends_well_beside_another_is_no_failure(tmp_path):
 
 def test_a_worker_says_how_long_it_took(tmp_path):
     code = """
-        from mismatch.workers.launch import report_ready, report_timing
+        from mismatch.processes.launch import report_ready, report_timing
         report_ready()
         report_timing("load:fsdp", 1.25)
     """
@@ -249,7 +249,7 @@ def test_an_error_that_cannot_be_written_is_said_instead(tmp_path):
     code = f"""
         import sys
         from mismatch.errors import MismatchError
-        from mismatch.workers.launch import write_error
+        from mismatch.processes.launch import write_error
         write_error({str(tmp_path)!r}, "job", MismatchError("disk full", "free\\nsome"))
         sys.exit(1)
     """

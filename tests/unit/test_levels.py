@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mismatch.errors import MismatchError
-from mismatch.levels import (
+from mismatch.analysis.levels import (
     REFERENCES,
     column_for,
     exit_code,
@@ -17,8 +16,9 @@ from mismatch.levels import (
     references_for,
     verdict,
 )
+from mismatch.analysis.thresholds import COLUMNS, Level, default_thresholds, load_thresholds
+from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
-from mismatch.thresholds import COLUMNS, Level, default_thresholds, load_thresholds
 from mismatch.types import Check, Comparison, Estimate, Judgement
 
 K3 = Level(1e-3, 1e-2, "test")

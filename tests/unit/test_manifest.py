@@ -9,8 +9,8 @@ import textwrap
 
 import pytest
 
-from mismatch import manifest, resume, store
 from mismatch.errors import MismatchError
+from mismatch.run import manifest, resume, store
 from mismatch.specs import RolloutSpec, TrainSpec, spec_hash
 
 from ..made_run import make_run, rollout, scoring, spec

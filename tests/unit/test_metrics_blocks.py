@@ -9,13 +9,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from mismatch import store
-from mismatch.compare import compare
+from mismatch.analysis.comparison import compare
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics import METRICS, blocks, measure, passes, threads
 from mismatch.metrics.estimate import Estimator, hill_index
 from mismatch.metrics.registry import Metric
 from mismatch.metrics.stream import stream
+from mismatch.run import store
 from mismatch.streaming import stream_run
 from mismatch.types import Pair, Rollout, Sampling, Scoring
 
@@ -323,7 +323,7 @@ def saved(tmp_path, rollout, left, right):
 
 def test_a_run_is_streamed_from_its_files(tmp_path, monkeypatch):
     """Many row groups, and batches that end elsewhere."""
-    monkeypatch.setattr("mismatch.tables.GROUP_VALUES", 1500)
+    monkeypatch.setattr("mismatch.run.tables.GROUP_VALUES", 1500)
     monkeypatch.setattr("mismatch.streaming.TOKENS", 700)
     rollout, left, right = run_of(*CASES["bootstrap-t"])
     saved(tmp_path, rollout, left, right)

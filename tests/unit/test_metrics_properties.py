@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mismatch.compare import compare
+from mismatch.analysis.comparison import compare
 from mismatch.metrics import METRICS, chi2_token, k2_kl, k3_kl, kl, ratio_mean, reverse_k3_kl
 from mismatch.metrics.terms import exp_minus_linear
 from mismatch.types import Rollout, Sampling, Scoring

@@ -16,12 +16,12 @@ from torch.testing import assert_close
 
 from mismatch.errors import MismatchError
 from mismatch.models import derived
-from mismatch.moe import require_forms
-from mismatch.pipeline import REFERENCE, WEIGHTS, run_score, training_passes
+from mismatch.models.digests import source_hashes
+from mismatch.models.moe import require_forms
+from mismatch.pipeline.commands import REFERENCE, WEIGHTS, run_score, training_passes
+from mismatch.run.store import save_rollout
 from mismatch.specs import CheckSpec, TrainSpec, WeightsForm
-from mismatch.store import save_rollout
 from mismatch.training import mxfp4
-from mismatch.weights_digest import source_hashes
 from tests.checkpoints import make, make_mxfp4, rollout
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mismatch.errors import MismatchError
+from mismatch.prompts.arithmetic import arithmetic_problems
+from mismatch.prompts.sources import Prompt, read_prompts, render_prompts
 from mismatch.specs import PromptSpec
-from mismatch.tasks.arithmetic import arithmetic_problems
-from mismatch.tasks.prompts import Prompt, read_prompts, render_prompts
 
 
 def write(path: Path, *lines: str) -> PromptSpec:
@@ -112,7 +112,7 @@ def test_a_missing_file_and_an_unknown_task(tmp_path: Path) -> None:
 
 def test_reading_is_light() -> None:
     code = (
-        "import sys, mismatch.tasks.prompts\n"
+        "import sys, mismatch.prompts.sources\n"
         "heavy = {'torch', 'transformers', 'pandas', 'pyarrow', 'vllm'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.reports.document import SCHEMA, report_from_json, report_to_json, schema
+from mismatch.pipeline.document import SCHEMA, report_from_json, report_to_json, schema
 from mismatch.types import Report
 from tests.reports_fixture import estimate, make_empty_report, make_failing_report, make_report
 

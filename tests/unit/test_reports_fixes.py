@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 from rich.console import Console
 
+from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import fixes, summary
-from mismatch.reports.document import report_from_json, report_to_json, schema
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report

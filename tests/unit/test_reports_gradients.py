@@ -14,12 +14,12 @@ import jsonschema
 import pytest
 from rich.console import Console
 
-from mismatch.gradients.files import save_batch, save_gradients
-from mismatch.gradients.found import check_of_run
-from mismatch.gradients.types import GradientCheck
+from mismatch.experiments.gradients.files import save_batch, save_gradients
+from mismatch.experiments.gradients.found import check_of_run
+from mismatch.experiments.gradients.types import GradientCheck
+from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import gradients, gradients_figures
 from mismatch.reports.analyses import in_short
-from mismatch.reports.document import report_from_json, report_to_json, schema
 from mismatch.reports.gradients_terminal import print_gradients
 from mismatch.reports.html import template
 from mismatch.reports.markdown import _gradients as markdown_of

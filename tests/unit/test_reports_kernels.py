@@ -8,13 +8,20 @@ import jsonschema
 import pytest
 from rich.console import Console
 
-from mismatch.audit.types import ATTENTION_COLUMNS, EXPERT_COLUMNS, Audit, AuditReport, Finding
-from mismatch.audit.verdict import judge
 from mismatch.errors import MismatchError
-from mismatch.reports import document, kernels
+from mismatch.experiments.kernels.document import SCHEMA, kernels_from_json, kernels_to_json, schema
+from mismatch.experiments.kernels.types import (
+    ATTENTION_COLUMNS,
+    EXPERT_COLUMNS,
+    Audit,
+    AuditReport,
+    Finding,
+)
+from mismatch.experiments.kernels.verdict import judge
+from mismatch.pipeline.commands import document
+from mismatch.reports import kernels
 from mismatch.reports.html import to_html as report_page
 from mismatch.reports.kernels_html import to_html
-from mismatch.reports.kernels_json import SCHEMA, kernels_from_json, kernels_to_json, schema
 from mismatch.reports.kernels_terminal import print_kernels
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report

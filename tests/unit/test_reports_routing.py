@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch.compare import compare
+from mismatch.analysis.comparison import compare
 from mismatch.metrics.routing_noise import RouterNoise
 from mismatch.reports import routing, routing_figures
 from mismatch.reports.heatmap import OPACITIES, heatmap

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from mismatch.analysis.published_values import Reference
 from mismatch.metrics import METRICS as DECLARED
-from mismatch.references import Reference
 from mismatch.reports import normal, sides, summary, words
 from mismatch.reports.gauge import CRITICAL_AT, HEALTHY_AT, gauge_of, place
 from mismatch.reports.worst import comparable, places, worst_tokens
@@ -183,7 +183,7 @@ def test_gauge_carries_interval_and_marks() -> None:
 def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     values = (1.0, 1e-9)
     known = tuple(Reference("m", "s", summary.HEADLINE, v, "bf16 MoE", "src") for v in values)
-    monkeypatch.setattr("mismatch.references.REFERENCES", known)
+    monkeypatch.setattr("mismatch.analysis.published_values.REFERENCES", known)
     (ladder,) = normal.ladders(make_report())
     assert [rung.ours for rung in ladder.rungs] == [False, True, False]
 

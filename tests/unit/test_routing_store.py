@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch import routing_store, store
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.routing_store import corruption, narrowest, read_arrays, write_arrays
+from mismatch.run import routing_files as routing_store
+from mismatch.run import store
+from mismatch.run.routing_files import corruption, narrowest, read_arrays, write_arrays
 from mismatch.types import Routing, Scoring
 from tests.checkpoints import rollout
 

@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch.compare import compare, paired_routing
+from mismatch.analysis.comparison import compare, paired_routing
+from mismatch.analysis.routing_tables import flipped_layers
 from mismatch.metrics.grouped import group_means
 from mismatch.metrics.routing_noise import RouterNoise, router_noise, with_noise
 from mismatch.metrics.routing_pairs import other_rows, pair_routing
-from mismatch.routing_tables import flipped_layers
 from mismatch.types import Routing, Scoring
 from tests.routing_fixture import rollout_of, routing_pair
 

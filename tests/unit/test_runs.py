@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from mismatch import provenance, runs, store
 from mismatch.errors import MismatchError
+from mismatch.run import directory as runs
+from mismatch.run import provenance, store
 from mismatch.specs import CheckSpec, PromptSpec, RolloutSpec, TrainSpec
 
 SPEC = CheckSpec(train=TrainSpec(model="m"))

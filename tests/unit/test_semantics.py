@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch.diagnose import declared, semantics
+from mismatch.analysis.diagnosis import declared, semantics
 from mismatch.types import Estimate, Rollout, Sampling, Scoring
 
 VOCABULARY, PROMPT, RESPONSE, EOS = 40, 3, 12, 1

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch import preflight, sglang_cpu
-from mismatch.engines import sglang_args, sglang_child, sglang_wire
 from mismatch.engines.fused_weights import loaded_digests
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.sequences import require_ids
+from mismatch.engines.sglang import arguments as sglang_args
+from mismatch.engines.sglang import child as sglang_child
+from mismatch.engines.sglang import cpu as sglang_cpu
+from mismatch.engines.sglang import wire as sglang_wire
+from mismatch.engines.sglang.cpu import kernels, serve
+from mismatch.engines.sglang.cpu.attention import attend, visible_tokens
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.sglang_cpu import kernels, serve
-from mismatch.sglang_cpu.attention import attend, visible_tokens
+from mismatch.pipeline.commands import preflight
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
 
@@ -171,7 +174,7 @@ def test_the_environment_beside_this_one_is_found(
 
 
 def test_fused_parameters_are_told_apart_by_name() -> None:
-    from mismatch.weights_digest import digest_tensor
+    from mismatch.models.digests import digest_tensor
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -297,7 +300,7 @@ def test_the_last_error_of_a_child_is_kept(tmp_path: Path) -> None:
 
 def test_importing_the_engine_imports_nothing_heavy() -> None:
     code = (
-        "import sys, mismatch.engines.sglang\n"
+        "import sys, mismatch.engines.sglang.engine\n"
         "assert not {'torch', 'sglang', 'transformers', 'pandas'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

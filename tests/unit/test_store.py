@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch import store
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
+from mismatch.run import store
 from mismatch.specs import CheckSpec, from_dict, spec_hash, to_dict
 from mismatch.types import Pair, Rollout, Routing, Sampling, Scoring
 

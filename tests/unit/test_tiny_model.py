@@ -11,7 +11,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED, resolve_model
-from mismatch.tasks.arithmetic import arithmetic_problems, reward
+from mismatch.prompts.arithmetic import arithmetic_problems, reward
 
 MODEL = EMBEDDED["tiny-gpt-oss"]
 PROMPTS = 96

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mismatch.weights_digest import (
+from mismatch.models.digests import (
     ZERO,
     combine,
     comparable,

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import transformers
 
 from mismatch.errors import MismatchError
-from mismatch.gradients.coefficients import choose_batch, plain_vectors
-from mismatch.gradients.groups import group_of
+from mismatch.experiments.gradients.coefficients import choose_batch, plain_vectors
+from mismatch.experiments.gradients.parameter_groups import group_of
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training import gradients
 from mismatch.training.gradients import Taken, Total, Work, require_room, take

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mismatch.engines.artefacts import build_rollout, decode_routing
-from mismatch.engines.transformers import TransformersEngine
+from mismatch.engines.transformers.engine import TransformersEngine
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import Sampling

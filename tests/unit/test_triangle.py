@@ -15,28 +15,28 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mismatch import store
+from mismatch.analysis.levels import default_thresholds
 from mismatch.cli.config import read_config
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import ALL_GROUPS
 from mismatch.cli.to_spec import engine_names, other_engine
 from mismatch.errors import MismatchError
-from mismatch.levels import default_thresholds
+from mismatch.experiments.engine_pair.edges import triangle
+from mismatch.experiments.engine_pair.outlier import FLOOR, FLOOR_TEXT, MEASURE, odd_one
+from mismatch.experiments.engine_pair.types import TRAINER, Contrast, Triangle
 from mismatch.metrics import METRICS
-from mismatch.pipeline import run_check
-from mismatch.reports.document import report_from_json, report_to_json, schema
+from mismatch.pipeline.commands import run_check
+from mismatch.pipeline.document import report_from_json, report_to_json, schema
+from mismatch.pipeline.engine_pair import SecondEngine, dry_run_lines, other_place, other_spec
+from mismatch.processes.stages import Stages
 from mismatch.reports.engines import contrast_rows, edge_rows, sentences, view
 from mismatch.reports.engines_figure import pictures
 from mismatch.reports.engines_terminal import print_engines
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
-from mismatch.runs import at_work
+from mismatch.run import store
+from mismatch.run.directory import at_work
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
-from mismatch.stages import Stages
-from mismatch.triangle.odd import FLOOR, FLOOR_TEXT, MEASURE, odd_one
-from mismatch.triangle.run import SecondEngine, dry_run_lines, other_place, other_spec
-from mismatch.triangle.table import triangle
-from mismatch.triangle.types import TRAINER, Contrast, Triangle
 from mismatch.types import Estimate, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report, make_tokens
 
@@ -383,7 +383,7 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stages]:
 
 
 def test_each_engine_rescores_the_others_tokens_and_one_world_scores_both(staged: Stages) -> None:
-    from mismatch.triangle.run import measure_two
+    from mismatch.pipeline.engine_pair import measure_two
 
     measure_two(staged, [])
     assert Pretend.seen == [

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
+from mismatch.analysis.two_passes import mark_injected, two_passes
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.injections import describe, parse_injections
 from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
-from mismatch.moe import is_moe, require_routes
-from mismatch.pipeline import (
+from mismatch.models.moe import is_moe, require_routes
+from mismatch.pipeline.commands import (
     NEW,
     NEW_REPLAYED,
     REGROUPED,
@@ -25,11 +26,13 @@ from mismatch.pipeline import (
     reference_of,
     training_passes,
 )
+from mismatch.pipeline.document import report_from_json, report_to_json, schema
+from mismatch.processes.workers.train import left_out, replay_source
 from mismatch.reports import two_passes as section
-from mismatch.reports.document import report_from_json, report_to_json, schema
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report
+from mismatch.run.store import save_rollout, save_scoring
 from mismatch.specs import (
     CheckSpec,
     EngineSpec,
@@ -39,10 +42,7 @@ from mismatch.specs import (
     from_dict,
     to_dict,
 )
-from mismatch.store import save_rollout, save_scoring
-from mismatch.two_passes import mark_injected, two_passes
 from mismatch.types import Report, Routing, Scoring, Verdict
-from mismatch.workers.train import left_out, replay_source
 from tests.made_run import rollout
 from tests.reports_fixture import make_report, make_tokens
 

@@ -28,9 +28,9 @@ from mismatch.engines.servers.pool import NobodyLeft, Pool
 from mismatch.engines.servers.record import open_questions, record, served_facts
 from mismatch.engines.servers.survey import Fleet, Server, allowed, gap, survey, verify
 from mismatch.errors import MismatchError
+from mismatch.processes.launch import say
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
-from mismatch.workers.launch import say
 
 UNTEMPERED = "decode against prefill: servers score prompts at temperature 1 only"
 UNSEEDED = "the same tokens from the same seed: a server's batches depend on what else it has to do"

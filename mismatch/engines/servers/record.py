@@ -65,7 +65,8 @@ def open_questions(members: Sequence[Member], model_type: str) -> list[str]:
     if first.facts.kind == "sglang" and model_type == "gpt_oss" and portable:
         said.append(
             "server: attention sinks: SGLang's portable attention has none, that of "
-            "mismatch.sglang_cpu.serve is a substitute, and a server does not say which it runs"
+            "mismatch.engines.sglang.cpu.serve is a substitute, and a server does not say which it "
+            "runs"
         )
     if first.facts.dtype is None:
         said.append("server: the dtype that it computes in: it does not say")

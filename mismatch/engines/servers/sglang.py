@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from mismatch.engines import sglang_wire as wire
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.fingerprint import short_dtype
 from mismatch.engines.servers.dialect import Answer, Facts
 from mismatch.engines.servers.http import Client, Refused, Unavailable
-from mismatch.engines.sglang_args import SPARE_TOKENS
+from mismatch.engines.sglang import wire
+from mismatch.engines.sglang.arguments import SPARE_TOKENS
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.types import Floats, Sampling
 

@@ -1,0 +1,306 @@
+"""Where and when two scorings differ: tables by position, turn, kind of token, length, boundary.
+
+Every table is columns of equal length, and buckets without tokens are left out. ``mean_abs_delta``
+and ``mean_delta`` are in nats, ``k3_share`` is the share of the whole k3 that the bucket's tokens
+carry (None where it is 0 or too large for a number), ``count`` counts action tokens. Routing has
+tables of its own (:mod:`mismatch.analysis.routing_tables`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mismatch.analysis.token_classes import TOKEN_CLASSES, special_ids, token_class
+from mismatch.metrics.registry import floats
+from mismatch.metrics.sequence import per_sequence_sum
+from mismatch.metrics.terms import exp_minus_linear
+from mismatch.types import Bools, Fingerprint, Floats, Ints, Pair, Rollout, Scoring
+
+Table = dict[str, list[Any]]
+POSITION_BUCKETS = 32
+PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0)
+ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 1.0, 2.0, 4.0, math.inf)  # nats
+WORST_SEQUENCES = 10
+TOP_TOKENS = 20
+CONTEXT = 12  # tokens of text on either side
+KV_BLOCKS = (16, 32)  # what vLLM and SGLang use by default, where the engine does not say
+HISTOGRAM_BINS = 21
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What every table groups: one entry per action token, [A].
+
+    Attributes:
+        delta: train - rollout, nats.
+        size: |delta|.
+        k3: the token's term of k3.
+        rank: place among the sequence's action tokens, from 0.
+        index: place in the sequence, prompt included, from 0.
+    """
+
+    delta: Floats
+    size: Floats
+    k3: Floats
+    sequence: Ints
+    rank: Ints
+    index: Ints
+    turn: Ints
+    token_id: Ints
+
+    @classmethod
+    def of(cls, rollout: Rollout, pair: Pair) -> Places:
+        actions = rollout.actions
+        with np.errstate(over="ignore"):
+            k3 = exp_minus_linear(pair.delta)
+        # Action tokens lie in order of sequence, so a token's rank is its distance from the first.
+        lengths = np.bincount(pair.sequence)
+        rank = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return cls(
+            delta=pair.delta,
+            size=np.abs(pair.delta),
+            k3=k3,
+            sequence=pair.sequence,
+            rank=rank,
+            index=actions - rollout.offsets[pair.sequence],
+            turn=rollout.turn[actions],
+            token_id=rollout.token_ids[actions],
+        )
+
+    def grouped(self, bucket: Ints) -> tuple[Ints, Table]:
+        """The buckets that hold tokens, in ascending order, and the four columns."""
+        count = np.bincount(bucket)
+        present = np.flatnonzero(count)
+        means = [
+            (np.bincount(bucket, weights=values)[present] / count[present]).tolist()
+            for values in (self.size, self.delta)
+        ]
+        return present, {
+            "mean_abs_delta": means[0],
+            "mean_delta": means[1],
+            "k3_share": _shares(floats(np.bincount(bucket, weights=self.k3))[present], self.k3),
+            "count": count[present].tolist(),
+        }
+
+
+def _shares(parts: Floats, whole: Floats) -> list[float | None]:
+    total = float(whole.sum())
+    if not 0.0 < total < math.inf:
+        return [None] * len(parts)
+    return [float(part) / total for part in parts]
+
+
+def breakdowns(
+    rollout: Rollout,
+    left: Scoring,
+    right: Scoring,
+    pair: Pair,
+    texts: Mapping[int, str] | None = None,
+    disagree: Floats | None = None,
+) -> dict[str, Table]:
+    """All tables that the data allow.
+
+    Args:
+        disagree: [A] share of MoE layers whose experts differ, for a column along the response.
+        texts: id -> text of the rollout's tokens; without it no classes of tokens, and the tokens
+            that carry most are named by their ids.
+    """
+    places = Places.of(rollout, pair)
+    texts = texts or {}
+    tables = {
+        "by_position": by_position(places, places.rank),
+        "by_absolute_position": by_position(places, places.index),
+        "by_turn": by_turn(places),
+        "by_edge": by_edge(places),
+        "by_probability": by_value(places, np.exp(pair.rollout), PROBABILITY_EDGES),
+        "by_length": by_length(places),
+        "by_block": by_block(places, left.fingerprint, right.fingerprint),
+        "top_tokens": top_tokens(rollout, places, pair, texts),
+        "worst_sequences": worst_sequences(places, pair),
+        "seq_logratio": histogram(per_sequence_sum(pair.delta, pair.sequence)),
+    }
+    if disagree is not None:
+        _add_disagreement(tables["by_position"], places, disagree)
+    if texts:
+        special = special_ids(left.fingerprint)
+        tables["by_token_class"] = by_token_class(places, texts, special)
+    if right.entropy is not None:
+        tables["by_entropy"] = by_value(places, right.entropy.astype(np.float64), ENTROPY_EDGES)
+    return {name: table for name, table in tables.items() if len(next(iter(table.values())))}
+
+
+def bucket_width(position: Ints) -> int:
+    """The power of two that makes at most 32 buckets: block boundaries stay bucket boundaries."""
+    width = 1
+    while position.max() // width >= POSITION_BUCKETS:
+        width *= 2
+    return width
+
+
+def by_position(places: Places, position: Ints) -> Table:
+    """By a position, in at most 32 equal buckets [start, end)."""
+    width = bucket_width(position)
+    present, table = places.grouped(position // width)
+    edges = {
+        "start": [int(bucket) * width for bucket in present],
+        "end": [(int(bucket) + 1) * width for bucket in present],
+    }
+    return edges | table
+
+
+def _add_disagreement(table: Table, places: Places, disagree: Floats) -> None:
+    bucket = places.rank // bucket_width(places.rank)
+    count = np.bincount(bucket)
+    mean = np.bincount(bucket, weights=disagree)[count > 0] / count[count > 0]
+    table["routing_disagree"] = mean.tolist()
+
+
+def by_value(places: Places, values: Floats, edges: Sequence[float]) -> Table:
+    """By a value per token, in the buckets [low, high) of ``edges``; the last holds its end."""
+    bounds = np.array(edges)
+    bucket = np.clip(np.searchsorted(bounds, values, "right") - 1, 0, len(bounds) - 2)
+    present, table = places.grouped(bucket)
+    high = [float(bounds[i + 1]) for i in present]
+    limits: Table = {
+        "low": [float(bounds[i]) for i in present],
+        "high": [end if math.isfinite(end) else None for end in high],
+    }
+    return limits | table
+
+
+def by_turn(places: Places) -> Table:
+    """By assistant turn, from 1."""
+    present, table = places.grouped(places.turn)
+    return {"turn": present.tolist()} | table
+
+
+def by_edge(places: Places) -> Table:
+    """First, inner and last tokens of the turns that the policy wrote; "only": turns of one."""
+    moved = (np.diff(places.sequence) != 0) | (np.diff(places.turn) != 0)
+    first = np.concatenate([[True], moved])
+    last = np.concatenate([moved, [True]])
+    names = ("first", "inner", "last", "only")
+    bucket = np.where(first & last, 3, np.where(first, 0, np.where(last, 2, 1)))
+    present, table = places.grouped(bucket)
+    return {"edge": [names[i] for i in present]} | table
+
+
+def by_token_class(places: Places, texts: Mapping[int, str], special: set[int]) -> Table:
+    """By what the sampled token is, judged by its text."""
+    code = np.zeros(int(places.token_id.max()) + 1, dtype=np.int64)
+    for token in np.unique(places.token_id).tolist():
+        code[token] = TOKEN_CLASSES.index(token_class(texts.get(token), token in special))
+    present, table = places.grouped(code[places.token_id])
+    return {"token_class": [TOKEN_CLASSES[i] for i in present]} | table
+
+
+def by_length(places: Places) -> Table:
+    """By the sequence's number of action tokens, in powers of two [start, end)."""
+    lengths = np.bincount(places.sequence)
+    exponent = np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    present, table = places.grouped(exponent[places.sequence])
+    total = np.abs(np.bincount(places.sequence, weights=places.delta))
+    groups = [(exponent == power) & (lengths > 0) for power in present]
+    return {
+        "start": [2 ** int(power) for power in present],
+        "end": [2 ** (int(power) + 1) for power in present],
+        "sequences": [int(group.sum()) for group in groups],
+        "mean_abs_seq_logratio": [float(total[group].mean()) for group in groups],
+    } | table
+
+
+def by_block(places: Places, left: Fingerprint, right: Fingerprint) -> Table:
+    """Tokens whose forward opens a block (or lies beyond the window) against all others.
+
+    A token at index i is predicted by the forward of row i - 1: row 0 opens nothing. The chunks of
+    a prefill start at multiples of the budget only where a request has the batch to itself.
+    """
+    row = places.index - 1
+    table: Table = {
+        name: [] for name in ("boundary", "size", "at", "at_count", "elsewhere", "elsewhere_count")
+    }
+    for name, size in boundaries(left, right):
+        at = row >= size if name == "beyond sliding window" else (row % size == 0) & (row > 0)
+        if at.any() and not at.all():
+            _append(table, name, size, places.size, at)
+    return table
+
+
+def boundaries(left: Fingerprint, right: Fingerprint) -> list[tuple[str, int]]:
+    """The boundaries that both sides' facts name, each with its size in tokens."""
+    facts = {**right, **{key: value for key, value in left.items() if value is not None}}
+    said = facts.get("block_size")
+    found = [("KV block", int(size)) for size in ([said] if said else KV_BLOCKS)]
+    if facts.get("chunked_prefill") and facts.get("max_num_batched_tokens"):
+        found.append(("prefill chunk", int(facts["max_num_batched_tokens"])))
+    if facts.get("sliding_window"):
+        found.append(("beyond sliding window", int(facts["sliding_window"])))
+    return found
+
+
+def _append(table: Table, name: str, size: int, values: Floats, at: Bools) -> None:
+    entries = (
+        name,
+        size,
+        float(values[at].mean()),
+        int(at.sum()),
+        float(values[~at].mean()),
+        int((~at).sum()),
+    )
+    for column, entry in zip(table.values(), entries, strict=True):
+        column.append(entry)
+
+
+def top_tokens(rollout: Rollout, places: Places, pair: Pair, texts: Mapping[int, str]) -> Table:
+    """The tokens of the largest terms of k3, with the text around them: who carries the KL."""
+    most = min(TOP_TOKENS, len(places.k3))
+    candidates = np.sort(np.argpartition(-places.k3, most - 1)[:most])
+    order = candidates[np.argsort(-places.k3[candidates], kind="stable")]
+    order = order[places.size[order] > 0]
+
+    def text(ids: Ints) -> str:
+        return "".join(texts.get(int(token), f"<{token}>") for token in ids)
+
+    table: Table = {"sequence": places.sequence[order].tolist()}
+    table |= {"position": places.index[order].tolist(), "turn": places.turn[order].tolist()}
+    table |= {"token_id": places.token_id[order].tolist(), "token": [], "before": [], "after": []}
+    for token in order:
+        start, end = rollout.offsets[places.sequence[token] : places.sequence[token] + 2]
+        at = start + places.index[token]
+        table["token"].append(text(rollout.token_ids[at : at + 1]))
+        table["before"].append(text(rollout.token_ids[max(start, at - CONTEXT) : at]))
+        table["after"].append(text(rollout.token_ids[at + 1 : min(end, at + 1 + CONTEXT)]))
+    table["rollout_logprob"] = pair.rollout[order].tolist()
+    table["train_logprob"] = pair.train[order].tolist()
+    table["delta"] = places.delta[order].tolist()
+    return table | {"k3_share": _shares(places.k3[order], places.k3)}
+
+
+def worst_sequences(places: Places, pair: Pair) -> Table:
+    """The sequences of largest |sum of delta|: where a sequence weight would break first."""
+    total = np.bincount(places.sequence, weights=places.delta)
+    tokens = np.bincount(places.sequence)
+    worst = [int(n) for n in np.argsort(-np.abs(total), kind="stable") if tokens[n]]
+    worst = worst[:WORST_SEQUENCES]
+    return {
+        "sequence": worst,
+        "prompt": [int(pair.prompt[n]) for n in worst],
+        "seq_logratio": [float(total[n]) for n in worst],
+        "tokens": [int(tokens[n]) for n in worst],
+    }
+
+
+def histogram(totals: Floats) -> Table:
+    """Sequences by S = sum of delta, in equal bins [low, high) around 0."""
+    reach = float(np.abs(totals).max()) or 1e-9
+    counts, edges = np.histogram(totals, HISTOGRAM_BINS, (-reach * 1.0001, reach * 1.0001))
+    return {
+        "low": edges[:-1].tolist(),
+        "high": edges[1:].tolist(),
+        "sequences": counts.tolist(),
+    }

@@ -1,0 +1,281 @@
+"""Weights in, :class:`Corrections` out: shares, effective sizes, distances with intervals, ranks.
+
+Tokens are summed per sequence once; every estimate is a function of such sums, so that intervals
+cost the same for long responses as for short ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mismatch.analysis.corrections.choice import choose
+from mismatch.analysis.corrections.types import Against, Corrections, Preview
+from mismatch.errors import MismatchError
+from mismatch.metrics.corrections import (
+    CORRECTIONS,
+    Correction,
+    Level,
+    Ratios,
+    Settings,
+    group_advantages,
+)
+from mismatch.metrics.estimate import Estimator, heavy_tail
+from mismatch.metrics.registry import (
+    POSITIVE,
+    REAL,
+    SHARE,
+    Bounds,
+    Combine,
+    Metric,
+    floats,
+    quotient,
+)
+from mismatch.types import Estimate, Floats, Pair, Rollout, Scoring
+
+EQUAL = 1e-12  # relative; errors nearer than this are equal
+NEAR = 1.01  # an error within 1 % of the best is as good
+TARGETS: tuple[Level, ...] = ("token", "sequence")
+NOT_LAWFUL = (
+    "residual bias and ranking: neither side is the law that sampled these tokens, so that the "
+    "ratio is no importance ratio"
+)
+NO_REWARDS = "gradient cosine: the rollout has no rewards"
+EQUAL_REWARDS = (
+    "gradient cosine: all samples of a prompt have equal rewards, so that every advantage is 0"
+)
+
+
+def preview(
+    rollout: Rollout,
+    left: Scoring,
+    right: Scoring,
+    *,
+    sampled_by_left: bool,
+    settings: Settings | None = None,
+    target: Level = "token",
+    batch: int | None = None,
+    seed: int = 0,
+) -> Corrections:
+    """Try every correction on the tokens of one comparison. Nothing is sampled or scored again.
+
+    Args:
+        left: the rollout side; rho = exp(right - left).
+        sampled_by_left: whether ``left`` is the law that sampled; without it nothing is ranked.
+        target: the ratio to rank by, of the token or of its sequence.
+        batch: sequences of one training batch; default: those of this rollout.
+        seed: of the bootstrap.
+
+    Raises:
+        EmptyComparison: no action token.
+        MismatchError: other token ids, non-finite logprobs, or a batch under 1.
+    """
+    pair = Pair.of(rollout, left, right)
+    advantage, reason = token_advantages(rollout, pair)
+    missing = [reason] if reason else []
+    if not sampled_by_left:
+        missing.append(NOT_LAWFUL)
+    ratios = Ratios.of(pair.delta, pair.sequence)
+    batch = len(ratios.sequence) if batch is None else batch
+    if batch < 1:
+        raise MismatchError("corrections: a batch has at least one sequence", "--batch 256")
+    present = np.unique(pair.sequence)
+    # A unit is a sequence: to the estimator each is one token.
+    estimator = Estimator(np.arange(len(present)), pair.prompt[present], seed=seed)
+    bench = Bench(ratios, estimator, advantage, batch)
+    settings = settings or Settings()
+    made = bench.previews(settings, lawful=sampled_by_left)
+    favoured, best, reason = choose(made, target, batch) if sampled_by_left else (None, None, "")
+    return Corrections(
+        rollout=left.name,
+        train=right.name,
+        target=target,
+        batch=batch,
+        settings=settings,
+        previews=made,
+        favoured=favoured,
+        best=best,
+        reason=reason or NOT_LAWFUL,
+        clamped=ratios.clamped,
+        heavy_tail=heavy_tail(ratios.token),
+        not_tested=tuple(missing),
+    )
+
+
+def token_advantages(rollout: Rollout, pair: Pair) -> tuple[Floats | None, str]:
+    """The advantage of every action token, [A]; or None and the reason."""
+    if rollout.rewards is None or not np.isfinite(rollout.rewards).any():
+        return None, NO_REWARDS
+    advantage = group_advantages(rollout.rewards, pair.prompt)[pair.sequence]
+    return (advantage, "") if advantage.any() else (None, EQUAL_REWARDS)
+
+
+def _effective(means: Floats) -> Floats:
+    """(sum w)² / (units · sum w²), from the means of (w, w², units)."""
+    return floats(means[..., 0] ** 2 / (means[..., 1] * means[..., 2]))
+
+
+def _cosine(means: Floats) -> Floats:
+    return floats(means[..., 0] / np.sqrt(means[..., 1] * means[..., 2]))
+
+
+def _norm_ratio(means: Floats) -> Floats:
+    return floats(np.sqrt(means[..., 0] / means[..., 1]))
+
+
+@dataclass
+class Bench:
+    """One rollout's ratios and advantages, on which corrections are tried.
+
+    Attributes:
+        advantage: [A] of each token's sequence, or None.
+    """
+
+    ratios: Ratios
+    estimator: Estimator
+    advantage: Floats | None
+    batch: int
+
+    def __post_init__(self) -> None:
+        code = self.ratios.code
+        self.starts = np.flatnonzero(np.diff(code, prepend=-1))
+        self.tokens = self.total(np.ones_like(self.ratios.token))
+        signal = np.ones_like(self.ratios.token) if self.advantage is None else self.advantage
+        self.size, self.power = np.abs(signal), signal**2
+        self.sizes, self.powers = self.total(self.size), self.total(self.power)
+
+    def total(self, values: Floats) -> Floats:
+        """Sums per sequence, [N]. A pair's tokens lie in order of their sequence."""
+        return floats(np.add.reduceat(values, self.starts))
+
+    def gap(self, w: Floats, target: Level) -> Floats:
+        """Sums of |w - target|, weighted by |A|, [N]."""
+        return self.total(np.abs(w - self.ratios.target(target)) * self.size)
+
+    def square(self, w: Floats) -> Floats:
+        """Sums of w² A², [N]."""
+        return self.total(w**2 * self.power)
+
+    def estimate(self, columns: list[Floats], combine: Combine, bounds: Bounds) -> Estimate | None:
+        """A smooth function of mean sums per sequence, with its interval by prompt."""
+        metric = Metric(
+            "correction", "ratio", "token", lambda terms: terms, ("terms",), combine, "1", bounds
+        )
+        found = self.estimator.one(metric, {"terms": np.stack(columns, axis=1)})
+        return None if found is None else replace(found, n_tokens=len(self.ratios.token))
+
+    def previews(self, settings: Settings, lawful: bool) -> tuple[Preview, ...]:
+        """Every correction, in order; the ranks filled in where ``lawful``."""
+        weights = {one.id: one.weights(self.ratios, settings) for one in CORRECTIONS}
+        made: list[Preview] = []
+        for one in CORRECTIONS:
+            twin = next((p for p in made if np.array_equal(weights[p.id], weights[one.id])), None)
+            if twin is None:
+                made.append(self._preview(one, weights[one.id], settings, lawful))
+            else:
+                made.append(self._twin(one, twin, weights[one.id], settings))
+        if lawful:
+            for target in TARGETS:
+                made = self._ranked(made, weights, target)
+        return tuple(made)
+
+    def _preview(self, one: Correction, w: Floats, settings: Settings, lawful: bool) -> Preview:
+        kept = w > 0.0
+        against = {target: self._against(w, target) if lawful else None for target in TARGETS}
+        return Preview(
+            id=one.id,
+            label=one.label,
+            level=one.level,
+            setting=one.setting(settings),
+            kept_tokens=float(kept.mean()),
+            kept_sequences=float((self.total(kept.astype(np.float64)) > 0.0).mean()),
+            ess=self._ess(one, w) if kept.any() else None,
+            weight_mean=float(w.mean()),
+            weight_std=float(w.std()),
+            weight_max=float(w.max()),
+            same_as=None,
+            token=against["token"],
+            sequence=against["sequence"],
+        )
+
+    def _twin(self, one: Correction, known: Preview, w: Floats, settings: Settings) -> Preview:
+        """The figures of equal weights; only the effective size depends on what shares them."""
+        again = one.level != known.level and known.ess is not None
+        return replace(
+            known,
+            id=one.id,
+            label=one.label,
+            level=one.level,
+            setting=one.setting(settings),
+            ess=self._ess(one, w) if again else known.ess,
+            same_as=known.id,
+        )
+
+    def _ess(self, one: Correction, w: Floats) -> Estimate | None:
+        if one.level == "token":
+            return self.estimate([self.total(w), self.total(w**2), self.tokens], _effective, SHARE)
+        shared = self.total(w) / self.tokens
+        units = np.ones_like(shared)
+        return self.estimate([shared, shared**2, units], _effective, SHARE)
+
+    def _against(self, w: Floats, target: Level) -> Against:
+        exact = self.ratios.target(target)
+        away = w - exact
+        bias = self.estimate([self.total(away), self.tokens], quotient, REAL)
+        distance = self.estimate([self.gap(w, target), self.sizes], quotient, POSITIVE)
+        assert bias is not None  # there are tokens …
+        assert distance is not None  # … and where advantages are used, one that is not 0
+        mine = self.square(w)
+        second = mine.sum() / self.powers.sum()
+        cosine = norm = None
+        if self.advantage is not None:
+            theirs = self.square(exact)
+            norm = self.estimate([mine, theirs], _norm_ratio, POSITIVE)
+            if mine.any():  # a vector of zeros has no direction
+                both = self.total(w * exact * self.power)
+                cosine = self.estimate([both, mine, theirs], _cosine, SHARE)
+        error = math.sqrt(distance.value**2 + second / self.batch)
+        return Against(bias, distance, error, None, False, cosine, norm)
+
+    def _ranked(
+        self, made: list[Preview], weights: dict[str, Floats], target: Level
+    ) -> list[Preview]:
+        """The previews with ranks by error, equal errors sharing one, and ties with the best."""
+        ranked = {one.id for one in CORRECTIONS if one.ranked}
+        figures = {one.id: against for one in made if (against := one.against(target))}
+        errors = {id: against.error for id, against in figures.items() if id in ranked}
+        first = min(errors, key=lambda id: errors[id])
+        out = []
+        for one in made:
+            against = replace(figures[one.id], rank=None, tied=False)
+            if one.id in errors:
+                lower = sum(error < errors[one.id] * (1.0 - EQUAL) for error in errors.values())
+                near = errors[one.id] <= errors[first] * NEAR
+                tied = near or self._tied(weights[one.id], weights[first], target)
+                against = replace(against, rank=1 + lower, tied=tied)
+            placed = replace(one, token=against) if target == "token" else one
+            out.append(replace(one, sequence=against) if target == "sequence" else placed)
+        return out
+
+    def _tied(self, w: Floats, best: Floats, target: Level) -> bool:
+        """Whether the paired interval of the difference of squared errors contains 0."""
+
+        def difference(means: Floats) -> Floats:
+            gap = (means[..., 0] / means[..., 4]) ** 2 - (means[..., 1] / means[..., 4]) ** 2
+            noise = (means[..., 2] - means[..., 3]) / means[..., 5] / self.batch
+            return floats(gap + noise)
+
+        columns = [
+            self.gap(w, target),
+            self.gap(best, target),
+            self.square(w),
+            self.square(best),
+            self.sizes,
+            self.powers,
+        ]
+        found = self.estimate(columns, difference, REAL)
+        if found is None or found.low is None or found.high is None:
+            return False  # one prompt: nothing is known of the difference
+        return found.low <= 0.0 <= found.high

@@ -1,0 +1,239 @@
+"""Semantic checks: are the two sides speaking of the same thing at all?
+
+They come before any KL. A wrong temperature or a shifted row makes a large KL that no kernel can
+mend, so a failed check is reported as itself. Where data is missing a check is ``not_tested``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mismatch.analysis.diagnosis.declared import (
+    attention_sinks,
+    failed,
+    sampling_parameters,
+    source_files,
+    special_tokens,
+    weights_as_loaded,
+)
+from mismatch.types import Check, Estimate, Floats, Rollout, Scoring
+
+LAGS = (-2, -1, 0, 1, 2)
+MIN_TOKENS = 32  # below this a correlation says nothing
+WEAK = 0.5  # two scorings of the same tokens correlate above this, or something is wrong
+NEAR_CERTAIN = np.log(0.99)
+ROUNDING = 1e-6  # a float32 log_softmax may end this far above zero
+
+
+def input_checks(rollout: Rollout, left: Scoring, right: Scoring) -> list[Check]:
+    """Checks that a comparison rests on; if one fails no metric can be computed."""
+    return [same_token_ids(rollout, left, right), missing_logprobs(rollout, left, right)]
+
+
+def semantic_checks(
+    rollout: Rollout, left: Scoring, right: Scoring, ratio_mean: Estimate
+) -> list[Check]:
+    """All other checks, on scorings that passed :func:`input_checks`.
+
+    Args:
+        left: the rollout side, as sampled.
+        right: the train side.
+        ratio_mean: mean importance ratio of this pair, with its interval.
+    """
+    return [
+        attention_sinks(right.fingerprint),
+        alignment(rollout, left, right),
+        temperature(rollout, left, right),
+        truncation(rollout, left, right),
+        importance_ratio(rollout, left, right, ratio_mean),
+        zero_logprobs(left, right),
+        positive_logprobs(left, right),
+        sampling_parameters(rollout, left),
+        special_tokens(rollout, left, right),
+        source_files(left.fingerprint, right.fingerprint),
+        weights_as_loaded(left.fingerprint, right.fingerprint),
+    ]
+
+
+def same_token_ids(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
+    """Both sides scored exactly the sampled ids."""
+    expected = rollout.token_ids[rollout.actions]
+    for scoring in (left, right):
+        if len(scoring.token_ids) != len(expected):
+            detail = f"{scoring.name} scored {len(scoring.token_ids)} tokens of {len(expected)}"
+            return failed("same-token-ids", detail, _TOKEN_FIX)
+        differ = scoring.token_ids != expected
+        if differ.any():
+            first = int(np.flatnonzero(differ)[0])
+            sequence = rollout.sequence_of_token[rollout.actions[first]]
+            detail = (
+                f"{scoring.name} scored other ids than were sampled for {int(differ.sum())} of "
+                f"{len(expected)} tokens, the first in sequence {sequence}"
+            )
+            return failed("same-token-ids", detail, _TOKEN_FIX)
+    return Check("same-token-ids", "passed", f"{len(expected)} token ids equal on both sides")
+
+
+_TOKEN_FIX = "pass token ids between engine and trainer, never text: re-tokenising changes them"
+
+
+def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
+    """Every action token has a finite logprob on both sides."""
+    for scoring in (left, right):
+        bad = ~np.isfinite(scoring.logprobs)
+        if bad.any():
+            detail = (
+                f"{scoring.name}: {int(bad.sum())} of {len(bad)} logprobs missing or not finite"
+            )
+            fix = "a NaN on the train side is often fp16 overflow: try --train-dtype bf16 or fp32"
+            return failed("missing-logprobs", detail, fix)
+    return Check("missing-logprobs", "passed", "every action token has a logprob on both sides")
+
+
+def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
+    """Logprobs correlate best at lag 0: no off-by-one between the two sides."""
+    sequence = rollout.sequence_of_token[rollout.actions]
+    correlations = {lag: _lagged(left.logprobs, right.logprobs, sequence, lag) for lag in LAGS}
+    known = {lag: value for lag, value in correlations.items() if value is not None}
+    if 0 not in known:
+        return Check("alignment", "not_tested", f"needs {MIN_TOKENS} tokens that are not all alike")
+    best = max(known, key=lambda lag: known[lag])
+    if best != 0 and known[best] > max(known[0] + 0.1, WEAK):
+        detail = (
+            f"best lag is {best:+d} (correlation {known[best]:.3f}), at lag 0 it is {known[0]:.3f}"
+        )
+        return failed("alignment", detail, "logits at t - 1 predict token t: fix the index")
+    if known[0] < WEAK:
+        detail = f"correlation only {known[0]:.3f} at lag 0, and no better at another lag"
+        return Check("alignment", "warning", detail, "look for shuffled rows or other weights")
+    return Check("alignment", "passed", f"best lag 0 (correlation {known[0]:.4f})")
+
+
+def _lagged(left: Floats, right: Floats, sequence: np.ndarray, lag: int) -> float | None:
+    """Correlation of left[t] with right[t + lag] inside sequences, or None."""
+    shift = abs(lag)
+    stop = len(left) - shift
+    if stop < MIN_TOKENS:
+        return None
+    a, b = (left[:stop], right[shift:]) if lag >= 0 else (left[shift:], right[:stop])
+    inside = sequence[:stop] == sequence[shift:]
+    a, b = a[inside], b[inside]
+    if len(a) < MIN_TOKENS or a.std() == 0 or b.std() == 0:
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
+    """Both logprobs are at the sampling temperature: by declaration, and by the data."""
+    wanted = rollout.sampling.temperature
+    if wanted == 0:
+        detail = "greedy sampling (T = 0): the numbers are divergence scores, no KL"
+        return Check("temperature", "warning", detail, "sample at the temperature of training")
+    claims = {s.name: s.fingerprint.get("logprobs_temperature") for s in (left, right)}
+    wrong = {name: t for name, t in claims.items() if t is not None and abs(t - wanted) > 1e-9}
+    untempered = right.extra.get("logprobs_untempered")
+    evidence = ""
+    if untempered is not None:
+        tempered_gap = float(np.abs(right.logprobs - left.logprobs).mean())
+        raw_gap = float(np.abs(untempered - left.logprobs).mean())
+        evidence = (
+            f"; mean |delta| is {tempered_gap:.3g} against the trainer at T = {wanted:g}, "
+            f"{raw_gap:.3g} at T = 1"
+        )
+        if raw_gap < 0.5 * tempered_gap and not wrong:
+            wrong = {left.name: 1.0}
+    if wrong:
+        which = ", ".join(f"{name} is at T = {t:g}" for name, t in wrong.items())
+        detail = f"sampled at T = {wanted:g} but {which}{evidence}"
+        fix = (
+            "vLLM: logprobs_mode=processed_logprobs; trainer: divide the logits by T before the "
+            "softmax (dividing logprobs by T is wrong)"
+        )
+        return failed("temperature", detail, fix)
+    if None in claims.values() and not evidence:
+        return Check("temperature", "not_tested", "a side does not say at which temperature it is")
+    return Check("temperature", "passed", f"both sides at T = {wanted:g}{evidence}")
+
+
+def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
+    """Both sides normalise over the same set of tokens."""
+    sampling = rollout.sampling
+    cut = f"top_p = {sampling.top_p:g}, top_k = {sampling.top_k or 'off'}"
+    if sampling.truncates:
+        kept = right.extra.get("kept_mass")
+        mass = "" if kept is None else f"; the trainer's mean kept mass is {float(kept.mean()):.4f}"
+        if kept is not None and float(kept.min()) > 1 - 1e-9:
+            return Check("truncation", "passed", f"{cut} cut nothing off in this run")
+        if left.fingerprint.get("logprobs_truncated"):
+            detail = f"{cut}: the engine renormalised over what it kept, the trainer did not{mass}"
+        else:
+            detail = f"{cut}: drawn from a truncated law, but logprobs are of the full one{mass}"
+        fix = "sample with top_p = 1 and top_k off, or replay the sampling mask in the trainer"
+        return failed("truncation", detail, fix)
+    if left.fingerprint.get("logprobs_truncated") is None:
+        return Check("truncation", "not_tested", "the engine does not say how it normalises")
+    delta = right.logprobs - left.logprobs
+    if len(delta) >= MIN_TOKENS and (delta <= ROUNDING).all() and delta.mean() < -0.01:
+        detail = f"delta is never positive (mean {delta.mean():.3g}): as if one side cut its tail"
+        fix = "send every sampling parameter explicitly; look into generation_config.json"
+        return failed("truncation", detail, fix)
+    return Check("truncation", "passed", "no truncation, full vocabulary on both sides")
+
+
+def importance_ratio(
+    rollout: Rollout, left: Scoring, right: Scoring, ratio_mean: Estimate
+) -> Check:
+    """mean(exp(delta)) must be 1 if the left side is the law that sampled (or the kept mass)."""
+    if rollout.sampling.temperature == 0:
+        return Check("importance-ratio", "not_tested", "greedy sampling has no importance ratio")
+    if ratio_mean.low is None or ratio_mean.high is None:
+        return Check("importance-ratio", "not_tested", "needs at least two prompts")
+    kept = right.extra.get("kept_mass")
+    renormalised = bool(left.fingerprint.get("logprobs_truncated"))
+    expected = float(kept.mean()) if kept is not None and renormalised else 1.0
+    gap = abs(ratio_mean.value - expected)
+    half = (ratio_mean.high - ratio_mean.low) / 2
+    name = "1" if expected == 1.0 else f"the kept mass {expected:.4f}"
+    found = f"mean ratio {ratio_mean.value:.4f} [{ratio_mean.low:.4f}, {ratio_mean.high:.4f}]"
+    if gap <= max(1.5 * half, 1e-6):  # about three standard errors
+        return Check("importance-ratio", "passed", f"{found} agrees with {name}")
+    heavy = "heavy-tail" in ratio_mean.flags
+    # A wrong law moves all ratios one way. A large mismatch spreads them both ways, and lacks the
+    # mass of tokens that were too unlikely to be sampled: its mean falls short of 1 as well.
+    ratio = np.exp(right.logprobs - left.logprobs) / expected
+    one_sided = abs(float(ratio.mean()) - 1) > 0.5 * float(np.abs(ratio - 1).mean())
+    if gap > max(3 * half, 0.01) and one_sided and not heavy:
+        detail = f"{found} excludes {name}: the left logprobs are not of the law that sampled"
+        fix = "look at temperature, truncation and penalties of the engine; then at alignment"
+        return failed("importance-ratio", detail, fix)
+    reason = "only weakly" if one_sided else "but ratios spread both ways, as a mismatch makes them"
+    detail = f"{found} excludes {name}, {'a few tokens decide' if heavy else reason}"
+    return Check("importance-ratio", "warning", detail, "sample more prompts: --num-prompts")
+
+
+def zero_logprobs(left: Scoring, right: Scoring) -> Check:
+    """A logprob of exactly 0 where the other side is not certain is padding, not a probability."""
+    for scoring, other in ((left, right), (right, left)):
+        zero = (scoring.logprobs == 0) & (other.logprobs < NEAR_CERTAIN)
+        if zero.any():
+            first = int(np.flatnonzero(zero)[0])
+            detail = (
+                f"{scoring.name}: {int(zero.sum())} logprobs are exactly 0 where {other.name} is "
+                f"not certain (action token {first}: {other.logprobs[first]:.3f})"
+            )
+            fix = "mask tokens that the policy did not sample (an appended EOS, padding with 0.0)"
+            return failed("zero-logprobs", detail, fix)
+    return Check("zero-logprobs", "passed", "no logprob is exactly 0 without being certain")
+
+
+def positive_logprobs(left: Scoring, right: Scoring) -> Check:
+    """No probability above one: that is a low-precision head or an unnormalised law."""
+    highest = {s.name: float(s.logprobs.max()) for s in (left, right)}
+    name = max(highest, key=lambda key: highest[key])
+    if highest[name] > 1e-3:
+        detail = f"{name}: a logprob of {highest[name]:+.4g}"
+        return failed("positive-logprobs", detail, "compute the head and log_softmax in float32")
+    if highest[name] > ROUNDING:
+        detail = f"{name}: a logprob of {highest[name]:+.2g}, more than float32 rounding"
+        return Check("positive-logprobs", "warning", detail, "compute the log_softmax in float32")
+    return Check("positive-logprobs", "passed", "no logprob above 0")

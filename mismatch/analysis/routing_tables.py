@@ -1,0 +1,309 @@
+"""Where two sides choose other experts, and what that coincides with: tables for a comparison.
+
+Every table is columns of equal length. Shares and means carry ``low`` and ``high``, the 95 %
+interval over prompts (None where there is none); see docs/metrics.md for the columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mismatch.analysis.routing_groups import Seen, Table, columns, known, picked
+from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.grouped import Groups, group_means, prompt_sums
+from mismatch.metrics.registry import POSITIVE, REAL, SHARE, Array, floats
+from mismatch.metrics.routing import routing_prompt_disagree_any, routing_prompt_disagree_layer
+from mismatch.metrics.routing_noise import NOISE_QUANTILE, RouterNoise
+from mismatch.metrics.routing_pairs import (
+    PairedRouting,
+    action_rows,
+    load_variation,
+    other_rows,
+    pair_routing,
+)
+from mismatch.types import Bools, Estimate, Floats, Pair, Rollout, Routing, Scoring
+
+FLIP_EDGES = (0, 1, 2, 3, 4, 8, 16, 32)  # flipped layers of a token, from
+MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)  # times the router's noise, from
+LOAD_QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "most": 1.0}
+MOST_EXPERTS = 1024  # rows of routing_by_expert
+EXPERT_INTERVALS = 32  # of them, those of largest difference, have intervals
+
+
+def routing_tables(
+    rollout: Rollout,
+    left: Scoring,
+    right: Scoring,
+    pair: Pair,
+    routes: PairedRouting,
+    noise: RouterNoise | None = None,
+) -> dict[str, Table]:
+    """Every routing breakdown of a comparison, by name.
+
+    Args:
+        routes: of :func:`mismatch.metrics.routing_pairs.pair_routing`, with noise where known.
+    """
+    assert left.routing is not None
+    assert right.routing is not None
+    seen = Seen(pair, routes)
+    size = np.abs(pair.delta)
+    tables = {
+        "routing_notes": notes(left, right, routes, noise),
+        "routing_by_layer": by_layer(seen, noise),
+        "routing_by_position": by_position(seen),
+        "routing_layer_position": layer_position(seen),
+        "routing_harm": harm(seen, size),
+        "routing_harm_by_layer": harm_by_layer(seen, size),
+        "routing_load": load(routes),
+        "routing_by_expert": by_expert(seen, rollout, left.routing, right.routing),
+    }
+    if "near_tie" in routes.arrays and noise is not None:
+        tables["routing_by_margin"] = by_margin(seen, noise)
+    return tables
+
+
+def prompt_routing(
+    rollout: Rollout, left: Routing, right: Routing, seed: int = 0
+) -> dict[str, Estimate]:
+    """Disagreement over the forwarded rows that predict no action; empty where there is none."""
+    rows = other_rows(rollout, left, right)
+    if not len(rows):
+        return {}
+    differs = pair_routing(rollout, left, right, rows).differs
+    estimator = Estimator(rollout.sequence_of_token[rows], rollout.prompt_index, seed=seed)
+    wanted = (routing_prompt_disagree_layer, routing_prompt_disagree_any)
+    return estimator.all(wanted, {"prompt_differs": differs})
+
+
+def replayed(scoring: Scoring) -> str:
+    """How a scoring's experts were given to it, and whose they are; "" where it chose its own.
+
+    Example: "ids of vllm:decode".
+    """
+    replay = scoring.fingerprint.get("replay")
+    return f"{replay['mode']} of {replay['source']}" if replay else ""
+
+
+def notes(left: Scoring, right: Scoring, routes: PairedRouting, noise: RouterNoise | None) -> Table:
+    """What a reader of the tables has to know: ``fact`` and ``value``, both text."""
+    assert left.routing is not None
+    assert right.routing is not None
+    rows = [
+        ("replayed", f"{side.name} replays the {replayed(side)}")
+        for side in (left, right)
+        if replayed(side)
+    ]
+    for side in (left, right):
+        assert side.routing is not None
+        alone = [str(layer) for layer in side.routing.layers if layer not in routes.layers]
+        if alone:
+            rows.append(("layers left out", f"only {side.name} has {', '.join(alone)}"))
+    silent = [side.name for side in (left, right) if side.routing and side.routing.weights is None]
+    if silent:
+        absent = f"routing_weight_l1 and routing_top1_disagree: no weights from {silent[0]}"
+        rows.append(("not measured", absent))
+    if right.routing.margin is None:
+        rows.append(("not measured", f"margins and near-ties: no scores from {right.name}"))
+    elif noise is None:
+        rows.append(("not measured", "near-ties: the router's noise is unknown"))
+    else:
+        rows.append(("noise", noise.source))
+        if noise.source != "rounding":
+            rows.append(("noise quantile", f"{NOISE_QUANTILE:g}"))
+    return {"fact": [fact for fact, _ in rows], "value": [value for _, value in rows]}
+
+
+def by_layer(seen: Seen, noise: RouterNoise | None) -> Table:
+    """Per MoE layer: disagreement, margins, near-ties, weights; None where not captured."""
+    routes, arrays = seen.routes, seen.routes.arrays
+    count = len(routes.layers)
+    table: Table = {"layer": list(routes.layers)}
+    every = np.broadcast_to(np.True_, routes.differs.shape)
+    table |= columns(seen.per_layer(routes.differs, every, SHARE), "disagree")
+    nothing: list[Any] = [None] * count
+    margin, near = arrays.get("margin"), arrays.get("near_tie")
+    table |= {"margin": nothing, "margin_flipped": nothing, "noise": nothing}
+    table |= {"near_tie": nothing, "near_tie_low": nothing, "near_tie_high": nothing}
+    if margin is not None:
+        flipped = np.where(routes.differs, margin, np.float32(0.0))
+        table["margin"] = margin.mean(axis=0, dtype=np.float64).tolist()
+        table["margin_flipped"] = known(seen.per_layer(flipped, routes.differs, POSITIVE).mean)
+    if near is not None and noise is not None:
+        table["noise"] = [noise.level[layer] for layer in routes.layers]
+        ties = seen.per_layer(near & routes.differs, routes.differs, SHARE)
+        table |= columns(ties, "near_tie", "near_tie_")
+    table["weight_l1"] = nothing
+    if "weight_l1" in arrays:
+        table["weight_l1"] = arrays["weight_l1"].mean(axis=0, dtype=np.float64).tolist()
+    return table | {
+        "load_tv": load_variation(arrays["rollout_load"], arrays["train_load"]).tolist()
+    }
+
+
+def by_position(seen: Seen) -> Table:
+    """Share of (token, layer) that differ, and of tokens with any, along the response."""
+    bucket, width = seen.bucket
+    groups = int(bucket.max()) + 1
+    share = seen.means(bucket, groups, seen.routes.differs.mean(axis=1), SHARE)
+    any_layer = seen.means(bucket, groups, np.asarray(seen.routes.differs.any(axis=1)), SHARE)
+    return (
+        {
+            "start": [width * index for index in range(groups)],
+            "end": [width * (index + 1) for index in range(groups)],
+        }
+        | columns(share, "disagree")
+        | {"any": known(any_layer.mean), "count": share.count.tolist()}
+    )
+
+
+def layer_position(seen: Seen) -> Table:
+    """The heat map: share of tokens that differ per layer and bucket of positions."""
+    bucket, width = seen.bucket
+    groups = int(bucket.max()) + 1
+    tokens = np.bincount(bucket, minlength=groups)
+    table: Table = {"layer": [], "start": [], "end": [], "disagree": []}
+    for column, layer in enumerate(seen.routes.layers):
+        flipped = np.bincount(bucket[seen.routes.differs[:, column]], minlength=groups)
+        table["layer"] += [layer] * groups
+        table["start"] += [width * index for index in range(groups)]
+        table["end"] += [width * (index + 1) for index in range(groups)]
+        table["disagree"] += (flipped / tokens).tolist()
+    return table
+
+
+def harm(seen: Seen, size: Floats) -> Table:
+    """Mean |delta| by the number of flipped layers, with the tokens' share of Σ delta²."""
+    edges = np.array(FLIP_EDGES)
+    group = np.searchsorted(edges, seen.routes.flips, "right") - 1
+    means = seen.means(group, len(edges), size, POSITIVE)
+    square = np.bincount(group, weights=size**2, minlength=len(edges))
+    present = np.flatnonzero(means.count)
+    labels = [_span(FLIP_EDGES, int(index)) for index in present]
+    table = {"flips": labels} | picked(columns(means, "mean_abs_delta"), present)
+    total = float(square.sum())
+    share = (square[present] / total).tolist() if total > 0.0 else [None] * len(present)
+    return table | {"delta2_share": share, "count": means.count[present].tolist()}
+
+
+def harm_by_layer(seen: Seen, size: Floats) -> Table:
+    """Mean |delta| by the earliest flipped layer; the row of layer None has no flip at all."""
+    layers = seen.routes.layers
+    means = seen.means(seen.routes.earliest + 1, len(layers) + 1, size, POSITIVE)
+    present = np.flatnonzero(means.count)
+    labels = [layers[index - 1] if index else None for index in present]
+    table: Table = {"layer": labels} | picked(columns(means, "mean_abs_delta"), present)
+    return table | {"count": means.count[present].tolist()}
+
+
+def by_margin(seen: Seen, noise: RouterNoise) -> Table:
+    """Share of (token, layer) that differ by margin, in units of its layer's noise."""
+    routes, edges = seen.routes, np.array(MARGIN_EDGES)
+    sums = np.zeros((2, seen.prompts, len(edges)))
+    for column, layer in enumerate(routes.layers):
+        margin = floats(routes.arrays["margin"][:, column])
+        level = noise.level[layer]
+        with np.errstate(all="ignore"):
+            units = margin / level if level > 0.0 else np.where(margin > 0.0, np.inf, 0.0)
+        group = np.searchsorted(edges, units, "right") - 1
+        for index, values in enumerate((routes.differs[:, column], np.ones(len(group)))):
+            sums[index] += prompt_sums(seen.prompt, seen.prompts, group, len(edges), floats(values))
+    means = group_means(sums[0], sums[1], SHARE)
+    present = np.flatnonzero(means.count)
+    ends: list[float | None] = [*MARGIN_EDGES[1:], None]
+    table: Table = {"from": [MARGIN_EDGES[i] for i in present], "to": [ends[i] for i in present]}
+    table |= picked(columns(means, "disagree"), present)
+    return table | {"count": means.count[present].tolist()}
+
+
+def load(routes: PairedRouting) -> Table:
+    """Per layer and side: the spread of the experts' loads, 1 being an even load; and the total
+    variation between the sides."""
+    sides = {name: floats(routes.arrays[f"{name}_load"]) for name in ("rollout", "train")}
+    table: Table = {
+        "layer": list(routes.layers),
+        "tv": load_variation(sides["rollout"], sides["train"]).tolist(),
+    }
+    for name, counts in sides.items():
+        relative = counts / counts.mean(axis=1, keepdims=True)
+        for label, probability in LOAD_QUANTILES.items():
+            table[f"{name}_{label}"] = np.quantile(relative, probability, axis=1).tolist()
+    return table
+
+
+def by_expert(seen: Seen, rollout: Rollout, left: Routing, right: Routing) -> Table:
+    """Load of every (layer, expert) on both sides, the largest difference first.
+
+    ``dropped``: share of the rollout side's choices of this expert that the train side did not
+    make; ``added`` the reverse; None for an expert that a side never chose.
+    """
+    routes, arrays = seen.routes, seen.routes.arrays
+    counts = [floats(arrays[f"{name}_load"]) for name in ("rollout", "train", "shared")]
+    slots = counts[0].sum(axis=1, keepdims=True)
+    moved = np.abs(counts[1] - counts[0]).ravel()
+    order = np.argsort(-moved, kind="stable")[:MOST_EXPERTS]
+    layer, expert = np.unravel_index(order, counts[0].shape)
+    with np.errstate(all="ignore"):
+        shares = [(side / slots)[layer, expert].tolist() for side in counts[:2]]
+        lost = [known((1.0 - counts[2] / side)[layer, expert]) for side in counts[:2]]
+    table: Table = {
+        "layer": [routes.layers[index] for index in layer],
+        "expert": expert.tolist(),
+        "rollout": shares[0],
+        "train": shares[1],
+        "dropped": lost[0],
+        "added": lost[1],
+    }
+    ends = _expert_intervals(seen, rollout, left, right, layer, expert)
+    unknown: list[Any] = [None] * (len(order) - len(ends.count))
+    return table | {
+        "difference_low": ends.low + unknown,
+        "difference_high": ends.high + unknown,
+    }
+
+
+def _expert_intervals(
+    seen: Seen, rollout: Rollout, left: Routing, right: Routing, layer: Array, expert: Array
+) -> Groups:
+    """Train minus rollout load of the first experts of the table, with intervals."""
+    rows, layers = action_rows(rollout), seen.routes.layers
+    tokens = floats(np.bincount(seen.prompt, minlength=seen.prompts))
+    sums = []
+    for column, number in zip(layer[:EXPERT_INTERVALS], expert[:EXPERT_INTERVALS], strict=True):
+        chosen = [
+            (side.ids[rows, side.layers.index(layers[column])] == number).any(axis=1)
+            for side in (left, right)
+        ]
+        moved = (floats(chosen[1]) - chosen[0]) / seen.routes.top_k
+        sums.append(np.bincount(seen.prompt, moved, minlength=seen.prompts))
+    stacked = floats(np.stack(sums, axis=1))
+    return group_means(stacked, np.tile(tokens[:, None], stacked.shape[1]), REAL)
+
+
+def flipped_layers(routes: PairedRouting) -> list[str]:
+    """The layers whose sets of experts differ, per token, as text: "" or "0, 3, 5-7"."""
+    packed = np.packbits(routes.differs, axis=1)
+    patterns, which = np.unique(packed, axis=0, return_inverse=True)
+    rows = np.unpackbits(patterns, axis=1, count=len(routes.layers)).astype(bool)
+    texts = [_ranges(routes.layers, row) for row in rows]
+    return [texts[index] for index in which.ravel()]
+
+
+def _ranges(layers: tuple[int, ...], marked: Bools) -> str:
+    """Marked layers, consecutive numbers joined: "0, 3, 5-7"."""
+    parts: list[list[int]] = []
+    for column in np.flatnonzero(marked):
+        if parts and parts[-1][1] == layers[column] - 1:
+            parts[-1][1] = layers[column]
+        else:
+            parts.append([layers[column], layers[column]])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def _span(edges: tuple[int, ...], index: int) -> str:
+    """Label of a bucket of counts: "3", "4-7", "32+"."""
+    if index + 1 == len(edges):
+        return f"{edges[index]}+"
+    last = edges[index + 1] - 1
+    return str(last) if last == edges[index] else f"{edges[index]}-{last}"

@@ -1,0 +1,134 @@
+"""The levels table: bounds per metric and class of stack, and files that override them.
+
+Levels hold for step 0, the same weights on both sides. The table is mismatch/levels.toml; each cell
+says where it comes from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mismatch.errors import MismatchError
+from mismatch.metrics import METRICS
+
+COLUMNS = ("fp32", "fp16", "bf16 dense", "bf16 MoE", "quantised")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One cell: the bounds of one metric in one column.
+
+    >>> Level(1e-3, 0.013, "NeMo-RL docs").healthy
+    0.001
+    """
+
+    healthy: float
+    critical: float
+    source: str
+
+
+Thresholds = Mapping[str, Mapping[str, Level]]  # metric -> column -> cell
+
+
+@cache
+def default_thresholds() -> Thresholds:
+    """The levels table that ships with the package."""
+    text = resources.files("mismatch.analysis").joinpath("levels.toml").read_text(encoding="utf-8")
+    return _cells(tomllib.loads(text), text, "levels.toml", {})
+
+
+def load_thresholds(path: str | Path) -> Thresholds:
+    """The table with the cells of a TOML file in place of its own.
+
+    A cell of the file may give ``healthy``, ``critical`` or both, and a ``source``; what it leaves
+    out stays. A metric without levels of ours may get some.
+
+    Raises:
+        MismatchError: unreadable or not TOML; an unknown metric, column or key (with line and near
+            misses); bounds that are no numbers or in the wrong order.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = tomllib.loads(text)
+    except OSError as error:
+        raise MismatchError(
+            f"cannot read the thresholds file {path}: {error.strerror or error}",
+            "give --thresholds the path of a TOML file",
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MismatchError(
+            f"{path} is not TOML: {error}", 'a cell looks like: [k3_kl."bf16 MoE"] healthy = 1e-3'
+        ) from error
+    return _cells(data, text, str(path), default_thresholds())
+
+
+def _cells(data: dict[str, Any], text: str, where: str, base: Thresholds) -> Thresholds:
+    judgeable = [name for name, metric in METRICS.items() if metric.good != "neither"]
+    table = {metric: dict(columns) for metric, columns in base.items()}
+    for metric, columns in data.items():
+        _known(metric, judgeable, "metric", text, where)
+        if not isinstance(columns, dict):
+            raise MismatchError(
+                f"{where}, line {_line(text, metric)}: {metric} is no table of columns",
+                f'write [{metric}."bf16 MoE"], then healthy = … and critical = …',
+            )
+        for column, cell in columns.items():
+            _known(column, COLUMNS, f"column of {metric}", text, where)
+            old = table.get(metric, {}).get(column)
+            table.setdefault(metric, {})[column] = _level(metric, column, cell, old, text, where)
+    return table
+
+
+def _known(name: str, names: Sequence[str], what: str, text: str, where: str) -> None:
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    listed = ", ".join(names) if len(names) <= 8 else "docs/metrics.md lists them"
+    raise MismatchError(
+        f"{where}, line {_line(text, name)}: unknown {what}: {name!r}", f"{guess}known: {listed}"
+    )
+
+
+def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, where: str) -> Level:
+    place = f"{where}, line {_line(text, metric, column)}: {metric}, {column}"
+    example = f'[{metric}."{column}"] with healthy = … and critical = …'
+    if not isinstance(cell, dict):
+        raise MismatchError(f"{place}: no table of bounds", f"write {example}")
+    for key in cell:
+        _known(key, ("healthy", "critical", "source"), f"key of {metric}", text, where)
+    bounds = []
+    for name in ("healthy", "critical"):
+        value: Any = cell.get(name, getattr(old, name, None))
+        if not _is_number(value):
+            raise MismatchError(f"{place}: {name} is no number: {value!r}", f"write {example}")
+        bounds.append(float(value))
+    sign = -1.0 if METRICS[metric].good == "high" else 1.0
+    if sign * bounds[0] > sign * bounds[1]:
+        order = "above" if sign < 0 else "below"
+        raise MismatchError(
+            f"{place}: healthy {bounds[0]:g} is worse than critical {bounds[1]:g}",
+            f"{metric} is good when {METRICS[metric].good}: healthy lies {order} critical",
+        )
+    return Level(bounds[0], bounds[1], str(cell.get("source", f"your thresholds ({where})")))
+
+
+def _line(text: str, *names: str) -> int:
+    """First line that holds all the names: TOML parsers keep no positions of keys."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if all(name in line for name in names):
+            return number
+    return 1 if len(names) == 1 else _line(text, names[0])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,109 @@
+"""The trainer's two forward passes from the scorings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mismatch.analysis.comparison import paired_routing
+from mismatch.injections import describe
+from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
+from mismatch.pipeline.commands import NEW, NEW_REPLAYED, REGROUPED, TRAIN
+from mismatch.specs import CheckSpec
+from mismatch.types import Pair, Rollout, Scoring, Verdict
+
+
+def two_passes(
+    spec: CheckSpec, rollout: Rollout, scorings: Mapping[str, Scoring], seed: int = 0
+) -> TwoPasses | None:
+    """The old against the new pass, as they run and with each remedy; None without a new pass.
+
+    Args:
+        scorings: those that can be compared.
+
+    Raises:
+        MismatchError: passes that scored other tokens.
+    """
+    new = scorings.get(NEW, scorings.get(REGROUPED))
+    if spec.two_passes is False or new is None:
+        return None
+    old, replayed = scorings[TRAIN], scorings.get(NEW_REPLAYED)
+    if replayed is not None and _injected(replayed) != _injected(new):
+        replayed = None  # of an earlier command, with other noise
+    variants = [_variant(AS_RUN, rollout, old, new, seed)]
+    if replayed is not None:
+        variants.append(_variant(REPLAY, rollout, old, replayed, seed))
+    variants.append(Variant(OVERRIDE, None))
+    return TwoPasses(
+        old=old.name,
+        variants=tuple(variants),
+        injected=_injected(new),
+        replayed=replay_of(old),
+        notes=tuple(_notes(spec, old, new, replayed)),
+    )
+
+
+def replay_of(scoring: Scoring) -> str:
+    """What a scoring replays, as a phrase: "ids of vllm:decode"; "" for its own choice."""
+    return replay_phrase(scoring.fingerprint)
+
+
+def replay_phrase(fingerprint: Mapping[str, Any]) -> str:
+    """As :func:`replay_of`, of a fingerprint."""
+    replay = fingerprint.get("replay")
+    if not replay:
+        return ""
+    return f"{replay['mode'].replace('+', ' and ')} of {replay['source']}"
+
+
+def mark_injected(verdict: Verdict, scorings: Mapping[str, Scoring]) -> Verdict:
+    """The verdict with what was injected on purpose said in its reason."""
+    marks: dict[str, list[str]] = {}
+    for name, scoring in scorings.items():
+        if text := _injected(scoring):
+            marks.setdefault(text, []).append(name)
+    if not marks:
+        return verdict
+    said = [f"{text} in {' and '.join(names)} only" for text, names in marks.items()]
+    return replace(verdict, reason=f"{verdict.reason}; injected on purpose: {', '.join(said)}")
+
+
+def _injected(scoring: Scoring) -> str:
+    found = dict(scoring.fingerprint.get("injected") or {})
+    seed = found.pop("seed", None)
+    return describe(tuple(found.items()), seed)
+
+
+def _variant(id: str, rollout: Rollout, old: Scoring, new: Scoring, seed: int) -> Variant:
+    pair = Pair.of(rollout, old, new)
+    routes = paired_routing(rollout, old, new)
+    return measure_pass(
+        id,
+        new.name,
+        pair.rollout,
+        pair.train,
+        sequence=pair.sequence,
+        prompt=pair.prompt,
+        differs=None if routes is None else routes.differs,
+        seed=seed,
+    )
+
+
+def _notes(spec: CheckSpec, old: Scoring, new: Scoring, replayed: Scoring | None) -> list[str]:
+    notes = []
+    moe = bool(old.fingerprint.get("moe"))
+    if replayed is None and moe and not replay_of(old):
+        notes.append(
+            "router replay in the new pass: needs the trainer's routes: drop --no-routing"
+            if not spec.train.routing
+            else "router replay in the new pass: --two-passes makes it"
+        )
+    if not moe:
+        notes.append("router replay in the new pass: a dense model has no routers")
+    if old.fingerprint.get("device") == "cpu" and not _injected(new):
+        notes.append(
+            "batch variance: kernels on a CPU hardly depend on the batch, a GPU's do"
+            + (": --inject router-noise=SIGMA shows what that would do" if moe else "")
+        )
+    return notes

@@ -1,0 +1,1 @@
+"""SGLang behind the engine protocol."""

@@ -1,0 +1,149 @@
+"""What runs in the processes that SGLang starts: its scheduler and its detokenizer, prepared.
+
+SGLang starts them with ``spawn``: each begins by unpickling which function to run with which
+arguments, in this order, so this module is imported before anything of SGLang is.
+The scheduler's first message to the engine carries what ran: kernels, MoE layers, weight digests.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from mismatch.engines.fused_weights import loaded_digests
+from mismatch.engines.sglang import cpu as sglang_cpu
+
+# A file that the scheduler leaves its last error in: its own log says it to a person only.
+ERROR_FILE = "MISMATCH_SGLANG_ERROR"
+FACTS = "mismatch"  # key of our facts in the scheduler's first message
+
+if getattr(multiprocessing.current_process(), "_inheriting", False):  # unpickling, see above
+    sglang_cpu.prepare()
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler process, which holds the model."""
+    from sglang.srt.managers import scheduler
+
+    sglang_cpu.register()
+    _keep_errors()
+    _one_dtype()
+    _digest_before_repacking()
+    _describe(scheduler.Scheduler)
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer(*args: Any, **kwargs: Any) -> None:
+    """SGLang's detokenizer process."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    run_detokenizer_process(*args, **kwargs)
+
+
+class ErrorFile(logging.Handler):
+    """Keeps the last line of the last error."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(logging.ERROR)
+        self.path = Path(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        lines = [line.strip() for line in record.getMessage().splitlines() if line.strip()]
+        if lines:
+            self.path.write_text(lines[-1])
+
+
+def _keep_errors() -> None:
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        logging.getLogger("sglang.srt.managers.scheduler").addHandler(ErrorFile(path))
+
+
+def _one_dtype() -> None:
+    """Load every parameter in the dtype that was asked for.
+
+    SGLang's gpt-oss takes the dtype of its linear layers from config.json and of all else from the
+    engine's argument: asked for float32 of a bfloat16 checkpoint it fails in its first forward.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    make = ModelConfig.__init__
+
+    def make_with_one_dtype(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        for config in (self.hf_config, self.hf_text_config):
+            if getattr(config, "dtype", None) is not None:
+                config.dtype = self.dtype
+
+    ModelConfig.__init__ = make_with_one_dtype
+
+
+def _digest_before_repacking() -> None:
+    """Digest the weights just after they were loaded; a moment later kernels may repack them."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    load = DefaultModelLoader.load_weights_only
+
+    def load_then_digest(model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(model, *args, **kwargs)
+        model.mismatch_loaded = loaded_digests(model)
+        return result
+
+    DefaultModelLoader.load_weights_only = staticmethod(load_then_digest)
+
+
+def _describe(scheduler: Any) -> None:
+    """Add our facts to what the scheduler tells the engine when it is ready."""
+    ready = scheduler.get_init_info
+
+    def with_facts(self: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = ready(self)
+        answer[FACTS] = _facts(self.tp_worker.model_runner)
+        return answer
+
+    scheduler.get_init_info = with_facts
+
+
+def _facts(runner: Any) -> dict[str, Any]:
+    """Kernels, devices and weights of one rank, as plain data."""
+    model = runner.model
+    moe = moe_layers(model)
+    digests, unknown = getattr(model, "mismatch_loaded", ({}, ["(all)"]))
+    methods = {type(getattr(module, "quant_method", module)).__name__ for _, module in moe}
+    return {
+        "attention_class": type(getattr(runner, "attn_backend", None)).__name__,
+        "moe_layers": [layer for layer, _ in moe],
+        "moe_methods": sorted(methods),
+        "device": str(runner.device),
+        "model_class": type(model).__name__,
+        "dtype": str(runner.dtype),
+        "kv_cache_dtype": str(runner.kv_cache_dtype),
+        "digests": digests,
+        "unmapped": unknown,
+        "substitutes": list(sglang_cpu.used),
+    }
+
+
+def moe_layers(model: Any) -> list[tuple[int, Any]]:
+    """(decoder layer, module that holds its experts) of every MoE layer, in order."""
+    found: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "w13_weight") and hasattr(module, "w2_weight"):
+            numbers = [part for part in name.split(".") if part.isdigit()]
+            if numbers:
+                found[int(numbers[0])] = module
+    return sorted(found.items())
+
+
+def on_failure(number: int, frame: Any) -> None:
+    """In the engine's process while it starts: SGLang signals that one of its children failed.
+
+    Raises:
+        RuntimeError: always, in place of SGLang's own answer, which ends this process unheard.
+    """
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # several children may say so
+    raise RuntimeError("a process of SGLang failed")

@@ -1,0 +1,39 @@
+"""Two changes to SGLang in its scheduler: where routes are kept, and the attention of gpt-oss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PORTABLE = "torch_native"  # SGLang's attention backend where there are no kernels
+WITH_SINKS = frozenset({"GptOssForCausalLM"})
+
+
+def register() -> None:
+    """Apply both; a second call changes nothing."""
+    from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.mem_cache.pool_host import common
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+    portable = attention_registry.ATTENTION_BACKENDS[PORTABLE]
+    if getattr(portable, "mismatch", False):
+        return
+
+    def backend(runner: Any) -> Any:
+        names = set(runner.model_config.hf_config.architectures or ())
+        if not names & WITH_SINKS:
+            return portable(runner)
+        from mismatch.engines.sglang import cpu as sglang_cpu
+        from mismatch.engines.sglang.cpu.attention import backend_class
+
+        sglang_cpu.used.append(sglang_cpu.SINKS)
+        return backend_class()(runner)
+
+    backend.mismatch = True  # type: ignore[attr-defined]
+    attention_registry.ATTENTION_BACKENDS[PORTABLE] = backend
+
+
+def _plain_memory(
+    dims: Any, dtype: Any, device: Any, pin_memory: bool, allocator: Any, *rest: Any, **more: Any
+) -> Any:
+    """Host memory that no GPU has to reach: SGLang's own allocation without its registration."""
+    return allocator.allocate(dims, dtype=dtype, device=device)

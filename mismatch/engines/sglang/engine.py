@@ -1,0 +1,320 @@
+"""SGLang's offline engine, on GPUs and on CPUs (written against 0.5.23)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from numpy.typing import NDArray
+
+from mismatch.engines.base import (
+    Capabilities,
+    ExpertLayout,
+    LoadedWeights,
+    Mode,
+    Progress,
+    Sample,
+)
+from mismatch.engines.fingerprint import model_facts, short_dtype
+from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
+from mismatch.engines.seeds import sample_seed
+from mismatch.engines.sequences import require_ids
+from mismatch.engines.sglang import wire
+from mismatch.engines.sglang.arguments import (
+    captures_routes,
+    deterministic,
+    engine_arguments,
+    raw_logprobs,
+    set_environment,
+)
+from mismatch.engines.sglang.child import (
+    ERROR_FILE,
+    FACTS,
+    on_failure,
+    run_detokenizer,
+    run_scheduler,
+)
+from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.processes.launch import OUT_OF_MEMORY
+from mismatch.specs import EngineSpec
+from mismatch.types import Fingerprint, Floats, Sampling
+
+REASONS = {
+    "prefill_tempered": "prefill: SGLang gives the logprobs of given tokens at T = 1 only",
+    "processed_logprobs": "SGLang's logprobs are taken before top-p and top-k cut the tail",
+    "deterministic": "SGLang ignores the seeds of requests unless it is told to be deterministic "
+    "(--engine-arg enable_deterministic_inference=true, on a GPU)",
+    "distributions": "exact KL: SGLang gives no whole distributions while it samples",
+}
+# Of /server_info: what the numbers may depend on.
+SETTINGS = (
+    *("attention_backend", "sampling_backend", "moe_runner_backend", "quantization", "page_size"),
+    *("chunked_prefill_size", "max_running_requests", "disable_radix_cache", "disable_cuda_graph"),
+    *("disable_overlap_schedule", "enable_deterministic_inference", "rl_on_policy_target"),
+    *("speculative_algorithm", "enable_fp32_lm_head", "ep_size", "weight_version"),
+)
+
+
+class SglangEngine:
+    """SGLang's ``Engine`` with one model; see :class:`mismatch.engines.base.Engine`."""
+
+    name: ClassVar[str] = "sglang"
+
+    def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
+        set_environment()
+        self.spec = spec
+        self.sampling = sampling
+        self.info: ModelInfo = read_model_info(spec)
+        self._arguments = engine_arguments(spec, sampling, self.info, longest)
+        self._capture = captures_routes(spec, self.info)
+        self._seeded = deterministic(spec)
+        self._sent: dict[str, Any] = {}
+        self._error = Path()
+        self._failed: asyncio.Future[None] | None = None
+
+    @classmethod
+    def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
+        """See the protocol."""
+        seeded = deterministic(spec)
+        reasons = {k: v for k, v in REASONS.items() if not (seeded and k == "deterministic")}
+        return Capabilities(
+            prefill_tempered=False,
+            processed_logprobs=False,
+            deterministic=seeded,
+            reasons=reasons,
+        )
+
+    def __enter__(self) -> Self:
+        descriptor, path = tempfile.mkstemp(prefix="mismatch-sglang-")
+        os.close(descriptor)
+        self._error = Path(path)
+        os.environ[ERROR_FILE] = path
+        try:
+            self.engine = _offline()(custom_sigquit_handler=on_failure, **self._arguments)
+        except Exception as error:
+            said = " ".join((self._said() or str(error) or type(error).__name__).split())
+            self._forget()
+            shown = textwrap.shorten(said, 400, placeholder=" …")
+            raise MismatchError(
+                f"SGLang cannot load {self.spec.model}: {shown}", load_fix(RuntimeError(said))
+            ) from error
+        self.engine.tokenizer_manager.signal_handler_class = self._signals
+        infos = self.engine._scheduler_init_result.scheduler_infos
+        self._facts: dict[str, Any] = infos[0][FACTS]
+        self._server: dict[str, Any] = self.engine.get_server_info()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._forget()
+        self.engine.shutdown()
+
+    # ------------------------------------------------------------ decode
+
+    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
+        """See the protocol."""
+        require_ids(prompts, self.info.vocab_size)
+        per_prompt = self.sampling.samples_per_prompt
+        self._sent = wire.sampling_parameters(self.sampling, self.info.stop_ids)
+        jobs = [(p, s) for p in range(len(prompts)) for s in range(per_prompt)]
+        bodies = [self._body(prompts[p], p, s) for p, s in jobs]
+        answers = self._run(bodies, progress)
+        samples = [
+            self._sample(answer, len(prompts[p]), f"prompt {p}, sample {s}")
+            for answer, (p, s) in zip(answers, jobs, strict=True)
+        ]
+        return [samples[i : i + per_prompt] for i in range(0, len(samples), per_prompt)]
+
+    def _body(self, ids: list[int], prompt: int, sample: int) -> dict[str, Any]:
+        seed = sample_seed(self.sampling.seed, prompt, sample) if self._seeded else None
+        return wire.generate_request(ids, self._sent, routes=self._capture, seed=seed)
+
+    def _sample(self, answer: dict[str, Any], prompt: int, where: str) -> Sample:
+        routed: NDArray[Any] | None = None
+        if self._capture and self._facts["moe_layers"]:
+            forwarded = prompt + len(answer["output_ids"]) - 1
+            try:
+                routed = wire.parse_routes(
+                    answer, forwarded, self._facts["moe_layers"], self.info.top_k, where
+                )
+            except CorruptCapture as error:  # refused once the tokens are saved
+                print(error, file=sys.stderr)
+        return wire.parse_sample(answer, where, routed)
+
+    def _run(self, bodies: Sequence[dict[str, Any]], progress: Progress) -> list[dict[str, Any]]:
+        """Answers to all requests, in their order.
+
+        Raises:
+            MismatchError: a request was refused, or a process of SGLang failed.
+        """
+        loop = self.engine.loop
+        done: list[int] = []
+
+        async def one(body: dict[str, Any]) -> dict[str, Any]:
+            answer: dict[str, Any] = await self.engine.async_generate(**body)
+            facts = answer["meta_info"]
+            done.append(len(answer["output_ids"]) or len(facts["input_token_logprobs"]) - 1)
+            progress(len(done), len(bodies), sum(done))
+            return answer
+
+        async def everything() -> list[dict[str, Any]]:
+            self._failed = loop.create_future()
+            work = asyncio.gather(*(one(body) for body in bodies))
+            await asyncio.wait([work, self._failed], return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+                self._failed.result()
+            return await work
+
+        try:
+            answers: list[dict[str, Any]] = loop.run_until_complete(everything())
+        except MismatchError:
+            raise
+        except Exception as error:
+            raise MismatchError(
+                f"SGLang failed: {self._said() or first_line(error)}", wire.LOG_FIX
+            ) from error
+        return answers
+
+    # ------------------------------------------------------------ prefill
+
+    def prefill(
+        self,
+        sequences: Sequence[list[int]],
+        starts: Sequence[int],
+        temperature: float,
+        progress: Progress,
+    ) -> list[Floats]:
+        """See the protocol.
+
+        Raises:
+            MismatchError: another temperature than 1 (or 0: greedy), see the capabilities.
+        """
+        if temperature not in (0.0, 1.0):
+            raise MismatchError(f"{REASONS['prefill_tempered']}, not {temperature:g}")
+        require_ids(sequences, self.info.vocab_size)
+        pairs = list(zip(sequences, starts, strict=True))
+        answers = self._run([wire.prefill_request(ids, start) for ids, start in pairs], progress)
+        return [
+            wire.parse_prefill(answer, ids, start, f"sequence {index}")
+            for index, (answer, (ids, start)) in enumerate(zip(answers, pairs, strict=True))
+        ]
+
+    # ------------------------------------------------------------ what ran
+
+    def experts(self) -> ExpertLayout | None:
+        """See the protocol."""
+        if not self._capture or not self._facts["moe_layers"]:
+            return None
+        return ExpertLayout(
+            tuple(self._facts["moe_layers"]), self.info.num_experts, self.info.top_k
+        )
+
+    def weights(self) -> LoadedWeights:
+        """See the protocol; of one device only: ranks hold slices that are not told apart."""
+        if self.spec.tensor_parallel_size > 1:
+            return LoadedWeights({})
+        digests = {name: tuple(digest) for name, digest in self._facts["digests"].items()}
+        return LoadedWeights(digests, tuple(self._facts["unmapped"]))
+
+    def fingerprint(self, mode: Mode) -> Fingerprint:
+        """See the protocol; from SGLang's own server information."""
+        found = self._server
+        raw = raw_logprobs() or mode == "prefill"
+        temperature = 1.0 if raw else (self.sampling.temperature or 1.0)
+        substitutes = self._facts["substitutes"]
+        backend = str(found.get("attention_backend"))
+        facts = model_facts(self.spec) | {
+            "mode": mode,
+            "engine": self.name,
+            "version": str(found.get("version")),
+            "dtype": short_dtype(self._facts["dtype"]),
+            "kv_cache_dtype": short_dtype(self._facts["kv_cache_dtype"]),
+            "logprobs_mode": "input_token_logprobs" if mode == "prefill" else "output_logprobs",
+            "logprobs_temperature": temperature,
+            "logprobs_truncated": False,
+            "attention": f"{backend} ({'; '.join(substitutes)})" if substitutes else backend,
+            "substitutes": substitutes,
+            "moe": self.info.moe,
+            "moe_backend": self._moe_backend(),
+            "device": self._facts["device"],
+            "model_class": self._facts["model_class"],
+            "enforce_eager": bool(found.get("disable_cuda_graph")),
+            "prefix_caching": not found.get("disable_radix_cache"),
+            "tensor_parallel_size": self.spec.tensor_parallel_size,
+            "max_model_len": self._arguments["context_length"],
+            "seed": found.get("random_seed"),
+            "seeding": "per sample" if self._seeded else "engine",
+            "generation_config": None,
+            "sampling": {"max_tokens": self.sampling.max_tokens, "top_k": self.sampling.top_k}
+            | {k: v for k, v in self._sent.items() if k not in ("max_new_tokens", "top_k")},
+            "engine_args": dict(self.spec.args),
+        }
+        if self.spec.tensor_parallel_size > 1:
+            facts["weights_not_comparable"] = "SGLang's weights are digested on one device only"
+        return facts | {name: found.get(name) for name in SETTINGS if name not in facts}
+
+    def _moe_backend(self) -> str | None:
+        methods = "+".join(self._facts["moe_methods"])
+        return f"{self._server.get('moe_runner_backend')} ({methods})" if methods else None
+
+    # ------------------------------------------------------------ failures
+
+    def _signals(self, manager: Any) -> Any:
+        """Handlers for SGLang's tokenizer manager, which would end this process unheard."""
+        return _Signals(self._fail)
+
+    def _fail(self) -> None:
+        if self._failed is not None and not self._failed.done():
+            said = self._said()
+            error = MismatchError(
+                f"SGLang failed: {said or 'one of its processes was ended'}",
+                wire.LOG_FIX if said else OUT_OF_MEMORY,
+            )
+            self._failed.set_exception(error)
+
+    def _said(self) -> str:
+        """The scheduler's last error, where it could say one."""
+        with contextlib.suppress(OSError):
+            return self._error.read_text().strip()
+        return ""
+
+    def _forget(self) -> None:
+        os.environ.pop(ERROR_FILE, None)
+        self._error.unlink(missing_ok=True)
+
+
+class _Signals:
+    """What SGLang asks of a signal handler class."""
+
+    def __init__(self, fail: Any) -> None:
+        self._fail = fail
+
+    def sigterm_handler(self, number: Any = None, frame: Any = None) -> None:
+        """Asked to end: now, with all children, and not once all requests are answered."""
+        from sglang.srt.utils import kill_process_tree
+
+        kill_process_tree(os.getpid())
+
+    def running_phase_sigquit_handler(self, number: Any = None, frame: Any = None) -> None:
+        """A child failed."""
+        self._fail()
+
+
+def _offline() -> Any:
+    """SGLang's engine, with processes that begin in mismatch/engines/sglang/child.py."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    class Offline(Engine):  # type: ignore[misc]
+        run_scheduler_process_func = staticmethod(run_scheduler)
+        run_detokenizer_process_func = staticmethod(run_detokenizer)
+
+    return Offline

@@ -1,0 +1,310 @@
+"""transformers as an engine: sampling with its key-value cache, in a loop of our own.
+
+Sequences that decode together have prompts of one length (samples of one prompt always do), so that
+no row is ever padded: left padding alone moves logprobs by 1e-3 in bf16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from mismatch.engines.base import (
+    Capabilities,
+    ExpertLayout,
+    LoadedWeights,
+    Mode,
+    Progress,
+    Sample,
+)
+from mismatch.engines.fingerprint import model_facts, short_dtype
+from mismatch.engines.law import law_logprobs
+from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
+from mismatch.engines.sequences import require_starts
+from mismatch.engines.transformers.sequences import Row, draw, experts_of
+from mismatch.engines.watch import Wanted, Watcher
+from mismatch.errors import MismatchError
+from mismatch.specs import TORCH_NAMES, EngineSpec
+from mismatch.types import Fingerprint, Floats, Sampling
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+ARGUMENTS = {"attention": "auto", "experts_implementation": None, "max_num_seqs": 64}
+
+
+class TransformersEngine:
+    """A plain transformers model; see :class:`mismatch.engines.base.Engine`."""
+
+    name: ClassVar[str] = "transformers"
+
+    def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
+        self.spec = spec
+        self.sampling = sampling
+        self.info: ModelInfo = read_model_info(spec)
+        self.options = _options(spec)
+        self._prefill_temperature = 1.0
+        self._watcher: Watcher | None = None
+
+    @classmethod
+    def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
+        """See the protocol: it can do all of it."""
+        return Capabilities(distributions=True)
+
+    def __enter__(self) -> Self:
+        import torch
+
+        from mismatch.training.attention import resolve_for
+        from mismatch.training.families import require_readable
+        from mismatch.training.routing import moe_layers
+        from mismatch.training.source import skeleton
+
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = self._config()
+        bare = skeleton(config, self.spec.trust_remote_code)
+        self._attention = resolve_for(str(self.options["attention"]), bare)
+        if self.spec.routing:
+            require_readable(config, bare)
+        self.model = self._load(config)
+        self._moe = moe_layers(self.model) if self.spec.routing and self.info.moe else []
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        del self.model
+
+    def _config(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(
+            self.spec.model,
+            revision=self.spec.revision,
+            trust_remote_code=self.spec.trust_remote_code,
+        )
+
+    def _load(self, config: Any) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        chosen = self.options["experts_implementation"]
+        extra = {} if chosen is None else {"experts_implementation": chosen}
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                self.spec.model,
+                config=config,
+                revision=self.spec.revision,
+                dtype=getattr(torch, TORCH_NAMES[self.spec.dtype]),
+                attn_implementation=self._attention.implementation,
+                trust_remote_code=self.spec.trust_remote_code,
+                **extra,
+            )
+            return model.to(self.device).eval()
+        except Exception as error:  # transformers and safetensors raise many kinds here
+            raise MismatchError(
+                f"transformers cannot load {self.spec.model}: {first_line(error)}",
+                load_fix(error),
+            ) from error
+
+    # ------------------------------------------------------------ decode
+
+    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
+        """See the protocol."""
+        import torch
+
+        total = len(prompts) * self.sampling.samples_per_prompt
+        done: dict[tuple[int, int], Sample] = {}
+        tokens = 0
+        with torch.inference_mode():
+            for group in self._groups(prompts):
+                for job, sample in self._decode([prompts[p] for p in group], group):
+                    done[job] = sample
+                    tokens += len(sample.token_ids)
+                    progress(len(done), total, tokens)
+        samples = range(self.sampling.samples_per_prompt)
+        return [[done[p, s] for s in samples] for p in range(len(prompts))]
+
+    def _groups(self, prompts: Sequence[list[int]]) -> Iterator[list[int]]:
+        """Prompts that decode together: of one length, with at most max_num_seqs samples."""
+        width = max(1, int(self.options["max_num_seqs"]) // self.sampling.samples_per_prompt)
+        by_length: dict[int, list[int]] = {}
+        for index, ids in enumerate(prompts):
+            by_length.setdefault(len(ids), []).append(index)
+        for same in by_length.values():
+            for start in range(0, len(same), width):
+                yield same[start : start + width]
+
+    def _decode(
+        self, prompts: list[list[int]], indices: list[int]
+    ) -> Iterator[tuple[tuple[int, int], Sample]]:
+        """Sample all continuations of prompts of one length; each as soon as it ends."""
+        import torch
+        from transformers import DynamicCache
+
+        count = self.sampling.samples_per_prompt
+        cache = DynamicCache(config=self.model.config)
+        logits, routed = self._forward(torch.tensor(prompts, device=self.device), cache)
+        cache.batch_repeat_interleave(count)
+        logits = logits.repeat_interleave(count, dim=0)
+        jobs = [(prompt, sample) for prompt in indices for sample in range(count)]
+        rows = [Row.seeded(self.sampling.seed, job) for job in jobs]
+        if routed is not None:
+            routed = routed.repeat(count, axis=0)
+        while True:
+            if routed is not None:
+                for row, part in zip(rows, routed, strict=True):
+                    row.routed.append(part)
+            self._look(rows, logits)
+            draw(rows, law_logprobs(logits, self.sampling), self.sampling.temperature == 0)
+            keep = []
+            for index, row in enumerate(rows):
+                stopped = row.ids[-1] in self.info.stop_ids
+                if stopped or len(row.ids) == self.sampling.max_tokens:
+                    yield row.job, row.finish("stop" if stopped else "length")
+                else:
+                    keep.append(index)
+            if not keep:
+                return
+            if len(keep) < len(rows):
+                cache.batch_select_indices(torch.tensor(keep, device=self.device))
+                rows = [rows[index] for index in keep]
+            last = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)
+            logits, routed = self._forward(last, cache)
+
+    def watch(self, wanted: Wanted) -> None:
+        """See the protocol."""
+        self._watcher = Watcher(wanted)
+
+    def watched(self) -> dict[str, NDArray[Any]]:
+        """See the protocol."""
+        return self._watcher.collected() if self._watcher else {}
+
+    def _look(self, rows: list[Row], logits: torch.Tensor) -> None:
+        if self._watcher is None:
+            return
+        per_prompt = self.sampling.samples_per_prompt
+        sequence = [prompt * per_prompt + sample for prompt, sample in (row.job for row in rows)]
+        index = [len(row.ids) for row in rows]
+        self._watcher.take(np.asarray(sequence), np.asarray(index), logits)
+
+    def _forward(self, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, NDArray[Any] | None]:
+        """Logits after the last token, [B, V], and the experts of all tokens, [B, tokens, L, K]."""
+        with self._recording() as recorder:
+            out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = out.logits[:, -1]
+        if recorder is None:
+            return logits, None
+        return logits, experts_of(recorder.finished()).reshape(*ids.shape, len(self._moe), -1)
+
+    def _recording(self) -> Any:
+        from mismatch.training.routing import recording
+
+        return recording(self._moe) if self._moe else contextlib.nullcontext()
+
+    # ------------------------------------------------------------ prefill
+
+    def prefill(
+        self,
+        sequences: Sequence[list[int]],
+        starts: Sequence[int],
+        temperature: float,
+        progress: Progress,
+    ) -> list[Floats]:
+        """See the protocol. One forward per sequence, without a cache."""
+        import torch
+
+        require_starts(starts)
+        self._prefill_temperature = temperature or 1.0
+        scores: list[Floats] = []
+        tokens = 0
+        with torch.inference_mode():
+            for ids, start in zip(sequences, starts, strict=True):
+                given = torch.tensor([ids], device=self.device)
+                count = len(ids) - start
+                out = self.model(input_ids=given, use_cache=False, logits_to_keep=count + 1)
+                logits = out.logits[0, :-1].float() / self._prefill_temperature
+                logprobs = logits.log_softmax(dim=-1).gather(1, given[0, start:, None])[:, 0]
+                scores.append(logprobs.double().cpu().numpy())
+                tokens += count
+                progress(len(scores), len(sequences), tokens)
+        return scores
+
+    # ------------------------------------------------------------ what ran
+
+    def experts(self) -> ExpertLayout | None:
+        """See the protocol."""
+        if not self._moe:
+            return None
+        layers = tuple(layer.index for layer in self._moe)
+        return ExpertLayout(layers, self._moe[0].num_experts, self.info.top_k)
+
+    def weights(self) -> LoadedWeights:
+        """See the protocol."""
+        from mismatch.models.digests import digest_tensor
+
+        tensors = self.model.state_dict().items()
+        return LoadedWeights({n: digest_tensor(t) for n, t in tensors if t.is_floating_point()})
+
+    def fingerprint(self, mode: Mode) -> Fingerprint:
+        """See the protocol."""
+        law = self.sampling
+        dtype = short_dtype(self.model.dtype)
+        config = self.model.config
+        quantization = getattr(config, "quantization_config", None)
+        return model_facts(self.spec) | {
+            "mode": mode,
+            "engine": self.name,
+            "dtype": dtype,
+            "kv_cache_dtype": dtype,
+            "quantization": getattr(quantization, "quant_method", None),
+            "logprobs_mode": "processed_logprobs" if mode == "decode" else "raw_logprobs",
+            "logprobs_temperature": (law.temperature or 1.0)
+            if mode == "decode"
+            else self._prefill_temperature,
+            "logprobs_truncated": mode == "decode" and law.truncates and law.temperature > 0,
+            "attention": self._attention.label,
+            "honours_sinks": self._attention.honours_sinks,
+            "moe": self.info.moe,
+            "moe_backend": config._experts_implementation if self.info.moe else None,
+            "device": str(self.device),
+            "model_class": type(self.model).__name__,
+            "enforce_eager": True,
+            "prefix_caching": False,
+            "tensor_parallel_size": 1,
+            "max_model_len": self.info.context,
+            "seed": law.seed,
+            "seeding": "per sample",
+            "generation_config": None,
+            "sampling": {
+                "temperature": law.temperature,
+                "top_p": law.top_p,
+                "top_k": law.top_k,
+                "max_tokens": law.max_tokens,
+                "stop_token_ids": list(self.info.stop_ids),
+            },
+            "engine_args": dict(self.spec.args),
+        }
+
+
+def _options(spec: EngineSpec) -> dict[str, Any]:
+    """This engine's options with the user's changes.
+
+    Raises:
+        MismatchError: an option that it does not have.
+    """
+    options: dict[str, Any] = dict(ARGUMENTS)
+    for name, value in spec.args:
+        if name not in options:
+            raise MismatchError(
+                f"--engine-arg {name}: the transformers engine has no such argument",
+                f"it has {', '.join(options)}",
+            )
+        options[name] = value
+    if spec.tensor_parallel_size != 1:
+        raise MismatchError(
+            "the transformers engine runs on one device",
+            "drop --tensor-parallel-size, or use --engine vllm",
+        )
+    return options

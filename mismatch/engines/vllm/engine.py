@@ -1,0 +1,326 @@
+"""vLLM as an engine, on GPUs and on CPUs (written against 0.32 and 0.33)."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch.engines.base import (
+    Capabilities,
+    ExpertLayout,
+    LoadedWeights,
+    Mode,
+    Progress,
+    Sample,
+)
+from mismatch.engines.fingerprint import checkpoint_names, model_facts, short_dtype
+from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
+from mismatch.engines.routes import unpack
+from mismatch.engines.seeds import sample_seed
+from mismatch.engines.sequences import require_starts
+from mismatch.engines.vllm.arguments import (
+    captures_routes,
+    engine_arguments,
+    is_cpu_build,
+    no_capture,
+    sampling_arguments,
+    set_environment,
+)
+from mismatch.engines.watch import Wanted
+from mismatch.errors import MismatchError
+from mismatch.specs import EngineSpec
+from mismatch.types import Fingerprint, Floats, Sampling
+
+
+class VllmEngine:
+    """vLLM's offline ``LLM`` with one model; see :class:`mismatch.engines.base.Engine`."""
+
+    name: ClassVar[str] = "vllm"
+
+    def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
+        set_environment()
+        self.spec = spec
+        self.sampling = sampling
+        self.info: ModelInfo = read_model_info(spec)
+        self._arguments = engine_arguments(spec, sampling, self.info, longest)
+        self._capture = captures_routes(spec, self.info)
+        self._sent: dict[str, Any] = {}
+        self._prefill_temperature = 1.0
+        self._next_id = 0
+        self._wanted: Wanted | None = None
+        self._watched: dict[str, NDArray[Any]] = {}
+
+    @classmethod
+    def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
+        """See the protocol. vLLM's GPU kernels depend on the batch, so seeds do not fix tokens."""
+        reasons = {}
+        if not is_cpu_build():
+            reasons["deterministic"] = (
+                "vLLM's GPU kernels depend on what else is in the batch; "
+                "VLLM_BATCH_INVARIANT=1 makes them independent of it"
+            )
+        obstacle = no_capture(spec)
+        if obstacle is not None:
+            reasons["routed_experts"] = obstacle
+        return Capabilities(
+            deterministic=is_cpu_build(),
+            routed_experts=obstacle is None,
+            distributions=True,
+            reasons=reasons,
+        )
+
+    def __enter__(self) -> Self:
+        try:
+            from vllm import LLM
+
+            self.llm = LLM(**self._arguments)
+        except MismatchError:
+            raise
+        except Exception as error:
+            raise MismatchError(
+                f"vLLM cannot load {self.spec.model}: {first_line(error)}", load_fix(error)
+            ) from error
+        self.config = self.llm.llm_engine.vllm_config
+        self._facts: dict[str, Any] = self._call("mismatch_describe")[0]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # The process ends with the engine; what has to go is vLLM's own children.
+        self.llm.llm_engine.engine_core.shutdown()
+
+    # ------------------------------------------------------------ decode
+
+    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
+        """See the protocol."""
+        per_prompt = self.sampling.samples_per_prompt
+        jobs = [(p, s) for p in range(len(prompts)) for s in range(per_prompt)]
+        params = [self._params(prompt, sample) for prompt, sample in jobs]
+        on_cpu = self._capture and is_cpu_build()
+        if on_cpu:
+            self._start_capture()
+        self._start_watch([len(prompts[p]) for p, _ in jobs])
+        outputs = self._run([prompts[p] for p, _ in jobs], params, progress)
+        self._stop_watch()
+        rows = self._captured(outputs) if on_cpu else [None] * len(jobs)
+        samples = [
+            self._sample(request, output, routed, job)
+            for (request, output), routed, job in zip(outputs, rows, jobs, strict=True)
+        ]
+        return [samples[i : i + per_prompt] for i in range(0, len(samples), per_prompt)]
+
+    def _params(self, prompt: int, sample: int) -> Any:
+        from vllm import SamplingParams
+
+        arguments = sampling_arguments(self.sampling, self.info.stop_ids)
+        if self._seeds_requests:
+            arguments["seed"] = sample_seed(self.sampling.seed, prompt, sample)
+        params = SamplingParams(**arguments)
+        self._sent = {name: getattr(params, name) for name in arguments if name != "seed"}
+        return params
+
+    @property
+    def _seeds_requests(self) -> bool:
+        """vLLM's CPU sampler cannot rewind a request's generator after a partial prefill."""
+        return not (is_cpu_build() and self.config.scheduler_config.enable_chunked_prefill)
+
+    def _run(
+        self, prompts: list[list[int]], params: list[Any], progress: Progress
+    ) -> list[tuple[str, Any]]:
+        """Run requests to their end: (vLLM's request id, output) in the order of the prompts."""
+        engine = self.llm.llm_engine
+        order: dict[str, tuple[int, str]] = {}
+        for index, (ids, param) in enumerate(zip(prompts, params, strict=True)):
+            request, self._next_id = str(self._next_id), self._next_id + 1
+            internal = engine.add_request(request, {"prompt_token_ids": list(ids)}, param)
+            order[request] = (index, internal)
+        done: dict[int, tuple[str, Any]] = {}
+        tokens = 0
+        while engine.has_unfinished_requests():
+            finished: list[Any] = [output for output in engine.step() if output.finished]
+            for output in finished:
+                index, internal = order[output.request_id]
+                done[index] = (internal, output)
+                scored = output.prompt_logprobs or output.outputs[0].token_ids
+                tokens += len(scored)
+                progress(len(done), len(order), tokens)
+        if len(done) != len(order):
+            raise MismatchError(
+                f"vLLM finished {len(done)} of {len(order)} requests",
+                "look into the engine's log for the reason",
+            )
+        return [done[index] for index in range(len(order))]
+
+    def _start_capture(self) -> None:
+        if not self._facts["model_runner"].startswith("vllm.v1.worker.cpu_model_runner"):
+            raise MismatchError(
+                f"routed experts cannot be captured in {self._facts['model_runner']}",
+                "set VLLM_USE_V2_MODEL_RUNNER=0, or run without routing: --no-routing",
+            )
+        self._call("mismatch_start_capture")
+
+    def _captured(self, outputs: list[tuple[str, Any]]) -> list[NDArray[Any] | None]:
+        """Experts of each request; None where there are none: refused once the tokens are saved."""
+        try:
+            packed = self._call("mismatch_stop_capture")[0]
+        except Exception:  # a hole in the capture must not cost what was sampled
+            traceback.print_exc()
+            packed = {}
+        return [unpack(packed[name]) if name in packed else None for name, _ in outputs]
+
+    def _sample(
+        self, request: str, output: Any, routed: NDArray[Any] | None, job: tuple[int, int]
+    ) -> Sample:
+        completion = output.outputs[0]
+        ids = list(completion.token_ids)
+        entries = completion.logprobs or []
+        if not ids or len(entries) != len(ids):
+            raise MismatchError(
+                f"vLLM gave {len(entries)} logprobs for {len(ids)} tokens "
+                f"(prompt {job[0]}, sample {job[1]})",
+                "look into the engine's log for an aborted request",
+            )
+        if completion.finish_reason not in ("stop", "length"):
+            raise MismatchError(
+                f"vLLM ended prompt {job[0]}, sample {job[1]} with {completion.finish_reason!r}",
+                "look into the engine's log for the reason",
+            )
+        logprobs = [entry[token].logprob for entry, token in zip(entries, ids, strict=True)]
+        if routed is None and getattr(completion, "routed_experts", None) is not None:
+            routed = np.asarray(completion.routed_experts)
+            layers = list(self._facts["moe_layers"])
+            if routed.ndim == 3 and routed.shape[1] > max(layers, default=0):
+                routed = routed[:, layers]  # another shape is refused once all is saved
+        return Sample(
+            token_ids=ids,
+            logprobs=np.asarray(logprobs, np.float64),
+            finish_reason=str(completion.finish_reason),
+            routed=routed,
+        )
+
+    # ------------------------------------------------------------ whole distributions
+
+    def watch(self, wanted: Wanted) -> None:
+        """See the protocol."""
+        self._wanted = wanted
+
+    def watched(self) -> dict[str, NDArray[Any]]:
+        """See the protocol."""
+        return self._watched
+
+    def _start_watch(self, prompts: list[int]) -> None:
+        if self._wanted is not None:
+            self._call("mismatch_start_watch", asdict(self._wanted), self._next_id, prompts)
+
+    def _stop_watch(self) -> None:
+        if self._wanted is None:
+            return
+        for packed, failed in self._call("mismatch_stop_watch"):
+            if failed:
+                print(f"distributions could not be taken: {failed}", file=sys.stderr)
+            if packed and not self._watched:  # tensor-parallel ranks have the same, or none
+                self._watched = {name: unpack(array) for name, array in packed.items()}
+
+    # ------------------------------------------------------------ prefill
+
+    def prefill(
+        self,
+        sequences: Sequence[list[int]],
+        starts: Sequence[int],
+        temperature: float,
+        progress: Progress,
+    ) -> list[Floats]:
+        """See the protocol. vLLM skips its prefix cache for requests with prompt logprobs."""
+        from vllm import SamplingParams
+
+        require_starts(starts)
+        # Greedy for the one token that vLLM insists on sampling; it is thrown away.
+        arguments = sampling_arguments(Sampling(temperature=0.0, max_tokens=1), ())
+        arguments |= {"logprobs": None, "prompt_logprobs": 0}
+        self._prefill_temperature = temperature or 1.0
+        self._call("mismatch_set_temperature", self._prefill_temperature)
+        try:
+            params = [SamplingParams(**arguments)] * len(sequences)
+            outputs = self._run([list(ids) for ids in sequences], params, progress)
+        finally:
+            self._call("mismatch_set_temperature", 1.0)
+        return [
+            np.asarray(
+                [output.prompt_logprobs[t][ids[t]].logprob for t in range(start, len(ids))],
+                np.float64,
+            )
+            for (_, output), ids, start in zip(outputs, sequences, starts, strict=True)
+        ]
+
+    # ------------------------------------------------------------ what ran
+
+    def experts(self) -> ExpertLayout | None:
+        """See the protocol."""
+        if not self._capture or not self._facts["moe_layers"]:
+            return None
+        return ExpertLayout(
+            tuple(self._facts["moe_layers"]), self.info.num_experts, self.info.top_k
+        )
+
+    def weights(self) -> LoadedWeights:
+        """See the protocol: summed over tensor-parallel ranks, under the checkpoint's names."""
+        from mismatch.models.digests import combine
+
+        renamed = self._call("mismatch_rename", checkpoint_names(self.spec))[0]
+        total: dict[str, Any] = {}
+        unmapped: set[str] = set()
+        for digests, unknown in self._call("mismatch_digests"):
+            unmapped.update(unknown)
+            for name, digest in digests.items():
+                known = renamed.get(name, name)
+                total[known] = combine([total[known], digest]) if known in total else digest
+        return LoadedWeights(total, tuple(sorted(unmapped)))
+
+    def fingerprint(self, mode: Mode) -> Fingerprint:
+        """See the protocol."""
+        config, model = self.config, self.config.model_config
+        dtype = short_dtype(model.dtype)
+        cache = str(config.cache_config.cache_dtype)
+        processed = model.logprobs_mode == "processed_logprobs"
+        decode_temperature = (self.sampling.temperature or 1.0) if processed else 1.0
+        return model_facts(self.spec) | {
+            "mode": mode,
+            "engine": self.name,
+            "dtype": dtype,
+            "kv_cache_dtype": dtype if cache == "auto" else cache,
+            "quantization": model.quantization,
+            "logprobs_mode": model.logprobs_mode if mode == "decode" else "prompt_logprobs",
+            "logprobs_temperature": decode_temperature
+            if mode == "decode"
+            else self._prefill_temperature,
+            "logprobs_truncated": mode == "decode" and processed and self.sampling.truncates,
+            "attention": self._facts["attention"],
+            "moe": self.info.moe,
+            "moe_backend": self._facts["moe_backend"],
+            "device": self._facts["device"],
+            "model_runner": self._facts["model_runner"],
+            "model_class": self._facts["model_class"],
+            "enforce_eager": model.enforce_eager,
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "block_size": config.cache_config.block_size,
+            "sliding_window": model.get_sliding_window(),
+            "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+            "max_model_len": model.max_model_len,
+            "seed": model.seed,
+            "seeding": "per sample" if self._seeds_requests else "engine",
+            "generation_config": model.generation_config,
+            "sampling": self._sent,
+            "engine_args": dict(self.spec.args),
+        }
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        call: Callable[..., list[Any]] = self.llm.collective_rpc
+        return call(method, args=args)

@@ -1,0 +1,214 @@
+"""From what two engines and the trainer left in a run directory to a triangle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mismatch.analysis.comparison import compare, is_sampling_law
+from mismatch.analysis.levels import default_thresholds
+from mismatch.experiments.engine_pair.outlier import (
+    FLOOR_TEXT,
+    all_agree,
+    contrasts,
+    lengths,
+    odd_one,
+)
+from mismatch.experiments.engine_pair.types import (
+    TRAINER,
+    Contrast,
+    Edge,
+    EngineRow,
+    Kind,
+    Triangle,
+)
+from mismatch.experiments.fixes.base import SHOWN
+from mismatch.experiments.fixes.results import Sides
+from mismatch.pipeline.commands import TRAIN
+from mismatch.pipeline.engine_pair import other_place
+from mismatch.run import store
+from mismatch.specs import CheckSpec
+from mismatch.types import Floats, Pair, Report, Scoring
+
+if TYPE_CHECKING:
+    from mismatch.analysis.levels import Thresholds
+
+
+@dataclass(frozen=True, slots=True)
+class Corner:
+    """One set of tokens with everything that was said of them.
+
+    Attributes:
+        sampler, other: names of the engines.
+        prefill: engine -> its scoring of these tokens by prefill, or None.
+        reasons: engine -> why it has none.
+    """
+
+    place: str
+    sampler: str
+    other: str
+    sides: Sides
+    prefill: dict[str, Scoring | None]
+    reasons: dict[str, str]
+
+    @property
+    def complete(self) -> dict[str, Floats] | None:
+        """Party -> logprobs of these tokens, all scored as given; None where one is missing."""
+        first, second = (self.prefill[name] for name in (self.sampler, self.other))
+        if first is None or second is None:
+            return None
+        return {
+            self.sampler: first.logprobs,
+            self.other: second.logprobs,
+            TRAINER: self.sides.train.logprobs,
+        }
+
+
+def with_engines(
+    report: Report, run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = None
+) -> Report:
+    """The report with its triangle; the verdict stays that of the first engine."""
+    made = triangle(run_dir, spec, thresholds)
+    second = made.engines[1]
+    added = {f"{second.engine}:decode": second.fingerprint}
+    missing = tuple(f"two engines: {reason}" for reason in made.not_tested)
+    said = {edge.reason for edge in made.edges}
+    missing += tuple(one for one in second.fingerprint.get("not_tested", ()) if one not in said)
+    return replace(
+        report,
+        engines=made,
+        fingerprints=report.fingerprints | added,
+        not_tested=(*report.not_tested, *missing),
+    )
+
+
+def triangle(run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = None) -> Triangle:
+    """Compare all three parties on both sets of tokens.
+
+    Raises:
+        MismatchError: artefacts missing, damaged, or of other tokens.
+    """
+    corners = list(_corners(run_dir, spec))
+    edges = [edge for corner in corners for edge in _edges(corner, spec.seed)]
+    found: list[Contrast] = []
+    sizes = {}
+    for corner in corners:
+        logprobs = corner.complete
+        if logprobs is not None:
+            found += contrasts(corner.sides.rollout, logprobs, corner.sampler, spec.seed)
+            sizes[corner.sampler] = lengths(logprobs)
+    odd, factor = odd_one(found, sizes) if found else (None, None)
+    rows = [_row(corner, spec.seed, thresholds) for corner in corners]
+    return Triangle(
+        engines=(rows[0], rows[1]),
+        edges=tuple(edges),
+        contrasts=tuple(found),
+        odd=odd,
+        factor=factor,
+        reason=reason_of(
+            odd, factor, list(sizes), [one.sampler for one in corners], agree=all_agree(sizes)
+        ),
+        not_tested=tuple(_missing(edges)),
+    )
+
+
+def _missing(edges: list[Edge]) -> Iterator[str]:
+    """One sentence for each reason, with the edges that it keeps from being measured."""
+    by_reason: dict[str, list[str]] = {}
+    for edge in edges:
+        if edge.comparison is None:
+            name = f"{edge.parties[0]} against {edge.parties[1]} on {edge.tokens}'s tokens"
+            by_reason.setdefault(edge.reason, []).append(f"{name} ({edge.kind})")
+    for reason, names in by_reason.items():
+        yield f"{', '.join(names)}: {reason}"
+
+
+def reason_of(
+    odd: str | None, factor: float | None, decided: list[str], asked: list[str], *, agree: bool
+) -> str:
+    """What was decided, in one sentence.
+
+    Args:
+        decided, asked: sets of tokens, by who sampled them: with all three scorings, and all.
+        agree: every edge is shorter than ``FLOOR``.
+    """
+    if not decided:
+        return "not tested: no set of tokens was rescored by both engines"
+    on = "on both sets of tokens" if len(decided) == len(asked) else f"on {decided[0]}'s tokens"
+    if agree:
+        return f"all three agree: {on}, mean |delta| of every edge is below {FLOOR_TEXT} nats"
+    if odd is None or factor is None:
+        apart = "no party is clearly farther from both others than these are from each other"
+        return f"none stands out: {on}, {apart}"
+    name = "the trainer" if odd == TRAINER else odd
+    times = f"at least {factor:.2g} times " if factor < 1000 else "over 1000 times "
+    return f"{name} is the odd one out: {on}, {times}as far from both others as they are apart"
+
+
+def _corners(run_dir: Path, spec: CheckSpec) -> Iterator[Corner]:
+    assert spec.other_engine is not None
+    first, second = spec.rollout.engine.engine, spec.other_engine.engine
+    at = other_place(spec)
+    homes = {first: run_dir, second: run_dir / at}
+    unable = {name: _unable(home, name) for name, home in homes.items()}
+    for sampler, other in ((first, second), (second, first)):
+        place = homes[sampler]
+        sides = Sides.load(place, sampler, TRAIN)
+        prefill = {name: None if unable[name] else _prefill(place, name) for name in homes}
+        for scoring in prefill.values():
+            if scoring is not None:
+                Pair.of(sides.rollout, sides.decode, scoring)
+        yield Corner("" if sampler == first else at, sampler, other, sides, prefill, unable)
+
+
+def _unable(home: Path, engine: str) -> str:
+    """Why an engine has rescored nothing, as it said itself; "" where it could."""
+    facts = store.scoring_header(home, f"{engine}:decode")["fingerprint"]
+    if facts.get("prefill") is not False:
+        return ""
+    said = [one for one in facts.get("not_tested", ()) if "prefill" in one or "rescor" in one]
+    return said[0] if said else f"{engine} cannot score given tokens at this temperature"
+
+
+def _prefill(place: Path, engine: str) -> Scoring:
+    """Another engine's view of these tokens; MismatchError where it is not there."""
+    return store.load_scoring(place, f"{engine}:prefill")
+
+
+def _edges(corner: Corner, seed: int) -> Iterator[Edge]:
+    """What the sampler said against both others, then the three alike."""
+    sides, sampler, other = corner.sides, corner.sampler, corner.other
+    own, foreign = corner.prefill[sampler], corner.prefill[other]
+    wanted: list[tuple[tuple[str, str], Kind, Scoring | None, Scoring | None]] = [
+        ((sampler, other), "decode", sides.decode, foreign),
+        ((sampler, TRAINER), "decode", sides.decode, sides.train),
+        ((sampler, other), "prefill", own, foreign),
+        ((sampler, TRAINER), "prefill", own, sides.train),
+        ((other, TRAINER), "prefill", foreign, sides.train),
+    ]
+    for parties, kind, left, right in wanted:
+        if left is None or right is None:
+            silent = sampler if left is None and parties[0] == sampler else other
+            yield Edge(parties, sampler, kind, None, corner.reasons[silent])
+            continue
+        law = is_sampling_law(sides.rollout, left)
+        made = compare(
+            sides.rollout, left, right, sampled_by_left=law, seed=seed, headline_only=True
+        )
+        yield Edge(parties, sampler, kind, made)
+
+
+def _row(corner: Corner, seed: int, thresholds: Thresholds | None) -> EngineRow:
+    facts = corner.sides.decode.fingerprint
+    judged_by = default_thresholds() if thresholds is None else thresholds
+    names = list(dict.fromkeys([*SHOWN, *judged_by, "ratio_mean"]))
+    made = corner.sides.comparison(names, seed)
+    return EngineRow(
+        engine=corner.sampler,
+        version=str(facts.get("version", "")),
+        place=corner.place,
+        fingerprint=facts,
+        verdict=corner.sides.verdict(made, thresholds),
+    )

@@ -1,0 +1,248 @@
+"""What a fix is, and what measuring one gives. Pure data: no engine, no torch.
+
+A fix changes the spec of a check and nothing else, so that a run with it is an ordinary run. Fixes
+of the trainer and of the engine change what is measured. A fix of the estimator (a weight in the
+loss) changes no log-probability: it is listed with what it keeps and costs, and never ranked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mismatch.errors import MismatchError
+from mismatch.specs import CheckSpec
+from mismatch.types import Estimate, Verdict
+
+Side = Literal["engine", "train", "estimator"]
+Effect = Literal["better", "worse", "mixed", "none"]
+RANKED_BY = ("k3_kl", "logprob_abs_diff_mean")  # a reduction of these is what a fix is for
+SHOWN = (*RANKED_BY, "logprob_abs_diff_p999", "routing_disagree_layer")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model's configuration says, read without weights.
+
+    Attributes:
+        family: transformers' ``model_type``.
+        sinks: the attention has sinks, a learned logit beside the keys.
+        experts: experts per MoE layer; 0: a dense model.
+        stored_dtype: of the engine's weights, as their configuration says; "" where it does not.
+        generation_config: sampling settings of ``generation_config.json`` that are no default.
+        known: its configuration is on this machine; without it nothing else here says anything.
+    """
+
+    family: str = ""
+    sinks: bool = False
+    experts: int = 0
+    stored_dtype: str = ""
+    generation_config: tuple[tuple[str, object], ...] = ()
+    known: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What there is to run on.
+
+    Attributes:
+        gpus: GPUs that a process here would see.
+        cpu_build: vLLM here is its CPU build.
+        capability: (major, minor) of the first GPU, or None.
+        vllm: (major, minor) of the installed vLLM; None without one, or with one elsewhere.
+    """
+
+    gpus: int = 0
+    cpu_build: bool = False
+    capability: tuple[int, int] | None = None
+    vllm: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What decides whether a fix applies."""
+
+    spec: CheckSpec
+    model: ModelFacts = field(default_factory=ModelFacts)
+    machine: MachineFacts = field(default_factory=MachineFacts)
+
+
+def always(context: Context) -> str:
+    """Applies everywhere."""
+    return ""
+
+
+def unchanged(spec: CheckSpec, value: str) -> CheckSpec:
+    """What a fix of the estimator does to the spec."""
+    return spec
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """One thing to try.
+
+    >>> Fix("fp32", "train", "the trainer computes in fp32", "…", "…", "--train-dtype fp32").id
+    'fp32'
+
+    Attributes:
+        id: as in ``--fix ID``; one that takes a value is asked for as ``ID=VALUE``.
+        summary: one line: what it changes.
+        effect: what is expected of it, one line.
+        cost: what it costs in training, one line.
+        flags: how a check is made with it, as flags of ``mismatch check``.
+        values: of a fix that takes one: the values that ``--fix all`` tries, the first by default.
+        apply: (spec, value) -> spec. Pure. Raises MismatchError for a value that means nothing.
+        applies: "" or why it cannot be tried here, one sentence, known before weights load.
+        corrects: of an estimator fix: its name in the corrections table.
+        hides: of an estimator fix: makes the mismatch invisible and does not weigh it.
+    """
+
+    id: str
+    side: Side
+    summary: str
+    effect: str
+    cost: str
+    flags: str = ""
+    values: tuple[str, ...] = ()
+    apply: Callable[[CheckSpec, str], CheckSpec] = unchanged
+    applies: Callable[[Context], str] = always
+    corrects: str = ""
+    hides: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A fix with the value that it is tried with.
+
+    >>> Chosen(Fix("micro-batch", "train", "", "", "", values=("512",)), "256").label
+    'micro-batch=256'
+    """
+
+    fix: Fix
+    value: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.fix.id}={self.value}" if self.value else self.fix.id
+
+    @property
+    def flags(self) -> str:
+        """The flags that set it, with its value."""
+        return self.fix.flags.replace("VALUE", self.value)
+
+    def apply(self, spec: CheckSpec) -> CheckSpec:
+        return self.fix.apply(spec, self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class FixOutcome:
+    """What measuring one fix, or several together, gave.
+
+    Attributes:
+        id: labels of its fixes joined by "+": ``router-replay=ids+fp32-router``.
+        side: where it changes something: "train", "engine", or "both".
+        summary: of its fixes, joined by "; ".
+        flags: of ``mismatch check``, that set it.
+        applies: it could be tried.
+        reason: why it does not apply, or what failed while it ran; "" where it was measured.
+        before: metric -> estimate without it, on the headline's tokens; empty if not measured.
+        after: metric -> estimate with it.
+        paired: change of k3 (after - before) on the same tokens; None if it sampled anew.
+        difference: change of k3 by prompt, where the engine sampled anew; else None.
+        changes: metric -> change of every metric of RANKED_BY; the k3 is also in one of the above.
+        p_values: metric -> probability of such a change by chance, adjusted for all that were tried
+            (Holm), see mismatch/experiments/fixes/significance.py.
+        significant: told from chance; None if not measured.
+        outcome: "better": it lowers k3 or mean |delta| significantly and raises neither; "worse":
+            the reverse; "mixed": both; "none": no significant difference. None: not measured.
+        seconds: it took to run: the forward passes or the engine's process; None if not measured.
+        peak_bytes: highest memory of the process; None where it was not measured.
+        verdict_after: of a run with it; None if not measured.
+    """
+
+    id: str
+    side: str
+    summary: str
+    flags: str = ""
+    applies: bool = True
+    reason: str = ""
+    before: dict[str, Estimate] = field(default_factory=dict)
+    after: dict[str, Estimate] = field(default_factory=dict)
+    paired: Estimate | None = None
+    difference: Estimate | None = None
+    changes: dict[str, Estimate] = field(default_factory=dict)
+    p_values: dict[str, float] = field(default_factory=dict)
+    significant: bool | None = None
+    outcome: Effect | None = None
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    verdict_after: Verdict | None = None
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.after)
+
+    @property
+    def together(self) -> bool:
+        """It is several fixes at once."""
+        return "+" in self.id.replace("ids+weights", "")
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorFix:
+    """A correction of the loss that was asked for: it changes no log-probability.
+
+    Attributes:
+        correction: its name in the report's corrections; None where those were not computed.
+        hides: it makes the ratio 1 by construction and says nothing of the mismatch.
+        reason: why it was not computed; "" where it was.
+    """
+
+    id: str
+    summary: str
+    correction: str | None
+    hides: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FixTable:
+    """All that was tried, best first.
+
+    Attributes:
+        outcomes: significant improvements by k3 after (mean |delta| breaks ties), then those
+            without a significant difference, then what made it worse, then what was not measured.
+        estimators: fixes of the loss that were asked for; never ranked.
+        best: id of the best single fix, or None where none helps significantly.
+        best_together: id of the best of all; a combination only where it leaves a tenth less than
+            the best single fix, and not by chance. None likewise.
+        left_out: what was planned and not run, one sentence each: over the budget …
+        method: how significance was decided, one sentence.
+        verdict: which verdict the run ends with: "as-is" or "after-fixes".
+        seconds: that the fixes took, all together.
+        verdict_as_is: the verdict without any fix, where the report carries that after fixes.
+    """
+
+    outcomes: tuple[FixOutcome, ...]
+    estimators: tuple[EstimatorFix, ...] = ()
+    best: str | None = None
+    best_together: str | None = None
+    left_out: tuple[str, ...] = ()
+    method: str = ""
+    verdict: Literal["as-is", "after-fixes"] = "as-is"
+    seconds: float | None = None
+    verdict_as_is: Verdict | None = None
+
+    def outcome(self, name: str) -> FixOutcome:
+        """The row with this id.
+
+        Raises:
+            MismatchError: there is none.
+        """
+        for row in self.outcomes:
+            if row.id == name:
+                return row
+        raise MismatchError(
+            f"no fix {name!r} was tried", f"tried: {', '.join(row.id for row in self.outcomes)}"
+        )

@@ -1,0 +1,263 @@
+"""Fixes of the engine: other settings, and tokens sampled anew from the same prompts and seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from mismatch.experiments.fixes.base import Context, Fix
+from mismatch.experiments.fixes.spec_edits import (
+    ABSENT,
+    Change,
+    engine,
+    engine_argument,
+    on_engine,
+    with_argument,
+    without_arguments,
+)
+from mismatch.specs import AS_STORED, CheckSpec
+
+PLAIN = ("", "bfloat16", "float16", "float32", "float64")
+FULL_KV = {ABSENT, "auto", "bfloat16"}
+CASCADE_GONE = (0, 32)  # off by default for some releases before that
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+
+
+def _vllm(context: Context) -> str:
+    name = context.spec.rollout.engine.engine
+    return "" if name == "vllm" else f"a setting of vLLM, and the engine is {name}"
+
+
+def _started(context: Context) -> str:
+    """The engine is one that mismatch starts, with the settings that it likes."""
+    remote = context.spec.rollout.engine.servers
+    return "servers run with their own settings" if remote else ""
+
+
+def _on_gpu(what: str) -> Callable[[Context], str]:
+    def applies(context: Context) -> str:
+        if _vllm(context):
+            return _vllm(context)
+        return "" if context.machine.gpus else f"{what} only on a GPU, and there is none"
+
+    return applies
+
+
+def _raw_logprobs(context: Context) -> str:
+    sampling = context.spec.rollout.sampling
+    if engine_argument(context.spec, "logprobs_mode") != "raw_logprobs":
+        return _vllm(context) or "the engine gives processed logprobs wherever they differ from raw"
+    if sampling.temperature in (0.0, 1.0) and not sampling.truncates:
+        return "raw and processed logprobs are the same at temperature 1 without truncation"
+    return ""
+
+
+def _truncates(context: Context) -> str:
+    cuts = context.spec.rollout.sampling.truncates
+    return "" if cuts else "nothing is cut: top-p is 1 and top-k is off"
+
+
+def _no_truncation(spec: CheckSpec, value: str) -> CheckSpec:
+    sampling = replace(spec.rollout.sampling, top_p=1.0, top_k=0)
+    return replace(spec, rollout=replace(spec.rollout, sampling=sampling))
+
+
+def _implicit(context: Context) -> str:
+    given = [engine_argument(context.spec, name) for name in GENERATION]
+    if all(value is ABSENT for value in given) or given == ["vllm", ABSENT]:
+        return _vllm(context) or "sampling settings are sent explicitly already"
+    return ""
+
+
+GENERATION = ("generation_config", "override_generation_config")
+
+
+def _head_in_fp32(spec: CheckSpec, value: str) -> CheckSpec:
+    overrides = engine_argument(spec, "hf_overrides")
+    known = dict(overrides) if isinstance(overrides, dict) else {}
+    return with_argument("hf_overrides", known | {"head_dtype": "float32"})(spec, value)
+
+
+def _head(context: Context) -> str:
+    if context.spec.rollout.engine.dtype == "fp32":
+        return "the engine computes in float32 already"
+    return _vllm(context)
+
+
+def _batch_invariant(context: Context) -> str:
+    reason = _on_gpu("vLLM has batch-invariant kernels")(context)
+    capability = context.machine.capability
+    if reason or capability is None or capability >= (8, 0):
+        return reason
+    return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+
+
+def _environment(name: str, value: str) -> Change:
+    def apply(spec: CheckSpec, _: str) -> CheckSpec:
+        kept = tuple(pair for pair in spec.rollout.engine.env if pair[0] != name)
+        return on_engine(spec, env=(*kept, (name, value)))
+
+    return apply
+
+
+def _no_prefix_cache(context: Context) -> str:
+    if context.machine.cpu_build and context.model.experts and context.spec.rollout.engine.routing:
+        return _vllm(context) or "prefix caching is off already, for the capture of routes on a CPU"
+    return _vllm(context)
+
+
+def _no_cascade(context: Context) -> str:
+    known = context.machine.vllm
+    if not _vllm(context) and known is not None and known >= CASCADE_GONE:
+        return f"vLLM {known[0]}.{known[1]} has no cascade attention any more"
+    return _on_gpu("cascade attention exists")(context)
+
+
+def _small_kv(context: Context) -> str:
+    if engine_argument(context.spec, "kv_cache_dtype") in FULL_KV:
+        return _vllm(context) or "the KV cache is not quantised"
+    return ""
+
+
+def _quantised_weights(context: Context) -> str:
+    form = context.spec.rollout.engine.weights
+    quantised = engine_argument(context.spec, "quantization")
+    if form in ("mxfp4", "mxfp4-rounded") or quantised not in (ABSENT, None):
+        return ""
+    stored = context.model.stored_dtype
+    if form == AS_STORED and stored == "mxfp4":
+        return ""
+    if form == AS_STORED and stored not in PLAIN:
+        return f"the checkpoint is stored in {stored}, and only MXFP4 can be served in bf16"
+    return "the engine's weights are not quantised"
+
+
+def _full_weights(spec: CheckSpec, value: str) -> CheckSpec:
+    """The trainer's own form of the experts, which is never quantised."""
+    spec = without_arguments("quantization")(spec, value)
+    rounded = spec.rollout.engine.weights == "mxfp4-rounded"
+    return on_engine(spec, weights=AS_STORED if rounded else "bf16")
+
+
+ENGINE_FIXES = (
+    Fix(
+        id="processed-logprobs",
+        side="engine",
+        summary="the engine reports logprobs of the law that sampled: after temperature and cuts",
+        effect="mends every token wherever the temperature is not 1 or the tail is cut",
+        cost="none",
+        flags="without --engine-arg logprobs_mode",
+        apply=without_arguments("logprobs_mode"),
+        applies=_raw_logprobs,
+    ),
+    Fix(
+        id="sampling-mask",
+        side="engine",
+        summary="nothing is cut from the distribution: top-p 1, top-k off",
+        effect="both sides speak of the same whole distribution",
+        cost="unlikely tokens are sampled again",
+        flags="--top-p 1 --top-k 0",
+        apply=_no_truncation,
+        applies=_truncates,
+    ),
+    Fix(
+        id="explicit-generation-config",
+        side="engine",
+        summary="no sampling default from the model's generation_config.json",
+        effect="temperature, top-p, top-k and penalties are those that were asked for",
+        cost="none",
+        flags="--engine-arg generation_config=vllm",
+        apply=without_arguments(*GENERATION),
+        applies=_implicit,
+    ),
+    Fix(
+        id="engine-fp32-lm-head",
+        side="engine",
+        summary="the engine's LM head multiplies in float32",
+        effect="removes the rounding of the logits to 8 bits",
+        cost="the head's matmul in float32 at every step",
+        flags="""--engine-arg 'hf_overrides={"head_dtype": "float32"}'""",
+        apply=_head_in_fp32,
+        applies=_head,
+    ),
+    Fix(
+        id="engine-fp16",
+        side="engine",
+        summary="the engine computes in fp16",
+        effect="8 times finer rounding than bf16; best with a trainer in fp16 too",
+        cost="none in speed; large activations overflow",
+        flags="--dtype fp16",
+        apply=engine(dtype="fp16"),
+        applies=_started,
+    ),
+    Fix(
+        id="engine-fp32",
+        side="engine",
+        summary="the engine computes in float32",
+        effect="removes the engine's rounding; the trainer's stays",
+        cost="twice the memory, several times the time on a GPU",
+        flags="--dtype fp32",
+        apply=engine(dtype="fp32"),
+        applies=_started,
+    ),
+    Fix(
+        id="batch-invariant",
+        side="engine",
+        summary="vLLM's batch-invariant kernels: a token's numbers do not depend on its company",
+        effect="the same numbers in every run; not necessarily the trainer's",
+        cost="slower kernels",
+        flags=f"environment {BATCH_INVARIANT}=1",
+        apply=_environment(BATCH_INVARIANT, "1"),
+        applies=_batch_invariant,
+    ),
+    Fix(
+        id="no-prefix-cache",
+        side="engine",
+        summary="no prefix caching: every prompt is computed anew",
+        effect="removes keys and values that another batch, or older weights, have made",
+        cost="shared prompts are computed once per sample",
+        flags="--engine-arg enable_prefix_caching=false",
+        apply=with_argument("enable_prefix_caching", False),
+        applies=_no_prefix_cache,
+    ),
+    Fix(
+        id="no-cascade-attention",
+        side="engine",
+        summary="no cascade attention over a shared prefix",
+        effect="removes a bug of vLLM 0.9 to 0.11, and another order of sums",
+        cost="slower with long shared prefixes",
+        flags="--engine-arg disable_cascade_attn=true",
+        apply=with_argument("disable_cascade_attn", True),
+        applies=_no_cascade,
+    ),
+    Fix(
+        id="bf16-kv-cache",
+        side="engine",
+        summary="keys and values are cached in the dtype of the computation",
+        effect="removes what quantising the KV cache does to every later token",
+        cost="twice the memory of an 8-bit cache: fewer sequences at once",
+        flags="--engine-arg kv_cache_dtype=auto",
+        apply=without_arguments("kv_cache_dtype", "calculate_kv_scales"),
+        applies=_small_kv,
+    ),
+    Fix(
+        id="rollout-bf16-weights",
+        side="engine",
+        summary="the engine serves the weights in bf16, not quantised",
+        effect="both sides hold the same weights",
+        cost="two to four times the memory of the weights",
+        flags="--rollout-weights bf16 (without --engine-arg quantization)",
+        apply=_full_weights,
+        applies=_quantised_weights,
+    ),
+    Fix(
+        id="enforce-eager",
+        side="engine",
+        summary="vLLM without torch.compile and CUDA graphs",
+        effect="removes what fusing and compiling change in rounding",
+        cost="slower decoding",
+        flags="--engine-arg enforce_eager=true",
+        apply=with_argument("enforce_eager", True),
+        applies=_on_gpu("vLLM compiles and captures graphs"),
+    ),
+)

@@ -1,0 +1,302 @@
+"""What a run with fixes left in its directory, compared and ranked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mismatch.analysis.comparison import (
+    inputs,
+    is_routing,
+    is_sampling_law,
+    paired_routing,
+    routing_estimates,
+)
+from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
+from mismatch.analysis.levels import column_for, default_thresholds, judge, verdict
+from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.base import RANKED_BY, SHOWN, EstimatorFix, FixOutcome, FixTable
+from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of
+from mismatch.experiments.fixes.significance import (
+    LEVEL,
+    METHOD,
+    Measured,
+    best_of,
+    change_of,
+    holm,
+    judged,
+    p_value,
+    ranked,
+)
+from mismatch.metrics import METRICS
+from mismatch.metrics.difference import common_prompts
+from mismatch.metrics.estimate import Estimator
+from mismatch.pipeline.commands import TRAIN
+from mismatch.run import store
+from mismatch.run.directory import invocations
+from mismatch.run.store import FIX_PREFIX
+from mismatch.specs import CheckSpec
+from mismatch.types import Comparison, Estimate, Pair, Report, Rollout, Scoring, Verdict
+
+if TYPE_CHECKING:
+    from mismatch.analysis.levels import Thresholds
+
+WORTH = 0.1  # less than that is no reason to change a second setting
+STATE, STATE_SCHEMA = f"{DIRECTORY}/state.json", "mismatch.fixes/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """One rollout with what engine and trainer say of it."""
+
+    rollout: Rollout
+    decode: Scoring
+    train: Scoring
+
+    @classmethod
+    def load(cls, place: Path, engine: str, name: str) -> Sides:
+        """Read them; MismatchError where one is missing, damaged, or not finite."""
+        rollout = store.load_rollout(place)
+        sides = cls(
+            rollout,
+            store.load_scoring(place, f"{engine}:decode"),
+            store.load_scoring(place, name),
+        )
+        Pair.of(rollout, sides.decode, sides.train)
+        return sides
+
+    @property
+    def pair(self) -> Pair:
+        return Pair.of(self.rollout, self.decode, self.train)
+
+    def comparison(self, names: list[str], seed: int) -> Comparison:
+        """Some metrics, and what the routers disagree in unless their choice is replayed."""
+        pair = self.pair
+        estimator = Estimator(pair.sequence, pair.prompt, seed=seed)
+        token = [METRICS[name] for name in names if not is_routing(METRICS[name])]
+        replayed = self.train.fingerprint.get("replay")
+        routes = None if replayed else paired_routing(self.rollout, self.decode, self.train)
+        law = is_sampling_law(self.rollout, self.decode)
+        return Comparison(
+            self.decode.name,
+            self.train.name,
+            law,
+            estimator.all(token, inputs(pair, self.decode, self.train)),
+            routing_estimates(
+                self.rollout, self.decode, self.train, routes, estimator, seed=seed,
+                headline_only=True,
+            ),
+        )  # fmt: skip
+
+    def verdict(self, made: Comparison, thresholds: Thresholds | None) -> Verdict | None:
+        """As a check of its own would end; None where no level applies."""
+        checks = input_checks(self.rollout, self.decode, self.train)
+        ratio = made.metrics["ratio_mean"]
+        checks += semantic_checks(self.rollout, self.decode, self.train, ratio)
+        try:
+            column = column_for(self.decode.fingerprint, self.train.fingerprint)
+            return verdict(judge(made, column, thresholds), checks, column)
+        except MismatchError:
+            return None
+
+
+def with_fixes(
+    report: Report, run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None
+) -> Report:
+    """The report with its table of fixes, and after them the verdict if that was asked for."""
+    if not spec.fixes or not (run_dir / STATE).exists():
+        return report
+    table = table_of(run_dir, spec, thresholds, report)
+    if spec.verdict == "as-is" or table.best_together is None:
+        return replace(report, fixes=replace(table, verdict=spec.verdict))
+    after = table.outcome(table.best_together).verdict_after
+    if after is None:
+        return replace(report, fixes=replace(table, verdict=spec.verdict))
+    told = replace(after, reason=f"after {table.best_together}: {after.reason}")
+    table = replace(table, verdict=spec.verdict, verdict_as_is=report.verdict)
+    return replace(report, fixes=table, verdict=told)
+
+
+def table_of(
+    run_dir: Path,
+    spec: CheckSpec,
+    thresholds: Thresholds | None = None,
+    report: Report | None = None,
+) -> FixTable:
+    """Compare every variant that was measured with the run as it is.
+
+    Args:
+        report: the run's own, for what it says of corrections.
+
+    Raises:
+        MismatchError: no fixes were tried here, or the run itself cannot be compared.
+    """
+    state = store.load_document(run_dir, STATE)
+    if state.get("schema") != STATE_SCHEMA:
+        raise MismatchError(f"{run_dir / STATE} is of another version", "make the run again")
+    rows, raw = outcomes(run_dir, spec, state, thresholds)
+    order = ranked(judged([*rows, *_refused(state)], raw))
+    single, together = best_of(order)
+    if single and together and single != together:
+        places = {entry["id"]: entry["place"] for entry in state["variants"]}
+        one, other = (
+            Sides.load(run_dir / places[name], spec.rollout.engine.engine, f"{FIX_PREFIX}{name}")
+            for name in (single, together)
+        )
+        together = together if adds(one, other, spec.seed) else single
+    return FixTable(
+        outcomes=order,
+        estimators=_estimators(state, report),
+        best=single,
+        best_together=together,
+        left_out=tuple(state["left_out"]),
+        method=METHOD,
+        seconds=state["seconds"],
+    )
+
+
+def outcomes(
+    run_dir: Path, spec: CheckSpec, state: dict[str, Any], thresholds: Thresholds | None
+) -> tuple[list[FixOutcome], dict[str, dict[str, float]]]:
+    """Rows with their numbers, and p-values that are not adjusted yet."""
+    engine = spec.rollout.engine.engine
+    base, unsound = _base(run_dir, engine)
+    before = base.comparison(_wanted(thresholds), spec.seed) if base else None
+    rows: list[FixOutcome] = []
+    raw: dict[str, dict[str, float]] = {}
+    for entry in state["variants"]:
+        variant = variant_of(spec, entry["id"], entry["place"])
+        if entry["failed"]:
+            rows.append(variant.outcome(entry["failed"]))
+            continue
+        place = run_dir / variant.place
+        try:
+            sides = Sides.load(place, engine, variant.scoring.name)
+            if base is None or before is None:
+                rows.append(_alone(variant, sides, unsound, spec.seed, thresholds))
+                continue
+            row, found = _compared(variant, base, sides, before, spec.seed, thresholds)
+        except MismatchError as error:
+            rows.append(variant.outcome(error.message))
+            continue
+        raw[row.id] = found
+        rows.append(replace(row, **_cost(sides, run_dir, variant)))
+    return rows, raw
+
+
+def _base(run_dir: Path, engine: str) -> tuple[Sides | None, str]:
+    """The run as it is, or why it cannot be compared: its logprobs are not finite, for one."""
+    try:
+        return Sides.load(run_dir, engine, TRAIN), ""
+    except MismatchError as error:
+        return None, error.message
+
+
+def _alone(
+    variant: Variant, sides: Sides, unsound: str, seed: int, thresholds: Thresholds | None
+) -> FixOutcome:
+    """A row where there is nothing to compare with: no change, only where a run with it ends."""
+    after = sides.comparison(_wanted(thresholds), seed)
+    row = variant.outcome(f"the run without it cannot be compared: {unsound}")
+    return replace(row, verdict_after=sides.verdict(after, thresholds))
+
+
+def adds(single: Sides, together: Sides, seed: int) -> bool:
+    """Whether a combination is worth more than the best single fix: a tenth less, and not by
+    chance. If not, that fix will do.
+    """
+    one, other = measured(single, together)
+    p_values = holm([p_value(metric, one, other, seed) for metric in RANKED_BY])
+    sizes = [[METRICS[metric](delta=side.delta) for side in (one, other)] for metric in RANKED_BY]
+    return any(
+        p <= LEVEL and after <= (1.0 - WORTH) * before
+        for p, (before, after) in zip(p_values, sizes, strict=True)
+    )
+
+
+def measured(one: Sides, other: Sides) -> tuple[Measured, Measured]:
+    """Log-ratios of two sides, their prompts numbered alike."""
+    numbers = common_prompts(one.rollout, other.rollout)
+    first, second = (
+        Measured(side.pair.delta, side.pair.sequence, prompt)
+        for side, prompt in zip((one, other), numbers, strict=True)
+    )
+    return first, second
+
+
+def variant_of(spec: CheckSpec, name: str, place: str) -> Variant:
+    """A variant from its id."""
+    chosen = chosen_of(name)
+    changed = reduce(lambda made, one: one.apply(made), chosen, bare(spec))
+    return Variant(chosen, changed, place)
+
+
+def _compared(
+    variant: Variant,
+    base: Sides,
+    sides: Sides,
+    before: Comparison,
+    seed: int,
+    thresholds: Thresholds | None,
+) -> tuple[FixOutcome, dict[str, float]]:
+    one, other = measured(base, sides)
+    same = not variant.place
+    changes = {m: change_of(m, one, other, same_tokens=same, seed=seed) for m in RANKED_BY}
+    after = sides.comparison(_wanted(thresholds), seed)
+    row = replace(
+        variant.outcome(),
+        before=_shown(before),
+        after=_shown(after),
+        paired=changes["k3_kl"] if same else None,
+        difference=None if same else changes["k3_kl"],
+        changes=changes,
+        verdict_after=sides.verdict(after, thresholds),
+    )
+    return row, {metric: p_value(metric, one, other, seed) for metric in RANKED_BY}
+
+
+def _wanted(thresholds: Thresholds | None) -> list[str]:
+    judged_by = default_thresholds() if thresholds is None else thresholds
+    return list(dict.fromkeys([*SHOWN, *judged_by, "ratio_mean"]))
+
+
+def _shown(made: Comparison) -> dict[str, Estimate]:
+    known = made.metrics | made.routing
+    return {name: known[name] for name in SHOWN if name in known}
+
+
+def _cost(sides: Sides, run_dir: Path, variant: Variant) -> dict[str, Any]:
+    """Seconds of its forward passes and, where the engine ran for it, of the engine."""
+    facts = sides.train.fingerprint
+    seconds = facts.get("seconds")
+    if variant.place and seconds is not None:
+        past = invocations(run_dir / variant.place)
+        engine = [one["seconds"].get("rollout", 0.0) for one in past if "seconds" in one]
+        seconds = round(seconds + max(engine, default=0.0), 3)
+    peaks = facts.get("peak_bytes") or 0  # one number, or one of every rank
+    highest = max(peaks, default=0) if isinstance(peaks, list) else peaks
+    return {"seconds": seconds, "peak_bytes": highest or None}
+
+
+def _refused(state: dict[str, Any]) -> list[FixOutcome]:
+    return [
+        FixOutcome(
+            entry["id"], entry["side"], entry["summary"], entry["flags"], entry["applies"],
+            entry["reason"],
+        )
+        for entry in state["refused"]
+    ]  # fmt: skip
+
+
+def _estimators(state: dict[str, Any], report: Report | None) -> tuple[EstimatorFix, ...]:
+    corrections = None if report is None else report.corrections
+    rows = []
+    for name in state["estimators"]:
+        fix = chosen_of(name)[0].fix
+        there = corrections is not None
+        reason = "" if there else "nothing was compared, so no correction was computed"
+        named = fix.corrects if there else None
+        rows.append(EstimatorFix(fix.id, fix.summary, named, fix.hides, reason))
+    return tuple(rows)

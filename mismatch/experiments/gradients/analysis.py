@@ -1,0 +1,265 @@
+"""Gradients beside the float32 reference's: how far, in what direction, by chance or always. Pure.
+
+Sizes and directions are exact: squared norms and inner products of the whole batch's gradients.
+Only where those cannot tell (two gradients nearer than 1e-5, whose squares cancel), and for
+everything over prompts, sketches speak; see :mod:`mismatch.experiments.gradients.jackknife`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.experiments.gradients.jackknife import (
+    Sketched,
+    cosine_of,
+    exp,
+    fisher,
+    interval,
+    interval_of_root,
+)
+from mismatch.experiments.gradients.labels import kind, label, place, row_id, same_as
+from mismatch.experiments.gradients.sentences import summary
+from mismatch.experiments.gradients.types import (
+    ALL,
+    LOSSES,
+    GradientBatch,
+    GradientCheck,
+    GradientRow,
+    Gradients,
+    GroupError,
+    Loss,
+)
+from mismatch.metrics.estimate import FEW_PROMPTS
+from mismatch.types import Bools, Estimate, Floats
+
+EXACT = 1e-10  # |g - ref|² / |ref|² below which float64 squares have lost it to cancellation
+
+
+def check_gradients(found: Sequence[Gradients], batch: GradientBatch) -> GradientCheck:
+    """Every gradient beside the reference's of the same loss.
+
+    Args:
+        found: as they were taken; the reference's without weight among them, for every loss.
+        batch: what they were taken of, with the trainers' labels.
+
+    Raises:
+        EmptyComparison: no gradient beside the reference's, or a reference of 0: all advantages
+            are equal.
+        MismatchError: gradients of other prompts or groups than the reference's.
+    """
+    reference = next(one.name for one in batch.trainers if one.kind == "reference")
+    first = {one.loss: one for one in found if one.name == reference and not one.weight}
+    known = [one for one in found if one.name != reference]
+    if not first or not known:
+        why = "; ".join(batch.failed.values()) or "their passes did not come to an end"
+        raise EmptyComparison(f"gradients: nothing to compare: {why}", "mismatch check --gradients")
+    missing = [*batch.not_tested, *(f"gradients of {k}: {v}" for k, v in batch.failed.items())]
+    rows: list[GradientRow] = []
+    for loss in LOSSES:
+        mine = sorted((g for g in known if g.loss == loss), key=lambda g: place(g, batch))
+        if mine and loss in first:
+            rows += _of_loss(loss, mine, first[loss], batch, missing)
+    if not rows:
+        raise EmptyComparison("gradients: no finite one to compare", "see the reasons beside it")
+    made = GradientCheck(
+        reference=reference,
+        prompts=len(batch.prompts),
+        deciding=batch.deciding,
+        sequences=batch.sequences,
+        tokens=batch.tokens,
+        advantages=batch.advantages,
+        sketch_size=batch.sketch_size,
+        clip=batch.clip,
+        clipped=batch.clipped,
+        rows=tuple(rows),
+        summary=(),
+        not_tested=tuple(missing),
+    )
+    return replace(made, summary=summary(made))
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """What all rows of one loss share.
+
+    Attributes:
+        prompts: [P] bool, those that have a gradient at all.
+        size: of the whole reference, squared.
+    """
+
+    loss: Loss
+    reference: Gradients
+    batch: GradientBatch
+    prompts: Bools
+    size: float
+
+    @classmethod
+    def of(cls, loss: Loss, reference: Gradients, batch: GradientBatch) -> _Measure:
+        size = float(reference.squared_norm.sum())
+        if not math.isfinite(size) or size == 0.0:
+            raise EmptyComparison(
+                f"gradients: the reference's is {'0' if size == 0.0 else 'not finite'} "
+                f"({loss}-level loss)",
+                "samples of one prompt need different rewards: --task, or more --samples",
+            )
+        deciding = np.asarray(reference.sketches.any(axis=(1, 2)), np.bool_)
+        return cls(loss, reference, batch, deciding, size)
+
+    def sketched(self, own: Gradients, group: slice) -> Sketched:
+        rows = self.prompts
+        return Sketched.of(own.sketches[rows, group], self.reference.sketches[rows, group])
+
+    def estimate(self, value: float, ends: tuple[float, float] | None) -> Estimate:
+        prompts = int(self.prompts.sum())
+        few = "one-prompt" if prompts < 2 else "few-prompts"
+        flags = (few,) if prompts < FEW_PROMPTS else ()
+        low, high = (None, None) if ends is None else (min(ends[0], value), max(ends[1], value))
+        return Estimate(
+            value, low, high, self.batch.tokens, self.batch.sequences, prompts, flags=flags
+        )
+
+
+def _of_loss(
+    loss: Loss,
+    known: Sequence[Gradients],
+    reference: Gradients,
+    batch: GradientBatch,
+    missing: list[str],
+) -> list[GradientRow]:
+    measure = _Measure.of(loss, reference, batch)
+    finite = [one for one in known if np.isfinite(one.squared_norm).all()]
+    missing += [
+        f"gradients of {one.name}, {one.coefficients}: not finite"
+        for one in known
+        if not np.isfinite(one.squared_norm).all()
+    ]
+    baseline = next((one for one in finite if row_id(one, batch) == "baseline"), None)
+    rows: list[GradientRow] = []
+    for own in finite:
+        _same_batch(own, reference)
+        row = _row(measure, own)
+        if baseline is not None and own is not baseline:
+            row = _beside(measure, row, own, baseline)
+        rows.append(replace(row, same_as=same_as(own, known, batch)))
+    return rows
+
+
+def _row(measure: _Measure, own: Gradients) -> GradientRow:
+    sketched = measure.sketched(own, slice(None))
+    spread = sketched.log_spread(sketched.weights)
+    return GradientRow(
+        id=row_id(own, measure.batch),
+        kind=kind(own, measure.batch),
+        loss=measure.loss,
+        label=label(own, measure.batch),
+        groups=tuple(_group(measure, own, name) for name in (ALL, *own.groups)),
+        bias=_bias(measure, sketched),
+        variance=None
+        if sketched.prompts < 2
+        else _scaled(measure, spread, math.log(sketched.prompts / measure.size)),
+        seconds=own.seconds,
+        peak_bytes=own.peak_bytes,
+    )
+
+
+def _beside(
+    measure: _Measure, row: GradientRow, own: Gradients, baseline: Gradients
+) -> GradientRow:
+    """The row with its error and noise over the baseline's, prompt by prompt."""
+    mine, base = (measure.sketched(one, slice(None)) for one in (own, baseline))
+    weights = mine.weights
+    errors = [one.log_error(weights) for one in (mine, base)]
+    exact = [
+        _log(_relative(measure, one, slice(None), float(logs[0])))
+        for one, logs in zip((own, baseline), errors, strict=True)
+    ]
+    spreads = [one.log_spread(weights) for one in (mine, base)]
+    return replace(
+        row,
+        error_ratio=_ratio(measure, errors[0], errors[1], exact[0], exact[1]),
+        variance_ratio=_ratio(
+            measure, spreads[0], spreads[1], float(spreads[0][0]), float(spreads[1][0])
+        ),
+    )
+
+
+def _ratio(
+    measure: _Measure, mine: Floats, base: Floats, value: float, below: float
+) -> Estimate | None:
+    if not math.isfinite(below) or math.isnan(value):
+        return None
+    with np.errstate(invalid="ignore"):
+        moved = mine - base
+    return measure.estimate(math.exp(value - below), interval(moved, value - below, exp))
+
+
+def _group(measure: _Measure, own: Gradients, name: str) -> GroupError:
+    part = slice(None) if name == ALL else _only(own.groups.index(name))
+    size = float(own.squared_norm[part].sum())
+    reference = float(measure.reference.squared_norm[part].sum())
+    if reference == 0.0:
+        return GroupError(name, math.sqrt(size), None, None, None)
+    sketched = measure.sketched(own, part)
+    weights = sketched.weights
+    errors, norms = sketched.log_error(weights), sketched.log_norm(weights)
+    ratio, off = math.sqrt(size / reference), _relative(measure, own, part, float(errors[0]))
+    return GroupError(
+        group=name,
+        norm=math.sqrt(size),
+        norm_ratio=measure.estimate(ratio, interval(norms, _log(ratio), exp)),
+        cosine=None if size == 0.0 else _cosine(measure, own, part, sketched.gap(weights)),
+        relative_error=measure.estimate(off, interval(errors, _log(off), exp)),
+    )
+
+
+def _relative(measure: _Measure, own: Gradients, part: slice, sketched: float) -> float:
+    """|g - ref| / |ref|: exact, or the sketch's (its log is given) where exact squares cancel."""
+    assert own.dot is not None
+    size, dot = float(own.squared_norm[part].sum()), float(own.dot[part].sum())
+    reference = float(measure.reference.squared_norm[part].sum())
+    squared = (size - 2.0 * dot + reference) / reference
+    return math.sqrt(squared) if squared > EXACT else math.exp(sketched)
+
+
+def _cosine(measure: _Measure, own: Gradients, part: slice, gaps: Floats) -> Estimate:
+    assert own.dot is not None
+    sizes = own.squared_norm[part].sum(), measure.reference.squared_norm[part].sum()
+    gap = float(1.0 - own.dot[part].sum() / math.sqrt(sizes[0] * sizes[1]))
+    gap = min(gap, 2.0) if gap > EXACT else float(gaps[0])
+    z = fisher(np.array([gap]))[0]
+    return measure.estimate(1.0 - gap, interval(fisher(gaps), float(z), cosine_of))
+
+
+def _bias(measure: _Measure, sketched: Sketched) -> Estimate | None:
+    if sketched.prompts < 2:
+        return None
+    squared = sketched.bias(sketched.weights) / (measure.size / sketched.prompts**2)
+    return measure.estimate(math.sqrt(max(0.0, float(squared[0]))), interval_of_root(squared))
+
+
+def _scaled(measure: _Measure, values: Floats, shift: float) -> Estimate:
+    """exp(values + shift) with its interval."""
+    centre = float(values[0]) + shift
+    return measure.estimate(math.exp(centre), interval(values, centre, exp))
+
+
+def _only(index: int) -> slice:
+    return slice(index, index + 1)
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0.0 else -math.inf
+
+
+def _same_batch(own: Gradients, reference: Gradients) -> None:
+    same = own.groups == reference.groups and np.array_equal(own.prompts, reference.prompts)
+    if not same or own.sketches.shape != reference.sketches.shape or own.dot is None:
+        raise MismatchError(
+            f"gradients: {own.name} was taken of another batch or model than {reference.name}",
+            "take them again: mismatch check --gradients without --resume",
+        )

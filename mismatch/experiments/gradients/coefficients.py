@@ -1,0 +1,208 @@
+"""The coefficient of every action token in the policy gradient. Pure numpy.
+
+The loss is ``-sum_t c_t · logprob_t``, with everything in c a constant to autograd:
+
+    token-level loss       c = A_i · w_t / (action tokens of the batch)
+    sequence-level loss    c = A_i · w_t / (samples of the batch · action tokens of sample i)
+
+A_i is GRPO's advantage of sample i, (r - mean) / (std + 1e-6) within its prompt (Shao et al. 2024,
+arXiv 2402.03300, whose loss is the sequence-level one; the token-level one is DAPO's, arXiv
+2503.14476). w_t is 1, a correction's weight (mismatch/metrics/corrections.py), or PPO's: the
+gradient of ``min(ρ A, clip(ρ, 1 - ε, 1 + ε) A)`` is ``ρ A · ∇logprob`` where the first branch is
+the smaller, else 0 (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.experiments.gradients.types import LOSSES, PPO_OVERRIDE, PPO_RATIO, REWARDS, Loss
+from mismatch.metrics.corrections import (
+    CORRECTIONS,
+    NONE,
+    OVERRIDE,
+    Ratios,
+    Settings,
+    group_advantages,
+)
+from mismatch.metrics.two_passes import CLIP, ratios
+from mismatch.types import Bools, Floats, Ints, Pair, Rollout, Scoring
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The prompts whose gradient is taken, with the advantages of all samples.
+
+    Attributes:
+        prompts: [P] prompt indices.
+        deciding: how many of them have samples whose advantages differ.
+        advantage: [N] of every sequence of the rollout, 0 outside the batch.
+        member: [A] whether an action token belongs to the batch.
+        made: "rewards", or how the advantages were made.
+    """
+
+    prompts: Ints
+    deciding: int
+    advantage: Floats
+    member: Bools
+    made: str
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Named coefficients, each [A].
+
+    Attributes:
+        values: name -> coefficients; ``token``, ``sequence:icepop`` …
+        same_as: name -> the earlier name of equal coefficients.
+    """
+
+    values: dict[str, Floats] = field(default_factory=dict)
+    same_as: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, coefficients: Floats) -> None:
+        """Keep a vector, or the name of the one that it equals."""
+        for known, values in self.values.items():
+            if np.array_equal(values, coefficients):
+                self.same_as[name] = known
+                return
+        self.values[name] = coefficients
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.values, *self.same_as)
+
+
+def choose_batch(rollout: Rollout, prompts: int, seed: int) -> Batch:
+    """At most ``prompts`` prompts, in seeded order, those with samples of different reward first.
+
+    The others have advantages of 0 and no gradient, as they would in training. Where no prompt
+    decides (no rewards, or all samples of each alike), advantages are signs: half of a prompt's
+    samples +1, the others -1, in seeded order, less their mean.
+
+    Raises:
+        EmptyComparison: no action token.
+        MismatchError: fewer than one prompt asked for.
+    """
+    if rollout.n_actions == 0:
+        raise EmptyComparison("gradients: the rollout has no action token")
+    if prompts < 1:
+        raise MismatchError(f"--gradient-prompts {prompts} is no batch", "give 1 or more")
+    advantage, made = _advantages(rollout, seed)
+    order = np.random.default_rng(seed).permutation(np.unique(rollout.prompt_index))
+    decides = np.isin(order, rollout.prompt_index[advantage != 0.0])
+    chosen = order[np.argsort(~decides, kind="stable")][:prompts]
+    inside = np.isin(rollout.prompt_index, chosen)
+    sequence = rollout.sequence_of_token[rollout.actions]
+    return Batch(
+        prompts=chosen.astype(np.int64),
+        deciding=int(min(decides.sum(), len(chosen))),
+        advantage=np.where(inside, advantage, 0.0),
+        member=inside[sequence],
+        made=made,
+    )
+
+
+def _advantages(rollout: Rollout, seed: int) -> tuple[Floats, str]:
+    if rollout.rewards is not None:
+        advantage = group_advantages(rollout.rewards, rollout.prompt_index)
+        if advantage.any():
+            return advantage, REWARDS
+    why = "no rewards" if rollout.rewards is None else "all samples of each prompt have one reward"
+    return _signs(rollout.prompt_index, seed), f"seeded signs: {why}"
+
+
+def _signs(prompt: Ints, seed: int) -> Floats:
+    """±1 for every sequence, balanced and centred within its prompt; alone: +1 or -1."""
+    signs = np.zeros(len(prompt))
+    for index in np.unique(prompt):
+        rows = np.flatnonzero(prompt == index)
+        drawn = np.random.default_rng([seed, int(index)])
+        half = np.where(np.arange(len(rows)) % 2 == 0, 1.0, -1.0) * drawn.choice([1.0, -1.0])
+        signs[rows] = drawn.permutation(half - half.mean() if len(rows) > 1 else half)
+    return signs
+
+
+def normalised(batch: Batch, sequence: Ints, loss: Loss) -> Floats:
+    """Advantages over the loss's normaliser, [A]; 0 outside the batch.
+
+    Args:
+        sequence: [A] sequence of each action token.
+    """
+    inside = sequence[batch.member]
+    if loss == "token":
+        share = np.full(len(inside), 1.0 / len(inside))
+    else:
+        _, code, length = np.unique(inside, return_inverse=True, return_counts=True)
+        share = 1.0 / (len(length) * length[code])
+    out = np.zeros(len(sequence))
+    out[batch.member] = share * batch.advantage[inside]
+    return out
+
+
+def plain_vectors(rollout: Rollout, batch: Batch) -> Vectors:
+    """Both losses without any weight."""
+    sequence = rollout.sequence_of_token[rollout.actions]
+    made = Vectors()
+    for loss in LOSSES:
+        made.values[loss] = normalised(batch, sequence, loss)
+    return made
+
+
+def add_corrections(
+    made: Vectors,
+    rollout: Rollout,
+    left: Scoring,
+    right: Scoring,
+    settings: Settings | None = None,
+) -> None:
+    """Both losses with the weights of every correction; the override is PPO's, not one of these.
+
+    Raises:
+        MismatchError: scorings that cannot be paired, see :meth:`mismatch.types.Pair.of`.
+    """
+    pair = Pair.of(rollout, left, right)
+    found = Ratios.of(pair.delta, pair.sequence)
+    for correction in CORRECTIONS:
+        if correction.id in (NONE, OVERRIDE):
+            continue
+        weights = correction.weights(found, settings or Settings())
+        for loss in LOSSES:
+            made.add(f"{loss}:{correction.id}", made.values[loss] * weights)
+
+
+def add_ratio(
+    made: Vectors, rollout: Rollout, old: Scoring, new: Scoring, clip: float = CLIP
+) -> float:
+    """Both losses with PPO's ratio of two passes, and with the ratio set to 1.
+
+    Returns:
+        Share of the tokens with a coefficient whose gradient the clip removes.
+
+    Raises:
+        MismatchError: scorings that cannot be paired.
+    """
+    pair = Pair.of(rollout, old, new)
+    ratio = ratios(pair.rollout, pair.train)
+    removed = 0.0
+    for loss in LOSSES:
+        plain = made.values[loss]
+        active = unclipped(ratio, plain, clip)
+        made.add(f"{loss}:{PPO_RATIO}", np.where(active, plain * ratio, 0.0))
+        made.add(f"{loss}:{PPO_OVERRIDE}", plain)
+        counted = plain != 0.0
+        removed = float(1.0 - active[counted].mean()) if counted.any() else 0.0
+    return removed
+
+
+def unclipped(ratio: Floats, advantage: Floats, clip: float = CLIP) -> Bools:
+    """Where PPO's clipped objective has a gradient, [A]; of the advantage the sign counts.
+
+    >>> unclipped(np.array([1.3, 1.3, 0.7, 0.7]), np.array([1.0, -1.0, 1.0, -1.0]))
+    array([False,  True,  True, False])
+    """
+    outside = ((advantage > 0) & (ratio > 1.0 + clip)) | ((advantage < 0) & (ratio < 1.0 - clip))
+    return np.asarray(~outside, np.bool_)

@@ -1,0 +1,247 @@
+"""Gradients in a run directory: ``gradients/batch.json`` and one file per pass and coefficients.
+
+What is equal by construction is written once: settings that are those of the reference, and
+coefficients that turn out the same (a correction that cuts nothing), are kept as names.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.gradients.types import GradientBatch, Gradients, Trainer
+from mismatch.processes.launch import pass_label, read_error
+from mismatch.run import manifest
+from mismatch.run.manifest import write_atomic
+from mismatch.run.routing_files import read_arrays, write_arrays
+
+BATCH = "gradients/batch.json"
+BATCH_SCHEMA = "mismatch.gradient-batch/1"
+SCHEMA = "mismatch.gradients/1"
+ALL_PASSES = "gradients"  # under which a reason is left that holds for every pass
+
+
+def gradients_file(name: str, coefficients: str) -> str:
+    """Path inside the run directory, e.g. ``gradients/fix-fp32.sequence-icepop.safetensors``."""
+    stems = (text.replace(":", "-").replace("/", "-") for text in (name, coefficients))
+    return f"gradients/{'.'.join(stems)}.safetensors"
+
+
+def failure_label(name: str) -> str:
+    """Under which a gradient pass leaves its reason in ``errors``."""
+    return pass_label(name if name == ALL_PASSES else f"gradients:{name}")
+
+
+def save_gradients(
+    run_dir: Path | str,
+    gradients: Gradients,
+    made_by: str,
+    inputs: tuple[str, ...],
+    facts: dict[str, Any],
+) -> Path:
+    """Write one pass's gradient for one vector of coefficients; ``facts`` are kept beside it."""
+    run_dir = Path(run_dir)
+    arrays = {
+        name: np.ascontiguousarray(values)
+        for name in ("squared_norm", "dot", "squared_norm_reference", "sketches", "prompts")
+        if (values := getattr(gradients, name)) is not None
+    }
+    header = {
+        "name": gradients.name,
+        "coefficients": gradients.coefficients,
+        "groups": list(gradients.groups),
+        "seconds": gradients.seconds,
+        "peak_bytes": gradients.peak_bytes,
+        **facts,
+    }
+    metadata = {"schema": SCHEMA, "header": json.dumps(header)}
+    name = gradients_file(gradients.name, gradients.coefficients)
+    write_atomic(run_dir / name, lambda target: write_arrays(target, arrays, metadata))
+    manifest.record(run_dir, name, SCHEMA, made_by, inputs)
+    return run_dir / name
+
+
+def read_gradients(run_dir: Path | str, name: str, coefficients: str) -> Gradients:
+    """One artefact.
+
+    Raises:
+        MismatchError: absent, damaged, or of another schema.
+    """
+    header, arrays = _read(Path(run_dir), gradients_file(name, coefficients))
+    return Gradients(
+        name=header["name"],
+        coefficients=header["coefficients"],
+        groups=tuple(header["groups"]),
+        squared_norm=np.array(arrays["squared_norm"]),
+        dot=np.array(arrays["dot"]) if "dot" in arrays else None,
+        squared_norm_reference=(
+            np.array(arrays["squared_norm_reference"])
+            if "squared_norm_reference" in arrays
+            else None
+        ),
+        sketches=np.array(arrays["sketches"]),
+        prompts=np.array(arrays["prompts"]),
+        seconds=header["seconds"],
+        peak_bytes=header["peak_bytes"],
+    )
+
+
+def gradient_facts(run_dir: Path | str, name: str, coefficients: str) -> dict[str, Any]:
+    """What was noted beside one artefact: spec, loss scale, world size …"""
+    return _read(Path(run_dir), gradients_file(name, coefficients))[0]
+
+
+def save_batch(
+    run_dir: Path | str,
+    batch: GradientBatch,
+    work: list[dict[str, str]],
+    made_by: str,
+    inputs: tuple[str, ...],
+    *,
+    finished: bool,
+) -> Path:
+    """Write ``gradients/batch.json``.
+
+    Args:
+        work: every gradient by ``name`` and ``coefficients``, with ``made_by`` as recorded, or
+            ``same_as`` (name) and ``same_coefficients`` where it is another's.
+        finished: nothing is left to be taken.
+    """
+    from mismatch.run.store import write_json
+
+    document = {"schema": BATCH_SCHEMA, "finished": finished, **asdict(batch), "work": work}
+    path = write_json(Path(run_dir) / BATCH, document)
+    manifest.record(run_dir, BATCH, BATCH_SCHEMA, made_by, inputs)
+    return path
+
+
+def is_finished(run_dir: Path | str, made_by: str) -> bool:
+    """Whether all gradients of a plan are there, taken of the scorings that are there now."""
+    run_dir = Path(run_dir)
+    if not manifest.is_current(run_dir, BATCH, made_by):
+        return False
+    data = _document(run_dir)
+    return bool(data["finished"]) and all(
+        _is_there(run_dir, entry) for entry in data["work"] if "made_by" in entry
+    )
+
+
+def load_batch(run_dir: Path | str) -> GradientBatch | None:
+    """What the gradients were taken of; None where none were asked for, or none could be.
+
+    Raises:
+        MismatchError: a damaged file.
+    """
+    run_dir = Path(run_dir)
+    if not (run_dir / BATCH).exists():
+        return None
+    data = _document(run_dir)
+    trainers = tuple(Trainer(**one) for one in data["trainers"])
+    names = [ALL_PASSES, *(one.name for one in trainers)]
+    passes = data["ratio_passes"]
+    return GradientBatch(
+        trainers=trainers,
+        prompts=tuple(data["prompts"]),
+        deciding=data["deciding"],
+        sequences=data["sequences"],
+        tokens=data["tokens"],
+        advantages=data["advantages"],
+        sketch_size=data["sketch_size"],
+        clip=data["clip"],
+        clipped=data["clipped"],
+        ratio_passes=None if passes is None else (passes[0], passes[1]),
+        failed=gradient_failures(run_dir, names),
+        not_tested=tuple(data["not_tested"]),
+    )
+
+
+def load_gradients(run_dir: Path | str) -> list[Gradients]:
+    """Every gradient of a run, the reference's first; empty where there is none.
+
+    Raises:
+        MismatchError: a damaged file.
+    """
+    run_dir = Path(run_dir)
+    if not (run_dir / BATCH).exists():
+        return []
+    found: list[Gradients] = []
+    work = _document(run_dir)["work"]
+    there = {
+        (entry["name"], entry["coefficients"])
+        for entry in work
+        if "made_by" in entry and _is_there(run_dir, entry)
+    }
+    for entry in work:
+        name, coefficients = entry["name"], entry["coefficients"]
+        source, vector = entry.get("same_as", name), entry.get("same_coefficients", coefficients)
+        if (source, vector) not in there:
+            continue  # its pass failed, and said why
+        taken = read_gradients(run_dir, source, vector)
+        if (source, vector) != (name, coefficients):
+            taken = _alias(taken, name, coefficients)
+        found.append(taken)
+    return found
+
+
+def gradient_failures(run_dir: Path | str, names: list[str]) -> dict[str, str]:
+    """Pass -> why it has no gradient."""
+    reasons = {name: read_error(run_dir, failure_label(name)) for name in names}
+    return {
+        name: f"{reason.message} ({reason.fix})" if reason.fix else reason.message
+        for name, reason in reasons.items()
+        if reason is not None
+    }
+
+
+def _is_there(run_dir: Path, entry: dict[str, str]) -> bool:
+    """Whether a gradient is there, and of this batch: one of an earlier batch may be left."""
+    name = gradients_file(entry["name"], entry["coefficients"])
+    recorded = manifest.entries(run_dir).get(name)
+    made_by = entry["made_by"] if recorded is None else recorded["made_by"]
+    return (run_dir / name).exists() and made_by == entry["made_by"]
+
+
+def _alias(taken: Gradients, name: str, coefficients: str) -> Gradients:
+    return replace(
+        taken,
+        name=name,
+        coefficients=coefficients,
+        # The reference has no dot with itself: its own squared norm is that.
+        dot=taken.squared_norm if taken.dot is None else taken.dot,
+        squared_norm_reference=(
+            taken.squared_norm
+            if taken.squared_norm_reference is None
+            else taken.squared_norm_reference
+        ),
+        seconds=None,
+        peak_bytes=None,
+        same_as=f"{taken.name} {taken.coefficients}",
+    )
+
+
+def _document(run_dir: Path) -> dict[str, Any]:
+    from mismatch.run.store import load_document
+
+    data: dict[str, Any] = load_document(run_dir, BATCH)
+    if data.get("schema") != BATCH_SCHEMA:
+        raise MismatchError(
+            f"{run_dir / BATCH} has schema {data.get('schema')}, this version reads {BATCH_SCHEMA}",
+            "read the run with the version of mismatch that made it",
+        )
+    return data
+
+
+def _read(run_dir: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    from mismatch.run.tables import require_file, require_schema
+
+    require_file(run_dir / name)
+    manifest.verify(run_dir, name)
+    arrays, metadata = read_arrays(run_dir / name)
+    require_schema(run_dir / name, metadata.get("schema"), SCHEMA)
+    header: dict[str, Any] = json.loads(metadata["header"])
+    return header, arrays

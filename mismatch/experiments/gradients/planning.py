@@ -1,0 +1,178 @@
+"""Which passes take a gradient, and of what. Pure.
+
+``--gradients`` alone takes those of the trainer, of the float32 reference, and of the fixes of the
+trainer that are worth a gradient; with ``--fix`` it takes those of the fixes that are measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mismatch.experiments.gradients.types import LOSSES, Trainer
+from mismatch.metrics.two_passes import CLIP
+from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict
+
+if TYPE_CHECKING:
+    from mismatch.experiments.fixes.base import Context
+    from mismatch.experiments.fixes.planning import Variant
+
+NATURAL = ("attention-sinks", "router-replay", "fp32-lm-head", "fp16", "fp32")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One pass with gradients."""
+
+    trainer: Trainer
+    spec: TrainSpec
+
+    @property
+    def one(self) -> Pass:
+        """The pass as the training world runs it: train mode, nothing recorded."""
+        return Pass(self.trainer.name, self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlan:
+    """What ``--gradients`` asks of a training world.
+
+    Attributes:
+        passes: the reference first.
+        prompts: of the batch, at most.
+        seed: of the choice of prompts, and of signs that stand in for rewards.
+        left, right: scorings whose ratio corrections weigh by: the engine's decode, the trainer.
+        new: PPO's new pass; None where there is none.
+        not_tested: one sentence each.
+    """
+
+    passes: tuple[Planned, ...]
+    prompts: int
+    seed: int
+    left: str
+    right: str
+    new: str | None
+    clip: float = CLIP
+    not_tested: tuple[str, ...] = ()
+
+    @property
+    def made_by(self) -> str:
+        """Twelve hex digits that change with anything in the plan."""
+        text = json.dumps(self.to_json(), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def lines(self) -> list[str]:
+        """The plan in words."""
+        names = ", ".join(one.trainer.id for one in self.passes)
+        noisy = any(one.trainer.kind == "ratio" for one in self.passes)
+        ratio = "" if self.new is None or noisy else " and with PPO's ratio of two passes"
+        return [
+            f"gradients: of one batch of at most {self.prompts} prompts, both losses, in the "
+            "check's own world",
+            f"  {names}; the baseline also with each correction{ratio}",
+            *(f"  not tested: {text}" for text in self.not_tested),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> GradientPlan:
+        """The inverse of :meth:`to_json`."""
+        passes = tuple(
+            Planned(Trainer(**one["trainer"]), from_dict(TrainSpec, one["spec"]))
+            for one in data["passes"]
+        )
+        known = {**data, "passes": passes, "not_tested": tuple(data["not_tested"])}
+        return cls(**known)
+
+
+def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientPlan:
+    """The passes that a check's ``--gradients`` takes.
+
+    Args:
+        context: of the fixes; found out where it is not given.
+    """
+    from mismatch.pipeline.commands import (
+        NEW,
+        REFERENCE,
+        REGROUPED,
+        TRAIN,
+        reference_of,
+        training_passes,
+    )
+
+    made = {one.name: one.spec for one in training_passes(spec)}
+    passes = [
+        Planned(
+            Trainer(REFERENCE, "reference", "reference", "float32 reference"),
+            _with_gradients(reference_of(spec.train)),
+        ),
+        Planned(
+            Trainer(TRAIN, "baseline", "baseline", "the trainer as it is"),
+            _with_gradients(spec.train),
+        ),
+    ]
+    variants, missing = _variants(spec, context)
+    passes += [
+        Planned(
+            Trainer(one.scoring.name, one.id, "fix", one.outcome().summary),
+            _with_gradients(one.spec.train),
+        )
+        for one in variants
+    ]
+    new = next((name for name in (NEW, REGROUPED) if name in made), None)
+    if new is None or spec.two_passes is False:
+        new = None
+        missing.append("gradient of PPO's ratio: needs two forward passes: --two-passes")
+    elif new == NEW:
+        label = "PPO's new pass, with injected noise"
+        passes.append(Planned(Trainer(NEW, "ppo", "ratio", label), _with_gradients(made[NEW])))
+    return GradientPlan(
+        passes=tuple(passes),
+        prompts=spec.gradient_prompts,
+        seed=spec.seed,
+        left=f"{spec.rollout.engine.engine}:decode",
+        right=TRAIN,
+        new=new,
+        not_tested=tuple(missing),
+    )
+
+
+def memory_line(spec: CheckSpec) -> str:
+    """What gradients need beside their passes, from the model's sizes; see ``require_room``."""
+    from mismatch.doctor.fit import gib
+    from mismatch.doctor.shape import read_shape
+    from mismatch.models.offline import find_config
+
+    found = find_config(spec.train.model, spec.train.revision)
+    one = 4.0 * read_shape(found.values).parameters
+    rank, host = gib(2.0 * one / spec.nproc_per_node), gib(len(LOSSES) * one)
+    return (
+        f"  memory beside the passes': {rank} per rank (a prompt's gradient and the batch's), "
+        f"{host} of the host's (the reference's)"
+    )
+
+
+def _variants(spec: CheckSpec, context: Context | None) -> tuple[list[Variant], list[str]]:
+    """Fixes of the trainer on the check's own tokens, and what is left out."""
+    from mismatch.experiments.fixes.environment import context_of
+    from mismatch.experiments.fixes.planning import plan_fixes
+
+    asked = spec if spec.fixes else replace(spec, fixes=NATURAL)
+    planned = plan_fixes(asked, context or context_of(spec))
+    here = [one for one in planned.variants if not one.place]
+    there = [one.id for one in planned.variants if one.place]
+    missing = []
+    if there:
+        missing.append(
+            f"gradient of {', '.join(there)}: these sample tokens of their own; the gradients here "
+            "are of one batch"
+        )
+    return here, missing
+
+
+def _with_gradients(spec: TrainSpec) -> TrainSpec:
+    return replace(spec, grad=True, routing=False)

@@ -1,0 +1,1 @@
+"""What an audit of kernels found, and what counts as wrong."""

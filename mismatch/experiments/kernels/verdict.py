@@ -1,0 +1,120 @@
+"""What an audit comes to: one word, one sentence, one exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.kernels.types import Audit, AuditReport, Finding
+
+SHORT = {
+    "forward": "output",
+    "grouped_queries": "grouped queries",
+    "sink_gradient": "sinks' gradient",
+    "router_gradient": "router's gradient",
+}
+# A kernel that ignores a feature has another output too, and another gradient.
+CONSEQUENCES = ("forward", "gradient", "sink_gradient")
+ENDED = ("crashed: ", "timed out: ")  # how the reason begins of one that took its process with it
+
+
+@dataclass(frozen=True, slots=True)
+class KernelVerdict:
+    """The last line.
+
+    >>> KernelVerdict("sound", "2 of 2 are right", 0).code
+    0
+
+    Attributes:
+        code: of the command: 0 or 1.
+    """
+
+    status: Literal["sound", "wrong"]
+    reason: str
+    code: int
+
+    @property
+    def line(self) -> str:
+        """As it is printed."""
+        return f"verdict: {self.status} – {self.reason}"
+
+
+def judge(report: AuditReport) -> KernelVerdict:
+    """Wrong as soon as a run could use one that is wrong, or one of the user's own did not pass.
+
+    Raises:
+        MismatchError: no implementation was run at all.
+    """
+    ran = [one for one in report.audits if was_run(one)]
+    if not ran:
+        reasons = "; ".join(f"{one.name}: {one.reason}" for one in report.audits[:4])
+        said = f" ({reasons})" if reasons else ""
+        raise MismatchError(
+            f"no implementation was audited for {report.model}{said}",
+            "drop --only and --name, or name one that runs here: eager",
+        )
+    bad = blamed(report)
+    if not bad:
+        sound = [one for one in ran if one.verdict == "sound"]
+        if not sound:
+            reason = f"none of the {len(ran)} that ran can be used here for this model"
+            return KernelVerdict("wrong", reason, 1)
+        return KernelVerdict("sound", f"{_named(sound)}: nothing wrong{_refused(ran)}", 0)
+    named = "; ".join(f"{one.name}: {why(one)}" for one in bad[:3])
+    more = f"; and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return KernelVerdict("wrong", named + more, 1)
+
+
+def _named(sound: Sequence[Audit]) -> str:
+    """Names by kind: both have an ``eager``."""
+    kinds = dict.fromkeys(one.kind for one in sound)
+    said = {kind: ", ".join(one.name for one in sound if one.kind == kind) for kind in kinds}
+    if len(said) == 1:
+        return next(iter(said.values()))
+    return "; ".join(f"{kind} {names}" for kind, names in said.items())
+
+
+def _refused(ran: Sequence[Audit]) -> str:
+    """Those that are wrong and decide nothing, since no run could use them."""
+    names = [one.name for one in ran if not one.usable and one.failed and answered(one)]
+    return f" ({', '.join(names)}: wrong, but not usable here)" if names else ""
+
+
+def causes_of(failed: Sequence[Finding]) -> list[Finding]:
+    """What is wrong and no consequence of something else that is."""
+    named = [one for one in failed if one.column not in CONSEQUENCES]
+    return named or list(failed)
+
+
+def blamed(report: AuditReport) -> list[Audit]:
+    """Those that decide a verdict of wrong: :attr:`AuditReport.wrong`, and the user's own that
+    cannot be used.
+    """
+    yours = [a for a in report.audits if a.origin == "yours" and a.verdict != "sound"]
+    return [one for one in report.audits if one in report.wrong or one in yours]
+
+
+def was_run(one: Audit) -> bool:
+    """Whether it was tried: it has answers, its process ended, or it is the user's own."""
+    return answered(one) or ended(one) or one.origin == "yours"
+
+
+def answered(one: Audit) -> bool:
+    """Whether it ran far enough to give any answer beside that it does not run."""
+    return any(f.outcome != "not_tested" for f in one.findings if f.column != "accepts")
+
+
+def ended(one: Audit) -> bool:
+    """Whether its process crashed, hung or was killed."""
+    return one.reason.startswith(ENDED)
+
+
+def why(one: Audit) -> str:
+    """The first thing that is wrong with it, in a few words."""
+    if one.failed:
+        named = ", ".join(SHORT.get(each.column, each.column) for each in one.failed[:2])
+        more = len(one.failed) - 2
+        return f"{named} and {more} more" if more > 0 else named
+    return one.reason

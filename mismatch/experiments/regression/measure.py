@@ -1,0 +1,296 @@
+"""A new run against an old one: every headline metric, by how much it moved, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mismatch.analysis.comparison import compare, inputs, is_sampling_law, paired_routing
+from mismatch.analysis.levels import default_thresholds, exit_code
+from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.base import RANKED_BY
+from mismatch.experiments.fixes.results import Sides
+from mismatch.experiments.fixes.significance import LEVEL, exchange, holm, per_prompt
+from mismatch.experiments.regression.comparability import require_comparable, require_enough
+from mismatch.experiments.regression.config_diff import changed, unknown_machine
+from mismatch.experiments.regression.types import Against, AgainstRow, Changed, Outcome, RunSide
+from mismatch.metrics import METRICS
+from mismatch.metrics.difference import Sample, common_prompts, difference, paired
+from mismatch.metrics.registry import Metric
+from mismatch.pipeline.commands import TRAIN
+from mismatch.run import store
+from mismatch.run.directory import invocations
+from mismatch.types import Comparison, Estimate, Ints, Rollout
+
+if TYPE_CHECKING:
+    from mismatch.analysis.levels import Thresholds
+
+MARGIN = 0.1
+DECIDING = (*RANKED_BY, "routing_disagree_layer")
+ALSO = ("logprob_abs_diff_p999", "logprob_abs_diff_max", "kl", "ratio_mean", "routing_disagree_any")
+METHOD = (
+    "k3, mean |delta| and differing experts decide: a permutation test that exchanges the two runs "
+    "within prompts, adjusted for all of them (Holm), at 5 %. Intervals are 95 % each, by prompt, "
+    "not adjusted."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One of the two runs with its numbers.
+
+    Attributes:
+        values: metric -> estimate, of those that the run has.
+        sample: the arrays behind them, prompts numbered alike in both runs.
+    """
+
+    path: Path
+    sides: Sides
+    made: Comparison
+    sample: Sample
+
+    @classmethod
+    def of(cls, path: Path, sides: Sides, prompt: Ints, names: list[str], seed: int) -> Measured:
+        pair = sides.pair
+        arrays = inputs(pair, sides.decode, sides.train)
+        replayed = sides.train.fingerprint.get("replay")
+        routes = None if replayed else paired_routing(sides.rollout, sides.decode, sides.train)
+        sample = Sample(arrays | (routes.arrays if routes else {}), pair.sequence, prompt)
+        return cls(path, sides, sides.comparison(names, seed), sample)
+
+    @property
+    def values(self) -> dict[str, Estimate]:
+        return self.made.metrics | self.made.routing
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What the fingerprints and the journal say of engine, trainer and machine."""
+        noted = _provenance(self.path)
+        machine = {key: noted[key] for key in ("platform", "environment") if key in noted}
+        own = noted.get("versions", {}).get("train-infer-mismatch")
+        return {
+            "engine": self.sides.decode.fingerprint,
+            "trainer": self.sides.train.fingerprint,
+            "machine": machine | ({"mismatch": own} if own else {}),
+        }
+
+    def side(self, thresholds: Thresholds | None) -> RunSide:
+        facts = self.sides.decode.fingerprint
+        return RunSide(
+            run=self.path.resolve().name,
+            model=Path(str(facts.get("model") or "unknown model")).name,
+            engine=str(facts.get("engine", "")),
+            version=str(facts.get("version", "")),
+            created=str(_provenance(self.path).get("created", "")),
+            verdict=self.sides.verdict(self.made, thresholds),
+            tokens=self.sides.rollout.n_actions,
+            sequences=self.sides.rollout.n_sequences,
+        )
+
+
+def against(
+    old_run: Path,
+    new_run: Path,
+    *,
+    margin: float = MARGIN,
+    thresholds: Thresholds | None = None,
+    fail_on: str = "critical",
+    seed: int = 0,
+) -> Against:
+    """Compare what two runs measured between their engine and their trainer.
+
+    Args:
+        margin: share by which a deciding metric may rise, however sure that is, before it fails.
+        fail_on: verdict of the new run itself from which it fails.
+
+    Raises:
+        MismatchError: artefacts missing, or runs that cannot be compared (the reason is named).
+    """
+    names = _wanted(thresholds)
+    loaded = load_sides(old_run), load_sides(new_run)
+    prompts = common_prompts(loaded[0].rollout, loaded[1].rollout)
+    notes = require_comparable(*loaded, prompts)
+    require_enough(len(np.unique(prompts[0])), len(DECIDING))
+    old, new = (
+        Measured.of(path, sides, prompt, names, seed)
+        for path, sides, prompt in zip((old_run, new_run), loaded, prompts, strict=True)
+    )
+    same = same_tokens(old.sides.rollout, new.sides.rollout)
+    rows = judged(_rows(names, old, new, same, seed), (old.sample, new.sample), margin, seed)
+    facts = old.facts(), new.facts()
+    notes += unknown_machine(*facts)
+    found = changed(*facts)
+    made = Against(
+        old=old.side(thresholds),
+        new=new.side(thresholds),
+        prompts=len(np.unique(prompts[0])),
+        same_tokens=same,
+        same_sequences=same_sequences(old.sides.rollout, new.sides.rollout),
+        rows=rows,
+        changed=found,
+        engines=_engines(old.sides, new.sides, seed) if same else None,
+        outcome=outcome_of(rows),
+        margin=margin,
+        fails=False,
+        reason="",
+        notes=(*notes, *_one_sided(names, old, new), *_notes(found)),
+        method=METHOD,
+    )
+    return concluded(made, fail_on)
+
+
+def load_sides(run: Path) -> Sides:
+    """A run's tokens with what its engine and its trainer say of them; the artefacts alone."""
+    rollout = store.load_rollout(run)
+    engine = rollout.fingerprint.get("engine")
+    if engine is None:
+        raise MismatchError(f"{run}: its rollout does not say which engine sampled", "sample again")
+    return Sides.load(run, str(engine), TRAIN)
+
+
+def same_tokens(old: Rollout, new: Rollout) -> bool:
+    """Both runs hold the same sequences in the same order, sampled at the same places."""
+    return (
+        np.array_equal(old.offsets, new.offsets)
+        and np.array_equal(old.token_ids, new.token_ids)
+        and np.array_equal(old.action_mask, new.action_mask)
+    )
+
+
+def same_sequences(old: Rollout, new: Rollout) -> int:
+    """Sequences that are the same, place by place."""
+    pairs = zip(old.sequences(), new.sequences(), strict=False)  # of unequal numbers: the first
+    return sum(np.array_equal(one, other) for one, other in pairs)
+
+
+def judged(
+    rows: Sequence[AgainstRow], samples: tuple[Sample, Sample], margin: float, seed: int
+) -> tuple[AgainstRow, ...]:
+    """Rows with adjusted p-values and what they mean, where they decide."""
+    deciding = [row.metric for row in rows if row.metric in DECIDING]
+    raw = [
+        exchange(*(per_prompt(metric, sample) for sample in samples), seed=seed)
+        for metric in deciding
+    ]
+    p_values = dict(zip(deciding, holm(raw), strict=True))
+    return tuple(
+        _decided(row, p_values[row.metric], margin) if row.metric in p_values else row
+        for row in rows
+    )
+
+
+def _decided(row: AgainstRow, p_value: float, margin: float) -> AgainstRow:
+    outcome: Outcome = "none"
+    if p_value <= LEVEL and row.change.value != 0:
+        outcome = "worse" if row.change.value > 0 else "better"
+    beyond = outcome == "worse" and not row.new.value <= (1.0 + margin) * row.old.value
+    return replace(row, p_value=p_value, outcome=outcome, beyond=beyond)
+
+
+def outcome_of(rows: Sequence[AgainstRow]) -> Outcome:
+    """Of all rows that decide."""
+    told = {row.outcome for row in rows if row.outcome not in (None, "none")}
+    if not told:
+        return "none"
+    return "mixed" if len(told) > 1 else "worse" if "worse" in told else "better"
+
+
+def concluded(made: Against, fail_on: str) -> Against:
+    """With the verdict: what fails, and why, in one line."""
+    own = made.new.verdict
+    failing = own is not None and exit_code(own, fail_on) != 0
+    beyond = [row for row in made.rows if row.beyond]
+    worse = [row for row in made.rows if row.outcome == "worse"]
+    better = [row for row in made.rows if row.outcome == "better"]
+    if beyond:
+        text = f"{_moves(beyond)}; more than the margin of {made.margin_text}"
+    elif worse:
+        text = f"{_moves(worse)}; within the margin of {made.margin_text}"
+    elif better:
+        text = _moves(better)
+    else:
+        text = f"no deciding metric moved by more than chance, {made.prompts} prompts"
+    if worse and better:
+        text += f"; better: {_moves(better)}"
+    if own is not None and failing:
+        before = made.old.verdict
+        alike = before is not None and before.status == own.status
+        also = ", as the old one is" if alike else ""
+        text += f"; the new run by itself is {own.status}{also}: {own.reason}"
+    return replace(made, fails=bool(beyond) or failing, reason=text)
+
+
+def _moves(rows: Sequence[AgainstRow]) -> str:
+    return ", ".join(f"{row.metric} {row.old.value:.3g} → {row.new.value:.3g}" for row in rows)
+
+
+def _wanted(thresholds: Thresholds | None) -> list[str]:
+    judged_by = default_thresholds() if thresholds is None else thresholds
+    return list(dict.fromkeys([*DECIDING, *judged_by, *ALSO]))
+
+
+def _rows(
+    names: list[str], old: Measured, new: Measured, same: bool, seed: int
+) -> list[AgainstRow]:
+    """The metrics that both runs have, each with its change."""
+    samples = old.sample, new.sample
+    return [
+        AgainstRow(
+            name, old.values[name], new.values[name], _change(METRICS[name], samples, same, seed)
+        )
+        for name in names
+        if name in old.values and name in new.values
+    ]
+
+
+def _one_sided(names: list[str], old: Measured, new: Measured) -> list[str]:
+    """Metrics that one run has and the other has not: they are compared nowhere."""
+    return [
+        f"{name}: only the {'old' if name in old.values else 'new'} run has it, so not compared"
+        for name in names
+        if (name in old.values) != (name in new.values)
+    ]
+
+
+def _change(metric: Metric, samples: tuple[Sample, Sample], same: bool, seed: int) -> Estimate:
+    one, other = samples
+    if not same:
+        return difference(metric, one, other, seed=seed)
+    return paired(
+        metric, one.arrays, other.arrays, sequence=one.sequence, prompt=one.prompt, seed=seed
+    )
+
+
+def _provenance(run: Path) -> dict[str, Any]:
+    """What the run's first command noted; nothing where only artefacts were copied."""
+    try:
+        past = invocations(run)
+    except MismatchError:  # damaged, or of another version: the artefacts are what counts
+        return {}
+    return past[0] if past else {}
+
+
+def _notes(found: Sequence[Changed]) -> list[str]:
+    trainer = [one.name for one in found if one.where == "trainer"]
+    notes = []
+    if trainer:
+        named = ", ".join(trainer[:4]) + (" …" if len(trainer) > 4 else "")
+        notes.append(f"the trainer has changed as well ({named}): not all of it is the engine's")
+    if not any(one.where == "engine" for one in found):
+        notes.append("nothing that the engine says of itself has changed")
+    return notes
+
+
+def _engines(old: Sides, new: Sides, seed: int) -> Comparison:
+    """Old engine against new engine, token by token."""
+    return compare(
+        old.rollout,
+        replace(old.decode, name=f"old {old.decode.name}"),
+        replace(new.decode, name=f"new {new.decode.name}"),
+        sampled_by_left=is_sampling_law(old.rollout, old.decode),
+        seed=seed,
+        headline_only=True,
+    )

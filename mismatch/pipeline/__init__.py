@@ -1,0 +1,1 @@
+"""What each command runs, in its order; returns a report."""

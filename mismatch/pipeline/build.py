@@ -1,0 +1,361 @@
+"""Artefacts of a run in, a Report out: compared, judged, with what was not tested."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mismatch import __version__
+from mismatch.analysis.comparison import compare, is_sampling_law, paired_routing
+from mismatch.analysis.corrections.preview import preview
+from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
+from mismatch.analysis.exact_kl import exact_checks, exact_reason
+from mismatch.analysis.levels import column_for, judge, verdict
+from mismatch.analysis.routing_tables import flipped_layers
+from mismatch.analysis.two_passes import mark_injected, replay_phrase, two_passes
+from mismatch.experiments.gradients.found import check_of_run
+from mismatch.experiments.kernels.document import of_run
+from mismatch.metrics.routing_noise import router_noise
+from mismatch.pipeline.commands import REFERENCE, REPLAYED, TRAIN, WEIGHTS
+from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
+from mismatch.reports.budget import budget_of
+from mismatch.reports.forecast import forecast_of
+from mismatch.run import manifest, store
+from mismatch.run.provenance import provenance
+from mismatch.specs import CheckSpec, spec_hash, to_dict
+from mismatch.types import Check, Comparison, Report, Rollout, Scoring
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mismatch.analysis.corrections.types import Corrections
+    from mismatch.analysis.levels import Thresholds
+
+COMPARISON = "comparison.json"
+COMPARISON_SCHEMA = "mismatch.comparison/1"
+SIDE_PAIRS = ("repeated", "regrouped", "grad")  # the trainer against itself
+
+
+@dataclass(frozen=True)
+class Artefacts:
+    """What the stages left in a run directory.
+
+    Attributes:
+        train: the trainer's scoring that is judged.
+        prefill: the engine's own rescoring, if any.
+    """
+
+    rollout: Rollout
+    scorings: dict[str, Scoring]
+    decode: Scoring
+    train: Scoring
+    prefill: Scoring | None
+
+    @classmethod
+    def load(cls, run_dir: Path, spec: CheckSpec) -> Artefacts:
+        """Read them all.
+
+        Raises:
+            MismatchError: one is missing (with the command that makes it) or damaged.
+        """
+        rollout = store.load_rollout(run_dir)
+        engine = spec.rollout.engine.engine
+        decode = store.load_scoring(run_dir, f"{engine}:decode")
+        train = store.load_scoring(run_dir, TRAIN)
+        names = [n for n in store.scoring_names(run_dir) if not n.startswith(store.FIX_PREFIX)]
+        rest = {n: store.load_scoring(run_dir, n) for n in names if n not in (decode.name, TRAIN)}
+        scorings = {**rest, decode.name: decode, TRAIN: train}
+        scorings = {name: scorings[name] for name in sorted(scorings)}
+        return cls(rollout, scorings, decode, train, scorings.get(f"{engine}:prefill"))
+
+    @property
+    def others(self) -> list[Scoring]:
+        """The trainer under other settings: what `mismatch score --name` has added."""
+        return [
+            scoring
+            for name, scoring in self.scorings.items()
+            if scoring.fingerprint.get("mode") == "train"
+            and name != TRAIN
+            and not name.startswith(f"{TRAIN}:")
+        ]
+
+
+def build_report(
+    run_dir: Path,
+    spec: CheckSpec,
+    thresholds: Thresholds | None = None,
+    command: str = "",
+    again: bool = False,
+) -> tuple[Report, pd.DataFrame]:
+    """Compare what the stages left in ``run_dir``; leaves comparison.json and tokens.parquet.
+
+    Args:
+        again: compare anew even where a comparison of these artefacts is there.
+
+    Returns:
+        The report, and the token table (one row per action token).
+    """
+    found = Artefacts.load(run_dir, spec)
+    checks = input_checks(found.rollout, found.decode, found.train)
+    comparisons, floor = compare_artefacts(run_dir, spec, found, checks, again)
+    if comparisons:
+        ratio = comparisons[0].metrics["ratio_mean"]
+        checks += semantic_checks(found.rollout, found.decode, found.train, ratio)
+        checks += exact_checks(comparisons[0])
+    column = column_for(found.decode.fingerprint, found.train.fingerprint)
+    judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
+    corrections = preview_headline(found, comparisons, spec.seed)
+    missing = not_tested(spec, found.rollout, found.scorings, checks)
+    if corrections is not None:
+        missing += [f"corrections: {reason}" for reason in corrections.not_tested]
+    gradients, unseen = check_of_run(run_dir, asked=spec.gradients)
+    missing += unseen
+    report = Report(
+        model=spec.rollout.engine.model,
+        verdict=mark_injected(verdict(judgements, checks, column), found.scorings),
+        fingerprints={name: scoring.fingerprint for name, scoring in found.scorings.items()},
+        comparisons=tuple(comparisons),
+        noise_floor=tuple(floor),
+        checks=tuple(checks),
+        not_tested=tuple(missing),
+        run=facts(spec, found.rollout, command),
+        kernels=of_run(run_dir),
+        gradients=gradients,
+        corrections=corrections,
+        **growth(spec, found, sound=bool(comparisons)),
+    )
+    return report, store.load_tokens(run_dir)
+
+
+def growth(spec: CheckSpec, found: Artefacts, *, sound: bool) -> dict[str, Any]:
+    """Error budget and length forecast of the headline, and the trainer's two passes.
+
+    None of them where nothing was compared.
+    """
+    if not sound:
+        return {}
+    beside = {n: s for n, s in found.scorings.items() if n not in (found.decode.name, TRAIN)}
+    refused = {name: reason for name, one in beside.items() if (reason := flaw(one))}
+    usable = {name: one for name, one in found.scorings.items() if name not in refused}
+    target = spec.forecast_length
+    return {
+        "budget": budget_of(spec, found.rollout, usable, refused, spec.seed),
+        "two_passes": two_passes(spec, found.rollout, usable, spec.seed),
+        "forecast": forecast_of(found.rollout, found.decode, found.train, target, spec.seed),
+    }
+
+
+def preview_headline(
+    found: Artefacts, comparisons: list[Comparison], seed: int
+) -> Corrections | None:
+    """Corrections on the headline's tokens; None where nothing could be compared."""
+    if not comparisons:
+        return None
+    law = comparisons[0].sampled_by_left
+    return preview(found.rollout, found.decode, found.train, sampled_by_left=law, seed=seed)
+
+
+def compare_artefacts(
+    run_dir: Path, spec: CheckSpec, found: Artefacts, checks: list[Check], again: bool
+) -> tuple[list[Comparison], list[Comparison]]:
+    """Comparisons and noise floor, from ``comparison.json`` where that is of these artefacts."""
+    made_by = f"{__version__}:{spec_hash(spec)}"
+    inputs = [store.ROLLOUT, *(store.scoring_file(name) for name in found.scorings)]
+    made = all(manifest.is_current(run_dir, name, made_by) for name in (COMPARISON, store.TOKENS))
+    if again or not made or not manifest.made_from(run_dir, COMPARISON, inputs):
+        texts = store.load_vocabulary(run_dir)
+        pairs = compare_all(found, spec.seed, texts) if _sound(checks) else ([], [])
+        document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(*pairs)}
+        tokens = token_table(run_dir, found.rollout, found.decode, found.train)
+        entry: dict[str, Any] = {"made_by": made_by, "inputs": inputs}
+        store.save_tokens(run_dir, tokens, **entry)
+        store.save_document(run_dir, COMPARISON, document, schema=COMPARISON_SCHEMA, **entry)
+    # Always through the file: a resumed run reports the numbers that an uninterrupted one does.
+    return comparisons_from_json(store.load_document(run_dir, COMPARISON))
+
+
+def compare_all(
+    found: Artefacts, seed: int, texts: dict[int, str] | None = None
+) -> tuple[list[Comparison], list[Comparison]]:
+    """The headline first, then the prefill's view and the trainer's other settings; the floor."""
+    rollout, decode, prefill = found.rollout, found.decode, found.prefill
+    lawful = is_sampling_law(rollout, decode)
+    pairs = [(decode, found.train, lawful)]
+    if prefill is not None and not flaw(prefill):
+        pairs.append((prefill, found.train, False))
+    pairs += [(decode, other, lawful) for other in found.others if not flaw(other)]
+    replayed = found.scorings.get(REPLAYED)
+    if replayed is not None and not flaw(replayed):
+        pairs.append((decode, replayed, lawful))
+    other = found.scorings.get(WEIGHTS)
+    if other is not None and not flaw(other):
+        pairs += [(found.train, other, False), (decode, other, lawful)]
+    steady = [found.scorings.get(name) for name in (f"{TRAIN}:regrouped", REFERENCE)]
+    noise = router_noise(rollout, found.train, [s for s in steady if s is not None])
+    comparisons = [
+        compare(rollout, left, right, sampled_by_left=law, seed=seed, noise=noise, texts=texts)
+        for left, right, law in pairs
+    ]
+    return comparisons, noise_floor(rollout, found.scorings, decode, prefill, seed)
+
+
+def _sound(checks: list[Check]) -> bool:
+    return all(check.status == "passed" for check in checks)
+
+
+def flaw(scoring: Scoring) -> str:
+    """Why no comparison can be made of a scoring; empty where one can.
+
+    The two scorings of the headline have :func:`input_checks` for this. One that stands beside them
+    is left out and named, so that it cannot keep the verdict from being reached.
+    """
+    for what, values in (("logprobs", scoring.logprobs), ("entropies", scoring.entropy)):
+        if values is not None and not np.isfinite(values).all():
+            return f"{int((~np.isfinite(values)).sum())} of {len(values)} {what} are not finite"
+    return ""
+
+
+def noise_floor(
+    rollout: Rollout,
+    scorings: dict[str, Scoring],
+    decode: Scoring,
+    prefill: Scoring | None,
+    seed: int,
+) -> list[Comparison]:
+    """Pairs that would agree exactly in a perfect world: what is left of the mismatch is noise."""
+    train = scorings[TRAIN]
+    pairs = [(decode, prefill)] if prefill is not None else []
+    pairs += [(train, scorings[f"{TRAIN}:{k}"]) for k in SIDE_PAIRS if f"{TRAIN}:{k}" in scorings]
+    reference = scorings.get(REFERENCE)
+    if reference is not None:
+        pairs += [(decode, reference), (train, reference)]
+    return [
+        compare(rollout, left, right, sampled_by_left=False, seed=seed, headline_only=True)
+        for left, right in pairs
+        if not flaw(left) and not flaw(right)
+    ]
+
+
+def token_table(run_dir: Path, rollout: Rollout, decode: Scoring, train: Scoring) -> pd.DataFrame:
+    """One row per action token: sequence, position, ids and text, both logprobs, flips."""
+    import pandas as pd
+
+    actions = rollout.actions
+    sequence = rollout.sequence_of_token[actions]
+    texts = store.load_vocabulary(run_dir)
+    frame = pd.DataFrame(
+        {
+            "sequence": sequence,
+            "position": actions - rollout.offsets[sequence],
+            "token_id": rollout.token_ids[actions],
+            "token": [texts.get(int(i), f"<{i}>") for i in rollout.token_ids[actions]],
+        }
+    )
+    if len(decode.logprobs) == len(train.logprobs) == len(actions):
+        frame["rollout_logprob"] = decode.logprobs
+        frame["train_logprob"] = train.logprobs
+        frame["delta"] = train.logprobs - decode.logprobs
+        frame["entropy"] = np.nan if train.entropy is None else train.entropy
+    else:  # the check same-token-ids has failed: nothing can be paired
+        for name in ("rollout_logprob", "train_logprob", "delta", "entropy"):
+            frame[name] = np.nan
+    frame["turn"] = rollout.turn[actions]
+    frame["routing_flips"] = pd.array([pd.NA] * len(frame), dtype="Int16")
+    frame["routing_flipped_layers"] = pd.array([pd.NA] * len(frame), dtype="string")
+    routes = paired_routing(rollout, decode, train)
+    if routes is not None:
+        frame["routing_flips"] = pd.array(routes.flips, dtype="Int16")
+        frame["routing_flipped_layers"] = pd.array(flipped_layers(routes), dtype="string")
+    return frame
+
+
+def not_tested(
+    spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring], checks: list[Check]
+) -> list[str]:
+    """What this run could not see, and why: one sentence each."""
+    engine = spec.rollout.engine.engine
+    decode, train = scorings[f"{engine}:decode"].fingerprint, scorings[TRAIN].fingerprint
+    missing = [f"{check.id}: {check.detail}" for check in checks if check.status == "not_tested"]
+    missing += decode.get("not_tested", [])
+    missing += spec.not_reproduced
+    missing += [
+        f"{name}: left out of every comparison, because {flaw(scoring)}"
+        for name, scoring in scorings.items()
+        if name not in (f"{engine}:decode", TRAIN) and flaw(scoring)
+    ]
+    reason = exact_reason(scorings[f"{engine}:decode"], scorings[TRAIN])
+    if not spec.rollout.exact_kl:
+        missing.append("exact KL: switched off")
+    elif reason and not any("exact KL" in known for known in missing):
+        missing.append(f"exact KL: {reason}")
+    if not spec.rollout.engine.prefill:
+        missing.append("decode against prefill: the prefill rescoring was switched off")
+    if not spec.noise_floor:
+        missing.append("noise floor: switched off")
+    elif REFERENCE not in scorings:
+        missing.append("float32 reference: the trainer itself is the float32 reference")
+    if replayed := replay_phrase(train):
+        missing.append(f"routing disagreement: replayed ({replayed}), so 0 by construction")
+    elif not spec.train.routing and train.get("moe"):
+        missing.append("routing disagreement: route capture was switched off")
+    elif str(train.get("routing", "")).startswith("not supported"):
+        missing.append(f"routing disagreement: in the trainer {train['routing']}")
+    if train.get("device") == "cpu" and not decode.get("servers"):  # theirs is not known
+        missing.append(
+            "GPU kernels: both sides ran on a CPU, where results hardly depend on batch size; "
+            "batch variance, fused kernels and tensor parallelism show only on a GPU"
+        )
+    if rollout.turn.max() <= 1:
+        missing.append("multi-turn rollouts: every sequence has one turn")
+    missing.append("weight synchronisation: both sides loaded from disk, no refit took place")
+    return missing
+
+
+def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:
+    """What was run and where, and the size of it."""
+    rewards = rollout.rewards
+    return provenance(command, spec.rollout.prompts.path) | {
+        "spec": to_dict(spec),
+        "spec_hash": spec_hash(spec),
+        "n_prompts": rollout.n_prompts,
+        "n_sequences": rollout.n_sequences,
+        "n_tokens": rollout.n_actions,
+        "mean_reward": None if rewards is None else float(np.nanmean(rewards)),
+        "finish_reasons": {
+            reason: rollout.finish_reason.count(reason)
+            for reason in sorted(set(rollout.finish_reason))
+        },
+        "seconds": {},
+    }
+
+
+def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
+    """Write report.html, report.md, and last report.json: where that is, the rest is."""
+    from mismatch.pipeline.document import SCHEMA, report_to_json
+
+    write_rendered(run_dir, report, tokens)
+    store.save_document(run_dir, "report.json", report_to_json(report), schema=SCHEMA)
+
+
+def write_rendered(
+    run_dir: Path, report: Report, tokens: pd.DataFrame, framework: str | None = None
+) -> None:
+    """Write report.html and report.md.
+
+    Args:
+        framework: whose names (and values by its conventions) the tables show; None: everybody's
+            names in the HTML report, nobody's in Markdown.
+    """
+    from mismatch.reports.elsewhere import Elsewhere
+    from mismatch.reports.html import to_html
+    from mismatch.reports.markdown import to_markdown
+
+    for name, text in (
+        ("report.md", to_markdown(report, Elsewhere(tokens, framework) if framework else None)),
+        ("report.html", to_html(report, tokens, framework)),
+    ):
+        store.write_text(run_dir / name, text)
+        manifest.record(run_dir, name, "")

@@ -1,0 +1,278 @@
+"""What each verb runs, in its order: rollout, scores, comparison, report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mismatch.errors import MismatchError
+from mismatch.models.moe import is_moe, require_forms, require_routes
+from mismatch.pipeline.preflight import preflight
+from mismatch.processes.stages import Narrator, Stages, local_gpus
+from mismatch.run import store
+from mismatch.run.directory import Journal, at_work, load_spec
+from mismatch.run.resume import differences
+from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
+from mismatch.types import Report
+
+if TYPE_CHECKING:
+    from mismatch.analysis.levels import Thresholds
+    from mismatch.experiments.gradients.planning import GradientPlan
+
+__all__ = [
+    "REFERENCE",
+    "TRAIN",
+    "Narrator",
+    "Stages",
+    "local_gpus",
+    "preflight",
+    "run_check",
+    "run_rollout",
+    "run_score",
+    "training_passes",
+]
+
+TRAIN = "fsdp"
+REFERENCE = "reference:fp32"
+REGROUPED = f"{TRAIN}:regrouped"
+NEW = f"{TRAIN}:new"  # the second pass with injected noise
+NEW_REPLAYED = f"{TRAIN}:new-replayed"  # the second pass with the first one's routes
+REPLAYED = f"{TRAIN}:replayed"  # the trainer with the engine's routes
+WEIGHTS = f"{TRAIN}:other-weights"  # the same trainer, its experts in another form
+
+
+def training_passes(spec: CheckSpec) -> list[Pass]:
+    """What one training world has to score: the trainer, and what its noise floor needs."""
+    train = spec.train
+    passes = [Pass(TRAIN, train)]
+    effect = []  # after all passes with the trainer's own weights: one load more, not two
+    if spec.weights_effect is not None:
+        effect.append(Pass(WEIGHTS, replace(train, weights=spec.weights_effect)))
+    if not spec.noise_floor:
+        return passes + second_passes(spec) + effect
+    passes.append(Pass(f"{TRAIN}:regrouped", regrouped(train)))
+    passes.append(Pass(f"{TRAIN}:repeated", train))
+    if not train.grad:
+        passes.append(Pass(f"{TRAIN}:grad", replace(train, grad=True, routing=False)))
+    passes += second_passes(spec) + effect
+    reference = reference_of(train)
+    if replace(reference, micro_batch_tokens=train.micro_batch_tokens) != train:
+        passes.append(Pass(REFERENCE, reference))
+    return passes
+
+
+def second_passes(spec: CheckSpec) -> list[Pass]:
+    """What PPO's second forward pass takes beyond the passes of the noise floor.
+
+    The trainer regrouped is such a pass; noise is injected into a copy of it. Router replay of the
+    first pass in the second, and of the engine in the trainer, are made where they were asked for.
+    """
+    train, new = spec.train, regrouped(spec.train)
+    passes = []
+    if spec.inject:
+        new = replace(new, inject=spec.inject, inject_seed=spec.seed)
+        passes.append(Pass(NEW, new))
+    elif spec.two_passes and not spec.noise_floor:
+        passes.append(Pass(REGROUPED, new))
+    wanted = spec.two_passes or (spec.inject and spec.two_passes is not False)
+    if not wanted or not train.routing or train.replay_routing is not None:
+        return passes
+    if is_moe(train.model, train.revision):
+        passes.append(
+            Pass(NEW_REPLAYED, replace(new, replay_routing="ids", replay_source=TRAIN)),
+        )
+        if spec.two_passes and spec.rollout.engine.routing:
+            passes.append(Pass(REPLAYED, replace(train, replay_routing="ids")))
+    return passes
+
+
+def regrouped(train: TrainSpec) -> TrainSpec:
+    """The same trainer with other micro-batches."""
+    return replace(train, micro_batch_tokens=max(256, train.micro_batch_tokens // 4))
+
+
+def reference_of(train: TrainSpec) -> TrainSpec:
+    """The float32 forward of the same weights, with a kernel that honours the model."""
+    return replace(
+        train,
+        dtype="fp32",
+        master_dtype="fp32",
+        autocast=None,
+        head_dtype=None,
+        router_dtype=None,
+        temperature_in="fp32",
+        logprobs_dtype=None,
+        attention="auto",
+        experts="auto",
+        layout="padding",
+        grad=False,
+        replay_routing=None,
+        replay_source=None,
+        inject=(),
+    )
+
+
+def run_check(
+    spec: CheckSpec,
+    run_dir: Path,
+    narrator: Narrator,
+    thresholds: Thresholds | None = None,
+    command: str = "",
+) -> Report:
+    """After :func:`preflight`: run every stage that is not done, write every artefact.
+
+    Raises:
+        MismatchError: a stage failed; what was written before stays, to be resumed.
+    """
+    with at_work(run_dir, "check", spec, command) as journal:
+        stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec))
+        if spec.other_engine is not None:
+            from mismatch.pipeline.engine_pair import measure_two
+
+            measure_two(stages, training_passes(spec))
+        if spec.fixes:
+            from mismatch.pipeline.fixes import measure_with_fixes
+
+            measure_with_fixes(stages, training_passes(spec))
+        elif spec.other_engine is None:
+            stages.measure(training_passes(spec))
+        return conclude(stages, thresholds)
+
+
+def gradients_of(spec: CheckSpec) -> GradientPlan | None:
+    """What ``--gradients`` asks for; None without it."""
+    if not spec.gradients:
+        return None
+    from mismatch.experiments.gradients.planning import plan_gradients
+
+    return plan_gradients(spec)
+
+
+def run_rollout(spec: CheckSpec, run_dir: Path, narrator: Narrator, command: str = "") -> None:
+    """The engine alone: tokens, decode and prefill scorings.
+
+    Raises:
+        MismatchError: the engine failed.
+    """
+    with at_work(run_dir, "rollout", spec, command) as journal:
+        Stages(spec, run_dir, narrator, journal).measure([])
+
+
+def run_score(
+    spec: CheckSpec, run_dir: Path, narrator: Narrator, name: str = TRAIN, command: str = ""
+) -> None:
+    """Add the trainer's scorings to a run that holds a rollout.
+
+    Args:
+        name: of the scoring; one that is not ``TRAIN`` is made without a noise floor of its own.
+
+    Raises:
+        MismatchError: no rollout, another scoring of that name, or the training world failed.
+    """
+    store.load_rollout(run_dir)
+    require_routes(spec)
+    require_forms(spec)
+    if spec.weights_effect is not None and name != TRAIN:
+        raise MismatchError(
+            f"--weights-effect is for the scoring {TRAIN!r}, not for {name!r}",
+            f"drop --name, or give this one the form: --train-weights {spec.weights_effect}",
+        )
+    if spec.inject and name != TRAIN:
+        raise MismatchError(
+            f"--inject is for the second pass of the scoring {TRAIN!r}, not for {name!r}",
+            "drop --name, or drop --inject",
+        )
+    known = load_spec(run_dir)
+    if name != TRAIN and spec.gradients and not known.gradients:
+        raise MismatchError(
+            f"--gradients are of the scoring {TRAIN!r} and its fixes, not of {name!r}",
+            "drop --name, or drop --gradients",
+        )
+    passes = training_passes(spec) if name == TRAIN else [Pass(name, spec.train)]
+    _require_free_name(run_dir, passes[0])
+    kept = replace(  # its fixes stay: a later compare shows their table
+        spec, fixes=known.fixes, budget_minutes=known.budget_minutes, verdict=known.verdict
+    )
+    if name != TRAIN:
+        kept = replace(kept, train=known.train)
+    with at_work(run_dir, "score", kept, command) as journal:
+        plan = gradients_of(spec) if name == TRAIN else None
+        Stages(spec, run_dir, narrator, journal, plan).measure(passes, sample=False)
+
+
+def run_compare(
+    run_dir: Path,
+    narrator: Narrator,
+    thresholds: Thresholds | None = None,
+    command: str = "",
+    forecast_length: int | None = None,
+) -> Report:
+    """Compare and judge what lies in a run directory, whoever made it.
+
+    Args:
+        forecast_length: another one than the run's own.
+
+    Raises:
+        MismatchError: artefacts missing, damaged, or of different tokens.
+    """
+    spec = load_spec(run_dir)
+    with at_work(run_dir, "compare", spec, command) as journal:
+        if forecast_length is not None:
+            spec = replace(spec, forecast_length=forecast_length)
+        return conclude(Stages(spec, run_dir, narrator, journal), thresholds, again=True)
+
+
+def conclude(stages: Stages, thresholds: Thresholds | None, again: bool = False) -> Report:
+    """Compare and judge what the stages left; write the report.
+
+    Args:
+        again: compare anew even where ``comparison.json`` is there.
+    """
+    from mismatch.experiments.fixes.results import with_fixes
+    from mismatch.pipeline.build import build_report, write_report
+
+    with stages.timed("compare", "compare: metrics with intervals"):
+        report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
+        if stages.spec.other_engine is not None:
+            from mismatch.experiments.engine_pair.edges import with_engines
+
+            report = with_engines(report, stages.run_dir, stages.spec, thresholds)
+        report = with_fixes(report, stages.run_dir, stages.spec, thresholds)
+    stages.journal.save()
+    report.run.update(journal_facts(stages.journal))
+    write_report(stages.run_dir, report, tokens)
+    return report
+
+
+def journal_facts(journal: Journal) -> dict[str, Any]:
+    """What ``report.json`` keeps of the commands that made a run."""
+    facts = {key: value for key, value in journal.entry.items() if key not in ("verb", "finished")}
+    earlier = [one["command"] for one in journal.earlier]
+    facts |= {"seconds": journal.seconds, "timings": journal.timings}
+    return facts | ({"earlier_commands": earlier} if earlier else {})
+
+
+def _require_free_name(run_dir: Path, one: Pass) -> None:
+    """A scoring is never replaced by one with other settings."""
+    if one.name not in store.scoring_names(run_dir):
+        taken = [
+            n
+            for n in store.scoring_names(run_dir)
+            if store.scoring_file(n) == store.scoring_file(one.name)
+        ]
+        if not taken:
+            return
+        raise MismatchError(
+            f"{run_dir} holds the scoring {taken[0]!r}, whose file would be that of {one.name!r}",
+            "choose another --name",
+        )
+    found = store.scoring_header(run_dir, one.name).get("spec")
+    # Through a spec and back: what was saved holds lists for tuples, and no fields that are newer.
+    if found is None or from_dict(TrainSpec, found) == one.spec:
+        return
+    lines = differences(to_dict(from_dict(TrainSpec, found)), to_dict(one.spec))
+    raise MismatchError(
+        f"{run_dir} holds a scoring {one.name!r} with other settings:\n    " + "\n    ".join(lines),
+        "keep both: --name NAME for this one",
+    )

@@ -1,0 +1,125 @@
+"""Two scorings of the same tokens side by side, from one run or from two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mismatch.analysis.comparison import compare, is_sampling_law
+from mismatch.analysis.corrections.preview import preview
+from mismatch.analysis.diagnosis.semantics import input_checks
+from mismatch.analysis.levels import column_for, judge, verdict
+from mismatch.errors import MismatchError
+from mismatch.pipeline.build import (
+    COMPARISON,
+    COMPARISON_SCHEMA,
+    facts,
+    token_table,
+    write_report,
+)
+from mismatch.pipeline.document import comparisons_to_json
+from mismatch.reports.forecast import forecast_of
+from mismatch.run import store
+from mismatch.run.directory import load_spec
+from mismatch.types import Pair, Report, Rollout
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mismatch.analysis.levels import Thresholds
+
+UNTESTED = (
+    "sampling, alignment, special tokens and weights: these checks need the engine that sampled; "
+    "each run's own report has them"
+)
+
+
+def build_pair(
+    left_run: Path,
+    right_run: Path,
+    names: tuple[str, str],
+    thresholds: Thresholds | None = None,
+    command: str = "",
+    forecast_length: int | None = None,
+) -> tuple[Report, pd.DataFrame]:
+    """``names[0]`` of one run against ``names[1]`` of another (or the same): delta = right - left.
+
+    Raises:
+        MismatchError: the runs hold different tokens, a scoring is missing or not finite.
+    """
+    rollout, other = store.load_rollout(left_run), store.load_rollout(right_run)
+    require_same_tokens(rollout, other, left_run, right_run)
+    left = store.load_scoring(left_run, names[0])
+    right = store.load_scoring(right_run, names[1])
+    Pair.of(rollout, left, right)
+    if left_run != right_run:
+        first, second = _labels(left_run, right_run)
+        left = replace(left, name=f"{first}/{left.name}")
+        right = replace(right, name=f"{second}/{right.name}")
+    elif names[0] == names[1]:
+        raise MismatchError(
+            f"--left and --right are the same scoring, {names[0]}",
+            f"choose two of: {', '.join(store.scoring_names(left_run))}",
+        )
+    spec = load_spec(left_run)
+    law = is_sampling_law(rollout, left)
+    texts = store.load_vocabulary(left_run)
+    comparison = compare(rollout, left, right, sampled_by_left=law, seed=spec.seed, texts=texts)
+    checks = input_checks(rollout, left, right)
+    column = column_for(left.fingerprint, right.fingerprint)
+    judgements = judge(comparison, column, thresholds)
+    report = Report(
+        model=spec.rollout.engine.model,
+        verdict=verdict(judgements, checks, column),
+        fingerprints={left.name: left.fingerprint, right.name: right.fingerprint},
+        comparisons=(comparison,),
+        noise_floor=(),
+        checks=tuple(checks),
+        not_tested=(UNTESTED,),
+        run=facts(spec, rollout, command) | {"runs": [str(left_run), str(right_run)]},
+        corrections=preview(rollout, left, right, sampled_by_left=law, seed=spec.seed),
+        forecast=forecast_of(
+            rollout, left, right, forecast_length or spec.forecast_length, spec.seed
+        ),
+    )
+    return report, token_table(left_run, rollout, left, right)
+
+
+def write_pair(directory: Path, report: Report, tokens: pd.DataFrame) -> None:
+    """comparison.json, tokens.parquet and the report, as a run has them."""
+    store.save_tokens(directory, tokens)
+    document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(report.comparisons, ())}
+    store.save_document(directory, COMPARISON, document, schema=COMPARISON_SCHEMA)
+    write_report(directory, report, tokens)
+
+
+def require_same_tokens(one: Rollout, other: Rollout, first: Path, second: Path) -> None:
+    """Only scorings of the same tokens can be compared.
+
+    Raises:
+        MismatchError: it says where the two rollouts part.
+    """
+    if one.n_sequences != other.n_sequences:
+        where = f"{one.n_sequences} and {other.n_sequences} sequences"
+    else:
+        pairs = zip(one.sequences(), other.sequences(), strict=True)
+        parted = [n for n, (a, b) in enumerate(pairs) if not np.array_equal(a, b)]
+        if not parted:
+            if np.array_equal(one.action_mask, other.action_mask):
+                return
+            where = "other tokens are marked as sampled"
+        else:
+            where = f"{len(parted)} of {one.n_sequences} sequences differ, the first is {parted[0]}"
+    raise MismatchError(
+        f"two runs of different tokens: {first} and {second}: {where}",
+        f"score one rollout twice: copy {first} and run `mismatch score COPY --name NAME`, or "
+        "compare the numbers of the two reports instead",
+    )
+
+
+def _labels(left: Path, right: Path) -> tuple[str, str]:
+    names = left.resolve().name, right.resolve().name
+    return names if names[0] != names[1] else ("A", "B")

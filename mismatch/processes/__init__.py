@@ -1,0 +1,1 @@
+"""Child processes: engines and training worlds, started, watched and ended."""

@@ -1,0 +1,182 @@
+"""Inputs of attention, and what each query may look at on them.
+
+A scene turns one feature on and keeps the others without effect, so that one fault shows in one
+place: sinks so low that they take no share; the same keys and values for all heads, so that any
+grouping reads the same; the usual scale. Shapes: B rows, H heads, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from mismatch.processes.kernels.geometry import ModelGeometry
+
+LONGEST_WINDOW = 96  # a fault in a window does not need a long one
+SHORTEST = 97  # tokens; no multiple of any kernel's tile
+NO_SHARE = -1e4  # as a sink logit: exp() of it is 0, and float16 still holds it
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class Inputs(NamedTuple):
+    """What a layer gives its kernel.
+
+    Attributes:
+        query: [B, H, T, D].
+        key: [B, Hkv, S, D].
+        value: [B, Hkv, S, Dv].
+        sinks: [H]; None for a model without.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    sinks: torch.Tensor | None
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by the names of ``experiments.kernels.types.Error``."""
+        pairs = zip(("q", "k", "v", "sinks"), self, strict=True)
+        return {name: x for name, x in pairs if x is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One situation.
+
+    Attributes:
+        queries, keys: lengths; fewer queries than keys: they are the last ones, as with a cache.
+        scaling: of the scores.
+        rows: of the batch.
+        window: keys that a query sees, itself among them; None: all before it.
+        documents: lengths of the documents in the (one) row; (): one document.
+        lengths: real tokens of each row, the rest is padding at its end; (): no padding.
+        sinks: "off": so low that they take no share.
+        grouped: each key head differs; otherwise all are the same.
+    """
+
+    queries: int
+    keys: int
+    scaling: float
+    rows: int = 1
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    sinks: Literal["on", "off"] = "off"
+    grouped: bool = False
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        parts = [
+            "documents in one row" if self.documents else "",
+            f"a window of {self.window}" if self.window else "",
+            f"{self.queries} queries after {self.keys - self.queries} cached keys"
+            if self.queries < self.keys
+            else "",
+        ]
+        return " and ".join(part for part in parts if part) or "full attention"
+
+
+def plain(geometry: ModelGeometry) -> Scene:
+    """One causal row with everything else neutral."""
+    tokens = max(SHORTEST, 2 * short_window(geometry) + 5)
+    return Scene(tokens, tokens, usual_scale(geometry))
+
+
+def usual_scale(geometry: ModelGeometry) -> float:
+    """What kernels take when nobody gives a scale."""
+    return float(geometry.head_dim**-0.5)
+
+
+def short_window(geometry: ModelGeometry) -> int:
+    """The model's window, or a shorter one; for models without, any."""
+    return min(geometry.window or LONGEST_WINDOW // 3, LONGEST_WINDOW)
+
+
+def full(geometry: ModelGeometry) -> tuple[Scene, ...]:
+    """Everything that the model has turned on at once, in all its kinds of layers."""
+    base = replace(plain(geometry), scaling=geometry.scaling, grouped=True, sinks="on")
+    third = base.keys // 3
+    documents = (third, 5, base.keys - third - 5)
+    kinds: list[int | None] = [None]
+    if geometry.window is not None:
+        kinds.append(short_window(geometry))
+    return tuple(
+        replace(base, window=window, documents=parts)
+        for window in kinds
+        for parts in ((), documents)
+    )
+
+
+def inputs_of(
+    geometry: ModelGeometry, scene: Scene, device: str, dtype: torch.dtype, seed: int
+) -> Inputs:
+    """Random inputs in ``dtype``, alike in all dtypes up to its rounding; no gradients asked yet.
+
+    Drawn on the CPU: other devices draw other numbers from the same seed.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    heads, groups = geometry.heads, geometry.kv_heads if scene.grouped else 1
+    query = normal(scene.rows, heads, scene.queries, geometry.head_dim)
+    key = normal(scene.rows, groups, scene.keys, geometry.head_dim)
+    value = normal(scene.rows, groups, scene.keys, geometry.value_dim)
+    if not scene.grouped:
+        key, value = (x.repeat(1, geometry.kv_heads, 1, 1) for x in (key, value))
+    # Scores are about normal: their log-sum-exp is near log(S) + 0.5. A sink there takes half.
+    sinks = 4.0 + 0.7 * normal(heads) if scene.sinks == "on" else torch.full((heads,), NO_SHARE)
+    made = (query, key, value, sinks if geometry.sinks else None)
+    return Inputs(*(None if x is None else x.to(device, dtype) for x in made))  # type: ignore[arg-type]
+
+
+def allowed(
+    scene: Scene,
+    device: str,
+    *,
+    window: int | Literal["scene"] | None = "scene",
+    documents: bool = True,
+    from_start: bool = False,
+) -> torch.Tensor:
+    """[T, S] True where a query may look; the arguments give the look of a faulty kernel.
+
+    Args:
+        window: another one.
+        documents: whether they are apart.
+        from_start: the first query stands at the first key, whatever the cache holds.
+    """
+    offset = 0 if from_start else scene.keys - scene.queries
+    rows = torch.arange(scene.queries, device=device)[:, None] + offset
+    columns = torch.arange(scene.keys, device=device)
+    looks = columns <= rows
+    width = scene.window if window == "scene" else window
+    if width is not None:
+        looks = looks & (columns > rows - width)
+    if documents and scene.documents:
+        looks = looks & (document_of(scene, device)[rows] == document_of(scene, device)[columns])
+    return looks
+
+
+def document_of(scene: Scene, device: str) -> torch.Tensor:
+    """[S] number of the document that a token is in."""
+    lengths = torch.tensor(scene.documents or (scene.keys,), device=device)
+    return torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+
+
+def positions_of(scene: Scene, device: str) -> torch.Tensor:
+    """[B, T] position ids: every document starts at 0; queries after a cache go on from it."""
+    places = torch.arange(scene.keys, device=device)
+    if scene.documents:
+        starts = [sum(scene.documents[:n]) for n in range(len(scene.documents))]
+        places = places - torch.tensor(starts, device=device)[document_of(scene, device)]
+    return places[None, scene.keys - scene.queries :].expand(scene.rows, -1)

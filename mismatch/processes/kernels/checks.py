@@ -1,0 +1,253 @@
+"""Does a kernel do what it is told: sinks, window, documents, offsets, groups, scale.
+
+Each question runs the kernel on a scene with that feature alone, and compares the output with the
+truth and with the truths of known faults: the nearest one says what the kernel did instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from mismatch.experiments.kernels.types import Finding
+from mismatch.processes.kernels import reference as truth
+from mismatch.processes.kernels.cases import (
+    DTYPES,
+    Inputs,
+    Scene,
+    allowed,
+    inputs_of,
+    plain,
+    short_window,
+    usual_scale,
+)
+from mismatch.processes.kernels.geometry import ModelGeometry
+from mismatch.processes.kernels.limits import limit_of
+from mismatch.processes.kernels.runner import Runner
+
+Fault = Callable[[Inputs], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One scene, and the outputs of known faults on it.
+
+    Attributes:
+        faults: what a kernel does, in words -> what it then gives, from inputs in float64.
+    """
+
+    column: str
+    scene: Scene
+    faults: dict[str, Fault]
+
+
+COLUMNS = ("sinks", "window", "packing", "offsets", "grouped_queries", "scaling")
+ABSENT = {
+    "sinks": "the model has no attention sinks",
+    "window": "the model has no layers with a sliding window",
+    "grouped_queries": "the model has a key head for every query head",
+}
+
+
+def features(
+    runner: Runner, geometry: ModelGeometry, device: str, forward: dict[str, float], seed: int
+) -> list[Finding]:
+    """One finding for each of :data:`COLUMNS`, the worst over dtypes.
+
+    Args:
+        forward: name of each dtype that the kernel takes -> relative error of its output there.
+    """
+    asked = list(questions(geometry, device))
+    findings = []
+    for column in COLUMNS:
+        mine = [question for question in asked if question.column == column]
+        if not mine:
+            findings.append(Finding(column, "not_tested", ABSENT[column]))
+            continue
+        answers = [
+            _answer(Asked(runner, geometry, device, seed, name, off), question)
+            for name, off in forward.items()
+            for question in mine
+        ]
+        findings.append(max(answers, key=_badness))
+    return findings
+
+
+def _badness(one: Finding) -> tuple[bool, float]:
+    if one.value is None or one.limit is None:
+        return one.outcome == "failed", float("inf")
+    return one.outcome == "failed", one.value / one.limit
+
+
+def questions(geometry: ModelGeometry, device: str) -> Iterator[Question]:
+    """All that apply to the model."""
+    base = plain(geometry)
+    if geometry.sinks:
+        yield _sinks(replace(base, sinks="on"), device)
+    if geometry.window is not None:
+        yield _window(replace(base, window=short_window(geometry)), device)
+    third = base.keys // 3
+    yield _packing(replace(base, documents=(third, 5, base.keys - third - 5)), device)
+    for queries in (third, 1):
+        yield _offsets(replace(base, queries=queries), device)
+    if geometry.kv_heads < geometry.heads:
+        yield _groups(replace(base, grouped=True), device)
+    usual = usual_scale(geometry)
+    for scaling in {0.6 * usual, geometry.scaling} - {usual}:
+        yield _scaling(replace(base, scaling=scaling), usual, device)
+
+
+def _sinks(scene: Scene, device: str) -> Question:
+    looks = allowed(scene, device)
+    faults: dict[str, Fault] = {
+        "drops the sinks": lambda x: truth.attention(x, looks, scene.scaling, sinks=False)
+    }
+    return Question("sinks", scene, faults)
+
+
+def _window(scene: Scene, device: str) -> Question:
+    width = scene.window or 0
+
+    def seeing(window: int | None) -> Fault:
+        looks = allowed(scene, device, window=window)
+        return lambda x: truth.attention(x, looks, scene.scaling)
+
+    faults = {
+        "sees one key more than the window": seeing(width + 1),
+        "sees one key less than the window": seeing(width - 1),
+        "ignores the window": seeing(None),
+    }
+    return Question("window", scene, faults)
+
+
+def _packing(scene: Scene, device: str) -> Question:
+    looks = allowed(scene, device, documents=False)
+    faults: dict[str, Fault] = {
+        "lets documents of one row see each other": lambda x: truth.attention(
+            x, looks, scene.scaling
+        )
+    }
+    return Question("packing", scene, faults)
+
+
+def _offsets(scene: Scene, device: str) -> Question:
+    first = allowed(scene, device, from_start=True)
+    every = torch.ones_like(first)
+    faults: dict[str, Fault] = {
+        "puts the first query at the first key, whatever is in the cache": lambda x: (
+            truth.attention(x, first, scene.scaling)
+        ),
+        "lets queries see keys that come after them": lambda x: truth.attention(
+            x, every, scene.scaling
+        ),
+    }
+    return Question("offsets", scene, faults)
+
+
+def _groups(scene: Scene, device: str) -> Question:
+    looks = allowed(scene, device)
+    faults: dict[str, Fault] = {
+        "hands key heads out in turn, not to neighbours": lambda x: truth.attention(
+            x, looks, scene.scaling, groups="round_robin"
+        )
+    }
+    return Question("grouped_queries", scene, faults)
+
+
+def _scaling(scene: Scene, usual: float, device: str) -> Question:
+    looks = allowed(scene, device)
+
+    def scaled(scaling: float) -> Fault:
+        return lambda x: truth.attention(x, looks, scaling)
+
+    faults = {
+        "uses head_dim ** -0.5 whatever scale is given": scaled(usual),
+        "does not scale at all": scaled(1.0),
+        "applies head_dim ** -0.5 beside the scale": scaled(scene.scaling * usual),
+    }
+    return Question("scaling", scene, faults)
+
+
+# An error of the size that the output has with everything on is left to the column "forward", as
+# long as the output is clearly nearer to the truth than to that of a kernel with a known fault.
+ELSEWHERE = 3.0
+NEARER = 3.0
+UNNAMED = {
+    "sinks": "the sinks do not count as they should",
+    "window": "does not see exactly the window",
+    "packing": "documents of one row are not kept apart as they should be",
+    "offsets": "queries after cached keys do not look at the right ones",
+    "grouped_queries": "query heads do not read their own group's keys",
+    "scaling": "the given scale is not used as it should be",
+}
+RIGHT = {
+    "sinks": "the sinks count in the softmax",
+    "window": "each query sees exactly its window",
+    "packing": "documents of one row do not see each other",
+    "offsets": "queries after cached keys look at the right ones",
+    "grouped_queries": "query heads read their own group's keys",
+    "scaling": "the given scale is used",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One kernel in one dtype.
+
+    Attributes:
+        forward: relative error of its output where everything is on.
+    """
+
+    runner: Runner
+    geometry: ModelGeometry
+    device: str
+    seed: int
+    dtype: str
+    forward: float
+
+
+def _answer(asked: Asked, question: Question) -> Finding:
+    column, scene, device = question.column, question.scene, asked.device
+    inputs = inputs_of(asked.geometry, scene, device, DTYPES[asked.dtype], asked.seed)
+    with torch.no_grad():
+        try:
+            out = asked.runner(scene, inputs)
+        except Exception as error:  # a kernel may raise anything
+            detail = f"does not run with {scene.label} in {asked.dtype}: {line(error)}"
+            return Finding(column, "failed", detail)
+        numbers, looks = truth.exact(inputs), allowed(scene, device)
+        right = truth.attention(numbers, looks, scene.scaling)
+        floor = truth.relative_error(truth.rounded(inputs, looks, scene.scaling), right)
+        off, limit = truth.relative_error(out, right), limit_of(floor)
+        gives = {words: fault(numbers) for words, fault in question.faults.items()}
+        faults = {  # some change nothing in this scene: a last query has no keys after it
+            words: truth.relative_error(out, wrong)
+            for words, wrong in gives.items()
+            if truth.relative_error(wrong, right) > limit
+        }
+    if off <= limit:
+        return Finding(column, "passed", RIGHT[column], off, limit)
+    if off == float("inf"):
+        said = f"gives NaN or inf with {scene.label} in {asked.dtype}"
+        return Finding(column, "failed", said, None, limit)
+    nearest = min(faults, key=lambda words: faults[words])
+    elsewhere = min(ELSEWHERE * asked.forward, faults[nearest] / NEARER)
+    if off <= elsewhere:
+        said = f"{RIGHT[column]}; the output is off by {percent(off)} for another reason"
+        return Finding(column, "passed", said, off, elsewhere)
+    said = nearest if faults[nearest] <= max(limit, off / NEARER) else UNNAMED[column]
+    detail = f"{said}: output off by {percent(off)} with {scene.label} in {asked.dtype}"
+    return Finding(column, "failed", detail, off, limit)
+
+
+def percent(error: float) -> str:
+    """For messages: 3 digits; large ones as they are."""
+    return f"{100 * error:.3g} %" if error < float("inf") else "infinitely much (no numbers)"
+
+
+def line(error: BaseException) -> str:
+    """An exception in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,0 +1,199 @@
+"""Every implementation is audited in a process that may die; nothing here imports torch.
+
+The worker (:mod:`mismatch.processes.workers.kernels`) goes through its steps and leaves
+the result of each in a file. A kernel that crashes, hangs or is killed takes the process with it:
+that becomes its result, and a new process goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.kernels.types import Audit, AuditReport, Kind
+from mismatch.processes.launch import POLL_S, Worker, started
+from mismatch.run.store import read_json, write_json
+
+LABEL = "kernels"
+WORKER = "mismatch.processes.workers.kernels"
+PLAN, NOW, DONE = "plan.json", "now.json", "done.json"
+START_S = 300.0  # torch, transformers and a model's configuration, on a slow disk
+HARM: Literal["harm"] = "harm"
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditSpec:
+    """What to audit.
+
+    >>> AuditSpec(model="tiny-gpt-oss", kernels=("my.kernels:attend@flash",)).harm
+    True
+
+    Attributes:
+        model: path or hub id, resolved.
+        only: attention or experts; None: both.
+        names: implementations, as the trainer's flags name them; empty: all of this machine. The
+            user's own are audited in any case.
+        kernels, expert_kernels: the user's own, ``package.module:function``.
+        dtypes: "fp32", "bf16" …; empty: what the device is good for.
+        tokens: lengths at which time and memory are taken; empty: short ones.
+        harm: run what is wrong on the model as a whole.
+        run: run directory whose tokens the harm is measured on; None: built-in ones.
+        limit_s: longest time for one implementation.
+    """
+
+    model: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    only: Kind | None = None
+    names: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    expert_kernels: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    harm: bool = True
+    run: str | None = None
+    seed: int = 0
+    limit_s: float = 900.0
+
+    @classmethod
+    def of(cls, job: dict[str, Any]) -> AuditSpec:
+        """From JSON, where tuples are lists."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in job.items()
+        }
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing to do, and where its result goes.
+
+    Attributes:
+        number: of the implementation, in the order of the plan.
+        what: the audit itself, or what the kernel does to the model.
+    """
+
+    number: int
+    what: Literal["audit", "harm"]
+    name: str
+    kind: Kind
+    origin: Literal["ours", "transformers", "yours"]
+
+    @property
+    def file(self) -> str:
+        """Of its result."""
+        return f"{self.number:03d}-{self.what}.json"
+
+
+def run_audit(
+    spec: AuditSpec, place: Path, progress: Progress, worker: str = WORKER
+) -> AuditReport:
+    """Audit everything that ``spec`` asks for.
+
+    Args:
+        place: an empty or new directory for jobs, logs and results of the steps.
+        worker: module that does the work.
+
+    Raises:
+        MismatchError: no plan could be made: unknown model, a function that cannot be imported …
+    """
+    folder = place / LABEL
+    folder.mkdir(parents=True, exist_ok=True)
+    job = write_json(place / "jobs" / f"{LABEL}.json", {"place": str(place), "spec": asdict(spec)})
+    command = [sys.executable, "-m", worker, str(job)]
+    while not (folder / DONE).exists():
+        (folder / NOW).unlink(missing_ok=True)
+        with started(LABEL, command, place, progress) as process:
+            fate = _watched(process, folder, spec.limit_s)
+        if fate:
+            write_json(folder / _current(folder).file, {"failed": fate})
+    return collected(folder)
+
+
+def _watched(worker: Worker, folder: Path, limit_s: float) -> str:
+    """Wait for a worker; how the step that it was at ended it, "" where it did all.
+
+    Raises:
+        MismatchError: it failed outside of any step.
+    """
+    step, since = None, time.monotonic()
+    while True:
+        now = _at_work(folder)
+        if now != step:
+            step, since = now, time.monotonic()
+        try:
+            if worker.ended():
+                if (folder / DONE).exists():
+                    return ""
+                raise MismatchError("the process of the audit ended before its work was done")
+        except MismatchError:
+            if _at_work(folder) is None:
+                raise
+            often = "; often that is out of memory" if "SIGKILL" in worker.fate else ""
+            return f"crashed: its process {worker.fate}{often}"
+        waited = time.monotonic() - since
+        if step is None and waited > max(limit_s, START_S):
+            raise MismatchError(
+                f"the audit did nothing for {waited:.0f} s", "is one of your modules waiting?"
+            )
+        if step is not None and waited > limit_s:
+            worker.stop()
+            return f"timed out: no end after {limit_s:g} s"
+        time.sleep(POLL_S)
+
+
+def _at_work(folder: Path) -> str | None:
+    """The step that has begun and has not ended; a file that comes and goes while we look."""
+    try:
+        return (folder / NOW).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def _current(folder: Path) -> Step:
+    return Step(**read_json(folder / NOW))
+
+
+def collected(folder: Path) -> AuditReport:
+    """The report, of what the steps left.
+
+    Raises:
+        MismatchError: a file is damaged.
+    """
+    from mismatch.experiments.kernels.document import audit_from_json, harm_from_json
+
+    plan = read_json(folder / PLAN)
+    not_tested = list(plan["not_tested"])
+    audits = [audit_from_json(one) for one in plan["unavailable"]]
+    for entry in plan["steps"]:
+        step = Step(**entry)
+        found = read_json(folder / step.file)
+        failed = found.get("failed")
+        audit = _failed(step, failed) if failed else audit_from_json(found)
+        harm = replace(step, what=HARM)
+        if (folder / harm.file).exists():
+            said = read_json(folder / harm.file)
+            if reason := said.get("failed"):
+                not_tested.append(f"what {step.name} does to the model: {reason}")
+            else:
+                audit = replace(audit, harm=harm_from_json(said))
+        audits.append(audit)
+    return AuditReport(
+        model=plan["model"],
+        device=plan["device"],
+        geometry=plan["geometry"],
+        audits=tuple(audits),
+        facts=plan["facts"],
+        not_tested=tuple(not_tested),
+    )
+
+
+def _failed(step: Step, reason: str) -> Audit:
+    """One that ended its process: nothing about it is known, and it cannot be used here."""
+    return Audit(step.name, step.kind, step.origin, "unusable", reason, usable=False)

@@ -1,0 +1,235 @@
+"""What the audit's process does: the plan, and its steps. Needs torch and transformers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.kernels.document import audit_from_json, audit_to_json
+from mismatch.experiments.kernels.types import Audit, Kind, Origin
+from mismatch.experiments.kernels.verdict import answered
+from mismatch.json_values import plain
+from mismatch.processes.kernels.candidates import PLANTED, Candidate, names_here
+from mismatch.processes.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
+from mismatch.processes.kernels.isolation import AuditSpec, Step
+
+DTYPES = {"cpu": ("fp64", "fp32", "bf16"), "cuda": ("fp64", "fp32", "bf16", "fp16")}
+TOKENS = {"cpu": (512, 2048), "cuda": (1024, 4096)}  # a CPU takes seconds for 4,096 in eager
+NO_WEIGHTS = "they are not on this machine; its shapes are from the config that ships with mismatch"
+NO_GPU = "GPU kernels: this machine has no GPU; flash kernels and their errors show only there"
+
+
+@dataclass
+class Work:
+    """One audit.
+
+    Attributes:
+        attention: every implementation that was asked for, those that cannot run here too.
+        experts: names of the experts implementations, and of the user's own.
+        shipped: the configuration is the package's: the model is not on this machine.
+    """
+
+    spec: AuditSpec
+    geometry: ModelGeometry
+    options: Options
+    attention: list[Candidate]
+    experts: list[str]
+    shipped: bool = False
+
+    @classmethod
+    def of(cls, spec: AuditSpec) -> Work:
+        """Read the model's configuration and find what there is to audit.
+
+        Raises:
+            MismatchError: an unknown model or implementation, a function that is not there, or
+                nothing to audit.
+        """
+        _quiet()
+        called = Path(spec.model).name if Path(spec.model).is_dir() else spec.model
+        config, shipped = config_of(spec.model, spec.revision, spec.trust_remote_code)
+        geometry = geometry_of(config, called, spec.trust_remote_code)
+        options = options_of(spec)
+        attention, experts = _asked_for(spec, geometry, options.device)
+        if not attention and not experts:
+            raise MismatchError(
+                f"there is nothing to audit: {called} is dense", "drop --only experts"
+            )
+        return cls(spec, geometry, options, attention, experts, shipped)
+
+    def plan(self) -> dict[str, Any]:
+        """What there is to do, and what cannot be done here; JSON data."""
+        able = [one for one in self.attention if not one.unavailable]
+        todo: list[tuple[str, Kind, Origin]] = [(one.name, "attention", one.origin) for one in able]
+        todo += [(name, "experts", self._origin(name)) for name in self.experts]
+        return {
+            "model": self.geometry.model,
+            "device": self.options.device,
+            "geometry": plain(self.geometry.facts()),
+            "facts": self._facts(),
+            "not_tested": list(self._not_tested()),
+            "unavailable": [
+                audit_to_json(
+                    Audit(one.name, "attention", one.origin, "unusable", one.unavailable, False)
+                )
+                for one in self.attention
+                if one.unavailable
+            ],
+            "steps": [asdict(Step(number, "audit", *entry)) for number, entry in enumerate(todo)],
+        }
+
+    def _not_tested(self) -> Iterator[str]:
+        if self.options.device == "cpu":
+            yield NO_GPU
+        if self.shipped:
+            yield f"the weights of {self.geometry.model}: {NO_WEIGHTS}"
+        if self.geometry.unlike:
+            yield self.geometry.unlike
+        if self.experts:
+            yield from reduced_to(self.geometry)
+
+    def audit(self, step: Step) -> dict[str, Any]:
+        """One implementation by itself."""
+        start = time.monotonic()
+        found = self._attention(step) if step.kind == "attention" else self._experts(step)
+        return audit_to_json(replace(found, seconds=round(time.monotonic() - start, 2)))
+
+    def harmful(self, result: dict[str, Any]) -> bool:
+        """Whether a result asks for a look at the model as a whole: attention with a fault."""
+        if not self.spec.harm or "failed" in result:
+            return False
+        found = audit_from_json(result)
+        return found.kind == "attention" and answered(found) and bool(found.failed)
+
+    def harm(self, step: Step, result: dict[str, Any]) -> dict[str, Any]:
+        """What it does to the model; documents that leak do harm only where they share a row."""
+        from mismatch.processes.kernels.model_impact import Source, measure_harm
+        from mismatch.training.attention import resolve_for
+
+        device, spec = self.options.device, self.spec
+        place = torch.device(device)
+        chosen = resolve_for("auto", self.geometry.bare, place, torch.bfloat16).implementation
+        source = Source(
+            model=spec.model,
+            revision=spec.revision,
+            trust_remote_code=spec.trust_remote_code,
+            run=spec.run,
+            device=device,
+            seed=spec.seed,
+        )
+        packed = any(one.column == "packing" for one in audit_from_json(result).failed)
+        harm = measure_harm(source, self._candidate(step.name), chosen, packed)
+        found: dict[str, Any] = plain(asdict(harm))
+        return found
+
+    def _attention(self, step: Step) -> Audit:
+        from mismatch.processes.kernels.attention import audit_attention
+
+        return audit_attention(self.geometry, self.options, self._candidate(step.name))
+
+    def _experts(self, step: Step) -> Audit:
+        from mismatch.processes.kernels.experts import audit_experts
+
+        return audit_experts(self.geometry, self.options, step.name)
+
+    def _candidate(self, name: str) -> Candidate:
+        return next(one for one in self.attention if one.name == name)
+
+    def _origin(self, name: str) -> Origin:
+        from mismatch.training.experts import NAME
+
+        if name in self.spec.expert_kernels:
+            return "yours"
+        return "ours" if name == NAME else "transformers"
+
+    def _facts(self) -> dict[str, Any]:
+        from mismatch.run.provenance import now, versions
+
+        return {
+            "created": now(),
+            "versions": versions(),
+            "device": _device_name(self.options.device),
+            "threads": torch.get_num_threads(),
+            "dtypes": list(self.options.dtypes),
+            "seed": self.options.seed,
+        }
+
+
+def reduced_to(geometry: ModelGeometry) -> Iterator[str]:
+    """How much smaller the experts are that give the numbers; nothing where they are not."""
+    from mismatch.processes.kernels.expert_layer import sizes_of
+
+    try:
+        full = sizes_of(geometry)
+    except MismatchError:  # nothing of them is measured
+        return
+    small = full.reduced()
+    if small != full:
+        yield (
+            f"experts of the model's size ({full.experts} of {full.hidden} x {full.width}): errors "
+            f"are those of {small.experts} of {small.hidden} x {small.width}; time and memory are "
+            "at full size, where that fits"
+        )
+
+
+def options_of(spec: AuditSpec) -> Options:
+    """What the spec leaves open is decided by the device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtypes = spec.dtypes or DTYPES[device]
+    tokens = spec.tokens or TOKENS[device]
+    return Options(device=device, dtypes=dtypes, seed=spec.seed, tokens=tokens, harm=spec.harm)
+
+
+def _asked_for(
+    spec: AuditSpec, geometry: ModelGeometry, device: str
+) -> tuple[list[Candidate], list[str]]:
+    """What of it is there, of both kinds.
+
+    Raises:
+        MismatchError: a name that neither kind has; a function that cannot be imported.
+    """
+    from mismatch.training.experts import implementations_for
+    from mismatch.training.user_kernels import load_function
+
+    found = [] if spec.only == "experts" else names_here(geometry, spec.kernels, (), device)
+    experts = [] if spec.only == "attention" else implementations_for(geometry.bare)
+    if spec.names:
+        known = [one.name for one in found if one.origin != "yours"]
+        _require_known(spec.names, known, experts)
+        if PLANTED in spec.names and known:
+            found += names_here(geometry, (), (PLANTED,), device)
+        found = [one for one in found if one.name in spec.names or one.origin == "yours"]
+        experts = [name for name in experts if name in spec.names]
+    for text in spec.expert_kernels:
+        load_function(text)
+        if geometry.experts is None:
+            raise MismatchError(
+                f"{geometry.model} has no experts for {text} to run", "drop --kernel-experts"
+            )
+    return found, [*experts, *spec.expert_kernels]
+
+
+def _require_known(names: Sequence[str], attention: Sequence[str], experts: Sequence[str]) -> None:
+    both = [*dict.fromkeys([*attention, *experts])]
+    for name in names:
+        if name not in both and not (name == PLANTED and attention):
+            raise MismatchError(
+                f"there is no implementation {name!r} here", f"one of {', '.join(both)}"
+            )
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
+def _quiet() -> None:
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

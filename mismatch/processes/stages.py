@@ -1,0 +1,288 @@
+"""The stages that need processes: an engine that samples, a training world that scores.
+
+They run in processes of their own; nothing here imports torch. What is there already, made by the
+same spec from the same inputs, is not made again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mismatch.errors import MismatchError
+from mismatch.pipeline.preflight import engine_python, interpreter_environment, own_python
+from mismatch.processes.launch import (
+    SCORED,
+    Worker,
+    error_path,
+    finish,
+    started,
+    write_error,
+)
+from mismatch.run import resume, store
+from mismatch.run.directory import Journal
+from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict, weights_key
+
+if TYPE_CHECKING:
+    from mismatch.experiments.gradients.planning import GradientPlan
+
+GO = "jobs/train.go"  # appears when the engine is done; the training world waits for it
+# What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
+# with a copy on its way; and what two Python processes with torch take by themselves.
+EARLY_FACTOR, EARLY_BYTES = 8, 6 * 2**30
+
+
+class Narrator(Protocol):
+    """Tells the user what happens while it happens."""
+
+    def stage(self, title: str) -> Any:
+        """A context manager around one stage; gives a callable for progress lines."""
+
+    def note(self, text: str) -> None:
+        """One line between stages."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One pass of a training world.
+
+    Attributes:
+        place: run directory whose rollout it scores.
+        optional: the others go on where it fails.
+    """
+
+    place: Path
+    one: Pass
+    optional: bool = False
+
+    def entry(self, run_dir: Path) -> dict[str, Any]:
+        """As the worker reads it."""
+        entry: dict[str, Any] = {"name": self.one.name, "spec": to_dict(self.one.spec)}
+        entry |= {"run_dir": str(self.place)} if self.place != run_dir else {}
+        return entry | ({"optional": True} if self.optional else {})
+
+
+class Beside(Protocol):
+    """What shares a training world with a check.
+
+    Attributes:
+        jobs: its passes, all optional; in the order of the world once that is known.
+    """
+
+    jobs: list[Job]
+
+    def prepare(self, *world: Worker) -> dict[str, Any]:
+        """Called when the check's own tokens are there and before anything is scored.
+
+        Returns:
+            What the world is told, e.g. ``{"optional_s": 60.0}``.
+        """
+
+
+def by_load(jobs: list[Job]) -> list[Job]:
+    """Passes of the same weights next to each other, then those of the same kernels, else as they
+    come; of these, optional ones last.
+    """
+    from mismatch.processes.workers.train import load_key
+
+    weights: dict[Any, int] = {}
+    kernels: dict[Any, int] = {}
+    for number, job in enumerate(jobs):
+        weights.setdefault(weights_key(job.one.spec), number)
+        kernels.setdefault(load_key(job.one.spec), number)
+
+    def place(job: Job) -> tuple[int, int, bool]:
+        spec = job.one.spec
+        return weights[weights_key(spec)], kernels[load_key(spec)], job.optional
+
+    return sorted(jobs, key=place)
+
+
+@dataclass
+class Stages:
+    """Runs the stages of one command in one run directory."""
+
+    spec: CheckSpec
+    run_dir: Path
+    narrator: Narrator
+    journal: Journal
+    gradients: GradientPlan | None = None  # taken by the training world after its passes
+
+    def measure(
+        self, passes: list[Pass], sample: bool = True, beside: Beside | None = None
+    ) -> None:
+        """Sample and rescore in the engine, then score ``passes`` in one training world.
+
+        The training world starts while the engine is at work: it refuses what it cannot run before
+        anything is sampled, and where memory allows loads the weights meanwhile.
+
+        Args:
+            sample: False leaves the rollout as it is, wherever it was made.
+            beside: further passes for the same world, and what has to be done before it scores.
+        """
+        wanted = passes
+        sampled = not sample or resume.rollout_done(self.run_dir, self.spec.rollout)
+        if sampled:
+            passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
+        jobs = [Job(self.run_dir, one) for one in passes]
+        jobs = by_load([*jobs, *(beside.jobs if beside else [])])
+        if beside is not None:
+            beside.jobs = [job for job in jobs if job.optional]  # in the order they will run in
+        (self.run_dir / GO).unlink(missing_ok=True)
+        plan = self._gradients_to_take(jobs)
+        with ExitStack() as stack:
+            train = stack.enter_context(self._world(jobs, plan)) if jobs or plan else None
+            with_train = [train] if train else []
+            if sample and not (sampled and self._rescored()):
+                with self._engine() as engine:
+                    title = f"rollout: {self.spec.rollout.engine.engine} samples"
+                    self._await(engine, "rollout", title, *with_train)
+            elif sample:
+                self.narrator.note("rollout: there already")
+            go: dict[str, Any] = {}
+            if beside is not None:
+                go = beside.prepare(*with_train)
+            if train is not None:
+                store.write_json(self.run_dir / GO, go)
+                self._score(train, len(jobs), plan)
+            elif wanted:
+                self.narrator.note("score: there already")
+
+    def _gradients_to_take(self, jobs: list[Job]) -> GradientPlan | None:
+        """The plan, unless all of it is there; reasons of an earlier attempt are forgotten."""
+        from mismatch.experiments.gradients.files import ALL_PASSES, failure_label, is_finished
+
+        plan = self.gradients
+        own = any(not job.optional for job in jobs)  # what the gradients rest on is made anew
+        if plan is None or (not own and is_finished(self.run_dir, plan.made_by)):
+            return None
+        for name in (ALL_PASSES, *(planned.trainer.name for planned in plan.passes)):
+            error_path(self.run_dir, failure_label(name)).unlink(missing_ok=True)
+        return plan
+
+    def _score(self, train: Worker, passes: int, plan: GradientPlan | None) -> None:
+        """Wait for the training world. Where it ends in its gradients, the scorings stand."""
+        from mismatch.experiments.gradients.files import ALL_PASSES, failure_label
+
+        try:
+            self._await(train, "score", self._title(passes, plan))
+        except MismatchError as error:
+            if plan is None or SCORED not in train.timings:
+                raise
+            lost = MismatchError(error.message.splitlines()[0], error.fix)
+            write_error(self.run_dir, failure_label(ALL_PASSES), lost)
+            self.narrator.note(f"gradients failed: {lost.message}")
+            self.journal.timings[train.label] = train.timings
+
+    def sample(self, *beside: Worker, also: Sequence[Path] = ()) -> None:
+        """The engine alone, unless all that it makes is there.
+
+        Args:
+            also: run directories whose tokens it rescores as well.
+        """
+        spec = self.spec.rollout
+        also = [place for place in also if not resume.rescored(place, self.run_dir, spec)]
+        done = resume.rollout_done(self.run_dir, spec) and self._rescored()
+        if done and not also:
+            return
+        with self._engine(also) as engine:
+            verb = "rescores" if done else "samples"
+            title = f"rollout: {spec.engine.engine} {verb}, {self.run_dir.name}"
+            self._await(engine, "rescore" if done else "rollout", title, *beside)
+
+    def _rescored(self) -> bool:
+        spec = self.spec.rollout
+        return not spec.engine.prefill or resume.prefill_done(self.run_dir, spec)
+
+    def _title(self, passes: int, plan: GradientPlan | None) -> str:
+        world = self.spec.nproc_per_node
+        ranks = f"{world} rank{'s' if world > 1 else ''}"
+        then = "" if plan is None else f"; gradients of {len(plan.passes)} trainers"
+        return f"score: FSDP2, {ranks}, {passes} pass{'' if passes == 1 else 'es'}{then}"
+
+    @contextmanager
+    def _engine(self, also: Sequence[Path] = ()) -> Iterator[Worker]:
+        spec = self.spec.rollout
+        job: dict[str, Any] = {"run_dir": str(self.run_dir), "spec": to_dict(spec)}
+        job |= {"also": [str(place) for place in also]} if also else {}
+        path = store.write_json(self.run_dir / "jobs" / "engine.json", job)
+        command = [engine_python(spec.engine), "-m", "mismatch.processes.workers.engine", str(path)]
+        env = interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
+        with started("engine", command, self.run_dir, env=env) as worker:
+            yield worker
+
+    @contextmanager
+    def _world(self, jobs: list[Job], plan: GradientPlan | None) -> Iterator[Worker]:
+        job = {
+            "run_dir": str(self.run_dir),
+            "wait_for": str(self.run_dir / GO),
+            "load_first": may_load_early(self.spec.train),
+            "passes": [job.entry(self.run_dir) for job in jobs],
+        }
+        job |= {} if plan is None else {"gradients": plan.to_json()}
+        path = store.write_json(self.run_dir / "jobs" / "train.json", job)
+        world = self.spec.nproc_per_node
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", *meeting_point()),
+            *("--nproc-per-node", str(world), "-m", "mismatch.processes.workers.train", str(path)),
+        ]
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+        env = {"OMP_NUM_THREADS": threads}
+        with started("train", command, self.run_dir, env=env) as worker:
+            yield worker
+
+    def _await(self, worker: Worker, key: str, title: str, *beside: Worker) -> None:
+        """Show a worker's progress until it ends, and note its times."""
+        with self.timed(key, title) as progress:
+            worker.on_progress = progress
+            finish(worker, *beside)
+        self.journal.timings[worker.label] = worker.timings
+        self.journal.save()
+
+    @contextmanager
+    def timed(self, key: str, title: str) -> Iterator[Callable[[str], None]]:
+        start = time.monotonic()
+        with self.narrator.stage(title) as progress:
+            yield progress
+        self.journal.seconds[key] = round(time.monotonic() - start, 2)
+
+
+def may_load_early(train: TrainSpec) -> bool:
+    """Whether the trainer's weights fit beside an engine at work: never on its GPU."""
+    import psutil
+
+    files = [*Path(train.model).glob("*.safetensors"), *Path(train.model).glob("*.bin")]
+    if local_gpus() or not files:
+        return False
+    needed = EARLY_FACTOR * sum(file.stat().st_size for file in files) + EARLY_BYTES
+    available: int = psutil.virtual_memory().available
+    return available > needed
+
+
+def meeting_point() -> list[str]:
+    """How the ranks of one machine find each other."""
+    port = os.environ.get("MASTER_PORT")
+    if port is None:
+        return ["--standalone"]
+    return ["--master-addr", "127.0.0.1", "--master-port", port]
+
+
+def local_gpus() -> int:
+    """GPUs that a process here would see, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([item for item in visible.split(",") if item.strip() not in ("", "-1")])
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU") for line in answer.stdout.splitlines())

@@ -1,0 +1,339 @@
+"""The engine's process: ``python -m mismatch.processes.workers.engine JOB.json``.
+
+JOB: ``{"run_dir": …, "spec": RolloutSpec as a dict}``. Samples, writes ``rollout.parquet``, the
+texts of its tokens and the scoring ``<engine>:decode`` (with the routed experts), then the engine's
+own rescoring of the same tokens as ``<engine>:prefill``. What lies there already is not made again.
+With ``"also": [RUN, …]`` it rescores the tokens of those runs likewise, into their directories.
+A failure is left in ``errors/engine.json``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from mismatch.engines.artefacts import (
+    build_rollout,
+    decode_fingerprint,
+    decode_routing,
+    decode_scoring,
+    prefill_scoring,
+    response_rewards,
+)
+from mismatch.engines.base import Capabilities, Engine, Journaling, Sample, Watching
+from mismatch.engines.model_info import ModelInfo, first_line, load_tokenizer, read_model_info
+from mismatch.engines.registry import engine_class
+from mismatch.engines.watch import Wanted, build_distributions, reported_law
+from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.models.derived import in_form
+from mismatch.processes.launch import leave, report_ready, report_timing, say, write_error
+from mismatch.prompts.sources import Prompt, read_prompts, render_prompts
+from mismatch.run import resume, store
+from mismatch.specs import RolloutSpec, from_dict, spec_hash
+from mismatch.types import Rollout, Scoring
+
+PROGRESS_INTERVAL_S = 0.5
+REASONS = {"distributions": "exact KL: it gives no whole distributions"}  # where it gives no other
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one job; 0, or 1 with the error left for the parent."""
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    job = store.read_json(Path(path))
+    run_dir = Path(job["run_dir"])
+    try:
+        also = [Path(place) for place in job.get("also", ())]
+        run(run_dir, from_dict(RolloutSpec, job["spec"]), also)
+    except MismatchError as error:
+        traceback.print_exc()
+        write_error(run_dir, "engine", error)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        what = f"the engine failed: {type(error).__name__}: {first_line(error)}"
+        log = run_dir / "logs" / "engine.log"
+        write_error(run_dir, "engine", MismatchError(what, f"the whole story is in {log}"))
+        return 1
+    return 0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What is known before the engine starts."""
+
+    prompts: list[Prompt]
+    ids: list[list[int]]
+    tokenizer: Any
+    info: ModelInfo
+    capabilities: Capabilities
+
+
+def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
+    """Sample, rescore, and write every artefact of the rollout stage that is not there yet.
+
+    Args:
+        also: runs of other engines whose tokens this one rescores.
+    """
+    kind = engine_class(spec.engine.engine)
+    capabilities = kind.capabilities(spec.engine, spec.sampling)
+    prompts = read_prompts(spec.prompts)
+    info = read_model_info(spec.engine)
+    tokenizer = load_tokenizer(spec.engine)
+    require_vocabulary(tokenizer, info, spec.engine.model)
+    ids = render_prompts(prompts, tokenizer, info.vocab_size)
+    longest = require_context(spec, prompts, ids, info)
+    making = kind(in_form(spec.engine), spec.sampling, longest)
+    with making as engine, journalled(engine, capabilities, run_dir, spec):
+        report_ready()
+        if not resume.rollout_done(run_dir, spec):
+            sample(run_dir, spec, engine, Ready(prompts, ids, tokenizer, info, capabilities))
+        if not wants_prefill(spec, capabilities):
+            return
+        if not resume.prefill_done(run_dir, spec):
+            rescore(run_dir, spec, engine)
+        for place in also:
+            if not resume.rescored(place, run_dir, spec):
+                rescore(place, spec, engine)
+
+
+@contextmanager
+def journalled(
+    engine: Engine, capabilities: Capabilities, run_dir: Path, spec: RolloutSpec
+) -> Iterator[None]:
+    """Have an engine that may go away save every sequence at once, until all is done."""
+    if not capabilities.journals:
+        yield
+        return
+    keeping = cast(Journaling, engine)
+    keeping.keep_journal(run_dir, spec_hash(spec))
+    yield
+    keeping.discard_journal()
+
+
+def rescore(place: Path, spec: RolloutSpec, engine: Engine) -> None:
+    """Score the tokens of a run, whoever sampled them, by prefill."""
+    rollout = store.load_rollout(place)
+    with timed("prefill"):
+        scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
+    scoring.fingerprint["model"] = spec.engine.model
+    store.save_scoring(place, scoring, rollout, made_by=spec)
+
+
+def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> None:
+    """Sample and save; the decode scoring last, which marks the rollout as complete.
+
+    Raises:
+        CorruptCapture: the routed experts cannot be true; tokens and logprobs are saved by then.
+    """
+    watching = watch(engine, spec) if ready.capabilities.distributions else None
+    with timed("generate"):
+        samples = engine.generate(ready.ids, Reporter("rollout"))
+    require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
+    fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info)
+    fingerprint["not_tested"] = [
+        *fingerprint.get("not_tested", ()),
+        *not_tested(spec, ready.capabilities),
+    ]
+    fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
+    rollout = build_rollout(ready.ids, samples, spec, fingerprint)
+    rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)
+    rollout = replace(rollout, rewards=rewards)
+    decode = decode_scoring(engine, samples, rollout, fingerprint)
+    if watching is not None:
+        decode = with_distributions(watching, decode, rollout, ready.info.vocab_size)
+    texts = token_texts(ready.tokenizer, np.unique(rollout.token_ids).tolist())
+    store.save_rollout(run_dir, rollout, made_by=spec)
+    store.save_vocabulary(run_dir, texts)
+    if ready.capabilities.routed_experts:
+        try:
+            decode = replace(decode, routing=decode_routing(engine, samples, rollout))
+        except CorruptCapture as error:
+            raise keep_without_routes(run_dir, decode, rollout, error) from error
+    store.save_scoring(run_dir, decode, rollout, made_by=spec)
+
+
+def watch(engine: Engine, spec: RolloutSpec) -> Watching | None:
+    """Have the engine take whole distributions while it samples, where that is asked for."""
+    if spec.exact_kl < 1:
+        return None
+    law = reported_law(engine.fingerprint("decode"), spec.sampling)
+    watching = cast(Watching, engine)
+    watching.watch(Wanted(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law))
+    return watching
+
+
+def with_distributions(
+    engine: Watching, decode: Scoring, rollout: Rollout, vocabulary: int
+) -> Scoring:
+    """The scoring with what the engine took, or with the reason why it cannot be used."""
+    taken = engine.watched()
+    try:
+        made = build_distributions(taken, rollout, decode.logprobs, vocabulary)
+    except CorruptCapture as error:
+        facts = decode.fingerprint
+        missing = [*facts["not_tested"], f"{engine.name}: exact KL: {error.message}"]
+        return replace(decode, fingerprint=facts | {"not_tested": missing})
+    return replace(decode, distributions=made)
+
+
+def keep_without_routes(
+    run_dir: Path, decode: Scoring, rollout: Rollout, error: CorruptCapture
+) -> CorruptCapture:
+    """Save the logprobs that were sampled without their experts; returns the error to raise.
+
+    No spec is noted in them, so that they can be compared, but resuming does not take them for the
+    scoring that was asked for.
+    """
+    reason = f"routing disagreement: {error.message}"
+    facts = decode.fingerprint | {"not_tested": [*decode.fingerprint["not_tested"], reason]}
+    store.save_scoring(run_dir, replace(decode, fingerprint=facts), rollout)
+    return CorruptCapture(
+        error.message,
+        f"{error.fix}; tokens and logprobs are kept, to go on without routes: "
+        f"mismatch score {run_dir}, then mismatch compare {run_dir}",
+    )
+
+
+def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
+    """The text of every id; a token that is no whole character as the vocabulary spells it."""
+    texts = {}
+    for token in ids:
+        text = str(tokenizer.decode([token]))
+        if not text or "\ufffd" in text:
+            spelled = tokenizer.convert_ids_to_tokens(token)
+            text = str(spelled) if spelled else f"<{token}>"
+        texts[int(token)] = text
+    return texts
+
+
+@contextmanager
+def timed(name: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    report_timing(name, time.monotonic() - start)
+
+
+def wants_prefill(spec: RolloutSpec, capabilities: Capabilities) -> bool:
+    tempered = spec.sampling.temperature not in (0.0, 1.0)
+    able = capabilities.prefill and (capabilities.prefill_tempered or not tempered)
+    return spec.engine.prefill and able
+
+
+def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[str]:
+    """What was asked for and this engine cannot do, one sentence each."""
+    wanted = {
+        "prefill": spec.engine.prefill,
+        "prefill_tempered": spec.engine.prefill and spec.sampling.temperature not in (0.0, 1.0),
+        "routed_experts": spec.engine.routing,
+        "deterministic": True,
+        "distributions": spec.exact_kl > 0,
+    }
+    return [
+        f"{spec.engine.engine}: {capabilities.reasons.get(name, REASONS.get(name, f'no {name}'))}"
+        for name, asked in wanted.items()
+        if asked and not getattr(capabilities, name)
+    ]
+
+
+# ---------------------------------------------------------------- checks
+
+
+def require_context(
+    spec: RolloutSpec, prompts: Sequence[Prompt], ids: Sequence[list[int]], info: ModelInfo
+) -> int:
+    """Length of the longest sequence that may come, in tokens.
+
+    Raises:
+        MismatchError: a prompt, or a prompt and its response, exceed the context (prompt named).
+    """
+    index = max(range(len(ids)), key=lambda i: len(ids[i]))
+    prompt, origin = len(ids[index]), prompts[index].origin
+    longest = prompt + spec.sampling.max_tokens
+    limit = spec.engine.max_model_len or info.context
+    if limit is None:
+        return longest
+    # Rescoring asks the engine to sample one token more than the sequence has.
+    room = limit - (1 if spec.engine.prefill else 0)
+    if prompt >= room:
+        raise MismatchError(
+            f"{origin} has {prompt} tokens, the context is {limit}",
+            "shorten or drop the prompt, or raise --max-model-len if the model allows it",
+        )
+    if longest > room:
+        raise MismatchError(
+            f"{origin} has {prompt} tokens; with --max-tokens {spec.sampling.max_tokens} "
+            f"it exceeds the context of {limit}",
+            f"use --max-tokens {room - prompt} or fewer, or raise --max-model-len",
+        )
+    return longest
+
+
+def require_vocabulary(tokenizer: Any, info: ModelInfo, model: str) -> None:
+    """A tokenizer of another model is found out before anything is sampled.
+
+    Raises:
+        MismatchError: its own vocabulary is larger than the model's (padding above it is usual).
+    """
+    if tokenizer.vocab_size > info.vocab_size:
+        raise MismatchError(
+            f"tokenizer/model vocabulary mismatch: the tokenizer of {model} knows "
+            f"{tokenizer.vocab_size} tokens, the model {info.vocab_size}",
+            "save the model's own tokenizer beside the weights: tokenizer.save_pretrained(DIR)",
+        )
+
+
+def require_complete(
+    samples: Sequence[Sequence[Sample]], prompts: int, per_prompt: int, engine: str
+) -> None:
+    """Every prompt has all its samples, and every sample a logprob per token.
+
+    Raises:
+        MismatchError: the engine gave fewer, or tokens without logprobs.
+    """
+    got = sum(len(group) for group in samples)
+    if len(samples) != prompts or any(len(group) != per_prompt for group in samples):
+        raise MismatchError(
+            f"{engine} returned {got} samples, asked for {prompts} x {per_prompt}",
+            "look into logs/engine.log for requests that were dropped",
+        )
+    for index, group in enumerate(samples):
+        for sample in group:
+            if not sample.token_ids or len(sample.token_ids) != len(sample.logprobs):
+                raise MismatchError(
+                    f"{engine}: {len(sample.token_ids)} tokens but {len(sample.logprobs)} logprobs "
+                    f"in a sample of prompt {index}",
+                    "look into logs/engine.log for aborted requests",
+                )
+
+
+class Reporter:
+    """Writes ``progress`` lines for the parent, a few per second."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.start = time.monotonic()
+        self.last = 0.0
+
+    def __call__(self, done: int, total: int, tokens: int) -> None:
+        now = time.monotonic()
+        if now - self.last < PROGRESS_INTERVAL_S and done < total:
+            return
+        self.last = now
+        elapsed = max(now - self.start, 1e-9)
+        eta = elapsed * (total - done) / max(done, 1)
+        say(
+            f"progress {self.what} {done}/{total} sequences, {tokens} tokens, "
+            f"{tokens / elapsed:.0f} tok/s, eta {eta:.0f} s"
+        )
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,222 @@
+"""Gradients in a training world: after its scorings, with the weights that it has loaded.
+
+Like an optional pass, one that cannot run leaves its reason in ``errors`` and the others go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.gradients.files import (
+    ALL_PASSES,
+    failure_label,
+    gradients_file,
+    save_batch,
+    save_gradients,
+)
+from mismatch.experiments.gradients.planning import GradientPlan, Planned
+from mismatch.experiments.gradients.schedule import Item, Work
+from mismatch.experiments.gradients.types import LOSSES, GradientBatch
+from mismatch.processes.launch import report_timing, write_error
+from mismatch.run import store
+from mismatch.run.manifest import is_current
+from mismatch.specs import Pass, spec_hash, to_dict
+from mismatch.types import Rollout
+
+if TYPE_CHECKING:
+    from mismatch.training.gradients import Total
+    from mismatch.training.load import Loaded
+    from mismatch.training.replay import Source
+    from mismatch.training.world import World
+
+
+class Passes(Protocol):
+    """What the world's other passes share with these."""
+
+    world: World
+    job: dict[str, Any]
+    loaded: Loaded | None
+    seconds: list[float]
+
+    def load(self, one: Pass) -> None:
+        """Make ``loaded`` the model of this pass."""
+
+    def late(self) -> bool:
+        """Whether one more optional pass would exceed their time."""
+
+
+def take_gradients(passes: Passes, plan: GradientPlan) -> None:
+    """Take every gradient of a plan that is not there; all ranks call it.
+
+    Raises:
+        MismatchError: the ranks parted; nothing else, reasons are left in ``errors``.
+    """
+    run_dir = Path(passes.job["run_dir"])
+    passes.world.barrier()  # rank 0 has saved the scorings
+    try:
+        rollout = store.load_rollout(run_dir)
+        work = Work.of(run_dir, rollout, plan)
+    except MismatchError as error:
+        if passes.world.rank == 0:
+            write_error(run_dir, failure_label(ALL_PASSES), error)
+        return
+    _Taking(passes, plan, run_dir, rollout, work).all()
+
+
+class _Taking:
+    """Works through the items of a plan."""
+
+    def __init__(
+        self, passes: Passes, plan: GradientPlan, run_dir: Path, rollout: Rollout, work: Work
+    ) -> None:
+        self.passes, self.plan, self.run_dir = passes, plan, run_dir
+        self.rollout, self.work, self.world = rollout, work, passes.world
+        self.reference = plan.passes[0]
+        self.totals: dict[str, Total] = {}
+        self.failed = False
+
+    def all(self) -> None:
+        pending = self.pending()
+        self.note(finished=not pending)
+        if not pending:
+            return
+        reference = [item for item in self.work.items if item.planned is self.reference]
+        if not self.attempt(self.reference, reference, room=True):
+            return
+        order = list(dict.fromkeys(item.planned.trainer.name for item in pending))
+        for name in order:
+            mine = [item for item in pending if item.planned.trainer.name == name]
+            if mine[0].planned is not self.reference:
+                self.attempt(mine[0].planned, mine)
+        self.note(finished=not self.failed)
+
+    def pending(self) -> list[Item]:
+        """What is not there yet; rank 0 looks, so that all ranks do the same."""
+        import torch
+
+        todo = [item for item in self.work.items if item.same_as is None]
+        missing = torch.zeros(len(todo), dtype=torch.int64)
+        if self.world.rank == 0:
+            for number, item in enumerate(todo):
+                file = gradients_file(item.planned.trainer.name, item.coefficients)
+                missing[number] = not is_current(self.run_dir, file, self.made_by(item))
+        return [i for i, m in zip(todo, self.world.sum(missing).tolist(), strict=True) if m]
+
+    def made_by(self, item: Item) -> str:
+        values = self.work.vectors.values[item.vector]
+        specs = [spec_hash(item.planned.spec), spec_hash(self.reference.spec)]
+        parts = [text.encode() for text in specs]
+        parts += [values.tobytes(), self.work.batch.prompts.tobytes()]
+        return hashlib.sha256(b"/".join(parts)).hexdigest()[:12]
+
+    def attempt(self, planned: Planned, items: list[Item], room: bool = False) -> bool:
+        """One pass with all its vectors. Where ranks fail at different places the world ends."""
+        start, name, failed = time.monotonic(), planned.trainer.name, None
+        budget = planned.trainer.kind == "fix"
+        try:
+            if budget and self.passes.late():
+                raise MismatchError("not run, the budget is used up", "raise --budget-minutes")
+            self.run(planned, items, room)
+        except Exception as error:
+            traceback.print_exc()
+            failed = error
+            self.leave_out(planned, error)
+            self.passes.loaded = None  # what failed half way is loaded anew
+        try:
+            self.world.meet(f"gradient:{name}")
+        except RuntimeError as lost:
+            raise MismatchError(
+                f"the ranks parted in the gradient of {name}", "see logs/train.log"
+            ) from lost
+        if budget:
+            self.passes.seconds.append(time.monotonic() - start)
+        if self.world.rank == 0:
+            report_timing(f"gradient:{name}", time.monotonic() - start)
+        return failed is None
+
+    def run(self, planned: Planned, items: list[Item], room: bool) -> None:
+        from mismatch.training.gradients import Work as One
+        from mismatch.training.gradients import require_room, take
+
+        self.passes.load(planned.one)
+        loaded = self.passes.loaded
+        assert loaded is not None
+        if room:
+            require_room(self.world, loaded, len(LOSSES))
+        source = self.source(planned)
+        for item in items:
+            values, prompts = self.work.vectors.values[item.vector], self.work.batch.prompts
+            one = One(item.coefficients, values, prompts, planned.one, source)
+            loss = item.coefficients.partition(":")[0]
+            taken = take(self.world, loaded, self.rollout, one, self.totals.get(loss))
+            if planned is self.reference:
+                self.totals[loss] = taken.total.on_host()
+            facts = {
+                "spec": to_dict(planned.spec),
+                "loss": taken.loss,
+                "loss_scale": taken.loss_scale,
+                "attention": loaded.attention.label,
+                "experts": loaded.experts,
+                "world_size": self.world.size,
+                "device": self.world.device.type,
+            }
+            if self.world.rank == 0:
+                inputs = (store.ROLLOUT,)
+                save_gradients(self.run_dir, taken.gradients, self.made_by(item), inputs, facts)
+
+    def source(self, planned: Planned) -> Source | None:
+        from mismatch.processes.workers.train import replay_source
+
+        return replay_source({"run_dir": self.run_dir}, self.rollout, planned.spec)
+
+    def leave_out(self, planned: Planned, error: Exception) -> None:
+        """Note why a gradient is missing."""
+        import torch
+
+        self.failed = True
+        if isinstance(error, torch.OutOfMemoryError):
+            text = f"out of GPU memory: {str(error).splitlines()[0]}"
+            fix = "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node"
+            error = MismatchError(text, fix)
+        elif not isinstance(error, MismatchError):
+            text = (str(error).strip().splitlines() or [""])[0]
+            error = MismatchError(f"{type(error).__name__}: {text}", "see logs/train.log")
+        if self.world.rank != 0 and "memory" not in error.message:
+            return  # all ranks fail alike, but for memory
+        whole = planned is self.reference
+        label = failure_label(ALL_PASSES if whole else planned.trainer.name)
+        if whole:
+            message = f"the float32 reference has no gradient: {error.message}"
+            error = MismatchError(message, error.fix)
+        write_error(self.run_dir, label, error)
+
+    def note(self, *, finished: bool) -> None:
+        """Say on disk what the gradients are of, and whether all are there."""
+        if self.world.rank != 0:
+            return
+        plan, batch, work = self.plan, self.work.batch, self.work
+        member = np.unique(self.rollout.sequence_of_token[self.rollout.actions][batch.member])
+        from mismatch.training.shards import SKETCH
+
+        facts = GradientBatch(
+            trainers=tuple(planned.trainer for planned in plan.passes),
+            prompts=tuple(int(prompt) for prompt in batch.prompts),
+            deciding=batch.deciding,
+            sequences=len(member),
+            tokens=int(batch.member.sum()),
+            advantages=batch.made,
+            sketch_size=SKETCH,
+            clip=plan.clip,
+            clipped=work.clipped,
+            ratio_passes=None if plan.new is None else (plan.right, plan.new),
+            not_tested=plan.not_tested,
+        )
+        entries = [item.entry(self.made_by(item)) for item in work.items]
+        save_batch(self.run_dir, facts, entries, plan.made_by, work.inputs, finished=finished)

@@ -1,0 +1,386 @@
+"""The training world: load the model under FSDP2, score a rollout in one or more passes.
+
+Started by the tool, or by your own torchrun::
+
+    torchrun --nproc-per-node 2 -m mismatch.processes.workers.train JOB.json
+
+JOB.json::
+
+    {"run_dir": "runs/x", "rollout": "rollout.parquet", "resident_report": false,
+     "passes": [{"name": "fsdp", "spec": {…TrainSpec…}}, {"name": "reference:fp32", "spec": {…}}],
+     "wait_for": "runs/x/jobs/train.go", "load_first": true}
+
+A pass may have a "run_dir" of its own, whose rollout it scores, and be "optional": one that cannot
+run leaves its reason in ``errors/pass-<name>.json`` of the job's run directory and the others go
+on; "optional_s" is the time that optional passes may take, and those that would exceed it are left
+out. They note their seconds and memory in their fingerprints. "gradients", a GradientPlan, are
+taken after all passes, see mismatch/processes/workers/gradients.py.
+
+Each pass becomes ``scores/<name>.parquet`` (and ``routing/<name>.safetensors``). Passes that need
+the same weights in the same form share one load, whatever kernels they run. With "wait_for", what
+cannot run is refused at once, and scoring begins when that file appears (the engine is done);
+"load_first" loads the first pass's weights before that, without it no GPU is touched until then. A
+rank that fails leaves its reason in ``errors/<label>-rank<N>.json``, label being the job's "label"
+or "train".
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mismatch.errors import MismatchError
+from mismatch.pipeline.commands import NEW_REPLAYED, REPLAYED
+from mismatch.processes.launch import (
+    SCORED,
+    leave,
+    pass_label,
+    report_ready,
+    report_timing,
+    say,
+    write_error,
+)
+from mismatch.run.store import (
+    ROLLOUT,
+    distributions_file,
+    load_distributions,
+    load_rollout,
+    load_scoring,
+    read_json,
+    routing_file,
+    save_scoring,
+    scoring_header,
+)
+from mismatch.specs import Pass, TrainSpec, from_dict, weights_key
+
+if TYPE_CHECKING:
+    from mismatch.run.distributions import Distributions
+    from mismatch.training.load import Loaded
+    from mismatch.training.replay import Source
+    from mismatch.training.world import World
+    from mismatch.types import Rollout
+
+EXIT_FAILED = 2
+POLL_S = 0.05
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m mismatch.processes.workers.train JOB.json", file=sys.stderr)
+        return EXIT_FAILED
+    job = read_json(Path(arguments[0]))
+    rank = os.environ.get("RANK", "0")
+    try:
+        run(job)
+    except MismatchError as error:
+        say(f"rank {rank}: {error}")
+        write_error(job["run_dir"], f"{job.get('label', 'train')}-rank{rank}", error)
+        return EXIT_FAILED
+    return 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """One pass of a job.
+
+    Attributes:
+        run_dir: whose rollout it scores.
+        optional: the others go on where it fails.
+    """
+
+    one: Pass
+    run_dir: Path
+    optional: bool = False
+
+    @classmethod
+    def of(cls, entry: dict[str, Any], job: dict[str, Any]) -> Item:
+        made = Pass(entry["name"], from_dict(TrainSpec, entry["spec"]))
+        place = Path(entry.get("run_dir", job["run_dir"]))
+        return cls(made, place, bool(entry.get("optional")))
+
+
+def run(job: dict[str, Any]) -> None:
+    """Score all passes of a job; every rank calls it.
+
+    Raises:
+        MismatchError: see :func:`mismatch.training.load.load` and
+            :func:`mismatch.training.score.score_pass`; also out of memory.
+    """
+    items = [Item.of(entry, job) for entry in job["passes"]]
+
+    import pyarrow.parquet  # noqa: F401 (start-up, not part of the first pass)
+    import torch
+    import transformers
+
+    from mismatch.training.world import World
+
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if "wait_for" in job:
+        items = runnable(items, job)
+        if not job.get("load_first"):
+            wait_for(Path(job["wait_for"]))
+    world = World.start()
+    try:
+        passes = _Passes(world, job)
+        passes.score(items)
+        if "gradients" in job:
+            take_gradients(passes, job)
+    except torch.OutOfMemoryError as error:
+        raise MismatchError(
+            f"rank {world.rank} is out of GPU memory: {str(error).splitlines()[0]}",
+            "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node",
+        ) from error
+    world.close()
+
+
+def take_gradients(passes: _Passes, job: dict[str, Any]) -> None:
+    """Those of a job's plan, and before them a word to the parent: all scorings are saved."""
+    from mismatch.experiments.gradients.planning import GradientPlan
+    from mismatch.processes.workers.gradients import take_gradients
+
+    passes.world.barrier()
+    if passes.world.rank == 0:
+        report_timing(SCORED, time.monotonic() - passes.began)
+    take_gradients(passes, GradientPlan.from_json(job["gradients"]))
+
+
+class _Passes:
+    """Scores the passes of a job one after the other, with as few loads as there are weights."""
+
+    def __init__(self, world: World, job: dict[str, Any]) -> None:
+        self.world, self.job = world, job
+        self.loaded: Loaded | None = None
+        self.seconds: list[float] = []  # of the optional passes so far
+        self.rollouts: dict[Path, Rollout] = {}
+        self.began = time.monotonic()
+
+    def score(self, items: list[Item]) -> None:
+        first = items[0] if items else None
+        if first is not None and not first.optional:
+            self.load(first.one)
+        if self.world.rank == 0:
+            report_ready()
+        if "wait_for" in self.job:
+            wait_for(Path(self.job["wait_for"]))
+            told = Path(self.job["wait_for"]).read_text()
+            self.job = self.job | (json.loads(told) if told.strip() else {})
+            self.began = time.monotonic()
+        for item in items:
+            if not item.optional:
+                self.one(item)
+            elif (item.run_dir / ROLLOUT).exists() and not self.late():
+                self.attempt(item)
+
+    def attempt(self, item: Item) -> None:
+        """One pass that may fail. Where ranks fail at different places the world ends.
+
+        A rank that went on alone would meet the others in the middle of another pass, and their
+        numbers would mix.
+        """
+        start = time.monotonic()
+        failed: Exception | None = None
+        try:
+            self.one(item)
+        except Exception as error:
+            traceback.print_exc()
+            leave_out(self.job, item, error)
+            failed = error
+        try:
+            self.world.meet(f"{len(self.seconds)}:{item.one.name}")
+        except RuntimeError as lost:
+            if failed is not None:
+                leave_out(self.job, item, failed, any_rank=True)
+            raise MismatchError(
+                f"the ranks parted in the pass {item.one.name}", "see logs/train.log"
+            ) from lost
+        self.seconds.append(time.monotonic() - start)
+
+    def late(self) -> bool:
+        """Whether one more optional pass would exceed their time; all ranks say the same."""
+        import torch
+
+        allowed = self.job.get("optional_s")
+        if allowed is None:
+            return False
+        expected = sum(self.seconds) + (max(self.seconds[-2:]) if self.seconds else 0.0)
+        over = self.world.rank == 0 and expected > allowed
+        return bool(self.world.sum(torch.tensor(int(over))))
+
+    def load(self, one: Pass) -> None:
+        if self.loaded is not None and load_key(self.loaded.spec) == load_key(one.spec):
+            return
+        held, self.loaded = self.loaded, None  # what fails half way is loaded anew
+        self.loaded = self.switched(held, one)
+        if self.loaded is not None:
+            return
+        del held
+        _free()  # the old weights must be gone before the new ones come
+        self.loaded = _load(self.world, one, self.job)
+
+    def switched(self, held: Loaded | None, one: Pass) -> Loaded | None:
+        from mismatch.training.load import switched
+
+        return None if held is None else switched(held, one.spec)
+
+    def one(self, item: Item) -> None:
+        from mismatch.training.score import score_pass
+
+        world, one = self.world, item.one
+        self.load(one)
+        assert self.loaded is not None
+        rollout = self.rollout(item)
+        # Fixes are compared by their log-ratios alone.
+        asked = None if item.optional else engine_distributions(self.job, rollout)
+        start = time.monotonic()
+        if one.spec.replay_routing is not None:
+            world.barrier()  # the routes may come from an earlier pass, which rank 0 saves
+        if left_out(item.run_dir, rollout, one):
+            return
+        source = replay_source({"run_dir": item.run_dir}, rollout, one.spec)
+        scoring = score_pass(world, self.loaded, rollout, one, source, asked)
+        seconds = time.monotonic() - start
+        if scoring is None:
+            return
+        report_timing(one.name, seconds)
+        also = () if source is None else (routing_file(source.name),)
+        save_scoring(item.run_dir, scoring, rollout, made_by=one.spec, also_from=also)
+
+    def rollout(self, item: Item) -> Rollout:
+        place = item.run_dir
+        if place not in self.rollouts:
+            own = place == Path(self.job["run_dir"])
+            self.rollouts[place] = _rollout(self.job) if own else load_rollout(place)
+        return self.rollouts[place]
+
+
+def runnable(items: list[Item], job: dict[str, Any]) -> list[Item]:
+    """The passes without those optional ones that are refused before any weight is loaded.
+
+    Raises:
+        MismatchError: see :func:`validate`, of one that is not optional.
+    """
+    validate([item.one for item in items if not item.optional])
+    kept = []
+    for item in items:
+        try:
+            if item.optional:
+                validate([item.one])
+            kept.append(item)
+        except MismatchError as error:
+            leave_out(job, item, error)
+    return kept
+
+
+def leave_out(job: dict[str, Any], item: Item, error: Exception, *, any_rank: bool = False) -> None:
+    """Note why an optional pass is missing; rank 0 does, where all ranks fail alike."""
+    if os.environ.get("RANK", "0") != "0" and not any_rank:
+        return
+    if not isinstance(error, MismatchError):
+        text = (str(error).strip().splitlines() or [""])[0]
+        error = MismatchError(f"{type(error).__name__}: {text}", "see logs/train.log")
+    write_error(job["run_dir"], pass_label(item.one.name), error)
+
+
+def _load(world: World, one: Pass, job: dict[str, Any]) -> Loaded:
+    from mismatch.training.load import load
+
+    start = time.monotonic()
+    loaded = load(one.spec, world.mesh, world.device, bool(job.get("resident_report")))
+    if world.rank == 0:
+        report_timing(f"load:{one.name}", time.monotonic() - start)
+    return loaded
+
+
+def validate(passes: list[Pass]) -> None:
+    """Refuse before any weight is loaded what could not run.
+
+    Raises:
+        MismatchError: model or tokenizer missing, an architecture, attention or experts
+            implementation that cannot run it.
+    """
+    from mismatch.training.load import require_runnable
+
+    seen = set()
+    for one in passes:
+        key = (*load_key(one.spec), one.spec.replay_routing, bool(one.spec.inject))
+        if key not in seen:
+            seen.add(key)
+            require_runnable(one.spec)
+
+
+def routes_from(rollout: Rollout, spec: TrainSpec) -> str:
+    """Name of the scoring whose routes a pass replays."""
+    return spec.replay_source or f"{rollout.fingerprint['engine']}:decode"
+
+
+def left_out(run_dir: Path | str, rollout: Rollout, one: Pass) -> bool:
+    """Whether a side pass has no routes to replay, because nobody could capture them.
+
+    The report says so; a pass that was asked for by ``--replay-routing`` is refused instead.
+    """
+    if one.name not in (NEW_REPLAYED, REPLAYED):
+        return False
+    return not scoring_header(run_dir, routes_from(rollout, one.spec)).get("routing")
+
+
+def replay_source(job: dict[str, Any], rollout: Rollout, spec: TrainSpec) -> Source | None:
+    """The routes that a pass replays, if it does: of the engine's decode, or of an earlier pass.
+
+    Raises:
+        MismatchError: no such scoring, no routes in it, or routes that cannot be true.
+    """
+    if spec.replay_routing is None:
+        return None
+    from mismatch.training.replay import Source
+
+    scoring = load_scoring(job["run_dir"], routes_from(rollout, spec))
+    return Source.of(scoring, spec.replay_routing, rollout)
+
+
+def wait_for(path: Path) -> None:
+    """Sleep until a file appears, or until whoever started this process is gone."""
+    parent = os.getppid()
+    while not path.exists():
+        if os.getppid() != parent:
+            raise MismatchError(f"nobody is left to make {path}", "start the run again: --resume")
+        time.sleep(POLL_S)
+
+
+def load_key(spec: TrainSpec) -> tuple[Any, ...]:
+    """What has to be equal for two passes to run the same kernels on the same weights."""
+    return (*weights_key(spec), spec.attention, spec.autocast, spec.experts)
+
+
+def _rollout(job: dict[str, Any]) -> Rollout:
+    path = Path(job["run_dir"]) / job.get("rollout", "rollout.parquet")
+    return load_rollout(path.parent)
+
+
+def engine_distributions(job: dict[str, Any], rollout: Rollout) -> Distributions | None:
+    """What the engine took while it sampled; None where it took nothing."""
+    run_dir = (Path(job["run_dir"]) / job.get("rollout", "rollout.parquet")).parent
+    name = f"{rollout.fingerprint.get('engine')}:decode"
+    if not (run_dir / distributions_file(name)).exists():
+        return None
+    return load_distributions(run_dir, name)
+
+
+def _free() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

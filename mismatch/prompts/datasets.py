@@ -1,0 +1,289 @@
+"""Prompts out of a data set: a hub id, a file, or a directory that ``save_to_disk`` wrote.
+
+Read through the ``datasets`` library (extra ``datasets``). The column with the prompts is found by
+its name; text becomes one user message and so goes through the model's chat template, as RL
+frameworks do it; lists of messages are taken as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from mismatch.errors import MismatchError
+from mismatch.prompts.answers import numeric_answer
+from mismatch.prompts.sources import Prompt
+from mismatch.specs import PromptSpec
+
+INSTALL = "pip install 'train-infer-mismatch[datasets]'"
+COLUMNS = ("prompt", "question", "problem", "instruction", "messages", "conversations", "query")
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+SUFFIXES = ", ".join(FORMATS)
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+
+
+def read_dataset(spec: PromptSpec) -> list[Prompt]:
+    """``num_prompts`` rows of a data set, drawn with ``seed``, in the order of the data set.
+
+    Fewer where the data set has fewer. The same spec draws the same rows everywhere.
+
+    Raises:
+        MismatchError: the library is missing, the data set cannot be found or read (with an
+            offline hint for the hub), no or several candidate columns, or a row without a prompt.
+    """
+    if spec.dataset is None:
+        raise MismatchError("no data set named", "--dataset openai/gsm8k, or a file")
+    table = _load(spec)
+    if not len(table):
+        raise MismatchError(f"{_named(spec)} has no rows", "choose another --dataset-split")
+    column = prompt_column(list(table.column_names), spec)
+    if spec.answer_column is not None:
+        _require_column(spec.answer_column.split(".")[0], table.column_names, "--answer-column")
+    return [_prompt(table[row], row, column, spec) for row in drawn_rows(len(table), spec)]
+
+
+def drawn_rows(rows: int, spec: PromptSpec) -> list[int]:
+    """Which rows are taken: sorted, distinct, a function of (rows, num_prompts, seed) alone.
+
+    >>> drawn_rows(5, PromptSpec(num_prompts=9))
+    [0, 1, 2, 3, 4]
+    """
+    if spec.num_prompts >= rows:
+        return list(range(rows))
+    return sorted(random.Random(spec.seed).sample(range(rows), spec.num_prompts))
+
+
+def prompt_column(columns: list[str], spec: PromptSpec) -> str:
+    """The column that holds the prompts: the one asked for, or the only one with a usual name.
+
+    Raises:
+        MismatchError: it does not exist, or none or several have a usual name.
+    """
+    if spec.prompt_column is not None:
+        _require_column(spec.prompt_column, columns, "--prompt-column")
+        return spec.prompt_column
+    found = [name for name in columns if name.lower() in COLUMNS]
+    if len(found) == 1:
+        return found[0]
+    what = f"several could be the prompt ({', '.join(found)})" if found else "none has a usual name"
+    raise MismatchError(
+        f"{_named(spec)}: of the columns {', '.join(columns)}, {what}",
+        f"name it: --prompt-column {found[0] if found else columns[0]}",
+    )
+
+
+def _require_column(name: str, columns: list[str], flag: str) -> None:
+    if name not in columns:
+        raise MismatchError(
+            f"{flag} {name}: the data set has no such column", f"it has {', '.join(columns)}"
+        )
+
+
+def _named(spec: PromptSpec) -> str:
+    config = f" ({spec.dataset_config})" if spec.dataset_config else ""
+    return f"data set {spec.dataset}{config}"
+
+
+# ---------------------------------------------------------------- loading
+
+
+def _load(spec: PromptSpec) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MismatchError(
+            f"{_named(spec)}: the datasets library is not installed",
+            f"{INSTALL}, or --prompts FILE",
+        ) from error
+    datasets.disable_progress_bars()
+    name = str(spec.dataset)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _directory(datasets, path, spec)
+    if path.is_file():
+        return _file(datasets, path, spec)
+    if path.suffix in FORMATS or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise MismatchError(f"{_named(spec)}: no such file or directory", "check the path")
+    return _hub(datasets, name, spec)
+
+
+def _file(datasets: Any, path: Path, spec: PromptSpec) -> Any:
+    """One file; it has no splits, so ``dataset_split`` does not matter."""
+    if path.suffix not in FORMATS:
+        raise MismatchError(
+            f"{_named(spec)}: cannot read a {path.suffix or 'file without suffix'}",
+            f"use one of {SUFFIXES}, or a directory that save_to_disk wrote",
+        )
+    import tempfile
+
+    # A cache of its own: the library's would keep a copy of every file that is ever measured with.
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            return datasets.load_dataset(
+                FORMATS[path.suffix],
+                data_files=str(path),
+                split="train",
+                cache_dir=cache,
+                keep_in_memory=True,
+            )
+        except Exception as error:  # the library's readers raise whatever they like
+            raise MismatchError(
+                f"{_named(spec)}: not a readable {FORMATS[path.suffix]} file: {_reason(error)}",
+                "open it with the datasets library to see more, or write JSONL",
+            ) from error
+
+
+def _directory(datasets: Any, path: Path, spec: PromptSpec) -> Any:
+    """What ``save_to_disk`` wrote: one split, or several by name."""
+    try:
+        found = datasets.load_from_disk(str(path))
+    except FileNotFoundError:
+        return _plain_directory(datasets, path, spec)
+    except Exception as error:
+        raise MismatchError(
+            f"{_named(spec)}: cannot be read: {_reason(error)}", "write it with save_to_disk again"
+        ) from error
+    return _split(found, spec) if isinstance(found, datasets.DatasetDict) else found
+
+
+def _plain_directory(datasets: Any, path: Path, spec: PromptSpec) -> Any:
+    """A directory of data files, named after their splits as on the hub."""
+    files = sorted(file for file in path.rglob("*") if file.suffix in FORMATS)
+    if not files:
+        raise MismatchError(
+            f"{_named(spec)}: neither written by save_to_disk nor holding {SUFFIXES} files",
+            "give a file, or a directory that save_to_disk wrote",
+        )
+    return _hub(datasets, str(path), spec)
+
+
+def _split(found: Any, spec: PromptSpec) -> Any:
+    if spec.dataset_split not in found:
+        raise MismatchError(
+            f"{_named(spec)} has no split {spec.dataset_split}",
+            f"--dataset-split, one of {', '.join(found)}",
+        )
+    return found[spec.dataset_split]
+
+
+def _hub(datasets: Any, name: str, spec: PromptSpec) -> Any:
+    host = _unknown_host()
+    try:
+        with _cache_alone(datasets) if host else nullcontext():
+            return datasets.load_dataset(name, spec.dataset_config, split=spec.dataset_split)
+    except Exception as error:  # connection, unknown id, several configs, unknown split …
+        reason = f"no address for {host}, and not in the cache" if host else _reason(error)
+        raise _explained(error, reason, name, spec) from error
+
+
+def _unknown_host() -> str | None:
+    """The hub's host if its name cannot be looked up (and no proxy does that), else None."""
+    from huggingface_hub import constants
+
+    if any(name in os.environ for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return None
+    host = urlsplit(constants.ENDPOINT).hostname or constants.ENDPOINT
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return host
+    return None
+
+
+@contextmanager
+def _cache_alone(datasets: Any) -> Iterator[None]:
+    """Read the cache at once; the library would try the hub for half a minute first."""
+    from huggingface_hub import constants
+
+    owners: list[Any] = [datasets.config, constants]
+    before = [owner.HF_HUB_OFFLINE for owner in owners]
+    try:
+        for owner in owners:
+            owner.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for owner, value in zip(owners, before, strict=True):
+            owner.HF_HUB_OFFLINE = value
+
+
+def _explained(error: Exception, reason: str, name: str, spec: PromptSpec) -> MismatchError:
+    """What to do about a data set that the hub did not give."""
+    text, kind = str(error), type(error).__name__
+    message = f"{_named(spec)}: {reason}"
+    if "Config name is missing" in text or "BuilderConfig" in text:
+        return MismatchError(message, "choose one: --dataset-config NAME")
+    if "Unknown split" in text:
+        return MismatchError(message, "choose one: --dataset-split NAME")
+    if kind == "DatasetNotFoundError" and "offline" not in text and "Couldn't reach" not in text:
+        return MismatchError(
+            message, "check the id and, for gated data, `hf auth login`; or give a local path"
+        )
+    arguments = ", ".join(repr(item) for item in (name, spec.dataset_config) if item)
+    return MismatchError(
+        message,
+        f"if the hub cannot be reached from here: on a machine that can, "
+        f"datasets.load_dataset({arguments}).save_to_disk('DIR'), copy DIR here, --dataset DIR; "
+        "with a filled cache, HF_HUB_OFFLINE=1 reads from it",
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost message, which names the cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+# ---------------------------------------------------------------- rows
+
+
+def _prompt(entry: dict[str, Any], row: int, column: str, spec: PromptSpec) -> Prompt:
+    origin = f"{spec.dataset} row {row}"
+    messages = _messages(entry[column])
+    if messages is None:
+        raise MismatchError(
+            f"{origin}: {column} holds no prompt ({type(entry[column]).__name__})",
+            "a prompt is text, or a list of messages with role and content; --prompt-column NAME",
+        )
+    answer = None
+    if spec.answer_column is not None:
+        answer = numeric_answer(_nested(entry, spec.answer_column))
+    return Prompt(origin, messages=messages, answer=answer, grader="number")
+
+
+def _messages(value: Any) -> list[dict[str, Any]] | None:
+    """A conversation up to the turn that the model has to write; None if there is none."""
+    if isinstance(value, str) and value.strip():
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    turns = [_turn(item) for item in value]
+    while turns and turns[-1] is not None and turns[-1]["role"] == "assistant":
+        turns.pop()  # the data set's own answer
+    messages = [turn for turn in turns if turn is not None]
+    return messages if messages and len(messages) == len(turns) else None
+
+
+def _turn(item: Any) -> dict[str, Any] | None:
+    """``{"role", "content"}``, also out of ShareGPT's ``{"from", "value"}``."""
+    if not isinstance(item, dict):
+        return None
+    role = item.get("role") or item.get("from")
+    content = item.get("content") if item.get("content") is not None else item.get("value")
+    if not isinstance(role, str) or not isinstance(content, str):
+        return None
+    return {"role": ROLES.get(role, role), "content": content}
+
+
+def _nested(entry: Any, path: str) -> Any:
+    """``reward_model.ground_truth`` of a row; None where a part is missing."""
+    for name in path.split("."):
+        entry = entry.get(name) if isinstance(entry, dict) else None
+    return entry

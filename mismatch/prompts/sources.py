@@ -1,0 +1,195 @@
+"""Prompts: the built-in task or a JSONL file, and how they become token ids.
+
+Reading is light and done before anything starts (:func:`read_prompts`); rendering needs the model's
+tokenizer and is done where that is loaded (:func:`render_prompts`). One line of a prompts file has
+exactly one of::
+
+    {"prompt": "Once upon a time"}                          text, used as it is
+    {"messages": [{"role": "user", "content": "Hello"}]}    through the model's chat template
+    {"prompt_token_ids": [1, 15, 27]}                       ids, used as they are
+
+Other keys are left alone, blank lines and a byte order mark are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mismatch.errors import MismatchError
+from mismatch.prompts.arithmetic import arithmetic_problems
+from mismatch.specs import PromptSpec
+
+KINDS = ("prompt", "messages", "prompt_token_ids")
+EXAMPLE = 'one JSON object per line, such as {"messages": [{"role": "user", "content": "Hi"}]}'
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, in exactly one of three forms.
+
+    Example:
+        >>> Prompt("prompts.jsonl:3", text="Once upon a time").text
+        'Once upon a time'
+
+    Attributes:
+        origin: where it comes from, for messages: file and line, or task and number.
+        answer: the right one, a whole number, where it is known.
+        grader: how a response is read: "arithmetic" (the built-in task's format) or "number" (the
+            final number, in the usual ways of writing it).
+    """
+
+    origin: str
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    token_ids: list[int] | None = None
+    answer: int | None = None
+    grader: Literal["arithmetic", "number"] = "arithmetic"
+
+
+def read_prompts(spec: PromptSpec) -> list[Prompt]:
+    """The prompts that a spec names: ``num_prompts`` of the task, or the file's first so many.
+
+    Raises:
+        MismatchError: unknown task, or a file that is missing, empty or malformed (with the line).
+    """
+    if spec.dataset is not None:
+        from mismatch.prompts.datasets import read_dataset
+
+        return read_dataset(spec)
+    if spec.path is not None:
+        return read_file(Path(spec.path))[: spec.num_prompts]
+    if spec.task != "arithmetic":
+        raise MismatchError(
+            f"unknown task {spec.task!r}", "use arithmetic, or a file of prompts: --prompts FILE"
+        )
+    problems = arithmetic_problems(spec.num_prompts, spec.seed)
+    return [
+        Prompt(f"arithmetic prompt {index}", messages=problem.messages, answer=problem.answer)
+        for index, problem in enumerate(problems)
+    ]
+
+
+def read_file(path: Path) -> list[Prompt]:
+    """All prompts of a JSONL file.
+
+    Raises:
+        MismatchError: missing, not UTF-8, no prompts, or a malformed line (named).
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise MismatchError(
+            f"prompts file {path}: {error.strerror}", "give a readable JSONL file: --prompts FILE"
+        ) from error
+    prompts = []
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if raw.strip():
+            prompts.append(_parse(raw, f"{path}:{number}"))
+    if not prompts:
+        raise MismatchError(f"prompts file {path} has no prompts", f"write {EXAMPLE}")
+    return prompts
+
+
+def _parse(raw: bytes, origin: str) -> Prompt:
+    try:
+        entry = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _bad(origin, "not UTF-8", "save the file as UTF-8") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise _bad(origin, f"not JSON ({reason})") from error
+    if not isinstance(entry, dict):
+        raise _bad(origin, f"a JSON {type(entry).__name__}, not an object")
+    present = [kind for kind in KINDS if kind in entry]
+    if len(present) != 1:
+        found = " and ".join(present) if present else f"none (keys: {', '.join(entry) or 'none'})"
+        raise _bad(origin, f"needs exactly one of {', '.join(KINDS)}, found {found}")
+    value = entry[present[0]]
+    if present[0] == "prompt":
+        return Prompt(origin, text=_text(value, origin))
+    if present[0] == "messages":
+        return Prompt(origin, messages=_messages(value, origin))
+    return Prompt(origin, token_ids=_token_ids(value, origin))
+
+
+def _text(value: Any, origin: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise _bad(origin, "prompt must be a string that is not empty")
+    return value
+
+
+def _messages(value: Any, origin: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise _bad(origin, "messages must be a list that is not empty")
+    for index, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _bad(origin, f"messages[{index}] must be an object with a role")
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and "tool_calls" in message):
+            raise _bad(origin, f"messages[{index}].content must be a string")
+    return value
+
+
+def _token_ids(value: Any, origin: str) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise _bad(origin, "prompt_token_ids must be a list that is not empty")
+    for index, token in enumerate(value):
+        if type(token) is not int or token < 0:
+            raise _bad(origin, f"prompt_token_ids[{index}] must be an integer of at least 0")
+    return value
+
+
+def _bad(origin: str, what: str, fix: str = f"write {EXAMPLE}") -> MismatchError:
+    return MismatchError(f"{origin}: {what}", fix)
+
+
+# ---------------------------------------------------------------- rendering
+
+
+def render_prompts(prompts: Sequence[Prompt], tokenizer: Any, vocab_size: int) -> list[list[int]]:
+    """Token ids of every prompt.
+
+    Text gets the tokenizer's own special tokens (a BOS), unless it begins with the BOS already.
+
+    Raises:
+        MismatchError: no chat template, a conversation that it refuses, a prompt without tokens,
+            or an id outside the vocabulary.
+    """
+    rendered = [_render(prompt, tokenizer) for prompt in prompts]
+    for prompt, ids in zip(prompts, rendered, strict=True):
+        if not ids:
+            raise MismatchError(f"{prompt.origin}: no tokens", "give a prompt that is not empty")
+        if max(ids) >= vocab_size:
+            raise MismatchError(
+                f"{prompt.origin}: token id {max(ids)} is outside the vocabulary of {vocab_size}",
+                "tokenise the prompt with this model's own tokenizer",
+            )
+    return rendered
+
+
+def _render(prompt: Prompt, tokenizer: Any) -> list[int]:
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    if prompt.text is not None:
+        bos = getattr(tokenizer, "bos_token", None)
+        special = not (bos and prompt.text.startswith(bos))
+        return list(tokenizer(prompt.text, add_special_tokens=special)["input_ids"])
+    if not tokenizer.chat_template:
+        raise MismatchError(
+            f"{prompt.origin}: the model's tokenizer has no chat template",
+            "use a chat model, or give the prompts as `prompt` or `prompt_token_ids`",
+        )
+    try:
+        ids = tokenizer.apply_chat_template(
+            prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # a template raises whatever it likes
+        raise MismatchError(
+            f"{prompt.origin}: the chat template refuses these messages: {error}",
+            "look at the roles and their order; the template is the model's chat_template.jinja",
+        ) from error
+    return list(ids)

@@ -1,0 +1,1 @@
+"""One run directory: artefacts, manifest, lock, journal, what can be reused."""

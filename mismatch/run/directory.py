@@ -1,0 +1,256 @@
+"""Run directories: making one, finding one to resume, and who is at work in it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mismatch.errors import MismatchError
+from mismatch.run import store
+from mismatch.run.manifest import sha256
+from mismatch.run.provenance import now, provenance
+from mismatch.run.resume import differences
+from mismatch.specs import CheckSpec, from_dict, spec_hash, to_dict
+
+RUN, SPEC = "run.json", "spec.json"
+RUN_SCHEMA = "mismatch.run/1"
+DEFAULT_PARENT = Path("runs")
+NEWEST = "newest"  # what --resume without a directory means
+LOCK = ".lock"
+
+
+class Journal:
+    """The entry of one command in ``run.json``; written again as stages end.
+
+    Attributes:
+        seconds: per stage, those of earlier commands in this run included.
+        timings: per worker, the parts of its work.
+    """
+
+    def __init__(self, run_dir: Path, verb: str, spec: CheckSpec, command: str) -> None:
+        self.run_dir = run_dir
+        self.earlier = invocations(run_dir)
+        self.entry: dict[str, Any] = {
+            "verb": verb,
+            "spec_hash": spec_hash(spec),
+            "finished": None,
+            **provenance(command, spec.rollout.prompts.path),
+        }
+        self.seconds: dict[str, float] = {}
+        self.timings: dict[str, dict[str, float]] = {}
+        for one in self.earlier:
+            self.seconds |= one.get("seconds", {})
+            self.timings |= one.get("timings", {})
+
+    def save(self) -> None:
+        entry = {**self.entry, "seconds": self.seconds, "timings": self.timings}
+        document = {"schema": RUN_SCHEMA, "invocations": [*self.earlier, entry]}
+        store.write_json(self.run_dir / RUN, document)
+
+    def finish(self) -> None:
+        self.entry["finished"] = now()
+        self.save()
+
+
+@contextmanager
+def at_work(run_dir: Path, verb: str, spec: CheckSpec, command: str) -> Iterator[Journal]:
+    """Hold a run directory while a command writes into it, and note what the command was.
+
+    Raises:
+        MismatchError: another process is at work there.
+    """
+    with _lock(run_dir) as free:
+        if not free:
+            raise MismatchError(
+                f"another mismatch process is at work in {run_dir}",
+                "wait until it ends, or choose another directory: --out DIR",
+            )
+        for partial in run_dir.rglob("*.partial"):  # of writers that were killed
+            partial.unlink()
+        store.write_json(run_dir / SPEC, to_dict(spec))
+        journal = Journal(run_dir, verb, spec, command)
+        journal.save()
+        yield journal
+        journal.finish()
+
+
+def open_run(
+    verb: str, spec: CheckSpec, model: str, out: Path | None, resume: str | None
+) -> tuple[Path, bool]:
+    """The directory to work in, and whether it continues an earlier run.
+
+    Args:
+        resume: a run directory, ``NEWEST``, or None for a new run.
+
+    Raises:
+        MismatchError: the run to resume is none or has another spec (the differences are named);
+            the new directory is occupied or cannot be made.
+    """
+    if resume is None:
+        return new_directory(out, model), False
+    found = Path(resume)
+    if resume == NEWEST:
+        here = out if out is not None and (out / SPEC).exists() else None
+        newest = newest_unfinished(DEFAULT_PARENT, verb, spec) if out is None else here
+        if newest is None:
+            return new_directory(out, model), False
+        found = newest
+    require_same_spec(found, spec)
+    require_same_prompts(found, spec)
+    return found, True
+
+
+def new_directory(out: Path | None, model: str) -> Path:
+    """A new, empty directory: ``out``, or runs/TIME-MODEL.
+
+    Raises:
+        MismatchError: it is not empty, or cannot be made or written.
+    """
+    if out is None:
+        name = Path(model).name or "model"
+        stem = DEFAULT_PARENT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+        out, number = stem, 1
+        while out.exists():
+            number += 1
+            out = stem.with_name(f"{stem.name}-{number}")
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        fix = "choose another --out, or delete it"
+        if (out / SPEC).exists():
+            fix = f"it holds another run: choose another --out, or go on with it: --resume {out}"
+        raise MismatchError(f"{out} exists and is not empty", fix)
+    made = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / LOCK).touch()
+    except OSError as error:
+        if made and out.is_dir():
+            out.rmdir()
+        raise MismatchError(
+            f"cannot create {out}: {error.strerror}", "choose a writable directory: --out DIR"
+        ) from error
+    return out
+
+
+def load_spec(run_dir: Path) -> CheckSpec:
+    """The spec of a run.
+
+    Raises:
+        MismatchError: no run there, or one of a version with other settings.
+    """
+    path = run_dir / SPEC
+    if not path.exists():
+        raise MismatchError(
+            f"no run in {run_dir}: it has no {SPEC}",
+            "give a run directory, or make one: mismatch rollout --model MODEL --out DIR",
+        )
+    data = store.read_json(path)
+    try:
+        return from_dict(CheckSpec, data)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise MismatchError(
+            f"{path} is no spec that this version knows: {error}",
+            "read the run with the version of mismatch that made it",
+        ) from error
+
+
+def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
+    """Resuming with other settings would mix two runs in one directory.
+
+    Raises:
+        MismatchError: it names every setting that differs.
+    """
+    found = load_spec(run_dir)
+    # Fixes and gradients add to a run; what is there stays what it is.
+    found = replace(
+        found,
+        fixes=spec.fixes,
+        budget_minutes=spec.budget_minutes,
+        verdict=spec.verdict,
+        gradients=spec.gradients,
+        gradient_prompts=spec.gradient_prompts,
+    )
+    if spec_hash(found) == spec_hash(spec):
+        return
+    lines = differences(to_dict(found), to_dict(spec))
+    raise MismatchError(
+        f"{run_dir} was made with other settings:\n    " + "\n    ".join(lines),
+        "resume with the same flags (or with none: --resume RUN), or start a new run without "
+        "--resume",
+    )
+
+
+def require_same_prompts(run_dir: Path, spec: CheckSpec) -> None:
+    """A prompts file is part of what was asked.
+
+    Raises:
+        MismatchError: its content is not what the run began with.
+    """
+    path = spec.rollout.prompts.path
+    known = [one["prompts_sha256"] for one in invocations(run_dir) if "prompts_sha256" in one]
+    if path is not None and known and sha256(Path(path)) != known[-1]:
+        raise MismatchError(
+            f"{path} has changed since {run_dir} was begun",
+            "put the old file back, or start a new run without --resume",
+        )
+
+
+def newest_unfinished(parent: Path, verb: str, spec: CheckSpec) -> Path | None:
+    """The newest run of this verb and spec that did not come to its end and is not at work."""
+    candidates = sorted(parent.glob(f"*/{RUN}"), key=lambda p: p.stat().st_mtime_ns, reverse=True)
+    for path in candidates:
+        try:
+            last = invocations(path.parent)[-1]
+        except (MismatchError, IndexError):
+            continue
+        same = (last["verb"], last["spec_hash"]) == (verb, spec_hash(spec))
+        if same and last["finished"] is None:
+            with _lock(path.parent) as free:
+                if free:
+                    return path.parent
+    return None
+
+
+def invocations(run_dir: Path) -> list[dict[str, Any]]:
+    """What worked in a run directory so far, oldest first.
+
+    Raises:
+        MismatchError: a ``run.json`` of another version.
+    """
+    if not (run_dir / RUN).exists():
+        return []
+    document = store.read_json(run_dir / RUN)
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != RUN_SCHEMA:
+        raise MismatchError(
+            f"{run_dir / RUN} has schema {schema}, this version reads {RUN_SCHEMA}",
+            "read the run with the version of mismatch that made it",
+        )
+    found: list[dict[str, Any]] = document["invocations"]
+    return found
+
+
+@contextmanager
+def _lock(run_dir: Path) -> Iterator[bool]:
+    """Whether nobody else holds the directory; the kernel lets go of it when a process dies."""
+    try:
+        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise MismatchError(
+            f"cannot write in {run_dir}: {error.strerror}",
+            "copy the run to a directory that can be written",
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except BlockingIOError:
+            free = False
+        yield free
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,319 @@
+"""Artefacts on disk: written whole or not at all, read with their schema and checksum checked.
+
+A run directory holds::
+
+    run.json                  every command that worked here: versions, platform, environment
+    spec.json                 the CheckSpec
+    manifest.json             checksum, schema and inputs of every artefact
+    rollout.parquet           one row per sequence
+    vocabulary.json           text of every token id that occurs
+    scores/<name>.parquet     one row per sequence: logprobs, entropy … of its action tokens
+    routing/<name>.safetensors  experts per token and layer
+    dists/<name>.safetensors  whole distributions at a sample of positions
+    gradients/                what --gradients took, see mismatch/experiments/gradients/files.py
+    comparison.json           two scorings side by side, every metric with its interval
+    tokens.parquet            one row per action token: both logprobs side by side
+    report.json, report.html, report.md
+    kernels.json              what `mismatch kernels --run` found
+    jobs/, logs/, errors/     what the child processes were asked and said
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mismatch.errors import MismatchError
+from mismatch.run import distributions, manifest
+from mismatch.run.distributions import Distributions
+from mismatch.run.manifest import write_atomic
+from mismatch.run.routing_files import narrowest, read_arrays, write_arrays
+from mismatch.run.tables import (
+    flat,
+    missing_fix,
+    plain,
+    ragged,
+    read_header,
+    read_table,
+    require_file,
+    require_schema,
+    write_table,
+)
+from mismatch.specs import spec_hash, to_dict
+from mismatch.types import Rollout, Routing, Sampling, Scoring
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pandas as pd
+
+    from mismatch.specs import RolloutSpec, TrainSpec
+
+ROLLOUT_SCHEMA = "mismatch.rollout/1"
+SCORING_SCHEMA = "mismatch.scoring/1"
+ROUTING_SCHEMA = "mismatch.routing/1"
+TOKENS_SCHEMA = "mismatch.tokens/1"
+VOCABULARY_SCHEMA = "mismatch.vocabulary/1"
+REQUIRED_COLUMNS = {
+    ROLLOUT_SCHEMA: {"token_ids", "action_mask", "turn", "prompt_index", "finish_reason"},
+    SCORING_SCHEMA: {"token_ids", "logprobs"},
+    TOKENS_SCHEMA: {"sequence", "position", "rollout_logprob", "train_logprob", "delta"},
+}
+ROLLOUT = "rollout.parquet"
+VOCABULARY = "vocabulary.json"
+TOKENS = "tokens.parquet"
+FIX_PREFIX = "fix:"  # of the trainer's scorings that belong to a fix: they have their own table
+
+
+def write_text(path: Path, text: str) -> Path:
+    return write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, data: Any) -> Path:
+    """Strict JSON: NaN and infinity are errors, not invalid documents."""
+    return write_text(path, json.dumps(data, indent=1, allow_nan=False, default=plain) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MismatchError(f"{path} does not exist", missing_fix(path)) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise MismatchError(f"{path} cannot be read: {error}", "run the stage again") from error
+
+
+def save_document(run_dir: Path | str, name: str, data: Any, **entry: Any) -> Path:
+    """Write JSON data and record it; ``entry`` as :func:`mismatch.run.manifest.record` takes it."""
+    path = write_json(Path(run_dir) / name, data)
+    manifest.record(run_dir, name, **entry)
+    return path
+
+
+def load_document(run_dir: Path | str, name: str) -> Any:
+    """Read JSON data after comparing it with its checksum."""
+    manifest.verify(run_dir, name)
+    return read_json(Path(run_dir) / name)
+
+
+# ---------------------------------------------------------------- rollout
+
+
+def save_rollout(run_dir: Path | str, rollout: Rollout, made_by: RolloutSpec | None = None) -> Path:
+    """Write ``rollout.parquet``; ``made_by`` is kept beside it, for resuming."""
+    rows: dict[str, Any] = {
+        "token_ids": ragged(rollout.token_ids, rollout.offsets),
+        "action_mask": ragged(rollout.action_mask, rollout.offsets),
+        "turn": ragged(rollout.turn, rollout.offsets),
+        "prompt_index": rollout.prompt_index,
+        "finish_reason": list(rollout.finish_reason),
+    }
+    if rollout.rewards is not None:
+        rows["reward"] = rollout.rewards
+    header = {
+        "sampling": dataclasses.asdict(rollout.sampling),
+        "fingerprint": rollout.fingerprint,
+    }
+    path = write_table(Path(run_dir) / ROLLOUT, rows, ROLLOUT_SCHEMA, header)
+    manifest.record(run_dir, ROLLOUT, ROLLOUT_SCHEMA, _hash(made_by))
+    return path
+
+
+def load_rollout(run_dir: Path | str) -> Rollout:
+    """Read ``rollout.parquet``; MismatchError if absent, damaged or of another schema."""
+    manifest.verify(run_dir, ROLLOUT)
+    path = Path(run_dir) / ROLLOUT
+    table, header = read_table(path, ROLLOUT_SCHEMA, REQUIRED_COLUMNS[ROLLOUT_SCHEMA])
+    token_ids, offsets = flat(table, "token_ids")
+    return Rollout(
+        token_ids=token_ids.astype(np.int64),
+        offsets=offsets,
+        action_mask=flat(table, "action_mask")[0].astype(np.bool_),
+        turn=flat(table, "turn")[0].astype(np.int64),
+        prompt_index=table.column("prompt_index").to_numpy().astype(np.int64),
+        finish_reason=tuple(table.column("finish_reason").to_pylist()),
+        sampling=Sampling(**header["sampling"]),
+        fingerprint=header["fingerprint"],
+        rewards=table.column("reward").to_numpy().astype(np.float64)
+        if "reward" in table.column_names
+        else None,
+    )
+
+
+# ---------------------------------------------------------------- scorings
+
+
+def save_scoring(
+    run_dir: Path | str,
+    scoring: Scoring,
+    rollout: Rollout,
+    made_by: RolloutSpec | TrainSpec | None = None,
+    also_from: Sequence[str] = (),
+) -> Path:
+    """Write ``scores/<name>.parquet`` and, where experts were captured, their routing file.
+
+    The scores are recorded last, as made from the rollout (and routing) that lie there now: a
+    scoring that is recorded is complete. ``made_by`` is kept in it, for resuming; ``also_from``
+    names further artefacts that it was made from.
+    """
+    run_dir = Path(run_dir)
+    offsets = action_offsets(rollout)
+    columns = {
+        "token_ids": scoring.token_ids,
+        "logprobs": scoring.logprobs.astype(np.float64),
+        "entropy": scoring.entropy,
+        "top1": scoring.top1,
+        **{f"extra.{name}": values for name, values in scoring.extra.items()},
+    }
+    rows = {name: ragged(v, offsets) for name, v in columns.items() if v is not None}
+    header: dict[str, Any] = {"name": scoring.name, "fingerprint": scoring.fingerprint}
+    if made_by is not None:
+        header["spec"] = to_dict(made_by)
+    inputs = [ROLLOUT, *also_from]
+    if scoring.routing is not None:
+        inputs.append(routing_file(scoring.name))
+        _save_routing(run_dir, inputs[-1], scoring.routing)
+        header["routing"] = True
+    if scoring.distributions is not None:
+        inputs.append(distributions_file(scoring.name))
+        distributions.save(run_dir, inputs[-1], scoring.distributions)
+        header["distributions"] = True
+    name = scoring_file(scoring.name)
+    path = write_table(run_dir / name, rows, SCORING_SCHEMA, header)
+    manifest.record(run_dir, name, SCORING_SCHEMA, _hash(made_by), inputs)
+    return path
+
+
+def load_scoring(run_dir: Path | str, name: str) -> Scoring:
+    """Read one scoring by its name, e.g. ``"vllm:decode"``."""
+    run_dir = Path(run_dir)
+    manifest.verify(run_dir, scoring_file(name))
+    path = run_dir / scoring_file(name)
+    table, header = read_table(path, SCORING_SCHEMA, REQUIRED_COLUMNS[SCORING_SCHEMA])
+    columns = {column: flat(table, column)[0] for column in table.column_names}
+    return Scoring(
+        name=header["name"],
+        token_ids=columns["token_ids"].astype(np.int64),
+        logprobs=columns["logprobs"].astype(np.float64),
+        fingerprint=header["fingerprint"],
+        entropy=columns.get("entropy"),
+        top1=columns.get("top1"),
+        routing=_load_routing(run_dir, routing_file(name)) if header.get("routing") else None,
+        extra={k.removeprefix("extra."): v for k, v in columns.items() if k.startswith("extra.")},
+        distributions=load_distributions(run_dir, name) if header.get("distributions") else None,
+    )
+
+
+def load_distributions(run_dir: Path | str, name: str) -> Distributions:
+    """The whole distributions of a scoring; MismatchError where it has none."""
+    return distributions.load(Path(run_dir), distributions_file(name))
+
+
+def scoring_header(run_dir: Path | str, name: str) -> dict[str, Any]:
+    """``name``, ``fingerprint`` and, where one was given, ``spec`` of a scoring."""
+    return read_header(Path(run_dir) / scoring_file(name), SCORING_SCHEMA)
+
+
+def scoring_names(run_dir: Path | str) -> list[str]:
+    """Names of all scorings in a run directory, sorted."""
+    files = sorted((Path(run_dir) / "scores").glob("*.parquet"))
+    return [read_header(file, SCORING_SCHEMA)["name"] for file in files]
+
+
+def scoring_file(name: str) -> str:
+    """Path of a scoring inside its run directory."""
+    return f"scores/{_stem(name)}.parquet"
+
+
+def routing_file(name: str) -> str:
+    """Path of a scoring's experts inside its run directory."""
+    return f"routing/{_stem(name)}.safetensors"
+
+
+def distributions_file(name: str) -> str:
+    """Path of a scoring's whole distributions inside its run directory."""
+    return distributions.distributions_file(_stem(name))
+
+
+def action_offsets(rollout: Rollout) -> np.ndarray:
+    """Offsets of every sequence into the action tokens, [N + 1]."""
+    starts = np.concatenate([[0], np.cumsum(rollout.action_mask)])
+    return starts[rollout.offsets].astype(np.int64)
+
+
+def _stem(name: str) -> str:
+    return name.replace(":", "-").replace("/", "-")
+
+
+def _hash(spec: RolloutSpec | TrainSpec | None) -> str:
+    return "" if spec is None else spec_hash(spec)
+
+
+def _save_routing(run_dir: Path, name: str, routing: Routing) -> None:
+    arrays = {
+        "ids": routing.ids.astype(narrowest(routing.num_experts), copy=False),
+        "present": routing.present,
+    }
+    if routing.weights is not None:
+        arrays["weights"] = routing.weights.astype(np.float32, copy=False)
+    if routing.margin is not None:
+        arrays["margin"] = routing.margin.astype(np.float32, copy=False)
+    metadata = {
+        "schema": ROUTING_SCHEMA,
+        "layers": json.dumps(routing.layers),
+        "num_experts": str(routing.num_experts),
+    }
+    write_atomic(run_dir / name, lambda target: write_arrays(target, arrays, metadata))
+    manifest.record(run_dir, name, ROUTING_SCHEMA)
+
+
+def _load_routing(run_dir: Path, name: str) -> Routing:
+    path = run_dir / name
+    require_file(path)
+    manifest.verify(run_dir, name)
+    arrays, metadata = read_arrays(path)
+    require_schema(path, metadata.get("schema"), ROUTING_SCHEMA)
+    return Routing(
+        layers=tuple(json.loads(metadata["layers"])),
+        num_experts=int(metadata["num_experts"]),
+        ids=arrays["ids"],
+        present=arrays["present"],
+        weights=arrays.get("weights"),
+        margin=arrays.get("margin"),
+    )
+
+
+# ---------------------------------------------------------------- token table
+
+
+def save_vocabulary(run_dir: Path | str, texts: dict[int, str]) -> Path:
+    """Write ``vocabulary.json``: the text of every id that occurs in the rollout."""
+    data = {str(token): text for token, text in texts.items()}
+    return save_document(run_dir, VOCABULARY, data, schema=VOCABULARY_SCHEMA)
+
+
+def load_vocabulary(run_dir: Path | str) -> dict[int, str]:
+    """Texts of the ids in the rollout; empty where none were saved."""
+    if not (Path(run_dir) / VOCABULARY).exists():
+        return {}
+    return {int(token): text for token, text in load_document(run_dir, VOCABULARY).items()}
+
+
+def save_tokens(run_dir: Path | str, frame: pd.DataFrame, **entry: Any) -> Path:
+    """Write ``tokens.parquet``: one row per action token, both sides next to each other."""
+    columns = {name: frame[name].array for name in frame.columns}
+    path = write_table(Path(run_dir) / TOKENS, columns, TOKENS_SCHEMA, {})
+    manifest.record(run_dir, TOKENS, TOKENS_SCHEMA, **entry)
+    return path
+
+
+def load_tokens(run_dir: Path | str) -> pd.DataFrame:
+    manifest.verify(run_dir, TOKENS)
+    path = Path(run_dir) / TOKENS
+    table, _ = read_table(path, TOKENS_SCHEMA, REQUIRED_COLUMNS[TOKENS_SCHEMA])
+    frame: pd.DataFrame = table.to_pandas()
+    return frame

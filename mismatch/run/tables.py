@@ -1,0 +1,173 @@
+"""Parquet files with a schema and a header of their own, and columns of ragged lists."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mismatch.errors import MismatchError
+from mismatch.run.manifest import write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+GROUP_VALUES = 1 << 20
+
+
+def write_table(path: Path, columns: dict[str, Any], schema: str, header: dict[str, Any]) -> Path:
+    """Write columns atomically; ``header`` is any JSON data, kept beside the schema's name."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table(columns)
+    text = json.dumps(header, allow_nan=False, default=plain)
+    table = table.replace_schema_metadata({"schema": schema, "header": text})
+    rows = _rows_per_group(table)
+    return write_atomic(
+        path, lambda target: pq.write_table(table, target, rows, compression="zstd")
+    )
+
+
+def _rows_per_group(table: pa.Table) -> int:
+    """So many rows that the longest column of lists holds about ``GROUP_VALUES`` in each group.
+
+    Groups are what a reader holds of a file at a time.
+    """
+    import pyarrow as pa
+
+    values = [
+        sum(len(chunk.values) for chunk in column.chunks)
+        for column in table.columns
+        if pa.types.is_large_list(column.type)
+    ]
+    rows: int = table.num_rows
+    groups = -(-max([1, rows, *values]) // GROUP_VALUES)
+    return max(1, rows // groups)
+
+
+def batches(path: Path, schema: str, columns: list[str], rows: int) -> Iterator[pa.Table]:
+    """Rows of a file in order, ``rows`` at a time, the last time fewer; other columns are not read.
+
+    Raises:
+        MismatchError: as :func:`read_table`.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    read_header(path, schema)
+    with pq.ParquetFile(path) as file:
+        missing = set(columns) - set(file.schema_arrow.names)
+        if missing:
+            raise MismatchError(
+                f"{path} lacks the columns {sorted(missing)}", "run the stage again"
+            )
+        held: list[pa.RecordBatch] = []
+        for batch in file.iter_batches(batch_size=rows, columns=columns):
+            held.append(batch)
+            while sum(one.num_rows for one in held) >= rows:
+                table = pa.Table.from_batches(held)
+                yield table.slice(0, rows)
+                held = table.slice(rows).to_batches()
+        if held:
+            yield pa.Table.from_batches(held)
+
+
+def read_table(path: Path, schema: str, required: set[str]) -> tuple[pa.Table, dict[str, Any]]:
+    """The table and its header.
+
+    Raises:
+        MismatchError: absent, truncated, foreign, of another schema, or columns missing.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    require_file(path)
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise MismatchError(
+            f"{path} is not a readable Parquet file (truncated or foreign): {reason}",
+            "run the stage that makes it again",
+        ) from error
+    metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
+    require_schema(path, metadata.get("schema"), schema)
+    missing = required - set(table.column_names)
+    if missing:
+        raise MismatchError(f"{path} lacks the columns {sorted(missing)}", "run the stage again")
+    return table, json.loads(metadata["header"])
+
+
+def read_header(path: Path, schema: str) -> dict[str, Any]:
+    """The header alone, without reading the columns.
+
+    Raises:
+        MismatchError: as :func:`read_table`.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    require_file(path)
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowException) as error:
+        raise MismatchError(
+            f"{path} is not a readable Parquet file (truncated or foreign): {error}",
+            "run the stage that makes it again",
+        ) from error
+    require_schema(path, metadata.get(b"schema", b"").decode() or None, schema)
+    header: dict[str, Any] = json.loads(metadata[b"header"])
+    return header
+
+
+def require_file(path: Path) -> None:
+    if not path.exists():
+        raise MismatchError(f"{path} does not exist", missing_fix(path))
+
+
+def missing_fix(path: Path) -> str:
+    """The command that makes an artefact."""
+    if path.name == "rollout.parquet":
+        return f"make it: mismatch rollout --model MODEL --out {path.parent}"
+    if path.parent.name == "scores":
+        return f"make it: mismatch score {path.parent.parent}"
+    return "make it: mismatch check --model MODEL"
+
+
+def require_schema(path: Path, found: str | None, wanted: str) -> None:
+    if found != wanted:
+        raise MismatchError(
+            f"{path} has schema {found or 'none'}, this version reads {wanted}",
+            "make it again with this version of mismatch",
+        )
+
+
+def ragged(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
+    """Flat values as a column of lists."""
+    import pyarrow as pa
+
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
+
+
+def flat(table: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values and offsets of a list column, whatever slices the reader made."""
+    import pyarrow.compute as pc
+
+    lists = table.column(column)
+    lengths = pc.list_value_length(lists).to_numpy()
+    values = pc.list_flatten(lists).to_numpy()
+    return values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def plain(value: Any) -> Any:
+    """numpy as JSON data."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value)
