@@ -24,7 +24,7 @@ T = TypeVar("T")
 _SCALARS: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
-class Misfit(Exception):
+class Misfit(TypeError):
     """A value that does not fit its field; the message starts with the field's place."""
 
 
@@ -113,7 +113,9 @@ def _read(kind: Any, value: Any, place: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _read_union(arguments, value, place)
     if origin is Literal:
-        return _require(value in arguments, value, place, f"one of {', '.join(map(str, arguments))}")
+        return _require(
+            value in arguments, value, place, f"one of {', '.join(map(str, arguments))}"
+        )
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(typing.cast(type, kind), value, place)
     if origin is dict:
@@ -179,7 +181,8 @@ def _read_float(value: Any, place: str) -> float:
     if value is None:
         return math.nan
     fits = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(_require(fits, value, place, "a number or null"))
+    number: float = _require(fits, value, place, "a number or null")
+    return number  # a whole number stays one: the bytes that are written again are the same
 
 
 def _key(kind: Any, key: str) -> Any:

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from mismatch.codec import from_json
 from mismatch.types import Sampling
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -197,26 +198,12 @@ def to_dict(spec: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], data: dict[str, Any]) -> T:
-    """The inverse of :func:`to_dict`."""
-    nested = {
-        "engine": EngineSpec,
-        "other_engine": EngineSpec,
-        "prompts": PromptSpec,
-        "sampling": Sampling,
-        "rollout": RolloutSpec,
-        "train": TrainSpec,
-        "spec": TrainSpec,
-    }
-    values: dict[str, Any] = {}
-    for name, value in data.items():
-        if name in nested and isinstance(value, dict):
-            value = from_dict(nested[name], value)
-        elif name in ("args", "inject", "env"):
-            value = tuple((key, item) for key, item in value)
-        elif name in ("not_reproduced", "fixes", "servers"):
-            value = tuple(value)
-        values[name] = value
-    return cls(**values)
+    """The inverse of :func:`to_dict`.
+
+    Raises:
+        TypeError: a field is unknown, missing or of another type.
+    """
+    return from_json(cls, data)
 
 
 def weights_key(spec: TrainSpec) -> tuple[Any, ...]:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mismatch.codec import from_json, object_schema, schema_of, to_json
+from mismatch.codec import from_json, schema_of, to_json
 from mismatch.types import Comparison, NotTested, Rollout, Scoring
 
 if TYPE_CHECKING:
@@ -22,19 +22,12 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 SECTIONS = "mismatch.reports.sections"
 
-# Analyses that live in another room, where their result is made.
-ELSEWHERE = (
-    "mismatch.corrections.plugin",
-    "mismatch.metrics.plugin",
-    "mismatch.fixes.plugin",
-    "mismatch.triangle.plugin",
-    "mismatch.audit.plugin",
-    "mismatch.gradients.plugin",
-)
+ELSEWHERE = ("mismatch.experiments.results",)  # analyses of passes beyond a check's own
 
 
-class Artefacts(Protocol):
-    """What an analysis may read: the artefacts of a run, none of them changed.
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What an analysis may read: the artefacts of a run.
 
     Attributes:
         decode, train: the two sides of the headline comparison, which is ``comparison``.
@@ -50,8 +43,13 @@ class Artefacts(Protocol):
     refused: dict[str, str]
 
 
-def not_measured(run: Artefacts, spec: CheckSpec) -> None:
+def not_measured(run: Measured, spec: CheckSpec) -> None:
     """An analysis whose result comes from passes of its own, and not from a check's artefacts."""
+
+
+def seen(result: object) -> tuple[str, ...]:
+    """An analysis that leaves nothing out."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +62,15 @@ class Analysis(Generic[R]):
         measure: pure; None where the run does not ask for it.
         section: import string of the function that shows it, ``module:function``; "": that of
             ``mismatch/reports/sections/ID.py``.
+        unseen: what a result could not see, for the report's list of what was not tested.
         order: of its key in report.json.
     """
 
     id: str
     result: type[R]
-    measure: Callable[[Artefacts, CheckSpec], R | NotTested | None] = not_measured
+    measure: Callable[[Measured, CheckSpec], R | NotTested | None] = not_measured
     section: str = ""
+    unseen: Callable[[R], tuple[str, ...]] = seen
     order: int = 100
 
     def write(self, result: R) -> dict[str, Any]:

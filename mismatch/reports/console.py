@@ -135,7 +135,9 @@ def _columns(table: Table) -> list[_Texts]:
         columns.append(_Texts(column.title, column.left, column.priority, texts, styles))
         if column.interval is not None:
             texts = [cell_interval(cell, column) for cell in cells]
-            columns.append(_Texts("95 % interval", False, column.interval, texts, [""] * len(texts)))
+            columns.append(
+                _Texts("95 % interval", False, column.interval, texts, [""] * len(texts))
+            )
     return columns
 
 

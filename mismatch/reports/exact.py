@@ -77,7 +77,7 @@ def _narrower(exact: Estimate, k3: Estimate) -> str | None:
 def _noise(report: Report, name: str, exact: Estimate) -> list[str]:
     """The trainer against itself in other micro-batches: how much of it is noise."""
     for pair in report.noise_floor:
-        if pair.train.endswith(":regrouped") and name in pair.metrics and exact.value > 0:
+        if pair.right.endswith(":regrouped") and name in pair.metrics and exact.value > 0:
             value = pair.metrics[name].value
             return [
                 f"the trainer against itself in other micro-batches: {quantities.number(value)} "

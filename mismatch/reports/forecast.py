@@ -61,7 +61,7 @@ def forecast_of(
 
 def rows(report: Report) -> list[LengthRow]:
     """The lengths from the data's to the target."""
-    forecast = report.forecast
+    forecast = report.analyses.get("forecast")
     if forecast is None:
         return []
     return [
@@ -83,7 +83,7 @@ def rows(report: Report) -> list[LengthRow]:
 
 def sentences(report: Report) -> list[str]:
     """What the forecast says, how it was checked, how far it reaches, and what to doubt."""
-    forecast = report.forecast
+    forecast = report.analyses.get("forecast")
     if forecast is None:
         return []
     if forecast.missing:
@@ -149,7 +149,7 @@ def _interval(estimate: Estimate, share: bool = False) -> str:
 
 def pictures(report: Report) -> list[Picture]:
     """Spread against length with what was observed, and what corrections would keep."""
-    forecast = report.forecast
+    forecast = report.analyses.get("forecast")
     if forecast is None or len(forecast.rows) < 2:
         return []
     return [_spread(forecast), _kept(forecast)]
@@ -235,6 +235,6 @@ def _end(estimate: Estimate, side: str) -> float:
 
 def view(report: Report) -> dict[str, Any] | None:
     """What the HTML section shows; None without a forecast."""
-    if report.forecast is None:
+    if report.analyses.get("forecast") is None:
         return None
     return {"sentences": sentences(report), "rows": rows(report), "pictures": pictures(report)}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MISSING", "Format", "badge", "bound", "cell_interval", "cell_text", "count", "interval", "line", "number", "percent", "plural",
-    "small_percent", "text", "times", "token_text", "value_text", "visible",
+    "small_percent", "text", "times", "token_text", "visible",
 ]  # fmt: skip
 
 Format = Callable[..., str]

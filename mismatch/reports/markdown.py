@@ -144,12 +144,14 @@ def _noise_table(report: Report) -> str:
 
 
 def _kernels(report: Report) -> str:
-    said = kernels.sentences(report.kernels) if report.kernels else []
+    said = (
+        kernels.sentences(report.analyses.get("kernels")) if report.analyses.get("kernels") else []
+    )
     return "\n".join(f"- {plain(sentence)}" for sentence in said)
 
 
 def _gradients(report: Report) -> str:
-    made = report.gradients
+    made = report.analyses.get("gradients")
     if made is None:
         return ""
     said = [*gradients.sentences(made), gradients.batch(made), *gradients.notes(made)]
@@ -177,7 +179,7 @@ def _exact(report: Report) -> str:
 
 def _fixes(report: Report) -> str:
     """What follows stands open, the tables are folded away."""
-    made = report.fixes
+    made = report.analyses.get("fixes")
     if made is None:
         return ""
     said = "\n".join(f"- {plain(text)}" for text in fixes.sentences(report))
@@ -205,14 +207,14 @@ def _fixes(report: Report) -> str:
 
 def _advice(report: Report) -> str:
     parts = []
-    for one in fixes.advice(report.fixes) if report.fixes else ():
+    for one in fixes.advice(report.analyses.get("fixes")) if report.analyses.get("fixes") else ():
         parts.append(f"To use {_code(one.id)}: {_code(one.command)}")
         parts += [_recipe(recipe) for _, known in one.recipes for recipe in known]
     return "\n\n".join(parts)
 
 
 def _corrections(report: Report) -> str:
-    made = report.corrections
+    made = report.analyses.get("corrections")
     if made is None:
         return ""
     rows = [
@@ -246,10 +248,10 @@ def _recipe(recipe: Recipe) -> str:
 
 
 def _engines(report: Report) -> str:
-    made = report.engines
+    made = report.analyses.get("engines")
     if made is None:
         return ""
-    said = "\n".join(f"- {plain(sentence)}" for sentence in engines.sentences(made))
+    said = "\n".join(f"- {plain(sentence)}" for sentence in engines.sentences(made, report))
     rows = [
         [plain(row.pair), f"{plain(row.tokens)}, {row.how}", f"{row.mean} ({row.interval})",
          row.k3, row.largest, row.experts, plain(row.reason)]

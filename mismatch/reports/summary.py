@@ -236,7 +236,7 @@ def noise_rows(report: Report) -> list[Noise]:
         rows.append(
             Noise(
                 noise_words(pair),
-                f"{line(pair.rollout)} / {line(pair.train)}",
+                f"{line(pair.left)} / {line(pair.right)}",
                 quantities.number(mean.value if mean else None),
                 quantities.number(largest.value if largest else None),
                 relative,
@@ -300,7 +300,7 @@ def next_steps(report: Report) -> list[str]:
 
 def _fixes(report: Report) -> list[str]:
     """The fixes that helped, where some were tried."""
-    made = report.fixes
+    made = report.analyses.get("fixes")
     if made is None or made.best_together is None:
         return []
     best = made.outcome(made.best_together)

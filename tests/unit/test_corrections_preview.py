@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from mismatch.analysis.corrections.document import corrections_from_json, corrections_to_json
+
 from mismatch.analysis.corrections.preview import EQUAL_REWARDS, NO_REWARDS, NOT_LAWFUL, preview
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.corrections import CORRECTIONS, NONE, OVERRIDE, Settings, group_advantages

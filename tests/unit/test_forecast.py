@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +111,7 @@ def test_a_sample_never_shows_less_than_one_sequence() -> None:
     assert got.floor == floor
     assert got.rows[-1].ess_untruncated.value == floor
     assert got.rows[-1].ess_untruncated.low == floor
-    said = " ".join(shown.sentences(replace(make_report(), forecast=got)))
+    said = " ".join(shown.sentences(make_report().with_analyses(forecast=got)))
     assert "never shows an effective size under 0.39 %" in said
 
 
@@ -133,7 +132,7 @@ def test_late_positions_that_are_worse_fail_the_check() -> None:
     got = forecast(delta)
     assert "check-failed" in got.flags
     assert got.check.error.high < -0.3
-    said = " ".join(shown.sentences(replace(make_report(), forecast=got)))
+    said = " ".join(shown.sentences(make_report().with_analyses(forecast=got)))
     assert "does not predict the second" in said
 
 
@@ -158,7 +157,7 @@ def test_heavy_tails_are_flagged_and_light_ones_are_not() -> None:
     for delta in (heavy, lone):
         got = forecast(delta)
         assert "heavy-tail" in got.flags
-        said = " ".join(shown.sentences(replace(make_report(), forecast=got)))
+        said = " ".join(shown.sentences(make_report().with_analyses(forecast=got)))
         assert "the tail of delta is heavy" in said
     light = forecast(ar1(0, 0.0))
     assert "heavy-tail" not in light.flags
@@ -169,9 +168,9 @@ def test_the_reach_beyond_the_data_is_said() -> None:
     far, near = forecast(ar1(0, 0.0)), forecast(ar1(0, 0.0), target=200)
     assert "beyond-check" in far.flags
     assert "beyond-check" not in near.flags
-    said = " ".join(shown.sentences(replace(make_report(), forecast=far)))
+    said = " ".join(shown.sentences(make_report().with_analyses(forecast=far)))
     assert "128× as long as the data" in said
-    inside = replace(make_report(), forecast=forecast(ar1(0, 0.0), target=64))
+    inside = make_report().with_analyses(forecast=forecast(ar1(0, 0.0), target=64))
     assert "within the data" in " ".join(shown.sentences(inside))
 
 
@@ -184,7 +183,7 @@ def test_too_little_is_not_enough(shape: tuple[int, int], samples: int) -> None:
     got = forecast(SD * np.random.default_rng(0).normal(size=shape), samples=samples)
     assert got.rows == ()
     assert got.missing.startswith("not enough")
-    report = replace(make_report(), forecast=got)
+    report = make_report().with_analyses(forecast=got)
     assert shown.sentences(report)[0].startswith("No forecast: not enough")
     assert shown.pictures(report) == []
     assert report_from_json(report_to_json(report)).forecast == got
@@ -232,7 +231,10 @@ def test_budget_and_forecast_survive_the_json(tmp_path: Path) -> None:
     report = make_report()
     document = json.loads(json.dumps(report_to_json(report), allow_nan=False))
     back = report_from_json(document)
-    assert (back.budget, back.forecast) == (report.budget, report.forecast)
+    assert (back.analyses.get("budget"), back.analyses.get("forecast")) == (
+        report.analyses.get("budget"),
+        report.analyses.get("forecast"),
+    )
     del document["budget"], document["forecast"]
     old = report_from_json(document)
     assert (old.budget, old.forecast) == (None, None)

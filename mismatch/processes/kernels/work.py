@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.document import audit_from_json, audit_to_json
 from mismatch.experiments.kernels.types import Audit, Kind, Origin
 from mismatch.experiments.kernels.verdict import answered
-from mismatch.json_values import plain
 from mismatch.processes.kernels.candidates import PLANTED, Candidate, names_here
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
 from mismatch.processes.kernels.isolation import AuditSpec, Step
@@ -70,11 +69,11 @@ class Work:
         return {
             "model": self.geometry.model,
             "device": self.options.device,
-            "geometry": plain(self.geometry.facts()),
+            "geometry": to_json(self.geometry.facts()),
             "facts": self._facts(),
             "not_tested": list(self._not_tested()),
             "unavailable": [
-                audit_to_json(
+                to_json(
                     Audit(one.name, "attention", one.origin, "unusable", one.unavailable, False)
                 )
                 for one in self.attention
@@ -97,13 +96,13 @@ class Work:
         """One implementation by itself."""
         start = time.monotonic()
         found = self._attention(step) if step.kind == "attention" else self._experts(step)
-        return audit_to_json(replace(found, seconds=round(time.monotonic() - start, 2)))
+        return to_json(replace(found, seconds=round(time.monotonic() - start, 2)))
 
     def harmful(self, result: dict[str, Any]) -> bool:
         """Whether a result asks for a look at the model as a whole: attention with a fault."""
         if not self.spec.harm or "failed" in result:
             return False
-        found = audit_from_json(result)
+        found = from_json(Audit, result)
         return found.kind == "attention" and answered(found) and bool(found.failed)
 
     def harm(self, step: Step, result: dict[str, Any]) -> dict[str, Any]:
@@ -122,9 +121,9 @@ class Work:
             device=device,
             seed=spec.seed,
         )
-        packed = any(one.column == "packing" for one in audit_from_json(result).failed)
+        packed = any(one.column == "packing" for one in from_json(Audit, result).failed)
         harm = measure_harm(source, self._candidate(step.name), chosen, packed)
-        found: dict[str, Any] = plain(asdict(harm))
+        found: dict[str, Any] = to_json(harm)
         return found
 
     def _attention(self, step: Step) -> Audit:
