@@ -58,9 +58,9 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
     from mismatch.experiments.fixes.environment import context_of
     from mismatch.experiments.fixes.planning import parse_requests, plan_fixes
     from mismatch.models import resolve_model
-    from mismatch.pipeline.commands import TRAIN
     from mismatch.processes.stages import Job, by_load
     from mismatch.run import store
+    from mismatch.run.scorings import TRAIN
     from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, weights_key
     from mismatch.types import Rollout, Sampling
 

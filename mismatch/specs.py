@@ -218,6 +218,11 @@ def weights_key(spec: TrainSpec) -> tuple[Any, ...]:
     )
 
 
+def load_key(spec: TrainSpec) -> tuple[Any, ...]:
+    """What has to be equal for two passes to run the same kernels on the same weights."""
+    return (*weights_key(spec), spec.attention, spec.autocast, spec.experts)
+
+
 PLACES = ("servers", "served_model", "server_concurrency", "server_timeout_s")
 
 

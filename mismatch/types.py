@@ -14,20 +14,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Bools, Distributions, Floats, Ints, corruption
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
-from mismatch.run.routing_files import corruption
 
-if TYPE_CHECKING:
-    from mismatch.run.distributions import Distributions
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Fingerprint = dict[str, Any]
 Status = Literal["healthy", "warn", "critical"]
 CheckStatus = Literal["passed", "warning", "failed", "not_tested"]
@@ -424,6 +418,10 @@ class Report:
     not_tested: tuple[str, ...]
     run: dict[str, Any]
     analyses: dict[str, Any] = field(default_factory=dict)
+
+    def result(self, id: str) -> Any:
+        """The result of one analysis, None where it was not made."""
+        return self.analyses.get(id)
 
     def with_analyses(self, **results: Any) -> Report:
         """The same report with these results; None takes one out."""

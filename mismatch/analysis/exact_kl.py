@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from mismatch.captures import why_incomparable
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimate import Estimator
 from mismatch.metrics.exact import arrays_of, divergences, law_arrays
 from mismatch.metrics.registry import Array
-from mismatch.run.distributions import why_incomparable
 from mismatch.types import Check, Comparison, Estimate, Pair, Scoring
 
 KL, KL_TOPK, LAW_GAP = "exact_kl", "exact_kl_topk", "exact_law_gap"

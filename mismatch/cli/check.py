@@ -15,7 +15,8 @@ def check(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.cli.to_spec import check_spec
     from mismatch.cli.trainer import with_trainer
-    from mismatch.pipeline.commands import preflight, run_check
+    from mismatch.pipeline.commands import run_check
+    from mismatch.pipeline.preflight import preflight
 
     spec = session.stored_spec(flags)
     if spec is None:

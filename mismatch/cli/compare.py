@@ -95,7 +95,8 @@ def compare(flags: Flags) -> int:
     if flags["other"] is None and not flags["left"] and not flags["right"]:
         report = run_compare(run, session.narrator(), levels, session.command(), length)
         return session.conclude(report, run, flags)
-    from mismatch.pipeline.scoring_pair import build_pair, write_pair
+    from mismatch.pipeline.scoring_pair import build_pair
+    from mismatch.reports.files import write_pair
     from mismatch.run.directory import new_directory
 
     other = flags["other"] or run

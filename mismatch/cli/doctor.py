@@ -56,7 +56,7 @@ def _spec(
 ) -> CheckSpec:
     """A check with the defaults of the command line."""
     from mismatch.models import resolve_model
-    from mismatch.pipeline.commands import local_gpus
+    from mismatch.run.machine import local_gpus
     from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
     from mismatch.types import Sampling
 

@@ -250,8 +250,8 @@ def save_in_run(report: AuditReport, run: Path) -> None:
 
     from mismatch.cli.session import command
     from mismatch.experiments.kernels.document import FILE, SCHEMA, kernels_to_json
-    from mismatch.pipeline.build import write_report
     from mismatch.pipeline.document import report_from_json
+    from mismatch.reports.files import write_report
     from mismatch.run import store
     from mismatch.run.directory import at_work, load_spec
 

@@ -14,8 +14,8 @@ def report(flags: Flags) -> int:
     """
     from mismatch.cli import session
     from mismatch.errors import MismatchError
-    from mismatch.pipeline.build import write_rendered
     from mismatch.pipeline.document import report_from_json
+    from mismatch.reports.files import write_rendered
     from mismatch.run import store
 
     run, names = flags["run"], flags["names"]

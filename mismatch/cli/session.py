@@ -161,7 +161,7 @@ def conclude(
 
 def written_with_names(report: Report, run_dir: Path, framework: str) -> pd.DataFrame:
     """Write the HTML and Markdown of a run again, with a framework's names; its tokens table."""
-    from mismatch.pipeline.build import write_rendered
+    from mismatch.reports.files import write_rendered
     from mismatch.run import store
 
     tokens = store.load_tokens(run_dir)

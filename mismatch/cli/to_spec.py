@@ -203,7 +203,7 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
 
 def ranks(flags: Flags) -> int:
     """``--nproc-per-node``, or the GPUs, or 2."""
-    from mismatch.processes.stages import local_gpus
+    from mismatch.run.machine import local_gpus
 
     given: int | None = flags["nproc_per_node"]
     return (local_gpus() or 2) if given is None else given

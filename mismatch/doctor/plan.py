@@ -93,7 +93,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
             that cannot be read, or a kernel that would be refused.
     """
     from mismatch.doctor.machine import look
-    from mismatch.pipeline.commands import training_passes
+    from mismatch.experiments.passes import training_passes
 
     machine = machine or look(try_imports=False)
     found = find_config(spec.train.model, spec.train.revision)
@@ -140,7 +140,7 @@ def _sides(
     spec: CheckSpec, shape: Shape, prompts: int, longest: int, machine: Machine
 ) -> tuple[tuple[Fit, ...], tuple[ExpertChoice, ...]]:
     """Memory of the engine and of every pass of the trainer, and of other ways to run experts."""
-    from mismatch.pipeline.commands import training_passes
+    from mismatch.experiments.passes import training_passes
 
     sampling = spec.rollout.sampling
     sequences = prompts * sampling.samples_per_prompt

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import narrowest
 from mismatch.engines.base import Engine, ExpertLayout, Progress, Sample
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.prompts.answers import numeric_reward
 from mismatch.prompts.arithmetic import reward
 from mismatch.prompts.sources import Prompt
-from mismatch.run.routing_files import narrowest
 from mismatch.specs import RolloutSpec
 from mismatch.types import Fingerprint, Floats, Rollout, Routing, Scoring
 

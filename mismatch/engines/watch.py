@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import WHOLE_VOCABULARY, Distributions, priority
 from mismatch.engines.law import law_logprobs
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.run.distributions import WHOLE_VOCABULARY, Distributions, priority
 from mismatch.types import Fingerprint, Ints, Rollout, Sampling
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.found import check_of_run
 from mismatch.experiments.kernels.document import of_run
 from mismatch.metrics.routing_noise import router_noise
-from mismatch.pipeline.commands import REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.run import manifest, store
 from mismatch.run.provenance import provenance
+from mismatch.run.scorings import REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import Check, Comparison, NotTested, Report, Rollout, Scoring, SidePair
 
@@ -320,32 +320,3 @@ def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:
         },
         "seconds": {},
     }
-
-
-def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
-    """Write report.html, report.md, and last report.json: where that is, the rest is."""
-    from mismatch.pipeline.document import SCHEMA, report_to_json
-
-    write_rendered(run_dir, report, tokens)
-    store.save_document(run_dir, "report.json", report_to_json(report), schema=SCHEMA)
-
-
-def write_rendered(
-    run_dir: Path, report: Report, tokens: pd.DataFrame, framework: str | None = None
-) -> None:
-    """Write report.html and report.md.
-
-    Args:
-        framework: whose names (and values by its conventions) the tables show; None: everybody's
-            names in the HTML report, nobody's in Markdown.
-    """
-    from mismatch.reports.elsewhere import Elsewhere
-    from mismatch.reports.html import to_html
-    from mismatch.reports.markdown import to_markdown
-
-    for name, text in (
-        ("report.md", to_markdown(report, Elsewhere(tokens, framework) if framework else None)),
-        ("report.html", to_html(report, tokens, framework)),
-    ):
-        store.write_text(run_dir / name, text)
-        manifest.record(run_dir, name, "")

@@ -7,110 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
-from mismatch.models.moe import is_moe, require_forms, require_routes
-from mismatch.pipeline.preflight import preflight
-from mismatch.processes.stages import Narrator, Stages, local_gpus
+from mismatch.experiments.passes import training_passes
+from mismatch.models.moe import require_forms, require_routes
+from mismatch.processes.stages import Narrator, Stages
 from mismatch.run import store
 from mismatch.run.directory import Journal, at_work, load_spec
 from mismatch.run.resume import differences
+from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
 from mismatch.types import Report
 
 if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
     from mismatch.experiments.gradients.planning import GradientPlan
-
-__all__ = [
-    "REFERENCE",
-    "TRAIN",
-    "Narrator",
-    "Stages",
-    "local_gpus",
-    "preflight",
-    "run_check",
-    "run_rollout",
-    "run_score",
-    "training_passes",
-]
-
-TRAIN = "fsdp"
-REFERENCE = "reference:fp32"
-REGROUPED = f"{TRAIN}:regrouped"
-NEW = f"{TRAIN}:new"  # the second pass with injected noise
-NEW_REPLAYED = f"{TRAIN}:new-replayed"  # the second pass with the first one's routes
-REPLAYED = f"{TRAIN}:replayed"  # the trainer with the engine's routes
-WEIGHTS = f"{TRAIN}:other-weights"  # the same trainer, its experts in another form
-
-
-def training_passes(spec: CheckSpec) -> list[Pass]:
-    """What one training world has to score: the trainer, and what its noise floor needs."""
-    train = spec.train
-    passes = [Pass(TRAIN, train)]
-    effect = []  # after all passes with the trainer's own weights: one load more, not two
-    if spec.weights_effect is not None:
-        effect.append(Pass(WEIGHTS, replace(train, weights=spec.weights_effect)))
-    if not spec.noise_floor:
-        return passes + second_passes(spec) + effect
-    passes.append(Pass(f"{TRAIN}:regrouped", regrouped(train)))
-    passes.append(Pass(f"{TRAIN}:repeated", train))
-    if not train.grad:
-        passes.append(Pass(f"{TRAIN}:grad", replace(train, grad=True, routing=False)))
-    passes += second_passes(spec) + effect
-    reference = reference_of(train)
-    if replace(reference, micro_batch_tokens=train.micro_batch_tokens) != train:
-        passes.append(Pass(REFERENCE, reference))
-    return passes
-
-
-def second_passes(spec: CheckSpec) -> list[Pass]:
-    """What PPO's second forward pass takes beyond the passes of the noise floor.
-
-    The trainer regrouped is such a pass; noise is injected into a copy of it. Router replay of the
-    first pass in the second, and of the engine in the trainer, are made where they were asked for.
-    """
-    train, new = spec.train, regrouped(spec.train)
-    passes = []
-    if spec.inject:
-        new = replace(new, inject=spec.inject, inject_seed=spec.seed)
-        passes.append(Pass(NEW, new))
-    elif spec.two_passes and not spec.noise_floor:
-        passes.append(Pass(REGROUPED, new))
-    wanted = spec.two_passes or (spec.inject and spec.two_passes is not False)
-    if not wanted or not train.routing or train.replay_routing is not None:
-        return passes
-    if is_moe(train.model, train.revision):
-        passes.append(
-            Pass(NEW_REPLAYED, replace(new, replay_routing="ids", replay_source=TRAIN)),
-        )
-        if spec.two_passes and spec.rollout.engine.routing:
-            passes.append(Pass(REPLAYED, replace(train, replay_routing="ids")))
-    return passes
-
-
-def regrouped(train: TrainSpec) -> TrainSpec:
-    """The same trainer with other micro-batches."""
-    return replace(train, micro_batch_tokens=max(256, train.micro_batch_tokens // 4))
-
-
-def reference_of(train: TrainSpec) -> TrainSpec:
-    """The float32 forward of the same weights, with a kernel that honours the model."""
-    return replace(
-        train,
-        dtype="fp32",
-        master_dtype="fp32",
-        autocast=None,
-        head_dtype=None,
-        router_dtype=None,
-        temperature_in="fp32",
-        logprobs_dtype=None,
-        attention="auto",
-        experts="auto",
-        layout="padding",
-        grad=False,
-        replay_routing=None,
-        replay_source=None,
-        inject=(),
-    )
 
 
 def run_check(
@@ -230,7 +139,8 @@ def conclude(stages: Stages, thresholds: Thresholds | None, again: bool = False)
         again: compare anew even where ``comparison.json`` is there.
     """
     from mismatch.experiments.fixes.results import with_fixes
-    from mismatch.pipeline.build import build_report, write_report
+    from mismatch.pipeline.build import build_report
+    from mismatch.reports.files import write_report
 
     with stages.timed("compare", "compare: metrics with intervals"):
         report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)

@@ -54,7 +54,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
     document = {"schema": SCHEMA, **{key: to_json(getattr(report, key)) for key in FIELDS}}
     document |= comparisons_to_json(report.comparisons, report.noise_floor)
     for analysis in analyses():
-        if (result := report.analyses.get(analysis.id)) is not None:
+        if (result := report.result(analysis.id)) is not None:
             document |= analysis.write(result)
     return document
 

@@ -6,44 +6,17 @@ own; then the first is started once more for the second's tokens. One training w
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.pipeline.commands import TRAIN
+from mismatch.experiments.engine_pair.planning import DIRECTORY, other_place, other_spec
 from mismatch.processes.launch import Worker
 from mismatch.processes.stages import Job, Stages
 from mismatch.run import resume
 from mismatch.run.directory import at_work
+from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec, Pass
-
-DIRECTORY = "engines"
-
-
-def other_spec(spec: CheckSpec) -> CheckSpec:
-    """The second engine's own check: the same prompts and law, one pass of the trainer."""
-    assert spec.other_engine is not None
-    rollout = replace(spec.rollout, engine=spec.other_engine, exact_kl=0)
-    return replace(
-        spec,
-        rollout=rollout,
-        other_engine=None,
-        noise_floor=False,
-        two_passes=None,
-        weights_effect=None,
-        inject=(),
-        gradients=False,
-        fixes=(),
-        budget_minutes=None,
-        verdict="as-is",
-    )
-
-
-def other_place(spec: CheckSpec) -> str:
-    """Where the second engine's tokens lie inside the run directory."""
-    assert spec.other_engine is not None
-    return f"{DIRECTORY}/{spec.other_engine.engine}"
 
 
 def measure_two(stages: Stages, passes: list[Pass]) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from mismatch import __version__
 from mismatch.engines.registry import require_engine
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
+from mismatch.processes.interpreters import interpreter_environment, own_python
 from mismatch.specs import AS_STORED, CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if u.find_spec("mismatch") is not None:
 print(json.dumps([missing, found]))
 """
 LIGHT = ("numpy", "pyarrow", "safetensors", "psutil")  # what every worker imports
-OWN_ENVIRONMENTS = ("sglang",)  # engines whose pins clash with vLLM's
 SHARED_BYTES = 192 * 2**20  # vLLM's message ring is 160 MiB
 PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 OFFLINE = (
@@ -242,32 +241,6 @@ def require_interpreter(spec: EngineSpec, dataset: bool = False) -> None:
             f"{flag} {python} has mismatch {found}, this is {__version__}",
             f"{install}=={__version__}",
         )
-
-
-def interpreter_environment(python: str | None) -> dict[str, str]:
-    """What another interpreter needs to find this package where it runs from a checkout."""
-    root = Path(__file__).parents[2]
-    if python is None or root.name in ("site-packages", "dist-packages"):
-        return {}
-    known = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(root), *([known] if known else [])])}
-
-
-def engine_python(spec: EngineSpec) -> str:
-    """The interpreter of the engine's process."""
-    return own_python(spec) or sys.executable
-
-
-def own_python(spec: EngineSpec) -> str | None:
-    """The interpreter of an environment that holds the engine; None: this one.
-
-    The one that was named, else that of ``.venv-sglang`` beside this environment, as
-    `make env-sglang` makes it, where SGLang is asked for and not installed here.
-    """
-    if spec.python is not None or spec.engine not in OWN_ENVIRONMENTS or find_spec(spec.engine):
-        return spec.python
-    beside = Path(sys.prefix).parent / f".venv-{spec.engine}" / "bin" / "python"
-    return str(beside) if beside.exists() else None
 
 
 # ---------------------------------------------------------------- the hub

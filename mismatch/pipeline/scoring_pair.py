@@ -11,17 +11,12 @@ import numpy as np
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.diagnosis.semantics import input_checks
+from mismatch.analysis.growth import forecast_of
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
-from mismatch.pipeline.build import (
-    COMPARISON,
-    COMPARISON_SCHEMA,
-    facts,
-    token_table,
-    write_report,
-)
+from mismatch.pipeline.build import COMPARISON, COMPARISON_SCHEMA, facts, token_table
 from mismatch.pipeline.document import comparisons_to_json
-from mismatch.reports.forecast import forecast_of
+from mismatch.reports.files import write_report
 from mismatch.run import store
 from mismatch.run.directory import load_spec
 from mismatch.types import Pair, Report, Rollout

@@ -1,25 +1,17 @@
 """Start child processes, show their progress, and leave nothing behind whatever happens.
 
 Each engine and each training world is a process of its own: its memory is given back when it ends,
-and its crash is an error message here and not the end of the tool. Lines of a worker's output that
-begin with one of these words are for the parent, all others go to ``logs/<label>.log``::
-
-    progress rollout 12/64 sequences …      shown while the stage runs
-    ready                                   weights are loaded, work begins
-    timing generate 12.31                   seconds of one part of the work
-    error {"message": …, "fix": …}          where no error file could be written
+and its crash is an error message here and not the end of the tool. What a worker
+says: mismatch.run.messages.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
-import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -27,20 +19,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING
 
 from mismatch.errors import MismatchError
+from mismatch.run.messages import (
+    ERROR,
+    OUT_OF_MEMORY,
+    PROGRESS,
+    READY,
+    TIMING_LINE,
+    clear_errors,
+    error_files,
+    error_in,
+)
 
 TAIL_LINES = 12
 GRACE_S = 10.0  # between asking a process to end and ending it
 POLL_S = 0.05
-PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
-SCORED = "scored"  # timing of a training world that goes on with gradients: no scoring is missing
-TIMING_LINE = re.compile(TIMING + r"(\S+) (\d+\.\d+)")
-OUT_OF_MEMORY = (
-    "a killed process is often out of memory: "
-    "lower --num-prompts, --max-tokens or --micro-batch-tokens"
-)
 TAG = "MISMATCH_WORKER"  # in the environment of every descendant: how none is forgotten
 
 if TYPE_CHECKING:
@@ -145,7 +140,7 @@ class Worker:
             self.timings[READY] = round(time.monotonic() - self._start, 3)
         elif timing := TIMING_LINE.fullmatch(line):
             self.timings[timing[1]] = float(timing[2])
-        elif line.startswith(ERROR) and (error := _error_in(line.removeprefix(ERROR))):
+        elif line.startswith(ERROR) and (error := error_in(line.removeprefix(ERROR))):
             self._said.append(error)
         else:
             self._note(line)
@@ -157,8 +152,8 @@ class Worker:
 
     def _failure(self, code: int) -> MismatchError:
         # Of several ranks the first to fail knows why; the others only lost their peer.
-        files = sorted(_error_files(self.run_dir, self.label), key=lambda f: f.stat().st_mtime_ns)
-        written = [_error_in(file.read_text(errors="replace")) for file in files]
+        files = sorted(error_files(self.run_dir, self.label), key=lambda f: f.stat().st_mtime_ns)
+        written = [error_in(file.read_text(errors="replace")) for file in files]
         for error in [*written, *self._said]:
             if error is not None:
                 return error
@@ -282,82 +277,6 @@ def _die_with_parent() -> None:
     """Ask the kernel to end this worker if the tool itself is killed (Linux only)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
-
-
-# ---------------------------------------------------------------- errors of workers
-
-
-def error_path(run_dir: Path | str, label: str) -> Path:
-    return Path(run_dir) / "errors" / f"{label}.json"
-
-
-def pass_label(name: str) -> str:
-    """Under which the reason of an optional pass that failed is left."""
-    return f"pass-{name.replace(':', '-').replace('/', '-')}"
-
-
-def read_error(run_dir: Path | str, label: str) -> MismatchError | None:
-    """What :func:`write_error` left, or None."""
-    path = error_path(run_dir, label)
-    return _error_in(path.read_text(errors="replace")) if path.exists() else None
-
-
-def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
-    """Called by a worker: leave an error that the parent will raise as its own."""
-    text = json.dumps({"message": error.message, "fix": error.fix})
-    path = error_path(run_dir, label)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError:  # a full disk: the reason itself, perhaps
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        say(f"{ERROR}{text}")
-
-
-def say(line: str) -> None:
-    """Called by a worker: one whole line, which no other process on the same pipe can split.
-
-    ``print`` writes its line end apart when Python is unbuffered, as workers are.
-    """
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
-
-
-def leave(code: int) -> NoReturn:
-    """Called by a worker at its end: all is saved, and tearing torch down takes seconds."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def report_ready() -> None:
-    """Called by a worker: start-up is over."""
-    say(READY)
-
-
-def report_timing(name: str, seconds: float) -> None:
-    """Called by a worker: how long one part of its work took."""
-    say(f"{TIMING}{name} {seconds:.3f}")
-
-
-def clear_errors(run_dir: Path, label: str) -> None:
-    for path in _error_files(run_dir, label):
-        path.unlink()
-
-
-def _error_in(text: str) -> MismatchError | None:
-    """The error that :func:`write_error` put there; None if it was cut short, or is not one."""
-    try:
-        said = json.loads(text)
-        return MismatchError(str(said["message"]), str(said["fix"]))
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def _error_files(run_dir: Path, label: str) -> list[Path]:
-    """Of a worker and of its ranks: ``<label>.json``, ``<label>-rank0.json`` …"""
-    return [*(run_dir / "errors").glob(f"{label}.json"), *(run_dir / "errors").glob(f"{label}-*")]
 
 
 def _meaning(code: int) -> str:

@@ -7,7 +7,6 @@ same spec from the same inputs, is not made again.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mismatch.errors import MismatchError
-from mismatch.pipeline.preflight import engine_python, interpreter_environment, own_python
-from mismatch.processes.launch import (
-    SCORED,
-    Worker,
-    error_path,
-    finish,
-    started,
-    write_error,
-)
+from mismatch.processes.interpreters import engine_python, interpreter_environment, own_python
+from mismatch.processes.launch import Worker, finish, started
 from mismatch.run import resume, store
 from mismatch.run.directory import Journal
+from mismatch.run.machine import local_gpus
+from mismatch.run.messages import SCORED, error_path, write_error
 from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict, weights_key
 
 if TYPE_CHECKING:
@@ -90,7 +84,7 @@ def by_load(jobs: list[Job]) -> list[Job]:
     """Passes of the same weights next to each other, then those of the same kernels, else as they
     come; of these, optional ones last.
     """
-    from mismatch.processes.workers.train import load_key
+    from mismatch.specs import load_key
 
     weights: dict[Any, int] = {}
     kernels: dict[Any, int] = {}
@@ -272,17 +266,3 @@ def meeting_point() -> list[str]:
     if port is None:
         return ["--standalone"]
     return ["--master-addr", "127.0.0.1", "--master-port", port]
-
-
-def local_gpus() -> int:
-    """GPUs that a process here would see, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([item for item in visible.split(",") if item.strip() not in ("", "-1")])
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU") for line in answer.stdout.splitlines())

@@ -24,12 +24,12 @@ def print_analyses(report: Report, console: Console) -> None:
     _budget(report, console)
     _two_passes(report, console)
     _forecast(report, console)
-    if report.analyses.get("kernels") is not None:
-        print_in_report(report.analyses.get("kernels"), console)
+    if report.result("kernels") is not None:
+        print_in_report(report.result("kernels"), console)
     _exact(report, console)
     _corrections(report, console)
-    if report.analyses.get("gradients") is not None:
-        print_gradients(report.analyses.get("gradients"), console)
+    if report.result("gradients") is not None:
+        print_gradients(report.result("gradients"), console)
 
 
 def print_in_short(report: Report, console: Console) -> None:
@@ -45,19 +45,19 @@ def print_in_short(report: Report, console: Console) -> None:
 
 def in_short(report: Report) -> list[str]:
     """What each analysis found, where it was made; an injected disturbance is never left out."""
-    made = report.analyses.get("two_passes")
+    made = report.result("two_passes")
     passes = two_passes.sentences(made)[:1] if made else []
     injected = two_passes.injected(made) if made else ""
-    correction = report.analyses.get("corrections")
+    correction = report.result("corrections")
     return [
         budget.largest(report) if len(budget.steps(report)) >= 3 else "",
         f"! {injected}" if injected else "",
         *(f"two forward passes of the trainer: {sentence}" for sentence in passes),
         *forecast.sentences(report)[:1],
         *exact.sentences(report)[:1],
-        kernels.in_short(report.analyses.get("kernels")),
+        kernels.in_short(report.result("kernels")),
         f"corrections: {corrections.headline(correction)}" if correction else "",
-        gradients.in_short(report.analyses.get("gradients")),
+        gradients.in_short(report.result("gradients")),
     ]
 
 
@@ -75,7 +75,7 @@ def _budget(report: Report, console: Console) -> None:
 
 
 def _two_passes(report: Report, console: Console) -> None:
-    made = report.analyses.get("two_passes")
+    made = report.result("two_passes")
     if made is None:
         return
     heading(console, two_passes.TITLE, "PPO's ratio with the same weights; on-policy it is 1")
@@ -104,7 +104,7 @@ def _exact(report: Report, console: Console) -> None:
 
 def _corrections(report: Report, console: Console) -> None:
     """Short: what the data favour, beside what no correction does."""
-    made = report.analyses.get("corrections")
+    made = report.result("corrections")
     if made is None:
         return
     heading(console, "Corrections, previewed", "weights in the loss; no delta changes")

@@ -60,7 +60,7 @@ def view(report: Report) -> dict[str, Any] | None:
     """What the HTML template shows; None where one engine ran."""
     from mismatch.reports.engines_figure import pictures
 
-    made = report.analyses.get("engines")
+    made = report.result("engines")
     if made is None:
         return None
     return {

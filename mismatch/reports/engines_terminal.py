@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def print_engines(report: Report, console: Console) -> None:
     """The edges, who stands apart, and what was not measured."""
-    made = report.analyses.get("engines")
+    made = report.result("engines")
     if made is None:
         return
     heading(console, engines.TITLE, "each scored what the other sampled; mean |delta| in nats")

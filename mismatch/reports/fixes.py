@@ -111,7 +111,7 @@ class LossRow:
 
 def section(report: Report) -> dict[str, Any] | None:
     """What the HTML template shows; None where no fix was tried."""
-    made = report.analyses.get("fixes")
+    made = report.result("fixes")
     if made is None:
         return None
     return {
@@ -220,12 +220,12 @@ def _memory(peak: int | None) -> str:
 
 def loss_rows(report: Report) -> list[LossRow]:
     """The fixes of the loss; they are never ranked among the others."""
-    made = report.analyses.get("fixes")
+    made = report.result("fixes")
     if made is None:
         return []
     previews = (
-        {one.id: one for one in report.analyses.get("corrections").previews}
-        if report.analyses.get("corrections")
+        {one.id: one for one in report.result("corrections").previews}
+        if report.result("corrections")
         else {}
     )
     return [_loss_row(one, previews.get(one.correction or "")) for one in made.estimators]
@@ -248,11 +248,11 @@ def _loss_row(one: EstimatorFix, preview: Preview | None) -> LossRow:
 
 def asked_for(report: Report) -> dict[str, str]:
     """Correction -> what its row says where it was asked for as a fix."""
-    if report.analyses.get("fixes") is None:
+    if report.result("fixes") is None:
         return {}
     return {
         one.correction: f"asked for as --fix {line(one.id)}: it removes nothing"
-        for one in report.analyses.get("fixes").estimators
+        for one in report.result("fixes").estimators
         if one.correction
     }
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.metrics.forecast import Forecast, length_forecast
+from mismatch.metrics.forecast import Forecast
 from mismatch.reports import quantities
 from mismatch.reports.figures import Picture
 from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
 from mismatch.reports.text import line
-from mismatch.types import Estimate, Pair, Report, Rollout, Scoring
+from mismatch.types import Estimate, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,23 +45,9 @@ class LengthRow:
     at_floor: bool
 
 
-def forecast_of(
-    rollout: Rollout, left: Scoring, right: Scoring, target: int, seed: int = 0
-) -> Forecast:
-    """The forecast of one comparison of a run.
-
-    Raises:
-        EmptyComparison, MismatchError: see :func:`mismatch.metrics.forecast.length_forecast`.
-    """
-    pair = Pair.of(rollout, left, right)
-    return length_forecast(
-        pair.delta, sequence=pair.sequence, prompt=pair.prompt, target=target, seed=seed
-    )
-
-
 def rows(report: Report) -> list[LengthRow]:
     """The lengths from the data's to the target."""
-    forecast = report.analyses.get("forecast")
+    forecast = report.result("forecast")
     if forecast is None:
         return []
     return [
@@ -83,7 +69,7 @@ def rows(report: Report) -> list[LengthRow]:
 
 def sentences(report: Report) -> list[str]:
     """What the forecast says, how it was checked, how far it reaches, and what to doubt."""
-    forecast = report.analyses.get("forecast")
+    forecast = report.result("forecast")
     if forecast is None:
         return []
     if forecast.missing:
@@ -149,7 +135,7 @@ def _interval(estimate: Estimate, share: bool = False) -> str:
 
 def pictures(report: Report) -> list[Picture]:
     """Spread against length with what was observed, and what corrections would keep."""
-    forecast = report.analyses.get("forecast")
+    forecast = report.result("forecast")
     if forecast is None or len(forecast.rows) < 2:
         return []
     return [_spread(forecast), _kept(forecast)]
@@ -235,6 +221,6 @@ def _end(estimate: Estimate, side: str) -> float:
 
 def view(report: Report) -> dict[str, Any] | None:
     """What the HTML section shows; None without a forecast."""
-    if report.analyses.get("forecast") is None:
+    if report.result("forecast") is None:
         return None
     return {"sentences": sentences(report), "rows": rows(report), "pictures": pictures(report)}

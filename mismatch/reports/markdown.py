@@ -144,14 +144,12 @@ def _noise_table(report: Report) -> str:
 
 
 def _kernels(report: Report) -> str:
-    said = (
-        kernels.sentences(report.analyses.get("kernels")) if report.analyses.get("kernels") else []
-    )
+    said = kernels.sentences(report.result("kernels")) if report.result("kernels") else []
     return "\n".join(f"- {plain(sentence)}" for sentence in said)
 
 
 def _gradients(report: Report) -> str:
-    made = report.analyses.get("gradients")
+    made = report.result("gradients")
     if made is None:
         return ""
     said = [*gradients.sentences(made), gradients.batch(made), *gradients.notes(made)]
@@ -179,7 +177,7 @@ def _exact(report: Report) -> str:
 
 def _fixes(report: Report) -> str:
     """What follows stands open, the tables are folded away."""
-    made = report.analyses.get("fixes")
+    made = report.result("fixes")
     if made is None:
         return ""
     said = "\n".join(f"- {plain(text)}" for text in fixes.sentences(report))
@@ -207,14 +205,14 @@ def _fixes(report: Report) -> str:
 
 def _advice(report: Report) -> str:
     parts = []
-    for one in fixes.advice(report.analyses.get("fixes")) if report.analyses.get("fixes") else ():
+    for one in fixes.advice(report.result("fixes")) if report.result("fixes") else ():
         parts.append(f"To use {_code(one.id)}: {_code(one.command)}")
         parts += [_recipe(recipe) for _, known in one.recipes for recipe in known]
     return "\n\n".join(parts)
 
 
 def _corrections(report: Report) -> str:
-    made = report.analyses.get("corrections")
+    made = report.result("corrections")
     if made is None:
         return ""
     rows = [
@@ -248,7 +246,7 @@ def _recipe(recipe: Recipe) -> str:
 
 
 def _engines(report: Report) -> str:
-    made = report.analyses.get("engines")
+    made = report.result("engines")
     if made is None:
         return ""
     said = "\n".join(f"- {plain(sentence)}" for sentence in engines.sentences(made, report))

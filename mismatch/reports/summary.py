@@ -300,7 +300,7 @@ def next_steps(report: Report) -> list[str]:
 
 def _fixes(report: Report) -> list[str]:
     """The fixes that helped, where some were tried."""
-    made = report.analyses.get("fixes")
+    made = report.result("fixes")
     if made is None or made.best_together is None:
         return []
     best = made.outcome(made.best_together)

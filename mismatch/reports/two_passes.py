@@ -62,7 +62,7 @@ class View:
 
 def view(report: Report) -> View | None:
     """The section of a report; None where there were no two passes."""
-    made = report.analyses.get("two_passes")
+    made = report.result("two_passes")
     if made is None:
         return None
     return View(

@@ -1,4 +1,4 @@
-"""Routed experts on disk and their validation, in bounded memory: a million tokens are 144 MB.
+"""Routed experts on disk, in bounded memory: a million tokens are 144 MB.
 
 ``routing/<name>.safetensors``: ``ids`` [T, L, K] in one byte per (token, layer, slot) up to 256
 experts and in two above, ``present`` [T], and where they are known ``weights`` [T, L, K] and
@@ -9,7 +9,6 @@ neither holds a second copy.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from numpy.typing import NDArray
 from mismatch.errors import MismatchError
 
 CHUNK_BYTES = 1 << 24
-ENTRIES = 1 << 22  # ids that are validated at a time
-FEW_ROWS = 64  # rows that may share their experts by chance
 NAMES = {
     np.dtype(np.bool_): "BOOL",
     np.dtype(np.uint8): "U8",
@@ -29,72 +26,9 @@ NAMES = {
     np.dtype(np.float64): "F64",
     np.dtype(np.int64): "I64",
 }
-Corruption = tuple[str, int, int]  # what, row of T, column of L
-
-
-def narrowest(num_experts: int) -> type[np.unsignedinteger[Any]]:
-    """The smallest type that holds every expert's number.
-
-    >>> narrowest(256).__name__, narrowest(257).__name__
-    ('uint8', 'uint16')
-    """
-    return np.uint8 if num_experts <= 256 else np.uint16
 
 
 # ---------------------------------------------------------------- validation
-
-
-def corruption(
-    ids: NDArray[Any], present: NDArray[np.bool_], num_experts: int
-) -> Corruption | None:
-    """The first thing that cannot be true of captured experts, or None.
-
-    Args:
-        ids: [T, L, K].
-        present: [T] rows that were captured; the others are not looked at.
-    """
-    top_k = ids.shape[2]
-    known = np.flatnonzero(present)
-    suspects = np.arange(ids.shape[1] if top_k < num_experts and len(known) > FEW_ROWS else 0)
-    for rows in _chunks(known, max(1, ENTRIES // max(1, ids.shape[1] * top_k))):
-        part = ids[rows]
-        if part.max(initial=0) >= num_experts or part.min(initial=0) < 0:
-            row, layer, _ = np.argwhere((part >= num_experts) | (part < 0))[0]
-            return "an expert id out of range", int(rows[row]), int(layer)
-        repeated = _repeated(part)
-        if repeated.any():
-            row, layer = np.argwhere(repeated)[0]
-            return "the same expert twice", int(rows[row]), int(layer)
-        suspects = _still_constant(part, ids[known[0]], suspects)
-    if len(suspects):
-        return "the same experts for every token", int(known[0]), int(suspects[0])
-    return None
-
-
-def _repeated(part: NDArray[Any]) -> NDArray[np.bool_]:
-    """[T, L] whether two slots hold the same expert; K is small, so slot by slot."""
-    found = np.zeros(part.shape[:2], np.bool_)
-    for slot in range(part.shape[2]):
-        for earlier in range(slot):
-            found |= part[:, :, slot] == part[:, :, earlier]
-    return found
-
-
-def _still_constant(
-    part: NDArray[Any], first: NDArray[Any], suspects: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Those layers, of ``suspects``, whose sets are all that of the first row, [L, K]."""
-    # Nearly always one look at a few rows clears a layer.
-    for some in (part[:FEW_ROWS], part) if len(suspects) else ():
-        usual = np.sort(first[suspects], axis=1)
-        same = (np.sort(some[:, suspects], axis=2) == usual).all(axis=(0, 2))
-        suspects = suspects[same]
-    return suspects
-
-
-def _chunks(rows: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
 
 
 # ---------------------------------------------------------------- files

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
 from mismatch.run import distributions, manifest
-from mismatch.run.distributions import Distributions
 from mismatch.run.manifest import write_atomic
-from mismatch.run.routing_files import narrowest, read_arrays, write_arrays
+from mismatch.run.routing_files import read_arrays, write_arrays
 from mismatch.run.tables import (
     flat,
     missing_fix,

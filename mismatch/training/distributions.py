@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Distributions
 from mismatch.errors import MismatchError
-from mismatch.run.distributions import Distributions
 from mismatch.types import Ints, Rollout
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
-from mismatch.run.distributions import Distributions
-from mismatch.run.routing_files import narrowest
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.changes import changed_facts
 from mismatch.training.distributions import Watch

@@ -113,7 +113,7 @@ def test_a_large_model_is_planned_from_the_shipped_config():
     found = plan(spec("gpt-oss-20b", ranks=8), machine(gpus=8))
     assert found.config_source == "shipped with mismatch"
     assert found.fits
-    assert found.analyses.get("kernels")["attention"].endswith("honours the sinks")
+    assert found.result("kernels")["attention"].endswith("honours the sinks")
     text = text_of(print_plan, found)
     assert "openai/gpt-oss-20b" in text
     assert "sharded parameters" in text

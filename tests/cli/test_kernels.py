@@ -14,10 +14,11 @@ from mismatch.cli.kernels import save_in_run
 from mismatch.cli.main import app, main
 from mismatch.errors import MismatchError
 from mismatch.experiments.kernels.document import schema
-from mismatch.pipeline.build import build_report, write_report
+from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json
 from mismatch.processes.kernels import isolation as supervise
 from mismatch.processes.kernels.isolation import AuditSpec
+from mismatch.reports.files import write_report
 from mismatch.run import store
 from tests.kernels_fixture import make_audit_report
 from tests.made_run import make_run, spec

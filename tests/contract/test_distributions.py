@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mismatch.run.distributions import priority
+from mismatch.captures import priority
 from mismatch.types import Sampling
 from tests.contract.conftest import LAWS, Reference
 from tests.contract.test_engines import SAME_IN_FP32, Runs, law_logprobs

@@ -47,7 +47,7 @@ def model() -> Any:
 def test_sink_sdpa_is_right(model: Any, geometry: Geometry, dtype: torch.dtype) -> None:
     found = try_kernel(OURS["sink-sdpa"], geometry, GPU, dtype)
     assert found.passed, found
-    assert set(found.analyses.get("gradients")) == {"q", "k", "v", "sinks"}
+    assert set(found.result("gradients")) == {"q", "k", "v", "sinks"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

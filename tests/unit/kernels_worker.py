@@ -13,7 +13,7 @@ import mismatch.processes.workers.kernels as worker
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.processes.kernels.isolation import AuditSpec, Step
-from mismatch.processes.launch import leave
+from mismatch.run.messages import leave
 from tests.kernels_fixture import make_audit_report
 
 

@@ -72,7 +72,7 @@ def test_what_is_right_passes_in_every_dtype(function: str, dtype: torch.dtype) 
         assert found.forward < 1e-6
         return
     assert found.passed, found
-    assert set(found.analyses.get("gradients")) == {"q", "k", "v", "sinks"}
+    assert set(found.result("gradients")) == {"q", "k", "v", "sinks"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, BF16])

@@ -255,12 +255,11 @@ def test_a_step_that_few_tokens_carry_is_cautioned() -> None:
     caution = "engine: decode → prefill: a few tokens carry it"
     for flags in ((), ("heavy-tail",)):
         steps = [
-            replace(s, share=replace(s.share, flags=()))
-            for s in report.analyses.get("budget").steps
+            replace(s, share=replace(s.share, flags=())) for s in report.result("budget").steps
         ]
         steps[0] = replace(steps[0], share=replace(steps[0].share, flags=flags))
         said = shown.remarks(
-            report.with_analyses(budget=replace(report.analyses.get("budget"), steps=tuple(steps)))
+            report.with_analyses(budget=replace(report.result("budget"), steps=tuple(steps)))
         )
         assert sum(remark.startswith(caution) for remark in said) == len(flags)
         assert sum("a few tokens" in remark for remark in said) == len(flags)

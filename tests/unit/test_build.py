@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from mismatch.cli.main import app
-from mismatch.pipeline.build import build_report, write_report
+from mismatch.pipeline.build import build_report
+from mismatch.reports.files import write_report
 from mismatch.run import store
 from mismatch.types import Report, Scoring
 from tests.made_run import make_run, rollout, scoring, spec

@@ -92,7 +92,7 @@ def test_older_documents_have_no_preview():
 def test_a_run_is_previewed_and_says_what_it_could_not(tmp_path):
     run = make_run(tmp_path / "run")
     report, _ = build_report(run, load_spec(run))
-    made = report.analyses.get("corrections")
+    made = report.result("corrections")
     assert (made.rollout, made.train, made.batch) == ("transformers:decode", "fsdp", 16)
     assert made.named("tis-token").weight_mean == pytest.approx(1.01005, abs=1e-5)
     assert "corrections: gradient cosine: the rollout has no rewards" in report.not_tested

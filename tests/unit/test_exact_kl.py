@@ -18,6 +18,7 @@ import torch
 
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.exact_kl import exact_checks, exact_estimates, exact_reason
+from mismatch.captures import Distributions, priority, why_incomparable
 from mismatch.engines.law import law_logprobs
 from mismatch.engines.watch import (
     Wanted,
@@ -31,7 +32,6 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.exact import divergences, kl_terms
 from mismatch.run import distributions as dists
 from mismatch.run import store
-from mismatch.run.distributions import Distributions, priority, why_incomparable
 from mismatch.training.distributions import Watch, kept
 from mismatch.training.logprobs import Law, token_stats
 from mismatch.types import Pair, Rollout, Sampling, Scoring

@@ -17,13 +17,13 @@ from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
 from mismatch.pipeline.build import build_report
-from mismatch.pipeline.commands import TRAIN
 from mismatch.pipeline.fixes import FixRun, sampling_spec
-from mismatch.processes.launch import pass_label, write_error
 from mismatch.processes.stages import Job, Stages, by_load
 from mismatch.reports.fixes_said import sentences
 from mismatch.run import store
 from mismatch.run.directory import at_work
+from mismatch.run.messages import pass_label, write_error
+from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec, Pass
 from tests import made_run
 
@@ -202,9 +202,9 @@ def test_a_run_that_cannot_be_compared_says_how_it_ends_with_a_fix(run_dir: Path
     spec = replace(spec_of("fp32", "fp16"), verdict="after-fixes")
     made = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
     assert made.verdict.status == "critical"
-    assert made.analyses.get("fixes") is not None
-    assert made.analyses.get("fixes").best is None
-    row = made.analyses.get("fixes").outcome("fp32")
+    assert made.result("fixes") is not None
+    assert made.result("fixes").best is None
+    row = made.result("fixes").outcome("fp32")
     assert not row.measured
     assert "cannot be compared" in row.reason
     assert row.verdict_after is not None
@@ -309,16 +309,16 @@ def test_the_verdict_after_fixes_is_that_of_the_best(run_dir: Path, verdict: Any
     spec = replace(spec_of("fp32"), verdict=verdict)
     report, _ = build_report(run_dir, spec)
     made = with_fixes(report, run_dir, spec, None)
-    assert made.analyses.get("fixes") is not None
-    after = made.analyses.get("fixes").outcome("fp32").verdict_after
+    assert made.result("fixes") is not None
+    after = made.result("fixes").outcome("fp32").verdict_after
     assert after is not None
     if verdict == "as-is":
         assert made.verdict == report.verdict
-        assert made.analyses.get("fixes").verdict_as_is is None
+        assert made.result("fixes").verdict_as_is is None
     else:
         assert made.verdict.reason == f"after fp32: {after.reason}"
         assert made.verdict.status == after.status
-        assert made.analyses.get("fixes").verdict_as_is == report.verdict
+        assert made.result("fixes").verdict_as_is == report.verdict
 
 
 def test_without_a_fix_that_helps_the_verdict_stays(run_dir: Path) -> None:
@@ -327,8 +327,8 @@ def test_without_a_fix_that_helps_the_verdict_stays(run_dir: Path) -> None:
     report, _ = build_report(run_dir, spec)
     made = with_fixes(report, run_dir, spec, None)
     assert made.verdict == report.verdict
-    assert made.analyses.get("fixes") is not None
-    assert made.analyses.get("fixes").best is None
+    assert made.result("fixes") is not None
+    assert made.result("fixes").best is None
 
 
 def test_scorings_of_fixes_stay_out_of_the_checks_own_report(run_dir: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.processes.launch import pass_label, read_error
 from mismatch.processes.workers.train import Item, _Passes
+from mismatch.run.messages import pass_label, read_error
 from mismatch.specs import Pass, TrainSpec
 
 PARTED = """

@@ -231,9 +231,9 @@ def test_budget_and_forecast_survive_the_json(tmp_path: Path) -> None:
     report = make_report()
     document = json.loads(json.dumps(report_to_json(report), allow_nan=False))
     back = report_from_json(document)
-    assert (back.analyses.get("budget"), back.analyses.get("forecast")) == (
-        report.analyses.get("budget"),
-        report.analyses.get("forecast"),
+    assert (back.result("budget"), back.result("forecast")) == (
+        report.result("budget"),
+        report.result("forecast"),
     )
     del document["budget"], document["forecast"]
     old = report_from_json(document)

@@ -26,12 +26,12 @@ from mismatch.experiments.gradients.files import (
 )
 from mismatch.experiments.gradients.planning import GradientPlan, Planned
 from mismatch.experiments.gradients.types import LOSSES, Trainer
-from mismatch.processes.launch import SCORED, error_path, read_error
 from mismatch.processes.stages import Stages
 from mismatch.processes.workers.gradients import take_gradients
 from mismatch.processes.workers.train import _Passes
 from mismatch.run import store
 from mismatch.run.directory import Journal
+from mismatch.run.messages import SCORED, error_path, read_error
 from mismatch.specs import CheckSpec, TrainSpec
 from mismatch.training import gradients
 from mismatch.training.world import World

@@ -13,7 +13,8 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.processes import launch
-from mismatch.processes.launch import finish, run_worker, started, write_error
+from mismatch.processes.launch import finish, run_worker, started
+from mismatch.run.messages import write_error
 
 
 def python(code: str) -> list[str]:

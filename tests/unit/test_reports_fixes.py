@@ -206,7 +206,7 @@ def test_the_corrections_table_marks_what_was_asked_for():
 
 def test_the_loss_rows_take_their_numbers_from_the_preview():
     tis, override = fixes.loss_rows(TRIED)
-    preview = TRIED.analyses.get("corrections").named("tis-token")
+    preview = TRIED.result("corrections").named("tis-token")
     assert tis.label == preview.label
     assert tis.bias.startswith(fixes.signed(preview.token.bias))
     assert override.remark == fixes.HIDES

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mismatch.captures import corruption, narrowest
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.run import routing_files as routing_store
 from mismatch.run import store
-from mismatch.run.routing_files import corruption, narrowest, read_arrays, write_arrays
+from mismatch.run.routing_files import read_arrays, write_arrays
 from mismatch.types import Routing, Scoring
 from tests.checkpoints import rollout
 

@@ -23,7 +23,7 @@ from mismatch.engines.sglang import wire as sglang_wire
 from mismatch.engines.sglang.cpu import kernels, serve
 from mismatch.engines.sglang.cpu.attention import attend, visible_tokens
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.pipeline.commands import preflight
+from mismatch.pipeline.preflight import preflight
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
 

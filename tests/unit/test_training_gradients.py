@@ -111,12 +111,10 @@ def test_float32_equals_plain_autograd(
     for name, theirs in wanted.items():
         ours = found.total.parts[f"model.{name}"].view(theirs.shape)
         assert float((ours - theirs).norm()) <= 2e-5 * float(theirs.norm()), name
-    squares = dict.fromkeys(found.analyses.get("gradients").groups, 0.0)
+    squares = dict.fromkeys(found.result("gradients").groups, 0.0)
     for name, theirs in wanted.items():
         squares[group_of(name)] += float(theirs.double().square().sum())
-    assert found.analyses.get("gradients").squared_norm == pytest.approx(
-        list(squares.values()), rel=1e-4
-    )
+    assert found.result("gradients").squared_norm == pytest.approx(list(squares.values()), rel=1e-4)
 
 
 def slope_along(
@@ -149,8 +147,8 @@ def test_finite_differences_agree_in_every_group(world: World, models: dict[str,
     spec = spec_of(models["gpt_oss"], replay_routing="ids")
     source = Source.of(scored, "ids", ROLLOUT)
     found = taken(world, loaded, spec, source=source)
-    assert {"sinks", "router", "experts", "head"} <= set(found.analyses.get("gradients").groups)
-    for group in (*found.analyses.get("gradients").groups, "all"):
+    assert {"sinks", "router", "experts", "head"} <= set(found.result("gradients").groups)
+    for group in (*found.result("gradients").groups, "all"):
         slope, length = slope_along(world, loaded, spec, found, source, group)
         assert slope == pytest.approx(length, rel=0.01, abs=1e-3), group
 
@@ -163,7 +161,7 @@ def test_dot_and_sketches_are_those_of_the_whole_gradient(
     assert reference.gradients.dot is None
     low = replace(spec, dtype="bf16")
     found = taken(world, load(low, world.mesh, world.device), low, reference.total.on_host())
-    made = found.analyses.get("gradients")
+    made = found.result("gradients")
     assert made.squared_norm_reference == pytest.approx(reference.gradients.squared_norm)
     assert made.dot is not None
     away, dots = 0.0, 0.0
@@ -243,7 +241,7 @@ def test_fp16_backs_off_from_a_scale_that_overflows(
     monkeypatch.setattr(gradients, "LOSS_SCALE", 2.0**40)
     found = taken(world, loaded, spec, reference.total)
     assert 1.0 <= found.loss_scale < 2.0**40
-    made = found.analyses.get("gradients")
+    made = found.result("gradients")
     assert made.dot is not None
     assert made.squared_norm_reference is not None
     ratio = made.squared_norm.sum() / made.squared_norm_reference.sum()

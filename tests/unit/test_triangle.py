@@ -23,11 +23,12 @@ from mismatch.cli.to_spec import engine_names, other_engine
 from mismatch.errors import MismatchError
 from mismatch.experiments.engine_pair.edges import triangle
 from mismatch.experiments.engine_pair.outlier import FLOOR, FLOOR_TEXT, MEASURE, odd_one
+from mismatch.experiments.engine_pair.planning import other_place, other_spec
 from mismatch.experiments.engine_pair.types import TRAINER, Contrast, Triangle
 from mismatch.metrics import METRICS
 from mismatch.pipeline.commands import run_check
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
-from mismatch.pipeline.engine_pair import SecondEngine, dry_run_lines, other_place, other_spec
+from mismatch.pipeline.engine_pair import SecondEngine, dry_run_lines
 from mismatch.processes.stages import Stages
 from mismatch.reports.engines import contrast_rows, edge_rows, sentences, view
 from mismatch.reports.engines_figure import pictures
@@ -240,7 +241,7 @@ def test_the_document_is_strict_and_reads_back(tmp_path: Path, unable: str) -> N
     report = shown(make(tmp_path, ODD_A, unable=unable), tmp_path)
     document = json.loads(json.dumps(report_to_json(report), allow_nan=False))
     jsonschema.validate(document, schema())
-    assert report_from_json(document).analyses.get("engines") == report.analyses.get("engines")
+    assert report_from_json(document).result("engines") == report.result("engines")
     document["engines"]["edges"][0]["more"] = 1
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(document, schema())
@@ -248,7 +249,7 @@ def test_the_document_is_strict_and_reads_back(tmp_path: Path, unable: str) -> N
 
 def test_every_rendering_names_the_odd_one_and_every_edge(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A), tmp_path)
-    made = report.analyses.get("engines")
+    made = report.result("engines")
     page, text = to_html(report, make_tokens()), to_markdown(report)
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_engines(report, console)
@@ -268,7 +269,7 @@ def test_every_rendering_names_the_odd_one_and_every_edge(tmp_path: Path) -> Non
 def test_three_that_agree_are_written_so_and_drawn_thin(tmp_path: Path) -> None:
     report = shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}), tmp_path)
     page, text = to_html(report, make_tokens()), to_markdown(report)
-    assert sentences(report.analyses.get("engines"), report)[0].startswith(
+    assert sentences(report.result("engines"), report)[0].startswith(
         "All three agree: on both sets of tokens"
     )
     for written in (page, text):
@@ -276,7 +277,7 @@ def test_three_that_agree_are_written_so_and_drawn_thin(tmp_path: Path) -> None:
         assert "is the odd one out" not in written
         assert "stands apart" not in written
     assert "shorter than 1e-5 nats, all three agree" in " ".join(page.split())
-    widths = [thickest(picture.svg) for picture in pictures(report.analyses.get("engines"))]
+    widths = [thickest(picture.svg) for picture in pictures(report.result("engines"))]
     clear = thickest(pictures(make(tmp_path / "clear", ODD_A))[0].svg)
     assert max(widths) < clear / 2
 
@@ -292,18 +293,15 @@ def test_without_a_complete_triangle_there_is_no_picture(tmp_path: Path) -> None
     assert found["pictures"] == []
     assert "not tested" in to_html(report, make_tokens())
     assert any(
-        "not tested" in sentence.lower()
-        for sentence in sentences(report.analyses.get("engines"), report)
+        "not tested" in sentence.lower() for sentence in sentences(report.result("engines"), report)
     )
 
 
 def test_names_of_engines_are_foreign_text(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A), tmp_path)
     evil = "<b>x</b>"
-    rows = tuple(replace(row, version=evil) for row in report.analyses.get("engines").sides)
-    made = report.with_analyses(
-        engines=replace(report.analyses.get("engines"), sides=rows, reason=evil)
-    )
+    rows = tuple(replace(row, version=evil) for row in report.result("engines").sides)
+    made = report.with_analyses(engines=replace(report.result("engines"), sides=rows, reason=evil))
     assert evil not in to_html(made, make_tokens())
 
 
@@ -432,8 +430,8 @@ def test_a_check_with_two_engines_reports_them(
     make(run_dir, ODD_A)
     monkeypatch.setattr(Stages, "measure", lambda *_, **__: None)
     report = run_check(replace(spec_of(), noise_floor=False), run_dir, Quiet())
-    assert report.analyses.get("engines") is not None
-    assert report.analyses.get("engines").odd == A
+    assert report.result("engines") is not None
+    assert report.result("engines").odd == A
     assert f"{B}:decode" in report.fingerprints
     assert report.comparisons[0].rollout == f"{A}:decode"
     assert not any(one.startswith(B) for one in report.not_tested)

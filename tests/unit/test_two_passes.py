@@ -14,24 +14,17 @@ from jsonschema import Draft202012Validator
 
 from mismatch.analysis.two_passes import mark_injected, two_passes
 from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.experiments.passes import reference_of, training_passes
 from mismatch.injections import describe, parse_injections
 from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
 from mismatch.models.moe import is_moe, require_routes
-from mismatch.pipeline.commands import (
-    NEW,
-    NEW_REPLAYED,
-    REGROUPED,
-    REPLAYED,
-    TRAIN,
-    reference_of,
-    training_passes,
-)
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.processes.workers.train import left_out, replay_source
 from mismatch.reports import two_passes as section
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report
+from mismatch.run.scorings import NEW, NEW_REPLAYED, REGROUPED, REPLAYED, TRAIN
 from mismatch.run.store import save_rollout, save_scoring
 from mismatch.specs import (
     CheckSpec,
@@ -344,7 +337,7 @@ def test_the_document_keeps_them_and_fulfils_its_schema() -> None:
     document = json.loads(json.dumps(report_to_json(report), allow_nan=False))
     Draft202012Validator(schema()).validate(document)
     assert document["two_passes"]["injected"] == "router-noise=0.05 (seed 0)"
-    assert report_from_json(document).two_passes == report.analyses.get("two_passes")
+    assert report_from_json(document).two_passes == report.result("two_passes")
     del document["two_passes"]  # written by an earlier version
     Draft202012Validator(schema()).validate(document)
     assert report_from_json(document).two_passes is None

@@ -28,7 +28,7 @@ from mismatch.engines.servers.pool import NobodyLeft, Pool
 from mismatch.engines.servers.record import open_questions, record, served_facts
 from mismatch.engines.servers.survey import Fleet, Server, allowed, gap, survey, verify
 from mismatch.errors import MismatchError
-from mismatch.processes.launch import say
+from mismatch.run.messages import say
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 

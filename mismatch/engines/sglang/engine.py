@@ -42,7 +42,7 @@ from mismatch.engines.sglang.child import (
     run_scheduler,
 )
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.processes.launch import OUT_OF_MEMORY
+from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from vllm.model_executor.model_loader import base_loader
 
+from mismatch.captures import narrowest
 from mismatch.engines.routes import Packed, join_steps, pack
 from mismatch.engines.vllm.capture import RunnerWatch
 from mismatch.engines.vllm.weights import loaded_digests
 from mismatch.engines.watch import Wanted, Watcher
-from mismatch.run.routing_files import narrowest
 from mismatch.types import Sampling
 
 

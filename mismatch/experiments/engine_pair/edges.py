@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.levels import default_thresholds
+from mismatch.analysis.sides import Sides
 from mismatch.experiments.engine_pair.outlier import (
     FLOOR_TEXT,
     all_agree,
@@ -16,6 +17,7 @@ from mismatch.experiments.engine_pair.outlier import (
     lengths,
     odd_one,
 )
+from mismatch.experiments.engine_pair.planning import other_place
 from mismatch.experiments.engine_pair.types import (
     TRAINER,
     Contrast,
@@ -25,10 +27,8 @@ from mismatch.experiments.engine_pair.types import (
     Triangle,
 )
 from mismatch.experiments.fixes.base import SHOWN
-from mismatch.experiments.fixes.results import Sides
-from mismatch.pipeline.commands import TRAIN
-from mismatch.pipeline.engine_pair import other_place
 from mismatch.run import store
+from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Floats, Pair, Report, Scoring, SidePair
 

@@ -60,7 +60,7 @@ def model_facts(spec: CheckSpec) -> ModelFacts:
 def machine_facts(spec: CheckSpec) -> MachineFacts:
     """GPUs, and which vLLM would run here; of another interpreter's vLLM nothing is known."""
     from mismatch.engines.vllm.arguments import is_cpu_build
-    from mismatch.processes.stages import local_gpus
+    from mismatch.run.machine import local_gpus
 
     gpus = local_gpus()
     here = spec.rollout.engine.python is None

@@ -40,9 +40,9 @@ from mismatch.experiments.fixes.significance import (
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import common_prompts
 from mismatch.metrics.estimate import Estimator
-from mismatch.pipeline.commands import TRAIN
 from mismatch.run import store
 from mismatch.run.directory import invocations
+from mismatch.run.scorings import TRAIN
 from mismatch.run.store import FIX_PREFIX
 from mismatch.specs import CheckSpec
 from mismatch.types import Comparison, Estimate, Pair, Report, Rollout, Scoring, Verdict
@@ -298,7 +298,7 @@ def _refused(state: dict[str, Any]) -> list[FixOutcome]:
 
 
 def _estimators(state: dict[str, Any], report: Report | None) -> tuple[EstimatorFix, ...]:
-    corrections = None if report is None else report.analyses.get("corrections")
+    corrections = None if report is None else report.result("corrections")
     rows = []
     for name in state["estimators"]:
         fix = chosen_of(name)[0].fix

@@ -15,9 +15,9 @@ import numpy as np
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.types import GradientBatch, Gradients, Trainer
-from mismatch.processes.launch import pass_label, read_error
 from mismatch.run import manifest
 from mismatch.run.manifest import write_atomic
+from mismatch.run.messages import pass_label, read_error
 from mismatch.run.routing_files import read_arrays, write_arrays
 
 BATCH = "gradients/batch.json"

@@ -91,14 +91,8 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
     Args:
         context: of the fixes; found out where it is not given.
     """
-    from mismatch.pipeline.commands import (
-        NEW,
-        REFERENCE,
-        REGROUPED,
-        TRAIN,
-        reference_of,
-        training_passes,
-    )
+    from mismatch.experiments.passes import reference_of, training_passes
+    from mismatch.run.scorings import NEW, REFERENCE, REGROUPED, TRAIN
 
     made = {one.name: one.spec for one in training_passes(spec)}
     passes = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.analysis.sides import Sides
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.results import Sides
 from mismatch.experiments.fixes.significance import prompts_to_tell
 from mismatch.types import Fingerprint, Ints, Rollout
 

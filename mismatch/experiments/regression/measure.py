@@ -11,9 +11,9 @@ import numpy as np
 
 from mismatch.analysis.comparison import compare, inputs, is_sampling_law, paired_routing
 from mismatch.analysis.levels import default_thresholds, exit_code
+from mismatch.analysis.sides import Sides
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import RANKED_BY
-from mismatch.experiments.fixes.results import Sides
 from mismatch.experiments.fixes.significance import LEVEL, exchange, holm, per_prompt
 from mismatch.experiments.regression.comparability import require_comparable, require_enough
 from mismatch.experiments.regression.config_diff import changed, unknown_machine
@@ -21,9 +21,9 @@ from mismatch.experiments.regression.types import Against, AgainstRow, Changed, 
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts, difference, paired
 from mismatch.metrics.registry import Metric
-from mismatch.pipeline.commands import TRAIN
 from mismatch.run import store
 from mismatch.run.directory import invocations
+from mismatch.run.scorings import TRAIN
 from mismatch.types import Comparison, Estimate, Ints, Rollout
 
 if TYPE_CHECKING:

@@ -96,7 +96,8 @@ class Work:
         """One implementation by itself."""
         start = time.monotonic()
         found = self._attention(step) if step.kind == "attention" else self._experts(step)
-        return to_json(replace(found, seconds=round(time.monotonic() - start, 2)))
+        result: dict[str, Any] = to_json(replace(found, seconds=round(time.monotonic() - start, 2)))
+        return result
 
     def harmful(self, result: dict[str, Any]) -> bool:
         """Whether a result asks for a look at the model as a whole: attention with a fault."""

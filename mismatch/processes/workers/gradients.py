@@ -24,9 +24,9 @@ from mismatch.experiments.gradients.files import (
 from mismatch.experiments.gradients.planning import GradientPlan, Planned
 from mismatch.experiments.gradients.schedule import Item, Work
 from mismatch.experiments.gradients.types import LOSSES, GradientBatch
-from mismatch.processes.launch import report_timing, write_error
 from mismatch.run import store
 from mismatch.run.manifest import is_current
+from mismatch.run.messages import report_timing, write_error
 from mismatch.specs import Pass, spec_hash, to_dict
 from mismatch.types import Rollout
 

@@ -23,7 +23,7 @@ from typing import Any
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.processes.kernels.isolation import DONE, HARM, LABEL, NOW, PLAN, AuditSpec, Step
-from mismatch.processes.launch import PROGRESS, leave, report_ready, say, write_error
+from mismatch.run.messages import PROGRESS, leave, report_ready, say, write_error
 from mismatch.run.store import read_json, write_json
 
 EXIT_FAILED = 2

@@ -37,8 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
-from mismatch.pipeline.commands import NEW_REPLAYED, REPLAYED
-from mismatch.processes.launch import (
+from mismatch.run.messages import (
     SCORED,
     leave,
     pass_label,
@@ -47,6 +46,7 @@ from mismatch.processes.launch import (
     say,
     write_error,
 )
+from mismatch.run.scorings import NEW_REPLAYED, REPLAYED
 from mismatch.run.store import (
     ROLLOUT,
     distributions_file,
@@ -58,10 +58,10 @@ from mismatch.run.store import (
     save_scoring,
     scoring_header,
 )
-from mismatch.specs import Pass, TrainSpec, from_dict, weights_key
+from mismatch.specs import Pass, TrainSpec, from_dict, load_key
 
 if TYPE_CHECKING:
-    from mismatch.run.distributions import Distributions
+    from mismatch.captures import Distributions
     from mismatch.training.load import Loaded
     from mismatch.training.replay import Source
     from mismatch.training.world import World
@@ -353,11 +353,6 @@ def wait_for(path: Path) -> None:
         if os.getppid() != parent:
             raise MismatchError(f"nobody is left to make {path}", "start the run again: --resume")
         time.sleep(POLL_S)
-
-
-def load_key(spec: TrainSpec) -> tuple[Any, ...]:
-    """What has to be equal for two passes to run the same kernels on the same weights."""
-    return (*weights_key(spec), spec.attention, spec.autocast, spec.experts)
 
 
 def _rollout(job: dict[str, Any]) -> Rollout:

@@ -28,7 +28,7 @@ def _section(id: str, report: Report) -> Section | None:
     if not name and hasattr(module, "of_report"):
         made: Section | None = module.of_report(report)
         return made
-    result = report.analyses.get(id)
+    result = report.result(id)
     if result is None:
         return None
     section: Section = getattr(module, name or "section")(result, report)

@@ -1,0 +1,41 @@
+"""A report as the files of a run directory: report.html, report.md, report.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mismatch.run import manifest, store
+from mismatch.types import Report
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
+    """Write report.html, report.md, and last report.json: where that is, the rest is."""
+    from mismatch.pipeline.document import SCHEMA, report_to_json
+
+    write_rendered(run_dir, report, tokens)
+    store.save_document(run_dir, "report.json", report_to_json(report), schema=SCHEMA)
+
+
+def write_rendered(
+    run_dir: Path, report: Report, tokens: pd.DataFrame, framework: str | None = None
+) -> None:
+    """Write report.html and report.md.
+
+    Args:
+        framework: whose names (and values by its conventions) the tables show; None: everybody's
+            names in the HTML report, nobody's in Markdown.
+    """
+    from mismatch.reports.elsewhere import Elsewhere
+    from mismatch.reports.html import to_html
+    from mismatch.reports.markdown import to_markdown
+
+    for name, text in (
+        ("report.md", to_markdown(report, Elsewhere(tokens, framework) if framework else None)),
+        ("report.html", to_html(report, tokens, framework)),
+    ):
+        store.write_text(run_dir / name, text)
+        manifest.record(run_dir, name, "")

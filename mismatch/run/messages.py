@@ -1,0 +1,102 @@
+"""What a worker tells the process that started it: lines on its output, error files in the run.
+
+Lines that begin with one of these words are for the parent, all others go to ``logs/<label>.log``::
+
+    progress rollout 12/64 sequences …      shown while the stage runs
+    ready                                   weights are loaded, work begins
+    timing generate 12.31                   seconds of one part of the work
+    error {"message": …, "fix": …}          where no error file could be written
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from mismatch.errors import MismatchError
+
+PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
+SCORED = "scored"  # timing of a training world that goes on with gradients: no scoring is missing
+TIMING_LINE = re.compile(TIMING + r"(\S+) (\d+\.\d+)")
+OUT_OF_MEMORY = (
+    "a killed process is often out of memory: "
+    "lower --num-prompts, --max-tokens or --micro-batch-tokens"
+)
+
+
+def error_path(run_dir: Path | str, label: str) -> Path:
+    return Path(run_dir) / "errors" / f"{label}.json"
+
+
+def pass_label(name: str) -> str:
+    """Under which the reason of an optional pass that failed is left."""
+    return f"pass-{name.replace(':', '-').replace('/', '-')}"
+
+
+def read_error(run_dir: Path | str, label: str) -> MismatchError | None:
+    """What :func:`write_error` left, or None."""
+    path = error_path(run_dir, label)
+    return error_in(path.read_text(errors="replace")) if path.exists() else None
+
+
+def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
+    """Called by a worker: leave an error that the parent will raise as its own."""
+    text = json.dumps({"message": error.message, "fix": error.fix})
+    path = error_path(run_dir, label)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError:  # a full disk: the reason itself, perhaps
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        say(f"{ERROR}{text}")
+
+
+def say(line: str) -> None:
+    """Called by a worker: one whole line, which no other process on the same pipe can split.
+
+    ``print`` writes its line end apart when Python is unbuffered, as workers are.
+    """
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def leave(code: int) -> NoReturn:
+    """Called by a worker at its end: all is saved, and tearing torch down takes seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report_ready() -> None:
+    """Called by a worker: start-up is over."""
+    say(READY)
+
+
+def report_timing(name: str, seconds: float) -> None:
+    """Called by a worker: how long one part of its work took."""
+    say(f"{TIMING}{name} {seconds:.3f}")
+
+
+def clear_errors(run_dir: Path, label: str) -> None:
+    for path in error_files(run_dir, label):
+        path.unlink()
+
+
+def error_in(text: str) -> MismatchError | None:
+    """The error that :func:`write_error` put there; None if it was cut short, or is not one."""
+    try:
+        said = json.loads(text)
+        return MismatchError(str(said["message"]), str(said["fix"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def error_files(run_dir: Path, label: str) -> list[Path]:
+    """Of a worker and of its ranks: ``<label>.json``, ``<label>-rank0.json`` …"""
+    return [*(run_dir / "errors").glob(f"{label}.json"), *(run_dir / "errors").glob(f"{label}-*")]

@@ -1,0 +1,11 @@
+"""Names of the scorings of a run directory."""
+
+from __future__ import annotations
+
+TRAIN = "fsdp"
+REFERENCE = "reference:fp32"
+REGROUPED = f"{TRAIN}:regrouped"
+NEW = f"{TRAIN}:new"  # the second pass with injected noise
+NEW_REPLAYED = f"{TRAIN}:new-replayed"  # the second pass with the first one's routes
+REPLAYED = f"{TRAIN}:replayed"  # the trainer with the engine's routes
+WEIGHTS = f"{TRAIN}:other-weights"  # the same trainer, its experts in another form
