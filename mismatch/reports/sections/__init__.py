@@ -7,6 +7,7 @@ itself has ``of_report(report)``, which gives None where there is nothing to sho
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 
 from mismatch.analysis import registry
 from mismatch.reports.section import Section
@@ -24,6 +25,8 @@ def sections(report: Report) -> list[Section]:
 
 def _section(id: str, report: Report) -> Section | None:
     place, _, name = registry.section_of(id).partition(":")
+    if not name and find_spec(place) is None:  # told elsewhere
+        return None
     module = import_module(place)
     if not name and hasattr(module, "of_report"):
         made: Section | None = module.of_report(report)
