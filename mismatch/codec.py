@@ -53,17 +53,18 @@ def to_json(value: Any) -> Any:
     return str(value)
 
 
-def from_json(cls: type[T], document: Any) -> T:
+def from_json(cls: type[T], document: Any, place: str = "") -> T:
     """The inverse of :func:`to_json`: a value of this type.
 
     Args:
         cls: a dataclass, or any type that its fields may have.
+        place: of the document in a larger one, for errors.
 
     Raises:
         Misfit: a field is missing, unknown or of another type.
         MismatchError: the dataclass itself refuses its values.
     """
-    result: T = _read(cls, document, cls.__name__ if isinstance(cls, type) else "value")
+    result: T = _read(cls, document, place or getattr(cls, "__name__", "value"))
     return result
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mismatch.analysis.registry import analyses
-from mismatch.codec import fields_of, from_json, refused, schema_of, to_json
+from mismatch.codec import Misfit, fields_of, from_json, refused, schema_of, to_json
 from mismatch.types import Check, Comparison, Report, SidePair, Verdict
 
 SCHEMA = "mismatch.report/1"
@@ -67,10 +67,15 @@ def report_from_json(document: Any) -> Report:
     """
     fields = fields_of(document, SCHEMA, command=COMMAND)
     with refused(SCHEMA, command=COMMAND, page=PAGE):
-        fixed = {key: fields[key] for key in FIELDS if key in fields}
-        comparisons, noise_floor = comparisons_from_json(fixed)
-        values = {key: from_json(kind, fixed.get(key)) for key, kind in FIELDS.items()
-                  if key not in ("comparisons", "noise_floor")}  # fmt: skip
+        missing = [key for key in FIELDS if key not in fields]
+        if missing:
+            raise Misfit(f"field {missing[0]!r} is missing")
+        comparisons, noise_floor = comparisons_from_json(fields)
+        values = {
+            key: from_json(kind, fields[key], key)
+            for key, kind in FIELDS.items()
+            if key not in ("comparisons", "noise_floor")
+        }
         results = {analysis.id: analysis.read(fields) for analysis in analyses()}
         return Report(
             **values,
@@ -96,7 +101,7 @@ def comparisons_from_json(document: Any) -> tuple[list[Comparison], list[SidePai
     """The inverse of :func:`comparisons_to_json`."""
     pairs = [
         {key: value for key, value in entry.items() if key != "id"}
-        for entry in document.get("noise_floor", ())
+        for entry in document["noise_floor"]
     ]
-    comparisons = from_json(list[Comparison], document.get("comparisons"))
-    return comparisons, from_json(list[SidePair], pairs)
+    comparisons = from_json(list[Comparison], document["comparisons"], "comparisons")
+    return comparisons, from_json(list[SidePair], pairs, "noise_floor")

@@ -54,14 +54,15 @@ def columns(*specs: tuple[str, bool, int]) -> RichTable:
     return table
 
 
+WRAP = 28  # characters of a column of text
 TONES = {"healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold"}
 
 
 def print_section(section: Section, console: Console) -> None:
     """Title, what it says, its tables; pictures are a page's."""
-    heading(console, section.title)
-    for text in filter(None, [section.lead]):
-        paragraph(console, line(text), style="dim")
+    heading(console, line(section.title))
+    if section.lead:
+        paragraph(console, line(section.lead), style="dim")
     _contents(section, console)
 
 
@@ -142,4 +143,6 @@ def _columns(table: Table) -> list[_Texts]:
 
 
 def _width(columns: list[_Texts]) -> int:
-    return 2 + sum(column.width for column in columns) + len(columns) - 1
+    """Characters of a line, were text to wrap beyond ``WRAP``."""
+    widths = [min(c.width, WRAP) if c.left else c.width for c in columns]
+    return 2 + sum(widths) + len(columns) - 1

@@ -84,9 +84,9 @@ def test_the_preview_touches_neither_metrics_nor_verdict():
 
 def test_older_documents_have_no_preview():
     document = json.loads(json.dumps(report_to_json(NEEDLESS)))
-    assert report_from_json(document).corrections == NEEDLESS.corrections
+    assert report_from_json(document).result("corrections") == NEEDLESS.corrections
     del document["corrections"]
-    assert report_from_json(document).corrections is None
+    assert report_from_json(document).result("corrections") is None
 
 
 def test_a_run_is_previewed_and_says_what_it_could_not(tmp_path):

@@ -15,7 +15,7 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.forecast import Forecast, grid, length_forecast
 from mismatch.metrics.series import below, capped_ess
 from mismatch.pipeline.document import report_from_json, report_to_json
-from mismatch.reports import forecast as shown
+from mismatch.reports.sections import forecast as shown
 from tests.made_run import make_run
 from tests.reports_fixture import make_report
 
@@ -111,7 +111,7 @@ def test_a_sample_never_shows_less_than_one_sequence() -> None:
     assert got.floor == floor
     assert got.rows[-1].ess_untruncated.value == floor
     assert got.rows[-1].ess_untruncated.low == floor
-    said = " ".join(shown.sentences(make_report().with_analyses(forecast=got)))
+    said = " ".join(shown.sentences(got))
     assert "never shows an effective size under 0.39 %" in said
 
 
@@ -132,7 +132,7 @@ def test_late_positions_that_are_worse_fail_the_check() -> None:
     got = forecast(delta)
     assert "check-failed" in got.flags
     assert got.check.error.high < -0.3
-    said = " ".join(shown.sentences(make_report().with_analyses(forecast=got)))
+    said = " ".join(shown.sentences(got))
     assert "does not predict the second" in said
 
 
@@ -157,7 +157,7 @@ def test_heavy_tails_are_flagged_and_light_ones_are_not() -> None:
     for delta in (heavy, lone):
         got = forecast(delta)
         assert "heavy-tail" in got.flags
-        said = " ".join(shown.sentences(make_report().with_analyses(forecast=got)))
+        said = " ".join(shown.sentences(got))
         assert "the tail of delta is heavy" in said
     light = forecast(ar1(0, 0.0))
     assert "heavy-tail" not in light.flags
@@ -168,9 +168,9 @@ def test_the_reach_beyond_the_data_is_said() -> None:
     far, near = forecast(ar1(0, 0.0)), forecast(ar1(0, 0.0), target=200)
     assert "beyond-check" in far.flags
     assert "beyond-check" not in near.flags
-    said = " ".join(shown.sentences(make_report().with_analyses(forecast=far)))
+    said = " ".join(shown.sentences(far))
     assert "128× as long as the data" in said
-    inside = make_report().with_analyses(forecast=forecast(ar1(0, 0.0), target=64))
+    inside = forecast(ar1(0, 0.0), target=64)
     assert "within the data" in " ".join(shown.sentences(inside))
 
 
@@ -184,9 +184,10 @@ def test_too_little_is_not_enough(shape: tuple[int, int], samples: int) -> None:
     assert got.rows == ()
     assert got.missing.startswith("not enough")
     report = make_report().with_analyses(forecast=got)
-    assert shown.sentences(report)[0].startswith("No forecast: not enough")
-    assert shown.pictures(report) == []
-    assert report_from_json(report_to_json(report)).forecast == got
+    part = shown.section(got, report)
+    assert part.sentences[0].startswith("No forecast: not enough")
+    assert part.tables == part.figures == ()
+    assert report_from_json(report_to_json(report)).result("forecast") == got
 
 
 def test_identical_sides_need_no_forecast() -> None:
@@ -237,17 +238,16 @@ def test_budget_and_forecast_survive_the_json(tmp_path: Path) -> None:
     )
     del document["budget"], document["forecast"]
     old = report_from_json(document)
-    assert (old.budget, old.forecast) == (None, None)
+    assert (old.result("budget"), old.result("forecast")) == (None, None)
     assert "budget" not in report_to_json(old)
-    assert shown.view(old) is None
-    assert shown.sentences(old) == []
 
 
 def test_the_pictures_show_forecast_and_data() -> None:
-    spread, kept = shown.pictures(make_report())
-    assert "this run" in spread.svg
-    assert "geometric bounds" in kept.svg
-    assert "4,096" in kept.svg
+    report = make_report()
+    spread, kept = (f.draw() for f in shown.section(report.result("forecast"), report).figures)
+    assert "this run" in spread
+    assert "geometric bounds" in kept
+    assert "4,096" in kept
 
 
 def test_the_flag_sets_the_length_of_an_existing_run(

@@ -257,7 +257,7 @@ def test_json_has_the_fields_that_readers_rely_on():
 def test_older_documents_have_no_fixes():
     document = report_to_json(FAILING)
     assert not {"fixes", "fix_trials"} & set(document)
-    assert report_from_json(document).fixes is None
+    assert report_from_json(document).result("fixes") is None
 
 
 def test_one_field_without_the_other_is_no_report():

@@ -143,7 +143,7 @@ def test_the_report_holds_it_and_gives_it_back(prompts: int) -> None:
 def test_a_report_without_gradients_has_no_field_and_no_section() -> None:
     report = REPORT.with_analyses(gradients=None)
     assert "gradients" not in report_to_json(report)
-    assert report_from_json(report_to_json(report)).gradients is None
+    assert report_from_json(report_to_json(report)).result("gradients") is None
     assert gradients.view(None) is None
     assert gradients.in_short(None) == ""
     assert "Gradients" not in to_markdown(report)

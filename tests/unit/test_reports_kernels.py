@@ -184,7 +184,7 @@ def test_a_runs_report_holds_the_same_document():
     report = make_report().with_analyses(kernels=make_audit_report())
     made = json.loads(json.dumps(document.report_to_json(report), allow_nan=False))
     jsonschema.Draft202012Validator(document.schema()).validate(made)
-    assert document.report_from_json(made).kernels == report.result("kernels")
+    assert document.report_from_json(made).result("kernels") == report.result("kernels")
     made["kernels"]["audits"][0]["verdict"] = "fine"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(document.schema()).validate(made)
