@@ -63,7 +63,7 @@ def child(job: dict[str, Any]) -> dict[str, float]:
     """Run one kernel forward and backward once, after a short run that touches its code."""
     import torch
 
-    from mismatch.training.load import torch_dtype
+    from mismatch.training.scorer import torch_dtype
 
     torch.set_num_threads(1)
     dtype = torch_dtype(job["dtype"])
@@ -102,8 +102,7 @@ def run(job: dict[str, Any], leaves: list[Any], tokens: int) -> None:
     )
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-    from mismatch.training.block_masks import blocked_mask
-    from mismatch.training.kernels import sink_attention
+    from mismatch.training.attention.sink_sdpa import blocked_mask, sink_attention
 
     query, key, value, sinks = leaves
     module: Any = torch.nn.Module()

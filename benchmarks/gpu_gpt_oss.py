@@ -28,14 +28,14 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mismatch.specs import Pass, TrainSpec  # noqa: E402
-from mismatch.training.attention import resolve_for  # noqa: E402
-from mismatch.training.load import Loaded, shard, torch_dtype  # noqa: E402
+from mismatch.training.attention.resolve import resolve_for  # noqa: E402
+from mismatch.training.distributed import World  # noqa: E402
+from mismatch.training.load import Loaded, shard  # noqa: E402
 from mismatch.training.logprobs import Law  # noqa: E402
 from mismatch.training.memory import MemoryPeak  # noqa: E402
 from mismatch.training.score import run_batches  # noqa: E402
-from mismatch.training.scorer import Ask  # noqa: E402
+from mismatch.training.scorer import Ask, torch_dtype  # noqa: E402
 from mismatch.training.source import skeleton  # noqa: E402
-from mismatch.training.world import World  # noqa: E402
 from tests.checkpoints import configuration, rollout  # noqa: E402
 
 SHAPE: dict[str, Any] = {

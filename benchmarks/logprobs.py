@@ -30,8 +30,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mismatch.training.load import torch_dtype  # noqa: E402
 from mismatch.training.logprobs import token_stats  # noqa: E402
+from mismatch.training.scorer import torch_dtype  # noqa: E402
 
 MEMORY_GOAL, TIME_GOAL, VALUE_GOAL = 0.08, 1.0, 1e-6
 MIB = 1 << 20

@@ -31,8 +31,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mismatch.training.attention import OURS, register_kernels  # noqa: E402
-from mismatch.training.load import torch_dtype  # noqa: E402
+from mismatch.training.attention.resolve import OURS, register_kernels  # noqa: E402
+from mismatch.training.scorer import torch_dtype  # noqa: E402
 from tests.checkpoints import configuration  # noqa: E402
 
 M_MMAP_THRESHOLD = -3

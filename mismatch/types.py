@@ -19,7 +19,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.captures import Bools, Distributions, Floats, Ints, corruption
+from mismatch.captures import Bools as Bools
+from mismatch.captures import Distributions, corruption
+from mismatch.captures import Floats as Floats
+from mismatch.captures import Ints as Ints
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 
 Fingerprint = dict[str, Any]

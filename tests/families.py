@@ -85,7 +85,7 @@ def draw(model: Any, seed: int = 0) -> Any:
 
 def experts_of(model: Any) -> int:
     """E of the routers of a tiny model."""
-    from mismatch.training.routing import moe_layers
+    from mismatch.training.routing.capture import moe_layers
 
     return moe_layers(model.get_decoder())[0].num_experts
 
@@ -112,7 +112,7 @@ def captured(model: Any, ids: Any) -> tuple[list[Any], list[Any]]:
     """The MoE layers of a model, and what a forward pass over ``ids`` shows of each."""
     import torch
 
-    from mismatch.training.routing import moe_layers, recording
+    from mismatch.training.routing.capture import moe_layers, recording
 
     layers = moe_layers(model.get_decoder())
     with torch.no_grad(), recording(layers) as recorder:
@@ -124,7 +124,7 @@ def replayed(model: Any, layers: list[Any], ids: Any, wanted: Any) -> list[Any]:
     """What a forward pass shows when it is told to use the experts ``wanted`` [R, L, K]."""
     import torch
 
-    from mismatch.training.routing import recording
+    from mismatch.training.routing.capture import recording
 
     with replaying(model, layers, wanted), torch.no_grad(), recording(layers) as recorder:
         model(input_ids=ids, use_cache=False)
@@ -135,8 +135,8 @@ def replaying(model: Any, layers: list[Any], wanted: Any) -> Any:
     """Context in which a model uses the experts ``wanted``."""
     import torch
 
-    from mismatch.training.blocks import intervening
-    from mismatch.training.replay import Replay
+    from mismatch.training.routing.interventions import intervening
+    from mismatch.training.routing.replay import Replay
 
     columns = {layer.index: column for column, layer in enumerate(layers)}
     known = torch.ones(len(wanted), dtype=torch.bool)

@@ -196,7 +196,8 @@ def page(engine: dict[str, Any]) -> str:
     """The whole page, with the training side tried now and the engine as it is kept."""
     import torch
 
-    from mismatch.training.families import ODD, unreadable
+    from mismatch.training.routing.capture import unreadable
+    from mismatch.training.routing.families import ODD
 
     rows, notes = [], {name: family.note for name, family in ODD.items() if family.note}
     for name in families.tried():

@@ -17,6 +17,7 @@ def check(flags: Flags) -> int:
     from mismatch.cli.trainer import with_trainer
     from mismatch.pipeline.commands import run_check
     from mismatch.pipeline.preflight import preflight
+    from mismatch.reports.files import write_report
 
     spec = session.stored_spec(flags)
     if spec is None:
@@ -29,5 +30,6 @@ def check(flags: Flags) -> int:
     preflight(spec)
     session.warn_of_memory(spec)
     run_dir = session.open_run("check", spec, flags)
-    report = run_check(spec, run_dir, session.narrator(), levels, session.command())
+    told = session.narrator()
+    report = run_check(spec, run_dir, told, levels, session.command(), write_report)
     return session.conclude(report, run_dir, flags)

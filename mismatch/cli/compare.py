@@ -87,13 +87,16 @@ def compare(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.cli.to_spec import positive
     from mismatch.pipeline.commands import run_compare
+    from mismatch.reports.files import write_report
 
     run, levels = flags["run"], session.levels(flags)
     if flags["against"] is not None:
         return _against(flags)
     length = positive(flags, "forecast_length") if "forecast_length" in flags.given else None
     if flags["other"] is None and not flags["left"] and not flags["right"]:
-        report = run_compare(run, session.narrator(), levels, session.command(), length)
+        report = run_compare(
+            run, session.narrator(), levels, session.command(), length, write_report
+        )
         return session.conclude(report, run, flags)
     from mismatch.pipeline.scoring_pair import build_pair
     from mismatch.reports.files import write_pair

@@ -237,7 +237,7 @@ def _attention(name: str, values: dict[str, Any], device: str) -> str:
     """The kernel that the trainer would resolve; MismatchError where it would refuse."""
     from transformers import AutoConfig
 
-    from mismatch.training.attention import resolve_attention
+    from mismatch.training.attention.resolve import resolve_attention
 
     fields = {k: v for k, v in values.items() if k not in ("model_type", "quantization_config")}
     config = AutoConfig.for_model(values["model_type"], **fields)

@@ -200,7 +200,7 @@ def _converted(source: Path, form: WeightsForm) -> Iterator[tuple[str, torch.Ten
     """Every tensor of the checkpoint in its new form, one at a time."""
     import torch
 
-    from mismatch.training import mxfp4
+    from mismatch.models import mxfp4
 
     with ExitStack() as stack:
         files = _open(source, stack)

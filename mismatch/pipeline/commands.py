@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,12 @@ from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
 from mismatch.types import Report
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from mismatch.analysis.levels import Thresholds
     from mismatch.experiments.gradients.planning import GradientPlan
+
+Writer = Callable[[Path, Report, "pd.DataFrame"], None]
 
 
 def run_check(
@@ -28,8 +33,13 @@ def run_check(
     narrator: Narrator,
     thresholds: Thresholds | None = None,
     command: str = "",
+    write: Writer | None = None,
 ) -> Report:
     """After :func:`preflight`: run every stage that is not done, write every artefact.
+
+    Args:
+        write: called with the run directory, the report and the token table while the directory
+            is still held; None: the report is only returned.
 
     Raises:
         MismatchError: a stage failed; what was written before stays, to be resumed.
@@ -46,7 +56,7 @@ def run_check(
             measure_with_fixes(stages, training_passes(spec))
         elif spec.other_engine is None:
             stages.measure(training_passes(spec))
-        return conclude(stages, thresholds)
+        return conclude(stages, thresholds, write)
 
 
 def gradients_of(spec: CheckSpec) -> GradientPlan | None:
@@ -116,11 +126,13 @@ def run_compare(
     thresholds: Thresholds | None = None,
     command: str = "",
     forecast_length: int | None = None,
+    write: Writer | None = None,
 ) -> Report:
     """Compare and judge what lies in a run directory, whoever made it.
 
     Args:
         forecast_length: another one than the run's own.
+        write: as of :func:`run_check`.
 
     Raises:
         MismatchError: artefacts missing, damaged, or of different tokens.
@@ -129,18 +141,19 @@ def run_compare(
     with at_work(run_dir, "compare", spec, command) as journal:
         if forecast_length is not None:
             spec = replace(spec, forecast_length=forecast_length)
-        return conclude(Stages(spec, run_dir, narrator, journal), thresholds, again=True)
+        return conclude(Stages(spec, run_dir, narrator, journal), thresholds, write, again=True)
 
 
-def conclude(stages: Stages, thresholds: Thresholds | None, again: bool = False) -> Report:
-    """Compare and judge what the stages left; write the report.
+def conclude(
+    stages: Stages, thresholds: Thresholds | None, write: Writer | None, again: bool = False
+) -> Report:
+    """Compare and judge what the stages left; hand the report to ``write``.
 
     Args:
         again: compare anew even where ``comparison.json`` is there.
     """
     from mismatch.experiments.fixes.results import with_fixes
     from mismatch.pipeline.build import build_report
-    from mismatch.reports.files import write_report
 
     with stages.timed("compare", "compare: metrics with intervals"):
         report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
@@ -151,7 +164,8 @@ def conclude(stages: Stages, thresholds: Thresholds | None, again: bool = False)
         report = with_fixes(report, stages.run_dir, stages.spec, thresholds)
     stages.journal.save()
     report.run.update(journal_facts(stages.journal))
-    write_report(stages.run_dir, report, tokens)
+    if write is not None:
+        write(stages.run_dir, report, tokens)
     return report
 
 

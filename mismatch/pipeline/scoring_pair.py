@@ -14,9 +14,7 @@ from mismatch.analysis.diagnosis.semantics import input_checks
 from mismatch.analysis.growth import forecast_of
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
-from mismatch.pipeline.build import COMPARISON, COMPARISON_SCHEMA, facts, token_table
-from mismatch.pipeline.document import comparisons_to_json
-from mismatch.reports.files import write_report
+from mismatch.pipeline.build import facts, token_table
 from mismatch.run import store
 from mismatch.run.directory import load_spec
 from mismatch.types import Pair, Report, Rollout
@@ -82,14 +80,6 @@ def build_pair(
         ),
     )
     return report, token_table(left_run, rollout, left, right)
-
-
-def write_pair(directory: Path, report: Report, tokens: pd.DataFrame) -> None:
-    """comparison.json, tokens.parquet and the report, as a run has them."""
-    store.save_tokens(directory, tokens)
-    document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(report.comparisons, ())}
-    store.save_document(directory, COMPARISON, document, schema=COMPARISON_SCHEMA)
-    write_report(directory, report, tokens)
 
 
 def require_same_tokens(one: Rollout, other: Rollout, first: Path, second: Path) -> None:

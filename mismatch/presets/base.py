@@ -58,10 +58,12 @@ class Gap:
 
     Attributes:
         what: the difference and what it can change, one sentence without a full stop.
+        strategy: of FSDP that it belongs to ("fsdp", which is FSDP1); "": to all.
     """
 
     what: str
     source: Source
+    strategy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,11 @@ class Preset:
         return self.resolve(train, explicit, packages).train
 
     def resolve(
-        self, train: TrainSpec, explicit: Collection[str] = (), packages: Iterable[str] = ()
+        self,
+        train: TrainSpec,
+        explicit: Collection[str] = (),
+        packages: Iterable[str] = (),
+        settled: Collection[str] = (),
     ) -> Applied:
         """Like :meth:`apply`, with what took effect, what was kept and what is missing.
 
@@ -108,12 +114,15 @@ class Preset:
             explicit: command-line parameters (``train_dtype``, ``attention`` …) that the user has
                 given; a field that is not at its default counts as given too.
             packages: installed kernel packages, as of :func:`installed_kernels`.
+            settled: fields that the framework's own config decides; they are not mentioned.
         """
         have, used, kept, missing = set(packages), [], [], []
         for item in self.settings:
             current = getattr(train, item.field)
             if current == item.value:
                 used.append(item)
+            elif item.field in settled:
+                continue
             elif is_users(train, item.field, explicit):
                 kept.append(f"{item.field} is {current}, by request; {self.name}: {item.what}")
             elif item.needs and item.needs not in have:

@@ -13,10 +13,17 @@ _DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half", "16", "torch.float16"), "fp16"),
     **dict.fromkeys(("fp32", "float32", "float", "32", "torch.float32"), "fp32"),
 }
+_EXPECTED = {"count": "a positive whole number", "dtype": "bf16, fp16 or fp32"}
+_PLACES: dict[str, tuple[str, ...]] = {
+    "engine": ("rollout", "engine"),
+    "sampling": ("rollout", "sampling"),
+    "prompts": ("rollout", "prompts"),
+    "train": ("train",),
+}
 
 
 def typed(kind: str, value: Any, key: str) -> Any:
-    """The value as ``kind``.
+    """The value as ``kind``, a key of ``_READERS``.
 
     Raises:
         MismatchError: it is none, with the key.
@@ -24,11 +31,19 @@ def typed(kind: str, value: Any, key: str) -> Any:
     try:
         return _READERS[kind](value)
     except (TypeError, ValueError, KeyError) as error:
-        expected = {"count": "a positive whole number", "dtype": "bf16, fp16 or fp32"}
         raise MismatchError(
-            f"{key} is {short(value)}, not {expected.get(kind, f'a {kind}')}",
+            f"{key} is {short(value)}, not {_EXPECTED.get(kind, f'a {kind}')}",
             f"correct it in the file, or: --verl-override {key}=VALUE",
         ) from error
+
+
+def _instance(kind: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError(value)
+        return value
+
+    return read
 
 
 def _number(value: Any) -> float:
@@ -51,49 +66,18 @@ def _count(value: Any) -> int:
     return number
 
 
-def _switch(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    return {"true": True, "false": False}[str(value).lower()]
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value
-
-
-def _files(value: Any) -> list[str]:
-    return [_text(item) for item in (value if isinstance(value, list) else [value])]
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(value)
-    return value
-
-
 _READERS: dict[str, Callable[[Any], Any]] = {
     "number": _number,
     "whole number": _whole,
     "count": _count,
-    "switch": _switch,
-    "text": _text,
-    "files": _files,
-    "mapping": _mapping,
+    "switch": lambda value: {"true": True, "false": False}[str(value).lower()],
+    "text": _instance(str),
+    "files": lambda value: [
+        _instance(str)(item) for item in (value if isinstance(value, list) else [value])
+    ],
+    "mapping": _instance(dict),
     "dtype": lambda value: _DTYPES[str(value).lower()],
 }
-_PLACES: dict[str, tuple[str, ...]] = {
-    "engine": ("rollout", "engine"),
-    "sampling": ("rollout", "sampling"),
-    "prompts": ("rollout", "prompts"),
-    "train": ("train",),
-}
-
-
-def _path(target: str) -> tuple[str, ...]:
-    group, _, name = target.partition(".")
-    return (*_PLACES[group], name)
 
 
 def at(spec: Any, target: str) -> Any:
@@ -111,6 +95,11 @@ def put(spec: Any, target: str, value: Any) -> Any:
         return replace(node, **{path[0]: inner})
 
     return inside(spec, _path(target))
+
+
+def _path(target: str) -> tuple[str, ...]:
+    group, _, name = target.partition(".")
+    return (*_PLACES[group], name)
 
 
 def short(value: Any) -> str:

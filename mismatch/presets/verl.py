@@ -10,16 +10,16 @@ PACKED_TOKENS = 16384
 ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
 
 
-def _engine(symbol: str) -> Source:
-    return Source("verl", VERSION, ENGINE, symbol)
-
-
-def _config(path: str, key: str) -> Source:
-    return Source("verl", VERSION, f"verl/trainer/config/{path}", key)
+def _engine(symbol: str, file: str = ENGINE) -> Source:
+    return Source("verl", VERSION, file, symbol)
 
 
 def _legacy(file: str, symbol: str) -> Source:
     return Source("verl", LEGACY_VERSION, f"verl/workers/{file}", symbol)
+
+
+def _config(version: str, path: str, key: str) -> Source:
+    return Source("verl", version, f"verl/trainer/config/{path}", key)
 
 
 _FLASH = "flash_attention_2 unless model.override_config.attn_implementation says otherwise"
@@ -34,6 +34,21 @@ _BATCHES = (
     "here they follow a token budget, so batch-size effects are of other sizes"
 )
 FSDP1 = "strategy fsdp (verl's default) is FSDP1; here the same dtypes run under FSDP2"
+
+_WORKER = _legacy("fsdp_workers.py", "ActorRolloutRefWorker._build_model_optimizer")
+_FORWARD = _legacy("actor/dp_actor.py", "DataParallelPPOActor._forward_micro_batch")
+
+
+def _shared(version: str, attention: Source) -> tuple[Setting, ...]:
+    """What the engine and the old worker have in common."""
+    padding = _config(version, "model/hf_model.yaml", "use_remove_padding")
+    budget = _config(version, "rollout/rollout.yaml", "log_prob_max_token_len_per_gpu")
+    return (
+        Setting("layout", "packing", _PACKED, padding),
+        Setting("attention", "flash_attention_2", _FLASH, attention, needs="flash_attn"),
+        Setting("micro_batch_tokens", PACKED_TOKENS, _BUDGET, budget, needs="flash_attn"),
+    )
+
 
 VERL = Preset(
     name="verl",
@@ -64,29 +79,12 @@ VERL = Preset(
             "(0.7 becomes 0.69921875, 0.6 becomes 0.6015625), and stay bf16",
             _engine("_scale_logits_by_temperature"),
         ),
-        Setting("layout", "packing", _PACKED, _config("model/hf_model.yaml", "use_remove_padding")),
-        Setting(
-            "attention",
-            "flash_attention_2",
-            _FLASH,
-            Source("verl", VERSION, "verl/workers/config/model.py", "HFModelConfig.__post_init__"),
-            needs="flash_attn",
-        ),
-        Setting(
-            "micro_batch_tokens",
-            PACKED_TOKENS,
-            _BUDGET,
-            _config("rollout/rollout.yaml", "log_prob_max_token_len_per_gpu"),
-            needs="flash_attn",
-        ),
+        *_shared(VERSION, _engine("HFModelConfig.__post_init__", "verl/workers/config/model.py")),
     ),
     gaps=(
         Gap(_ENTROPY, _engine("FSDPEngine.__init__ (compute_entropy_from_logits)")),
-        Gap(
-            _BATCHES,
-            Source("verl", VERSION, "verl/workers/engine/utils.py", "prepare_micro_batches"),
-        ),
-        Gap(FSDP1, _config("actor/dp_actor.yaml", "strategy")),
+        Gap(_BATCHES, _engine("prepare_micro_batches", "verl/workers/engine/utils.py")),
+        Gap(FSDP1, _config(VERSION, "actor/dp_actor.yaml", "strategy"), strategy="fsdp"),
     ),
 )
 
@@ -94,64 +92,30 @@ VERL_LEGACY = Preset(
     name="verl-legacy",
     title=f"verl up to {LEGACY_VERSION}, fsdp_workers.py with dp_actor.py",
     settings=(
-        Setting(
-            "dtype",
-            "bf16",
-            "FSDP param_dtype is fsdp_config.dtype (bfloat16)",
-            _legacy("fsdp_workers.py", "ActorRolloutRefWorker._build_model_optimizer"),
-        ),
+        Setting("dtype", "bf16", "FSDP param_dtype is fsdp_config.dtype (bfloat16)", _WORKER),
         Setting(
             "master_dtype",
             "fp32",
             "the actor's weights are loaded and kept in fp32 (fsdp_config.model_dtype)",
-            _legacy("fsdp_workers.py", "ActorRolloutRefWorker._build_model_optimizer"),
+            _WORKER,
         ),
         Setting(
             "autocast",
             "bf16",
             "the forward and the log-softmax run under autocast in fsdp_config.dtype",
-            _legacy("actor/dp_actor.py", "DataParallelPPOActor._forward_micro_batch"),
+            _FORWARD,
         ),
         Setting(
             "temperature_in",
             "logits",
             "logits are divided by the temperature in place, in bf16",
-            _legacy("actor/dp_actor.py", "DataParallelPPOActor._forward_micro_batch"),
+            _FORWARD,
         ),
-        Setting(
-            "layout",
-            "packing",
-            _PACKED,
-            Source(
-                "verl",
-                LEGACY_VERSION,
-                "verl/trainer/config/model/hf_model.yaml",
-                "use_remove_padding",
-            ),
-        ),
-        Setting(
-            "attention",
-            "flash_attention_2",
-            _FLASH,
-            _legacy("fsdp_workers.py", "ActorRolloutRefWorker._build_model_optimizer"),
-            needs="flash_attn",
-        ),
-        Setting(
-            "micro_batch_tokens",
-            PACKED_TOKENS,
-            _BUDGET,
-            Source(
-                "verl",
-                LEGACY_VERSION,
-                "verl/trainer/config/rollout/rollout.yaml",
-                "log_prob_max_token_len_per_gpu",
-            ),
-            needs="flash_attn",
-        ),
+        *_shared(LEGACY_VERSION, _WORKER),
     ),
     gaps=(
         Gap(_ENTROPY, _legacy("actor/dp_actor.py", "DataParallelPPOActor.__init__")),
         Gap(_BATCHES, _legacy("actor/dp_actor.py", "DataParallelPPOActor.compute_log_prob")),
-        Gap(FSDP1, _legacy("fsdp_workers.py", "ActorRolloutRefWorker._build_model_optimizer")),
+        Gap(FSDP1, _WORKER, strategy="fsdp"),
     ),
 )

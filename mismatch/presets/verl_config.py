@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.presets.base import PARAMETERS, Preset
-from mismatch.presets.hydra import ABSENT, HydraConfig, read_config
+from mismatch.presets.base import Preset
+from mismatch.presets.config_file import MISSING, ConfigFile, read_config
 from mismatch.presets.values import at, put, short, typed
-from mismatch.presets.verl import FSDP1, VERL, VERL_LEGACY
+from mismatch.presets.verl import VERL, VERL_LEGACY
 from mismatch.presets.verl_keys import GAPS, OWN_ARGUMENTS, RULES, VERL_TENSOR_PARALLEL, Rule
 from mismatch.specs import CheckSpec
 
@@ -67,7 +67,7 @@ class VerlConfig:
         preset: the trainer that the config starts: the engine, or the worker of old releases.
     """
 
-    source: HydraConfig
+    source: ConfigFile
     preset: Preset
 
     def model(self) -> str:
@@ -78,7 +78,7 @@ class VerlConfig:
         """
         key = f"{ROOT}model.path"
         path = self.source.get(key)
-        if path is ABSENT or path is None:
+        if path is None:
             raise MismatchError(
                 f"{self.source.origin}: {key} is not given",
                 f"name the model: --model MODEL, or --verl-override {key}=MODEL",
@@ -132,7 +132,7 @@ class _Work:
 
     def __init__(
         self,
-        source: HydraConfig,
+        source: ConfigFile,
         spec: CheckSpec,
         explicit: set[str],
         packages: frozenset[str],
@@ -148,9 +148,9 @@ class _Work:
 
     def value(self, key: str, kind: str) -> Any:
         """The typed value of a key below ``actor_rollout_ref`` or at the top; None if not set."""
-        found = self.source.get(key)
+        value = self.source.get(key)
         self.seen.add(key)
-        return None if found is ABSENT or found is None else typed(kind, found, key)
+        return None if value is None else typed(kind, value, key)
 
     def set(self, key: str, shown: Any, target: str, value: Any, parameter: str) -> None:
         """Put a value at ``engine.dtype``, ``train.dtype`` …, unless the user has."""
@@ -204,11 +204,13 @@ class _Work:
         for option, value in (self.value(prefix, "mapping") or {}).items():
             key = f"{prefix}.{option}"
             self.seen.add(key)
-            if option in OWN_ARGUMENTS and value is not None:
+            if value is None or value == MISSING:
+                continue
+            if option in OWN_ARGUMENTS:
                 rule = OWN_ARGUMENTS[option]
                 for target, parameter in rule.targets:
                     self.set(key, value, target, typed(rule.kind, value, key), parameter)
-            elif value is not None and value is not ABSENT:
+            else:
                 self.argument(key, option, value)
 
     def micro_batch(self) -> None:
@@ -219,8 +221,8 @@ class _Work:
                 f"{rollout}log_prob_max_token_len_per_gpu",
                 f"{actor}ppo_max_token_len_per_gpu",
             )
-            found = [(key, self.value(key, "count")) for key in names]
-            key, tokens = next((pair for pair in found if pair[1]), (names[0], None))
+            pairs = [(key, self.value(key, "count")) for key in names]
+            key, tokens = next((pair for pair in pairs if pair[1]), (names[0], None))
         else:
             key = f"{rollout}log_prob_micro_batch_size_per_gpu"
             rows = self.value(key, "count")
@@ -263,12 +265,12 @@ class _Work:
 
     def trainer(self, preset: Preset) -> None:
         """What the config leaves open comes from the preset."""
-        taken = {PARAMETERS.get(name, name) for name in self.configured}
-        resolved = preset.resolve(self.spec.train, self.explicit | taken, self.packages)
-        mine = [line for line in resolved.kept if line.split(" ")[0] not in self.configured]
-        self.kept.extend(mine)
-        first = self.source.get(f"{ROOT}actor.strategy") in (ABSENT, "fsdp")
-        self.gaps.extend(gap for gap in resolved.not_reproduced if first or FSDP1 not in gap)
+        strategy = self.source.get(f"{ROOT}actor.strategy") or "fsdp"
+        gaps = tuple(gap for gap in preset.gaps if gap.strategy in ("", strategy))
+        preset = replace(preset, gaps=gaps)
+        resolved = preset.resolve(self.spec.train, self.explicit, self.packages, self.configured)
+        self.kept.extend(resolved.kept)
+        self.gaps.extend(resolved.not_reproduced)
         self.spec = replace(self.spec, train=resolved.train)
 
     def result(self, preset: Preset) -> VerlApplied:
@@ -276,7 +278,7 @@ class _Work:
             value = self.source.get(gap.key)
             self.seen.add(gap.key)
             wanted = gap.only in ("", preset.name)
-            if wanted and value is not ABSENT and gap.active(value):
+            if wanted and gap.active(value):
                 self.gaps.append(f"{gap.key} = {short(value)}: {gap.what}")
         self._parallel()
         for name in self.source.missing_defaults:
@@ -297,14 +299,14 @@ class _Work:
         """verl's engine spans two GPUs where the config does not say."""
         key = f"{ROOT}rollout.tensor_model_parallel_size"
         size = self.spec.rollout.engine.tensor_parallel_size
-        if self.source.get(key) is ABSENT and size != VERL_TENSOR_PARALLEL:
+        if self.source.get(key) is None and size != VERL_TENSOR_PARALLEL:
             self.gaps.append(
                 f"{key} is not in the config, where verl takes {VERL_TENSOR_PARALLEL}; this run "
                 f"takes {size}"
             )
 
     def _known(self, key: str) -> bool:
-        return key in self.seen or any(key.startswith(f"{known}.") for known in self.seen)
+        return key in self.seen or any(key.startswith(f"{prefix}.") for prefix in self.seen)
 
     def _ignored(self, key: str) -> str:
         parent, _, name = key.rpartition(".")

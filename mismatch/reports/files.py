@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mismatch.pipeline.build import COMPARISON, COMPARISON_SCHEMA
+from mismatch.pipeline.document import SCHEMA, comparisons_to_json, report_to_json
 from mismatch.run import manifest, store
 from mismatch.types import Report
 
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
 
 def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
     """Write report.html, report.md, and last report.json: where that is, the rest is."""
-    from mismatch.pipeline.document import SCHEMA, report_to_json
-
     write_rendered(run_dir, report, tokens)
     store.save_document(run_dir, "report.json", report_to_json(report), schema=SCHEMA)
 
@@ -39,3 +39,11 @@ def write_rendered(
     ):
         store.write_text(run_dir / name, text)
         manifest.record(run_dir, name, "")
+
+
+def write_pair(directory: Path, report: Report, tokens: pd.DataFrame) -> None:
+    """comparison.json, tokens.parquet and the report, as a run has them."""
+    store.save_tokens(directory, tokens)
+    document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(report.comparisons, ())}
+    store.save_document(directory, COMPARISON, document, schema=COMPARISON_SCHEMA)
+    write_report(directory, report, tokens)

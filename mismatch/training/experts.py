@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from mismatch.training.checkpoint_context import capture_rng_and_autocast
 from mismatch.training.limits import EXPERT_ROWS
-from mismatch.training.recompute import same_again
 
 NAME = "bounded"
 
@@ -82,7 +82,7 @@ def implementations_for(model: Any) -> list[str]:
     Args:
         model: a causal language model, weights or not, or its configuration.
     """
-    from mismatch.training.routing import moe_layers
+    from mismatch.training.routing.capture import moe_layers
     from mismatch.training.source import skeleton
 
     if not isinstance(model, torch.nn.Module):
@@ -144,7 +144,7 @@ class _Bounded(torch.autograd.Function):
         *fused: Any,
     ) -> torch.Tensor:
         ctx.module = module
-        ctx.again = same_again(hidden.device)
+        ctx.again = capture_rng_and_autocast(hidden.device)
         ctx.save_for_backward(hidden, ids, weights, *fused)
         expert = _Expert(module, Weights(*fused))
         # Nemotron-H, the one family whose experts have no gate, sums in the router's dtype.

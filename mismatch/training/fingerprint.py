@@ -9,11 +9,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
-from mismatch.specs import Pass
+from mismatch.specs import Pass, TrainSpec
+from mismatch.training.distributed import World
 from mismatch.training.load import Loaded, resident_share
 from mismatch.training.logprobs import Law
+from mismatch.training.routing.replay import Source
 from mismatch.training.scorer import Scorer
-from mismatch.training.world import World
 from mismatch.types import Fingerprint, Sampling
 
 
@@ -107,3 +108,18 @@ def _sources(world: World, loaded: Loaded) -> dict[str, str]:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def changed_facts(spec: TrainSpec, source: Source | None, overruled: int) -> Fingerprint:
+    """What the fingerprint says about replayed routes and injected disturbances."""
+    facts: Fingerprint = {"replay": None, "injected": None}
+    if source is not None:
+        facts["replay"] = {
+            "mode": source.mode,
+            "source": source.name,
+            **source.rows(),
+            "overruled": overruled,
+        }
+    if spec.inject:
+        facts["injected"] = {**dict(spec.inject), "seed": spec.inject_seed}
+    return facts

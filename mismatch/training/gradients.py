@@ -17,15 +17,15 @@ import torch
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.types import Gradients
 from mismatch.specs import Pass
-from mismatch.training.laid import lay_out
+from mismatch.training.batch import to_device
+from mismatch.training.distributed import Progress, World
+from mismatch.training.gradient_sketch import Shards, chunks
 from mismatch.training.load import Loaded
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import MicroBatch, plan_batches
-from mismatch.training.ready import made_ready
-from mismatch.training.replay import Source
+from mismatch.training.routing.replay import Source
 from mismatch.training.scorer import Ask
-from mismatch.training.shards import Shards, chunks
-from mismatch.training.world import Progress, World
+from mismatch.training.validate import prepare_pass
 from mismatch.types import Floats, Ints, Rollout
 
 LOSS_SCALE = 2.0**16  # where fp16 starts, as trainers do
@@ -94,7 +94,7 @@ def take(
         MismatchError: what cannot be scored, a gradient that is not finite.
         torch.OutOfMemoryError: it does not fit on this rank's GPU.
     """
-    ask, _ = made_ready(world, loaded, rollout, work.one.spec, work.source)
+    ask, _ = prepare_pass(world, loaded, rollout, work.one.spec, work.source)
     shards: Shards = loaded.once("shards", lambda: Shards(loaded.scorer))
     with MemoryPeak(world.device, True) as peak, torch.enable_grad():
         run = _Run(world, loaded, rollout, work, ask, shards)
@@ -200,7 +200,7 @@ class _Run:
 
     def micro_batch(self, group: MicroBatch, weight: float) -> float:
         spec, device, scorer = self.work.one.spec, self.world.device, self.loaded.scorer
-        laid = lay_out(self.rollout, group, spec, self.ask, device, self.work.source)
+        laid = to_device(self.rollout, group, spec, self.ask, device, self.work.source)
         given = (laid.batch, laid.predicting, laid.wanted, laid.ask)
         values, _ = scorer(scorer.score, *given)
         coefficients = weight * self.work.values[self.action[laid.targets]]

@@ -20,16 +20,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mismatch.errors import MismatchError
+from mismatch.models import mxfp4
 from mismatch.models.derived import in_form
-from mismatch.specs import TORCH_NAMES, TrainSpec, weights_key
-from mismatch.training import mxfp4
-from mismatch.training.attention import Attention, resolve_for
-from mismatch.training.blocks import checkpoint_contexts
+from mismatch.specs import TrainSpec, weights_key
+from mismatch.training.attention.resolve import Attention, resolve_for
 from mismatch.training.experts import NAME as BOUNDED
 from mismatch.training.experts import implementations_for
 from mismatch.training.experts import register as register_bounded
 from mismatch.training.memory import MemoryPeak
-from mismatch.training.scorer import Scorer
+from mismatch.training.routing.capture import require_readable
+from mismatch.training.routing.interventions import checkpoint_contexts
+from mismatch.training.routing.probe import require_answerable
+from mismatch.training.scorer import Scorer, torch_dtype
 from mismatch.training.source import (
     first_line,
     model_directory,
@@ -66,11 +68,6 @@ class Loaded:
             self.probed[key] = probe()
         known: T = self.probed[key]
         return known
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a spec's short name: ``"bf16"`` is ``torch.bfloat16``."""
-    return getattr(torch, TORCH_NAMES[name])  # type: ignore[no-any-return]
 
 
 def computing_dtype(spec: TrainSpec) -> torch.dtype:
@@ -149,9 +146,6 @@ def require_runnable(spec: TrainSpec, device: torch.device | None = None) -> tup
         MismatchError: configuration or tokenizer missing, architecture unknown, an attention or
             experts implementation that cannot run it, routing that cannot be captured.
     """
-    from mismatch.training.changes import require_answerable
-    from mismatch.training.families import require_readable
-
     config = read_config(spec)
     if Path(spec.model).is_dir():
         require_tokenizer(Path(spec.model))

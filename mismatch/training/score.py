@@ -11,19 +11,18 @@ import torch
 from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
 from mismatch.specs import Pass, TrainSpec
-from mismatch.training.changes import changed_facts
+from mismatch.training.batch import to_device
+from mismatch.training.distributed import Progress, World
 from mismatch.training.distributions import Watch
-from mismatch.training.fingerprint import fingerprint
-from mismatch.training.laid import lay_out
+from mismatch.training.fingerprint import changed_facts, fingerprint
 from mismatch.training.load import Loaded
 from mismatch.training.logprobs import TokenStats
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import Batch, MicroBatch, plan_batches
-from mismatch.training.ready import made_ready
-from mismatch.training.replay import Source
-from mismatch.training.routing import LayerRoutes
+from mismatch.training.routing.capture import LayerRoutes
+from mismatch.training.routing.replay import Source
 from mismatch.training.scorer import Ask
-from mismatch.training.world import Progress, World
+from mismatch.training.validate import prepare_pass
 from mismatch.types import Fingerprint, Ints, Rollout, Routing, Scoring
 
 
@@ -67,7 +66,7 @@ def score_pass(
             whose head or layout this tool does not reproduce.
     """
     spec = job.spec
-    ask, routing_note = made_ready(world, loaded, rollout, spec, source)
+    ask, routing_note = prepare_pass(world, loaded, rollout, spec, source)
     ask = replace(ask, watch=Watch.of(asked, rollout))
     with MemoryPeak(world.device, True) as peak, torch.set_grad_enabled(spec.grad):
         parts = run_batches(world, loaded, rollout, job, ask, source)
@@ -120,7 +119,7 @@ def _forward(
     world: World,
     source: Source | None,
 ) -> Part:
-    laid = lay_out(rollout, group, spec, ask, world.device, source)
+    laid = to_device(rollout, group, spec, ask, world.device, source)
     batch, scorer = laid.batch, loaded.scorer
     rows = None if ask.watch is None else ask.watch.rows(laid.targets)
     given = (batch, laid.predicting, laid.wanted, laid.ask, rows)

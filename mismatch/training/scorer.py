@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from mismatch.errors import MismatchError
-from mismatch.training.blocks import Intervention, intervening
+from mismatch.specs import TORCH_NAMES
 from mismatch.training.distributions import Rows, Watch
 from mismatch.training.logprobs import Law, Rounding, TokenStats, token_stats
 from mismatch.training.packing import Batch
-from mismatch.training.routing import LayerRoutes, moe_layers, recording
+from mismatch.training.routing.capture import LayerRoutes, moe_layers, recording
+from mismatch.training.routing.interventions import Intervention, intervening
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +200,8 @@ def takes_mask_per_layer_type(decoder: nn.Module) -> bool:
     """Whether the decoder's forward accepts ``{"full_attention": mask, …}``."""
     source = inspect.getsource(inspect.unwrap(type(decoder).forward))
     return bool(re.search(r"isinstance\([^)]*attention_mask[^)]*dict\)", source))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a spec's short name: ``"bf16"`` is ``torch.bfloat16``."""
+    return getattr(torch, TORCH_NAMES[name])  # type: ignore[no-any-return]

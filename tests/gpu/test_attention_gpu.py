@@ -15,15 +15,13 @@ import torch
 
 from mismatch.errors import MismatchError
 from mismatch.specs import Pass, TrainSpec
-from mismatch.training.attention import OURS, has_sinks, register_kernels, resolve_for
-from mismatch.training.attention_check import Geometry, geometry_of, try_kernel
-from mismatch.training.attention_choice import FLASH
-from mismatch.training.block_masks import BlockedMask
-from mismatch.training.kernels import sink_attention
+from mismatch.training.attention.resolve import OURS, has_sinks, register_kernels, resolve_for
+from mismatch.training.attention.sink_sdpa import BlockedMask, sink_attention
+from mismatch.training.attention.trial import FLASH, Geometry, geometry_of, try_kernel
+from mismatch.training.distributed import World
 from mismatch.training.load import load
 from mismatch.training.score import score_pass
 from mismatch.training.source import skeleton
-from mismatch.training.world import World
 from tests.checkpoints import configuration, make, rollout
 
 pytestmark = [

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from mismatch.specs import Pass, TrainSpec
-from mismatch.training.block_masks import BlockedMask
-from mismatch.training.kernels import sink_attention
+from mismatch.training.attention.sink_sdpa import BlockedMask, sink_attention
+from mismatch.training.distributed import World
 from mismatch.training.load import load
 from mismatch.training.logprobs import token_stats
 from mismatch.training.score import score_pass
-from mismatch.training.world import World
 from mismatch.types import Scoring
 from tests.checkpoints import make, make_mxfp4, rollout
 

@@ -137,7 +137,7 @@ from mismatch.specs import TrainSpec
 from mismatch.training.load import load
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import collate
-from mismatch.training.world import World
+from mismatch.training.distributed import World
 
 model, out = sys.argv[1:]
 world = World.start()

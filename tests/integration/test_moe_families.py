@@ -52,7 +52,7 @@ def test_knocking_out_finds_a_wrong_capture() -> None:
 def test_composites_are_read_through_their_text_model(whole: str, text: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from mismatch.training.families import family_of
+    from mismatch.training.routing.families import family_of
 
     config = CONFIG_MAPPING[whole](text_config=families.configuration(text).to_dict())
     assert config.get_text_config().model_type == text
@@ -136,7 +136,7 @@ def test_a_family_that_cannot_be_captured_says_so_before_weights_load(tmp_path: 
 
 
 def test_experts_in_an_unknown_place_are_not_taken_for_a_dense_model() -> None:
-    from mismatch.training.families import unreadable
+    from mismatch.training.routing.capture import unreadable
 
     model = families.tiny("mixtral")
     for layer in model.model.layers:
@@ -146,7 +146,7 @@ def test_experts_in_an_unknown_place_are_not_taken_for_a_dense_model() -> None:
 
 
 def test_layers_of_different_width_are_refused() -> None:
-    from mismatch.training.families import unreadable
+    from mismatch.training.routing.capture import unreadable
 
     config = families.configuration("hunyuan_v1_moe", moe_topk=[1, 2, 2, 2])
     assert "moe_topk differs by layer" in (unreadable(config, torch.nn.Linear(1, 1)) or "")

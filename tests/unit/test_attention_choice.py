@@ -18,10 +18,15 @@ from transformers import PreTrainedModel
 
 from mismatch.errors import MismatchError
 from mismatch.specs import Pass, TrainSpec
-from mismatch.training import attention_choice
-from mismatch.training.attention import OURS, register_kernels, resolve_attention, resolve_for
-from mismatch.training.attention_check import Geometry, geometry_of, try_kernel
-from mismatch.training.attention_choice import first_right
+from mismatch.training.attention import trial
+from mismatch.training.attention.resolve import (
+    OURS,
+    register_kernels,
+    resolve_attention,
+    resolve_for,
+)
+from mismatch.training.attention.trial import Geometry, first_right, geometry_of, try_kernel
+from mismatch.training.distributed import World
 from mismatch.training.load import load
 from mismatch.training.score import score_pass
 from mismatch.training.source import skeleton
@@ -31,7 +36,6 @@ from mismatch.training.user_kernels import (
     register_attention,
     registered_name,
 )
-from mismatch.training.world import World
 from tests.checkpoints import configuration, make, rollout
 
 MINE = "tests.unit.user_attention"
@@ -106,8 +110,8 @@ def test_faults_are_told(model: PreTrainedModel, function: str, said: str) -> No
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_the_flex_kernel_is_right_forward() -> None:
     # Without gradients it runs on a CPU too: the same code as on a GPU, uncompiled.
-    from mismatch.training.attention_check import _cases, _inputs, _layer, definition
-    from mismatch.training.flex import flex_mask, sink_flex_attention
+    from mismatch.training.attention.sink_flex import flex_mask, sink_flex_attention
+    from mismatch.training.attention.trial import _cases, _inputs, _layer, definition
 
     geometry = Geometry(4, 2, 16, 16, True, True, 0.25)
     for case in _cases(geometry, CPU):
@@ -123,7 +127,7 @@ def test_the_flex_kernel_is_right_forward() -> None:
 
 def test_no_row_of_the_flex_mask_is_empty() -> None:
     # Padding sees itself: a row without keys has a log-sum-exp of -inf, and a gradient of NaN.
-    from mismatch.training.flex import flex_mask
+    from mismatch.training.attention.sink_flex import flex_mask
 
     real = torch.arange(8)[None] >= 3
     with torch.compiler.set_stance("force_eager"):
@@ -177,7 +181,7 @@ def test_none_may_be_right(model: PreTrainedModel) -> None:
 def test_a_kernel_must_pass_on_all_ranks(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_choice, "_everywhere", lambda passed, device: False)
+    monkeypatch.setattr(trial, "_everywhere", lambda passed, device: False)
     chosen, tried = first_right({"x": _registered("attend")}, geometry_of(model, True), CPU, BF16)
     assert (chosen, tried) == (None, ("x: failed on another rank",))
 
@@ -192,7 +196,7 @@ def test_auto_takes_it_on_a_gpu_alone(
         asked.append((list(candidates), *args))  # type: ignore[call-overload]
         return ("mismatch_fast" if right else None), ("a: off", "b: passed")
 
-    monkeypatch.setattr(attention_choice, "first_right", choose)
+    monkeypatch.setattr(trial, "first_right", choose)
     assert resolve_for("auto", model).label == "sink-sdpa"
     assert resolve_for("auto", model, CPU, BF16).tried == ()
     assert not asked

@@ -19,7 +19,7 @@ CHOSEN = "mismatch_sinks"
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> None:
-    from mismatch.training.attention import register_kernels
+    from mismatch.training.attention.resolve import register_kernels
 
     register_kernels()
 

@@ -18,7 +18,7 @@ from mismatch.specs import Pass, TrainSpec
 PARTED = """
 import os
 from datetime import timedelta
-from mismatch.training.world import World
+from mismatch.training.distributed import World
 
 world = World.start()
 world.meet("first")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch.training.shards import CHUNK, Shards, chunks, places
+from mismatch.training.gradient_sketch import CHUNK, Shards, chunks, places
 
 CPU = torch.device("cpu")
 COUNT = 4000

@@ -34,7 +34,7 @@ from mismatch.run.directory import Journal
 from mismatch.run.messages import SCORED, error_path, read_error
 from mismatch.specs import CheckSpec, TrainSpec
 from mismatch.training import gradients
-from mismatch.training.world import World
+from mismatch.training.distributed import World
 from mismatch.types import Scoring
 from tests.checkpoints import make, rollout
 

@@ -14,6 +14,7 @@ import pytest
 from mismatch.errors import MismatchError
 from mismatch.processes import launch
 from mismatch.processes.launch import finish, run_worker, started
+from mismatch.run import messages
 from mismatch.run.messages import write_error
 
 
@@ -39,7 +40,7 @@ def test_a_workers_own_error_is_raised_as_it_said_it(tmp_path):
     code = f"""
         import sys
         from mismatch.errors import MismatchError
-        from mismatch.processes.launch import write_error
+        from mismatch.run.messages import write_error
         write_error({str(tmp_path)!r}, "job", MismatchError("no such layer", "use another"))
         sys.exit(1)
     """
@@ -140,7 +141,7 @@ def test_a_second_interrupt_does_not_cut_the_clean_up_short(tmp_path, second):
     tool = f"""
         import pathlib, signal
         from mismatch.cli.main import _interrupt
-        from mismatch.processes.workers import launch
+        from mismatch.processes import launch
         launch.GRACE_S = 1.5
         signal.signal(signal.SIGTERM, _interrupt)
         launch.run_worker("job", {command!r}, pathlib.Path({str(tmp_path)!r}))
@@ -196,7 +197,7 @@ def test_the_first_failure_ends_the_other_at_once(tmp_path):
     refusal = f"""
         import sys
         from mismatch.errors import MismatchError
-        from mismatch.processes.launch import write_error
+        from mismatch.run.messages import write_error
         write_error({str(tmp_path)!r}, "train-rank0", MismatchError("no such kernel", "another"))
         sys.exit(2)
     """
@@ -214,7 +215,7 @@ def test_the_first_failure_ends_the_other_at_once(tmp_path):
 def test_one_worker_is_not_blamed_for_the_error_of_the_other(tmp_path):
     code = f"""
         from mismatch.errors import MismatchError
-        from mismatch.processes.launch import write_error
+        from mismatch.run.messages import write_error
         write_error({str(tmp_path)!r}, "train-rank0", MismatchError("of the trainer"))
         raise SystemExit(3)
     """
@@ -233,7 +234,7 @@ def test_a_worker_that_ends_well_beside_another_is_no_failure(tmp_path):
 
 def test_a_worker_says_how_long_it_took(tmp_path):
     code = """
-        from mismatch.processes.launch import report_ready, report_timing
+        from mismatch.run.messages import report_ready, report_timing
         report_ready()
         report_timing("load:fsdp", 1.25)
     """
@@ -250,7 +251,7 @@ def test_an_error_that_cannot_be_written_is_said_instead(tmp_path):
     code = f"""
         import sys
         from mismatch.errors import MismatchError
-        from mismatch.processes.launch import write_error
+        from mismatch.run.messages import write_error
         write_error({str(tmp_path)!r}, "job", MismatchError("disk full", "free\\nsome"))
         sys.exit(1)
     """
@@ -328,8 +329,8 @@ def test_a_line_for_the_parent_is_one_write(tmp_path, monkeypatch):
 
     (tmp_path / "errors").write_text("")
     monkeypatch.setattr(sys, "stderr", Stream)
-    launch.report_ready()
-    launch.report_timing("load:fsdp", 1.25)
+    messages.report_ready()
+    messages.report_timing("load:fsdp", 1.25)
     write_error(tmp_path, "job", MismatchError("disk full", "free some"))
     assert writes == [
         "ready\n",

@@ -16,14 +16,13 @@ from torch.testing import assert_close
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.passes import training_passes
-from mismatch.models import derived
+from mismatch.models import derived, mxfp4
 from mismatch.models.digests import source_hashes
 from mismatch.models.moe import require_forms
 from mismatch.pipeline.commands import run_score
 from mismatch.run.scorings import REFERENCE, WEIGHTS
 from mismatch.run.store import save_rollout
 from mismatch.specs import CheckSpec, TrainSpec, WeightsForm
-from mismatch.training import mxfp4
 from tests.checkpoints import make, make_mxfp4, rollout
 
 

@@ -21,9 +21,9 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.passes import reference_of
 from mismatch.presets import PRESETS, get_preset
 from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
+from mismatch.training.distributed import World
 from mismatch.training.load import load
 from mismatch.training.score import score_pass
-from mismatch.training.world import World
 from mismatch.types import Rollout, Sampling
 from tests.checkpoints import make, rollout
 

@@ -16,12 +16,11 @@ import transformers
 
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.specs import TrainSpec
-from mismatch.training.blocks import checkpoint_contexts, intervening
-from mismatch.training.changes import require_answerable
-from mismatch.training.inject import RouterNoise
 from mismatch.training.packing import Batch, collate
-from mismatch.training.replay import Replay, Source
-from mismatch.training.routing import moe_layers, recording
+from mismatch.training.routing.capture import moe_layers, recording
+from mismatch.training.routing.interventions import RouterNoise, checkpoint_contexts, intervening
+from mismatch.training.routing.probe import require_answerable
+from mismatch.training.routing.replay import Replay, Source
 from mismatch.types import Routing, Scoring
 from tests.checkpoints import configuration, rollout
 

@@ -18,7 +18,7 @@ from mismatch.experiments.kernels.types import (
     Finding,
 )
 from mismatch.experiments.kernels.verdict import judge
-from mismatch.pipeline.commands import document
+from mismatch.pipeline import document
 from mismatch.reports import kernels
 from mismatch.reports.html import to_html as report_page
 from mismatch.reports.kernels_html import to_html

@@ -10,10 +10,10 @@ import transformers
 
 from mismatch.errors import MismatchError
 from mismatch.specs import TrainSpec
-from mismatch.training.blocks import intervening
-from mismatch.training.changes import require_answerable, router_dtype_of
-from mismatch.training.router_dtype import RouterDtype
-from mismatch.training.routing import moe_layers, recording
+from mismatch.training.batch import router_dtype_of
+from mismatch.training.routing.capture import moe_layers, recording
+from mismatch.training.routing.interventions import RouterDtype, intervening
+from mismatch.training.routing.probe import require_answerable
 from tests.checkpoints import configuration
 
 ROWS = 64

@@ -23,7 +23,7 @@ from mismatch.engines.sglang import wire as sglang_wire
 from mismatch.engines.sglang.cpu import kernels, serve
 from mismatch.engines.sglang.cpu.attention import attend, visible_tokens
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.pipeline.preflight import preflight
+from mismatch.processes import interpreters
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
 
@@ -157,17 +157,17 @@ def test_the_environment_beside_this_one_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    monkeypatch.setattr(interpreters, "find_spec", lambda name: None)
     spec = EngineSpec("sglang")
-    assert preflight.own_python(spec) is None
+    assert interpreters.own_python(spec) is None
     python = tmp_path / ".venv-sglang" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    assert preflight.own_python(spec) == preflight.engine_python(spec) == str(python)
-    assert preflight.own_python(replace(spec, python="else/python")) == "else/python"
-    assert preflight.own_python(EngineSpec("vllm")) is None
-    monkeypatch.setattr(preflight, "find_spec", lambda name: object())
-    assert preflight.own_python(spec) is None  # installed here
+    assert interpreters.own_python(spec) == interpreters.engine_python(spec) == str(python)
+    assert interpreters.own_python(replace(spec, python="else/python")) == "else/python"
+    assert interpreters.own_python(EngineSpec("vllm")) is None
+    monkeypatch.setattr(interpreters, "find_spec", lambda name: object())
+    assert interpreters.own_python(spec) is None  # installed here
 
 
 # ---------------------------------------------------------------- weights

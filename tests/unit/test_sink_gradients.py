@@ -18,10 +18,9 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from mismatch.training import block_masks
-from mismatch.training.attention_check import definition, relative_error
-from mismatch.training.block_masks import BlockedMask
-from mismatch.training.kernels import sink_attention
+from mismatch.training.attention import sink_sdpa
+from mismatch.training.attention.sink_sdpa import BlockedMask, sink_attention
+from mismatch.training.attention.trial import definition, relative_error
 from mismatch.training.memory import MemoryPeak
 from tests.tensors import Largest
 
@@ -85,7 +84,7 @@ def _errors(inputs: list[torch.Tensor], mask: BlockedMask) -> list[float]:
 def test_gradients_are_those_of_small_differences(
     monkeypatch: pytest.MonkeyPatch, name: str, sinks: bool
 ) -> None:
-    monkeypatch.setattr(block_masks, "BLOCK", 4)
+    monkeypatch.setattr(sink_sdpa, "BLOCK", 4)
     inputs, mask = _inputs(11)[: 4 if sinks else 3], _mask(name, 11)
     assert len(mask.spans) == 3
     assert torch.autograd.gradcheck(lambda *x: _run(x, mask), inputs)
@@ -96,7 +95,7 @@ def test_gradients_are_those_of_small_differences(
 def test_errors_are_those_of_rounding(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(block_masks, "BLOCK", 64)
+    monkeypatch.setattr(sink_sdpa, "BLOCK", 64)
     errors = _errors(_inputs(300, dtype), _mask(name, 300))
     limit = LIMITS[dtype]
     # The sinks' gradient is what is left of a sum of terms of both signs.
@@ -109,7 +108,7 @@ def test_sums_over_blocks_are_not_rounded_one_by_one(monkeypatch: pytest.MonkeyP
     tokens = 600
     inputs, mask = _inputs(tokens, torch.bfloat16), _mask("causal", tokens)
     whole = _errors(inputs, mask)
-    monkeypatch.setattr(block_masks, "BLOCK", 2)
+    monkeypatch.setattr(sink_sdpa, "BLOCK", 2)
     mask = _mask("causal", tokens)
     assert len(mask.spans) == 300
     for one, many in zip(whole, _errors(inputs, mask), strict=True):
@@ -118,7 +117,7 @@ def test_sums_over_blocks_are_not_rounded_one_by_one(monkeypatch: pytest.MonkeyP
 
 def test_sinks_gather_their_gradient_from_a_long_row(monkeypatch: pytest.MonkeyPatch) -> None:
     # All values and weights are 1: every query pulls its sink down, over 300 blocks.
-    monkeypatch.setattr(block_masks, "BLOCK", 4)
+    monkeypatch.setattr(sink_sdpa, "BLOCK", 4)
     query, key = (torch.zeros(1, 1, 1200, 8, dtype=torch.bfloat16) for _ in range(2))
     sinks = torch.tensor([6.0], requires_grad=True)
     _run((query, key, torch.ones_like(key), sinks), _mask("causal", 1200)).sum().backward()
@@ -140,7 +139,7 @@ def test_only_what_is_wanted_is_differentiated() -> None:
 
 
 def test_dropout_drops_the_same_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_masks, "BLOCK", 16)
+    monkeypatch.setattr(sink_sdpa, "BLOCK", 16)
     inputs = _inputs(60)
     torch.manual_seed(5)
     out = _run(inputs, _mask("causal", 60), dropout=0.5)
@@ -165,7 +164,7 @@ def test_autocast_is_entered_again_in_the_backward_pass() -> None:
 
 
 def test_the_backward_pass_makes_no_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_masks, "BLOCK", 32)
+    monkeypatch.setattr(sink_sdpa, "BLOCK", 32)
     sizes = []
     for tokens in (256, 512, 1024):
         inputs, mask = _inputs(tokens, torch.float32), _mask("causal", tokens)
@@ -200,7 +199,7 @@ def test_a_third_of_eagers_memory_at_4096_tokens() -> None:
 
 
 def test_queries_may_start_later_than_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_masks, "BLOCK", 8)
+    monkeypatch.setattr(sink_sdpa, "BLOCK", 8)
     inputs, later = _inputs(50), 21
     whole = _run(inputs, _mask("window", 50))
     looks = sliding_window_causal_mask_function(50 // 4)

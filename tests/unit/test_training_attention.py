@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.training.attention import PLANTED, has_sinks, resolve_attention
+from mismatch.training.attention.resolve import PLANTED, has_sinks, resolve_attention
 from mismatch.training.source import skeleton
 from tests.checkpoints import configuration
 
@@ -49,7 +49,7 @@ def test_refusals(family: str, name: str, said: str) -> None:
 
 
 def test_a_kernel_that_may_drop_sinks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import mismatch.training.attention as attention
+    import mismatch.training.attention.resolve as attention
 
     monkeypatch.setattr(attention, "_transformers_choice", lambda name, model: "hub/fast-attn")
     assert resolve_attention("flash_attention_2", configuration("llama")).label == "hub/fast-attn"

@@ -23,13 +23,13 @@ from mismatch.experiments.gradients.coefficients import choose_batch, plain_vect
 from mismatch.experiments.gradients.parameter_groups import group_of
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training import gradients
+from mismatch.training.distributed import World
 from mismatch.training.gradients import Taken, Total, Work, require_room, take
 from mismatch.training.load import Loaded, load
 from mismatch.training.logprobs import Law
-from mismatch.training.replay import Source
+from mismatch.training.routing.replay import Source
 from mismatch.training.score import score_pass
 from mismatch.training.scorer import Ask
-from mismatch.training.world import World
 from mismatch.types import Rollout, Sampling
 from tests.checkpoints import make, rollout
 
@@ -258,7 +258,7 @@ def test_a_gradient_that_is_not_finite_is_refused(
     parameter = next(one for name, one in named if name.endswith("o_proj.weight"))
     with torch.no_grad():
         parameter.to_local().fill_(float("nan"))  # type: ignore[attr-defined]
-    monkeypatch.setattr(gradients, "made_ready", lambda *given: (Ask(Law(TEMPERATURE)), ""))
+    monkeypatch.setattr(gradients, "prepare_pass", lambda *given: (Ask(Law(TEMPERATURE)), ""))
     with pytest.raises(MismatchError, match="gradient of prompt"):
         taken(world, loaded, spec)
     assert all(p.grad is None for p in loaded.scorer.parameters())

@@ -19,8 +19,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from mismatch.training.block_masks import BLOCK, BlockedMask
-from mismatch.training.kernels import sink_attention, sinkless_attention
+from mismatch.training.attention.sink_sdpa import (
+    BLOCK,
+    BlockedMask,
+    sink_attention,
+    sinkless_attention,
+)
 from tests.tensors import Largest
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16

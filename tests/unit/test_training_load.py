@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training import scorer as scorer_module
+from mismatch.training.distributed import World
 from mismatch.training.load import Loaded, load, resident_share
 from mismatch.training.logprobs import Law
 from mismatch.training.packing import collate
 from mismatch.training.score import score_pass
 from mismatch.training.scorer import Ask
-from mismatch.training.world import World
 from tests.checkpoints import make, make_mxfp4, rollout
 from tests.tensors import Largest
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from mismatch.errors import MismatchError
 from mismatch.specs import Pass, TrainSpec
+from mismatch.training.distributed import World
 from mismatch.training.load import load, switched
 from mismatch.training.score import score_pass
-from mismatch.training.world import World
 from mismatch.types import Scoring
 from tests.checkpoints import make, rollout
 

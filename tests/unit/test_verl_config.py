@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.presets.hydra import ABSENT, read_config
+from mismatch.presets.config_file import read_config
 from mismatch.presets.verl_config import VerlApplied, read_verl_config
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
 
@@ -238,10 +239,10 @@ ERRORS = {
     "rollout.enforce_eager=maybe": ("enforce_eager is maybe, not a switch", "--verl-override"),
     "rollout.name=trtllm": ("rollout.name is trtllm", "sglang"),
     "rollout.engine_kwargs.vllm=3": ("engine_kwargs.vllm is 3, not a mapping", "--verl-override"),
-    "rollout.top_p=${data.nucleus}": ("${data.nucleus}: there is no such key", "--verl-override"),
-    "rollout.top_p=${oc.env:MISMATCH_NO_SUCH}": ("environment variable is not set", "--verl"),
-    "rollout.top_p=${now:%Y}": ("only hydra knows the resolver now", "verl itself prints"),
-    "rollout.top_p=${.top_p}": ("refers to itself", "--verl-override"),
+    "rollout.top_p=${data.nucleus}": ("data.nucleus", "--verl-override"),
+    "rollout.top_p=${oc.env:MISMATCH_NO_SUCH}": ("MISMATCH_NO_SUCH", "--verl-override"),
+    "rollout.top_p=${nowhere:%Y}": ("nowhere", "verl itself prints"),
+    "rollout.top_p=${.top_p}": ("Recursive", "--verl-override"),
 }
 
 
@@ -263,8 +264,20 @@ def test_bad_files(tmp_path: Path) -> None:
         read_verl_config(_write(tmp_path, "a:\n  b: 1\n c: 2\n", "broken.yaml"))
     with pytest.raises(MismatchError, match="holds a list"):
         read_verl_config(_write(tmp_path, "- a\n", "list.yaml"))
-    with pytest.raises(MismatchError, match="not key=value"):
-        read_verl_config(_write(tmp_path, PRINTED), ("temperature",))
+    for override in ("temperature", "data.n=1,2"):
+        with pytest.raises(MismatchError, match="not key=value"):
+            read_verl_config(_write(tmp_path, PRINTED), (override,))
+    with pytest.raises(MismatchError, match=r"unclosed\.yaml"):
+        read_verl_config(_write(tmp_path, "a: ${b\n", "unclosed.yaml"))
+
+
+def test_without_omegaconf_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    with pytest.raises(MismatchError) as caught:
+        read_verl_config(_write(tmp_path, PRINTED))
+    assert caught.value.fix == "pip install 'train-infer-mismatch[verl]'"
 
 
 def test_a_model_that_is_not_given(tmp_path: Path) -> None:
@@ -287,13 +300,14 @@ def _hydra_tree(directory: Path) -> Path:
     )
     _write(directory, "kind: megatron\n", "actor/mg_actor.yaml")
     _write(directory, "lr: 1e-6\n", "optim/adam.yaml")
-    _write(directory, "# @package _global_\nengine_note: told\n", "engine/dp.yaml")
+    _write(directory, "# @package _global_\nengine_note: global\n", "engine/dp.yaml")
     return _write(
         directory,
         "defaults:\n"
         "  - engine: dp\n"
         "  - actor@ref.actor: ${engine}_actor\n"
-        "  - optional override absent: thing\n"
+        "  - optional absent: thing\n"
+        "  - critic: mine\n"
         "  - _self_\n"
         "ref:\n  actor:\n    extra: 3\n  mirror: ${ref.actor}\n",
         "main.yaml",
@@ -308,9 +322,9 @@ def test_defaults_beside_the_file_are_put_together(tmp_path: Path) -> None:
         "kind": "fsdp",
         "extra": 3,
     }
-    assert config.get("engine_note") == "told"
+    assert config.get("engine_note") == "global"
     assert config.get("ref.mirror.optim.lr") == 1e-6  # through a branch that is interpolated
-    assert config.missing_defaults == ("absent/thing",)
+    assert config.missing_defaults == ("critic/mine",)
 
 
 def test_a_group_can_be_chosen_by_an_override(tmp_path: Path) -> None:
@@ -340,14 +354,14 @@ def test_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "f: ${oc.select:g.h,null}\ni: ???\nj: [1, '${c.d}']\nk: ${oc.select:c.d,9}\nl: ${c}\n"
     )
     config = read_config(_write(tmp_path, text))
-    found = [config.get(key) for key in "abfijkl"]
-    assert found == ["org/name", "x-5-5", None, ABSENT, [1, 5], 5, {"d": 5, "e": 5}]
-    assert config.get("no.such") is ABSENT
+    values = [config.get(key) for key in "abfijkl"]
+    assert values == ["org/name", "x-5-5", None, None, [1, 5], 5, {"d": 5, "e": 5}]
+    assert config.get("no.such") is None
     assert config.get("j.1") == 5
 
 
 def test_circles_end(tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match="refers to itself"):
+    with pytest.raises(MismatchError, match="Recursive"):
         read_config(_write(tmp_path, "a: ${b}\nb: ${a}\n")).get("a")
     _write(tmp_path, "defaults: [two]\n", "one.yaml")
     _write(tmp_path, "defaults: [one]\n", "two.yaml")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mismatch.training.kernels import sink_attention, sinkless_attention
+from mismatch.training.attention.sink_sdpa import sink_attention, sinkless_attention
 
 blocked, blocked_without_sinks = sink_attention, sinkless_attention
 CALLS: list[Any] = []

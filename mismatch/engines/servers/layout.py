@@ -16,7 +16,7 @@ def expert_layout(spec: EngineSpec, info: ModelInfo) -> ExpertLayout | None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from mismatch.training.routing import moe_layers
+    from mismatch.training.routing.capture import moe_layers
 
     config = AutoConfig.from_pretrained(
         spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code

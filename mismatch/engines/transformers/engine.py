@@ -58,9 +58,8 @@ class TransformersEngine:
     def __enter__(self) -> Self:
         import torch
 
-        from mismatch.training.attention import resolve_for
-        from mismatch.training.families import require_readable
-        from mismatch.training.routing import moe_layers
+        from mismatch.training.attention.resolve import resolve_for
+        from mismatch.training.routing.capture import moe_layers, require_readable
         from mismatch.training.source import skeleton
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -199,7 +198,7 @@ class TransformersEngine:
         return logits, experts_of(recorder.finished()).reshape(*ids.shape, len(self._moe), -1)
 
     def _recording(self) -> Any:
-        from mismatch.training.routing import recording
+        from mismatch.training.routing.capture import recording
 
         return recording(self._moe) if self._moe else contextlib.nullcontext()
 

@@ -15,7 +15,7 @@ from mismatch.engines.seeds import sample_seed
 if TYPE_CHECKING:
     import torch
 
-    from mismatch.training.routing import LayerRoutes
+    from mismatch.training.routing.capture import LayerRoutes
 
 
 # An expert that a token went to: its id, and its weight among the token's experts.

@@ -13,7 +13,7 @@ from mismatch.experiments.fixes.base import Context, MachineFacts, ModelFacts
 from mismatch.specs import CheckSpec, EngineSpec
 
 # Families of transformers 5 whose attention learns a sink per head; the trainer looks at the
-# model's parameters itself (mismatch.training.attention) and refuses what does not fit.
+# model's parameters itself (mismatch.training.attention.resolve) and refuses what does not fit.
 SINK_FAMILIES = frozenset(
     {
         "gpt_oss",

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch.analysis.comparison import (
-    inputs,
-    is_routing,
-    is_sampling_law,
-    paired_routing,
-    routing_estimates,
-)
-from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
-from mismatch.analysis.levels import column_for, default_thresholds, judge, verdict
+from mismatch.analysis.levels import default_thresholds
+from mismatch.analysis.sides import Sides
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import (
     RANKED_BY,
@@ -39,74 +32,18 @@ from mismatch.experiments.fixes.significance import (
 )
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import common_prompts
-from mismatch.metrics.estimate import Estimator
 from mismatch.run import store
 from mismatch.run.directory import invocations
 from mismatch.run.scorings import TRAIN
 from mismatch.run.store import FIX_PREFIX
 from mismatch.specs import CheckSpec
-from mismatch.types import Comparison, Estimate, Pair, Report, Rollout, Scoring, Verdict
+from mismatch.types import Comparison, Estimate, Report
 
 if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
 
 WORTH = 0.1  # less than that is no reason to change a second setting
 STATE, STATE_SCHEMA = f"{DIRECTORY}/state.json", "mismatch.fixes/1"
-
-
-@dataclass(frozen=True, slots=True)
-class Sides:
-    """One rollout with what engine and trainer say of it."""
-
-    rollout: Rollout
-    decode: Scoring
-    train: Scoring
-
-    @classmethod
-    def load(cls, place: Path, engine: str, name: str) -> Sides:
-        """Read them; MismatchError where one is missing, damaged, or not finite."""
-        rollout = store.load_rollout(place)
-        sides = cls(
-            rollout,
-            store.load_scoring(place, f"{engine}:decode"),
-            store.load_scoring(place, name),
-        )
-        Pair.of(rollout, sides.decode, sides.train)
-        return sides
-
-    @property
-    def pair(self) -> Pair:
-        return Pair.of(self.rollout, self.decode, self.train)
-
-    def comparison(self, names: list[str], seed: int) -> Comparison:
-        """Some metrics, and what the routers disagree in unless their choice is replayed."""
-        pair = self.pair
-        estimator = Estimator(pair.sequence, pair.prompt, seed=seed)
-        token = [METRICS[name] for name in names if not is_routing(METRICS[name])]
-        replayed = self.train.fingerprint.get("replay")
-        routes = None if replayed else paired_routing(self.rollout, self.decode, self.train)
-        law = is_sampling_law(self.rollout, self.decode)
-        return Comparison(
-            self.decode.name,
-            self.train.name,
-            law,
-            estimator.all(token, inputs(pair, self.decode, self.train)),
-            routing_estimates(
-                self.rollout, self.decode, self.train, routes, estimator, seed=seed,
-                headline_only=True,
-            ),
-        )  # fmt: skip
-
-    def verdict(self, made: Comparison, thresholds: Thresholds | None) -> Verdict | None:
-        """As a check of its own would end; None where no level applies."""
-        checks = input_checks(self.rollout, self.decode, self.train)
-        ratio = made.metrics["ratio_mean"]
-        checks += semantic_checks(self.rollout, self.decode, self.train, ratio)
-        try:
-            column = column_for(self.decode.fingerprint, self.train.fingerprint)
-            return verdict(judge(made, column, thresholds), checks, column)
-        except MismatchError:
-            return None
 
 
 def with_fixes(

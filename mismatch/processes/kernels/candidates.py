@@ -54,7 +54,7 @@ def names_here(
     """
     import torch
 
-    from mismatch.training.attention import register_kernels, resolve_for
+    from mismatch.training.attention.resolve import register_kernels, resolve_for
 
     register_kernels()
     known = list(dict.fromkeys(_names(geometry)))
@@ -73,7 +73,7 @@ def names_here(
 def _names(geometry: ModelGeometry) -> Iterator[str]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from mismatch.training.attention import OURS
+    from mismatch.training.attention.resolve import OURS
 
     yield from ("eager", "sdpa")
     if geometry.sinks:
@@ -86,7 +86,7 @@ def _names(geometry: ModelGeometry) -> Iterator[str]:
 def _candidate(geometry: ModelGeometry, name: str, chosen: str, device: str) -> Candidate:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from mismatch.training.attention import OURS, resolve_for
+    from mismatch.training.attention.resolve import OURS, resolve_for
 
     origin: Origin = "ours" if name in OURS else "transformers"
     if name in FLEX and not device.startswith("cuda"):

@@ -114,7 +114,7 @@ def geometry_of(config: Any, model: str = "", trust_remote_code: bool = False) -
     Raises:
         MismatchError: an architecture that transformers does not know.
     """
-    from mismatch.training.attention import has_sinks
+    from mismatch.training.attention.resolve import has_sinks
     from mismatch.training.source import skeleton
 
     bare = skeleton(config, trust_remote_code)

@@ -109,7 +109,7 @@ class Work:
     def harm(self, step: Step, result: dict[str, Any]) -> dict[str, Any]:
         """What it does to the model; documents that leak do harm only where they share a row."""
         from mismatch.processes.kernels.model_impact import Source, measure_harm
-        from mismatch.training.attention import resolve_for
+        from mismatch.training.attention.resolve import resolve_for
 
         device, spec = self.options.device, self.spec
         place = torch.device(device)

@@ -31,10 +31,10 @@ from mismatch.specs import Pass, spec_hash, to_dict
 from mismatch.types import Rollout
 
 if TYPE_CHECKING:
+    from mismatch.training.distributed import World
     from mismatch.training.gradients import Total
     from mismatch.training.load import Loaded
-    from mismatch.training.replay import Source
-    from mismatch.training.world import World
+    from mismatch.training.routing.replay import Source
 
 
 class Passes(Protocol):
@@ -203,7 +203,7 @@ class _Taking:
             return
         plan, batch, work = self.plan, self.work.batch, self.work
         member = np.unique(self.rollout.sequence_of_token[self.rollout.actions][batch.member])
-        from mismatch.training.shards import SKETCH
+        from mismatch.training.gradient_sketch import SKETCH
 
         facts = GradientBatch(
             trainers=tuple(planned.trainer for planned in plan.passes),

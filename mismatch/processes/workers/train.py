@@ -62,9 +62,9 @@ from mismatch.specs import Pass, TrainSpec, from_dict, load_key
 
 if TYPE_CHECKING:
     from mismatch.captures import Distributions
+    from mismatch.training.distributed import World
     from mismatch.training.load import Loaded
-    from mismatch.training.replay import Source
-    from mismatch.training.world import World
+    from mismatch.training.routing.replay import Source
     from mismatch.types import Rollout
 
 EXIT_FAILED = 2
@@ -119,7 +119,7 @@ def run(job: dict[str, Any]) -> None:
     import torch
     import transformers
 
-    from mismatch.training.world import World
+    from mismatch.training.distributed import World
 
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
@@ -340,7 +340,7 @@ def replay_source(job: dict[str, Any], rollout: Rollout, spec: TrainSpec) -> Sou
     """
     if spec.replay_routing is None:
         return None
-    from mismatch.training.replay import Source
+    from mismatch.training.routing.replay import Source
 
     scoring = load_scoring(job["run_dir"], routes_from(rollout, spec))
     return Source.of(scoring, spec.replay_routing, rollout)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 
 
-def same_again(
+def capture_rng_and_autocast(
     device: torch.device, random: bool = False
 ) -> Callable[[], AbstractContextManager[None]]:
     """What enters the autocast of this moment again, and where asked the random numbers.

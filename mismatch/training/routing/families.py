@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from mismatch.errors import MismatchError
-
 LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 COUNTS = ("num_experts", "total_experts", "num_router_classes")
 CAPTURE_FIX = "run without routing: --no-routing"
@@ -170,40 +168,3 @@ def _same_sets(chosen: torch.Tensor, used: torch.Tensor) -> bool:
     if chosen.shape != used.shape:
         return False
     return torch.equal(chosen.sort(-1).values.to(used.dtype), used.sort(-1).values)
-
-
-# ---------------------------------------------------------------- what cannot be read
-
-
-def unreadable(config: Any, decoder: torch.nn.Module) -> str | None:
-    """Why the routing of a model cannot be captured; None where it can, or where there is none.
-
-    Args:
-        decoder: may lie on the meta device: only its modules' names are looked at.
-    """
-    text = config.get_text_config()
-    if text.model_type == "doge" and text.is_moe:
-        return "doge mixes the router scores of all tokens: a token has no routing of its own"
-    for name in ("moe_topk", "num_experts_per_tok", "num_experts"):
-        values = getattr(text, name, None)
-        if isinstance(values, (list, tuple)) and len(set(values)) > 1:
-            return f"{name} differs by layer in {text.model_type}"
-    from mismatch.training.routing import moe_layers
-
-    places = [
-        name for name, _ in decoder.named_modules() if re.search(r"(?:^|\.)experts(?:\.|$)", name)
-    ]
-    if places and not moe_layers(decoder):
-        return f"the experts of {text.model_type} ({places[0]}) are laid out in an unknown way"
-    return None
-
-
-def require_readable(config: Any, decoder: torch.nn.Module) -> None:
-    """Refuse a model whose routing cannot be captured, before its weights load.
-
-    Raises:
-        MismatchError: with the reason.
-    """
-    reason = unreadable(config, decoder)
-    if reason is not None:
-        raise MismatchError(f"routed experts cannot be captured: {reason}", CAPTURE_FIX)

@@ -9,20 +9,20 @@ import torch
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.specs import TrainSpec
-from mismatch.training.changes import require_changeable
-from mismatch.training.load import Loaded, torch_dtype
+from mismatch.training.distributed import World
+from mismatch.training.load import Loaded
 from mismatch.training.logprobs import Law, Rounding
 from mismatch.training.packing import collate
-from mismatch.training.replay import Source
-from mismatch.training.scorer import Ask
-from mismatch.training.world import World
+from mismatch.training.routing.probe import require_changeable
+from mismatch.training.routing.replay import Source
+from mismatch.training.scorer import Ask, torch_dtype
 from mismatch.types import Ints, Rollout
 
 HEAD_TOLERANCE = 0.02  # of the logits' range; our head runs the same matmul as the family's
 LEAK_TOLERANCE = 0.1  # standard deviations
 
 
-def made_ready(
+def prepare_pass(
     world: World, loaded: Loaded, rollout: Rollout, spec: TrainSpec, source: Source | None
 ) -> tuple[Ask, str]:
     """Put the model into the spec's mode and refuse what cannot run; all ranks call it.
@@ -44,7 +44,7 @@ def made_ready(
         routing_note = loaded.once(
             (ask, spec.routing, spec.grad), lambda: _probe_routing(loaded, ask, spec, world)
         )
-        require_changeable(loaded, spec, source, world)
+        require_changeable(loaded.scorer, spec, source, world.device)
     if routing_note != "captured":
         ask = replace(ask, routing=False)
     return ask, routing_note

@@ -1,87 +1,41 @@
-"""What a pass changes in the routers: refused early, applied, and told afterwards."""
+"""Refusals before a pass: routers whose choice of experts cannot be replaced."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.injections import ROUTER_NOISE
 from mismatch.specs import TrainSpec
-from mismatch.training.answering import Given
-from mismatch.training.blocks import blocks_of, intervening
-from mismatch.training.inject import RouterNoise
-from mismatch.training.packing import Batch, collate
-from mismatch.training.replay import Replay, Source
-from mismatch.training.router_dtype import RouterDtype
-from mismatch.training.routing import MoeLayer, moe_layers, recording
-from mismatch.training.world import World
-from mismatch.types import Fingerprint, Rollout
-
-if TYPE_CHECKING:
-    from mismatch.training.load import Loaded
+from mismatch.training.packing import collate
+from mismatch.training.routing.capture import MoeLayer, moe_layers, recording
+from mismatch.training.routing.interventions import CallArguments, blocks_of, intervening
+from mismatch.training.routing.replay import Replay, Source
+from mismatch.training.scorer import Scorer
 
 PROBE_TOKENS = 8
 
 
-def noise_of(
-    spec: TrainSpec, rollout: Rollout, sequences: tuple[int, ...], batch: Batch
-) -> RouterNoise | None:
-    """The noise that a pass injects into one micro-batch, if any."""
-    sigma = dict(spec.inject).get(ROUTER_NOISE)
-    if sigma is None:
-        return None
-    return RouterNoise.of(sigma, spec.inject_seed, rollout, sequences, batch)
-
-
-def router_dtype_of(spec: TrainSpec) -> RouterDtype | None:
-    """Routers in another dtype than the rest, if the spec asks for that."""
-    if spec.router_dtype is None:
-        return None
-    from mismatch.training.load import torch_dtype
-
-    return RouterDtype(torch_dtype(spec.router_dtype))
-
-
-def changed_facts(spec: TrainSpec, source: Source | None, overruled: int) -> Fingerprint:
-    """What the fingerprint says about replayed routes and injected disturbances."""
-    facts: Fingerprint = {"replay": None, "injected": None}
-    if source is not None:
-        facts["replay"] = {
-            "mode": source.mode,
-            "source": source.name,
-            **source.rows(),
-            "overruled": overruled,
-        }
-    if spec.inject:
-        facts["injected"] = {**dict(spec.inject), "seed": spec.inject_seed}
-    return facts
-
-
-# ---------------------------------------------------------------- refusals
-
-
 def require_changeable(
-    loaded: Loaded, spec: TrainSpec, source: Source | None, world: World
+    scorer: Scorer, spec: TrainSpec, source: Source | None, device: torch.device
 ) -> None:
     """On a few tokens: routes that are asked for are the routes that run. All ranks call it.
 
     Raises:
         MismatchError: a dense model, routes of another one, or routers that cannot be answered.
     """
-    moe = loaded.scorer.moe
+    moe = scorer.moe
     if not moe and (source is not None or spec.inject or spec.router_dtype):
-        raise _dense(spec, loaded.scorer.decoder_config.model_type)
+        raise _dense(spec, scorer.decoder_config.model_type)
     if source is None:
         return
     source.require_fits(moe)
-    batch = collate([np.arange(PROBE_TOKENS)], "padding", world.device)
-    scorer = loaded.scorer
-    wanted = _every_expert(len(moe), moe[0].num_experts, source.routing.top_k, world.device)
+    batch = collate([np.arange(PROBE_TOKENS)], "padding", device)
+    wanted = _every_expert(len(moe), moe[0].num_experts, source.routing.top_k, device)
     columns = {layer.index: column for column, layer in enumerate(moe)}
-    known = torch.ones(PROBE_TOKENS, dtype=torch.bool, device=world.device)
+    known = torch.ones(PROBE_TOKENS, dtype=torch.bool, device=device)
     with (
         intervening(scorer.decoder, moe, (Replay("the probe", columns, known, wanted),)),
         recording(moe) as recorder,
@@ -137,7 +91,7 @@ class _Stop:
 
         return nullcontext()
 
-    def before_experts(self, layer: MoeLayer, given: Given) -> Given:
+    def before_experts(self, layer: MoeLayer, given: CallArguments) -> CallArguments:
         raise _ReachedError
 
     def finish(self) -> None:

@@ -141,8 +141,7 @@ def _automatic(model: PreTrainedModel, sinks: bool, place: Place | None) -> Atte
         return Attention("auto", "eager", True)
     if place is None or place[0].type != "cuda":
         return Attention("auto", OURS["sink-sdpa"], True)
-    from mismatch.training.attention_check import geometry_of
-    from mismatch.training.attention_choice import FLASH, first_right
+    from mismatch.training.attention.trial import FLASH, first_right, geometry_of
 
     candidates = {FLASH: partial(_transformers_choice, FLASH, model)}
     if model._supports_flex_attn:
@@ -169,8 +168,7 @@ def _trusted(
     """
     if place is None:
         return Attention(name, implementation, True if sinks else None)
-    from mismatch.training.attention_check import geometry_of
-    from mismatch.training.attention_choice import trial
+    from mismatch.training.attention.trial import geometry_of, trial
 
     found = trial(implementation, geometry_of(model, sinks), *place)
     if found.fault:
@@ -234,9 +232,12 @@ def register_kernels() -> None:
     """Make our kernels known to transformers; calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from mismatch.training.block_masks import blocked_mask
-    from mismatch.training.flex import flex_mask, sink_flex_attention
-    from mismatch.training.kernels import sink_attention, sinkless_attention
+    from mismatch.training.attention.sink_flex import flex_mask, sink_flex_attention
+    from mismatch.training.attention.sink_sdpa import (
+        blocked_mask,
+        sink_attention,
+        sinkless_attention,
+    )
 
     kernels = {
         "sink-sdpa": (sink_attention, blocked_mask),

@@ -21,9 +21,10 @@ import torch
 
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.specs import ReplayMode
-from mismatch.training.answering import Answering, Given, RouterChange
 from mismatch.training.packing import Batch
-from mismatch.training.routing import MoeLayer, answered
+from mismatch.training.routing.capture import MoeLayer, answered
+from mismatch.training.routing.interventions import CallArguments, RouterIntervention
+from mismatch.training.routing.torch_overrides import OverrideMode
 from mismatch.types import Ints, Rollout, Routing, Scoring
 
 TOPK = (torch.topk, torch.Tensor.topk)
@@ -115,7 +116,7 @@ class Source:
         return {"rows_replayed": replayed, "rows_own": len(self.routing.present) - replayed}
 
 
-class Replay(RouterChange):
+class Replay(RouterIntervention):
     """The routes of one forward pass over R flattened rows. An intervention.
 
     Args:
@@ -153,11 +154,11 @@ class Replay(RouterChange):
     def top_k(self) -> int:
         return int(self.ids.shape[2])
 
-    def answering(self, layer: MoeLayer, block: torch.nn.Module) -> Answering:
+    def override_mode(self, layer: MoeLayer, block: torch.nn.Module) -> OverrideMode:
         make = ROUTER_MODES.get(type(block).__name__, AnswerTopk)
         return make(self, layer)
 
-    def before_experts(self, layer: MoeLayer, given: Given) -> Given:
+    def before_experts(self, layer: MoeLayer, given: CallArguments) -> CallArguments:
         """Put the replayed weights in place of the gate's, where weights are replayed."""
         if self.weights is None:
             return given
@@ -214,7 +215,7 @@ class Replay(RouterChange):
             )
 
 
-class AnswerTopk(Answering):
+class AnswerTopk(OverrideMode):
     """Answers the router's top-k over all experts with the given ids and their own scores.
 
     Where groups of experts are scored first, those calls have another size and pass.
@@ -224,7 +225,7 @@ class AnswerTopk(Answering):
         super().__init__()
         self.replay, self.layer = replay, layer
 
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if func not in TOPK:
             return out
@@ -239,7 +240,7 @@ class AnswerTopk(Answering):
         return torch.return_types.topk((values.reshape(shape), ids.reshape(shape)))
 
 
-class AnswerMaxTwice(Answering):
+class AnswerMaxTwice(OverrideMode):
     """For routers that pick one expert after the other by ``max``: Phi-3.5-MoE, K = 2.
 
     Its mask of near candidates is relative to the expert that was picked, so it follows.
@@ -251,7 +252,7 @@ class AnswerMaxTwice(Answering):
         self._ids: torch.Tensor | None = None
         self._slot = 0
 
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if func not in MAX or not args or args[0].shape[-1] != self.layer.num_experts:
             return out
@@ -268,8 +269,8 @@ class AnswerMaxTwice(Answering):
 
 
 # Routers that do not choose by one top-k over all experts, by the class of the module that is
-# intercepted (see mismatch.training.blocks.blocks_of).
-ROUTER_MODES: dict[str, Callable[[Replay, MoeLayer], Answering]] = {
+# intercepted (see mismatch.training.routing.interventions.blocks_of).
+ROUTER_MODES: dict[str, Callable[[Replay, MoeLayer], OverrideMode]] = {
     "PhimoeTopKRouter": AnswerMaxTwice,
 }
 

@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from mismatch.injections import ROUTER_NOISE
 from mismatch.specs import TrainSpec
-from mismatch.training.changes import noise_of, router_dtype_of
 from mismatch.training.packing import Batch, MicroBatch, collate
-from mismatch.training.replay import Replay, Source
-from mismatch.training.scorer import Ask
+from mismatch.training.routing.interventions import RouterDtype, RouterNoise
+from mismatch.training.routing.replay import Replay, Source
+from mismatch.training.scorer import Ask, torch_dtype
 from mismatch.types import Ints, Rollout
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class DeviceBatch:
     """One micro-batch on its device, ready for :meth:`mismatch.training.scorer.Scorer.score`.
 
     Attributes:
@@ -36,14 +37,14 @@ class Laid:
     replay: Replay | None
 
 
-def lay_out(
+def to_device(
     rollout: Rollout,
     group: MicroBatch,
     spec: TrainSpec,
     ask: Ask,
     device: torch.device,
     source: Source | None,
-) -> Laid:
+) -> DeviceBatch:
     """The tensors of one micro-batch, and the changes of its routers."""
     spans = [(int(rollout.offsets[n]), int(rollout.offsets[n + 1])) for n in group.sequences]
     batch = collate([rollout.token_ids[a:b] for a, b in spans], spec.layout, device)
@@ -58,4 +59,21 @@ def lay_out(
     router = router_dtype_of(spec)
     changes = (replay, noise, router)
     ask = replace(ask, changes=tuple(change for change in changes if change is not None))
-    return Laid(tokens, targets, batch, predicting, wanted, ask, replay)
+    return DeviceBatch(tokens, targets, batch, predicting, wanted, ask, replay)
+
+
+def noise_of(
+    spec: TrainSpec, rollout: Rollout, sequences: tuple[int, ...], batch: Batch
+) -> RouterNoise | None:
+    """The noise that a pass injects into one micro-batch, if any."""
+    sigma = dict(spec.inject).get(ROUTER_NOISE)
+    if sigma is None:
+        return None
+    return RouterNoise.of(sigma, spec.inject_seed, rollout, sequences, batch)
+
+
+def router_dtype_of(spec: TrainSpec) -> RouterDtype | None:
+    """Routers in another dtype than the rest, if the spec asks for that."""
+    if spec.router_dtype is None:
+        return None
+    return RouterDtype(torch_dtype(spec.router_dtype))

@@ -6,12 +6,13 @@ E scores (the last such call, where groups of experts are scored first). Reading
 ids and weights that were really used, in the router's slot order and after the family's own softmax
 and scaling; reading the second gives the scores that were compared, hence the margin. No list of
 router classes is needed, and their outputs' order, which differs by family, does not matter; the
-few families that do otherwise are in :mod:`mismatch.training.families`. To *replay* experts, the
-same ``torch.topk`` call is the place to answer with given ids.
+few families that do otherwise are in :mod:`mismatch.training.routing.families`. Replay replaces the
+result of the same ``torch.topk`` call (:mod:`mismatch.training.routing.replay`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,9 +21,8 @@ from typing import Any
 
 import torch
 
-from mismatch.errors import CorruptCapture
-from mismatch.training.answering import Answering
-from mismatch.training.families import (
+from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.training.routing.families import (
     CAPTURE_FIX,
     LAYER,
     USUAL,
@@ -33,6 +33,7 @@ from mismatch.training.families import (
     family_of,
     margin,
 )
+from mismatch.training.routing.torch_overrides import OverrideMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def moe_layers(decoder: torch.nn.Module) -> list[MoeLayer]:
     return sorted(found, key=lambda layer: layer.index)
 
 
-class RouteRecorder(Answering):
+class RouteRecorder(OverrideMode):
     """Records the routes of one forward pass; use it through :func:`recording`."""
 
     def __init__(self, layers: list[MoeLayer]) -> None:
@@ -89,7 +90,7 @@ class RouteRecorder(Answering):
         self._counts = {layer.num_experts for layer in layers}
         self._choice: Choice | None = None
 
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if func in (torch.topk, torch.Tensor.topk):
             scores = args[0] if args else kwargs["input"]
@@ -173,3 +174,38 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 def _routes(seen: Seen) -> LayerRoutes:
     ids = seen.ids.detach().reshape(-1, seen.ids.shape[-1])
     return LayerRoutes(ids, seen.weights.detach().reshape(ids.shape).float(), seen.margin)
+
+
+# ---------------------------------------------------------------- what cannot be read
+
+
+def unreadable(config: Any, decoder: torch.nn.Module) -> str | None:
+    """Why the routing of a model cannot be captured; None where it can, or where there is none.
+
+    Args:
+        decoder: may lie on the meta device: only its modules' names are looked at.
+    """
+    text = config.get_text_config()
+    if text.model_type == "doge" and text.is_moe:
+        return "doge mixes the router scores of all tokens: a token has no routing of its own"
+    for name in ("moe_topk", "num_experts_per_tok", "num_experts"):
+        values = getattr(text, name, None)
+        if isinstance(values, (list, tuple)) and len(set(values)) > 1:
+            return f"{name} differs by layer in {text.model_type}"
+    places = [
+        name for name, _ in decoder.named_modules() if re.search(r"(?:^|\.)experts(?:\.|$)", name)
+    ]
+    if places and not moe_layers(decoder):
+        return f"the experts of {text.model_type} ({places[0]}) are laid out in an unknown way"
+    return None
+
+
+def require_readable(config: Any, decoder: torch.nn.Module) -> None:
+    """Refuse a model whose routing cannot be captured, before its weights load.
+
+    Raises:
+        MismatchError: with the reason.
+    """
+    reason = unreadable(config, decoder)
+    if reason is not None:
+        raise MismatchError(f"routed experts cannot be captured: {reason}", CAPTURE_FIX)

@@ -7,13 +7,16 @@ run on a few random tokens before it is trusted, and held against the definition
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import distributed
 
+FLASH = "kernels-community/vllm-flash-attn3"
 TOKENS = 200  # more than a kernel's tile, and no multiple of it
 WINDOW = 48
 # Relative error, 2-norm. A right kernel stays below a third of these; dropping the sinks doubles
@@ -111,6 +114,53 @@ def try_kernel(
         if worst.fault:
             break
     return worst
+
+
+@cache
+def trial(
+    implementation: str, geometry: Geometry, device: torch.device, dtype: torch.dtype
+) -> Trial:
+    """Of one kernel, once per process."""
+    return try_kernel(implementation, geometry, device, dtype)
+
+
+def first_right(
+    candidates: Mapping[str, Callable[[], str]],
+    geometry: Geometry,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[str | None, tuple[str, ...]]:
+    """The first candidate that passes on every rank, and what was found of each.
+
+    Args:
+        candidates: name -> what gives its registered name, or raises where it cannot run.
+
+    Returns:
+        The registered name, None if none passes; one line per candidate that was tried.
+    """
+    tried: list[str] = []
+    for name, register in candidates.items():
+        implementation = ""
+        try:
+            implementation = register()
+        except Exception as error:  # not installed, not downloadable, not for this family
+            fault = getattr(error, "message", None) or str(error).strip() or type(error).__name__
+        else:
+            found = trial(implementation, geometry, device, dtype)
+            fault = found.fault or found.backward_fault
+        if _everywhere(not fault, device):
+            return implementation, (*tried, f"{name}: passed")
+        tried.append(f"{name}: {fault.splitlines()[0] if fault else 'failed on another rank'}")
+    return None, tuple(tried)
+
+
+def _everywhere(passed: bool, device: torch.device) -> bool:
+    """Whether it holds on all ranks: they must not run different kernels."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return passed
+    vote = torch.tensor(int(passed), device=device)
+    distributed.all_reduce(vote, distributed.ReduceOp.MIN)
+    return bool(vote)
 
 
 # ---------------------------------------------------------------- what is run

@@ -1,0 +1,80 @@
+"""One rollout with what engine and trainer say of it: the pair that most comparisons are of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mismatch.analysis.comparison import (
+    inputs,
+    is_routing,
+    is_sampling_law,
+    paired_routing,
+    routing_estimates,
+)
+from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
+from mismatch.analysis.levels import column_for, judge, verdict
+from mismatch.errors import MismatchError
+from mismatch.metrics import METRICS
+from mismatch.metrics.estimate import Estimator
+from mismatch.run import store
+from mismatch.types import Comparison, Pair, Rollout, Scoring, Verdict
+
+if TYPE_CHECKING:
+    from mismatch.analysis.levels import Thresholds
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """One rollout with what engine and trainer say of it."""
+
+    rollout: Rollout
+    decode: Scoring
+    train: Scoring
+
+    @classmethod
+    def load(cls, place: Path, engine: str, name: str) -> Sides:
+        """Read them; MismatchError where one is missing, damaged, or not finite."""
+        rollout = store.load_rollout(place)
+        sides = cls(
+            rollout,
+            store.load_scoring(place, f"{engine}:decode"),
+            store.load_scoring(place, name),
+        )
+        Pair.of(rollout, sides.decode, sides.train)
+        return sides
+
+    @property
+    def pair(self) -> Pair:
+        return Pair.of(self.rollout, self.decode, self.train)
+
+    def comparison(self, names: list[str], seed: int) -> Comparison:
+        """Some metrics, and what the routers disagree in unless their choice is replayed."""
+        pair = self.pair
+        estimator = Estimator(pair.sequence, pair.prompt, seed=seed)
+        token = [METRICS[name] for name in names if not is_routing(METRICS[name])]
+        replayed = self.train.fingerprint.get("replay")
+        routes = None if replayed else paired_routing(self.rollout, self.decode, self.train)
+        law = is_sampling_law(self.rollout, self.decode)
+        return Comparison(
+            self.decode.name,
+            self.train.name,
+            law,
+            estimator.all(token, inputs(pair, self.decode, self.train)),
+            routing_estimates(
+                self.rollout, self.decode, self.train, routes, estimator, seed=seed,
+                headline_only=True,
+            ),
+        )  # fmt: skip
+
+    def verdict(self, made: Comparison, thresholds: Thresholds | None) -> Verdict | None:
+        """As a check of its own would end; None where no level applies."""
+        checks = input_checks(self.rollout, self.decode, self.train)
+        ratio = made.metrics["ratio_mean"]
+        checks += semantic_checks(self.rollout, self.decode, self.train, ratio)
+        try:
+            column = column_for(self.decode.fingerprint, self.train.fingerprint)
+            return verdict(judge(made, column, thresholds), checks, column)
+        except MismatchError:
+            return None

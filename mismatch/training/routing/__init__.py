@@ -1,0 +1,1 @@
+"""Routed experts of the trainer: capture, replay, and interventions on the routers."""

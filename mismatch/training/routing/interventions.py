@@ -1,0 +1,294 @@
+"""Changing what routers do: inside MoE blocks, up to the moment the experts run, and nowhere else.
+
+An intervention (replayed routes, injected noise) is a torch function mode that is entered when a
+block of a layer starts and left right before its experts run. It has to hold for the forward pass
+and for its recomputation in the backward pass of a checkpointed layer, which may come long after
+the ``with`` block has ended: :func:`checkpoint_contexts` carries it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from mismatch.errors import MismatchError
+from mismatch.training.packing import Batch
+from mismatch.training.routing.capture import MoeLayer
+from mismatch.training.routing.torch_overrides import OverrideMode
+from mismatch.types import Ints, Rollout
+
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
+
+
+class Intervention(Protocol):
+    """One change of what the routers of a forward pass do."""
+
+    def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
+        """What is entered around the part of a block that comes before its experts."""
+
+    def before_experts(self, layer: MoeLayer, given: CallArguments) -> CallArguments:
+        """The arguments of the experts, changed or as they are."""
+
+    def finish(self) -> None:
+        """After the forward pass: raise MismatchError if it did not reach every layer."""
+
+
+@dataclass
+class Installed:
+    """Interventions and the blocks they belong to; hooks exist only inside :meth:`hooks`."""
+
+    blocks: list[tuple[MoeLayer, torch.nn.Module]]
+    interventions: tuple[Intervention, ...]
+    depth: int = 0
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Intervene within the block; nested use changes nothing."""
+        handles = []
+        self.depth += 1
+        if self.depth == 1:
+            for layer, block in self.blocks:
+                handles += self._hook(layer, block)
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            for handle in handles:
+                handle.remove()
+            self._open.close()
+
+    def _hook(self, layer: MoeLayer, block: torch.nn.Module) -> list[Any]:
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            for one in self.interventions:
+                self._open.enter_context(one.mode(layer, block))
+
+        def experts(module: torch.nn.Module, args: Any, kwargs: Any) -> CallArguments:
+            self._open.close()
+            given = (args, kwargs)
+            for one in self.interventions:
+                given = one.before_experts(layer, given)
+            return given
+
+        def leave(module: torch.nn.Module, args: Any, out: Any) -> None:
+            self._open.close()
+
+        around = [
+            block.register_forward_pre_hook(enter),
+            block.register_forward_hook(leave, always_call=True),
+        ]
+        if block is layer.experts:
+            return around
+        # Before the recorder's hook, so that what is recorded is what runs.
+        hook = layer.experts.register_forward_pre_hook(experts, prepend=True, with_kwargs=True)
+        return [*around, hook]
+
+
+_current: ContextVar[Installed | None] = ContextVar("interventions", default=None)
+
+
+@contextmanager
+def intervening(
+    decoder: torch.nn.Module, layers: Sequence[MoeLayer], interventions: Sequence[Intervention]
+) -> Iterator[None]:
+    """Apply interventions to the forward passes inside the block (and their recomputation).
+
+    Raises:
+        MismatchError: an intervention did not reach every MoE layer.
+    """
+    if not interventions:
+        yield
+        return
+    installed = Installed(blocks_of(decoder, layers), tuple(interventions))
+    token = _current.set(installed)
+    try:
+        with installed.hooks():
+            yield
+    finally:
+        _current.reset(token)
+    for one in interventions:
+        one.finish()
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """``context_fn`` of torch's checkpointing: the same interventions when a layer is run again.
+
+    Without it a backward pass that comes after :func:`intervening` would recompute the layer with
+    the model's own choice of experts: an error at best, else gradients of another forward.
+    """
+    installed = _current.get()
+    return nullcontext(), nullcontext() if installed is None else installed.hooks()
+
+
+def blocks_of(
+    decoder: torch.nn.Module, layers: Sequence[MoeLayer]
+) -> list[tuple[MoeLayer, torch.nn.Module]]:
+    """Every MoE layer with the module that holds its experts and asks the router.
+
+    In families that show their decision in the router alone, that router.
+
+    Raises:
+        MismatchError: a layer's experts hang nowhere in the decoder.
+    """
+    parents = {id(child): parent for parent in decoder.modules() for child in parent.children()}
+    parents |= {id(layer.experts): layer.experts for layer in layers if layer.family.after}
+    lost = [layer.index for layer in layers if id(layer.experts) not in parents]
+    if lost:
+        raise MismatchError(
+            f"the block around the experts of layer {lost[0]} was not found",
+            "this family's routers cannot be intercepted: drop --replay-routing and --inject",
+        )
+    return [(layer, parents[id(layer.experts)]) for layer in layers]
+
+
+class RouterIntervention:
+    """An intervention that fails unless it took effect in every MoE layer that was run.
+
+    Attributes:
+        unreached: the error where it did not, with ``{where}`` for the layer, and its fix.
+    """
+
+    unreached: ClassVar[tuple[str, str]]
+
+    def __init__(self) -> None:
+        self._entered: set[int] = set()
+        self._reached: set[int] = set()
+
+    def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
+        self._entered.add(layer.index)
+        return self.override_mode(layer, block)
+
+    def override_mode(self, layer: MoeLayer, block: torch.nn.Module) -> OverrideMode:
+        """The mode of one layer."""
+        raise NotImplementedError
+
+    def before_experts(self, layer: MoeLayer, given: CallArguments) -> CallArguments:
+        return given
+
+    def reached(self, layer: MoeLayer) -> None:
+        """It took hold in this layer."""
+        self._reached.add(layer.index)
+
+    def finish(self) -> None:
+        missed = sorted(self._entered - self._reached)
+        if missed or not self._reached:
+            what, fix = self.unreached
+            where = f" of layer {missed[0]}" if missed else ""
+            raise MismatchError(what.format(where=where), fix)
+
+
+class RouterNoise(RouterIntervention):
+    """Normal noise on the router logits of one forward pass. An intervention.
+
+    Args:
+        sigma: standard deviation, in the unit of the logits.
+        seed: of all noise.
+        sequences: [n] which sequences of the rollout the forward pass holds, in order.
+        lengths: [n] their tokens.
+        batch: where those tokens lie.
+    """
+
+    unreached = (
+        "--inject router-noise: the router{where} gave no logits that could be disturbed",
+        "this family's router is built in a way that is not known: leave --inject out",
+    )
+
+    def __init__(
+        self, sigma: float, seed: int, sequences: Ints, lengths: Ints, batch: Batch
+    ) -> None:
+        super().__init__()
+        self.sigma, self.seed = sigma, seed
+        self.sequences, self.lengths, self.batch = sequences, lengths, batch
+
+    @classmethod
+    def of(
+        cls, sigma: float, seed: int, rollout: Rollout, sequences: tuple[int, ...], batch: Batch
+    ) -> RouterNoise:
+        """The noise of a micro-batch of a rollout."""
+        chosen = np.asarray(sequences, np.int64)
+        return cls(sigma, seed, chosen, np.diff(rollout.offsets)[chosen], batch)
+
+    def override_mode(self, layer: MoeLayer, block: torch.nn.Module) -> OverrideMode:
+        return _NoisyLogits(self, layer)
+
+    def draw(self, layer: int, experts: int) -> np.ndarray:
+        """Noise of the real tokens, sequence after sequence, [n, E] float32."""
+        parts = [
+            np.random.default_rng([self.seed, layer, int(sequence)]).standard_normal(
+                (int(length), experts), np.float32
+            )
+            for sequence, length in zip(self.sequences, self.lengths, strict=True)
+        ]
+        return np.float32(self.sigma) * np.concatenate(parts)
+
+    def added(self, layer: MoeLayer, logits: torch.Tensor) -> torch.Tensor:
+        """``logits`` [..., E] with the noise of a layer, rounded to their dtype as they were."""
+        rows = logits.numel() // layer.num_experts
+        noise = torch.zeros(rows, layer.num_experts, device=logits.device)
+        drawn = torch.from_numpy(self.draw(layer.index, layer.num_experts))
+        noise[self.batch.rows] = drawn.to(logits.device)
+        self.reached(layer)
+        return (logits.float() + noise.reshape(logits.shape)).to(logits.dtype)
+
+
+class _NoisyLogits(OverrideMode):
+    """Adds the noise to the output of the block's first linear map onto the experts."""
+
+    def __init__(self, noise: RouterNoise, layer: MoeLayer) -> None:
+        super().__init__()
+        self.noise, self.layer = noise, layer
+        self.done = False
+
+    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if self.done or func is not torch.nn.functional.linear:
+            return out
+        if out.shape[-1] != self.layer.num_experts:
+            return out
+        self.done = True
+        return self.noise.added(self.layer, out)
+
+
+class RouterDtype(RouterIntervention):
+    """Every router's linear map in ``dtype``, for one forward pass."""
+
+    unreached = (
+        "--router-dtype: the router{where} has no linear map onto its experts",
+        "this family's router is built in a way that is not known: leave it out",
+    )
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def override_mode(self, layer: MoeLayer, block: torch.nn.Module) -> OverrideMode:
+        return _Upcast(self, layer)
+
+
+class _Upcast(OverrideMode):
+    def __init__(self, change: RouterDtype, layer: MoeLayer) -> None:
+        super().__init__()
+        self.change, self.layer = change, layer
+
+    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is not torch.nn.functional.linear:
+            return func(*args, **kwargs)
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        if weight.shape[0] != self.layer.num_experts:
+            return func(*args, **kwargs)
+        self.change.reached(self.layer)
+        dtype = self.change.dtype
+        upcast = [_to(value, dtype) for value in args]
+        named = {name: _to(value, dtype) for name, value in kwargs.items()}
+        with torch.autocast(weight.device.type, enabled=False):
+            return func(*upcast, **named)
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) else value
