@@ -207,7 +207,7 @@ def hints_of(cls: type) -> dict[str, Any]:
 
 
 def schema_of(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a type; those of its dataclasses are added to ``definitions``."""
+    """The JSON Schema (2020-12) of a type; its dataclasses are added to ``definitions``."""
     origin, arguments = typing.get_origin(cls), typing.get_args(cls)
     if origin in (typing.Union, types.UnionType):
         return {

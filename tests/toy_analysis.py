@@ -39,7 +39,8 @@ def section(result: Toy, report: Report) -> Section:
     )
     part = Section("toy-part", f"Part {HOSTILE}", sentences=("Inside.",))
     return Section(
-        "toy", f"Toy {HOSTILE}", HOSTILE, (HOSTILE,), (HOSTILE, "Word."), (table,), notes=(HOSTILE,),
+        "toy", f"Toy {HOSTILE}", HOSTILE, (HOSTILE,), (HOSTILE, "Word."), (table,),
+        notes=(HOSTILE,),
         parts=(part,), short="in short: toy",
     )  # fmt: skip
 

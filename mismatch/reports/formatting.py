@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from mismatch.reports.section import Cell, Column
 
 __all__ = [
-    "MISSING", "Format", "badge", "bound", "cell_interval", "cell_text", "count", "interval", "line", "number", "percent", "plural",
-    "small_percent", "text", "times", "token_text", "visible",
+    "MISSING", "Format", "badge", "bound", "cell_interval", "cell_text", "count", "interval",
+    "line", "number", "percent", "plural", "small_percent", "text", "times", "token_text",
+    "visible",
 ]  # fmt: skip
 
 Format = Callable[..., str]

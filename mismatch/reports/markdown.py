@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from html import escape
 
 from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.reports import (
@@ -103,7 +104,7 @@ def show_section(section: Section) -> str:
         return ""
     body = _contents(section)
     if section.folded:
-        return _folded(plain(section.title), body)
+        return _folded(escape(line(section.title)), body)  # raw HTML: no Markdown in it
     return f"**{plain(section.title)}**\n\n{body}"
 
 
