@@ -192,11 +192,11 @@ def spawn(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def shape_of(sizes: dict[str, Any]) -> Any:
-    from mismatch.doctor.shape import read_shape
+    from mismatch.models.config import ModelConfig
     from tests.checkpoints import configuration
 
     config = configuration("gpt_oss", **sizes, num_experts_per_tok=TOP_K)
-    return read_shape(config.to_dict())
+    return ModelConfig.of(config.to_dict()).require_counts()
 
 
 def measure(sizes: dict[str, Any], implementation: str, tokens: int, backward: bool) -> Row:

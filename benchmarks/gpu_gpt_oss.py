@@ -30,11 +30,11 @@ sys.path.insert(0, str(ROOT))
 from mismatch.specs import Pass, TrainSpec  # noqa: E402
 from mismatch.training.attention.resolve import resolve_for  # noqa: E402
 from mismatch.training.distributed import World  # noqa: E402
-from mismatch.training.load import Loaded, shard  # noqa: E402
-from mismatch.training.logprobs import Law  # noqa: E402
+from mismatch.training.load import LoadedModel, shard  # noqa: E402
+from mismatch.training.logprobs import SamplingTransforms  # noqa: E402
 from mismatch.training.memory import MemoryPeak  # noqa: E402
 from mismatch.training.score import run_batches  # noqa: E402
-from mismatch.training.scorer import Ask, torch_dtype  # noqa: E402
+from mismatch.training.scorer import ForwardOptions, torch_dtype  # noqa: E402
 from mismatch.training.source import skeleton  # noqa: E402
 from tests.checkpoints import configuration, rollout  # noqa: E402
 
@@ -84,7 +84,7 @@ class Measured:
         return self.tokens / self.seconds
 
 
-def random_model(config: Any, spec: TrainSpec, world: World) -> Loaded:
+def random_model(config: Any, spec: TrainSpec, world: World) -> LoadedModel:
     """The architecture with random weights, each rank making only its own shard."""
     import transformers
 
@@ -112,14 +112,14 @@ def random_model(config: Any, spec: TrainSpec, world: World) -> Loaded:
             else:
                 local.normal_(std=1.0 if "sinks" in name else 0.02)
     experts = model.config._experts_implementation
-    return Loaded(scorer.eval(), spec, attention, experts, None, None)
+    return LoadedModel(scorer.eval(), spec, attention, experts, None, None)
 
 
-def score(world: World, loaded: Loaded, name: str, lengths: list[int]) -> Measured:
+def score(world: World, loaded: LoadedModel, name: str, lengths: list[int]) -> Measured:
     """Every token behind the prompt of sequences of these lengths, once; the first to run warms."""
     config = loaded.scorer.decoder_config
     work = rollout(tuple((PROMPT, n - PROMPT) for n in lengths), vocabulary=config.vocab_size)
-    ask, job = Ask(Law(), routing=True), Pass(name, loaded.spec)
+    ask, job = ForwardOptions(SamplingTransforms(), routing=True), Pass(name, loaded.spec)
     _wait(world.device)
     resident = _allocated(world.device)
     with torch.no_grad(), MemoryPeak(world.device, True) as peak:

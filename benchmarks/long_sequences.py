@@ -31,12 +31,12 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mismatch.training.attention.resolve import OURS, register_kernels  # noqa: E402
+from mismatch.training.attention.resolve import OUR_KERNELS, register_kernels  # noqa: E402
 from mismatch.training.scorer import torch_dtype  # noqa: E402
 from tests.checkpoints import configuration  # noqa: E402
 
 M_MMAP_THRESHOLD = -3
-KERNELS = {"eager": "eager", "sink-sdpa": OURS["sink-sdpa"]}
+KERNELS = {"eager": "eager", "sink-sdpa": OUR_KERNELS["sink-sdpa"]}
 MEMORY_GOAL, TIME_GOAL, GROWTH_GOAL = 0.25, 1.0, 1.15
 
 

@@ -204,11 +204,11 @@ def checkpoint(case: Case, folder: Path) -> Path:
 
 def predict(case: Case, folder: Path) -> Any:
     from mismatch.doctor.memory import Work, predict_trainer
-    from mismatch.doctor.shape import read_shape
+    from mismatch.models.config import ModelConfig
     from mismatch.specs import TrainSpec
 
     model = checkpoint(case, folder) if not (folder / "model").exists() else folder / "model"
-    shape = read_shape(json.loads((model / "config.json").read_text()))
+    shape = ModelConfig.of(json.loads((model / "config.json").read_text())).require_counts()
     spec = TrainSpec(model=str(model), **case.spec)
     return predict_trainer(shape, spec, case.world, Work(case.lengths), device="cpu")
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from mismatch.codec import from_json
-from mismatch.types import Sampling
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
@@ -20,6 +17,59 @@ VerdictFrom = Literal["as-is", "after-fixes"]
 AS_STORED: WeightsForm = "as-stored"
 Injections = tuple[tuple[str, float], ...]
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+# Headings of `mismatch check --help`.
+MODEL, PROMPTS, ENGINE, SERVERS, TRAIN, FIXES, OUTPUT = (
+    "Model",
+    "Prompts and sampling",
+    "Engine (rollout side)",
+    "Running servers",
+    "Trainer (FSDP2 side)",
+    "Fixes",
+    "Verdict and output",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """The flag that sets a field, as an annotation of it; mismatch/cli/flags.py reads it.
+
+    Attributes:
+        panel: heading in the help.
+        name: with underscores; "": the field's own.
+        kind: type of the flag's value where it is not the field's: the command converts it, and
+            the flag's default is None.
+        positive: above zero and finite.
+        switch: has no --no-NAME.
+    """
+
+    panel: str
+    help: str = ""
+    name: str = ""
+    kind: Any = None
+    positive: bool = False
+    switch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The law that samples. All of it is sent to the engine explicitly.
+
+    >>> Sampling(temperature=0.7).truncates
+    False
+    """
+
+    temperature: Annotated[float, Flag(PROMPTS)] = 1.0
+    top_p: Annotated[float, Flag(PROMPTS, "1: off.")] = 1.0
+    top_k: Annotated[int, Flag(PROMPTS, "0: off.")] = 0
+    max_tokens: Annotated[int, Flag(PROMPTS, "Longest response.")] = 128
+    samples_per_prompt: Annotated[int, Flag(PROMPTS, "Samples of each prompt.")] = 4
+    seed: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the tail of the distribution is cut before sampling."""
+        return self.top_p < 1.0 or self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +88,61 @@ class EngineSpec:
         server_timeout_s: that one request may take.
     """
 
-    engine: str = "vllm"
+    engine: Annotated[
+        str,
+        Flag(
+            ENGINE,
+            "vllm (default), sglang or transformers; twice: each scores the other's tokens.",
+            kind=list[str] | None,
+        ),
+    ] = "vllm"
     model: str = ""
-    revision: str | None = None
-    dtype: Dtype = "bf16"
-    tensor_parallel_size: int = 1
-    max_model_len: int | None = None
-    gpu_memory_utilization: float | None = None
-    args: tuple[tuple[str, Any], ...] = ()
-    routing: bool = True
-    prefill: bool = True
-    trust_remote_code: bool = False
+    revision: Annotated[str | None, Flag(MODEL, "Revision of a hub model.")] = None
+    dtype: Annotated[Dtype, Flag(ENGINE, "Of the engine.")] = "bf16"
+    tensor_parallel_size: Annotated[int, Flag(ENGINE)] = 1
+    max_model_len: Annotated[int | None, Flag(ENGINE)] = None
+    gpu_memory_utilization: Annotated[float | None, Flag(ENGINE)] = None
+    args: Annotated[
+        tuple[tuple[str, Any], ...],
+        Flag(
+            ENGINE,
+            "Any other argument of the (first) engine, key=value (JSON); repeatable.",
+            name="engine_arg",
+            kind=list[str] | None,
+        ),
+    ] = ()
+    routing: Annotated[bool, Flag(ENGINE, "Capture routed experts.")] = True
+    prefill: Annotated[bool, Flag(ENGINE, "Rescore by the engine's prefill.")] = True
+    trust_remote_code: Annotated[bool, Flag(MODEL, "Run code that comes with the model.")] = False
     python: str | None = None
-    weights: WeightsForm = AS_STORED
+    weights: Annotated[
+        WeightsForm,
+        Flag(
+            ENGINE,
+            "Form of the experts that the engine serves; docs/quantised-rollouts.md.",
+            name="rollout_weights",
+        ),
+    ] = AS_STORED
     env: tuple[tuple[str, str], ...] = ()
-    servers: tuple[str, ...] = ()
-    served_model: str | None = None
-    server_concurrency: int = 32
-    server_timeout_s: float = 600.0
+    servers: Annotated[
+        tuple[str, ...],
+        Flag(
+            SERVERS,
+            "URL of a running vLLM or SGLang server; repeatable; docs/servers.md.",
+            name="server",
+            kind=list[str] | None,
+        ),
+    ] = ()
+    served_model: Annotated[
+        str | None, Flag(SERVERS, "The model's name on the servers, where it is another.")
+    ] = None
+    server_concurrency: Annotated[
+        int, Flag(SERVERS, "Requests at a time, per server.", positive=True)
+    ] = 32
+    server_timeout_s: Annotated[
+        float,
+        Flag(SERVERS, "Seconds that one request may take.", name="server_timeout", positive=True),
+    ] = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +156,31 @@ class PromptSpec:
     """
 
     task: str = "arithmetic"
-    path: str | None = None
-    num_prompts: int = 64
-    seed: int = 0
-    dataset: str | None = None
-    dataset_config: str | None = None
-    dataset_split: str = "train"
-    prompt_column: str | None = None
-    answer_column: str | None = None
+    path: Annotated[
+        str | None,
+        Flag(
+            PROMPTS,
+            "JSONL file: prompt, messages or prompt_token_ids per line. "
+            "Default: built-in arithmetic.",
+            name="prompts",
+        ),
+    ] = None
+    num_prompts: Annotated[
+        int, Flag(PROMPTS, "Default: 64, or all of a --prompts file.", kind=int | None)
+    ] = 64
+    seed: Annotated[int, Flag(PROMPTS, "Of prompts, sampling and intervals.")] = 0
+    dataset: Annotated[
+        str | None,
+        Flag(PROMPTS, "Hub id, file (jsonl, json, parquet, csv) or save_to_disk directory."),
+    ] = None
+    dataset_config: Annotated[str | None, Flag(PROMPTS, "Configuration of a hub data set.")] = None
+    dataset_split: Annotated[str, Flag(PROMPTS, "Split of the data set.")] = "train"
+    prompt_column: Annotated[
+        str | None, Flag(PROMPTS, "Column with the prompts; default: found by its name.")
+    ] = None
+    answer_column: Annotated[
+        str | None, Flag(PROMPTS, "Column with the answers (whole numbers), for rewards.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +195,12 @@ class RolloutSpec:
     engine: EngineSpec = field(default_factory=EngineSpec)
     prompts: PromptSpec = field(default_factory=PromptSpec)
     sampling: Sampling = field(default_factory=Sampling)
-    exact_kl: int = 512
-    exact_kl_top_k: int = 64
+    exact_kl: Annotated[
+        int, Flag(ENGINE, "Tokens at which whole distributions are kept, for exact KL; 0: off.")
+    ] = 512
+    exact_kl_top_k: Annotated[
+        int, Flag(ENGINE, "Ids kept of each, where the vocabulary has over 4,096.")
+    ] = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +229,45 @@ class TrainSpec:
 
     model: str = ""
     revision: str | None = None
-    dtype: Dtype = "bf16"
-    master_dtype: Dtype = "fp32"
-    autocast: Dtype | None = None
-    attention: str = "auto"
-    experts: str = "auto"
-    head_dtype: Dtype | None = None
-    router_dtype: Dtype | None = None
-    micro_batch_tokens: int = 4096
-    layout: Literal["padding", "packing"] = "padding"
+    dtype: Annotated[Dtype, Flag(TRAIN, "Of the computation.", name="train_dtype")] = "bf16"
+    master_dtype: Annotated[Dtype, Flag(TRAIN, "Of the sharded parameters.")] = "fp32"
+    autocast: Annotated[Dtype | None, Flag(TRAIN, "Run under torch.autocast, as verl does.")] = None
+    attention: Annotated[
+        str,
+        Flag(
+            TRAIN,
+            "auto, eager, sdpa, sink-sdpa …, or your own package.module:function; "
+            "no-sinks is a planted fault.",
+        ),
+    ] = "auto"
+    experts: Annotated[
+        str,
+        Flag(
+            TRAIN,
+            "auto, eager, grouped_mm, batched_mm; bounded: least memory.",
+            name="experts_implementation",
+        ),
+    ] = "auto"
+    head_dtype: Annotated[Dtype | None, Flag(TRAIN, "Of the LM head.")] = None
+    router_dtype: Annotated[Dtype | None, Flag(TRAIN, "Of the routers.")] = None
+    micro_batch_tokens: Annotated[int, Flag(TRAIN)] = 4096
+    layout: Annotated[
+        Literal["padding", "packing"], Flag(TRAIN, "One sequence per row, or several.")
+    ] = "padding"
     grad: bool = False
     routing: bool = True
     trust_remote_code: bool = False
-    temperature_in: TemperatureIn = "fp32"
-    logprobs_dtype: Dtype | None = None
-    weights: WeightsForm = AS_STORED
-    replay_routing: ReplayMode | None = None
+    temperature_in: Annotated[
+        TemperatureIn, Flag(TRAIN, "Where logits are divided by the temperature.")
+    ] = "fp32"
+    logprobs_dtype: Annotated[Dtype | None, Flag(TRAIN, "Round logprobs on their way out.")] = None
+    weights: Annotated[
+        WeightsForm, Flag(TRAIN, "Form of the experts that are loaded.", name="train_weights")
+    ] = AS_STORED
+    replay_routing: Annotated[
+        ReplayMode | None,
+        Flag(TRAIN, "Run the engine's experts in the trainer: router replay (R3)."),
+    ] = None
     replay_source: str | None = None
     inject: Injections = ()
     inject_seed: int = 0
@@ -172,21 +303,69 @@ class CheckSpec:
 
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
-    nproc_per_node: int = 2
-    noise_floor: bool = True
+    nproc_per_node: Annotated[
+        int, Flag(TRAIN, "Ranks; default: GPUs, or 2 on a CPU.", kind=int | None)
+    ] = 2
+    noise_floor: Annotated[bool, Flag(TRAIN, "Also measure what noise alone does.")] = True
     seed: int = 0  # of the bootstrap
     preset: str = ""
     not_reproduced: tuple[str, ...] = ()
-    forecast_length: int = 16_384
-    two_passes: bool | None = None
-    weights_effect: WeightsForm | None = None
-    inject: Injections = ()
-    fixes: tuple[str, ...] = ()
-    budget_minutes: float | None = None
-    verdict: VerdictFrom = "as-is"
+    forecast_length: Annotated[
+        int,
+        Flag(OUTPUT, "Planned response length, to forecast importance weights at.", positive=True),
+    ] = 16_384
+    two_passes: Annotated[
+        bool | None,
+        Flag(
+            TRAIN,
+            "PPO's old against new pass, with router replay (two more passes); "
+            "default: as far as the noise floor has it.",
+        ),
+    ] = None
+    weights_effect: Annotated[
+        WeightsForm | None,
+        Flag(
+            TRAIN, "Also score with the trainer's experts in this form: what the form alone does."
+        ),
+    ] = None
+    inject: Annotated[
+        Injections,
+        Flag(
+            TRAIN,
+            "router-noise=SIGMA: disturb the new pass on purpose; repeatable.",
+            kind=list[str] | None,
+        ),
+    ] = ()
+    fixes: Annotated[
+        tuple[str, ...],
+        Flag(
+            FIXES,
+            "Apply and measure: ids of `mismatch fixes` with commas, a+b together, a side "
+            "(engine, train, estimator), or all; repeatable.",
+            name="fix",
+            kind=list[str] | None,
+        ),
+    ] = ()
+    budget_minutes: Annotated[
+        float | None,
+        Flag(FIXES, "That fixes may take beyond the check; default: no limit.", positive=True),
+    ] = None
+    verdict: Annotated[
+        VerdictFrom, Flag(FIXES, "Take verdict and exit code as-is, or after the best fixes.")
+    ] = "as-is"
     other_engine: EngineSpec | None = None
-    gradients: bool = False
-    gradient_prompts: int = 16
+    gradients: Annotated[
+        bool,
+        Flag(
+            TRAIN,
+            "Also take the policy gradient of one batch under the trainer, the float32 reference "
+            "and each fix of the trainer.",
+            switch=True,
+        ),
+    ] = False
+    gradient_prompts: Annotated[
+        int, Flag(TRAIN, "Prompts of that batch, at most.", positive=True)
+    ] = 16
 
 
 T = TypeVar("T")
@@ -241,5 +420,8 @@ def spec_hash(spec: Any) -> str:
     A run may go on with servers at other addresses: that they are the same otherwise is asked of
     the servers, see mismatch/engines/servers.
     """
+    import hashlib
+    import json
+
     text = json.dumps(_anywhere(to_dict(spec)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

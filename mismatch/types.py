@@ -24,31 +24,11 @@ from mismatch.captures import Distributions, corruption
 from mismatch.captures import Floats as Floats
 from mismatch.captures import Ints as Ints
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
+from mismatch.specs import Sampling as Sampling
 
 Fingerprint = dict[str, Any]
 Status = Literal["healthy", "warn", "critical"]
 CheckStatus = Literal["passed", "warning", "failed", "not_tested"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The law that samples. All of it is sent to the engine explicitly.
-
-    >>> Sampling(temperature=0.7).truncates
-    False
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    max_tokens: int = 128
-    samples_per_prompt: int = 4
-    seed: int = 0
-
-    @property
-    def truncates(self) -> bool:
-        """Whether the tail of the distribution is cut before sampling."""
-        return self.top_p < 1.0 or self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True)

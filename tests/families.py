@@ -171,7 +171,7 @@ def _parts(model: Any, layer: Any) -> tuple[Any, list[Any], int]:
     ends = ("down_proj", "w2", "output_linear.weight")
     weights = [p for name, p in experts.named_parameters() if name.endswith(ends)]
     assert weights, "no weights of experts found"
-    count = layer.num_experts - layer.family.more
+    count = layer.num_experts - layer.family.extra_choices
     return block, weights, getattr(experts, "num_routed_experts", count)
 
 

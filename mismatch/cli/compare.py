@@ -3,96 +3,72 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from mismatch.cli.flags import Flags, Option, with_flags
+from mismatch.cli.options import CONFIG, FAIL_ON, FORECAST, LEVELS, NAME_FLAGS, RUN
+from mismatch.specs import OUTPUT
 
-from mismatch.cli.flags import Flags, with_flags
-from mismatch.cli.options import (
-    OUTPUT,
-    ConfigFlags,
-    ExitFlags,
-    ForecastFlags,
-    LevelFlags,
-    NamesFlags,
-    RunArgument,
+OTHER_RUN = Option(
+    "other",
+    Path | None,
+    None,
+    "",
+    "A second run of the same tokens: its scoring against the first's.",
+    argument=True,
 )
-
-
-class OtherRun:
-    other: Annotated[
+AGAINST = (
+    Option(
+        "against",
         Path | None,
-        typer.Argument(help="A second run of the same tokens: its scoring against the first's."),
-    ] = None
-
-
-class SideFlags:
-    left: Annotated[
-        str | None,
-        typer.Option(help="Scoring of the first run; default: fsdp.", rich_help_panel=OUTPUT),
-    ] = None
-    right: Annotated[
-        str | None,
-        typer.Option(
-            help="Scoring of the second run (or of the first); default: fsdp.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory for the report of two scorings, or of --against.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None
-
-
-class AgainstFlags:
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            help="An older run of the same model and prompts: is RUN worse than it?",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None
-    margin: Annotated[
+        None,
+        OUTPUT,
+        "An older run of the same model and prompts: is RUN worse than it?",
+    ),
+    Option(
+        "margin",
         float,
-        typer.Option(
-            help="Share by which RUN may be worse than --against before that fails.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = 0.1
-
-
-@with_flags(
-    RunArgument,
-    OtherRun,
-    AgainstFlags,
-    SideFlags,
-    ExitFlags,
-    LevelFlags,
-    ForecastFlags,
-    NamesFlags,
-    ConfigFlags,
+        0.1,
+        OUTPUT,
+        "Share by which RUN may be worse than --against before that fails.",
+    ),
 )
-def compare(flags: Flags) -> int:
-    """Compare again what a run holds, or any two scorings of the same tokens.
+SIDES = (
+    Option("left", str | None, None, OUTPUT, "Scoring of the first run; default: fsdp."),
+    Option(
+        "right",
+        str | None,
+        None,
+        OUTPUT,
+        "Scoring of the second run (or of the first); default: fsdp.",
+    ),
+    Option(
+        "out",
+        Path | None,
+        None,
+        OUTPUT,
+        "Directory for the report of two scorings, or of --against.",
+    ),
+)
 
-    RUN alone: comparison.json and the report are made anew. RUN RUN2, or --left and --right: two
-    scorings side by side, delta = right - left. Exit code as `check`.
+
+@with_flags(RUN, OTHER_RUN, AGAINST, SIDES, FAIL_ON, LEVELS, FORECAST, NAME_FLAGS, CONFIG)
+def compare(flags: Flags) -> int:
+    """Compare a run again, or any two scorings of the same tokens.
+
+    RUN alone: comparison.json and the report are written again. RUN RUN2, or --left and --right:
+    two scorings side by side, delta = right - left. Exit code as `check`.
 
     RUN --against OLD: a new run against an old one, each with tokens of its own, for upgrades.
     Exit code 0: not worse by more than --margin. 1: worse, or critical. 2: not comparable.
     """
     from mismatch.cli import session
-    from mismatch.cli.to_spec import positive
     from mismatch.pipeline.commands import run_compare
     from mismatch.reports.files import write_report
 
     run, levels = flags["run"], session.levels(flags)
     if flags["against"] is not None:
         return _against(flags)
-    length = positive(flags, "forecast_length") if "forecast_length" in flags.given else None
+    length = flags["forecast_length"] if "forecast_length" in flags.explicit else None
     if flags["other"] is None and not flags["left"] and not flags["right"]:
         report = run_compare(
             run, session.narrator(), levels, session.command(), length, write_report
@@ -132,11 +108,11 @@ def _against(flags: Flags) -> int:
         raise MismatchError(f"--margin is {flags['margin']:g}", "use a share, 0 or more: 0.1")
     if new.resolve() == old.resolve():
         raise MismatchError(f"{new} against itself", "mismatch compare NEW --against OLD")
-    fail_on = flags["fail_on"].value
+    fail_on = flags["fail_on"]
     thresholds = session.levels(flags)
-    made = against(old, new, margin=flags["margin"], thresholds=thresholds, fail_on=fail_on)
+    regression = against(old, new, margin=flags["margin"], thresholds=thresholds, fail_on=fail_on)
     out = None if flags["out"] is None else new_directory(flags["out"], "against")
     if out is not None:
-        write_against(out, made)
-    print_against(made, Console(), out)
-    return int(made.fails)
+        write_against(out, regression)
+    print_against(regression, Console(), out)
+    return int(regression.fails)

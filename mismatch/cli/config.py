@@ -1,7 +1,7 @@
 """``--config FILE.toml`` and ``--print-config``: the flags of a command as a file.
 
-Keys are the flags' names with dashes or underscores. A file may serve several verbs: keys of flags
-that another verb has are passed over.
+Keys are the flags' names with dashes or underscores. A file may serve several commands: keys of
+flags that another command has are passed over.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from mismatch.cli.options import ALL_GROUPS
+from mismatch.cli.flags import Option
+from mismatch.cli.options import CHECK
 from mismatch.errors import MismatchError
 
 NOT_IN_FILES = ("config", "print_config")
 
 
-def read_config(path: Path, groups: Sequence[type]) -> dict[str, Any]:
-    """The flags that a file sets, for the verb that has ``groups``.
+def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
+    """The flags that a file sets, for the command that has ``options``.
 
     Raises:
-        MismatchError: no readable TOML, a key that no verb knows (with the nearest flag), or a
+        MismatchError: no readable TOML, a key that no command knows (with the nearest flag), or a
             value of the wrong type (with the key).
     """
     try:
@@ -40,80 +39,50 @@ def read_config(path: Path, groups: Sequence[type]) -> dict[str, Any]:
             f"config file {path} is not TOML: {error}",
             'a line looks like: attention = "eager"; --print-config writes a whole file',
         ) from error
-    known, mine = _hints(ALL_GROUPS), _hints(groups)
+    mine = _in_files(options)
+    known = _in_files(CHECK) | mine
     values: dict[str, Any] = {}
     for key, value in data.items():
         name = key.replace("-", "_")
         if name not in known:
-            _unknown(path, key, known)
-        if name == "engine" and isinstance(value, str):
-            value = [value]  # most files name one engine
-        values[name] = _checked(known[name], value, f"config file {path}, key {key!r}")
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            guess = f"did you mean {near[0]!r}? " if near else ""
+            raise MismatchError(
+                f"config file {path}: unknown key {key!r}",
+                f"{guess}mismatch check --print-config lists all of them",
+            )
+        option, where = known[name], f"config file {path}, key {key!r}:"
+        if option.is_list:  # most files name one engine: a string is a list of one
+            items = value if isinstance(value, list) else [value]
+            values[name] = [option.convert(item, where) for item in items]
+        else:
+            values[name] = option.convert(value, where)
     return {name: value for name, value in values.items() if name in mine}
 
 
-def to_toml(groups: Sequence[type], values: Mapping[str, Any]) -> str:
-    """All flags of a verb as a file; those that are not set as comments."""
+def to_toml(options: Iterable[Option], values: Mapping[str, Any]) -> str:
+    """All flags of a command as a file; those that are not set as comments."""
     lines = ["# mismatch COMMAND --config FILE.toml"]
-    for name in _hints(groups):
-        if name not in values:
-            continue
+    for name in _in_files(options):
         value = values[name]
+        if name == "server" and value:  # a password typed into an address stays off the screen
+            from mismatch.engines.servers.address import redacted
+
+            value = [redacted(address) for address in value]
         unset = value is None or value == []
         lines.append(f"# {name} is not set" if unset else f"{name} = {_toml(value)}")
     return "\n".join(lines) + "\n"
 
 
-def _hints(groups: Sequence[type]) -> dict[str, Any]:
-    """Types of the flags, without what typer is told about them."""
-    hints: dict[str, Any] = {}
-    for group in groups:
-        for name, hint in get_type_hints(group, include_extras=True).items():
-            is_option = get_origin(hint) is Annotated and hasattr(group, name)
-            if is_option and name not in NOT_IN_FILES:
-                hints[name] = get_args(hint)[0]
-    return hints
-
-
-def _unknown(path: Path, key: str, known: Mapping[str, Any]) -> None:
-    near = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.5)
-    guess = f"did you mean {near[0]!r}? " if near else ""
-    raise MismatchError(
-        f"config file {path}: unknown key {key!r}",
-        f"{guess}mismatch check --print-config lists all of them",
-    )
-
-
-def _checked(hint: Any, value: Any, where: str) -> Any:
-    kinds = [kind for kind in get_args(hint) if kind is not NoneType] or [hint]
-    kind = kinds[0] if isinstance(hint, UnionType) or len(kinds) == 1 else hint
-    if get_origin(kind) is list:
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return value
-        wanted = "a list of strings"
-    elif isinstance(kind, type) and issubclass(kind, Enum):
-        names = [member.value for member in kind]
-        if value in names:
-            return value
-        wanted = "one of " + ", ".join(names)
-    elif kind is bool:
-        if isinstance(value, bool):
-            return value
-        wanted = "true or false"
-    elif kind in (int, float):
-        if isinstance(value, int if kind is int else int | float) and not isinstance(value, bool):
-            return value
-        wanted = "a whole number" if kind is int else "a number"
-    else:
-        if isinstance(value, str):
-            return value
-        wanted = "a string"
-    raise MismatchError(f"{where}: {value!r} is not {wanted}", f"write {wanted}")
+def _in_files(options: Iterable[Option]) -> dict[str, Option]:
+    return {
+        option.name: option
+        for option in options
+        if not option.argument and option.name not in NOT_IN_FILES
+    }
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, Enum):
-        return _toml(value.value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):

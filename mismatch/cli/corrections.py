@@ -3,59 +3,46 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
-from typing import Annotated
+from typing import Literal
 
 import typer
 
-from mismatch.cli.flags import Flags, with_flags
-from mismatch.cli.options import OUTPUT, RunArgument
-
-
-class Target(StrEnum):
-    token = "token"
-    sequence = "sequence"
-
+from mismatch.cli.flags import Flags, Option, with_flags
+from mismatch.cli.options import JSON, RUN
+from mismatch.specs import OUTPUT
 
 BOUNDS = "Bounds, as ratios"
+PAIR = tuple[float, float]
+BOUND_FLAGS = (
+    Option("cap", float, 2.0, BOUNDS, "C of TIS: weights above are cut to it."),
+    Option("mask_cap", float, 2.0, BOUNDS, "C of MIS: tokens or sequences above are dropped."),
+    Option("band", PAIR, (0.5, 5.0), BOUNDS, "Ratios that IcePop keeps: LOW HIGH."),
+    Option(
+        "geometric",
+        PAIR,
+        (0.999, 1.001),
+        BOUNDS,
+        "Mean ratios of the sequences that are kept: LOW HIGH.",
+    ),
+    Option("veto", float, 1e-4, BOUNDS, "A token ratio under it drops its sequence."),
+    Option("sequence_cap", float, 3.0, BOUNDS, "Cap of TRL's sequence_mask."),
+)
+TARGET = Option(
+    "target",
+    Literal["token", "sequence"],
+    "token",
+    "",
+    "Rank by the ratio of the token or of the sequence.",
+)
+BATCH = Option(
+    "batch", int | None, None, "", "Sequences of a training batch; default: those of the run."
+)
+SCORING = Option("scoring", str, "fsdp", OUTPUT, "The trainer's scoring.")
 
 
-def _bound(help: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(help=help, rich_help_panel=BOUNDS)
-    return option
-
-
-class BoundFlags:
-    cap: Annotated[float, _bound("C of TIS: weights above are cut to it.")] = 2.0
-    mask_cap: Annotated[float, _bound("C of MIS: tokens or sequences above are dropped.")] = 2.0
-    band: Annotated[tuple[float, float], _bound("Ratios that IcePop keeps: LOW HIGH.")] = (0.5, 5.0)
-    geometric: Annotated[
-        tuple[float, float], _bound("Mean ratios of the sequences that are kept: LOW HIGH.")
-    ] = (0.999, 1.001)
-    veto: Annotated[float, _bound("A token ratio under it drops its sequence.")] = 1e-4
-    sequence_cap: Annotated[float, _bound("Cap of TRL's sequence_mask.")] = 3.0
-
-
-class PreviewFlags:
-    target: Annotated[
-        Target,
-        typer.Option(help="Rank by the ratio of the token or of the sequence."),
-    ] = Target.token
-    batch: Annotated[
-        int | None,
-        typer.Option(help="Sequences of a training batch; default: those of the run."),
-    ] = None
-    scoring: Annotated[str, typer.Option(help="The trainer's scoring.", rich_help_panel=OUTPUT)] = (
-        "fsdp"
-    )
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = (
-        False
-    )
-
-
-@with_flags(RunArgument, PreviewFlags, BoundFlags)
+@with_flags(RUN, TARGET, BATCH, SCORING, JSON, BOUND_FLAGS)
 def corrections(flags: Flags) -> int:
-    """Try TIS, IcePop, MIS, rejection and the rest on the tokens of a run.
+    """Try TIS, IcePop, MIS, rejection and more on a run's tokens.
 
     Nothing is sampled or scored again. Kept shares, effective sizes, residual bias, gradient cosine
     where there are rewards, a ranking, and the setting for verl, TRL, NeMo-RL and prime-rl.
@@ -74,23 +61,23 @@ def corrections(flags: Flags) -> int:
     rollout = store.load_rollout(run)
     left = store.load_scoring(run, f"{spec.rollout.engine.engine}:decode")
     right = store.load_scoring(run, flags["scoring"])
-    made = preview(
+    tried = preview(
         rollout,
         left,
         right,
         sampled_by_left=is_sampling_law(rollout, left),
         settings=settings,
-        target=flags["target"].value,
+        target=flags["target"],
         batch=flags["batch"],
         seed=spec.seed,
     )
     if flags["as_json"]:
-        document = {"schema": "mismatch.corrections/1", **to_json(made)}
+        document = {"schema": "mismatch.corrections/1", **to_json(tried)}
         typer.echo(json.dumps(document, indent=2))
         return 0
     from rich.console import Console
 
     from mismatch.reports.analyses import print_corrections
 
-    print_corrections(made, Console())
+    print_corrections(tried, Console())
     return 0

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mismatch.cli.flags import Flags, with_flags
+from mismatch.cli.flags import Flags, Option, with_flags
 from mismatch.cli.options import (
-    OUTPUT,
-    ConfigFlags,
-    EngineFlags,
-    ForecastFlags,
-    ModelFlags,
-    PromptFlags,
-    RoutingFlags,
-    TrainFlags,
-    TrainModelFlags,
-    VerlFlags,
+    CONFIG,
+    ENGINE_FLAGS,
+    FORECAST,
+    JSON,
+    MODEL_FLAGS,
+    PROMPT_FLAGS,
+    ROUTING,
+    TRAIN_FLAGS,
+    TRAIN_MODEL,
+    VERL_FLAGS,
 )
 
 if TYPE_CHECKING:
@@ -35,14 +35,7 @@ NO_MODEL = (
 )
 
 
-class FixArgument:
-    fix: Annotated[str | None, typer.Argument(help="Id of one fix, to see it in detail.")] = None
-
-
-class FixOutput:
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = (
-        False
-    )
+FIX = Option("fix", str | None, None, "", "Id of one fix, to see it in detail.", argument=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +53,20 @@ class Entry:
 
 
 @with_flags(
-    FixArgument,
-    ModelFlags,
-    TrainModelFlags,
-    PromptFlags,
-    EngineFlags,
-    RoutingFlags,
-    TrainFlags,
-    VerlFlags,
-    ForecastFlags,
-    ConfigFlags,
-    FixOutput,
+    FIX,
+    MODEL_FLAGS,
+    TRAIN_MODEL,
+    PROMPT_FLAGS,
+    ENGINE_FLAGS,
+    ROUTING,
+    TRAIN_FLAGS,
+    VERL_FLAGS,
+    FORECAST,
+    CONFIG,
+    JSON,
 )
 def fixes(flags: Flags) -> int:
-    """List the fixes that a check can try, with what each needs, or show one of them.
+    """List the fixes that a check can try, or show one of them.
 
     With --model and the other flags of your check it also says what applies there, or why not.
     Nothing is loaded and nothing is run.
@@ -82,15 +75,15 @@ def fixes(flags: Flags) -> int:
 
     from mismatch.experiments.fixes.catalogue import FIXES, fix_named
 
-    wanted = (fix_named(flags["fix"]),) if flags["fix"] else FIXES
+    chosen = (fix_named(flags["fix"]),) if flags["fix"] else FIXES
     model = flags["model"] or flags["verl_config"]
-    known = entries(_spec(flags)) if model else [Entry(fix) for fix in FIXES]
-    shown = [entry for entry in known if entry.fix in wanted]
+    listed = entries(_spec(flags)) if model else [Entry(fix) for fix in FIXES]
+    shown = [entry for entry in listed if entry.fix in chosen]
     if flags["as_json"]:
         rows = [_plain(entry, detailed=flags["fix"] is not None) for entry in shown]
         typer.echo(json.dumps({"schema": SCHEMA, "model": flags["model"], "fixes": rows}, indent=2))
     elif flags["fix"]:
-        _print_one(shown[0], Console())
+        _print_fix(shown[0], Console())
     else:
         _print_list(shown, Console())
     return 0
@@ -102,8 +95,8 @@ def entries(spec: CheckSpec) -> list[Entry]:
     from mismatch.experiments.fixes.environment import context_of
     from mismatch.experiments.fixes.planning import SIDES, plan_fixes
 
-    asked = replace(spec, fixes=SIDES)
-    planned = plan_fixes(asked, context_of(asked))
+    with_all = replace(spec, fixes=SIDES)
+    planned = plan_fixes(with_all, context_of(with_all))
     possible = {variant.chosen[0].fix.id for variant in planned.variants}
     possible |= {fix.id for fix in planned.estimators}
     reasons: dict[str, list[str]] = {}
@@ -122,9 +115,9 @@ def _spec(flags: Flags) -> CheckSpec:
     from mismatch.cli.trainer import with_trainer
 
     # The flag of the same name asks a check for fixes; here it is the argument.
-    asked = Flags({name: value for name, value in flags.items() if name != "fix"})
-    asked.given = flags.given - {"fix"}
-    return with_trainer(check_spec(asked), asked)[0]
+    of_check = Flags({name: value for name, value in flags.items() if name != "fix"})
+    of_check.explicit = flags.explicit - {"fix"}
+    return with_trainer(check_spec(of_check), of_check)[0]
 
 
 def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
@@ -149,8 +142,8 @@ def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
         row |= {
             "changes": guide.changes,
             "worse": guide.worse,
-            "settings": [asdict(one) for one in guide.settings],
-            "evidence": [asdict(one) for one in guide.evidence],
+            "settings": [asdict(setting) for setting in guide.settings],
+            "evidence": [asdict(fact) for fact in guide.evidence],
         }
     return row
 
@@ -192,7 +185,7 @@ def _about(entry: Entry) -> Any:
     return text
 
 
-def _print_one(entry: Entry, console: Console) -> None:
+def _print_fix(entry: Entry, console: Console) -> None:
     """The essentials of its page."""
     from rich.text import Text
 
@@ -212,17 +205,17 @@ def _print_one(entry: Entry, console: Console) -> None:
     title.append(f"  {SIDES[fix.side].partition(' (')[0].lower()}: {fix.summary}")
     console.print(title)
     if entry.applies is not None:
-        said = "Applies here" if entry.applies else "Does not apply here"
-        console.print(Text(f"{said}{': ' + line(entry.reason) if entry.reason else ''}."))
+        answer = "Applies here" if entry.applies else "Does not apply here"
+        console.print(Text(f"{answer}{': ' + line(entry.reason) if entry.reason else ''}."))
     part("What it changes", guide.changes)
     part("What to expect", sentence(fix.effect), sentence(f"cost: {fix.cost}"))
     part("When it makes things worse", guide.worse)
     part("How to try it", *(f"  {text}" for text in trials(fix)))
     part("How to set it")
-    for one in guide.settings:
-        remark = "; ".join(text for text in (one.remark, one.source) if text)
-        console.print(Text(f"- {one.framework}: {remark}"))
-        for text in one.lines:
+    for setting in guide.settings:
+        remark = "; ".join(text for text in (setting.remark, setting.source) if text)
+        console.print(Text(f"- {setting.framework}: {remark}"))
+        for text in setting.lines:
             console.print(f"      {text}", highlight=False, markup=False, soft_wrap=True)
     part("Evidence")
     for fact in guide.evidence:

@@ -1,86 +1,262 @@
-"""Commands from groups of flags: one signature, one `Flags` object."""
+"""Flags of commands: one table for the command line, ``--config`` files and ``--print-config``.
+
+Flags of specs are read from the annotations of their fields (mismatch/specs.py), the others are
+listed in mismatch/cli/options.py; both become parameters of typer here.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any, get_type_hints
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from mismatch.errors import MismatchError
+from mismatch.specs import DTYPES, Dtype, Flag
+
+AUTO = "auto"  # a dtype: that of the checkpoint, mismatch/cli/to_spec.py
+DTYPE_NAMES = {  # as vLLM spells them
+    **{name: name for name in (*DTYPES, AUTO)},
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+}
+NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+REQUIRED = inspect.Parameter.empty
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 Verb = Callable[["Flags"], int]
 
 
 class Flags(dict[str, Any]):
-    """Values of all flags of a verb, by name.
+    """Values of all flags of a command, by name.
 
     Attributes:
-        given: the names that the user set, on the command line or in a ``--config`` file.
+        explicit: names that the user set, on the command line or in a ``--config`` file.
     """
 
-    given: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
 
     def pick(self, names: str) -> dict[str, Any]:
         """Some of them, e.g. as arguments of a spec."""
         return {name: self[name] for name in names.split()}
 
 
-def with_flags(*groups: type) -> Callable[[Verb], Callable[..., int]]:
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One flag, or one positional argument.
+
+    Attributes:
+        name: with underscores.
+        kind: type of its value: bool, int, float, str, Path, a Literal, a list or a tuple of
+            them, or one of these and None.
+        default: REQUIRED for an argument that has none.
+        argument: positional.
+        spelling: the flag as typed, where it is not --NAME.
+        alone: value of the flag without a value, where it may stand alone; "": it may not.
+        metavar: what the help shows for the value; "": the type.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    panel: str
+    help: str = ""
+    positive: bool = False
+    switch: bool = False
+    argument: bool = False
+    spelling: str = ""
+    alone: str = ""
+    metavar: str = ""
+
+    @property
+    def flag(self) -> str:
+        return self.spelling or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(_without_none(self.kind)) is list
+
+    @property
+    def item(self) -> Any:
+        """Type of one value."""
+        kind = _without_none(self.kind)
+        return get_args(kind)[0] if get_origin(kind) in (list, tuple) else kind
+
+    def convert(self, value: Any, where: str) -> Any:
+        """One value, from text (command line) or from a TOML value.
+
+        Raises:
+            MismatchError: it is of another type, no choice of the flag, or not positive.
+        """
+        item, wanted, near = self.item, NAMES_OF_TYPES.get(self.item, "a path"), []
+        if get_origin(item) is Literal:
+            names = DTYPE_NAMES if item == Dtype else {name: name for name in get_args(item)}
+            choices = tuple(dict.fromkeys(names.values()))
+            if value in names:
+                return names[value]
+            wanted = f"one of {', '.join(choices)}"
+            from difflib import get_close_matches
+
+            near = get_close_matches(str(value), names, n=1)
+        elif item is bool:
+            if isinstance(value, bool):
+                return value
+        elif item in (int, float):
+            number = _number(value, item)
+            if number is not None and not self.positive:
+                return number
+            if number is not None and 0 < number < math.inf:
+                return number
+            wanted += " above 0" if self.positive else ""
+        elif isinstance(value, str | Path):
+            return item(value)
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise MismatchError(f"{where} {value!r} is not {wanted}", f"{guess}write {wanted}")
+
+    def parameter(self, callback: Callable[..., Any] | None = None) -> inspect.Parameter:
+        """What typer reads.
+
+        Args:
+            callback: called with the value before all other flags are read.
+        """
+        about: dict[str, Any] = {"help": self.help or None, "rich_help_panel": self.panel or None}
+        if callback is not None:
+            about |= {"callback": callback, "is_eager": True}
+        if self.item not in (bool, str, Path):
+            about["parser"] = lambda text: self.convert(text, self.flag)
+        if self.item == Dtype:
+            about["metavar"] = f"<{'|'.join((*DTYPES, AUTO))}>"
+        if self.metavar:
+            about["metavar"] = self.metavar
+        if self.argument:
+            info = typer.Argument(**about)
+        else:
+            info = typer.Option(*([self.flag] if self.switch or self.spelling else ()), **about)
+        return inspect.Parameter(
+            self.name,
+            KEYWORD_ONLY,
+            default=self.default,
+            annotation=Annotated[self.kind, info],
+        )
+
+
+def _without_none(kind: Any) -> Any:
+    if isinstance(kind, UnionType) or NoneType in get_args(kind):
+        return next(part for part in get_args(kind) if part is not NoneType)
+    return kind
+
+
+def _number(value: Any, kind: type) -> Any:
+    """The value as an int or a float; None: it is none."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    if kind is int and isinstance(value, float):
+        return None
+    try:
+        return kind(value)
+    except ValueError:
+        return None
+
+
+@cache
+def _fields(spec: type) -> Mapping[str, tuple[Option, bool]]:
+    """Flags of a spec by field, and whether the flag's value is the field's."""
+    found: dict[str, tuple[Option, bool]] = {}
+    hints = get_type_hints(spec, include_extras=True)
+    for field in fields(spec):
+        kind, *notes = get_args(hints[field.name]) or (None,)
+        for note in notes:
+            if isinstance(note, Flag):
+                same = note.kind is None
+                option = Option(
+                    name=note.name or field.name,
+                    kind=kind if same else note.kind,
+                    default=field.default if same else None,
+                    panel=note.panel,
+                    help=note.help,
+                    positive=note.positive,
+                    switch=note.switch,
+                )
+                found[field.name] = option, same
+    return found
+
+
+def flags_of(spec: type, names: str = "") -> tuple[Option, ...]:
+    """Flags of a spec's fields, or of those named (separated by spaces)."""
+    known = _fields(spec)
+    return tuple(known[name][0] for name in names.split() or known)
+
+
+def spec_values(
+    spec: type, flags: Mapping[str, Any], names: str = "", auto: Callable[[], str] | None = None
+) -> dict[str, Any]:
+    """Fields of a spec that the flags of a command set as they are.
+
+    Flags of a kind of their own are left to the command.
+
+    Args:
+        names: of the fields, separated by spaces; "": all.
+        auto: the dtype that stands for ``auto``.
+    """
+    known = _fields(spec)
+    values = {}
+    for name in names.split() or known:
+        option, same = known[name]
+        if same and option.name in flags:
+            value = flags[option.name]
+            is_auto = option.item == Dtype and value == AUTO
+            values[name] = auto() if auto is not None and is_auto else value
+    return values
+
+
+def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callable[..., int]]:
     """Turn ``verb(flags) -> exit code`` into a command that typer understands."""
+    options = tuple(_flat(groups))
 
     def decorate(verb: Verb) -> Callable[..., int]:
         def command(ctx: typer.Context, **values: Any) -> int:
             flags = Flags(values)
-            flags.given = frozenset(name for name in values if _given(ctx, name))
+            flags.explicit = frozenset(name for name in values if _is_explicit(ctx, name))
             if flags.get("print_config"):
                 from mismatch.cli.config import to_toml
-                from mismatch.engines.servers.address import redacted
 
-                shown = dict(flags)
-                if flags.get("server"):  # a password typed into an address stays off the screen
-                    shown["server"] = [redacted(one) for one in flags["server"]]
-                typer.echo(to_toml(groups, shown), nl=False)
+                typer.echo(to_toml(options, flags), nl=False)
                 return 0
             return verb(flags)
 
-        parameters = [_parameter("ctx", typer.Context)]
-        for group in groups:
-            for name, hint in get_type_hints(group, include_extras=True).items():
-                if name == "config":
-                    hint = _reading(hint, groups)
-                parameters.append(
-                    _parameter(name, hint, getattr(group, name, inspect.Parameter.empty))
-                )
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        def read_config(ctx: typer.Context, value: Path | None) -> Path | None:
+            if value is not None:
+                from mismatch.cli.config import read_config as read
+
+                ctx.default_map = {**(ctx.default_map or {}), **read(value, options)}
+            return value
+
+        context = inspect.Parameter("ctx", KEYWORD_ONLY, annotation=typer.Context)
+        parameters = [
+            option.parameter(read_config if option.name == "config" else None) for option in options
+        ]
+        # typer reads a command's parameters from its signature.
+        command.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
         command.__name__, command.__doc__ = verb.__name__, verb.__doc__
+        command.options = options  # type: ignore[attr-defined]
         return command
 
     return decorate
 
 
-def _parameter(name: str, hint: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=hint)
+def _flat(groups: Iterable[Option | tuple[Option, ...]]) -> Iterable[Option]:
+    for group in groups:
+        yield from (group,) if isinstance(group, Option) else group
 
 
-def _given(ctx: typer.Context, name: str) -> bool:
+def _is_explicit(ctx: typer.Context, name: str) -> bool:
     source = ctx.get_parameter_source(name)
     return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP", "ENVIRONMENT")
-
-
-def _reading(hint: Any, groups: tuple[type, ...]) -> Any:
-    """``--config`` is read before all other flags and becomes their defaults."""
-    kind, option = hint.__origin__, hint.__metadata__[0]
-
-    def read(ctx: typer.Context, value: Any) -> Any:
-        if value is not None:
-            from mismatch.cli.config import read_config
-
-            ctx.default_map = {**(ctx.default_map or {}), **read_config(value, groups)}
-        return value
-
-    eager = typer.Option(
-        help=option.help, rich_help_panel=option.rich_help_panel, is_eager=True, callback=read
-    )
-    return Annotated[kind, eager]

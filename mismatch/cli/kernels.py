@@ -7,15 +7,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from mismatch.cli.flags import Flags, with_flags
-from mismatch.cli.options import MODEL, OUTPUT, ModelFlags
+from mismatch.cli.flags import DTYPE_NAMES, Flags, Option, with_flags
+from mismatch.cli.options import JSON, MODEL_FLAGS
 from mismatch.errors import MismatchError
+from mismatch.specs import MODEL, OUTPUT
 
 if TYPE_CHECKING:
     from mismatch.experiments.kernels.types import AuditReport
@@ -27,67 +27,75 @@ DTYPES = ("fp64", "fp32", "bf16", "fp16")
 SHORTEST, LONGEST = 16, 1 << 20  # tokens of a sequence whose costs are taken
 
 
-class Only(StrEnum):
-    attention = "attention"
-    experts = "experts"
-
-
-def _flag(panel: str, help: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(help=help, rich_help_panel=panel)
-    return option
-
-
-class AuditFlags:
-    kernel: Annotated[
+AUDIT_FLAGS = (
+    Option(
+        "kernel",
         list[str] | None,
-        _flag(
-            AUDIT,
-            "Attention of your own, package.module:function, with @eager, @sdpa, @flash or @none "
-            "for the mask it takes; repeatable.",
-        ),
-    ] = None
-    kernel_experts: Annotated[
+        None,
+        AUDIT,
+        "Attention of your own, package.module:function, with @eager, @sdpa, @flash or @none for "
+        "the mask it takes; repeatable.",
+    ),
+    Option(
+        "kernel_experts",
         list[str] | None,
-        _flag(AUDIT, "Experts of your own, package.module:function; repeatable."),
-    ] = None
-    only: Annotated[Only | None, _flag(AUDIT, "Default: both.")] = None
-    name: Annotated[
+        None,
+        AUDIT,
+        "Experts of your own, package.module:function; repeatable.",
+    ),
+    Option("only", Literal["attention", "experts"] | None, None, AUDIT, "Default: both."),
+    Option(
+        "name",
         list[str] | None,
-        _flag(AUDIT, "Only this one, beside your own: eager, sink-sdpa …; repeatable."),
-    ] = None
-    dtype: Annotated[
-        list[str] | None, _flag(AUDIT, "fp64, fp32, bf16 or fp16; repeatable. Default: by device.")
-    ] = None
-    tokens: Annotated[str | None, _flag(AUDIT, "Lengths for time and memory: 1024,4096.")] = None
-    harm: Annotated[bool, _flag(AUDIT, "Run what is wrong on the model as a whole.")] = True
-    time_limit: Annotated[
-        float, _flag(AUDIT, "Seconds for one implementation; then it is ended.")
-    ] = 900.0
-    seed: Annotated[int, _flag(AUDIT, "Of the inputs.")] = 0
-
-
-class AuditOutput:
-    run: Annotated[
+        None,
+        AUDIT,
+        "Only this one, beside your own: eager, sink-sdpa …; repeatable.",
+    ),
+    Option(
+        "dtype",
+        list[str] | None,
+        None,
+        AUDIT,
+        "fp64, fp32, bf16 or fp16; repeatable. Default: by device.",
+    ),
+    Option("tokens", str | None, None, AUDIT, "Lengths for time and memory: 1024,4096."),
+    Option("harm", bool, True, AUDIT, "Run what is wrong on the model as a whole."),
+    Option(
+        "time_limit",
+        float,
+        900.0,
+        AUDIT,
+        "Seconds for one implementation; then it is ended.",
+        positive=True,
+    ),
+    Option("seed", int, 0, AUDIT, "Of the inputs."),
+)
+AUDIT_OUTPUT = (
+    Option(
+        "run",
         Path | None,
-        _flag(MODEL, "Run whose model and tokens are taken; its report gets the result."),
-    ] = None
-    out: Annotated[
-        Path | None, _flag(OUTPUT, "Directory for kernels.html and kernels.json; default: none.")
-    ] = None
-    details: Annotated[
-        bool,
-        typer.Option("--details", help="Also errors per dtype and costs.", rich_help_panel=OUTPUT),
-    ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = (
-        False
-    )
+        None,
+        MODEL,
+        "Run whose model and tokens are taken; its report gets the result.",
+    ),
+    Option(
+        "out",
+        Path | None,
+        None,
+        OUTPUT,
+        "Directory for kernels.html and kernels.json; default: none.",
+    ),
+    Option("details", bool, False, OUTPUT, "Also errors per dtype and costs.", switch=True),
+    JSON,
+)
 
 
-@with_flags(ModelFlags, AuditFlags, AuditOutput)
+@with_flags(MODEL_FLAGS, AUDIT_FLAGS, AUDIT_OUTPUT)
 def kernels(flags: Flags) -> int:
-    """Audit every attention and expert implementation here, and your own, for one model.
+    """Audit attention and expert kernels, and your own.
 
-    Each runs forward and backward and is held against float64: sinks, window, packing, gradients.
+    Every implementation on this machine, for one model: each runs forward and backward and is
+    held against float64: sinks, window, packing, gradients.
 
     Exit code 0: nothing wrong with any that a run could use. 1: one of them, or one of your own,
     is wrong. 2: nothing was audited.
@@ -134,11 +142,11 @@ def audit_spec(flags: Flags) -> AuditSpec:
         model=model,
         revision=revision,
         trust_remote_code=trust,
-        only=flags["only"] and flags["only"].value,
+        only=flags["only"],
         names=tuple(flags["name"] or ()),
         kernels=tuple(flags["kernel"] or ()),
         expert_kernels=tuple(flags["kernel_experts"] or ()),
-        dtypes=_dtypes(flags["dtype"] or []),
+        dtypes=_dtypes(flags["dtype"] or [], model, revision),
         tokens=_lengths(flags["tokens"]),
         harm=flags["harm"],
         run=None if flags["run"] is None else str(flags["run"]),
@@ -148,34 +156,29 @@ def audit_spec(flags: Flags) -> AuditSpec:
 
 
 def _require_sense(flags: Flags) -> None:
-    only = flags["only"] and flags["only"].value
+    only = flags["only"]
     for kind, name in (("experts", "kernel"), ("attention", "kernel_experts")):
         if only == kind and flags[name]:
             raise MismatchError(
                 f"--only {kind} leaves nothing to do for --{name.replace('_', '-')}",
                 "drop one of the two",
             )
-    if flags["time_limit"] <= 0:
-        raise MismatchError(f"--time-limit {flags['time_limit']:g} is no time", "give seconds")
 
 
 def _model(flags: Flags) -> tuple[str, str | None, bool]:
-    """Model, revision, whether its own code may run: as given, or those of the run's trainer."""
+    """Model, revision, whether its own code may run: of the flags, or of the run's trainer."""
     from mismatch.models import resolve_model
     from mismatch.run.directory import load_spec
 
-    given = flags["model"]
+    name = flags["model"]
     if flags["run"] is None:
-        return (
-            resolve_model(given or DEFAULT_MODEL),
-            flags["revision"],
-            flags["trust_remote_code"],
-        )
+        model = resolve_model(name or DEFAULT_MODEL)
+        return model, flags["revision"], flags["trust_remote_code"]
     train = load_spec(flags["run"]).train
     try:
-        model = resolve_model(given or train.model)
+        model = resolve_model(name or train.model)
     except MismatchError as error:
-        if given is not None:
+        if name is not None:
             raise
         raise MismatchError(
             f"the model of {flags['run']} is not on this machine: {train.model}",
@@ -183,33 +186,39 @@ def _model(flags: Flags) -> tuple[str, str | None, bool]:
         ) from error
     if Path(model).name != Path(train.model).name:  # a run may come from another machine
         raise MismatchError(
-            f"--model {given} is not the model of {flags['run']}: {train.model}",
+            f"--model {name} is not the model of {flags['run']}: {train.model}",
             "drop --model: the run's own is taken",
         )
     return model, train.revision, train.trust_remote_code
 
 
-def _dtypes(given: list[str]) -> tuple[str, ...]:
-    found = tuple(dict.fromkeys(one for text in given for one in text.split(",")))
-    for one in found:
-        if one not in DTYPES:
-            raise MismatchError(f"--dtype {one!r} is unknown", f"one of {', '.join(DTYPES)}")
-    return found
+def _dtypes(texts: list[str], model: str, revision: str | None) -> tuple[str, ...]:
+    """Names of ``--dtype``, separated by commas or repeated; vLLM's names will do."""
+    from mismatch.cli.to_spec import checkpoint_dtype
+
+    dtypes = []
+    for name in (name for text in texts for name in text.split(",")):
+        dtype = DTYPE_NAMES.get(name, name)
+        dtype = checkpoint_dtype(model, revision) if dtype == "auto" else dtype
+        if dtype not in DTYPES:
+            raise MismatchError(f"--dtype {name!r} is unknown", f"one of {', '.join(DTYPES)}")
+        dtypes.append(dtype)
+    return tuple(dict.fromkeys(dtypes))
 
 
-def _lengths(given: str | None) -> tuple[int, ...]:
-    if given is None:
+def _lengths(text: str | None) -> tuple[int, ...]:
+    if text is None:
         return ()
     try:
-        found = sorted({int(one) for one in given.split(",")})
+        lengths = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        found = []
-    if not found or found[0] < SHORTEST or found[-1] > LONGEST:
+        lengths = []
+    if not lengths or lengths[0] < SHORTEST or lengths[-1] > LONGEST:
         raise MismatchError(
-            f"--tokens {given!r} names no lengths from {SHORTEST} to {LONGEST:,}",
+            f"--tokens {text!r} names no lengths from {SHORTEST} to {LONGEST:,}",
             "write them with commas: --tokens 1024,4096",
         )
-    return tuple(found)
+    return tuple(lengths)
 
 
 @contextmanager
@@ -227,8 +236,8 @@ def _place(out: Path | None, model: str) -> Iterator[Path]:
                 shutil.rmtree(place)  # it was new or empty
             raise
         return
-    with tempfile.TemporaryDirectory(prefix="mismatch-kernels-") as made:
-        yield Path(made)
+    with tempfile.TemporaryDirectory(prefix="mismatch-kernels-") as scratch:
+        yield Path(scratch)
 
 
 def save(report: AuditReport, out: Path) -> None:
@@ -258,5 +267,5 @@ def save_in_run(report: AuditReport, run: Path) -> None:
     with at_work(run, "kernels", load_spec(run), command()):
         store.save_document(run, FILE, kernels_to_json(report), schema=SCHEMA)
         if (run / "report.json").exists():
-            known = report_from_json(store.load_document(run, "report.json"))
-            write_report(run, known.with_analyses(kernels=report), store.load_tokens(run))
+            stored = report_from_json(store.load_document(run, "report.json"))
+            write_report(run, stored.with_analyses(kernels=report), store.load_tokens(run))

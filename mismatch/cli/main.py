@@ -5,34 +5,96 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
+from importlib import import_module
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from mismatch import __version__
-from mismatch.cli.check import check
-from mismatch.cli.compare import compare
-from mismatch.cli.corrections import corrections
-from mismatch.cli.doctor import doctor
-from mismatch.cli.fixes import fixes
-from mismatch.cli.kernels import kernels
-from mismatch.cli.metrics import metrics
-from mismatch.cli.models import models
-from mismatch.cli.report import report
-from mismatch.cli.rollout import rollout
-from mismatch.cli.score import score
 from mismatch.errors import MismatchError
 
+# Commands in the order of the help. Each lives in the module of its name, imported when it is run.
+COMMANDS = {
+    "check": "Sample, score the same tokens under FSDP2, compare, judge.",
+    "rollout": "Sample in the engine; score later, here or elsewhere.",
+    "score": "Score the tokens of a run under FSDP2.",
+    "compare": "Compare a run again, or any two scorings of the same tokens.",
+    "corrections": "Try TIS, IcePop, MIS, rejection and more on a run's tokens.",
+    "fixes": "List the fixes that a check can try, or show one of them.",
+    "kernels": "Audit attention and expert kernels, and your own.",
+    "report": "Print the report of a run, write its HTML and Markdown again.",
+    "doctor": "What this machine can measure, and whether a model fits.",
+    "metrics": "List every metric, or explain one.",
+    "models": "List embedded models and short names.",
+}
 RESUME = "go on where it stopped: the same command with --resume"
-RESUMABLE = ("check", "rollout")  # other verbs keep what is done by themselves, or start again
-
+RESUMABLE = ("check", "rollout")  # other commands keep finished work themselves, or start again
+USAGE = 2
 INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt
+
+
+class Command(TyperCommand):
+    """A command whose help has one section per panel, and whose flags may stand alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        alone = {option.flag: option.alone for option in self.callback.options if option.alone}  # type: ignore[union-attr]
+        following = [*args[1:], "-"]
+        args = [
+            f"{text}={alone[text]}" if text in alone and after.startswith("-") else text
+            for text, after in zip(args, following, strict=False)
+        ]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if parameter.param_type_name == "argument":
+                title = "Arguments"
+            else:
+                title = getattr(parameter, "rich_help_panel", None) or "Options"
+            sections.setdefault(title, []).extend([row] if row else [])
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+class Group(TyperGroup):
+    """The commands, imported when they are needed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        module = import_module(f"mismatch.cli.{cmd_name}")
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(cmd_name, cls=Command)(getattr(module, cmd_name))
+        return typer.main.get_command(single)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            guess = f". Did you mean {near[0]}?" if near else ""
+            raise MismatchError(
+                f"No such command: {args[0]}{guess}", "mismatch --help lists every command"
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
 
 app = typer.Typer(
     name="mismatch",
-    no_args_is_help=True,
+    cls=Group,
+    invoke_without_command=True,
     add_completion=False,
+    add_help_option=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Do the inference engine and the trainer give the same tokens the same probabilities? "
@@ -46,26 +108,29 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _print_help(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+# --help is a flag of our own because typer's, when it is absent, imports pydantic.
 @app.callback()
 def _root(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
     ] = False,
-) -> None:
-    pass
-
-
-app.command()(check)
-app.command()(rollout)
-app.command()(score)
-app.command()(compare)
-app.command()(corrections)
-app.command()(fixes)
-app.command()(kernels)
-app.command()(report)
-app.command()(doctor)
-app.command()(metrics)
-app.command()(models)
+    help: Annotated[
+        bool,
+        typer.Option(
+            "--help", callback=_print_help, is_eager=True, help="Show this message and exit."
+        ),
+    ] = False,
+) -> int:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+    return USAGE
 
 
 def main() -> NoReturn:
@@ -73,37 +138,38 @@ def main() -> NoReturn:
     # A TERM ends the tool as Ctrl-C does: through every `finally`, so that no worker is left.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = app(_bare_resume(sys.argv[1:]), standalone_mode=False)
+        code = app(prog_name="mismatch", standalone_mode=False)
     except MismatchError as error:
         _complain(error.message, error.fix)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except SystemExit:  # typer's answer to an output that nobody reads (mismatch … | head)
-        sys.exit(2)
+        sys.exit(USAGE)
     except OSError as error:
         _complain(str(error), "check the path, its permissions and the free disk space")
     except Exception as error:
-        if not hasattr(error, "format_message"):  # click's own usage errors have one
+        if not hasattr(error, "format_message"):  # usage errors of typer have one
             _own_fault(error)
-        _complain(error.format_message(), "mismatch COMMAND --help lists every option")
+        _complain(*_usage_error(error))
     if code == INTERRUPTED:
-        resumable = any(one in RESUMABLE for one in sys.argv[1:2])
+        resumable = any(command in RESUMABLE for command in sys.argv[1:2])
         fix = RESUME if resumable else "run the same command again"
         _complain("interrupted; every process that was started has been ended", fix)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _bare_resume(arguments: list[str]) -> list[str]:
-    """``--resume`` may stand alone, which typer has no words for: the newest run is meant."""
-    followed = zip(arguments, [*arguments[1:], "-"], strict=True)
-    return [
-        "--resume=newest" if one == "--resume" and after.startswith("-") else one
-        for one, after in followed
-    ]
-
-
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _usage_error(error: Any) -> tuple[str, str]:
+    """Message and fix of a command line that typer cannot read."""
+    context = getattr(error, "ctx", None)
+    verb = next((text for text in sys.argv[1:2] if text in COMMANDS), "")
+    command = context.command_path if context is not None else f"mismatch {verb}".strip()
+    near = getattr(error, "possibilities", None)  # unknown flags: the nearest first
+    message = f"{error.message}. Did you mean {near[0]}?" if near else error.format_message()
+    return message, f"{command} --help lists every option"
 
 
 def _own_fault(error: Exception) -> NoReturn:
@@ -120,7 +186,7 @@ def _complain(message: str, fix: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     if fix:
         print(f"  fix: {fix}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(USAGE)
 
 
 if __name__ == "__main__":

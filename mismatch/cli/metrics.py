@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from mismatch.cli.flags import Flags, Option, with_flags
+from mismatch.cli.options import JSON
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,22 +23,28 @@ EXPLANATION = (
 )
 
 
-def metrics(
-    explain: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Formula, direction, unit, interval, levels and names elsewhere of one metric; "
-            "another framework's name will do.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> int:
-    """List every metric with its unit, kind and level of reduction, or explain one."""
+EXPLAIN = Option(
+    "explain",
+    str | None,
+    None,
+    "",
+    "Formula, direction, unit, interval, levels and names elsewhere of one metric; another "
+    "framework's name will do.",
+    metavar="NAME",
+)
+
+
+@with_flags(EXPLAIN, JSON)
+def metrics(flags: Flags) -> int:
+    """List every metric, or explain one.
+
+    The list has unit, kind and level of reduction.
+    """
     from mismatch.metrics import METRICS
 
+    explain = flags["explain"]
     chosen = list(METRICS.values()) if explain is None else [find(explain)]
-    if as_json:
+    if flags["as_json"]:
         rows = [as_data(metric) for metric in chosen]
         typer.echo(json.dumps({"schema": SCHEMA, "metrics": rows}, indent=2, ensure_ascii=False))
     elif explain is not None:
@@ -58,14 +67,14 @@ def find(name: str) -> Metric:
     from mismatch.metrics.names import ALIASES, metric_called
 
     wanted = name.strip()
-    ours = {known.replace(".", "_"): known for known in METRICS}.get(
+    ours = {metric.replace(".", "_"): metric for metric in METRICS}.get(
         wanted.lower().replace(".", "_")
     ) or metric_called(wanted)
     if ours is not None:
         return METRICS[ours]
     others = {alias.name: alias for aliases in ALIASES.values() for alias in aliases}
     near = get_close_matches(wanted, [*METRICS, *others], n=4, cutoff=0.5)
-    near += [known for known in METRICS if wanted and wanted in known and known not in near][:4]
+    near += [ours for ours in METRICS if wanted and wanted in ours and ours not in near][:4]
     hint = f"did you mean {', '.join(near)}? " if near else ""
     raise MismatchError(f"no metric {name!r}", f"{hint}mismatch metrics lists all {len(METRICS)}")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+
+from mismatch.cli.flags import Flags, with_flags
+from mismatch.cli.options import JSON
 
 EXPLANATION = (
     "experts: MoE layers × experts × active per token; mxfp4: only the experts, the rest is bf16.\n"
@@ -13,15 +16,17 @@ EXPLANATION = (
 )
 
 
-def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> int:
-    """List embedded models and short names: parameters, experts, released format, context."""
+@with_flags(JSON)
+def models(flags: Flags) -> int:
+    """List embedded models and short names.
+
+    Parameters, experts, released format and context of each.
+    """
     from rich.console import Console
     from rich.table import Table
 
     rows = model_rows()
-    if as_json:
+    if flags["as_json"]:
         typer.echo(json.dumps({"schema": "mismatch.models/1", "models": rows}, indent=2))
         return 0
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -48,18 +53,17 @@ def models(
 
 def model_rows() -> list[dict[str, Any]]:
     """One row per name, from the shipped configs; no network, no torch."""
-    from mismatch.doctor.shape import read_shape
     from mismatch.models import EMBEDDED
     from mismatch.models.aliases import ALIASES
-    from mismatch.models.offline import find_config
+    from mismatch.models.config import ModelConfig, find_config
 
-    found: list[tuple[str, str | None, str, dict[str, Any], tuple[str, ...]]] = [
+    known: list[tuple[str, str | None, str, dict[str, Any], tuple[str, ...]]] = [
         (name, None, "bf16", find_config(str(path)).values, ()) for name, path in EMBEDDED.items()
     ]
-    found += [(a.name, a.hub_id, a.released, a.config, a.unconfirmed) for a in ALIASES.values()]
+    known += [(a.name, a.hub_id, a.released, a.config, a.unconfirmed) for a in ALIASES.values()]
     rows = []
-    for name, hub_id, released, config, unconfirmed in found:
-        shape = read_shape(config)
+    for name, hub_id, released, config, unconfirmed in known:
+        shape = ModelConfig.of(config).require_counts()
         moe = f"{shape.layers}×{shape.experts}×{shape.top_k}" if shape.experts else None
         rows.append(
             {

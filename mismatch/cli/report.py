@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from mismatch.cli.flags import Flags, with_flags
-from mismatch.cli.options import ExitFlags, NamesFlags, RunArgument
+from mismatch.cli.options import FAIL_ON, NAME_FLAGS, RUN
 
 
-@with_flags(RunArgument, NamesFlags, ExitFlags)
+@with_flags(RUN, NAME_FLAGS, FAIL_ON)
 def report(flags: Flags) -> int:
-    """Print the report of a run and write its HTML and Markdown again. Exit code as `check`.
+    """Print the report of a run, write its HTML and Markdown again.
 
-    A run that cannot be written is printed all the same.
+    Exit code as `check`. A run that cannot be written is printed all the same.
     """
     from mismatch.cli import session
     from mismatch.errors import MismatchError
@@ -22,7 +22,7 @@ def report(flags: Flags) -> int:
     document = report_from_json(store.load_document(run, "report.json"))
     tokens = store.load_tokens(run)
     try:
-        write_rendered(run, document, tokens, names and names.value)
+        write_rendered(run, document, tokens, names)
     except MismatchError as error:
         session.say(
             f"note: the HTML and Markdown report could not be written: {error.message}; "

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from mismatch.cli.flags import Flags, with_flags
 from mismatch.cli.options import (
-    ConfigFlags,
-    EngineFlags,
-    ModelFlags,
-    NewRunFlags,
-    PromptFlags,
-    RoutingFlags,
-    ServerFlags,
+    CONFIG,
+    ENGINE_FLAGS,
+    MODEL_FLAGS,
+    NEW_RUN,
+    PROMPT_FLAGS,
+    ROUTING,
+    SERVER_FLAGS,
 )
 
 
-@with_flags(
-    ModelFlags, PromptFlags, EngineFlags, ServerFlags, RoutingFlags, NewRunFlags, ConfigFlags
-)
+@with_flags(MODEL_FLAGS, PROMPT_FLAGS, ENGINE_FLAGS, SERVER_FLAGS, ROUTING, NEW_RUN, CONFIG)
 def rollout(flags: Flags) -> int:
-    """Sample in the engine, with its own logprobs and experts; score later, here or elsewhere."""
+    """Sample in the engine; score later, here or elsewhere.
+
+    The engine's own logprobs and routed experts are kept with the tokens.
+    """
     from mismatch.cli import session
     from mismatch.cli.to_spec import engine_names, require_model, rollout_spec
     from mismatch.errors import MismatchError

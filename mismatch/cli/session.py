@@ -1,4 +1,4 @@
-"""What the verbs have in common: console, run directory, last line and exit code."""
+"""What the commands have in common: console, run directory, last line and exit code."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mismatch.cli.flags import Flags
-from mismatch.cli.servers import SERVER_FLAGS, moved
+from mismatch.cli.flags import Flags, spec_values
+from mismatch.cli.options import AROUND_A_RUN, FIX_FLAGS, GRADIENT_FLAGS
+from mismatch.cli.servers import SERVER_NAMES, moved
 from mismatch.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -19,11 +20,10 @@ if TYPE_CHECKING:
     from mismatch.specs import CheckSpec
     from mismatch.types import Report
 
-# Flags that may stand beside --resume RUN without saying what to run.
-NOT_SPEC = {"resume", "out", "config", "print_config", "thresholds", "fail_on", "names", "dry_run"}
-FIX_FLAGS = {"fix", "budget_minutes", "verdict"}  # what a finished run may be asked for as well
-GRADIENT_FLAGS = {"gradients", "gradient_prompts"}  # likewise
-ADDED = NOT_SPEC | FIX_FLAGS | GRADIENT_FLAGS | SERVER_FLAGS
+# What a finished run may be asked for as well, by the flags' names.
+FIX_NAMES = frozenset(option.name for option in FIX_FLAGS)
+GRADIENT_NAMES = frozenset(option.name for option in GRADIENT_FLAGS)
+BESIDE_RESUME = AROUND_A_RUN | FIX_NAMES | GRADIENT_NAMES | SERVER_NAMES
 
 
 def stored_spec(flags: Flags) -> CheckSpec | None:
@@ -31,23 +31,24 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
     from mismatch.run.directory import NEWEST, load_spec
 
     resume = flags["resume"]
-    if resume in (None, NEWEST) or flags.given - ADDED:
+    if resume in (None, NEWEST) or flags.explicit - BESIDE_RESUME:
         return None
     spec = load_spec(Path(resume))
     from dataclasses import replace
 
-    from mismatch.cli.to_spec import fix_fields, gradient_fields
+    from mismatch.cli.to_spec import fix_fields
+    from mismatch.specs import CheckSpec
 
-    if flags.given & SERVER_FLAGS:
+    if flags.explicit & SERVER_NAMES:
         engine = moved(spec.rollout.engine, flags)
         spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
-    if flags.given & FIX_FLAGS:
+    if flags.explicit & FIX_NAMES:
         fields = fix_fields(flags, spec.fixes)
-        kept = set() if "fix" in flags.given else FIX_FLAGS - flags.given
+        kept = set() if "fix" in flags.explicit else FIX_NAMES - flags.explicit
         spec = replace(spec, **{name: fields[name] for name in fields.keys() - kept})
-    if flags.given & GRADIENT_FLAGS:  # what is not given stays the run's
-        fields = gradient_fields(flags)
-        spec = replace(spec, **{name: fields[name] for name in GRADIENT_FLAGS & flags.given})
+    if flags.explicit & GRADIENT_NAMES:  # a flag that is not set again stays the run's
+        explicit = {name: flags[name] for name in GRADIENT_NAMES & flags.explicit}
+        spec = replace(spec, **spec_values(CheckSpec, explicit))
         if not spec.gradients:
             fault = f"--gradient-prompts: {resume} takes no gradient"
             raise MismatchError(fault, "add --gradients")
@@ -152,10 +153,10 @@ def conclude(
         from mismatch.reports.elsewhere import Elsewhere
 
         if tokens is None and run_dir is not None:
-            tokens = written_with_names(report, run_dir, flags["names"].value)
-        elsewhere = Elsewhere(tokens, flags["names"].value)
+            tokens = written_with_names(report, run_dir, flags["names"])
+        elsewhere = Elsewhere(tokens, flags["names"])
     print_report(report, Console(), run_dir, elsewhere, details=bool(flags.get("details")))
-    code: int = exit_code(report.verdict, flags["fail_on"].value)
+    code: int = exit_code(report.verdict, flags["fail_on"])
     return code
 
 

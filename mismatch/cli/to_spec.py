@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from mismatch.cli.flags import Flags
+from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
 from mismatch.errors import MismatchError
 
 if TYPE_CHECKING:
     from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
+FIX_FIELDS = "fixes budget_minutes verdict"
+GRADIENT_FIELDS = "gradients gradient_prompts"
+ALL_OF_A_FILE = 10**9  # prompts
 
 
 def check_spec(flags: Flags) -> CheckSpec:
     """The spec that the flags of `check` mean."""
-    from mismatch.injections import parse_injections
     from mismatch.models import resolve_model
     from mismatch.specs import CheckSpec
 
@@ -25,56 +27,43 @@ def check_spec(flags: Flags) -> CheckSpec:
     return CheckSpec(
         rollout=rollout_spec(flags, model),
         train=train_spec(flags, train_model),
-        nproc_per_node=ranks(flags),
-        noise_floor=flags["noise_floor"],
         seed=flags["seed"],
-        forecast_length=positive(flags, "forecast_length"),
-        two_passes=flags["two_passes"],
-        inject=parse_injections(flags["inject"]),
-        weights_effect=flags["weights_effect"] and flags["weights_effect"].value,
         other_engine=other_engine(flags, model),
+        **training_fields(flags),
         **fix_fields(flags),
-        **gradient_fields(flags),
+        **spec_values(CheckSpec, flags, f"forecast_length {GRADIENT_FIELDS}"),
     )
 
 
-def fix_fields(flags: Flags, known: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What ``--fix`` and its companions mean; nothing for verbs that have none.
+def training_fields(flags: Flags) -> dict[str, Any]:
+    """What a check's spec says of the training side, beside its trainer."""
+    from mismatch.injections import parse_injections
+    from mismatch.run.machine import local_gpus
+    from mismatch.specs import CheckSpec
+
+    ranks = flags["nproc_per_node"]
+    return {
+        "nproc_per_node": (local_gpus() or 2) if ranks is None else ranks,
+        "inject": parse_injections(flags["inject"]),
+        **spec_values(CheckSpec, flags, "noise_floor two_passes weights_effect"),
+    }
+
+
+def fix_fields(flags: Flags, stored: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What ``--fix`` and its companions mean; nothing for commands that have none.
 
     Args:
-        known: fixes that a run has already, where ``--fix`` names none.
+        stored: fixes that a run has already, where ``--fix`` names none.
     """
     if "fix" not in flags:
         return {}
     from mismatch.experiments.fixes.planning import parse_requests
+    from mismatch.specs import CheckSpec
 
-    asked = parse_requests(flags["fix"] or ()) or known
-    minutes = flags["budget_minutes"]
-    if minutes is not None and minutes <= 0:
-        raise MismatchError(f"--budget-minutes {minutes:g} is no time", "give minutes above 0")
-    if flags["verdict"].value == "after-fixes" and not asked:
+    fixes = parse_requests(flags["fix"] or ()) or stored
+    if flags["verdict"] == "after-fixes" and not fixes:
         raise MismatchError("--verdict after-fixes without fixes", "name some: --fix all")
-    return {"fixes": asked, "budget_minutes": minutes, "verdict": flags["verdict"].value}
-
-
-def gradient_fields(flags: Flags) -> dict[str, Any]:
-    """What ``--gradients`` means; nothing for verbs that do not have it."""
-    if "gradients" not in flags:
-        return {}
-    prompts = int(flags["gradient_prompts"])
-    if prompts < 1:
-        raise MismatchError(f"--gradient-prompts {prompts} is no batch", "give 1 or more")
-    return {"gradients": flags["gradients"], "gradient_prompts": prompts}
-
-
-def positive(flags: Flags, name: str) -> int:
-    """A flag that counts tokens, at least 1."""
-    value = int(flags[name])
-    if value < 1:
-        raise MismatchError(
-            f"--{name.replace('_', '-')} {value} is no length", "give a number of tokens, 1 or more"
-        )
-    return value
+    return {"fixes": fixes, **spec_values(CheckSpec, flags, FIX_FIELDS)}
 
 
 def verl_model(flags: Flags) -> str | None:
@@ -95,8 +84,7 @@ def require_model(flags: Flags) -> str:
 
 def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     """The engine's side; ``model`` is resolved already."""
-    from mismatch.specs import PromptSpec, RolloutSpec
-    from mismatch.types import Sampling
+    from mismatch.specs import PromptSpec, RolloutSpec, Sampling
 
     names = engine_names(flags)
     for engine_name in ("vllm", "sglang"):
@@ -104,23 +92,21 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
             raise MismatchError(
                 f"--{engine_name}-python given with --engine {names[0]}", "drop one of the two"
             )
-    engine = engine_spec(flags, model, names[0], flags["engine_arg"])
     if flags["prompts"] and flags["dataset"]:
         raise MismatchError("--prompts and --dataset both name the prompts", "drop one of the two")
-    default_prompts = 64 if flags["prompts"] is None else 10**9  # a file: all of it
-    prompts = PromptSpec(
-        path=flags["prompts"],
-        num_prompts=default_prompts if flags["num_prompts"] is None else flags["num_prompts"],
-        seed=flags["seed"],
-        **flags.pick("dataset dataset_config dataset_split prompt_column answer_column"),
+    count = flags["num_prompts"]
+    if count is None:
+        count = PromptSpec().num_prompts if flags["prompts"] is None else ALL_OF_A_FILE
+    return RolloutSpec(
+        engine=engine_spec(flags, model, names[0], flags["engine_arg"]),
+        prompts=PromptSpec(num_prompts=count, **spec_values(PromptSpec, flags)),
+        sampling=Sampling(seed=flags["seed"], **spec_values(Sampling, flags)),
+        **spec_values(RolloutSpec, flags),
     )
-    law = flags.pick("temperature top_p top_k max_tokens samples_per_prompt seed")
-    exact = flags.pick("exact_kl exact_kl_top_k")
-    return RolloutSpec(engine=engine, prompts=prompts, sampling=Sampling(**law), **exact)
 
 
 def engine_names(flags: Flags) -> list[str]:
-    """The engines asked for, one or two.
+    """The engines of the flags, one or two.
 
     Raises:
         MismatchError: more, or the same twice.
@@ -140,19 +126,16 @@ def engine_names(flags: Flags) -> list[str]:
 
 def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None) -> EngineSpec:
     """One engine; all but its own arguments and interpreter is common to both."""
-    from mismatch.cli.servers import server_fields
+    from mismatch.cli.servers import server_addresses
     from mismatch.specs import EngineSpec
 
     return EngineSpec(
         engine=name,
         model=model,
-        dtype=flags["dtype"].value,
         args=tuple(_engine_arg(text) for text in arguments or ()),
         python=flags.get(f"{name}_python"),
-        weights=flags["rollout_weights"].value,
-        **flags.pick("tensor_parallel_size max_model_len gpu_memory_utilization prefill"),
-        **flags.pick("revision trust_remote_code routing"),
-        **server_fields(flags),
+        servers=server_addresses(flags),
+        **spec_values(EngineSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"])),
     )
 
 
@@ -183,30 +166,29 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
     """The trainer's side; ``model`` is resolved already."""
     from mismatch.specs import TrainSpec
 
-    return TrainSpec(
-        model=model,
-        dtype=flags["train_dtype"].value,
-        master_dtype=flags["master_dtype"].value,
-        autocast=flags["autocast"] and flags["autocast"].value,
-        head_dtype=flags["head_dtype"] and flags["head_dtype"].value,
-        experts=flags["experts_implementation"],
-        layout=flags["layout"].value,
-        weights=flags["train_weights"].value,
-        router_dtype=flags["router_dtype"] and flags["router_dtype"].value,
-        temperature_in=flags["temperature_in"].value,
-        logprobs_dtype=flags["logprobs_dtype"] and flags["logprobs_dtype"].value,
-        replay_routing=flags["replay_routing"] and flags["replay_routing"].value,
-        **flags.pick("attention micro_batch_tokens"),
-        **flags.pick("revision trust_remote_code routing"),
-    )
+    shared = flags.pick("revision trust_remote_code routing")
+    values = spec_values(TrainSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"]))
+    return TrainSpec(model=model, **shared, **values)
 
 
-def ranks(flags: Flags) -> int:
-    """``--nproc-per-node``, or the GPUs, or 2."""
-    from mismatch.run.machine import local_gpus
+def checkpoint_dtype(model: str, revision: str | None) -> str:
+    """What ``auto`` means: the dtype that the checkpoint's config.json names.
 
-    given: int | None = flags["nproc_per_node"]
-    return (local_gpus() or 2) if given is None else given
+    Raises:
+        MismatchError: the config is not on this machine, or names none that can be run.
+    """
+    from mismatch.models.config import ModelConfig, find_config
+
+    config = ModelConfig.of(find_config(model, revision).values)
+    # Of a quantised checkpoint that names none: that of what is not quantised.
+    name = config.dtype or ("bfloat16" if config.quantised else "")
+    dtype = DTYPE_NAMES.get(name.removeprefix("torch."))
+    if dtype in (None, AUTO):
+        raise MismatchError(
+            f"auto: the config.json of {model} names {name or 'no dtype'}",
+            "name one: bf16, fp16, fp32",
+        )
+    return str(dtype)
 
 
 def _engine_arg(text: str) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""``--trainer`` and ``--verl-config``: a framework's settings where the user has given none."""
+"""``--trainer`` and ``--verl-config``: a framework's settings where the user has set none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def with_trainer(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
     """The check as the named framework would run it, and what the user should know about it.
 
-    Flags that were given win over a preset or a config.
+    Explicit flags win over a preset or a config.
 
     Raises:
         MismatchError: unknown preset, both options at once, or a config that cannot be read.
@@ -40,9 +40,9 @@ def _from_preset(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
     from mismatch.presets import get_preset, installed_kernels
 
     preset = get_preset(flags["trainer"])
-    applied = preset.resolve(spec.train, flags.given, installed_kernels())
+    applied = preset.resolve(spec.train, flags.explicit, installed_kernels())
     notes = [f"trainer: {preset.title}"]
-    notes += [f"  {one.field} = {one.value}: {one.what}" for one in applied.settings]
+    notes += [f"  {item.field} = {item.value}: {item.what}" for item in applied.settings]
     notes += [f"  kept: {line}" for line in applied.kept]
     missing = applied.not_reproduced
     spec = replace(spec, train=applied.train, preset=preset.title, not_reproduced=missing)
@@ -55,7 +55,7 @@ def _from_verl(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
     from mismatch.presets.verl_config import read_verl_config
 
     config = read_verl_config(flags["verl_config"], flags["verl_override"] or ())
-    applied = config.apply(spec, flags.given, installed_kernels(), is_cpu_build())
+    applied = config.apply(spec, flags.explicit, installed_kernels(), is_cpu_build())
     notes = [f"trainer: {applied.spec.preset}"]
     notes += [f"  {used}" for used in applied.used]
     notes += [f"  kept: {line}" for line in applied.kept]

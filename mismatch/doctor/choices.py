@@ -9,7 +9,7 @@ from mismatch.doctor.experts import IMPLEMENTATIONS, backward_bytes, forward_byt
 from mismatch.doctor.fit import gib
 from mismatch.doctor.memory import predict_trainer
 from mismatch.doctor.parts import BYTES, Work
-from mismatch.doctor.shape import Shape
+from mismatch.models.config import ModelConfig
 from mismatch.specs import Pass
 
 AUTO = "grouped_mm"  # transformers' own choice
@@ -36,7 +36,7 @@ class ExpertChoice:
 
 
 def expert_choices(
-    shape: Shape, passes: Sequence[Pass], world: int, work: Work, device: str
+    shape: ModelConfig, passes: Sequence[Pass], world: int, work: Work, device: str
 ) -> tuple[ExpertChoice, ...]:
     """Every implementation in place of the chosen one, in this run; () for a dense model."""
     if not shape.experts:

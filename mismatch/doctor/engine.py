@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mismatch.doctor.parts import BYTES, Moment, Part, Prediction
-from mismatch.doctor.shape import MXFP4_BITS, Shape
+from mismatch.models.config import MXFP4_BITS, ModelConfig
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
 
@@ -28,7 +28,7 @@ class Demand:
 
 
 def predict_engine(
-    shape: Shape,
+    shape: ModelConfig,
     spec: EngineSpec,
     demand: Demand,
     device: str = "cuda",
@@ -48,13 +48,13 @@ def predict_engine(
     return _vllm(shape, spec, demand, args, device, device_bytes)
 
 
-def kv_bytes_per_sequence(shape: Shape, tokens: int, dtype_bytes: int, split: int = 1) -> int:
+def kv_bytes_per_sequence(shape: ModelConfig, tokens: int, dtype_bytes: int, split: int = 1) -> int:
     """Keys and values of one sequence on one of ``split`` devices; KV heads are never cut."""
     share = max(1, shape.kv_heads // split) / shape.kv_heads
     return int(shape.kv_elements(tokens) * dtype_bytes * share)
 
 
-def weight_bytes(shape: Shape, spec: EngineSpec, keeps_mxfp4: bool) -> int:
+def weight_bytes(shape: ModelConfig, spec: EngineSpec, keeps_mxfp4: bool) -> int:
     """Weights on one device: in the spec's dtype, MXFP4 experts as they are where kept so."""
     packed = shape.layers * shape.expert_matrices if shape.quantised == "mxfp4" else 0
     packed = packed if keeps_mxfp4 else 0
@@ -80,7 +80,7 @@ def vllm_batch(
 
 
 def _vllm(
-    shape: Shape,
+    shape: ModelConfig,
     spec: EngineSpec,
     demand: Demand,
     args: Mapping[str, Any],
@@ -116,7 +116,7 @@ def _vllm(
 
 
 def _transformers(
-    shape: Shape, spec: EngineSpec, demand: Demand, args: Mapping[str, Any]
+    shape: ModelConfig, spec: EngineSpec, demand: Demand, args: Mapping[str, Any]
 ) -> Prediction:
     b = BYTES[spec.dtype]
     running = min(int(args.get("max_num_seqs", TRANSFORMERS_BATCH)), demand.sequences)

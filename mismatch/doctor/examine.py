@@ -9,10 +9,9 @@ from mismatch.doctor.choices import expert_warnings
 from mismatch.doctor.engine import weight_bytes
 from mismatch.doctor.machine import Machine, Package, look
 from mismatch.doctor.plan import Plan, plan
-from mismatch.doctor.shape import read_shape
 from mismatch.engines.registry import ENGINES, INSTALL
 from mismatch.errors import MismatchError
-from mismatch.models.offline import find_config, offline
+from mismatch.models.config import find_config, offline
 from mismatch.pipeline.preflight import SHARED_BYTES
 from mismatch.specs import CheckSpec
 
@@ -229,7 +228,7 @@ def _weights(spec: CheckSpec, machine: Machine) -> list[Ability]:
     if found.weights is not None:
         return []
     size = weight_bytes(
-        read_shape(found.values), replace(spec.rollout.engine, tensor_parallel_size=1), True
+        found.model.require_counts(), replace(spec.rollout.engine, tensor_parallel_size=1), True
     )
     need = f"{size / 1e9:.0f} GB of weights are not on this machine"
     if offline():

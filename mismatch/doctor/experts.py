@@ -6,14 +6,14 @@ of the busiest expert, N at most: what routing will do is not known beforehand.
 
 from __future__ import annotations
 
-from mismatch.doctor.shape import Shape
+from mismatch.models.config import ModelConfig
 from mismatch.training.limits import EXPERT_ROWS
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm", "bounded")
 
 
 def forward_bytes(
-    shape: Shape, implementation: str, tokens: int, b: int, rows: int | None = None
+    shape: ModelConfig, implementation: str, tokens: int, b: int, rows: int | None = None
 ) -> int:
     """Bytes of a forward pass without gradients, above weights and hidden states, output included.
 
@@ -23,7 +23,7 @@ def forward_bytes(
     """
     hidden, width, pairs = shape.hidden, shape.width, tokens * shape.top_k
     rows = tokens if rows is None else rows
-    biased = shape.traits.expert_bias
+    biased = shape.traits.biased_experts
     if implementation == "batched_mm":
         return pairs * (3 * hidden * width + hidden + 3 * width) * b
     # Gate, activation and biases of gpt-oss are separate tensors; the others' are fewer.
@@ -39,7 +39,7 @@ def forward_bytes(
 
 
 def backward_bytes(
-    shape: Shape, implementation: str, tokens: int, b: int, rows: int | None = None
+    shape: ModelConfig, implementation: str, tokens: int, b: int, rows: int | None = None
 ) -> int:
     """Bytes of a trainer's forward and backward pass, above weights, their gradient and the input.
 
@@ -47,7 +47,7 @@ def backward_bytes(
     """
     hidden, width, pairs = shape.hidden, shape.width, tokens * shape.top_k
     matrix = hidden * width  # a third of an expert; matmul libraries rearrange two of them at most
-    biased = shape.traits.expert_bias
+    biased = shape.traits.biased_experts
     saved = 2 * hidden + (8 if biased else 4) * width
     if implementation == "batched_mm":
         # Of the copies and their gradients the larger half; the gradient of all experts comes last.

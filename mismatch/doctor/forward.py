@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mismatch.doctor.experts import forward_bytes
 from mismatch.doctor.parts import BYTES, Part, Work
-from mismatch.doctor.shape import Shape
+from mismatch.models.config import ModelConfig
 from mismatch.specs import TrainSpec
 from mismatch.training.logprobs import CHUNK_BYTES, STRIP_BYTES
 
@@ -25,7 +25,9 @@ EXPERTS = {  # implementation: name of the part, formula (see mismatch.doctor.ex
 class Forward:
     """Tensors of a pass over [B, T] tokens, bytes by part."""
 
-    def __init__(self, shape: Shape, spec: TrainSpec, rows: int, longest: int, device: str) -> None:
+    def __init__(
+        self, shape: ModelConfig, spec: TrainSpec, rows: int, longest: int, device: str
+    ) -> None:
         self.shape = shape
         self.spec = spec
         self.device = device
@@ -34,7 +36,7 @@ class Forward:
         self.b = BYTES[spec.autocast or spec.dtype]
         self.kernel = spec.attention
         if self.kernel in ("auto", "transformers"):
-            self.kernel = "sink-sdpa" if shape.traits.sinks else "sdpa"
+            self.kernel = "sink-sdpa" if shape.sinks else "sdpa"
         self.experts = "grouped_mm" if spec.experts == "auto" else spec.experts
         self.scores = rows * shape.heads * longest * longest  # elements of [B, h, T, T]
 
@@ -59,7 +61,7 @@ class Forward:
     def _score_bytes(self) -> int:
         if self.kernel != "eager":
             return 0
-        if self.shape.traits.sinks:
+        if self.shape.sinks:
             return 3 * self.scores * self.b  # scores, with the sink's column, less their maximum
         # Scores, then their float32 copy and its softmax.
         return self.scores * (self.b + 8 if self.b == 2 else 2 * self.b)
@@ -67,7 +69,7 @@ class Forward:
     def _score_formula(self) -> str:
         if self.kernel != "eager":
             return "0: never whole"
-        return "3·B·h·T²·b" if self.shape.traits.sinks else "B·h·T²·(b + 8)"
+        return "3·B·h·T²·b" if self.shape.sinks else "B·h·T²·(b + 8)"
 
     def _masks(self) -> int:
         """[B, 1, T, T] per kind of layer; fused kernels need none for plain causal rows."""

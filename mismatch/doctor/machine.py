@@ -87,7 +87,7 @@ def look(try_imports: bool = True) -> Machine:
     """
     import psutil
 
-    from mismatch.models.offline import hub_cache
+    from mismatch.models.config import hub_cache
 
     memory = psutil.virtual_memory()
     cache = hub_cache()

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from mismatch.doctor.forward import Forward
 from mismatch.doctor.parts import BYTES, Moment, Part, Prediction, Work
-from mismatch.doctor.shape import Shape
+from mismatch.models.config import ModelConfig
 from mismatch.specs import TrainSpec
 
 __all__ = ["Moment", "Part", "Prediction", "Work", "predict_trainer"]
 
 
 def predict_trainer(
-    shape: Shape,
+    shape: ModelConfig,
     spec: TrainSpec,
     world: int,
     work: Work,
@@ -61,7 +61,7 @@ def predict_trainer(
     )
 
 
-def _shard(shape: Shape, world: int, m: int) -> Part:
+def _shard(shape: ModelConfig, world: int, m: int) -> Part:
     """Parameters at rest. Experts are cut along E: more ranks than experts share no further."""
     per_rank = -(-shape.experts // world) / shape.experts if shape.experts else 1 / world
     experts = shape.layers * shape.expert_parameters
@@ -78,7 +78,7 @@ def _gather(parameters: int, full: Part, world: int, device: str) -> list[Part]:
     return [full, Part("all-gather buffers", extra, f"{copies - 1}·(its bytes)")]
 
 
-def _head_copy(shape: Shape, spec: TrainSpec) -> tuple[Part, ...]:
+def _head_copy(shape: ModelConfig, spec: TrainSpec) -> tuple[Part, ...]:
     if spec.head_dtype is None or spec.head_dtype == spec.dtype:
         return ()
     size = BYTES[spec.head_dtype]

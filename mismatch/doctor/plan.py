@@ -16,10 +16,9 @@ from mismatch.doctor.engine import Demand
 from mismatch.doctor.fit import Fit
 from mismatch.doctor.machine import Machine
 from mismatch.doctor.parts import Work
-from mismatch.doctor.shape import Shape, read_shape
 from mismatch.doctor.sides import engine_fit, engine_shape, trainer_fits
 from mismatch.errors import MismatchError
-from mismatch.models.offline import OfflineConfig, find_config
+from mismatch.models.config import FoundConfig, ModelConfig, find_config
 from mismatch.specs import CheckSpec, PromptSpec
 
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
@@ -97,7 +96,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
 
     machine = machine or look(try_imports=False)
     found = find_config(spec.train.model, spec.train.revision)
-    shape = read_shape(found.values)
+    shape = found.model.require_counts()
     prompts, longest_prompt, notes = _prompts(spec.rollout.prompts)
     longest = longest_prompt + spec.rollout.sampling.max_tokens
     passes = training_passes(spec)
@@ -123,7 +122,7 @@ def memory_warnings(spec: CheckSpec) -> tuple[str, ...]:
     from mismatch.doctor.machine import look
 
     try:
-        shape = read_shape(find_config(spec.train.model, spec.train.revision).values)
+        shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
         prompts, longest_prompt, _ = _prompts(spec.rollout.prompts)
         longest = longest_prompt + spec.rollout.sampling.max_tokens
         found = _sides(spec, shape, prompts, longest, look(try_imports=False))
@@ -137,7 +136,7 @@ def _warnings(sides: tuple[Fit, ...], experts: tuple[ExpertChoice, ...]) -> tupl
 
 
 def _sides(
-    spec: CheckSpec, shape: Shape, prompts: int, longest: int, machine: Machine
+    spec: CheckSpec, shape: ModelConfig, prompts: int, longest: int, machine: Machine
 ) -> tuple[tuple[Fit, ...], tuple[ExpertChoice, ...]]:
     """Memory of the engine and of every pass of the trainer, and of other ways to run experts."""
     from mismatch.experiments.passes import training_passes
@@ -214,7 +213,7 @@ def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
     )
 
 
-def _kernels(spec: CheckSpec, found: OfflineConfig, device: str) -> dict[str, str]:
+def _kernels(spec: CheckSpec, found: FoundConfig, device: str) -> dict[str, str]:
     train = spec.train
     kernels = {
         "engine": "the servers' own"
@@ -223,7 +222,7 @@ def _kernels(spec: CheckSpec, found: OfflineConfig, device: str) -> dict[str, st
         "trainer": f"{train.dtype}, parameters at rest {train.master_dtype}"
         + (f", autocast {train.autocast}" if train.autocast else ""),
     }
-    if read_shape(found.values).experts:
+    if found.model.require_counts().experts:
         auto = "grouped_mm (transformers' choice)"
         kernels["experts"] = auto if train.experts == "auto" else train.experts
     if not any(find_spec(name) is None for name in ("torch", "transformers")):
@@ -249,7 +248,7 @@ def _attention(name: str, values: dict[str, Any], device: str) -> str:
     return f"{label}{sinks[found.honours_sinks]}"
 
 
-def _not_measured(spec: CheckSpec, shape: Shape, machine: Machine) -> list[str]:
+def _not_measured(spec: CheckSpec, shape: ModelConfig, machine: Machine) -> list[str]:
     engine = spec.rollout.engine
     missing = []
     if machine.device == "cpu":

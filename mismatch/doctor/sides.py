@@ -10,24 +10,23 @@ from mismatch.doctor.engine import UTILISATION, Demand, predict_engine
 from mismatch.doctor.fit import Fit
 from mismatch.doctor.machine import Machine
 from mismatch.doctor.memory import Prediction, Work, predict_trainer
-from mismatch.doctor.shape import Shape, read_shape
 from mismatch.errors import MismatchError
-from mismatch.models.offline import find_config
+from mismatch.models.config import ModelConfig, find_config
 from mismatch.specs import CheckSpec, Pass
 
 WORLDS = (2, 4, 8, 16, 32, 64)
 SPLITS = (2, 4, 8)
 
 
-def engine_shape(spec: CheckSpec, trained: Shape) -> Shape:
+def engine_shape(spec: CheckSpec, trained: ModelConfig) -> ModelConfig:
     """The shape of the engine's model, which may be another checkpoint than the trainer's."""
     engine = spec.rollout.engine
     if (engine.model, engine.revision) == (spec.train.model, spec.train.revision):
         return trained
-    return read_shape(find_config(engine.model, engine.revision).values)
+    return find_config(engine.model, engine.revision).model.require_counts()
 
 
-def engine_fit(spec: CheckSpec, shape: Shape, demand: Demand, machine: Machine) -> Fit:
+def engine_fit(spec: CheckSpec, shape: ModelConfig, demand: Demand, machine: Machine) -> Fit:
     """Does the engine fit on one device?
 
     Raises:
@@ -69,7 +68,7 @@ def engine_fit(spec: CheckSpec, shape: Shape, demand: Demand, machine: Machine) 
 
 
 def trainer_fits(
-    spec: CheckSpec, shape: Shape, work: Work, machine: Machine, passes: list[Pass]
+    spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine, passes: list[Pass]
 ) -> tuple[Fit, ...]:
     """One per pass, on one rank; a CPU's memory is shared by the ranks."""
     device, world = machine.device, spec.nproc_per_node

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
+from mismatch.models.config import ModelConfig
 from mismatch.specs import EngineSpec
 
 GENERATIVE = ("CausalLM", "ConditionalGeneration", "LMHead")
-EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-MORE_EXPERTS = ("zero_expert_num",)  # what routers choose beside experts, counted after them
 REQUIRED_FILES = {
     "config.json": ["config.json"],
     "weights (*.safetensors)": ["*.safetensors", "*.bin"],
     "tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"],
 }
-TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
-SWITCHES = ("is_moe", "enable_moe_block")  # off: a dense model, whatever the numbers say
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,32 +103,15 @@ def read_model_info(spec: EngineSpec) -> ModelInfo:
             "--trust-remote-code, a new architecture a newer transformers",
         ) from error
     _require_causal(spec, config)
-    text = config.get_text_config()
-    num_experts, top_k = expert_counts(text)
+    model = ModelConfig.of(config)
     return ModelInfo(
         model_type=config.model_type,
-        vocab_size=int(text.vocab_size),
-        context=getattr(text, "max_position_embeddings", None),
-        stop_ids=_stop_ids(spec, text),
-        num_experts=num_experts,
-        top_k=top_k,
+        vocab_size=model.vocab,
+        context=model.context,
+        stop_ids=_stop_ids(spec, config.get_text_config()),
+        num_experts=model.experts + model.extra_experts if model.top_k else 0,
+        top_k=model.top_k,
     )
-
-
-def expert_counts(config: Any) -> tuple[int, int]:
-    """(E, K) of a text model's routers; (0, 0) for a dense one.
-
-    Families name them differently; DBRX keeps them in a configuration of its feed-forward part.
-    """
-    if any(getattr(config, name, True) is False for name in SWITCHES):
-        return 0, 0
-    inner = getattr(config, "ffn_config", None)
-    places = [config] if inner is None else [inner, config]
-    experts = max(_first_number(place, EXPERT_FIELDS) for place in places)
-    top_k = max(_first_number(place, TOP_K_FIELDS) for place in places)
-    if not experts or not top_k:
-        return 0, 0
-    return experts + sum(_first_number(config, (name,)) for name in MORE_EXPERTS), top_k
 
 
 def first_line(error: BaseException) -> str:
@@ -177,10 +157,3 @@ def _stop_ids(spec: EngineSpec, config: Any) -> tuple[int, ...]:
         found = getattr(source, "eos_token_id", None)
         ids.update(found if isinstance(found, list) else [] if found is None else [found])
     return tuple(sorted(ids))
-
-
-def _first_number(config: Any, names: tuple[str, ...]) -> int:
-    values = (getattr(config, name, None) for name in names)
-    # Where it differs by layer (Hunyuan allows that) the first stands for all; families.py refuses
-    # to capture a model whose layers really differ.
-    return next((int(v[0] if isinstance(v, list) else v) for v in values if v), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mismatch.models.moe import is_moe
+from mismatch.models.config import is_moe
 from mismatch.run.scorings import NEW, NEW_REPLAYED, REFERENCE, REGROUPED, REPLAYED, TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, Pass, TrainSpec
 

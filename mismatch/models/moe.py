@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.injections import describe
+from mismatch.models.config import is_moe
 from mismatch.specs import AS_STORED, CheckSpec, TrainSpec
 
-# Names of "number of experts" in the configurations of transformers' MoE families.
-EXPERTS = (
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-)
 # Engines that hand out the weights of the experts they used, beside their ids.
 GIVES_WEIGHTS = frozenset({"transformers"})
-
-
-def is_moe(model: str, revision: str | None = None) -> bool | None:
-    """Whether a model has experts; None where its configuration is not on this machine.
-
-    Args:
-        model: directory or hub id, whose ``config.json`` is looked up in the hub's cache.
-    """
-    values = _configuration(model, revision)
-    if values is None:
-        return None
-    nested = [value for value in values.values() if isinstance(value, dict)]
-    counts = [part.get(name) for part in (values, *nested) for name in EXPERTS]
-    return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 def require_routes(spec: CheckSpec) -> None:
@@ -90,19 +68,3 @@ def _require_engine_routes(train: TrainSpec, engine: str, routing: bool) -> None
             "their weights",
             "use --replay-routing ids" + (f", or --engine {given}" if given else ""),
         )
-
-
-def _configuration(model: str, revision: str | None) -> dict[str, Any] | None:
-    path: Path | str | None = Path(model) / "config.json"
-    if not Path(model).is_dir():
-        try:
-            from huggingface_hub import try_to_load_from_cache
-        except ImportError:
-            return None
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-        path = found if isinstance(found, str) else None
-    try:
-        values: dict[str, Any] = json.loads(Path(path).read_text("utf-8")) if path else {}
-    except (OSError, ValueError):
-        return None
-    return values or None

@@ -110,12 +110,12 @@ def require_servers(spec: EngineSpec) -> None:
     """Running servers answer, are of one kind, and have the model.
 
     Raises:
-        MismatchError: see :func:`mismatch.engines.servers.recognise.recognise`.
+        MismatchError: see :func:`mismatch.engines.servers.discovery.recognise`.
     """
     if spec.engine == "server" and not spec.servers:
         raise MismatchError("--engine server: no address", "--server http://127.0.0.1:8000")
     if spec.servers:
-        from mismatch.engines.servers.recognise import recognise
+        from mismatch.engines.servers.discovery import recognise
 
         recognise(spec)
 

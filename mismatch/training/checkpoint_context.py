@@ -1,4 +1,4 @@
-"""Running a part of a forward pass a second time, in a backward pass, as it ran the first time."""
+"""The state under which a part of a forward pass is recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 def capture_rng_and_autocast(
     device: torch.device, random: bool = False
 ) -> Callable[[], AbstractContextManager[None]]:
-    """What enters the autocast of this moment again, and where asked the random numbers.
+    """Record the current autocast state, and the RNG state if ``random``.
 
-    Within the block random numbers are those that are about to be drawn now; after it those
-    outside go on as if nothing had been drawn.
+    Returns:
+        A context manager that restores both. Within it the random numbers are those that follow
+        this call; the generators outside are not moved.
     """
     enabled = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type)
     state = _generator_states(device) if random else None
 
     @contextmanager
-    def again() -> Iterator[None]:
+    def restored() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(device.type, dtype, enabled=enabled))
             if state is not None:
@@ -32,7 +33,7 @@ def capture_rng_and_autocast(
                     torch.cuda.set_rng_state(state[1], device)
             yield
 
-    return again
+    return restored
 
 
 def _generator_states(device: torch.device) -> list[torch.Tensor]:

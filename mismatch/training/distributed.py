@@ -1,4 +1,4 @@
-"""The ranks of one training world: set-up, gathering, progress, and the end."""
+"""The ranks of a training world: process groups, gathering, progress lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mismatch.errors import MismatchError
 
 TIMEOUT = timedelta(minutes=30)
-PATIENCE = timedelta(minutes=5)  # saving a large scoring takes rank 0 that long at most
+MEET_TIMEOUT = timedelta(minutes=5)  # rank 0 saves a large scoring in less
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class World:
     """This process's place among the ranks.
 
     Attributes:
-        control: a gloo group for what is not a tensor of the model.
+        control: a gloo group for objects and CPU tensors.
     """
 
     rank: int
@@ -67,29 +67,29 @@ class World:
         return tensor
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait for all ranks."""
         dist.barrier(group=self.control)
 
-    def meet(self, place: str, patience: timedelta = PATIENCE) -> None:
-        """Wait until every rank has come to this place, but not for ever.
+    def meet(self, place: str, timeout: timedelta = MEET_TIMEOUT) -> None:
+        """A barrier with a name and a timeout.
 
-        Through the store, whose waits have a time of their own: a barrier would be answered by a
-        rank that is in another collective, or never.
+        It uses the store, whose waits can time out: an ordinary barrier would also be matched by a
+        rank in another collective, or hang.
 
         Args:
-            place: its name, another one every time.
+            place: name of the barrier, unique per call.
 
         Raises:
-            RuntimeError: a rank did not come in time: it is somewhere else.
+            RuntimeError: a rank did not arrive in time: it failed, or is elsewhere.
         """
         if self.size == 1:
             return
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{place}/{self.rank}", "here")
-        store.wait([f"{place}/{rank}" for rank in range(self.size)], patience)
+        store.wait([f"{place}/{rank}" for rank in range(self.size)], timeout)
 
     def close(self) -> None:
-        """Leave the world. Call it when all ranks are done, not after an error."""
+        """Destroy the process groups; for the regular end, not after an error."""
         dist.barrier(group=self.control)
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Experts in bounded memory: the numbers of the eager loop, without its copies.
+"""Experts in bounded memory: the results of the eager loop, without its copies.
 
 transformers offers three ways to run the experts of a layer. ``eager`` loops over the experts, but
 its backward builds a zero-filled gradient of *all* experts for each one it meets, and its one-hot
@@ -47,7 +47,7 @@ class Weights(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Their gradients, those that are wanted."""
+    """Their gradients; None: not needed."""
 
     up: torch.Tensor | None
     up_bias: torch.Tensor | None
@@ -56,7 +56,7 @@ class Grads(NamedTuple):
 
 
 class Span(NamedTuple):
-    """At most ``EXPERT_ROWS`` tokens of one expert; ``last``: a backward pass meets them first."""
+    """At most ``EXPERT_ROWS`` tokens of one expert; ``last``: the backward pass starts with it."""
 
     expert: int
     tokens: torch.Tensor
@@ -75,9 +75,8 @@ def register() -> None:
 def implementations_for(model: Any) -> list[str]:
     """The experts implementations that can run a model here; [] for a dense one.
 
-    transformers asks no model whether its experts go through the interface unless ``grouped_mm``
-    is wanted: any other name is accepted, and the family's own loop runs all the same. Those
-    families get ``eager`` alone.
+    transformers checks only for ``grouped_mm`` whether a model's experts use its interface: any
+    other name is accepted, and the family's own loop runs. Those families get ``eager`` alone.
 
     Args:
         model: a causal language model, weights or not, or its configuration.
@@ -89,7 +88,7 @@ def implementations_for(model: Any) -> list[str]:
         model = skeleton(model)
     if not moe_layers(model.get_decoder()):
         return []
-    # What the interface's decorator leaves on a module of experts.
+    # An attribute that the interface's decorator sets on a module of experts.
     served = any(hasattr(module, "is_concatenated") for module in model.modules())
     return ["eager", "grouped_mm", "batched_mm", NAME] if served else ["eager"]
 
@@ -144,7 +143,7 @@ class _Bounded(torch.autograd.Function):
         *fused: Any,
     ) -> torch.Tensor:
         ctx.module = module
-        ctx.again = capture_rng_and_autocast(hidden.device)
+        ctx.recomputing = capture_rng_and_autocast(hidden.device)
         ctx.save_for_backward(hidden, ids, weights, *fused)
         expert = _Expert(module, Weights(*fused))
         # Nemotron-H, the one family whose experts have no gate, sums in the router's dtype.
@@ -160,17 +159,17 @@ class _Bounded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         hidden, ids, weights, *fused = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
+        needed = ctx.needs_input_grad
         grads = Grads(
             *(
                 torch.zeros_like(tensor) if tensor is not None and need else None
-                for tensor, need in zip(fused, wanted[4:], strict=True)
+                for tensor, need in zip(fused, needed[4:], strict=True)
             )
         )
-        grad_hidden = torch.zeros_like(hidden) if wanted[1] else None
-        grad_weights = torch.zeros_like(weights) if wanted[3] else None
+        grad_hidden = torch.zeros_like(hidden) if needed[1] else None
+        grad_weights = torch.zeros_like(weights) if needed[3] else None
         expert = _Expert(ctx.module, Weights(*fused))
-        with ctx.again():
+        with ctx.recomputing():
             # Last expert first, as autograd goes through eager's loop: sums round by their order.
             for span in reversed(list(spans(ids, fused[0].shape[0]))):
                 _backward_of(span, expert, grad, hidden, weights, grads, grad_hidden, grad_weights)
@@ -187,7 +186,7 @@ def _backward_of(
     grad_hidden: torch.Tensor | None,
     grad_weights: torch.Tensor | None,
 ) -> None:
-    """Run one span again, and add its gradients to their places."""
+    """Recompute one span, and add its gradients to the buffers."""
     rows = hidden[span.tokens]
     state = expert.up(span.expert, rows).detach().requires_grad_()
     with torch.enable_grad():
@@ -196,16 +195,18 @@ def _backward_of(
     factor = weights[span.tokens, span.slots, None]
     # The dtypes of a plain backward: a float32 router's weights make the product float32.
     product = torch.promote_types(inner.dtype, factor.dtype)
-    arrived = grad[span.tokens].to(product)
+    upstream = grad[span.tokens].to(product)
     if grad_weights is not None:
-        share = (arrived * expert.down(span.expert, inner)).sum(-1)
+        share = (upstream * expert.down(span.expert, inner)).sum(-1)
         grad_weights[span.tokens, span.slots] = share.to(grad_weights.dtype)
-    arrived = (arrived * factor).to(inner.dtype)
-    expert.add(grads.down, grads.down_bias, span, inner, arrived)
-    (arrived,) = torch.autograd.grad(gated, state, expert.back(expert.w.down, span.expert, arrived))
-    expert.add(grads.up, grads.up_bias, span, rows, arrived)
+    upstream = (upstream * factor).to(inner.dtype)
+    expert.add(grads.down, grads.down_bias, span, inner, upstream)
+    (upstream,) = torch.autograd.grad(
+        gated, state, expert.back(expert.w.down, span.expert, upstream)
+    )
+    expert.add(grads.up, grads.up_bias, span, rows, upstream)
     if grad_hidden is not None:
-        back = expert.back(expert.w.up, span.expert, arrived)
+        back = expert.back(expert.w.up, span.expert, upstream)
         grad_hidden.index_add_(0, span.tokens, back.to(grad_hidden.dtype))
 
 
@@ -250,7 +251,7 @@ class _Expert:
         rows: torch.Tensor,
         grad: torch.Tensor,
     ) -> None:
-        """Add a linear layer's own gradients where they belong, without a copy of the rest."""
+        """Add the gradients of one expert's linear layer to its slice of the buffers."""
         if grad_weight is not None:
             left, right = (rows.t(), grad) if self.transposed else (grad.t(), rows)
             place = grad_weight[span.expert]

@@ -1,4 +1,4 @@
-"""What really ran on the training side: resolved, never merely requested."""
+"""The fingerprint of a training pass: settings as resolved, not as requested."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.distributed import World
-from mismatch.training.load import Loaded, resident_share
-from mismatch.training.logprobs import Law
-from mismatch.training.routing.replay import Source
+from mismatch.training.load import LoadedModel, resident_share
+from mismatch.training.logprobs import SamplingTransforms
+from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import Scorer
 from mismatch.types import Fingerprint, Sampling
 
 
 def fingerprint(
-    world: World, loaded: Loaded, job: Pass, sampling: Sampling, routing: str
+    world: World, loaded: LoadedModel, job: Pass, sampling: Sampling, routing: str
 ) -> Fingerprint:
     """Facts about one pass; all ranks must call it (shards and digests are summed over them)."""
     import transformers
@@ -49,7 +49,7 @@ def fingerprint(
         "micro_batch_tokens": spec.micro_batch_tokens,
         "grad": spec.grad,
         "temperature": sampling.temperature,
-        "logprobs_temperature": Law(sampling.temperature).scored_temperature,
+        "logprobs_temperature": SamplingTransforms(sampling.temperature).scored_temperature,
         "logprobs_truncated": False,
         "world_size": world.size,
         "device": _device_name(world.device),
@@ -69,20 +69,20 @@ def fingerprint(
     return facts
 
 
-def _contents(world: World, loaded: Loaded) -> Fingerprint:
-    """Hashes of files and weights, once per load: no pass changes them."""
-    if loaded.scorer not in _known:
-        _known[loaded.scorer] = {
+def _contents(world: World, loaded: LoadedModel) -> Fingerprint:
+    """Hashes of files and weights, computed once per load: passes do not change them."""
+    if loaded.scorer not in _digests:
+        _digests[loaded.scorer] = {
             "source_files": _sources(world, loaded),
             "weights": loaded_digests(world, loaded),
         }
-    return _known[loaded.scorer]
+    return _digests[loaded.scorer]
 
 
-_known: WeakKeyDictionary[Scorer, Fingerprint] = WeakKeyDictionary()
+_digests: WeakKeyDictionary[Scorer, Fingerprint] = WeakKeyDictionary()
 
 
-def loaded_digests(world: World, loaded: Loaded) -> dict[str, Digest]:
+def loaded_digests(world: World, loaded: LoadedModel) -> dict[str, Digest]:
     """Digest of every parameter and persistent buffer as held, by the model's own names."""
     tensors = loaded.scorer.model.state_dict()
     digests = []
@@ -100,7 +100,7 @@ def loaded_digests(world: World, loaded: Loaded) -> dict[str, Digest]:
     }
 
 
-def _sources(world: World, loaded: Loaded) -> dict[str, str]:
+def _sources(world: World, loaded: LoadedModel) -> dict[str, str]:
     if world.rank != 0 or loaded.directory is None:
         return {}
     return source_hashes(loaded.directory)
@@ -110,8 +110,12 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def changed_facts(spec: TrainSpec, source: Source | None, overruled: int) -> Fingerprint:
-    """What the fingerprint says about replayed routes and injected disturbances."""
+def intervention_facts(spec: TrainSpec, source: ReplaySource | None, overruled: int) -> Fingerprint:
+    """The fingerprint's entries on replayed routes and injected disturbances.
+
+    Args:
+        overruled: (token, layer) pairs whose own choice of experts was replaced.
+    """
     facts: Fingerprint = {"replay": None, "injected": None}
     if source is not None:
         facts["replay"] = {

@@ -1,4 +1,4 @@
-"""This rank's part of a sharded model's parameters, and linear sketches of their gradients.
+"""Parameter groups, this rank's shards of the parameters, and linear sketches of their gradients.
 
 A sketch folds a gradient into k numbers: element i of a parameter is added, with a random sign, to
 one bucket. Sign and bucket depend on the parameter's name and the element's place in the *whole*
@@ -19,23 +19,66 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.gradients.parameter_groups import group_of
-from mismatch.experiments.gradients.types import GROUPS
 
-SKETCH = 2048  # buckets of one group
-CHUNK = 1 << 20  # elements that are worked on at a time: temporaries stay small
-CACHED_BYTES = 256 << 20  # of bucket numbers that are kept; beyond, they are worked out again
-_ODD = (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)  # multipliers that mix well
+GROUPS = ("attention", "sinks", "router", "experts", "mlp", "embeddings", "norms", "head", "other")
+SKETCH_SIZE = 2048  # buckets of one group
+CHUNK = 1 << 20  # elements per step: bounds the temporaries
+CACHED_BYTES = 256 << 20  # of bucket numbers that are cached; larger models recompute them
+_MULTIPLIERS = (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)  # odd, so that they are invertible
+
+# A name is cut at its dots; the first rule that holds one of the parts wins.
+_FIRST: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("sinks", ("sinks", "sink", "attention_sink_bias")),
+    ("head", ("lm_head", "embed_out")),
+    (
+        "embeddings",
+        (
+            *("embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"),
+            *("embed_tokens_per_layer", "embeddings"),
+        ),
+    ),
+    ("attention", ("q_proj", "k_proj", "v_proj", "o_proj")),  # Nemotron-H calls the layer "mixer"
+)
+_LATER: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("router", ("router", "gate", "shared_expert_gate", "e_score_correction_bias")),
+    ("experts", ("experts", "shared_expert", "shared_experts", "shared_mlp")),
+    ("mlp", ("mlp", "feed_forward", "ffn", "block_sparse_moe")),
+)
+_ATTENTION = ("attn", "attention")
+
+
+def group_of(name: str) -> str:
+    """The group of a parameter by its name in transformers, one of :data:`GROUPS`.
+
+    A head that is tied to the embeddings is one parameter with them, and counts there.
+
+    >>> group_of("model.layers.0.self_attn.sinks"), group_of("model.layers.0.mlp.router.weight")
+    ('sinks', 'router')
+    >>> group_of("model.layers.0.mlp.gate_proj.weight"), group_of("model.norm.weight")
+    ('mlp', 'norms')
+    """
+    parts = name.split(".")
+    if any("norm" in part or part.startswith("ln_") for part in parts):
+        return "norms"
+    for group, words in _FIRST:
+        if not set(parts).isdisjoint(words):
+            return group
+    if any(word in part for part in parts for word in _ATTENTION):
+        return "attention"  # before the routers: some attention has a gate
+    for group, words in _LATER:
+        if not set(parts).isdisjoint(words):
+            return group
+    return "other"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What this rank holds of one parameter.
+class ParameterShard:
+    """This rank's shard of one parameter.
 
     Attributes:
-        group: index into the groups of :class:`Shards`.
-        start: place of its first element in the flattened whole parameter.
-        numel: of its elements.
+        group: index into the groups of :class:`ParameterShards`.
+        start: index of its first element in the flattened whole parameter.
+        numel: number of its elements.
     """
 
     name: str
@@ -45,7 +88,7 @@ class Piece:
     numel: int
 
     def gradient(self) -> torch.Tensor | None:
-        """Its flat gradient; None where the backward pass gave none."""
+        """Its gradient, [numel]; None where the backward pass produced none."""
         grad = self.parameter.grad
         if grad is None:
             return None
@@ -53,16 +96,16 @@ class Piece:
         return local
 
 
-class Shards:
+class ParameterShards:
     """The trainable parameters of one loaded model, as this rank holds them.
 
     Attributes:
-        groups: those of ``experiments.gradients.types.GROUPS`` that the model has, in that order.
-        pieces: of parameters of which this rank holds anything.
-        total: number of trainable parameters on all ranks.
+        groups: the G of :data:`GROUPS` that the model has, in that order.
+        shards: of the parameters of which this rank holds any element.
+        total: number of trainable elements on all ranks.
     """
 
-    def __init__(self, model: torch.nn.Module, size: int = SKETCH) -> None:
+    def __init__(self, model: torch.nn.Module, size: int = SKETCH_SIZE) -> None:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise MismatchError("gradients: the model has no trainable parameter")
@@ -70,36 +113,38 @@ class Shards:
         self.size = size
         self.groups = tuple(group for group in GROUPS if group in present)
         self.total = sum(parameter.numel() for _, parameter in named)
-        pieces = [_piece(name, parameter, self.groups) for name, parameter in named]
-        self.pieces = [piece for piece in pieces if piece.numel]
-        held = sum(piece.numel for piece in self.pieces)
+        shards = [_shard(name, parameter, self.groups) for name, parameter in named]
+        self.shards = [shard for shard in shards if shard.numel]
+        local = sum(shard.numel for shard in self.shards)
         self._cache: dict[tuple[str, int, int], torch.Tensor] | None = (
-            {} if 4 * held <= CACHED_BYTES else None
+            {} if 4 * local <= CACHED_BYTES else None
         )
 
     @property
     def local(self) -> int:
-        """Elements that this rank holds."""
-        return sum(piece.numel for piece in self.pieces)
+        """Number of elements on this rank."""
+        return sum(shard.numel for shard in self.shards)
 
     def accumulator(self, device: torch.device) -> torch.Tensor:
-        """Zeros for :meth:`add`, [G, 2k]: elements of sign + and -, apart."""
+        """Zeros for :meth:`add`, [G, 2k] float64: k buckets for sign +, then k for sign -."""
         return torch.zeros(len(self.groups), 2 * self.size, dtype=torch.float64, device=device)
 
-    def add(self, sketch: torch.Tensor, piece: Piece, first: int, values: torch.Tensor) -> None:
-        """Fold ``values``, the piece's elements from ``first`` on, float64, into an accumulator."""
-        sketch[piece.group].scatter_add_(0, self._slots(piece, first, values), values)
+    def add(
+        self, sketch: torch.Tensor, shard: ParameterShard, first: int, values: torch.Tensor
+    ) -> None:
+        """Fold ``values``, the shard's elements from ``first`` on, float64, into an accumulator."""
+        sketch[shard.group].scatter_add_(0, self._slots(shard, first, values), values)
 
     def signed(self, sketch: torch.Tensor) -> torch.Tensor:
         """Sketches [..., k] of accumulators [..., 2k]."""
         return sketch[..., : self.size] - sketch[..., self.size :]
 
-    def _slots(self, piece: Piece, first: int, values: torch.Tensor) -> torch.Tensor:
-        key = (piece.name, first, len(values))
+    def _slots(self, shard: ParameterShard, first: int, values: torch.Tensor) -> torch.Tensor:
+        key = (shard.name, first, len(values))
         if self._cache is not None and key in self._cache:
             return self._cache[key].long()
-        start = piece.start + first
-        slots = places(piece.name, start, len(values), 2 * self.size, values.device)
+        start = shard.start + first
+        slots = bucket_numbers(shard.name, start, len(values), 2 * self.size, values.device)
         if self._cache is not None:
             self._cache[key] = slots.to(torch.int32)
         return slots
@@ -111,24 +156,26 @@ def chunks(length: int) -> Iterator[slice]:
         yield slice(first, min(first + CHUNK, length))
 
 
-def places(name: str, start: int, count: int, size: int, device: torch.device) -> torch.Tensor:
-    """Pseudo-random places below ``size`` (a power of two) of a parameter's elements, [count].
+def bucket_numbers(
+    name: str, start: int, count: int, size: int, device: torch.device
+) -> torch.Tensor:
+    """Pseudo-random numbers below ``size`` (a power of two), one per element: [count] int64.
 
     Args:
-        start: of the first element in the flattened whole parameter.
+        start: index of the first element in the flattened whole parameter.
     """
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
     mixed = torch.arange(start, start + count, device=device, dtype=torch.int64) + seed
-    for factor, shift in ((_ODD[0], 32), (_ODD[1], 29), (_ODD[0], 32)):
+    for factor, shift in ((_MULTIPLIERS[0], 32), (_MULTIPLIERS[1], 29), (_MULTIPLIERS[0], 32)):
         mixed.mul_(factor)  # wraps around
         mixed.bitwise_xor_(mixed >> shift)
     return mixed.bitwise_and_(size - 1)
 
 
-def _piece(name: str, parameter: torch.nn.Parameter, groups: tuple[str, ...]) -> Piece:
+def _shard(name: str, parameter: torch.nn.Parameter, groups: tuple[str, ...]) -> ParameterShard:
     group = groups.index(group_of(name))
     if not isinstance(parameter, DTensor):
-        return Piece(name, group, parameter, 0, parameter.numel())
+        return ParameterShard(name, group, parameter, 0, parameter.numel())
     placements = parameter.placements
     if not (len(placements) == 1 and isinstance(placements[0], Shard) and placements[0].dim == 0):
         raise MismatchError(
@@ -138,4 +185,4 @@ def _piece(name: str, parameter: torch.nn.Parameter, groups: tuple[str, ...]) ->
     mesh = parameter.device_mesh
     _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     row = parameter.numel() // max(1, parameter.shape[0])
-    return Piece(name, group, parameter, offset[0] * row, parameter.to_local().numel())
+    return ParameterShard(name, group, parameter, offset[0] * row, parameter.to_local().numel())

@@ -1,8 +1,8 @@
 """The policy gradient of one batch under FSDP2, prompt by prompt.
 
-The numerics are the trainer's: its dtypes, kernels, activation checkpointing and reductions. For
-each prompt all ranks take samples of that prompt, so that what FSDP2 reduces is that prompt's
-gradient; it is added to the batch's and folded into a sketch, and no second copy is ever made.
+The numerics are the trainer's: its dtypes, kernels, activation checkpointing and reductions. All
+ranks work on samples of the same prompt at a time, so that FSDP2 reduces that prompt's gradient; it
+is added to the batch's and folded into a sketch. No second copy of a gradient is ever held.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import numpy as np
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.gradients.types import Gradients
 from mismatch.specs import Pass
 from mismatch.training.batch import to_device
 from mismatch.training.distributed import Progress, World
-from mismatch.training.gradient_sketch import Shards, chunks
-from mismatch.training.load import Loaded
+from mismatch.training.gradient_sketch import ParameterShards, chunks
+from mismatch.training.load import LoadedModel
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import MicroBatch, plan_batches
-from mismatch.training.routing.replay import Source
-from mismatch.training.scorer import Ask
+from mismatch.training.routing.replay import ReplaySource
+from mismatch.training.scorer import ForwardOptions
 from mismatch.training.validate import prepare_pass
 from mismatch.types import Floats, Ints, Rollout
 
@@ -33,58 +32,76 @@ BACK_OFF = 2.0**4
 
 
 @dataclass
-class Total:
+class GradientSum:
     """A batch's gradient: this rank's shards, float32, by parameter name, on the host or device."""
 
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def add(self, name: str, place: slice, numel: int, values: torch.Tensor) -> None:
-        """Add a chunk of one parameter's gradient."""
+    def add(self, name: str, chunk: slice, numel: int, values: torch.Tensor) -> None:
+        """Add a chunk of one parameter's gradient; ``numel``: of this rank's shard."""
         if name not in self.parts:
             self.parts[name] = torch.zeros(numel, device=values.device)
-        self.parts[name][place] += values
+        self.parts[name][chunk] += values
 
-    def on_host(self) -> Total:
+    def on_host(self) -> GradientSum:
         """The same in host memory."""
-        return Total({name: part.cpu() for name, part in self.parts.items()})
+        return GradientSum({name: part.cpu() for name, part in self.parts.items()})
 
 
 @dataclass(frozen=True)
-class Work:
-    """One gradient to take.
+class GradientJob:
+    """One gradient to compute.
 
     Attributes:
-        coefficients: their name; ``values`` [A] are they.
-        prompts: [P] in the order of the sketches.
-        one: the pass, with ``grad`` on and ``routing`` off.
+        coefficients: name of the vector ``values`` [A].
+        prompts: [P] prompt indices, in the order of the sketches.
+        scoring: the pass, with ``grad`` on and ``routing`` off.
         source: routes to replay, where the spec asks for that.
     """
 
     coefficients: str
     values: Floats
     prompts: Ints
-    one: Pass
-    source: Source | None = None
+    scoring: Pass
+    source: ReplaySource | None = None
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What one :class:`Work` gave, the same on every rank but for ``total``.
+class BatchGradient:
+    """The gradient of one :class:`GradientJob`, the same on every rank except ``total``.
 
     Attributes:
-        loss_scale: that the backward passes ended with; 1 for dtypes that need none.
+        groups: the G parameter groups of the model.
+        squared_norm: [G] of the whole batch's gradient, exact.
+        dot: [G] with the reference's gradient, exact; None without a reference.
+        squared_norm_reference: [G] likewise.
+        sketches: [P, G, k] float64, one linear sketch of every prompt's part of the gradient.
+        total: this rank's shards of the gradient.
+        loss_scale: at the end of the backward passes; 1 for dtypes without loss scaling.
         loss: ``-sum c · logprob`` of the batch.
+        seconds: wall clock of all forward and backward passes.
+        peak_bytes: beyond the loaded weights, the most of any rank.
     """
 
-    gradients: Gradients
-    total: Total
+    groups: tuple[str, ...]
+    squared_norm: Floats
+    dot: Floats | None
+    squared_norm_reference: Floats | None
+    sketches: Floats
+    total: GradientSum
     loss_scale: float
     loss: float
+    seconds: float
+    peak_bytes: int | None
 
 
-def take(
-    world: World, loaded: Loaded, rollout: Rollout, work: Work, reference: Total | None = None
-) -> Taken:
+def batch_gradient(
+    world: World,
+    loaded: LoadedModel,
+    rollout: Rollout,
+    job: GradientJob,
+    reference: GradientSum | None = None,
+) -> BatchGradient:
     """One trainer's gradient for one vector of coefficients; all ranks call it.
 
     Args:
@@ -94,10 +111,10 @@ def take(
         MismatchError: what cannot be scored, a gradient that is not finite.
         torch.OutOfMemoryError: it does not fit on this rank's GPU.
     """
-    ask, _ = prepare_pass(world, loaded, rollout, work.one.spec, work.source)
-    shards: Shards = loaded.once("shards", lambda: Shards(loaded.scorer))
+    options, _ = prepare_pass(world, loaded, rollout, job.scoring.spec, job.source)
+    shards: ParameterShards = loaded.once("shards", lambda: ParameterShards(loaded.scorer))
     with MemoryPeak(world.device, True) as peak, torch.enable_grad():
-        run = _Run(world, loaded, rollout, work, ask, shards)
+        run = _Accumulation(world, loaded, rollout, job, options, shards)
         try:
             run.all_prompts()
         finally:
@@ -105,51 +122,50 @@ def take(
     squared, dot, squared_reference = _products(world, shards, run.total, reference)
     sketches = world.sum(shards.signed(run.sketches).cpu())
     peaks = world.gather(peak.bytes) or [peak.bytes]
-    gradients = Gradients(
-        name=work.one.name,
-        coefficients=work.coefficients,
+    return BatchGradient(
         groups=shards.groups,
         squared_norm=squared,
         dot=dot,
         squared_norm_reference=squared_reference,
         sketches=sketches.numpy(),
-        prompts=work.prompts,
+        total=run.total,
+        loss_scale=run.scale,
+        loss=float(world.sum(run.loss)),
         seconds=round(peak.seconds, 3),
         peak_bytes=max(peaks),
     )
-    return Taken(gradients, run.total, run.scale, float(world.sum(run.loss)))
 
 
-class _Run:
-    """Forward and backward passes of one :class:`Work`."""
+class _Accumulation:
+    """Forward and backward passes of one :class:`GradientJob`."""
 
     def __init__(
         self,
         world: World,
-        loaded: Loaded,
+        loaded: LoadedModel,
         rollout: Rollout,
-        work: Work,
-        ask: Ask,
-        shards: Shards,
+        job: GradientJob,
+        options: ForwardOptions,
+        shards: ParameterShards,
     ) -> None:
-        self.world, self.loaded, self.rollout, self.work = world, loaded, rollout, work
-        self.ask, self.shards = replace(ask, routing=False), shards
-        self.action = np.full(len(rollout.token_ids), -1)
+        self.world, self.loaded, self.rollout, self.job = world, loaded, rollout, job
+        self.options, self.shards = replace(options, routing=False), shards
+        self.action = np.full(len(rollout.token_ids), -1)  # token -> index among the actions
         self.action[rollout.actions] = np.arange(rollout.n_actions)
-        self.total = Total()
+        self.total = GradientSum()
         slots = shards.accumulator(world.device)
-        self.sketches = slots.new_zeros(len(work.prompts), *slots.shape)
-        self.scale = LOSS_SCALE if work.one.spec.dtype == "fp16" else 1.0
+        self.sketches = slots.new_zeros(len(job.prompts), *slots.shape)
+        self.scale = LOSS_SCALE if job.scoring.spec.dtype == "fp16" else 1.0
         self.loss = torch.zeros((), dtype=torch.float64)
-        # Ranks take different samples: an expert module that only one of them uses must be reduced
+        # Ranks run different samples: an expert module that only one of them uses must be reduced
         # by all.
         loaded.scorer.set_reduce_scatter_unused_params(world.size > 1)  # type: ignore[operator]
 
     def all_prompts(self) -> None:
         lengths = np.diff(self.rollout.offsets)
-        members = [np.flatnonzero(self.rollout.prompt_index == p) for p in self.work.prompts]
+        members = [np.flatnonzero(self.rollout.prompt_index == p) for p in self.job.prompts]
         tokens = sum(int(lengths[rows].sum()) for rows in members)
-        label = f"gradient {self.work.one.name} {self.work.coefficients}"
+        label = f"gradient {self.job.scoring.name} {self.job.coefficients}"
         progress, done = Progress(label, tokens, self.world.rank == 0), 0
         for number, rows in enumerate(members):
             self.prompt(number, [int(row) for row in rows])
@@ -159,7 +175,7 @@ class _Run:
     def prompt(self, number: int, rows: list[int]) -> None:
         """Add one prompt's gradient; one without coefficients has none."""
         sequence = self.rollout.sequence_of_token[self.rollout.actions]
-        if not self.work.values[np.isin(sequence, rows)].any():
+        if not self.job.values[np.isin(sequence, rows)].any():
             return
         while True:
             loss = self.backward(rows)
@@ -168,8 +184,8 @@ class _Run:
             _clear(self.loaded)
             if self.scale <= 1.0:
                 raise MismatchError(
-                    f"the gradient of prompt {self.work.prompts[number]} under "
-                    f"{self.work.one.name} is not finite",
+                    f"the gradient of prompt {self.job.prompts[number]} under "
+                    f"{self.job.scoring.name} is not finite",
                     "look for overflow: another --train-dtype",
                 )
             self.scale /= BACK_OFF
@@ -178,14 +194,14 @@ class _Run:
         _clear(self.loaded)
 
     def backward(self, rows: list[int]) -> float:
-        """Gradients of the prompt's samples, summed over micro-batches; the loss of this rank's."""
+        """Sum the gradients of the prompt's samples over micro-batches; this rank's loss."""
         shares = [rows[rank :: self.world.size] for rank in range(self.world.size)]
         plans = [self.plan(share) for share in shares]
-        mine, total = plans[self.world.rank], 0.0
+        own, total = plans[self.world.rank], 0.0
         for step in range(max(len(plan) for plan in plans)):
-            idle = step >= len(mine)
+            idle = step >= len(own)
             # FSDP2 gathers and reduces in step: a rank without work adds a gradient of 0.
-            group = MicroBatch((rows[0],), 0) if idle else mine[step]
+            group = MicroBatch((rows[0],), 0) if idle else own[step]
             total += self.micro_batch(group, 0.0 if idle else 1.0)
         return total
 
@@ -194,16 +210,18 @@ class _Run:
         if not rows:
             return []
         lengths = [int(n) for n in np.diff(self.rollout.offsets)[list(rows)]]
-        spec = self.work.one.spec
-        made = plan_batches(lengths, spec.micro_batch_tokens, spec.layout)
-        return [MicroBatch(tuple(rows[i] for i in b.sequences), b.tokens) for b in made]
+        spec = self.job.scoring.spec
+        batches = plan_batches(lengths, spec.micro_batch_tokens, spec.layout)
+        return [MicroBatch(tuple(rows[i] for i in b.sequences), b.tokens) for b in batches]
 
     def micro_batch(self, group: MicroBatch, weight: float) -> float:
-        spec, device, scorer = self.work.one.spec, self.world.device, self.loaded.scorer
-        laid = to_device(self.rollout, group, spec, self.ask, device, self.work.source)
-        given = (laid.batch, laid.predicting, laid.wanted, laid.ask)
-        values, _ = scorer(scorer.score, *given)
-        coefficients = weight * self.work.values[self.action[laid.targets]]
+        """Backward of one micro-batch; returns its loss."""
+        spec, device, scorer = self.job.scoring.spec, self.world.device, self.loaded.scorer
+        inputs = to_device(self.rollout, group, spec, self.options, device, self.job.source)
+        values, _ = scorer(
+            scorer.score, inputs.batch, inputs.predicting, inputs.target_ids, inputs.options
+        )
+        coefficients = weight * self.job.values[self.action[inputs.targets]]
         # A power of two: scaling changes no digit.
         scaled = torch.from_numpy((self.scale * coefficients).astype(np.float32)).to(device)
         loss = -(scaled * values[0]).sum()
@@ -212,52 +230,51 @@ class _Run:
 
     def finite(self) -> bool:
         """Whether every rank's gradient is."""
-        found = [piece.gradient() for piece in self.shards.pieces]
-        bad = any(not bool(torch.isfinite(one).all()) for one in found if one is not None)
+        gradients = (shard.gradient() for shard in self.shards.shards)
+        bad = any(not bool(torch.isfinite(grad).all()) for grad in gradients if grad is not None)
         return not bool(self.world.sum(torch.tensor(int(bad))))
 
     def collect(self, number: int) -> None:
-        """Add what the backward passes left to the batch's gradient and to the prompt's sketch."""
+        """Add the accumulated gradient to the batch's and to the prompt's sketch."""
         factor = self.world.size / self.scale  # FSDP2 gives the mean over ranks
-        for piece in self.shards.pieces:
-            flat = piece.gradient()
+        for shard in self.shards.shards:
+            flat = shard.gradient()
             if flat is None:
                 continue
-            for place in chunks(piece.numel):
-                values = flat[place].float() * factor
-                self.total.add(piece.name, place, piece.numel, values)
-                wide = values.double()
-                self.shards.add(self.sketches[number], piece, place.start, wide)
+            for chunk in chunks(shard.numel):
+                values = flat[chunk].float() * factor
+                self.total.add(shard.name, chunk, shard.numel, values)
+                self.shards.add(self.sketches[number], shard, chunk.start, values.double())
 
 
-def _clear(loaded: Loaded) -> None:
+def _clear(loaded: LoadedModel) -> None:
     for parameter in loaded.scorer.parameters():
         parameter.grad = None
 
 
 def _products(
-    world: World, shards: Shards, total: Total, reference: Total | None
+    world: World, shards: ParameterShards, total: GradientSum, reference: GradientSum | None
 ) -> tuple[Floats, Floats | None, Floats | None]:
     """|g|², g · ref and |ref|² by group, [G] each, exact: float64 sums over all shards."""
     sums = torch.zeros(3, len(shards.groups), dtype=torch.float64)
-    for piece in shards.pieces:
-        ours = total.parts.get(piece.name)
-        theirs = None if reference is None else reference.parts.get(piece.name)
-        for place in chunks(piece.numel):
-            one = None if ours is None else ours[place].double()
-            other = None if theirs is None else theirs[place].double()
-            if one is not None:
-                sums[0, piece.group] += float(one @ one)
-            if other is not None:
-                sums[2, piece.group] += float(other @ other)
-            if one is not None and other is not None:
-                sums[1, piece.group] += float(one @ other.to(one.device))
-    found: Any = world.sum(sums).numpy()
-    return found[0], *((None, None) if reference is None else (found[1], found[2]))
+    for shard in shards.shards:
+        own = total.parts.get(shard.name)
+        other = None if reference is None else reference.parts.get(shard.name)
+        for chunk in chunks(shard.numel):
+            g = None if own is None else own[chunk].double()
+            ref = None if other is None else other[chunk].double()
+            if g is not None:
+                sums[0, shard.group] += float(g @ g)
+            if ref is not None:
+                sums[2, shard.group] += float(ref @ ref)
+            if g is not None and ref is not None:
+                sums[1, shard.group] += float(g @ ref.to(g.device))
+    products: Any = world.sum(sums).numpy()
+    return products[0], *((None, None) if reference is None else (products[1], products[2]))
 
 
-def require_room(world: World, loaded: Loaded, totals: int) -> None:
-    """Refuse before anything runs what cannot fit; all ranks call it and say the same.
+def require_memory(world: World, loaded: LoadedModel, totals: int) -> None:
+    """Refuse gradients that cannot fit, before any is computed; all ranks call it and agree.
 
     Args:
         totals: gradients of the reference that are kept on the host, one per loss.
@@ -267,9 +284,9 @@ def require_room(world: World, loaded: Loaded, totals: int) -> None:
     """
     import psutil
 
-    shards: Shards = loaded.once("shards", lambda: Shards(loaded.scorer))
-    one = 4.0 * shards.local
-    host, device = totals * one, 2.0 * one  # a gradient at work and the batch's
+    shards: ParameterShards = loaded.once("shards", lambda: ParameterShards(loaded.scorer))
+    gradient_bytes = 4.0 * shards.local
+    host, device = totals * gradient_bytes, 2.0 * gradient_bytes  # autograd's and the batch's
     if world.device.type == "cpu":
         host, device = host + device, 0.0
     needed = world.sum(torch.tensor([host], dtype=torch.float64))  # ranks share the host

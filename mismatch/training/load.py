@@ -23,14 +23,14 @@ from mismatch.errors import MismatchError
 from mismatch.models import mxfp4
 from mismatch.models.derived import in_form
 from mismatch.specs import TrainSpec, weights_key
-from mismatch.training.attention.resolve import Attention, resolve_for
+from mismatch.training.attention.resolve import ResolvedAttention, resolve_for
 from mismatch.training.experts import NAME as BOUNDED
 from mismatch.training.experts import implementations_for
 from mismatch.training.experts import register as register_bounded
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.routing.capture import require_readable
 from mismatch.training.routing.interventions import checkpoint_contexts
-from mismatch.training.routing.probe import require_answerable
+from mismatch.training.routing.probe import require_interventions_possible
 from mismatch.training.scorer import Scorer, torch_dtype
 from mismatch.training.source import (
     first_line,
@@ -44,42 +44,44 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A sharded model, ready to score.
 
     Attributes:
-        directory: where the files came from; None if unknown.
+        directory: of the model's files; None if unknown.
         experts: the experts implementation that runs; None for a dense model.
-        peak_bytes: most memory that loading took on this rank; None if not watched.
-        probed: what was found out on a few tokens with these weights and kernels.
+        peak_bytes: most memory that loading took on this rank; None if not measured.
+        probed: cached results of :meth:`once` for these weights and kernels.
     """
 
     scorer: Scorer
     spec: TrainSpec
-    attention: Attention
+    attention: ResolvedAttention
     experts: str | None
     directory: Path | None
     peak_bytes: int | None
     probed: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def once(self, key: Any, probe: Callable[[], T]) -> T:
-        """What ``probe()`` gave the first time that it was asked with this key."""
+        """The cached result of ``probe()`` under this key."""
         if key not in self.probed:
             self.probed[key] = probe()
-        known: T = self.probed[key]
-        return known
+        result: T = self.probed[key]
+        return result
 
 
 def computing_dtype(spec: TrainSpec) -> torch.dtype:
-    """In which attention computes."""
+    """The dtype that attention computes in."""
     return torch_dtype(spec.autocast or spec.dtype)
 
 
-def load(spec: TrainSpec, mesh: DeviceMesh, device: torch.device, watch: bool = False) -> Loaded:
+def load(
+    spec: TrainSpec, mesh: DeviceMesh, device: torch.device, measure: bool = False
+) -> LoadedModel:
     """Load ``spec.model`` sharded over ``mesh``, parameters at rest in ``spec.master_dtype``.
 
     Args:
-        watch: also measure the most memory that loading takes.
+        measure: also measure the peak memory of loading.
 
     Raises:
         MismatchError: files missing, architecture unknown, weights that do not fit the model, an
@@ -88,26 +90,26 @@ def load(spec: TrainSpec, mesh: DeviceMesh, device: torch.device, watch: bool = 
     files = in_form(spec)
     config, attention = require_runnable(files, device)
     directory = model_directory(files)
-    with MemoryPeak(device, watch) as peak, _our_sharding(spec, mesh, device) as wrapped:
+    with MemoryPeak(device, measure) as peak, _our_sharding(spec, mesh, device) as wrapped:
         model, info = _from_pretrained(files, attention, config)
     _require_complete(spec, info)
     scorer = wrapped[0]
     _settle_dtype(scorer, torch_dtype(spec.master_dtype))
-    ran = model.config._attn_implementation
-    if ran != attention.implementation:
+    running = model.config._attn_implementation
+    if running != attention.implementation:
         raise MismatchError(
-            f"attention {attention.implementation} was resolved, but {ran} runs",
+            f"attention {attention.implementation} was resolved, but {running} runs",
             "name the kernel: --attention eager or sink-sdpa",
         )
     experts = model.config._experts_implementation if scorer.moe else None
-    return Loaded(scorer, spec, attention, experts, directory, peak.bytes)
+    return LoadedModel(scorer, spec, attention, experts, directory, peak.bytes)
 
 
-def switched(loaded: Loaded, spec: TrainSpec) -> Loaded | None:
-    """The weights that are loaded under the kernels of another spec; None: load them anew.
+def switched(loaded: LoadedModel, spec: TrainSpec) -> LoadedModel | None:
+    """The same weights under the kernels of another spec; None: they have to be loaded again.
 
-    Attention and experts' implementations are looked up at every forward pass, so nothing has to
-    be read again for another one.
+    transformers looks attention and experts implementations up at every forward pass, so switching
+    them needs no reload.
 
     Raises:
         MismatchError: see :func:`require_runnable`.
@@ -124,23 +126,25 @@ def switched(loaded: Loaded, spec: TrainSpec) -> Loaded | None:
             return None
         model.set_attn_implementation(attention.implementation)
     if loaded.scorer.moe:
-        wanted = model.get_correct_experts_implementation(experts)
-        if wanted != model.config._experts_implementation:
-            model.set_experts_implementation(wanted)
-        if model.config._experts_implementation != wanted:
+        name = model.get_correct_experts_implementation(experts)
+        if name != model.config._experts_implementation:
+            model.set_experts_implementation(name)
+        if model.config._experts_implementation != name:
             return None
     configs = (model.config, loaded.scorer.decoder_config)
     if any(config._attn_implementation != attention.implementation for config in configs):
         return None
-    ran = model.config._experts_implementation if loaded.scorer.moe else None
-    return replace(loaded, spec=spec, attention=attention, experts=ran, probed={})
+    running = model.config._experts_implementation if loaded.scorer.moe else None
+    return replace(loaded, spec=spec, attention=attention, experts=running, probed={})
 
 
-def require_runnable(spec: TrainSpec, device: torch.device | None = None) -> tuple[Any, Attention]:
+def require_runnable(
+    spec: TrainSpec, device: torch.device | None = None
+) -> tuple[Any, ResolvedAttention]:
     """The model's configuration and the kernel that will run, before any weight is loaded.
 
     Args:
-        device: where it will run; None: no kernel is tried.
+        device: where it will run; None: kernels are not tried.
 
     Raises:
         MismatchError: configuration or tokenizer missing, architecture unknown, an attention or
@@ -154,7 +158,7 @@ def require_runnable(spec: TrainSpec, device: torch.device | None = None) -> tup
     _require_experts(spec.experts, bare)
     if spec.routing:
         require_readable(config, bare)
-    require_answerable(spec, bare)
+    require_interventions_possible(spec, bare)
     return config, attention
 
 
@@ -162,13 +166,13 @@ def resident_share(scorer: Scorer) -> float:
     """Share of the model's parameters that this rank holds, from its local shards."""
     total = local = 0
     for parameter in scorer.parameters():
-        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         total += parameter.numel()
-        local += held.numel()
+        local += part.numel()
     return local / total
 
 
-def _from_pretrained(spec: TrainSpec, attention: Attention, config: Any) -> tuple[Any, Any]:
+def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -218,7 +222,7 @@ def _our_sharding(
     spec: TrainSpec, mesh: DeviceMesh, device: torch.device
 ) -> Iterator[list[Scorer]]:
     """Within the block, ``from_pretrained`` shards with our policy; the root lands in the list."""
-    import transformers.integrations.mxfp4 as released
+    import transformers.integrations.mxfp4 as mxfp4_integration
     import transformers.modeling_utils as modeling
 
     wrapped: list[Scorer] = []
@@ -238,7 +242,7 @@ def _our_sharding(
         (modeling.PreTrainedModel, "maybe_distribute_model", classmethod(distribute)),
         # It reserves the memory of whole tensors, on every rank.
         (modeling, "caching_allocator_warmup", lambda *args, **kwargs: None),
-        (released, "dequantize_convertops", dequantise),
+        (mxfp4_integration, "dequantize_convertops", dequantise),
     ]
     saved = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in replaced]
     try:
@@ -268,18 +272,18 @@ def shard(model: Any, spec: TrainSpec, mesh: DeviceMesh) -> Scorer:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     if model.supports_gradient_checkpointing:
         # In train mode only: a forward with gradients then keeps one hidden state per layer.
-        # What was changed in the routers is changed again when a layer is run again.
+        # The context function applies interventions on routers again when a layer is recomputed.
         options = {"use_reentrant": False, "context_fn": checkpoint_contexts}
         model.gradient_checkpointing_enable(options)
-    # The root too gives its weights back after each pass: embedding and head are a large share.
+    # The root is resharded after each pass too: embedding and head are a large share.
     fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return scorer
 
 
 def _settle_dtype(scorer: Scorer, dtype: torch.dtype) -> None:
-    """Bring all parameters to the master dtype: FSDP2 refuses mixtures within a block.
+    """Cast all parameters to the master dtype: FSDP2 refuses mixed dtypes within a block.
 
-    Dequantised experts and modules that a family keeps in float32 come in dtypes of their own.
+    Dequantised experts, and modules that a family keeps in float32, are loaded in other dtypes.
     """
     for module in scorer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mismatch.specs import TemperatureIn
-from mismatch.training.distributions import Rows, kept
+from mismatch.training.distributions import CapturedRows, select_rows
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +28,10 @@ STRIP_BYTES = 32 << 20  # of each of the two float32 buffers
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """What is asked of every row: the sampling law of the rollout.
+class SamplingTransforms:
+    """The transforms between logits and the distribution that the rollout was sampled from.
 
-    >>> Law(temperature=0.0).scored_temperature
+    >>> SamplingTransforms(temperature=0.0).scored_temperature
     1.0
     """
 
@@ -67,9 +67,9 @@ class TokenStats:
     """Per row, [n], float32 nats (top1: int64).
 
     Attributes:
-        untempered: logprob at T = 1, where the law's T is another; else None.
+        untempered: logprob at T = 1, where the sampling temperature is another; else None.
         kept_mass: probability that survives top-k, then top-p; None where nothing is cut.
-        distributions: of the rows that are watched, [w, …]; see mismatch.training.distributions.
+        distributions: of the captured rows, as from :func:`select_rows`.
     """
 
     logprobs: torch.Tensor
@@ -85,53 +85,56 @@ def token_stats(
     targets: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     vocabulary: int,
-    law: Law | None = None,
+    sampling: SamplingTransforms | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     rounding: Rounding | None = None,
-    watched: Rows | None = None,
+    captured: CapturedRows | None = None,
 ) -> TokenStats:
-    """Score ``targets`` under the distributions that ``head`` makes of ``hidden``.
+    """Logprobs and entropies of ``targets`` under the distributions predicted from ``hidden``.
 
     Args:
         hidden: [n, H], the positions that predict the targets.
         targets: [n] token ids.
         head: hidden states [c, H] to logits [c, V], in the dtype that the trainer would have.
         vocabulary: V, which sets how many rows fit into ``chunk_bytes``.
-        rounding: what else the trainer rounds.
-        watched: the rows whose distributions are kept.
+        sampling: default: temperature 1, nothing cut.
+        rounding: where the trainer rounds beside the head.
+        captured: the rows whose full distributions are kept.
 
     With gradients on, each strip is recomputed in the backward pass instead of being kept.
     """
-    law, rounding = law or Law(), rounding or Rounding()
+    sampling, rounding = sampling or SamplingTransforms(), rounding or Rounding()
     logit_bytes = head(hidden[:0]).element_size()
-    room = _Room.of(hidden, max(1, min(STRIP_BYTES // (4 * vocabulary), len(targets))), vocabulary)
-    slots = targets.new_full((len(targets),), -1) if watched is None else watched.slots
-    ids = None if watched is None else watched.ids
-    ask = _Ask(law, rounding, watched is not None, ids)
+    buffers = _Buffers.of(
+        hidden, max(1, min(STRIP_BYTES // (4 * vocabulary), len(targets))), vocabulary
+    )
+    slots = targets.new_full((len(targets),), -1) if captured is None else captured.slots
+    ids = None if captured is None else captured.ids
+    settings = _Settings(sampling, rounding, captured is not None, ids)
     most = chunk_bytes // (logit_bytes * vocabulary)
     parts = [
-        _run(_chunk, states, wanted, slot, head, ask, room)
-        for states, wanted, slot in _cut(most, hidden, targets, slots)
+        _run(_chunk, states, ids_of_chunk, slot, head, settings, buffers)
+        for states, ids_of_chunk, slot in _cut(most, hidden, targets, slots)
     ]
     return TokenStats(*_joined(parts))
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """What is the same for all rows."""
+class _Settings:
+    """Settings that all rows share."""
 
-    law: Law
+    sampling: SamplingTransforms
     rounding: Rounding
-    watching: bool = False
+    capturing: bool = False
     ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
-    """Where a strip puts its rows, [rows, V] float32; None: in new memory, as autograd needs it.
+class _Buffers:
+    """Reused memory for the rows of a strip, [rows, V] float32; None: allocate, as autograd needs.
 
     Attributes:
-        first: logits, divided logits, probabilities, in turn.
+        first: logits, then divided logits, then probabilities.
         second: log-probabilities.
     """
 
@@ -140,7 +143,7 @@ class _Room:
     second: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, hidden: torch.Tensor, rows: int, vocabulary: int) -> _Room:
+    def of(cls, hidden: torch.Tensor, rows: int, vocabulary: int) -> _Buffers:
         import torch
 
         if torch.is_grad_enabled():
@@ -148,11 +151,11 @@ class _Room:
         both = hidden.new_empty(2, rows, vocabulary, dtype=torch.float32)
         return cls(rows, both[0], both[1])
 
-    def part(self, count: int) -> _Room:
-        """Room for ``count`` rows."""
+    def part(self, count: int) -> _Buffers:
+        """The first ``count`` rows."""
         if self.first is None or self.second is None:
             return self
-        return _Room(count, self.first[:count], self.second[:count])
+        return _Buffers(count, self.first[:count], self.second[:count])
 
     def upcast(self, raw: torch.Tensor) -> torch.Tensor:
         return raw.float() if self.first is None else self.first.copy_(raw)
@@ -162,7 +165,7 @@ Columns = tuple[Any, ...]  # the fields of TokenStats
 
 
 def _cut(most: int, *columns: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """Even parts of at most ``most`` rows: a short last one would take another matmul kernel."""
+    """Even parts of at most ``most`` rows: a short last part would select another matmul kernel."""
     count = max(1, -(-len(columns[0]) // max(1, most)))
     return zip(*(column.tensor_split(count) for column in columns), strict=True)
 
@@ -189,38 +192,44 @@ def _chunk(
     targets: torch.Tensor,
     slots: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
-    ask: _Ask,
-    room: _Room,
+    settings: _Settings,
+    buffers: _Buffers,
 ) -> Columns:
-    strips = _cut(room.rows, head(hidden), targets, slots)
-    return _joined([_run(_strip, *columns, ask, room) for columns in strips])
+    strips = _cut(buffers.rows, head(hidden), targets, slots)
+    return _joined([_run(_strip, *columns, settings, buffers) for columns in strips])
 
 
 def _strip(
-    raw: torch.Tensor, targets: torch.Tensor, slots: torch.Tensor, ask: _Ask, room: _Room
+    raw: torch.Tensor,
+    targets: torch.Tensor,
+    slots: torch.Tensor,
+    settings: _Settings,
+    buffers: _Buffers,
 ) -> Columns:
     import torch
 
-    law, rounding, room = ask.law, ask.rounding, room.part(len(raw))
-    logits = room.upcast(raw)
+    sampling, rounding, buffers = settings.sampling, settings.rounding, buffers.part(len(raw))
+    logits = buffers.upcast(raw)
     top1 = logits.detach().max(-1).indices
     untempered = None
-    if law.scored_temperature != 1.0:
-        plain = torch.log_softmax(logits, -1, out=room.second)
+    if sampling.scored_temperature != 1.0:
+        plain = torch.log_softmax(logits, -1, out=buffers.second)
         untempered = plain.gather(-1, targets[:, None])[:, 0]
         if rounding.temperature_in == "fp32":
-            logits = torch.div(logits, law.scored_temperature, out=room.first)
+            logits = torch.div(logits, sampling.scored_temperature, out=buffers.first)
         else:
-            logits = room.upcast(divide(raw, law.scored_temperature, rounding.temperature_in))
-    logps = torch.log_softmax(logits, -1, out=room.second)
+            logits = buffers.upcast(
+                divide(raw, sampling.scored_temperature, rounding.temperature_in)
+            )
+    logps = torch.log_softmax(logits, -1, out=buffers.second)
     picked = logps.gather(-1, targets[:, None])[:, 0]
     mass = None
-    if law.truncates:
+    if sampling.truncates:
         with torch.no_grad():
-            mass = kept_mass(logps, law.top_k, law.top_p)
-    whole = kept(logps, slots, ask.ids) if ask.watching else None
-    terms = torch.exp(logps, out=room.first)
-    entropy = -torch.mul(terms, logps, out=room.first).sum(-1)
+            mass = kept_mass(logps, sampling.top_k, sampling.top_p)
+    whole = select_rows(logps, slots, settings.ids) if settings.capturing else None
+    terms = torch.exp(logps, out=buffers.first)
+    entropy = -torch.mul(terms, logps, out=buffers.first).sum(-1)
     if rounding.logprobs is not None:
         picked, entropy = (value.to(rounding.logprobs).float() for value in (picked, entropy))
     return picked, entropy, top1, untempered, mass, whole

@@ -1,4 +1,4 @@
-"""How much memory a block of code takes at its worst."""
+"""Peak memory of a block of code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 
 class MemoryPeak:
-    """Most memory that a block of code takes, above what was in use before it, and its seconds.
+    """Peak memory of a block of code, above what was in use before it, and its duration.
 
-    On a GPU the allocator knows; on a CPU the process's anonymous memory is sampled (mapped
-    checkpoint files are not counted: the kernel can drop them at any time). What the C library
-    keeps of freed memory is given back first: the block would take it again unseen.
+    On a GPU the allocator counts; on a CPU the process's anonymous memory is sampled (mapped
+    checkpoint files are not counted: the kernel can drop them at any time). Free memory that the C
+    library holds is returned to the system first: its reuse would not show.
 
     Attributes:
         bytes: None until the block has ended, or if not active.
@@ -43,7 +43,7 @@ class MemoryPeak:
         if self._read is None:
             return self
         if self._device.type == "cpu":
-            _give_back()
+            _return_free_memory()
             self._thread = threading.Thread(target=self._sample, daemon=True)
         else:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -82,8 +82,8 @@ def _anonymous_bytes() -> int:
     return 0
 
 
-def _give_back() -> None:
-    """Let glibc return what it holds of freed memory; other C libraries have no such call."""
+def _return_free_memory() -> None:
+    """Let glibc return free memory to the system; other C libraries have no such call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Micro-batches: which sequences go through one forward pass, and where each token lies in it.
+"""Micro-batches: which sequences share a forward pass, and the position of each token in it.
 
 The composition depends on lengths, budget and layout only, never on the number of ranks: worlds of
 any size run the same forward passes and agree bit for bit where the arithmetic does.
@@ -45,7 +45,7 @@ class Batch:
         input_ids: [B, S]
         attention_mask: [B, S] 1 for real tokens; None when packed.
         position_ids: [1, S], from 0 in every document; None when padded.
-        rows: [n] where each real token lies in the flattened [B * S], sequence after sequence.
+        rows: [n] index of each real token in the flattened [B * S], sequence after sequence.
     """
 
     input_ids: torch.Tensor
@@ -85,7 +85,7 @@ def _width(group: list[int], lengths: Sequence[int], layout: str) -> int:
 
 
 def collate(sequences: Sequence[Ints], layout: str, device: torch.device | str) -> Batch:
-    """Lay the token ids of some sequences out for one forward pass."""
+    """The tensors of a forward pass over some sequences' token ids."""
     return _packed(sequences, device) if layout == "packing" else _padded(sequences, device)
 
 

@@ -13,29 +13,29 @@ from mismatch.errors import MismatchError
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.batch import to_device
 from mismatch.training.distributed import Progress, World
-from mismatch.training.distributions import Watch
-from mismatch.training.fingerprint import changed_facts, fingerprint
-from mismatch.training.load import Loaded
+from mismatch.training.distributions import DistributionCapture
+from mismatch.training.fingerprint import fingerprint, intervention_facts
+from mismatch.training.load import LoadedModel
 from mismatch.training.logprobs import TokenStats
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import Batch, MicroBatch, plan_batches
 from mismatch.training.routing.capture import LayerRoutes
-from mismatch.training.routing.replay import Source
-from mismatch.training.scorer import Ask
+from mismatch.training.routing.replay import ReplaySource
+from mismatch.training.scorer import ForwardOptions
 from mismatch.training.validate import prepare_pass
 from mismatch.types import Fingerprint, Ints, Rollout, Routing, Scoring
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one micro-batch gave, as numpy arrays.
+class MicroBatchScores:
+    """The results of one micro-batch, as numpy arrays.
 
     Attributes:
         tokens: [n] indices into T of all forwarded tokens, the rows of ``routes``.
         targets: [a] indices into T of the action tokens, the rows of ``stats``.
         routes: (ids, weights, margin) stacked over layers: [n, L, K], [n, L, K], [n, L].
         overruled: (token, layer) pairs whose own choice of experts was replaced by replayed ones.
-        whole: distributions of those targets that are watched.
+        distributions: of the captured targets.
     """
 
     tokens: Ints
@@ -43,22 +43,22 @@ class Part:
     stats: dict[str, np.ndarray]
     routes: tuple[np.ndarray, np.ndarray, np.ndarray | None] | None
     overruled: int = 0
-    whole: np.ndarray | None = None
+    distributions: np.ndarray | None = None
 
 
 def score_pass(
     world: World,
-    loaded: Loaded,
+    loaded: LoadedModel,
     rollout: Rollout,
     job: Pass,
-    source: Source | None = None,
-    asked: Distributions | None = None,
+    source: ReplaySource | None = None,
+    engine_distributions: Distributions | None = None,
 ) -> Scoring | None:
     """Score a rollout as ``job.spec`` says; all ranks call it, rank 0 gets the scoring.
 
     Args:
         source: the routes to replay, where the spec asks for that.
-        asked: the engine's whole distributions, whose positions and ids are kept here too.
+        engine_distributions: their positions and ids are kept here too.
 
     Raises:
         EmptyComparison: the rollout has no action token.
@@ -66,43 +66,43 @@ def score_pass(
             whose head or layout this tool does not reproduce.
     """
     spec = job.spec
-    ask, routing_note = prepare_pass(world, loaded, rollout, spec, source)
-    ask = replace(ask, watch=Watch.of(asked, rollout))
+    options, routing_note = prepare_pass(world, loaded, rollout, spec, source)
+    options = replace(options, capture=DistributionCapture.of(engine_distributions, rollout))
     with MemoryPeak(world.device, True) as peak, torch.set_grad_enabled(spec.grad):
-        parts = run_batches(world, loaded, rollout, job, ask, source)
+        parts = run_batches(world, loaded, rollout, job, options, source)
     gathered, peaks = world.gather(parts), world.gather(peak.bytes)
     facts = fingerprint(world, loaded, job, rollout.sampling, routing_note)
     if gathered is None:
         return None
     parts = [part for rank in gathered for part in rank]
-    facts |= changed_facts(spec, source, sum(part.overruled for part in parts))
+    facts |= intervention_facts(spec, source, sum(part.overruled for part in parts))
     facts |= {"seconds": round(peak.seconds, 3), "peak_bytes": peaks}
     scoring = _assemble(job.name, rollout, parts, facts, loaded)
-    if ask.watch is None:
+    if options.capture is None:
         return scoring
-    whole = [(part.targets, part.whole) for part in parts if part.whole is not None]
-    return replace(scoring, distributions=ask.watch.joined(whole))
+    captured = [(p.targets, p.distributions) for p in parts if p.distributions is not None]
+    return replace(scoring, distributions=options.capture.joined(captured))
 
 
 def run_batches(
     world: World,
-    loaded: Loaded,
+    loaded: LoadedModel,
     rollout: Rollout,
     job: Pass,
-    ask: Ask,
-    source: Source | None = None,
-) -> list[Part]:
+    options: ForwardOptions,
+    source: ReplaySource | None = None,
+) -> list[MicroBatchScores]:
     """This rank's micro-batches: every W-th, and as many forward passes as any other rank."""
     lengths = [int(n) for n in np.diff(rollout.offsets)]
     batches = plan_batches(lengths, job.spec.micro_batch_tokens, job.spec.layout)
     progress = Progress(job.name, sum(lengths), world.rank == 0)
     parts, done = [], 0
     for first in range(0, len(batches), world.size):
-        mine = first + world.rank
-        idle = mine >= len(batches)
+        own = first + world.rank
+        idle = own >= len(batches)
         # FSDP2 gathers in step: a rank without work repeats a batch and drops the result.
-        group = batches[0 if idle else mine]
-        part = _forward(loaded, rollout, group, job.spec, ask, world, source)
+        group = batches[0 if idle else own]
+        part = _forward(loaded, rollout, group, job.spec, options, world, source)
         if not idle:
             parts.append(part)
         done += sum(batch.tokens for batch in batches[first : first + world.size])
@@ -111,54 +111,56 @@ def run_batches(
 
 
 def _forward(
-    loaded: Loaded,
+    loaded: LoadedModel,
     rollout: Rollout,
     group: MicroBatch,
     spec: TrainSpec,
-    ask: Ask,
+    options: ForwardOptions,
     world: World,
-    source: Source | None,
-) -> Part:
-    laid = to_device(rollout, group, spec, ask, world.device, source)
-    batch, scorer = laid.batch, loaded.scorer
-    rows = None if ask.watch is None else ask.watch.rows(laid.targets)
-    given = (batch, laid.predicting, laid.wanted, laid.ask, rows)
-    values, routes = scorer(scorer.score, *given)
+    source: ReplaySource | None,
+) -> MicroBatchScores:
+    inputs = to_device(rollout, group, spec, options, world.device, source)
+    batch, scorer = inputs.batch, loaded.scorer
+    captured = None if options.capture is None else options.capture.rows(inputs.targets)
+    values, routes = scorer(
+        scorer.score, batch, inputs.predicting, inputs.target_ids, inputs.options, captured
+    )
     stats = {
         field.name: _numpy(value)
         for field, value in zip(fields(TokenStats), values, strict=True)
         if value is not None
     }
-    small = narrowest(scorer.moe[0].num_experts) if scorer.moe else None
-    stacked = _stack(routes, batch, small) if routes is not None else None
-    whole = stats.pop("distributions", None)
-    overruled = 0 if laid.replay is None else laid.replay.overruled
-    return Part(laid.tokens, laid.targets, stats, stacked, overruled, whole)
+    id_dtype = narrowest(scorer.moe[0].num_experts) if scorer.moe else None
+    stacked = _stack(routes, batch, id_dtype) if routes is not None else None
+    distributions = stats.pop("distributions", None)
+    overruled = 0 if inputs.replay is None else inputs.replay.overruled
+    return MicroBatchScores(inputs.tokens, inputs.targets, stats, stacked, overruled, distributions)
 
 
 def _stack(
-    routes: list[LayerRoutes], batch: Batch, small: Any
+    routes: list[LayerRoutes], batch: Batch, id_dtype: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    ids = np.stack([_numpy(layer.ids[batch.rows]).astype(small) for layer in routes], axis=1)
+    ids = np.stack([_numpy(layer.ids[batch.rows]).astype(id_dtype) for layer in routes], axis=1)
     weights = np.stack([_numpy(layer.weights[batch.rows]) for layer in routes], axis=1)
     margins = [layer.margin for layer in routes]
     if any(margin is None for margin in margins):
         return ids, weights, None
-    known = [_numpy(margin[batch.rows]) for margin in margins if margin is not None]
-    return ids, weights, np.stack(known, axis=1)
+    rows = [_numpy(margin[batch.rows]) for margin in margins if margin is not None]
+    return ids, weights, np.stack(rows, axis=1)
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().cpu().numpy()
 
 
-# ---------------------------------------------------------------- after scoring
-
-
 def _assemble(
-    name: str, rollout: Rollout, parts: list[Part], facts: Fingerprint, loaded: Loaded
+    name: str,
+    rollout: Rollout,
+    parts: list[MicroBatchScores],
+    facts: Fingerprint,
+    loaded: LoadedModel,
 ) -> Scoring:
-    """Put the parts in the rollout's order, and make sure that nothing is missing."""
+    """Concatenate all micro-batches in the rollout's order; no action token may be missing."""
     targets = np.concatenate([part.targets for part in parts])
     order = np.argsort(targets, kind="stable")
     if not np.array_equal(targets[order], rollout.actions):
@@ -182,7 +184,9 @@ def _assemble(
     )
 
 
-def _routing(rollout: Rollout, parts: list[Part], loaded: Loaded) -> Routing | None:
+def _routing(
+    rollout: Rollout, parts: list[MicroBatchScores], loaded: LoadedModel
+) -> Routing | None:
     routes = [part.routes for part in parts if part.routes is not None]
     if not routes:
         return None

@@ -18,30 +18,33 @@ from torch import nn
 
 from mismatch.errors import MismatchError
 from mismatch.specs import TORCH_NAMES
-from mismatch.training.distributions import Rows, Watch
-from mismatch.training.logprobs import Law, Rounding, TokenStats, token_stats
+from mismatch.training.distributions import CapturedRows, DistributionCapture
+from mismatch.training.logprobs import Rounding, SamplingTransforms, TokenStats, token_stats
 from mismatch.training.packing import Batch
 from mismatch.training.routing.capture import LayerRoutes, moe_layers, recording
 from mismatch.training.routing.interventions import Intervention, intervening
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """How to run a forward pass; dtypes None: that of the computation.
+class ForwardOptions:
+    """How to run the forward passes of one scoring pass.
 
     Attributes:
+        sampling: the sampling transforms of the rollout, applied to the logits.
+        autocast: dtype of autocast; None: off.
+        head_dtype: of the language-model head; None: that of the computation.
         routing: record the experts.
-        changes: what is done to the routers: replayed routes, injected noise.
-        watch: the positions whose whole distributions are kept.
+        interventions: on the routers: replayed routes, injected noise, another dtype.
+        capture: the positions whose full distributions are kept.
     """
 
-    law: Law
+    sampling: SamplingTransforms
     autocast: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
     routing: bool = False
     rounding: Rounding = field(default_factory=Rounding)
-    changes: tuple[Intervention, ...] = ()
-    watch: Watch | None = None
+    interventions: tuple[Intervention, ...] = ()
+    capture: DistributionCapture | None = None
 
 
 class Scorer(nn.Module):
@@ -62,10 +65,11 @@ class Scorer(nn.Module):
         return part
 
     def forward(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work(*args)`` with the root's parameters gathered, as FSDP2 wants it.
+        """Call ``work(*args)`` inside FSDP2's hooks: the root's parameters are gathered.
 
-        ``work`` is one of this module's methods below; results are tuples and tensors, which is
-        where FSDP2 hooks its backward.
+        Args:
+            work: one of the methods below. It returns tensors or tuples of them, on which FSDP2
+                hooks its backward pass.
         """
         return work(*args)
 
@@ -74,44 +78,44 @@ class Scorer(nn.Module):
         batch: Batch,
         predicting: torch.Tensor,
         targets: torch.Tensor,
-        ask: Ask,
-        watched: Rows | None = None,
+        options: ForwardOptions,
+        captured: CapturedRows | None = None,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[LayerRoutes] | None]:
         """Statistics of ``targets`` [n], each predicted at flattened row ``predicting`` [n].
 
         Args:
-            watched: the targets whose whole distributions are kept.
+            captured: the targets whose full distributions are kept.
 
         Returns:
-            The fields of :class:`TokenStats`, and the routes of every MoE layer if asked for.
+            The fields of :class:`TokenStats`, and the routes of every MoE layer or None.
         """
         with ExitStack() as stack:
-            if ask.autocast is not None:
-                stack.enter_context(torch.autocast(batch.input_ids.device.type, ask.autocast))
+            if options.autocast is not None:
+                stack.enter_context(torch.autocast(batch.input_ids.device.type, options.autocast))
             with ExitStack() as routers:
-                routers.enter_context(intervening(self.decoder, self.moe, ask.changes))
-                recorder = routers.enter_context(recording(self.moe)) if ask.routing else None
+                routers.enter_context(intervening(self.decoder, self.moe, options.interventions))
+                recorder = routers.enter_context(recording(self.moe)) if options.routing else None
                 hidden = self.hidden(batch)
             routes = recorder.finished() if recorder is not None else None
             rows = hidden.reshape(-1, hidden.shape[-1])[predicting]
-            head, vocabulary = self._head(ask), self._vocabulary()
+            head, vocabulary = self._head(options), self._vocabulary()
             stats = token_stats(
                 rows,
                 targets,
                 head,
                 vocabulary,
-                ask.law,
-                rounding=ask.rounding,
-                watched=watched,
+                options.sampling,
+                rounding=options.rounding,
+                captured=captured,
             )
         return tuple(getattr(stats, item.name) for item in fields(TokenStats)), routes
 
     def head_gap(self, batch: Batch) -> torch.Tensor:
-        """How far our logits are from the family's own forward, as a share of their range.
+        """Largest difference of our logits from the family's own forward, relative to their range.
 
-        A family whose forward does more to its logits than we know shows here.
+        Large where a family transforms its logits in a way that :func:`finish_logits` lacks.
         """
-        ours = self._head(Ask(Law()))(self.hidden(batch))
+        ours = self._head(ForwardOptions(SamplingTransforms()))(self.hidden(batch))
         own: torch.Tensor = self.model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
         ).logits
@@ -164,19 +168,21 @@ class Scorer(nn.Module):
     def _vocabulary(self) -> int:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
-    def _head(self, ask: Ask) -> Any:
+    def _head(self, options: ForwardOptions) -> Any:
         """Hidden states [c, H] to logits [c, V], as the family's own forward ends."""
         head = self.model.get_output_embeddings()
-        dtype = ask.head_dtype
+        dtype = options.head_dtype
         if dtype is None:
             return lambda hidden: finish_logits(head(hidden), self.decoder_config)
         weight = head.weight.to(dtype)
         bias = None if head.bias is None else head.bias.to(dtype)
 
         def in_dtype(hidden: torch.Tensor) -> torch.Tensor:
-            # The dtype was asked for by name: an enclosing autocast must not undo it.
+            # The requested dtype must not be undone by an enclosing autocast.
             off = (
-                torch.autocast(hidden.device.type, enabled=False) if ask.autocast else nullcontext()
+                torch.autocast(hidden.device.type, enabled=False)
+                if options.autocast
+                else nullcontext()
             )
             with off:
                 logits = nn.functional.linear(hidden.to(dtype), weight, bias)
@@ -186,7 +192,7 @@ class Scorer(nn.Module):
 
 
 def finish_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """What some families do to logits after the head: Granite, Cohere, Gemma 2 and kin."""
+    """Scaling and soft-capping after the head, as in Granite, Cohere and Gemma 2."""
     if divisor := getattr(config, "logits_scaling", None):
         logits = logits / divisor
     if factor := getattr(config, "logit_scale", None):

@@ -28,16 +28,16 @@ from mismatch.errors import MismatchError
 
 MASKS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2", "none": None}
 DEFAULT_MASK = "sdpa"
-SHAPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(@\w*)?")
+PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(@\w*)?")
 
 
 def is_user_kernel(text: str) -> bool:
-    """Whether a kernel's name means a function of the user's.
+    """Whether a kernel's name is a user's function.
 
     >>> is_user_kernel("my.kernels:attend@flash"), is_user_kernel("sink-sdpa")
     (True, False)
     """
-    return SHAPE.fullmatch(text) is not None
+    return PATTERN.fullmatch(text) is not None
 
 
 def load_function(text: str) -> tuple[Callable[..., Any], str]:
@@ -60,7 +60,7 @@ def load_function(text: str) -> tuple[Callable[..., Any], str]:
         raise MismatchError(
             f"{text}: there is no mask {mask!r}", f"after @ comes one of {', '.join(MASKS)}"
         )
-    function = _imported(text, module_name)
+    function = _import(text, module_name)
     for part in name.split("."):
         if not hasattr(function, part):
             raise MismatchError(f"{text}: {module_name} has no {name}", "check the name after ':'")
@@ -70,7 +70,7 @@ def load_function(text: str) -> tuple[Callable[..., Any], str]:
     return function, mask or DEFAULT_MASK
 
 
-def _imported(text: str, module_name: str) -> Any:
+def _import(text: str, module_name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -89,8 +89,8 @@ def _imported(text: str, module_name: str) -> Any:
 def mask_function(mask: str) -> Callable[..., Any] | None:
     """transformers' builder of that kind of mask; None for ``none``.
 
-    ``sdpa`` and ``eager`` are always built: transformers would leave out a mask that is plainly
-    causal, and a function that takes no mask for no restriction would look into the future.
+    ``sdpa`` and ``eager`` are always built: transformers omits a mask that is plainly causal, and a
+    function that takes no mask as no restriction would attend to future tokens.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -123,7 +123,7 @@ def register_attention(text: str) -> str:
 
 
 def registered_name(text: str) -> str:
-    """Free of the words that transformers looks for in names (flash, sdpa, kernels' slashes)."""
+    """A name without the words that transformers searches for (flash, sdpa, kernels' slashes)."""
     return f"mismatch_yours_{sha256(text.encode()).hexdigest()[:12]}"
 
 

@@ -1,4 +1,4 @@
-"""Before a pass: what cannot be run as asked is refused, on a few tokens where that takes any."""
+"""Checks before a pass: refuse what cannot run, or would be scored wrongly without an error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.specs import TrainSpec
 from mismatch.training.distributed import World
-from mismatch.training.load import Loaded
-from mismatch.training.logprobs import Law, Rounding
+from mismatch.training.load import LoadedModel
+from mismatch.training.logprobs import Rounding, SamplingTransforms
 from mismatch.training.packing import collate
-from mismatch.training.routing.probe import require_changeable
-from mismatch.training.routing.replay import Source
-from mismatch.training.scorer import Ask, torch_dtype
+from mismatch.training.routing.probe import require_interventions_work
+from mismatch.training.routing.replay import ReplaySource
+from mismatch.training.scorer import ForwardOptions, torch_dtype
 from mismatch.types import Ints, Rollout
 
 HEAD_TOLERANCE = 0.02  # of the logits' range; our head runs the same matmul as the family's
@@ -23,12 +23,16 @@ LEAK_TOLERANCE = 0.1  # standard deviations
 
 
 def prepare_pass(
-    world: World, loaded: Loaded, rollout: Rollout, spec: TrainSpec, source: Source | None
-) -> tuple[Ask, str]:
-    """Put the model into the spec's mode and refuse what cannot run; all ranks call it.
+    world: World,
+    loaded: LoadedModel,
+    rollout: Rollout,
+    spec: TrainSpec,
+    source: ReplaySource | None,
+) -> tuple[ForwardOptions, str]:
+    """Put the model into train or eval mode and refuse what cannot run; all ranks call it.
 
     Returns:
-        How to run a forward pass, and whether experts are captured: "captured", or why not.
+        The options of the forward passes, and whether experts are captured: "captured", or why not.
 
     Raises:
         EmptyComparison, MismatchError: no action token, token ids outside the vocabulary, dropout
@@ -38,22 +42,22 @@ def prepare_pass(
     if spec.grad:
         _require_no_dropout(loaded)
     loaded.scorer.train(spec.grad)
-    ask = _ask(spec, rollout, loaded)
+    options = _options(spec, rollout, loaded)
     with torch.no_grad():
-        loaded.once((spec.layout, spec.grad), lambda: _probe(loaded, spec, world))
+        loaded.once((spec.layout, spec.grad), lambda: _probe_scoring(loaded, spec, world))
         routing_note = loaded.once(
-            (ask, spec.routing, spec.grad), lambda: _probe_routing(loaded, ask, spec, world)
+            (options, spec.routing, spec.grad), lambda: _probe_routing(loaded, options, spec, world)
         )
-        require_changeable(loaded.scorer, spec, source, world.device)
+        require_interventions_work(loaded.scorer, spec, source, world.device)
     if routing_note != "captured":
-        ask = replace(ask, routing=False)
-    return ask, routing_note
+        options = replace(options, routing=False)
+    return options, routing_note
 
 
-def _ask(spec: TrainSpec, rollout: Rollout, loaded: Loaded) -> Ask:
+def _options(spec: TrainSpec, rollout: Rollout, loaded: LoadedModel) -> ForwardOptions:
     sampling = rollout.sampling
-    return Ask(
-        law=Law(sampling.temperature, sampling.top_k, sampling.top_p),
+    return ForwardOptions(
+        sampling=SamplingTransforms(sampling.temperature, sampling.top_k, sampling.top_p),
         autocast=torch_dtype(spec.autocast) if spec.autocast else None,
         head_dtype=torch_dtype(spec.head_dtype) if spec.head_dtype else None,
         routing=spec.routing and bool(loaded.scorer.moe),
@@ -64,7 +68,7 @@ def _ask(spec: TrainSpec, rollout: Rollout, loaded: Loaded) -> Ask:
     )
 
 
-def _require_scorable(rollout: Rollout, loaded: Loaded) -> None:
+def _require_scorable(rollout: Rollout, loaded: LoadedModel) -> None:
     if rollout.n_actions == 0:
         raise EmptyComparison("the rollout has no action token to score")
     config = loaded.scorer.decoder_config
@@ -77,26 +81,26 @@ def _require_scorable(rollout: Rollout, loaded: Loaded) -> None:
         )
 
 
-def _require_no_dropout(loaded: Loaded) -> None:
+def _require_no_dropout(loaded: LoadedModel) -> None:
     """Train mode must change nothing but gradients, or the pass would measure dropout."""
     config = loaded.scorer.decoder_config.to_dict()
-    noisy = {
+    active = {
         name: value
         for name, value in config.items()
         if ("dropout" in name or name.endswith("_pdrop") or "jitter" in name)
         and isinstance(value, float)
         and value > 0
     }
-    if noisy:
-        name, value = next(iter(noisy.items()))
+    if active:
+        name, value = next(iter(active.items()))
         raise MismatchError(
             f"{loaded.spec.model} has {name} = {value}: a train-mode pass would be random",
             f"set {name} to 0 in config.json, as RL trainers do, or leave the grad pass out",
         )
 
 
-def _probe(loaded: Loaded, spec: TrainSpec, world: World) -> None:
-    """A few tokens through the model, to refuse what would be scored wrongly without any error."""
+def _probe_scoring(loaded: LoadedModel, spec: TrainSpec, world: World) -> None:
+    """Run a few tokens: the head must be reproduced, packed documents must not see each other."""
     vocabulary = loaded.scorer.decoder_config.vocab_size
     first, second, third = (np.arange(8) * step % vocabulary for step in (3, 5, 7))
     scorer = loaded.scorer
@@ -118,21 +122,23 @@ def _probe(loaded: Loaded, spec: TrainSpec, world: World) -> None:
             )
 
 
-def _leak(loaded: Loaded, documents: tuple[Ints, Ints, Ints], world: World) -> float:
-    """How far a document's hidden states move when the one before it changes.
+def _leak(loaded: LoadedModel, documents: tuple[Ints, Ints, Ints], world: World) -> float:
+    """Change of a document's hidden states when the document before it changes.
 
     The median over its tokens, in standard deviations: a leak moves all of them (by 1.4 to 3 for
-    gpt-oss), while other company in the experts' matmuls moves a few in their last bits.
+    gpt-oss), while other rows in the experts' matmuls change a few in their last bits.
     """
     first, second, third = documents
     packed = [collate([document, second], "packing", world.device) for document in (first, third)]
     scorer = loaded.scorer
-    one, other = (scorer(scorer.hidden, batch)[0, len(first) :].float() for batch in packed)
-    return float(((one - other).abs().amax(-1) / one.std()).median())
+    before, after = (scorer(scorer.hidden, batch)[0, len(first) :].float() for batch in packed)
+    return float(((before - after).abs().amax(-1) / before.std()).median())
 
 
-def _probe_routing(loaded: Loaded, ask: Ask, spec: TrainSpec, world: World) -> str:
-    """ "captured", or why not, found out on a few tokens before anything is scored."""
+def _probe_routing(
+    loaded: LoadedModel, options: ForwardOptions, spec: TrainSpec, world: World
+) -> str:
+    """ "captured", or why not, from a forward pass of a few tokens."""
     from mismatch.errors import CorruptCapture
 
     if not loaded.scorer.moe:
@@ -142,7 +148,7 @@ def _probe_routing(loaded: Loaded, ask: Ask, spec: TrainSpec, world: World) -> s
     batch = collate([np.arange(8)], "padding", world.device)
     scorer = loaded.scorer
     try:
-        scorer(scorer.score, batch, batch.rows[:1], batch.rows[1:2], ask)
+        scorer(scorer.score, batch, batch.rows[:1], batch.rows[1:2], options)
     except CorruptCapture as error:
         return f"not supported: {error.message}"
     return "captured"

@@ -4,7 +4,6 @@ What only a worker can find out is in tests/integration/test_failures.py.
 """
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -19,18 +18,11 @@ import pytest
 from mismatch.engines.registry import INSTALL
 from mismatch.run import store
 
+from ..command import mismatch
 from ..limited import mounted
 from ..made_run import make_run, rollout, scoring
 
 TINY = ["--model", "tiny-gpt-oss"]
-
-
-def mismatch(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mismatch", *arguments]
-    environment = {**os.environ, **env}
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment
-    )
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], expected: str) -> None:

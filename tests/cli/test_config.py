@@ -1,18 +1,13 @@
 """--config and --print-config: flags as a file, both ways."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.command import mismatch
+
 CHECK = ["check", "--model", "tiny-gpt-oss"]
-
-
-def mismatch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mismatch", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def printed(*arguments: str, cwd: Path) -> dict:
@@ -76,7 +71,9 @@ CASES = {
     "truth for a number": ("max_tokens = true", "key 'max_tokens'"),
     "number for a truth": ("routing = 1", "true or false"),
     "unknown choice": ('dtype = "fp8"', "bf16, fp16, fp32"),
-    "text for a list": ('engine_arg = "a=1"', "a list of strings"),
+    "number in a list": ("engine_arg = [1]", "1 is not a string"),
+    "no time": ("budget_minutes = 0", "0 is not a number above 0"),
+    "no length": ("forecast_length = 0", "0 is not a whole number above 0"),
 }
 
 

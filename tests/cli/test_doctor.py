@@ -1,9 +1,6 @@
 """`mismatch doctor`, `mismatch models` and the dry run: right verdicts for machines we describe."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from io import StringIO
 
@@ -18,6 +15,7 @@ from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED, resolve_model
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
 from mismatch.types import Sampling
+from tests.command import mismatch
 
 GIB = 1 << 30
 
@@ -113,7 +111,7 @@ def test_a_large_model_is_planned_from_the_shipped_config():
     found = plan(spec("gpt-oss-20b", ranks=8), machine(gpus=8))
     assert found.config_source == "shipped with mismatch"
     assert found.fits
-    assert found.result("kernels")["attention"].endswith("honours the sinks")
+    assert found.kernels["attention"].endswith("honours the sinks")
     text = text_of(print_plan, found)
     assert "openai/gpt-oss-20b" in text
     assert "sharded parameters" in text
@@ -230,31 +228,19 @@ def test_a_package_that_fails_to_import_says_why(tmp_path, monkeypatch):
     assert "no such operator" in found.error
 
 
-def run(*arguments: str, cwd, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mismatch", *arguments]
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, **environment},
-    )
-
-
 def test_models_lists_every_name(tmp_path):
-    done = run("models", "--json", cwd=tmp_path)
+    done = mismatch("models", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     names = {row["name"] for row in json.loads(done.stdout)["models"]}
     assert {*EMBEDDED, "gpt-oss-20b", "qwen3-30b-a3b"} <= names
-    table = run("models", cwd=tmp_path).stdout
+    table = mismatch("models", cwd=tmp_path).stdout
     assert "openai/gpt-oss-20b" in table
     assert "24×32×4" in table
 
 
 @pytest.mark.slow
 def test_the_command_examines_this_machine(tmp_path):
-    done = run("doctor", "--model", "tiny-gpt-oss", "--json", cwd=tmp_path)
+    done = mismatch("doctor", "--model", "tiny-gpt-oss", "--json", cwd=tmp_path, timeout=400)
     found = json.loads(done.stdout)
     assert found["ready"] == (done.returncode == 0), done.stderr
     assert found["machine"]["packages"]["torch"]["works"] is True
@@ -262,25 +248,18 @@ def test_the_command_examines_this_machine(tmp_path):
 
 
 def test_an_unknown_model_is_refused_with_near_misses(tmp_path):
-    done = run("doctor", "--model", "gpt-oss-21b", cwd=tmp_path)
+    done = mismatch("doctor", "--model", "gpt-oss-21b", cwd=tmp_path)
     assert done.returncode == 2
     assert "gpt-oss-20b" in done.stderr
 
 
 def test_the_flag_shows_the_plan_and_starts_nothing(tmp_path):
-    command = [sys.executable, "-m", "mismatch", "check", "--dry-run", "--num-prompts", "3"]
-    done = subprocess.run(
-        [*command, "--model", "tiny-gpt-oss"], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = ("check", "--dry-run", "--num-prompts", "3", "--model")
+    done = mismatch(*command, "tiny-gpt-oss", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "sequences                         12" in done.stdout
     assert "sink-sdpa" in done.stdout
-    large = subprocess.run(
-        [*command, "--model", "gpt-oss-120b", "--nproc-per-node", "1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    large = mismatch(*command, "gpt-oss-120b", "--nproc-per-node", "1", cwd=tmp_path)
     assert large.returncode == 2
     assert "does not fit" in large.stdout
     assert list(tmp_path.iterdir()) == []

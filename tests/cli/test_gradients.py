@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mismatch.cli.flags import Flags
-from mismatch.cli.options import VerdictFrom
 from mismatch.cli.session import dry_run, stored_spec
-from mismatch.cli.to_spec import gradient_fields
 from mismatch.errors import MismatchError
 from mismatch.models import resolve_model
 from mismatch.pipeline.commands import run_score
@@ -20,18 +18,8 @@ from tests.made_run import make_run, spec
 def flags(given=(), **values):
     base = {"resume": None, "gradients": False, "gradient_prompts": 16, **values}
     made = Flags(base)
-    made.given = frozenset(given)
+    made.explicit = frozenset(given)
     return made
-
-
-def test_a_batch_has_prompts():
-    assert gradient_fields(flags(gradients=True, gradient_prompts=4)) == {
-        "gradients": True,
-        "gradient_prompts": 4,
-    }
-    assert gradient_fields(Flags()) == {}
-    with pytest.raises(MismatchError, match="--gradient-prompts 0 is no batch"):
-        gradient_fields(flags(gradient_prompts=0))
 
 
 def test_a_finished_run_is_asked_for_them_as_well(tmp_path):
@@ -92,7 +80,7 @@ def test_a_runs_fixes_stay_where_none_are_named(tmp_path):
     run = make_run(tmp_path / "run")
     known = replace(spec(), fixes=("fp16",), budget_minutes=9.0)
     store.write_json(run / "spec.json", to_dict(known))
-    as_is, after = VerdictFrom.as_is, VerdictFrom.after_fixes
+    as_is, after = "as-is", "after-fixes"
     base = {"resume": str(run), "fix": None, "budget_minutes": None, "verdict": as_is}
     less = flags(("resume", "budget_minutes"), **{**base, "budget_minutes": 5.0})
     assert stored_spec(less) == replace(known, budget_minutes=5.0)

@@ -36,7 +36,7 @@ def invoke(*arguments):
         (["--dtype", "fp8"], "--dtype 'fp8' is unknown"),
         (["--tokens", "many"], "names no lengths"),
         (["--tokens", "1024,4"], "names no lengths"),
-        (["--time-limit", "0"], "is no time"),
+        (["--time-limit", "0"], "a number above 0"),
         (["--only", "experts", "--kernel", "a:b"], "--only experts leaves nothing"),
         (["--only", "attention", "--kernel-experts", "a:b"], "nothing to do for --kernel-experts"),
         (["--run", "nowhere"], "no run in nowhere"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,12 +13,8 @@ from mismatch.cli.main import app
 from mismatch.metrics import METRICS, conventions
 from mismatch.metrics.names import metric_called
 from mismatch.run import store
+from tests.command import mismatch
 from tests.made_run import make_run
-
-
-def mismatch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mismatch", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def said(*arguments: str) -> str:

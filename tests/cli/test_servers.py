@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mismatch.cli.flags import Flags
-from mismatch.cli.servers import moved, server_fields
+from mismatch.cli.options import CHECK
+from mismatch.cli.servers import moved, server_addresses
+from mismatch.cli.to_spec import engine_spec
 from mismatch.errors import MismatchError
 from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
+from tests.command import mismatch
 from tests.scripted_server import ScriptedServer
 
 SECRET = "sk-very-secret"
 HERE = "http://127.0.0.1:9"  # where nobody answers
-
-
-def mismatch(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mismatch", *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), **env}
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment
-    )
 
 
 def refused(tmp_path: Path, *flags: str, **env: str) -> str:
@@ -50,14 +42,8 @@ def test_secrets_in_addresses_are_refused_and_not_repeated(tmp_path: Path) -> No
 
 def flags(**given: object) -> Flags:
     """Values of the flags of a check, some of them given by the user."""
-    defaults = {
-        "server": None,
-        "served_model": None,
-        "server_concurrency": 32,
-        "server_timeout": 600.0,
-    }
-    values = Flags(defaults | given)
-    values.given = frozenset(given)
+    values = Flags({option.name: option.default for option in CHECK} | given)
+    values.explicit = frozenset(given)
     return values
 
 
@@ -70,26 +56,24 @@ def flags(**given: object) -> Flags:
         ("max_model_len", 64),
         ("rollout_weights", "bf16"),
         ("verl_config", Path("x.yaml")),
-        ("server_concurrency", 0),
-        ("server_timeout", 0.0),
-        ("server_timeout", float("nan")),
-        ("server_timeout", float("inf")),
+        ("server_timeout", 1e9),
     ],
 )
 def test_flags_of_an_engine_of_ours_are_refused(name: str, value: object) -> None:
     with pytest.raises(MismatchError, match=f"--{name.replace('_', '-')}"):
-        server_fields(flags(server=[HERE], **{name: value}))
+        server_addresses(flags(server=[HERE], **{name: value}))
 
 
 def test_flags_become_fields_of_the_engine() -> None:
-    assert server_fields(flags()) == {}
+    assert server_addresses(flags()) == ()
     given = flags(server=[HERE + "/v1", "https://b:8/x"], server_timeout=5.0, served_model="m")
-    assert server_fields(given) == {
-        "servers": (HERE, "https://b:8/x"),
-        "served_model": "m",
-        "server_concurrency": 32,
-        "server_timeout_s": 5.0,
-    }
+    assert engine_spec(given, "tiny-gpt-oss", "server", None) == EngineSpec(
+        engine="server",
+        model="tiny-gpt-oss",
+        servers=(HERE, "https://b:8/x"),
+        served_model="m",
+        server_timeout_s=5.0,
+    )
     engine = EngineSpec("server", "tiny-gpt-oss", servers=("http://a:1",), served_model="m")
     later = moved(engine, flags(server=[HERE]))
     assert (later.servers, later.served_model) == ((HERE,), "m")

@@ -1,25 +1,23 @@
 """`--trainer`, `--verl-config` and the data-set flags mean what they say; what is given wins."""
 
 import json
-import subprocess
-import sys
-from typing import get_type_hints
 
 import pytest
 
 from mismatch.cli.flags import Flags
-from mismatch.cli.options import ALL_GROUPS, DtypeName
+from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import check_spec
 from mismatch.cli.trainer import with_trainer
 from mismatch.errors import MismatchError
 from mismatch.prompts.sources import read_prompts
+from tests.command import mismatch
 
 
 def flags(**given) -> Flags:
-    values = {name: getattr(g, name) for g in ALL_GROUPS for name in get_type_hints(g)}
-    made = Flags({**values, "model": "tiny-gpt-oss", "nproc_per_node": 2, **given})
-    made.given = frozenset(given)
-    return made
+    values = {option.name: option.default for option in CHECK}
+    flags = Flags({**values, "model": "tiny-gpt-oss", "nproc_per_node": 2, **given})
+    flags.explicit = frozenset(given)
+    return flags
 
 
 def spec_of(**given):
@@ -36,7 +34,7 @@ def test_a_preset_sets_what_the_user_left_open():
 
 
 def test_a_given_flag_wins_over_the_preset_and_is_said():
-    spec, notes = spec_of(trainer="verl", autocast=DtypeName.fp16)
+    spec, notes = spec_of(trainer="verl", autocast="fp16")
     assert spec.train.autocast == "fp16"
     assert any(note.startswith("  kept: autocast is fp16") for note in notes)
 
@@ -61,7 +59,7 @@ def test_a_verl_config_sets_both_sides(tmp_path):
     assert spec.rollout.engine.dtype == "fp16"
     assert spec.train.model.endswith("tiny-gpt-oss")
     override = ["actor_rollout_ref.rollout.temperature=0.9"]
-    spec, _ = spec_of(verl_config=path, verl_override=override, dtype=DtypeName.bf16)
+    spec, _ = spec_of(verl_config=path, verl_override=override, dtype="bf16")
     assert spec.rollout.sampling.temperature == 0.9
     assert spec.rollout.engine.dtype == "bf16"
 
@@ -95,12 +93,7 @@ def test_a_data_set_becomes_prompts_with_gradable_answers(tmp_path):
 
 
 def test_the_preset_reaches_the_command_line(tmp_path):
-    command = [sys.executable, "-m", "mismatch", "check", "--model", "tiny-gpt-oss"]
-    done = subprocess.run(
-        [*command, "--trainer", "trl", "--samples-per-prompt", "0"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    command = ("check", "--model", "tiny-gpt-oss", "--trainer", "trl", "--samples-per-prompt", "0")
+    done = mismatch(*command, cwd=tmp_path)
     assert "trainer: TRL" in done.stdout
     assert done.returncode == 2  # no samples: nothing was started

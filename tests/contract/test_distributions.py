@@ -11,16 +11,18 @@ import pytest
 
 from mismatch.captures import priority
 from mismatch.types import Sampling
+from tests.conftest import grid
 from tests.contract.conftest import LAWS, Reference
-from tests.contract.test_engines import SAME_IN_FP32, Runs, law_logprobs
+from tests.contract.test_engines import SAME_IN_FP32, SHOWN, Runs, law_logprobs
 
 # Greedy and truncated laws among them; "chunked" is about experts, and vLLM's alone.
-every_law = pytest.mark.parametrize("law", list(LAWS))
-every_engine = pytest.mark.parametrize("engine", ["vllm", "transformers"])
+EVERY_LAW = [(engine, law) for engine in ("vllm", "transformers") for law in LAWS]
+every_law = pytest.mark.parametrize(
+    ("engine", "law"), grid(EVERY_LAW, *(pair for pair in SHOWN if pair[0] != "sglang"))
+)
 POSITIONS = 512
 
 
-@every_engine
 @every_law
 def test_the_positions_are_the_seeded_choice(engine: str, law: str, run_of: Runs) -> None:
     run = run_of(engine, law)
@@ -37,7 +39,6 @@ def test_the_positions_are_the_seeded_choice(engine: str, law: str, run_of: Runs
     assert len(found.positions) >= 0.9 * len(chosen)
 
 
-@every_engine
 @every_law
 def test_they_are_the_law_of_a_plain_forward(
     engine: str, law: str, run_of: Runs, reference: Reference

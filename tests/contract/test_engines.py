@@ -20,6 +20,7 @@ from mismatch.processes.interpreters import engine_python, interpreter_environme
 from mismatch.run import store
 from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec
 from mismatch.types import Sampling
+from tests.conftest import grid
 from tests.contract.conftest import (
     LAWS,
     MODEL,
@@ -42,7 +43,14 @@ UNABLE = {"sglang": ("seeds", "exact KL")}  # words of what it says it cannot do
 TIE = 1e-5
 
 every_engine = pytest.mark.parametrize("engine", ENGINES)
-every_law = pytest.mark.parametrize("law", [law for law in LAWS if law != "chunked"])
+# One start of an engine per law; `make test` takes those of which no other shows the same.
+SHOWN = (
+    *(("vllm", law) for law in ("plain", "crowded", "truncated", "greedy")),
+    *(("transformers", law) for law in ("plain", "truncated")),
+    ("sglang", "plain"),
+)
+EVERY_LAW = [(engine, law) for engine in ENGINES for law in LAWS if law != "chunked"]
+every_law = pytest.mark.parametrize(("engine", "law"), grid(EVERY_LAW, *SHOWN))
 
 
 def law_logprobs(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
@@ -74,7 +82,6 @@ def expected_logprobs(run: Run, reference: Reference, sampling: Sampling) -> np.
     return np.concatenate(rows)
 
 
-@every_engine
 @every_law
 def test_every_prompt_has_all_its_samples(engine: str, law: str, run_of: Runs) -> None:
     rollout = run_of(engine, law).rollout
@@ -92,7 +99,6 @@ def test_every_prompt_has_all_its_samples(engine: str, law: str, run_of: Runs) -
     assert all((ids[:prompt] == samples[0][:prompt]).all() for ids in samples)
 
 
-@every_engine
 @every_law
 def test_logprobs_are_finite_and_not_positive(engine: str, law: str, run_of: Runs) -> None:
     for scoring in run_of(engine, law).scorings:
@@ -120,7 +126,7 @@ def test_samples_of_a_prompt_differ(engine: str, run_of: Runs) -> None:
     assert np.mean(different) > 2
 
 
-@every_engine
+@pytest.mark.parametrize("engine", grid(ENGINES, "vllm"))
 def test_greedy_takes_the_most_likely_token(
     engine: str, run_of: Runs, reference: Reference
 ) -> None:
@@ -138,7 +144,6 @@ def test_greedy_takes_the_most_likely_token(
     assert np.abs(best - highest).max() < 1e-5
 
 
-@every_engine
 @every_law
 def test_decode_logprobs_are_of_the_law_that_sampled(
     engine: str, law: str, run_of: Runs, reference: Reference
@@ -149,7 +154,6 @@ def test_decode_logprobs_are_of_the_law_that_sampled(
     assert largest(expected, run.decode.logprobs, sure) < SAME_IN_FP32
 
 
-@every_engine
 @every_law
 def test_prefill_scores_the_same_tokens_at_the_same_temperature(
     engine: str, law: str, run_of: Runs, reference: Reference
@@ -167,6 +171,7 @@ def test_prefill_scores_the_same_tokens_at_the_same_temperature(
         assert largest(run.decode.logprobs, run.prefill.logprobs, sure) < SAME_IN_FP32
 
 
+@pytest.mark.grid
 @every_engine
 def test_another_temperature_would_have_been_seen(
     engine: str, run_of: Runs, reference: Reference
@@ -176,7 +181,6 @@ def test_another_temperature_would_have_been_seen(
     assert np.abs(raw - run.decode.logprobs).mean() > 100 * SAME_IN_FP32
 
 
-@every_engine
 @every_law
 def test_experts_are_the_routers(engine: str, law: str, run_of: Runs, reference: Reference) -> None:
     run = run_of(engine, law)
@@ -219,11 +223,12 @@ def check_experts(run: Run, reference: Reference) -> None:
     assert differ.mean() < 1e-3
 
 
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "sglang"])
+@pytest.mark.parametrize("engine", grid(["vllm", "transformers"], "vllm"))
 def test_the_seed_decides_the_tokens_whatever_the_batch(engine: str, run_of: Runs) -> None:
     assert run_of(engine, "crowded").responses() == run_of(engine, "plain").responses()
 
 
+@pytest.mark.grid
 def test_chunked_prefill_changes_neither_logprobs_nor_experts(
     run_of: Runs, reference: Reference
 ) -> None:
@@ -250,7 +255,6 @@ def test_weights_as_loaded_are_the_checkpoints(engine: str, run_of: Runs) -> Non
     assert fingerprint["unmapped_weights"] == []
 
 
-@every_engine
 @every_law
 def test_the_fingerprint_tells_the_law(engine: str, law: str, run_of: Runs) -> None:
     run = run_of(engine, law)

@@ -15,7 +15,12 @@ import torch
 
 from mismatch.errors import MismatchError
 from mismatch.specs import Pass, TrainSpec
-from mismatch.training.attention.resolve import OURS, has_sinks, register_kernels, resolve_for
+from mismatch.training.attention.resolve import (
+    OUR_KERNELS,
+    has_sinks,
+    register_kernels,
+    resolve_for,
+)
 from mismatch.training.attention.sink_sdpa import BlockedMask, sink_attention
 from mismatch.training.attention.trial import FLASH, Geometry, geometry_of, try_kernel
 from mismatch.training.distributed import World
@@ -43,14 +48,14 @@ def model() -> Any:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("geometry", [GPT_OSS, ODD])
 def test_sink_sdpa_is_right(model: Any, geometry: Geometry, dtype: torch.dtype) -> None:
-    found = try_kernel(OURS["sink-sdpa"], geometry, GPU, dtype)
+    found = try_kernel(OUR_KERNELS["sink-sdpa"], geometry, GPU, dtype)
     assert found.passed, found
-    assert set(found.result("gradients")) == {"q", "k", "v", "sinks"}
+    assert set(found.gradients) == {"q", "k", "v", "sinks"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sink_flex_is_right(model: Any, dtype: torch.dtype) -> None:
-    found = try_kernel(OURS["sink-flex"], GPT_OSS, GPU, dtype)
+    found = try_kernel(OUR_KERNELS["sink-flex"], GPT_OSS, GPU, dtype)
     if found.fault.startswith("it does not run"):
         pytest.skip(found.fault)
     assert found.passed, found
@@ -82,7 +87,7 @@ def test_auto_takes_a_right_kernel(model: Any, dtype: torch.dtype) -> None:
     assert found.honours_sinks
     assert found.tried
     assert try_kernel(found.implementation, geometry_of(model, True), GPU, dtype).passed
-    assert found.implementation == OURS["sink-sdpa"] or found.tried[-1].endswith("passed")
+    assert found.implementation == OUR_KERNELS["sink-sdpa"] or found.tried[-1].endswith("passed")
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,7 @@ def test_a_large_vocabulary_gives_a_lower_bound(tmp_path: Path) -> None:
     assert "a lower bound" in run.output
 
 
+@pytest.mark.grid
 def test_switched_off_it_is_named(tmp_path: Path) -> None:
     off = ("--exact-kl", "0", "--no-noise-floor", "--no-prefill")
     run = run_check(tmp_path / "run", *TINY_RUN, *off)

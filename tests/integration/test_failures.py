@@ -16,6 +16,7 @@ import pytest
 
 from mismatch.models import EMBEDDED
 
+from ..conftest import grid
 from ..limited import mounted
 from .conftest import SMALL, TINY_RUN, check_command, run_check
 
@@ -95,7 +96,11 @@ def test_a_killed_rank_is_named_and_nothing_that_was_sampled_is_lost(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["mismatch.processes.workers.engine", "mismatch.processes.workers.train"]
+    "module",
+    grid(
+        ["mismatch.processes.workers.engine", "mismatch.processes.workers.train"],
+        "mismatch.processes.workers.train",
+    ),
 )
 def test_ctrl_c_leaves_nothing_running(tmp_path, module):
     process = start(tmp_path / "run", *QUICK)
@@ -175,7 +180,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# One of the prompts, one of the files, and one of the trainer.
+@pytest.mark.parametrize(
+    "name",
+    grid(CASES, "token id out of vocabulary", "weights truncated", "attention that drops sinks"),
+)
 def test_refused_by_a_worker_with_the_fix(name, tmp_path):
     make, expected = CASES[name]
     run = run_check(tmp_path / "run", *QUICK, *make(tmp_path))
@@ -185,6 +194,7 @@ def test_refused_by_a_worker_with_the_fix(name, tmp_path):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.grid  # the engines' contract has it for each
 def test_an_unknown_engine_argument_is_refused(tmp_path):
     run = run_check(tmp_path / "run", *SMALL, "--engine-arg", "enforce_eagre=true")
     assert run.code == 2, run.output
@@ -237,10 +247,13 @@ def third_party(folder: Path) -> str:
 
 @pytest.mark.parametrize(
     ("engine", "expected"),
-    [
+    grid(
+        [
+            ("forgetful", "returned 7 samples, asked for 4 x 2"),
+            ("dying", "ConnectionError: the server hung up"),
+        ],
         ("forgetful", "returned 7 samples, asked for 4 x 2"),
-        ("dying", "ConnectionError: the server hung up"),
-    ],
+    ),
 )
 def test_an_engine_that_does_not_deliver_is_named(tmp_path, monkeypatch, engine, expected):
     monkeypatch.setenv("PYTHONPATH", third_party(tmp_path))
@@ -279,7 +292,8 @@ def test_the_engine_runs_under_the_interpreter_that_was_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("room_kib", "whose"), [(32, "rollout|vocabulary|transformers"), (116, "fsdp|manifest")]
+    ("room_kib", "whose"),
+    grid([(32, "rollout|vocabulary|transformers"), (116, "fsdp|manifest")], (116, "fsdp|manifest")),
 )
 def test_a_disk_that_fills_up_under_a_worker(tmp_path, room_kib, whose):
     """Too little for the rollout (in the engine), or for the trainer's scorings (in rank 0)."""

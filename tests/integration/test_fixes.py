@@ -165,6 +165,7 @@ def test_a_healthy_run_claims_nothing_that_it_has_not(healthy: Run) -> None:
 # ---------------------------------------------------------------- a quantised KV cache
 
 
+@pytest.mark.grid
 def test_a_quantised_kv_cache_is_found(tmp_path: Path) -> None:
     run = run_check(
         tmp_path / "run",

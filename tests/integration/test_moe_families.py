@@ -17,15 +17,19 @@ import torch
 
 from mismatch.run import store
 from tests import families
+from tests.conftest import grid
 from tests.contract.conftest import installed
 from tests.integration.conftest import Run, run_check
 from tools import moe_families as page
 
 ENGINE_FAMILIES = ("olmoe", "qwen2_moe", "mixtral")  # the others: tools/moe_families.py --engine
 SAME_IN_FP32 = 1e-4
+# Two plain routers, one with shared experts and groups, one that routes some layers by token id.
+SHOWN = ("gpt_oss", "qwen3_moe", "deepseek_v3", "deepseek_v4")
+every_family = pytest.mark.parametrize("family", grid(families.tried(), *SHOWN))
 
 
-@pytest.mark.parametrize("family", families.tried())
+@every_family
 def test_what_is_captured_is_what_ran(family: str) -> None:
     tried = families.trial(family)
     assert tried.wrong == 0
@@ -33,7 +37,7 @@ def test_what_is_captured_is_what_ran(family: str) -> None:
     assert tried.margin == (family != "deepseek_v4")  # it routes some layers by token id
 
 
-@pytest.mark.parametrize("family", families.tried())
+@every_family
 def test_given_experts_run_instead(family: str) -> None:
     replay = families.trial(family).replay
     assert (replay == "yes") == (family not in page.REPLAY), replay
@@ -90,7 +94,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+@pytest.mark.parametrize("family", grid(ENGINE_FAMILIES, "qwen2_moe"))
 def test_vllm_and_the_trainer_route_alike_in_fp32(family: str, run_of: Any) -> None:
     run = run_of(family)
     routing = run.headline["routing"]
@@ -113,7 +117,7 @@ def test_layers_keep_their_numbers_between_dense_ones(run_of: Any) -> None:
 
 
 def test_last_tokens_have_no_row_in_the_engine(run_of: Any) -> None:
-    run = run_of("olmoe")
+    run = run_of("qwen2_moe")
     rollout = store.load_rollout(run.directory)
     present = store.load_scoring(run.directory, "vllm:decode").routing.present
     assert (~present).nonzero()[0].tolist() == (rollout.offsets[1:] - 1).tolist()
@@ -136,17 +140,17 @@ def test_a_family_that_cannot_be_captured_says_so_before_weights_load(tmp_path: 
 
 
 def test_experts_in_an_unknown_place_are_not_taken_for_a_dense_model() -> None:
-    from mismatch.training.routing.capture import unreadable
+    from mismatch.training.routing.capture import why_unreadable
 
     model = families.tiny("mixtral")
     for layer in model.model.layers:
         layer.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(8)])
-    assert "unknown way" in (unreadable(model.config, model) or "")
-    assert unreadable(families.configuration("mixtral"), families.tiny("mixtral")) is None
+    assert "unknown way" in (why_unreadable(model.config, model) or "")
+    assert why_unreadable(families.configuration("mixtral"), families.tiny("mixtral")) is None
 
 
 def test_layers_of_different_width_are_refused() -> None:
-    from mismatch.training.routing.capture import unreadable
+    from mismatch.training.routing.capture import why_unreadable
 
     config = families.configuration("hunyuan_v1_moe", moe_topk=[1, 2, 2, 2])
-    assert "moe_topk differs by layer" in (unreadable(config, torch.nn.Linear(1, 1)) or "")
+    assert "moe_topk differs by layer" in (why_unreadable(config, torch.nn.Linear(1, 1)) or "")

@@ -63,6 +63,7 @@ def test_the_report_says_what_was_asked_for(quantised_run: Run) -> None:
     assert forms["fsdp"] == "as-stored"
 
 
+@pytest.mark.grid
 def test_published_experts_are_served_in_bf16_and_equal_the_trainers(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))

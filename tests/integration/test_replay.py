@@ -177,6 +177,7 @@ def test_routes_of_vllm_replayed_leave_no_router_to_disagree(
     assert 0 < _k3(run, "replayed") <= _k3(run, "fsdp")
 
 
+@pytest.mark.grid  # test_fixes has the same of a whole check
 def test_replay_alone_does_not_mend_a_kernel_without_sinks(
     no_sinks_run: Run, default_run: Run, tmp_path: Path
 ) -> None:

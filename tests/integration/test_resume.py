@@ -24,7 +24,8 @@ from .conftest import TINY_RUN
 pytestmark = pytest.mark.slow
 KILLER = Path(__file__).parent / "killer"
 # Where to die, and how the command then ends: the tool survives its workers.
-KILLS = (
+Kill = tuple[str, int]
+KILLS: tuple[Kill, ...] = (
     ("transformers-decode.parquet", 2),  # the engine, its tokens already saved
     ("transformers-prefill.parquet", 2),  # the engine, while the trainer waits
     ("jobs/train.go", -signal.SIGKILL),  # the tool, while the trainer waits
@@ -33,6 +34,8 @@ KILLS = (
     ("comparison.json", -signal.SIGKILL),  # the tool
     ("report.json", -signal.SIGKILL),
 )
+# In the engine, in the tool, in a rank: `make test`; every moment: with the grids.
+ONE_EACH = (KILLS[0], KILLS[2], KILLS[4])
 
 
 def check(cwd: Path, *flags: str, kill_at: str = "") -> subprocess.CompletedProcess[str]:
@@ -74,11 +77,17 @@ def left_running(cwd: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.fixture(scope="module")
-def killed_and_resumed(tmp_path_factory):
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(ONE_EACH, id="one-each"),
+        pytest.param(KILLS, id="all", marks=pytest.mark.grid),
+    ],
+)
+def killed_and_resumed(request, tmp_path_factory):
     cwd = tmp_path_factory.mktemp("killed")
     before: dict[str, tuple[str, int]] = {}
-    for step, (kill_at, code) in enumerate(KILLS):
+    for step, (kill_at, code) in enumerate(request.param):
         done = check(cwd, *(["--resume"] if step else []), kill_at=kill_at)
         assert done.returncode == code, f"{kill_at}\n{done.stdout}"
         (run,) = (cwd / "runs").iterdir()
@@ -93,20 +102,20 @@ def killed_and_resumed(tmp_path_factory):
     done = check(cwd, "--resume")
     assert done.returncode in (0, 1), done.stdout
     assert {name: finished(run)[name] for name in before} == before
-    return run, done.stdout
+    return run, done.stdout, len(request.param)
 
 
 def test_a_resumed_run_says_so_and_comes_to_a_verdict(killed_and_resumed):
-    run, output = killed_and_resumed
+    run, output, kills = killed_and_resumed
     assert output.startswith(f"resuming runs/{run.name}")
     assert "rollout: there already" in output
     assert output.strip().splitlines()[-1].startswith("verdict: ")
     commands = json.loads((run / "run.json").read_text())["invocations"]
-    assert [one["finished"] is None for one in commands] == [True] * len(KILLS) + [False]
+    assert [one["finished"] is None for one in commands] == [True] * kills + [False]
 
 
 def test_the_tokens_and_logprobs_are_those_of_an_uninterrupted_run(killed_and_resumed, tiny_run):
-    run, _ = killed_and_resumed
+    run, *_ = killed_and_resumed
     ours, theirs = store.load_rollout(run), store.load_rollout(tiny_run)
     np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
     names = store.scoring_names(tiny_run)
@@ -120,7 +129,7 @@ def test_the_tokens_and_logprobs_are_those_of_an_uninterrupted_run(killed_and_re
 
 
 def test_the_report_is_that_of_an_uninterrupted_run(killed_and_resumed, tiny_run):
-    run, _ = killed_and_resumed
+    run, *_ = killed_and_resumed
     one, other = (json.loads((r / "report.json").read_text()) for r in (run, tiny_run))
     for part in ("verdict", "comparisons", "noise_floor", "checks", "not_tested"):
         assert one[part] == other[part], part
@@ -128,7 +137,7 @@ def test_the_report_is_that_of_an_uninterrupted_run(killed_and_resumed, tiny_run
 
 
 def test_no_partial_file_of_a_finished_artefact_is_taken_for_it(killed_and_resumed):
-    run, _ = killed_and_resumed
+    run, *_ = killed_and_resumed
     for name in manifest.entries(run):
         manifest.verify(run, name)
     assert not list(run.rglob("*.partial"))

@@ -195,7 +195,7 @@ def test_a_check_with_servers_is_healthy_and_keeps_no_secret(
 def test_without_the_key_and_with_another_model_it_ends_at_once(
     servers: tuple[Served, Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mismatch.engines.servers.recognise import recognise
+    from mismatch.engines.servers.discovery import recognise
     from mismatch.errors import MismatchError
 
     url = servers[0].url

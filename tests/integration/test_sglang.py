@@ -19,6 +19,7 @@ import pytest
 from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.run import store
 from tests import checkpoints, families
+from tests.conftest import grid
 from tests.contract.conftest import MAKE, installed
 from tests.integration.conftest import Run, run_check
 from tests.integration.test_failures import assert_ended, start, wait_for_workers, workers_of
@@ -51,7 +52,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", grid(MODELS, "tiny-gpt-oss"))
 def test_it_agrees_with_the_trainer_in_fp32(model: str, run_of: Any) -> None:
     run = run_of(model)
     assert len(run.tokens) > 100
@@ -61,7 +62,7 @@ def test_it_agrees_with_the_trainer_in_fp32(model: str, run_of: Any) -> None:
     assert abs(prefill.logprobs - trainer.logprobs).max() <= SAME_IN_FP32
 
 
-@pytest.mark.parametrize("model", ["tiny-gpt-oss", "qwen3_moe"])
+@pytest.mark.parametrize("model", grid(["tiny-gpt-oss", "qwen3_moe"], "tiny-gpt-oss"))
 def test_it_routes_as_the_trainer_does_in_fp32(model: str, run_of: Any) -> None:
     run = run_of(model)
     routing = run.headline["routing"]
@@ -69,20 +70,25 @@ def test_it_routes_as_the_trainer_does_in_fp32(model: str, run_of: Any) -> None:
     assert routing["routing_disagree_layer"]["n_tokens"] > 100
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", grid(MODELS, "tiny-gpt-oss"))
 def test_it_loaded_the_weights_of_the_checkpoint(model: str, run_of: Any) -> None:
     assert run_of(model).checks["weights-as-loaded"] == "passed"
 
 
 def test_a_report_says_what_is_ours_in_it(run_of: Any) -> None:
-    gpt_oss, dense = run_of("tiny-gpt-oss"), run_of("qwen3")
+    gpt_oss = run_of("tiny-gpt-oss")
     found = store.load_scoring(gpt_oss.directory, "sglang:decode").fingerprint
     assert found["substitutes"] == [sglang_cpu.SINKS]
     assert sglang_cpu.SINKS in " ".join(gpt_oss.output.split())[:20_000].replace(" ,", ",") or (
         sglang_cpu.SINKS in (gpt_oss.directory / "report.html").read_text().replace("&#39;", "'")
     )
-    assert store.load_scoring(dense.directory, "sglang:decode").fingerprint["substitutes"] == []
     assert "SGLang ignores the seeds of requests" in str(gpt_oss.report["not_tested"])
+
+
+@pytest.mark.grid
+def test_a_dense_model_needs_no_substitute(run_of: Any) -> None:
+    scoring = store.load_scoring(run_of("qwen3").directory, "sglang:decode")
+    assert scoring.fingerprint["substitutes"] == []
 
 
 def children_of(directory: Path) -> list[psutil.Process]:
@@ -110,6 +116,7 @@ def test_a_killed_scheduler_ends_the_run_and_leaves_nothing(tmp_path: Path) -> N
     assert not [child for child in family if child.is_running()]
 
 
+@pytest.mark.grid
 def test_ctrl_c_ends_sglangs_own_processes_too(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "--model", "tiny-gpt-oss", "--engine", "sglang")
     wait_for_workers(tmp_path, "mismatch.processes.workers.engine", 1)
@@ -121,10 +128,13 @@ def test_ctrl_c_ends_sglangs_own_processes_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "says"),
-    [
-        ("attention_backend=no_such_backend", "Prefill: no_such_backend"),
+    grid(
+        [
+            ("attention_backend=no_such_backend", "Prefill: no_such_backend"),
+            ("tp_size=2", "--tensor-parallel-size"),
+        ],
         ("tp_size=2", "--tensor-parallel-size"),
-    ],
+    ),
 )
 def test_a_bad_argument_is_refused_with_its_reason(
     argument: str, says: str, tmp_path: Path

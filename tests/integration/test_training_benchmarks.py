@@ -42,6 +42,7 @@ def test_the_gpu_benchmark_scores_every_token_of_the_tiny_model(tmp_path: Path) 
     assert "| 4 x 256 |" in written
 
 
+@pytest.mark.grid
 def test_the_experts_benchmark_measures_every_implementation(tmp_path: Path) -> None:
     """On a small layer libraries' own buffers hide the differences, so no goal is held."""
     out = tmp_path / "rows.json"

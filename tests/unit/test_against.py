@@ -26,6 +26,7 @@ from mismatch.reports.against_terminal import print_against
 from mismatch.reports.regression_files import write_against
 from mismatch.run import store
 from mismatch.types import Rollout, Routing, Sampling, Scoring
+from tests.command import mismatch
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 16, 4, 3, 24
 FACTS = {"engine": "vllm", "version": "1.0", "dtype": "bf16", "versions": {"vllm": "1.0"}}
@@ -365,8 +366,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "mismatch", "compare", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+    return mismatch("compare", *arguments)
 
 
 def test_exit_codes_and_what_is_written(tmp_path: Path) -> None:
@@ -404,9 +404,6 @@ def test_the_example_workflow_uses_commands_and_flags_that_exist() -> None:
     calls = [line.split() for line in lines if line.startswith("mismatch ")]
     assert {call[1] for call in calls} == {"check", "compare"}
     for call in calls:
-        usage = subprocess.run(
-            [sys.executable, "-m", "mismatch", call[1], "--help"],
-            capture_output=True, text=True, timeout=60, check=True,
-        ).stdout  # fmt: skip
+        usage = mismatch(call[1], "--help").stdout
         for word in call:
             assert not word.startswith("--") or word in usage, word

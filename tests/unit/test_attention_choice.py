@@ -20,12 +20,12 @@ from mismatch.errors import MismatchError
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.attention import trial
 from mismatch.training.attention.resolve import (
-    OURS,
+    OUR_KERNELS,
     register_kernels,
     resolve_attention,
     resolve_for,
 )
-from mismatch.training.attention.trial import Geometry, first_right, geometry_of, try_kernel
+from mismatch.training.attention.trial import Geometry, first_passing, geometry_of, try_kernel
 from mismatch.training.distributed import World
 from mismatch.training.load import load
 from mismatch.training.score import score_pass
@@ -76,14 +76,14 @@ def test_what_is_right_passes_in_every_dtype(function: str, dtype: torch.dtype) 
         assert found.forward < 1e-6
         return
     assert found.passed, found
-    assert set(found.result("gradients")) == {"q", "k", "v", "sinks"}
+    assert set(found.gradients) == {"q", "k", "v", "sinks"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, BF16])
 def test_our_kernel_passes(dtype: torch.dtype) -> None:
     register_kernels()
     geometry = Geometry(8, 1, 64, 64, True, True, 0.125)
-    assert try_kernel(OURS["sink-sdpa"], geometry, CPU, dtype).passed
+    assert try_kernel(OUR_KERNELS["sink-sdpa"], geometry, CPU, dtype).passed
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,9 @@ def test_the_flex_kernel_is_right_forward() -> None:
         tokens = inputs[0].shape[2]
         layer = _layer(geometry, "", inputs, torch.float64)
         with torch.compiler.set_stance("force_eager"):  # nothing is compiled
-            mask = flex_mask(tokens, tokens, mask_function=case.looks, batch_size=1, device=CPU)
+            mask = flex_mask(
+                tokens, tokens, mask_function=case.mask_function, batch_size=1, device=CPU
+            )
             out, _ = sink_flex_attention(layer, *inputs[:3], mask, 0.25, s_aux=inputs[3])
         wanted = definition(inputs, case.allowed, 0.25)
         assert torch.allclose(out, wanted, rtol=1e-10), case.name
@@ -149,7 +151,7 @@ def test_the_first_that_is_right_is_taken(model: PreTrainedModel) -> None:
     def missing() -> str:
         raise MismatchError("the package kernels is not installed", "install it")
 
-    chosen, tried = first_right(
+    chosen, tried = first_passing(
         {
             "hub": missing,
             "crashes": _registered("raises"),
@@ -173,7 +175,7 @@ def test_the_first_that_is_right_is_taken(model: PreTrainedModel) -> None:
 
 
 def test_none_may_be_right(model: PreTrainedModel) -> None:
-    chosen, tried = first_right({"x": _registered("raises")}, geometry_of(model, True), CPU, BF16)
+    chosen, tried = first_passing({"x": _registered("raises")}, geometry_of(model, True), CPU, BF16)
     assert chosen is None
     assert len(tried) == 1
 
@@ -182,7 +184,7 @@ def test_a_kernel_must_pass_on_all_ranks(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "_everywhere", lambda passed, device: False)
-    chosen, tried = first_right({"x": _registered("attend")}, geometry_of(model, True), CPU, BF16)
+    chosen, tried = first_passing({"x": _registered("attend")}, geometry_of(model, True), CPU, BF16)
     assert (chosen, tried) == (None, ("x: failed on another rank",))
 
 
@@ -196,13 +198,13 @@ def test_auto_takes_it_on_a_gpu_alone(
         asked.append((list(candidates), *args))  # type: ignore[call-overload]
         return ("mismatch_fast" if right else None), ("a: off", "b: passed")
 
-    monkeypatch.setattr(trial, "first_right", choose)
+    monkeypatch.setattr(trial, "first_passing", choose)
     assert resolve_for("auto", model).label == "sink-sdpa"
     assert resolve_for("auto", model, CPU, BF16).tried == ()
     assert not asked
     cuda = torch.device("cuda")
     found = resolve_for("auto", model, cuda, BF16)
-    assert found.implementation == ("mismatch_fast" if right else OURS["sink-sdpa"])
+    assert found.implementation == ("mismatch_fast" if right else OUR_KERNELS["sink-sdpa"])
     assert (found.honours_sinks, found.tried) == (True, ("a: off", "b: passed"))
     names = ["kernels-community/vllm-flash-attn3", "sink-flex"]
     assert asked == [(names, geometry_of(model, True), cuda, BF16)]

@@ -32,8 +32,8 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.exact import divergences, kl_terms
 from mismatch.run import distributions as dists
 from mismatch.run import store
-from mismatch.training.distributions import Watch, kept
-from mismatch.training.logprobs import Law, token_stats
+from mismatch.training.distributions import DistributionCapture, select_rows
+from mismatch.training.logprobs import SamplingTransforms, token_stats
 from mismatch.types import Pair, Rollout, Sampling, Scoring
 from tests.checkpoints import rollout as rollout_of
 
@@ -88,7 +88,7 @@ def test_a_small_gap_keeps_its_digits(rng: np.random.Generator) -> None:
 
 
 def test_a_token_that_left_never_samples_counts_as_what_right_gives_it() -> None:
-    """KL to the untruncated law is minus the log of the kept mass."""
+    """KL to the untruncated law is minus the log of the select_rows mass."""
     whole = np.log([[0.5, 0.4, 0.1]])
     with np.errstate(divide="ignore"):
         cut = np.log([[5 / 9, 4 / 9, 0.0]])
@@ -124,7 +124,9 @@ def whole(law: np.ndarray, positions: np.ndarray | None = None) -> Distributions
 def part(law: np.ndarray, ids: np.ndarray) -> Distributions:
     """What a side says at given ids, as training and engines keep it."""
     rows = torch.from_numpy(law)
-    values = kept(rows, torch.arange(len(law)), torch.from_numpy(ids)).numpy().astype(np.float32)
+    values = (
+        select_rows(rows, torch.arange(len(law)), torch.from_numpy(ids)).numpy().astype(np.float32)
+    )
     return Distributions(np.arange(len(law)), values[:, :-1], law.shape[1], ids, values[:, -1])
 
 
@@ -166,7 +168,7 @@ def test_the_rest_keeps_its_digits_where_it_is_tiny() -> None:
     logits[0, 7] = 0.0
     taken = kept_columns(logits.log_softmax(-1), top_k=2)
     assert taken["rest"].item() == pytest.approx(np.log(4998) - 30.0, abs=1e-4)
-    trained = kept(logits.log_softmax(-1), torch.tensor([0]), taken["ids"])
+    trained = select_rows(logits.log_softmax(-1), torch.tensor([0]), taken["ids"])
     assert trained[0, -1].item() == taken["rest"].item()
 
 
@@ -346,15 +348,20 @@ def test_the_trainer_keeps_the_rows_that_its_logprobs_come_from(
     if top_k:
         ids = np.argsort(-law, axis=1)[:, :top_k]
         asked = dataclasses.replace(part(law, ids), positions=positions)
-    watch = Watch.of(asked, rollout)
+    watch = DistributionCapture.of(asked, rollout)
     with torch.set_grad_enabled(grad):
         # Two micro-batches, the later tokens first, as padding by length may have it.
         parts = []
         for some in (slice(9, 20), slice(0, 9)):
             stats = token_stats(
-                hidden[some], targets[some], lambda h: h @ weight, VOCABULARY, Law(0.7),
-                chunk_bytes=4 * VOCABULARY * 4, watched=watch.rows(rollout.actions[some]),
-            )  # fmt: skip
+                hidden[some],
+                targets[some],
+                lambda h: h @ weight,
+                VOCABULARY,
+                SamplingTransforms(0.7),
+                chunk_bytes=4 * VOCABULARY * 4,
+                captured=watch.rows(rollout.actions[some]),
+            )
             assert not stats.distributions.requires_grad
             parts.append((rollout.actions[some], stats.distributions.numpy()))
     found = watch.joined(parts)
@@ -365,7 +372,7 @@ def test_the_trainer_keeps_the_rows_that_its_logprobs_come_from(
 
 
 def test_nothing_is_kept_where_nothing_is_asked_for() -> None:
-    assert Watch.of(None, rollout_of([(3, 2)])) is None
+    assert DistributionCapture.of(None, rollout_of([(3, 2)])) is None
     stats = token_stats(torch.ones(2, 3), torch.tensor([0, 1]), lambda h: h, 3)
     assert stats.distributions is None
 

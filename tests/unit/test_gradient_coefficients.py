@@ -18,9 +18,9 @@ from mismatch.experiments.gradients.coefficients import (
     plain_vectors,
     unclipped,
 )
-from mismatch.experiments.gradients.parameter_groups import group_of
-from mismatch.experiments.gradients.types import GROUPS, REWARDS
+from mismatch.experiments.gradients.types import REWARDS
 from mismatch.metrics.corrections import CORRECTIONS
+from mismatch.training.gradient_sketch import GROUPS, group_of
 from mismatch.types import Rollout, Scoring
 from tests.checkpoints import rollout
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch.training.gradient_sketch import CHUNK, Shards, chunks, places
+from mismatch.training.gradient_sketch import CHUNK, ParameterShards, bucket_numbers, chunks
 
 CPU = torch.device("cpu")
 COUNT = 4000
@@ -14,21 +14,21 @@ COUNT = 4000
 
 def folded(name: str, values: torch.Tensor, size: int = 64) -> torch.Tensor:
     slots = torch.zeros(2 * size, dtype=torch.float64)
-    slots.index_add_(0, places(name, 0, len(values), 2 * size, CPU), values)
+    slots.index_add_(0, bucket_numbers(name, 0, len(values), 2 * size, CPU), values)
     return slots[:size] - slots[size:]
 
 
 def test_places_depend_on_the_place_in_the_whole_alone() -> None:
-    whole = places("a.weight", 0, COUNT, 4096, CPU)
-    parts = [places("a.weight", first, 1000, 4096, CPU) for first in range(0, COUNT, 1000)]
+    whole = bucket_numbers("a.weight", 0, COUNT, 4096, CPU)
+    parts = [bucket_numbers("a.weight", first, 1000, 4096, CPU) for first in range(0, COUNT, 1000)]
     assert torch.equal(whole, torch.cat(parts))
-    assert not torch.equal(whole, places("b.weight", 0, COUNT, 4096, CPU))
+    assert not torch.equal(whole, bucket_numbers("b.weight", 0, COUNT, 4096, CPU))
     assert whole.min() >= 0
     assert whole.max() < 4096
 
 
 def test_places_are_even_also_along_rows_and_columns() -> None:
-    grid = places("a.weight", 0, 512 * 512, 256, CPU).view(512, 512)
+    grid = bucket_numbers("a.weight", 0, 512 * 512, 256, CPU).view(512, 512)
     for part in (grid.flatten(), grid[::64].flatten(), grid[:, ::64].flatten()):
         counts = torch.bincount(part, minlength=256).double()
         expected = len(part) / 256
@@ -50,13 +50,13 @@ def test_inner_products_are_right_on_average_and_as_spread_as_they_should_be() -
 
 def test_sketches_are_linear_and_kept_apart_by_group() -> None:
     model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(30, 7), "norm": torch.nn.Linear(5, 5)})
-    shards = Shards(model, size=32)
+    shards = ParameterShards(model, size=32)
     assert shards.groups == ("norms", "head")
     assert shards.total == shards.local == 30 * 7 + 7 + 30
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape)
     once, twice = shards.accumulator(CPU), shards.accumulator(CPU)
-    for piece in shards.pieces:
+    for piece in shards.shards:
         values = piece.gradient()
         assert values is not None
         shards.add(once, piece, 0, values.double())
@@ -64,14 +64,14 @@ def test_sketches_are_linear_and_kept_apart_by_group() -> None:
             shards.add(twice, piece, place.start, values[place].double())
             shards.add(twice, piece, place.start, values[place].double())
     assert torch.allclose(2 * shards.signed(once), shards.signed(twice))
-    head = [piece for piece in shards.pieces if piece.group == 1]
+    head = [piece for piece in shards.shards if piece.group == 1]
     assert {piece.name for piece in head} == {"lm_head.weight", "lm_head.bias"}
 
 
 def test_signs_keep_a_constant_gradient_from_adding_up() -> None:
     model = torch.nn.Linear(200, 100, bias=False)
-    shards = Shards(model, size=1024)
-    (piece,) = shards.pieces
+    shards = ParameterShards(model, size=1024)
+    (piece,) = shards.shards
     sketch = shards.accumulator(CPU)
     shards.add(sketch, piece, 0, torch.ones(piece.numel, dtype=torch.float64))
     found = float(shards.signed(sketch).square().sum())
@@ -81,7 +81,7 @@ def test_signs_keep_a_constant_gradient_from_adding_up() -> None:
 def test_frozen_parameters_have_no_gradient_to_fold() -> None:
     model = torch.nn.Linear(3, 3)
     model.bias.requires_grad_(False)
-    assert [piece.name for piece in Shards(model).pieces] == ["weight"]
+    assert [piece.name for piece in ParameterShards(model).shards] == ["weight"]
 
 
 def test_chunks_cover_everything_once() -> None:

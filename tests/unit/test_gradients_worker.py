@@ -183,7 +183,7 @@ def test_without_room_for_the_reference_nothing_is_taken(
     def refuse(*given: Any) -> None:
         raise MismatchError("gradients need 9.0 GiB more", "use more GPUs")
 
-    monkeypatch.setattr(gradients, "require_room", refuse)
+    monkeypatch.setattr(gradients, "require_memory", refuse)
     fill(tmp_path)
     passes = _Passes(world, {"run_dir": str(tmp_path)})
     take_gradients(passes, plan_of(model))

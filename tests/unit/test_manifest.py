@@ -81,7 +81,7 @@ def test_an_engine_and_a_trainer_may_record_at_once(tmp_path):
     code = """
         import sys
         from pathlib import Path
-        from mismatch import store
+        from mismatch.run import store
         for number in range(20):
             store.save_document(Path.cwd(), f"{sys.argv[1]}{number}.json", number, schema="x")
     """
@@ -96,7 +96,7 @@ KILLED = """
     from pathlib import Path
     sys.path.insert(0, {root!r})
     from tests import made_run
-    from mismatch import store
+    from mismatch.run import store
     replace = os.replace
     def killing(source, target):
         {before}

@@ -12,14 +12,14 @@ from mismatch.doctor import fit
 from mismatch.doctor.engine import Demand, predict_engine, weight_bytes
 from mismatch.doctor.memory import predict_trainer
 from mismatch.doctor.parts import Moment, Part, Prediction, Work
-from mismatch.doctor.shape import Shape, read_shape
 from mismatch.errors import MismatchError
 from mismatch.models.aliases import ALIASES
+from mismatch.models.config import ModelConfig
 from mismatch.specs import EngineSpec, TrainSpec
 
-GPT = read_shape(ALIASES["gpt-oss-20b"].config)
+GPT = ModelConfig.of(ALIASES["gpt-oss-20b"].config).require_counts()
 # vocab 32, hidden 8, 2 layers, 2 heads of 4, 1 KV head, MLP 16
-TOY = Shape("llama", 32, 8, 2, 2, 1, 4, 16)
+TOY = ModelConfig("llama", 32, 8, 2, 2, 1, 4, 16)
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -32,7 +32,9 @@ def part(prediction: Prediction, where: str, name: str) -> int:
     return sum(p.bytes for p in moment(prediction, where).parts if p.name == name)
 
 
-def train(shape: Shape, world: int = 1, lengths=(256,) * 4, device="cuda", **spec) -> Prediction:
+def train(
+    shape: ModelConfig, world: int = 1, lengths=(256,) * 4, device="cuda", **spec
+) -> Prediction:
     return predict_trainer(shape, TrainSpec(model="m", **spec), world, Work(lengths), device)
 
 
@@ -60,9 +62,11 @@ def test_a_window_bounds_the_kv_cache_of_its_layers():
 
 def test_an_unknown_family_is_refused_not_guessed():
     with pytest.raises(MismatchError, match="'mamba'"):
-        read_shape({"model_type": "mamba"})
+        ModelConfig.of({"model_type": "mamba"}).require_counts()
     with pytest.raises(MismatchError, match="vocab_size"):
-        read_shape({k: v for k, v in ALIASES["qwen3-8b"].config.items() if k != "vocab_size"})
+        ModelConfig.of(
+            {k: v for k, v in ALIASES["qwen3-8b"].config.items() if k != "vocab_size"}
+        ).require_counts()
 
 
 # ---------------------------------------------------------------- trainer
@@ -227,7 +231,7 @@ def test_a_check_warns_before_memory_runs_out_and_stays_silent_where_it_does_not
 # ---------------------------------------------------------------- ways to run the experts
 
 
-def choices_of(shape: Shape, experts: str, tokens: int = 1024):
+def choices_of(shape: ModelConfig, experts: str, tokens: int = 1024):
     from mismatch.doctor.choices import expert_choices
     from mismatch.specs import Pass
 

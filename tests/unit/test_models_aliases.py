@@ -1,14 +1,15 @@
 """Aliases resolve, and the shipped configs have the sizes of the released models."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from mismatch.doctor.shape import read_shape
 from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED, resolve_model
+from mismatch.models import config as config_module
 from mismatch.models.aliases import ALIASES, CONFIGS, find_alias
-from mismatch.models.offline import find_config
+from mismatch.models.config import ModelConfig, find_config
 
 # One alias per family: building all of them only repeats the same formulas.
 FAMILY_EXAMPLES = (
@@ -25,7 +26,8 @@ FAMILY_EXAMPLES = (
 @pytest.mark.parametrize("name", ALIASES)
 def test_the_shipped_config_has_the_published_parameter_count(name):
     """A wrong width, depth, vocabulary or expert count cannot give the published number."""
-    assert read_shape(ALIASES[name].config).parameters == ALIASES[name].parameters
+    model = ModelConfig.of(ALIASES[name].config).require_counts()
+    assert model.parameters == ALIASES[name].parameters
 
 
 @pytest.mark.parametrize("name", FAMILY_EXAMPLES)
@@ -38,7 +40,7 @@ def test_parameters_by_part_are_those_of_the_real_modules(name):
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shape = read_shape(ALIASES[name].config)
+    shape = ModelConfig.of(ALIASES[name].config).require_counts()
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
     assert layer == shape.layer_parameters
     assert sum(p.numel() for p in model.parameters()) == shape.parameters
@@ -53,10 +55,10 @@ def test_every_shipped_file_belongs_to_an_alias():
 
 
 def test_gpt_oss_is_released_in_mxfp4_with_sinks_and_alternating_windows():
-    shape = read_shape(ALIASES["gpt-oss-20b"].config)
+    shape = ModelConfig.of(ALIASES["gpt-oss-20b"].config).require_counts()
     assert shape.quantised == "mxfp4"
-    assert shape.traits.sinks
-    assert (shape.window, shape.full_layers, shape.layers) == (128, 12, 24)
+    assert shape.sinks
+    assert (shape.window, shape.layer_types.count("full_attention"), shape.layers) == (128, 12, 24)
     assert (shape.experts, shape.top_k) == (32, 4)
 
 
@@ -143,3 +145,35 @@ def test_a_broken_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{oops")
     with pytest.raises(MismatchError, match=r"config\.json cannot be read"):
         find_config(str(tmp_path))
+
+
+# ---------------------------------------------------------------- what config.json says
+
+MOE = {"model_type": "x", "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize("experts", config_module.EXPERTS)
+@pytest.mark.parametrize("top_k", config_module.TOP_K)
+def test_experts_under_every_familys_names(experts, top_k):
+    model = ModelConfig.of({**MOE, experts: 8, top_k: 2})
+    assert (model.experts, model.top_k, model.width) == (8, 2, 16)
+    assert ModelConfig.of({**MOE, experts: 8, top_k: 2, "is_moe": False}).experts == 0
+
+
+def test_the_text_part_of_a_config_is_what_counts():
+    text = {**MOE, "num_experts": 4, "moe_intermediate_size": 3, "tie_word_embeddings": True}
+    for nested in ({"text_config": text}, {"thinker_config": {"text_config": text}}):
+        model = ModelConfig.of({"model_type": "outer", "dtype": "bfloat16", **nested})
+        assert (model.family, model.experts, model.width, model.head_dim) == ("x", 4, 3, 4)
+        assert (model.tied, model.stored_dtype) == (True, "bfloat16")
+    assert ModelConfig.of({**MOE, "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4}}).top_k == 4
+
+
+@pytest.mark.parametrize("name", FAMILY_EXAMPLES)
+def test_a_file_and_transformers_say_the_same(name):
+    from transformers import AutoConfig
+
+    values = ALIASES[name].config
+    config = AutoConfig.for_model(**{k: v for k, v in values.items() if k != "quantization_config"})
+    ours = replace(ModelConfig.of(values), quantised="", dtype="", layer_types=())
+    assert ours == replace(ModelConfig.of(config), quantised="", dtype="", layer_types=())

@@ -19,8 +19,8 @@ from mismatch.specs import TrainSpec
 from mismatch.training.packing import Batch, collate
 from mismatch.training.routing.capture import moe_layers, recording
 from mismatch.training.routing.interventions import RouterNoise, checkpoint_contexts, intervening
-from mismatch.training.routing.probe import require_answerable
-from mismatch.training.routing.replay import Replay, Source
+from mismatch.training.routing.probe import require_interventions_possible
+from mismatch.training.routing.replay import Replay, ReplaySource
 from mismatch.types import Routing, Scoring
 from tests.checkpoints import configuration, rollout
 
@@ -121,7 +121,7 @@ def test_other_routes_run_as_given_in_their_slots(family: str) -> None:
         ran: list[torch.Tensor] = []
         for layer in moe_layers(model.get_decoder()):
             block = layer.experts
-            if layer.family.after:  # the experts themselves, whatever is read elsewhere
+            if layer.family.reads_output:  # the experts themselves, whatever is read elsewhere
                 block = model.model.layers[layer.index].mlp.experts
             block.register_forward_pre_hook(lambda module, args: ran.append(args[1]))
         replay = _replay(model, other)
@@ -287,41 +287,41 @@ def test_a_corrupt_capture_is_refused_with_its_layer_and_row() -> None:
     assert scoring.routing is not None
     scoring.routing.ids[17, 1] = 5  # the same expert twice
     with pytest.raises(CorruptCapture, match="token 17 at layer 1"):
-        Source.of(scoring, "ids", one)
+        ReplaySource.of(scoring, "ids", one)
     weights = np.full((*scoring.routing.ids.shape,), 0.5, np.float32)
     weights[21, 0, 1] = np.nan
     one, scoring = _source(weights=weights)
     with pytest.raises(CorruptCapture, match="no number for token 21 at layer 0"):
-        Source.of(scoring, "ids+weights", one)
-    Source.of(scoring, "ids", one)  # whose ids are all right
+        ReplaySource.of(scoring, "ids+weights", one)
+    ReplaySource.of(scoring, "ids", one)  # whose ids are all right
 
 
 def test_routes_that_are_not_there_are_refused() -> None:
     one, scoring = _source(ids=None)
     with pytest.raises(MismatchError, match="vllm:decode holds no routed experts"):
-        Source.of(scoring, "ids", one)
+        ReplaySource.of(scoring, "ids", one)
     one, scoring = _source()
     with pytest.raises(MismatchError, match="expert ids without weights"):
-        Source.of(scoring, "ids+weights", one)
+        ReplaySource.of(scoring, "ids+weights", one)
 
 
 def test_routes_of_another_model_are_refused() -> None:
     layers = moe_layers(_model("gpt_oss").get_decoder())
     one, scoring = _source()
-    Source.of(scoring, "ids", one).require_fits(layers)
+    ReplaySource.of(scoring, "ids", one).require_fits(layers)
     one, scoring = _source(layers=(0, 2))
     with pytest.raises(MismatchError, match="layers 0, 2, the trainer has MoE layers 0, 1"):
-        Source.of(scoring, "ids", one).require_fits(layers)
+        ReplaySource.of(scoring, "ids", one).require_fits(layers)
     one, scoring = _source(num_experts=16)
     with pytest.raises(MismatchError, match="chose among 16 experts, layer 0 of the trainer has 8"):
-        Source.of(scoring, "ids", one).require_fits(layers)
+        ReplaySource.of(scoring, "ids", one).require_fits(layers)
 
 
 def test_rows_follow_the_tokens_in_both_layouts() -> None:
     one, scoring = _source()
     assert scoring.routing is not None
     scoring.routing.present[one.offsets[1:] - 1] = False  # the last sampled tokens
-    source = Source.of(scoring, "ids", one)
+    source = ReplaySource.of(scoring, "ids", one)
     assert source.rows() == {"rows_replayed": len(one.token_ids) - 5, "rows_own": 5}
     spans = [(int(one.offsets[n]), int(one.offsets[n + 1])) for n in (3, 1)]
     tokens = np.concatenate([np.arange(a, b) for a, b in spans])
@@ -332,15 +332,15 @@ def test_rows_follow_the_tokens_in_both_layouts() -> None:
         assert torch.equal(flat[batch.rows], torch.from_numpy(one.token_ids[tokens]))
         expected = scoring.routing.ids[tokens].astype(np.int64)
         assert np.array_equal(replay.ids[batch.rows].numpy(), expected)
-        assert int(replay.known.sum()) == len(tokens) - 2
-        assert not replay.known[batch.rows[[48, 83]]].any()
+        assert int(replay.replayed.sum()) == len(tokens) - 2
+        assert not replay.replayed[batch.rows[[48, 83]]].any()
 
 
 @pytest.mark.parametrize("family", ALL)
 def test_routers_are_tried_before_any_weight_is_loaded(family: str) -> None:
     with torch.device("meta"):
         bare = transformers.AutoModelForCausalLM.from_config(CONFIGURATIONS[family]())
-    require_answerable(TrainSpec(replay_routing="ids"), bare)
+    require_interventions_possible(TrainSpec(replay_routing="ids"), bare)
 
 
 def test_a_router_that_cannot_be_answered_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,10 +355,10 @@ def test_a_router_that_cannot_be_answered_is_refused_early(monkeypatch: pytest.M
 
     monkeypatch.setattr(type(bare.model.layers[0].mlp.router), "forward", by_sorting)
     with pytest.raises(MismatchError, match="router of layer 1 was not seen to choose"):
-        require_answerable(TrainSpec(replay_routing="ids"), bare)
-    require_answerable(TrainSpec(), bare)
+        require_interventions_possible(TrainSpec(replay_routing="ids"), bare)
+    require_interventions_possible(TrainSpec(), bare)
     with pytest.raises(MismatchError, match="llama is dense"):
-        require_answerable(TrainSpec(inject=(("router-noise", 0.1),)), dense)
+        require_interventions_possible(TrainSpec(inject=(("router-noise", 0.1),)), dense)
 
 
 # ---------------------------------------------------------------- injected noise

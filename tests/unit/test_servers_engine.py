@@ -14,11 +14,11 @@ import pytest
 
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.model_info import ModelInfo
+from mismatch.engines.servers import discovery, http, probing
 from mismatch.engines.servers import engine as engines
-from mismatch.engines.servers import http, layout, member, probes, survey
+from mismatch.engines.servers.discovery import recognise
 from mismatch.engines.servers.engine import ServerEngine
 from mismatch.engines.servers.journal import PLACE, Journal
-from mismatch.engines.servers.recognise import recognise
 from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, from_dict, spec_hash, to_dict
 from mismatch.types import Sampling
@@ -39,16 +39,16 @@ class Tokenizer:
 def _light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No files of a model, no waiting, nothing remembered."""
     info = ModelInfo("x", VOCABULARY, 512, (STOP,), num_experts=0, top_k=0)
-    for module in (engines, probes, survey):
+    for module in (engines, probing, discovery):
         monkeypatch.setattr(module, "read_model_info", lambda spec: info)
-    monkeypatch.setattr(probes, "load_tokenizer", lambda spec: Tokenizer())
+    monkeypatch.setattr(probing, "load_tokenizer", lambda spec: Tokenizer())
     monkeypatch.setattr(engines, "model_facts", lambda spec: {"model": spec.model})
-    monkeypatch.setattr(member, "FIRST_REST_S", 0.01)
-    monkeypatch.setattr(member, "LONGEST_REST_S", 0.03)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "LONGEST_BACKOFF_S", 0.03)
     monkeypatch.delenv(http.KEY_VARIABLE, raising=False)
-    survey.survey.cache_clear()
+    discovery.discover.cache_clear()
     yield
-    survey.survey.cache_clear()
+    discovery.discover.cache_clear()
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_ids_may_come_as_names(serve: Any) -> None:
     samples, _ = generate(server)
     require_true(samples)
     server.completion = lambda body: honest(body) | {"choices": [{"text": "no ids"}]}
-    survey.survey.cache_clear()
+    discovery.discover.cache_clear()
     with pytest.raises(MismatchError, match="without token ids"):
         generate(server)
 
@@ -679,7 +679,7 @@ def test_routes_have_the_columns_of_the_moe_layers(
     serve: Any, sglang: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     there = ExpertLayout((1,), num_experts=4, top_k=2)
-    monkeypatch.setattr(survey, "expert_layout", lambda spec, info: there)
+    monkeypatch.setattr(discovery, "expert_layout", lambda spec, info: there)
     make = serve if kind == "vllm" else sglang
     samples, engine = generate(make(routes=True))
     assert engine.experts() == there
@@ -687,7 +687,7 @@ def test_routes_have_the_columns_of_the_moe_layers(
     assert first is not None
     assert first.shape == (len(PROMPTS[0]) + len(samples[0].token_ids) - 1, 1, 2)
     assert first[0].tolist() == [[2, 3]]  # of layer 1, the second column
-    survey.survey.cache_clear()
+    discovery.discover.cache_clear()
     without = ServerEngine.capabilities(spec(make()), LAW)
     assert not without.routed_experts
     assert f"{kind} server returns no routed experts" in without.reasons["routed_experts"]
@@ -730,9 +730,9 @@ def test_the_key_is_nowhere_to_be_found(
     assert any(head.get("Authorization") == f"Bearer {secret}" for _, head, _ in server.seen)
     kept = (tmp_path / PLACE).read_text() + json.dumps(engine.fingerprint("decode"))
     assert secret not in kept
-    assert secret not in repr(engine.fleet)
+    assert secret not in repr(engine.group)
 
 
 def test_the_layout_is_none_for_a_dense_model() -> None:
     info = ModelInfo("x", VOCABULARY, 512, (STOP,), num_experts=0, top_k=0)
-    assert layout.expert_layout(EngineSpec(model=MODEL), info) is None
+    assert probing.expert_layout(EngineSpec(model=MODEL), info) is None

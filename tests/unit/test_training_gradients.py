@@ -20,16 +20,22 @@ import transformers
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.coefficients import choose_batch, plain_vectors
-from mismatch.experiments.gradients.parameter_groups import group_of
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training import gradients
 from mismatch.training.distributed import World
-from mismatch.training.gradients import Taken, Total, Work, require_room, take
-from mismatch.training.load import Loaded, load
-from mismatch.training.logprobs import Law
-from mismatch.training.routing.replay import Source
+from mismatch.training.gradient_sketch import group_of
+from mismatch.training.gradients import (
+    BatchGradient,
+    GradientJob,
+    GradientSum,
+    batch_gradient,
+    require_memory,
+)
+from mismatch.training.load import LoadedModel, load
+from mismatch.training.logprobs import SamplingTransforms
+from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.score import score_pass
-from mismatch.training.scorer import Ask
+from mismatch.training.scorer import ForwardOptions
 from mismatch.types import Rollout, Sampling
 from tests.checkpoints import make, rollout
 
@@ -63,15 +69,15 @@ def spec_of(model: str, **fields: Any) -> TrainSpec:
 
 def taken(
     world: World,
-    loaded: Loaded,
+    loaded: LoadedModel,
     spec: TrainSpec,
-    reference: Total | None = None,
-    source: Source | None = None,
+    reference: GradientSum | None = None,
+    source: ReplaySource | None = None,
     of: Rollout = ROLLOUT,
     loss: str = "token",
-) -> Taken:
-    work = Work(loss, COEFFICIENTS[loss], BATCH.prompts, Pass("here", spec), source)
-    return take(world, loaded, of, work, reference)
+) -> BatchGradient:
+    work = GradientJob(loss, COEFFICIENTS[loss], BATCH.prompts, Pass("here", spec), source)
+    return batch_gradient(world, loaded, of, work, reference)
 
 
 def plain_gradient(model: str, loss: str = "token") -> tuple[float, dict[str, torch.Tensor]]:
@@ -111,14 +117,19 @@ def test_float32_equals_plain_autograd(
     for name, theirs in wanted.items():
         ours = found.total.parts[f"model.{name}"].view(theirs.shape)
         assert float((ours - theirs).norm()) <= 2e-5 * float(theirs.norm()), name
-    squares = dict.fromkeys(found.result("gradients").groups, 0.0)
+    squares = dict.fromkeys(found.groups, 0.0)
     for name, theirs in wanted.items():
         squares[group_of(name)] += float(theirs.double().square().sum())
-    assert found.result("gradients").squared_norm == pytest.approx(list(squares.values()), rel=1e-4)
+    assert found.squared_norm == pytest.approx(list(squares.values()), rel=1e-4)
 
 
 def slope_along(
-    world: World, loaded: Loaded, spec: TrainSpec, found: Taken, source: Source | None, group: str
+    world: World,
+    loaded: LoadedModel,
+    spec: TrainSpec,
+    found: BatchGradient,
+    source: ReplaySource | None,
+    group: str,
 ) -> tuple[float, float]:
     """Change of the loss along a group's gradient, of length 1; and the gradient's length there.
 
@@ -145,10 +156,10 @@ def test_finite_differences_agree_in_every_group(world: World, models: dict[str,
     scored = score_pass(world, loaded, ROLLOUT, Pass("vllm:decode", plain))
     assert scored is not None
     spec = spec_of(models["gpt_oss"], replay_routing="ids")
-    source = Source.of(scored, "ids", ROLLOUT)
+    source = ReplaySource.of(scored, "ids", ROLLOUT)
     found = taken(world, loaded, spec, source=source)
-    assert {"sinks", "router", "experts", "head"} <= set(found.result("gradients").groups)
-    for group in (*found.result("gradients").groups, "all"):
+    assert {"sinks", "router", "experts", "head"} <= set(found.groups)
+    for group in (*found.groups, "all"):
         slope, length = slope_along(world, loaded, spec, found, source, group)
         assert slope == pytest.approx(length, rel=0.01, abs=1e-3), group
 
@@ -158,27 +169,26 @@ def test_dot_and_sketches_are_those_of_the_whole_gradient(
 ) -> None:
     spec = spec_of(models["gpt_oss"])
     reference = taken(world, load(spec, world.mesh, world.device), spec)
-    assert reference.gradients.dot is None
+    assert reference.dot is None
     low = replace(spec, dtype="bf16")
     found = taken(world, load(low, world.mesh, world.device), low, reference.total.on_host())
-    made = found.result("gradients")
-    assert made.squared_norm_reference == pytest.approx(reference.gradients.squared_norm)
-    assert made.dot is not None
+    assert found.squared_norm_reference == pytest.approx(reference.squared_norm)
+    assert found.dot is not None
     away, dots = 0.0, 0.0
     for name, ours in found.total.parts.items():
         theirs = reference.total.parts[name].double()
         dots += float(ours.double() @ theirs)
         away += float((ours.double() - theirs).square().sum())
-    assert made.dot.sum() == pytest.approx(dots)
-    exact = made.squared_norm.sum() - 2 * made.dot.sum() + made.squared_norm_reference.sum()
+    assert found.dot.sum() == pytest.approx(dots)
+    exact = found.squared_norm.sum() - 2 * found.dot.sum() + found.squared_norm_reference.sum()
     assert exact == pytest.approx(away, rel=1e-6)
     # Prompt by prompt, the sketches of the difference estimate it too, better than its size.
-    assert made.prompts.tolist() == BATCH.prompts.tolist()
-    difference = (made.sketches - reference.gradients.sketches).sum(axis=0)
+    assert len(found.sketches) == len(BATCH.prompts)
+    difference = (found.sketches - reference.sketches).sum(axis=0)
     assert (difference**2).sum() == pytest.approx(away, rel=0.15)
-    assert (made.sketches**2).sum(axis=(1, 2)).min() > 0
-    assert made.seconds is not None
-    assert made.peak_bytes is not None
+    assert (found.sketches**2).sum(axis=(1, 2)).min() > 0
+    assert found.seconds is not None
+    assert found.peak_bytes is not None
 
 
 def test_each_sketch_is_its_own_prompts(world: World, models: dict[str, str]) -> None:
@@ -190,17 +200,17 @@ def test_each_sketch_is_its_own_prompts(world: World, models: dict[str, str]) ->
         COEFFICIENTS["token"],
         0.0,
     )
-    work = Work("token", one, BATCH.prompts, Pass("here", spec))
-    alone = take(world, loaded, ROLLOUT, work)
-    assert np.abs(alone.gradients.sketches[[0, 2]]).max() == 0.0  # no coefficient, no work
-    assert alone.gradients.sketches[1] == pytest.approx(whole.gradients.sketches[1], abs=1e-9)
+    work = GradientJob("token", one, BATCH.prompts, Pass("here", spec))
+    alone = batch_gradient(world, loaded, ROLLOUT, work)
+    assert np.abs(alone.sketches[[0, 2]]).max() == 0.0  # no coefficient, no work
+    assert alone.sketches[1] == pytest.approx(whole.sketches[1], abs=1e-9)
 
 
 def test_without_sinks_they_get_no_gradient(world: World, models: dict[str, str]) -> None:
     right = spec_of(models["gpt_oss"])
     reference = taken(world, load(right, world.mesh, world.device), right)
     wrong = replace(right, attention="no-sinks")
-    found = taken(world, load(wrong, world.mesh, world.device), wrong, reference.total).gradients
+    found = taken(world, load(wrong, world.mesh, world.device), wrong, reference.total)
     sinks = found.groups.index("sinks")
     assert found.squared_norm_reference is not None
     assert found.dot is not None
@@ -217,14 +227,14 @@ def test_replayed_routes_hold_in_the_backward_pass(world: World, models: dict[st
     scored = score_pass(world, loaded, ROLLOUT, Pass("vllm:decode", plain))
     assert scored is not None
     spec = spec_of(models["qwen3_moe"], replay_routing="ids")
-    own = taken(world, loaded, spec, source=Source.of(scored, "ids", ROLLOUT))
+    own = taken(world, loaded, spec, source=ReplaySource.of(scored, "ids", ROLLOUT))
     free = taken(world, loaded, spec_of(models["qwen3_moe"]))
     for name, part in free.total.parts.items():
         assert torch.equal(part, own.total.parts[name]), name
     # Other routes: the gradient is that of the loss with those routes, by finite differences.
     assert scored.routing is not None
     others = replace(scored.routing, ids=(scored.routing.ids + 3) % 8)
-    source = Source.of(replace(scored, routing=others), "ids", ROLLOUT)
+    source = ReplaySource.of(replace(scored, routing=others), "ids", ROLLOUT)
     found = taken(world, loaded, spec, source=source)
     assert abs(found.loss - own.loss) > 1e-3
     slope, length = slope_along(world, loaded, spec, found, source, "all")
@@ -241,10 +251,9 @@ def test_fp16_backs_off_from_a_scale_that_overflows(
     monkeypatch.setattr(gradients, "LOSS_SCALE", 2.0**40)
     found = taken(world, loaded, spec, reference.total)
     assert 1.0 <= found.loss_scale < 2.0**40
-    made = found.result("gradients")
-    assert made.dot is not None
-    assert made.squared_norm_reference is not None
-    ratio = made.squared_norm.sum() / made.squared_norm_reference.sum()
+    assert found.dot is not None
+    assert found.squared_norm_reference is not None
+    ratio = found.squared_norm.sum() / found.squared_norm_reference.sum()
     assert ratio == pytest.approx(1.0, abs=0.01)
     assert found.loss == pytest.approx(reference.loss, rel=1e-2)
 
@@ -258,7 +267,11 @@ def test_a_gradient_that_is_not_finite_is_refused(
     parameter = next(one for name, one in named if name.endswith("o_proj.weight"))
     with torch.no_grad():
         parameter.to_local().fill_(float("nan"))  # type: ignore[attr-defined]
-    monkeypatch.setattr(gradients, "prepare_pass", lambda *given: (Ask(Law(TEMPERATURE)), ""))
+    monkeypatch.setattr(
+        gradients,
+        "prepare_pass",
+        lambda *given: (ForwardOptions(SamplingTransforms(TEMPERATURE)), ""),
+    )
     with pytest.raises(MismatchError, match="gradient of prompt"):
         taken(world, loaded, spec)
     assert all(p.grad is None for p in loaded.scorer.parameters())
@@ -268,10 +281,10 @@ def test_what_does_not_fit_is_refused_with_its_size(
     world: World, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load(spec_of(models["tied"]), world.mesh, world.device)
-    require_room(world, loaded, 2)
+    require_memory(world, loaded, 2)
     total = sum(parameter.numel() for parameter in loaded.scorer.parameters())
     memory = type("Memory", (), {"available": 4 * 4 * total - 1})()  # two totals, two at work
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     with pytest.raises(MismatchError, match=f"gradients of {total:,} parameters need"):
-        require_room(world, loaded, 2)
-    require_room(world, loaded, 1)
+        require_memory(world, loaded, 2)
+    require_memory(world, loaded, 1)

@@ -17,11 +17,11 @@ from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training import scorer as scorer_module
 from mismatch.training.distributed import World
-from mismatch.training.load import Loaded, load, resident_share
-from mismatch.training.logprobs import Law
+from mismatch.training.load import LoadedModel, load, resident_share
+from mismatch.training.logprobs import SamplingTransforms
 from mismatch.training.packing import collate
 from mismatch.training.score import score_pass
-from mismatch.training.scorer import Ask
+from mismatch.training.scorer import ForwardOptions
 from tests.checkpoints import make, make_mxfp4, rollout
 from tests.tensors import Largest
 
@@ -46,7 +46,7 @@ def broken(llama: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _load(world: World, model: Path | str, **fields: Any) -> Loaded:
+def _load(world: World, model: Path | str, **fields: Any) -> LoadedModel:
     return load(TrainSpec(model=str(model), **fields), world.mesh, world.device)
 
 
@@ -160,7 +160,13 @@ def test_with_gradients_a_layer_keeps_its_input_and_no_more(world: World, tmp_pa
 
         scorer.zero_grad()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            stats, _ = scorer(scorer.score, batch, rows, wanted, Ask(Law(), routing=True))
+            stats, _ = scorer(
+                scorer.score,
+                batch,
+                rows,
+                wanted,
+                ForwardOptions(SamplingTransforms(), routing=True),
+            )
         stats[0].sum().backward()
         slopes = [p.grad.full_tensor() for p in scorer.parameters() if p.grad is not None]
         return stats[0].detach(), slopes, sum(kept.values())

@@ -183,15 +183,16 @@ def test_a_margin_against_excluded_experts_is_none() -> None:
 
 
 def test_counts_are_those_of_the_modules() -> None:
-    from mismatch.engines.model_info import expert_counts
+    from mismatch.models.config import ModelConfig
 
     differently = "dbrx ernie4_5_moe gemma4_text hunyuan_v1_moe kimi_linear llama4_text nemotron_h"
     for family in (*differently.split(), "longcat_flash", "zaya", "mixtral", "deepseek_v3"):
         config = families.configuration(family)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
-        experts, top_k = expert_counts(config.get_text_config())
+        counts = ModelConfig.of(config)
         layer = moe_layers(model.get_decoder())[0]
-        assert experts == layer.num_experts - layer.family.more, family
-        assert top_k in (1, TOP_K)
-    assert expert_counts(families.configuration("doge", is_moe=False)) == (0, 0)
+        experts = counts.experts + counts.extra_experts
+        assert experts == layer.num_experts - layer.family.extra_choices, family
+        assert counts.top_k in (1, TOP_K)
+    assert ModelConfig.of(families.configuration("doge", is_moe=False)).experts == 0

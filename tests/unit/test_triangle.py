@@ -18,7 +18,7 @@ from rich.console import Console
 from mismatch.analysis.levels import default_thresholds
 from mismatch.cli.config import read_config
 from mismatch.cli.flags import Flags
-from mismatch.cli.options import ALL_GROUPS
+from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import engine_names, other_engine
 from mismatch.errors import MismatchError
 from mismatch.experiments.engine_pair.edges import triangle
@@ -309,11 +309,9 @@ def test_names_of_engines_are_foreign_text(tmp_path: Path) -> None:
 
 
 def flags(**given: Any) -> Flags:
-    from mismatch.cli.options import DtypeName, WeightsForm
-
     values: dict[str, Any] = {
-        "engine": [A, B], "vllm_python": None, "dtype": DtypeName.bf16, "engine_arg": None,
-        "other_engine_arg": None, "rollout_weights": WeightsForm.as_stored, "verl_config": None,
+        "engine": [A, B], "vllm_python": None, "dtype": "bf16", "engine_arg": None,
+        "other_engine_arg": None, "rollout_weights": "as-stored", "verl_config": None,
         "tensor_parallel_size": 1, "max_model_len": None, "gpu_memory_utilization": None,
         "prefill": True, "revision": None, "trust_remote_code": False, "routing": True,
     }  # fmt: skip
@@ -346,7 +344,7 @@ def test_flags_that_do_not_fit_are_refused(given: dict[str, Any], said: str) -> 
 def test_a_config_file_names_one_engine_or_two(tmp_path: Path, value: str) -> None:
     path = tmp_path / "check.toml"
     path.write_text(f"engine = {value}\n")
-    found = read_config(path, ALL_GROUPS)["engine"]
+    found = read_config(path, CHECK)["engine"]
     assert found == (["vllm"] if value == '"vllm"' else ["vllm", "sglang"])
 
 

@@ -17,7 +17,8 @@ from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.passes import reference_of, training_passes
 from mismatch.injections import describe, parse_injections
 from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
-from mismatch.models.moe import is_moe, require_routes
+from mismatch.models.config import is_moe
+from mismatch.models.moe import require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.processes.workers.train import left_out, replay_source
 from mismatch.reports import two_passes as section

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,19 +22,31 @@ from mismatch.engines.fingerprint import model_facts
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.seeds import sample_seed
 from mismatch.engines.sequences import require_ids, require_starts
-from mismatch.engines.servers.dialect import Answer
+from mismatch.engines.servers.discovery import ServerGroup, discover
 from mismatch.engines.servers.journal import Journal
-from mismatch.engines.servers.member import Changed, Member
-from mismatch.engines.servers.pool import NobodyLeft, Pool
-from mismatch.engines.servers.record import open_questions, record, served_facts
-from mismatch.engines.servers.survey import Fleet, Server, allowed, gap, survey, verify
+from mismatch.engines.servers.probing import (
+    SAME_WEIGHTS,
+    Server,
+    allowed_drift,
+    mean_abs_diff,
+    verify,
+)
+from mismatch.engines.servers.scheduler import (
+    Changed,
+    NobodyLeft,
+    Scheduler,
+    ServerState,
+    Work,
+)
+from mismatch.engines.servers.server_api import Answer
 from mismatch.errors import MismatchError
-from mismatch.run.messages import say
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 
 UNTEMPERED = "decode against prefill: servers score prompts at temperature 1 only"
 UNSEEDED = "the same tokens from the same seed: a server's batches depend on what else it has to do"
+NO_WEIGHTS = "a server does not show its parameters"
+IDENTITY = ("kind", "version", "dtype", "weight_version", "law", "routes")  # of a journal's servers
 
 
 class ServerEngine:
@@ -45,21 +58,26 @@ class ServerEngine:
         self.spec = spec
         self.sampling = sampling
         self.info = read_model_info(spec)
-        self.fleet: Fleet = survey(spec)
+        self.group: ServerGroup = discover(spec)
         self._require_room(longest)
         self._journal: Journal | None = None
         self._sent: dict[str, Any] = {}
         self._shares: Counter[str] = Counter()
         self._notes: dict[str, dict[str, Any]] = {
-            server.url: {"restarts": [], "drift": 0.0} for server in self.fleet.servers
+            server.url: {"restarts": [], "drift": 0.0} for server in self.group.servers
         }
-        members = [Member(server.url, server) for server in self.fleet.servers]
-        self.pool = Pool(members, self._verify, spec.server_concurrency, self._tell)
+        self.scheduler = Scheduler(
+            [ServerState(server.url, server) for server in self.group.servers],
+            lambda server: verify(server, self.group.probes, self._notes[server.url]),
+            spec.server_concurrency,
+            _log,
+        )
+
+    # ------------------------------------------------------------ Engine protocol
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
-        """See the protocol: what every one of the servers showed that it can do."""
-        servers = survey(spec).servers
+        servers = discover(spec).servers
         reasons: dict[str, str] = {
             "deterministic": UNSEEDED,
             "prefill_tempered": UNTEMPERED,
@@ -71,7 +89,7 @@ class ServerEngine:
             prefill=all(server.prefill for server in servers),
             prefill_tempered=False,
             routed_experts=all(server.routes for server in servers),
-            processed_logprobs=bool(servers[0].law.truncated),
+            processed_logprobs=bool(servers[0].mode.truncated),
             deterministic=False,
             journals=True,
             reasons=reasons,
@@ -95,70 +113,132 @@ class ServerEngine:
         self._journal = Journal.open(run_dir, asked)
         if self._journal.new:
             self._journal.begin(self._identity())
-            return
-        self._require_same_as(self._journal)
+        else:
+            self._require_same_as(self._journal)
 
     def discard_journal(self) -> None:
-        """The sequences are saved as a rollout."""
         if self._journal is not None:
             self._journal.discard()
 
-    # ------------------------------------------------------------ decode
-
     def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
-        """See the protocol. Job ``p * samples_per_prompt + s``, whoever answers it and when."""
+        """Job ``p * samples_per_prompt + s``, whichever server answers it and when."""
         require_ids(prompts, self.info.vocab_size)
         per_prompt = self.sampling.samples_per_prompt
         total = len(prompts) * per_prompt
-        taken = self._journal.samples if self._journal else {}
-        samples: dict[int, Sample] = {job: s for job, s in taken.items() if job < total}
-        if samples:
-            self._tell(f"{len(samples)} of {total} sequences were finished before")
-            assert self._journal is not None
+        samples: dict[int, Sample] = {}
+        if self._journal is not None and self._journal.samples:
+            samples = {job: s for job, s in self._journal.samples.items() if job < total}
             self._shares.update(self._journal.answered_by[job] for job in samples)
+            _log(f"{len(samples)} of {total} sequences were finished before")
         tokens = sum(len(sample.token_ids) for sample in samples.values())
-        settings = self._settings()
+        first = self.group.servers[0]
+        self._sent = settings = first.api.settings(self.sampling, self.info.stop_ids)
 
         def ask(server: Server, job: int) -> Answer:
             ids, seed = prompts[job // per_prompt], self._seed(server, *divmod(job, per_prompt))
-            layout = self.fleet.layout if server.routes else None
-            answer = server.dialect.sample(server.client, server.facts, ids, settings, seed, layout)
+            layout = self.group.layout if server.routes else None
+            answer = server.api.generate(ids, settings, seed, layout)
             if answer.identity != server.facts.configuration:
                 raise Changed(f"it answers as {answer.identity}, not {server.facts.configuration}")
             self._require_whole(answer.sample, server)
             return answer
 
-        def done(job: int, member: Member, answer: Answer) -> None:
+        def done(job: int, state: ServerState, answer: Answer) -> None:
             nonlocal tokens
             samples[job] = answer.sample
             tokens += len(answer.sample.token_ids)
-            self._shares[member.name] += 1
+            self._shares[state.name] += 1
             if self._journal is not None:
-                self._journal.add(job, answer.sample, member.name)
+                self._journal.add(job, answer.sample, state.name)
             progress(len(samples), total, tokens)
 
-        def void(jobs: list[int], member: Member) -> None:
+        def void(jobs: list[int], state: ServerState) -> None:
             for job in jobs:
                 del samples[job]
-            self._shares[member.name] -= len(jobs)
+            self._shares[state.name] -= len(jobs)
             if self._journal is not None:
-                self._journal.void(jobs, str(member.dropped))
+                self._journal.void(jobs, str(state.dropped))
 
-        self._run([job for job in range(total) if job not in samples], ask, done, void)
+        self._run([job for job in range(total) if job not in samples], Work(ask, done, void))
         flat = [samples[job] for job in range(total)]
         return [flat[i : i + per_prompt] for i in range(0, total, per_prompt)]
 
-    def _run(
+    def prefill(
         self,
-        jobs: Sequence[int],
-        ask: Callable[[Server, int], Any],
-        done: Callable[[int, Member, Any], None],
-        void: Callable[[list[int], Member], None],
-    ) -> None:
-        if not jobs:
-            return
+        sequences: Sequence[list[int]],
+        starts: Sequence[int],
+        temperature: float,
+        progress: Progress,
+    ) -> list[Floats]:
+        """At temperature 1, whatever ``temperature`` is."""
+        require_starts(starts)
+        require_ids(sequences, self.info.vocab_size)
+        scores: dict[int, Floats] = {}
+        tokens = 0
+
+        def ask(server: Server, job: int) -> Floats:
+            return server.api.score(sequences[job], starts[job])
+
+        def done(job: int, state: ServerState, answer: Floats) -> None:
+            nonlocal tokens
+            scores[job] = answer
+            tokens += len(answer)
+            progress(len(scores), len(sequences), tokens)
+
+        def void(jobs: list[int], state: ServerState) -> None:
+            for job in jobs:
+                del scores[job]
+
+        self._run(range(len(sequences)), Work(ask, done, void))
+        return [scores[job] for job in range(len(sequences))]
+
+    def experts(self) -> ExpertLayout | None:
+        return self.group.layout if all(server.routes for server in self.group.servers) else None
+
+    def weights(self) -> LoadedWeights:
+        """None: servers do not show their parameters."""
+        return LoadedWeights({})
+
+    def fingerprint(self, mode: Mode) -> Fingerprint:
+        """What the servers say, and what probes showed; facts of all from the first of them."""
+        server = self.group.servers[0]
+        facts, states = server.facts, self.scheduler.states
+        decode = mode == "decode"
+        temperature: float | None = 1.0
+        if decode and self.sampling.temperature not in (0.0, 1.0):
+            tempered = {True: self.sampling.temperature, False: 1.0, None: None}
+            temperature = tempered[server.mode.tempered]
+        return (
+            model_facts(self.spec)
+            | {
+                "mode": mode,
+                "served_by": facts.kind,
+                "version": facts.version,
+                "versions": {facts.kind: facts.version},
+                "source_files": {},  # those of the servers cannot be read
+                "dtype": facts.dtype,
+            }
+            | facts.details
+            | {
+                "logprobs_mode": f"{server.mode.name} (probed)" if decode else "prompt_logprobs",
+                "logprobs_temperature": temperature,
+                "logprobs_truncated": decode and self.sampling.truncates and server.mode.truncated,
+                "max_model_len": facts.max_model_len,
+                "weights_not_comparable": NO_WEIGHTS,
+                "engine": self.name,
+                "moe": self.info.moe,
+                "seeding": "none" if self._seed(server, 0, 0) is None else "per sample",
+                "sampling": self._sent,
+                "servers": [self._record(state) for state in states],
+                "not_tested": not_tested(states, self.info.model_type),
+            }
+        )
+
+    # ------------------------------------------------------------ requests
+
+    def _run(self, jobs: Sequence[int], work: Work) -> None:
         try:
-            self.pool.run(jobs, ask, done, void)
+            self.scheduler.run(jobs, work)
         except MismatchError as error:
             kept = len(self._journal.samples) if self._journal else 0
             if kept:
@@ -166,11 +246,6 @@ class ServerEngine:
             if kept or isinstance(error, NobodyLeft):
                 error.fix += "; then go on where it stopped: --resume"
             raise
-
-    def _settings(self) -> dict[str, Any]:
-        settings = self.fleet.servers[0].dialect.settings(self.sampling, self.info.stop_ids)
-        self._sent = dict(settings)
-        return settings
 
     def _seed(self, server: Server, prompt: int, sample: int) -> int | None:
         """A seed of its own for every sample, where seeds do no harm.
@@ -198,75 +273,8 @@ class ServerEngine:
                 "give the model that the server loaded: --model",
             )
 
-    # ------------------------------------------------------------ prefill
-
-    def prefill(
-        self,
-        sequences: Sequence[list[int]],
-        starts: Sequence[int],
-        temperature: float,
-        progress: Progress,
-    ) -> list[Floats]:
-        """See the protocol; at temperature 1, whatever ``temperature`` is."""
-        require_starts(starts)
-        require_ids(sequences, self.info.vocab_size)
-        scores: dict[int, Floats] = {}
-        tokens = 0
-
-        def ask(server: Server, job: int) -> Floats:
-            return server.dialect.score(server.client, server.facts, sequences[job], starts[job])
-
-        def done(job: int, member: Member, answer: Floats) -> None:
-            nonlocal tokens
-            scores[job] = answer
-            tokens += len(answer)
-            progress(len(scores), len(sequences), tokens)
-
-        def void(jobs: list[int], member: Member) -> None:
-            for job in jobs:
-                del scores[job]
-
-        self._run(range(len(sequences)), ask, done, void)
-        return [scores[job] for job in range(len(sequences))]
-
-    # ------------------------------------------------------------ what ran
-
-    def experts(self) -> ExpertLayout | None:
-        """See the protocol."""
-        return self.fleet.layout if all(one.routes for one in self.fleet.servers) else None
-
-    def weights(self) -> LoadedWeights:
-        """None: servers do not show their parameters."""
-        return LoadedWeights({})
-
-    def fingerprint(self, mode: Mode) -> Fingerprint:
-        """See the protocol: what the servers say, and what they showed."""
-        said = served_facts(self.fleet.servers[0], self.sampling, mode)
-        return (
-            model_facts(self.spec)
-            | said
-            | {
-                "engine": self.name,
-                "moe": self.info.moe,
-                "seeding": "none"
-                if self._seed(self.fleet.servers[0], 0, 0) is None
-                else "per sample",
-                "sampling": self._sent,
-                "servers": [
-                    record(member, self._shares[member.name], self._notes[member.name])
-                    for member in self.pool.members
-                ],
-                "not_tested": open_questions(self.pool.members, self.info.model_type),
-            }
-        )
-
-    # ------------------------------------------------------------ checks
-
-    def _verify(self, server: Server) -> None:
-        verify(server, self.fleet.probes, self._notes[server.url])
-
     def _require_room(self, longest: int) -> None:
-        for server in self.fleet.servers:
+        for server in self.group.servers:
             limit = server.facts.max_model_len
             scoring = self.spec.prefill and server.prefill  # samples one token more
             needed = longest + server.facts.spare + scoring
@@ -276,14 +284,16 @@ class ServerEngine:
                     "lower --max-tokens, or start the server with a longer context",
                 )
 
+    # ------------------------------------------------------------ which servers they are
+
     def _identity(self) -> dict[str, Any]:
-        first = self.fleet.servers[0]
+        first = self.group.servers[0]
         return {
             "kind": first.facts.kind,
             "version": first.facts.version,
             "dtype": first.facts.dtype,
             "weight_version": first.facts.weight_version,
-            "law": first.law.name,
+            "law": first.mode.name,
             "routes": self.experts() is not None,
             "probe": first.probe.tolist(),
             "noise": first.noise,
@@ -291,22 +301,79 @@ class ServerEngine:
 
     def _require_same_as(self, journal: Journal) -> None:
         now, before = self._identity(), journal.header
-        for name in ("kind", "version", "dtype", "weight_version", "law", "routes"):
+        for name in IDENTITY:
             if now[name] != before.get(name):
                 raise MismatchError(
                     f"the sequences in {journal.path} are of servers whose "
                     f"{name.replace('_', ' ')} was {before.get(name)}, now it is {now[name]}",
                     "bring back the servers that were there, or start a new run without --resume",
                 )
-        moved = gap(np.asarray(before["probe"], np.float64), self.fleet.servers[0].probe)
-        if moved > allowed(max(before["noise"], now["noise"])):
+        drift = mean_abs_diff(np.asarray(before["probe"], np.float64), self.group.servers[0].probe)
+        if drift > allowed_drift(max(before["noise"], now["noise"])):
             raise MismatchError(
                 f"the sequences in {journal.path} are of other weights: probe logprobs have moved "
-                f"by {moved:.3g} on average",
+                f"by {drift:.3g} on average",
                 "bring back the weights that were there, or start a new run without --resume",
             )
 
-    def _tell(self, line: str) -> None:
-        """To the user, who sees one of many progress lines, and to the log."""
-        say(f"progress {line}")
-        say(line)
+    def _record(self, state: ServerState) -> dict[str, Any]:
+        """One server's part in a run."""
+        server: Server = state.server
+        notes = self._notes[state.name]
+        return {
+            "url": server.url,
+            "version": server.facts.version,
+            "configuration": server.facts.configuration,
+            "sequences": self._shares[state.name],
+            "unconfirmed": len(state.unconfirmed),
+            "noise": server.noise,
+            "drift": notes["drift"],
+            "restarts": len(notes["restarts"]),
+            "dropped": state.dropped,
+            **state.counts,
+        }
+
+
+def not_tested(states: Sequence[ServerState], model_type: str) -> list[str]:
+    """What is not known about these servers, one sentence each."""
+    first: Server = states[0].server
+    details = first.facts.details
+    portable = (details.get("device"), details.get("attention")) == ("cpu", "torch_native")
+    lines = []
+    if first.facts.kind == "sglang" and model_type == "gpt_oss" and portable:
+        lines.append(
+            "server: attention sinks: SGLang's portable attention has none, that of "
+            "mismatch.engines.sglang.cpu.serve is a substitute, and a server does not say "
+            "which it runs"
+        )
+    if first.facts.dtype is None:
+        lines.append("server: the dtype that it computes in: it does not say")
+    if first.mode.tempered is None:
+        lines.append("server: which law its logprobs are of: its probes did not tell")
+    if len({state.server.facts.configuration for state in states}) > 1:
+        lines.append("server: equal settings of all servers: their configurations differ")
+    for state in states:
+        if state.server.noise > SAME_WEIGHTS:
+            lines.append(
+                f"server: that one model answers at {state.name}: its probe logprobs differ by "
+                f"{state.server.noise:.2g} on average from one look to the next"
+            )
+        if state.unconfirmed:
+            lines.append(
+                f"server: the weights of {state.name} to its end: it was dropped "
+                f"({state.dropped}) before {len(state.unconfirmed)} of its answers were "
+                "confirmed by probe prompts"
+            )
+        if state.counts["timeouts"]:
+            lines.append(
+                f"server: {state.counts['timeouts']} requests to {state.name} ran out of "
+                "time and were sampled again, which favours short responses"
+            )
+    return lines
+
+
+def _log(line: str) -> None:
+    """To the user, who sees one of many progress lines, and to the log."""
+    sys.stderr.write(f"progress {line}\n")
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

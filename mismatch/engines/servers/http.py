@@ -1,8 +1,8 @@
-"""One HTTP request to one server: API key, TLS, time-outs, and what failures mean.
+"""One HTTP request to one server: API key, TLS, deadline, size limit, and what failures mean.
 
-Plain ``http.client``: what is sent and when it is sent again is decided here and in
-:mod:`mismatch.engines.servers.pool`, not in a library. Every request has a connection of its own;
-beside seconds of sampling a handshake costs nothing, and none is ever half-closed.
+``http.client``, a connection per request: beside seconds of sampling a handshake costs nothing.
+Discovery and probes retry here; :mod:`mismatch.engines.servers.scheduler` decides about the work,
+which may go to another server.
 """
 
 from __future__ import annotations
@@ -10,57 +10,51 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
+import random
 import ssl
 import time
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Literal
 
 from mismatch.engines.servers.address import HIDDEN, KEY_VARIABLE, Address, redacted
 from mismatch.errors import MismatchError
 
 CONNECT_S = 10.0
 CHUNK = 1 << 16
-# Answers after which the same request may work later, or elsewhere: proxies have 5xx of their own,
-# and 501 alone says that it never will.
-PASSING = frozenset({408, 425, 429, *range(500, 600)}) - {501}
+LARGEST_ANSWER = 1 << 30  # bytes
+# Statuses after which the same request may succeed later or on another server. Proxies have 5xx
+# statuses of their own; 501 alone is final.
+TEMPORARY = frozenset({408, 425, 429, *range(500, 600)}) - {501}
 BUSY = frozenset({429, 503})
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+LONGEST_RETRY_AFTER_S = 300.0  # a longer Retry-After is cut to this
+ATTEMPTS = 4  # of a client with retries
 
 
 class Unavailable(Exception):
-    """No useful answer this time.
+    """No usable answer to this request, this time.
 
     Attributes:
         reason: one phrase.
+        kind: "busy" (429, 503), "slow" (no answer before the deadline), "absent" (no connection),
+            "failed" (anything else).
         retry_after_s: when the server wants to be asked again; None: it did not say.
-        busy: it is there, and has too much to do.
-        slow: it did not answer in time.
-        absent: no connection could be made.
     """
 
     def __init__(
         self,
         reason: str,
+        kind: Literal["failed", "busy", "slow", "absent"] = "failed",
         retry_after_s: float | None = None,
-        busy: bool = False,
-        slow: bool = False,
-        absent: bool = False,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.kind = kind
         self.retry_after_s = retry_after_s
-        self.busy = busy
-        self.slow = slow
-        self.absent = absent
-
-    @property
-    def says_nothing(self) -> bool:
-        """Whether it tells nothing of what the server can do."""
-        return self.busy or self.slow or self.absent
 
 
 class Refused(Exception):
-    """The server says no to this request, now and later.
+    """The server rejects this request, now and later.
 
     Attributes:
         status: of HTTP.
@@ -85,46 +79,82 @@ def api_key() -> str | None:
     return key or None
 
 
+def backoff_s(failures: int, retry_after_s: float | None) -> float:
+    """Seconds to leave a server alone after so many failures in a row.
+
+    What it asked for, else twice as long each time; with jitter, so that several clients do not
+    come back at the same moment.
+    """
+    if retry_after_s is not None:
+        return min(retry_after_s, LONGEST_RETRY_AFTER_S) * (1.0 + 0.1 * random.random())
+    doubled = FIRST_BACKOFF_S * 2.0 ** max(0, failures - 1)
+    return min(LONGEST_BACKOFF_S, doubled) * (0.5 + random.random())
+
+
 class Client:
-    """Asks one server.
+    """Sends requests to one server.
 
     Args:
-        timeout_s: that one request may take, from connecting to the last byte.
+        timeout_s: deadline of one request, from connecting to the last byte.
         key: sent as a bearer token, and cut out of everything the server says.
+        attempts: at a request that found the server busy or failed, so that a busy moment is not
+            read as a missing feature. Without a connection, or past the deadline, there is no
+            second one: the address may be wrong.
     """
 
-    def __init__(self, address: Address, timeout_s: float, key: str | None = None) -> None:
+    def __init__(
+        self, address: Address, timeout_s: float, key: str | None = None, attempts: int = 1
+    ) -> None:
         self.address = address
         self.timeout_s = timeout_s
+        self._attempts = attempts
         self._key = key
         self._tls = ssl.create_default_context() if address.scheme == "https" else None
 
+    def without_retries(self) -> Client:
+        """The same server, for a caller that decides itself when to try again."""
+        return Client(self.address, self.timeout_s, self._key)
+
     def get(self, path: str, timeout_s: float | None = None) -> Any:
         """The JSON at ``path``; see :meth:`post`."""
-        return self._json(self._ask("GET", path, None, timeout_s))
+        return _parse(self._send("GET", path, None, timeout_s))
 
     def text(self, path: str, timeout_s: float | None = None) -> str:
         """The text at ``path``; see :meth:`post`."""
-        return self._ask("GET", path, None, timeout_s).decode("utf-8", "replace")
+        return self._send("GET", path, None, timeout_s).decode("utf-8", "replace")
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
+    def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON that ``body`` is answered with.
 
         Raises:
-            Unavailable: it may work later or elsewhere.
+            Unavailable: it may work later or on another server.
             Refused: it will not.
             MismatchError: key or certificate are not accepted.
         """
-        return self._json(self._ask("POST", path, json.dumps(body).encode(), timeout_s))
+        return _parse(self._send("POST", path, json.dumps(body).encode(), None))
 
-    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> bytes:
+    def _send(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> bytes:
+        for failures in range(1, self._attempts):
+            try:
+                return self._send_once(method, path, body, timeout_s)
+            except Unavailable as error:
+                if error.kind in ("slow", "absent"):
+                    raise
+                time.sleep(min(LONGEST_BACKOFF_S, backoff_s(failures, error.retry_after_s)))
+        return self._send_once(method, path, body, timeout_s)
+
+    def _send_once(
+        self, method: str, path: str, body: bytes | None, timeout_s: float | None
+    ) -> bytes:
         allowed = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + allowed
         connection = self._connection(min(CONNECT_S, allowed))
+        connected = False
         try:
-            self._connect(connection)
-            sock = connection.sock
-            sock.settimeout(_left(deadline))
+            connection.connect()
+            connected = True
+            sock = connection.sock  # the response may take it off the connection
+            sock.settimeout(_remaining(deadline))
             connection.request(method, self.address.path + path, body, self._headers(body))
             response = connection.getresponse()
             data = _read(response, sock, deadline)
@@ -134,32 +164,23 @@ class Client:
                 "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …",
             ) from error
         except TimeoutError as error:
-            raise Unavailable(f"no answer in {allowed:g} s", slow=True) from error
+            if connected:
+                raise Unavailable(f"no answer in {allowed:g} s", "slow") from error
+            reason = f"no connection in {min(CONNECT_S, allowed):g} s"
+            raise Unavailable(reason, "absent") from error
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(self._plain(_what(error))) from error
+            kind: Literal["failed", "absent"] = "failed" if connected else "absent"
+            raise Unavailable(self._one_line(_describe(error)), kind) from error
         finally:
             connection.close()
         self._require_ok(response, data)
         return data
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        address = self.address
+        host, port = self.address.host, self.address.port
         if self._tls is None:
-            return http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
-        return http.client.HTTPSConnection(
-            address.host, address.port, timeout=timeout_s, context=self._tls
-        )
-
-    def _connect(self, connection: http.client.HTTPConnection) -> None:
-        try:
-            connection.connect()
-        except ssl.SSLCertVerificationError:
-            raise
-        except TimeoutError as error:
-            reason = f"no connection in {connection.timeout:g} s"
-            raise Unavailable(reason, absent=True) from error
-        except OSError as error:
-            raise Unavailable(_what(error), absent=True) from error
+            return http.client.HTTPConnection(host, port, timeout=timeout_s)
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
 
     def _headers(self, body: bytes | None) -> dict[str, str]:
         headers = {"Accept": "application/json", "Connection": "close"}
@@ -173,81 +194,85 @@ class Client:
         status = response.status
         if status == 200:
             return
-        said = self._plain(_message(data) or response.reason or "")
+        message = self._one_line(_error_message(data) or response.reason or "")
         if status in (401, 403):
             has = "does not accept the key in" if self._key else "asks for a key: set"
             raise MismatchError(
                 f"{self.address.text} {has} {KEY_VARIABLE} (HTTP {status})",
                 f"{KEY_VARIABLE}=… mismatch …; it is read from the environment only",
             )
-        if status in PASSING:
+        if status in TEMPORARY:
             wait = _retry_after(response.getheader("Retry-After"))
-            raise Unavailable(f"HTTP {status}: {said}", wait, busy=status in BUSY)
+            kind: Literal["failed", "busy"] = "busy" if status in BUSY else "failed"
+            raise Unavailable(f"HTTP {status}: {message}", kind, wait)
         if 300 <= status < 400:
             target = redacted(response.getheader("Location") or "elsewhere")
             raise Refused(status, f"moved to {target}; redirections are not followed")
-        raise Refused(status, said)
+        raise Refused(status, message)
 
-    def _json(self, data: bytes) -> Any:
-        try:
-            return json.loads(data)
-        except ValueError as error:
-            raise Unavailable(f"the answer is no JSON ({len(data)} bytes)") from error
-
-    def _plain(self, text: str) -> str:
+    def _one_line(self, text: str) -> str:
         """One short line of what a server said, without the key that it may repeat."""
         shown = text.replace(self._key, HIDDEN) if self._key else text
         return " ".join(shown.split())[:300]
 
 
-def _read(response: http.client.HTTPResponse, sock: socket.socket, deadline: float) -> bytes:
-    """The whole body; a server that sends a byte a minute is late too."""
-    parts = []
-    while not response.isclosed():  # newer Pythons close it with the last byte, and the socket
-        sock.settimeout(_left(deadline))
-        part = response.read1(CHUNK)
-        if not part:
+def _parse(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise Unavailable(f"the answer is no JSON ({len(data)} bytes)") from error
+
+
+def _read(response: http.client.HTTPResponse, sock: Any, deadline: float) -> bytes:
+    """The whole body, in chunks: the deadline holds for a server that sends a byte a minute too."""
+    data = bytearray()
+    while not response.isclosed():  # newer Pythons close it, and the socket, with the last byte
+        sock.settimeout(_remaining(deadline))
+        chunk = response.read1(CHUNK)
+        if not chunk:
             break
-        parts.append(part)
-    data = b"".join(parts)
+        data += chunk
+        if len(data) > LARGEST_ANSWER:
+            raise http.client.HTTPException(f"the answer has more than {LARGEST_ANSWER} bytes")
     length = response.getheader("Content-Length") or ""
     if length.isdigit() and len(data) < int(length):
-        raise http.client.IncompleteRead(data, int(length) - len(data))
-    return data
+        raise http.client.IncompleteRead(bytes(data), int(length) - len(data))
+    return bytes(data)
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
         raise TimeoutError
-    return left
+    return remaining
 
 
-def _what(error: Exception) -> str:
-    if isinstance(error, http.client.IncompleteRead):
-        return f"the answer broke off after {len(error.partial)} bytes"
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused"
-    if isinstance(error, http.client.RemoteDisconnected | ConnectionResetError):
-        return "the connection was lost"
-    if isinstance(error, ssl.SSLError):
-        return f"no TLS connection ({error.reason or error})"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+def _describe(error: Exception) -> str:
+    match error:
+        case http.client.IncompleteRead():
+            return f"the answer broke off after {len(error.partial)} bytes"
+        case ConnectionRefusedError():
+            return "connection refused"
+        case http.client.RemoteDisconnected() | ConnectionResetError():
+            return "the connection was lost"
+        case ssl.SSLError():
+            return f"no TLS connection ({error.reason or error})"
+        case OSError(strerror=str(text)):
+            return text
     return str(error) or type(error).__name__
 
 
-def _message(data: bytes) -> str:
+def _error_message(data: bytes) -> str:
     """What an error's body says, in vLLM's, SGLang's or anybody's form."""
     text = data[:2000].decode("utf-8", "replace")
     try:
-        found = json.loads(text)
+        body = json.loads(text)
     except ValueError:
         return text
     for key in ("error", "message", "detail"):
-        while isinstance(found, dict) and key in found:
-            found = found[key]
-    return found if isinstance(found, str) else text
+        while isinstance(body, dict) and key in body:
+            body = body[key]
+    return body if isinstance(body, str) else text
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -10,21 +10,9 @@ from typing import Any
 from mismatch.engines.fingerprint import versions
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Context, MachineFacts, ModelFacts
+from mismatch.models.config import find_config
 from mismatch.specs import CheckSpec, EngineSpec
 
-# Families of transformers 5 whose attention learns a sink per head; the trainer looks at the
-# model's parameters itself (mismatch.training.attention.resolve) and refuses what does not fit.
-SINK_FAMILIES = frozenset(
-    {
-        "gpt_oss",
-        "deepseek_v4",
-        "granite_swa",
-        "granitemoe_swa",
-        "hy_v4",
-        "mimo_v2_flash",
-        "openai_privacy_filter",
-    }
-)
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
 
 
@@ -38,20 +26,15 @@ def model_facts(spec: CheckSpec) -> ModelFacts:
 
     How the weights are stored and the generation config are the engine's.
     """
-    from mismatch.models.moe import EXPERTS
-    from mismatch.models.offline import find_config
 
     try:
-        values = find_config(spec.train.model, spec.train.revision).values
+        model = find_config(spec.train.model, spec.train.revision).model
     except MismatchError:
         return ModelFacts(known=False)
-    nested = [value for value in values.values() if isinstance(value, dict)]
-    counts = [part.get(name) for part in (values, *nested) for name in EXPERTS]
-    family = str(values.get("model_type", ""))
     return ModelFacts(
-        family=family,
-        sinks=family in SINK_FAMILIES,
-        experts=max((n for n in counts if isinstance(n, int) and n > 1), default=0),
+        family=model.family,
+        sinks=model.sinks,
+        experts=model.experts,
         stored_dtype=_stored_dtype(spec.rollout.engine),
         generation_config=_generation(Path(spec.rollout.engine.model)),
     )
@@ -69,15 +52,10 @@ def machine_facts(spec: CheckSpec) -> MachineFacts:
 
 
 def _stored_dtype(engine: EngineSpec) -> str:
-    from mismatch.models.offline import find_config
-
     try:
-        values = find_config(engine.model, engine.revision).values
+        return find_config(engine.model, engine.revision).model.stored_dtype
     except MismatchError:
         return ""
-    quantised = values.get("quantization_config") or {}
-    dtype = quantised.get("quant_method") or values.get("dtype") or values.get("torch_dtype")
-    return str(dtype or "")
 
 
 def _vllm() -> tuple[int, int] | None:

@@ -134,11 +134,10 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
 def memory_line(spec: CheckSpec) -> str:
     """What gradients need beside their passes, from the model's sizes; see ``require_room``."""
     from mismatch.doctor.fit import gib
-    from mismatch.doctor.shape import read_shape
-    from mismatch.models.offline import find_config
+    from mismatch.models.config import find_config
 
     found = find_config(spec.train.model, spec.train.revision)
-    one = 4.0 * read_shape(found.values).parameters
+    one = 4.0 * found.model.require_counts().parameters
     rank, host = gib(2.0 * one / spec.nproc_per_node), gib(len(LOSSES) * one)
     return (
         f"  memory beside the passes': {rank} per rank (a prompt's gradient and the batch's), "

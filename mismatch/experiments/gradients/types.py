@@ -17,7 +17,6 @@ from mismatch.types import Estimate
 
 Loss = Literal["token", "sequence"]
 LOSSES: tuple[Loss, ...] = ("token", "sequence")
-GROUPS = ("attention", "sinks", "router", "experts", "mlp", "embeddings", "norms", "head", "other")
 ALL = "all"
 REWARDS = "rewards"
 PPO_RATIO, PPO_OVERRIDE = "ppo-ratio", "ppo-override"
@@ -30,7 +29,7 @@ class Gradients:
     Attributes:
         name: of the pass, e.g. ``fsdp``, ``reference:fp32``, ``fix:fp32``.
         coefficients: name of the vector, e.g. ``token``, ``sequence:tis-token``.
-        groups: G names of parameter groups, those of :data:`GROUPS` that the model has.
+        groups: G names of parameter groups, e.g. ``attention``, those that the model has.
         squared_norm: [G] of the whole batch's gradient, exact.
         dot: [G] with the reference's gradient for the same loss, exact; None for the reference.
         squared_norm_reference: [G] of that reference; None likewise.

@@ -73,11 +73,11 @@ def names_here(
 def _names(geometry: ModelGeometry) -> Iterator[str]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from mismatch.training.attention.resolve import OURS
+    from mismatch.training.attention.resolve import OUR_KERNELS
 
     yield from ("eager", "sdpa")
     if geometry.sinks:
-        yield from (name for name in OURS if name != PLANTED)
+        yield from (name for name in OUR_KERNELS if name != PLANTED)
     for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
         if not name.startswith(OURS_AGAIN):
             yield name
@@ -86,9 +86,9 @@ def _names(geometry: ModelGeometry) -> Iterator[str]:
 def _candidate(geometry: ModelGeometry, name: str, chosen: str, device: str) -> Candidate:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from mismatch.training.attention.resolve import OURS, resolve_for
+    from mismatch.training.attention.resolve import OUR_KERNELS, resolve_for
 
-    origin: Origin = "ours" if name in OURS else "transformers"
+    origin: Origin = "ours" if name in OUR_KERNELS else "transformers"
     if name in FLEX and not device.startswith("cuda"):
         return Candidate(name, origin, unavailable=NO_BACKWARD)
     if name.startswith("paged|"):
@@ -96,10 +96,10 @@ def _candidate(geometry: ModelGeometry, name: str, chosen: str, device: str) -> 
     try:
         resolved = resolve_for(name, geometry.bare).implementation
     except MismatchError as error:
-        measurable = name in (*OURS, *ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager")
+        measurable = name in (*OUR_KERNELS, *ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager")
         if not measurable or "flash" in name or name == "sink-flex":  # for want of a GPU
             return Candidate(name, origin, unavailable=error.message)
-        return Candidate(name, origin, OURS.get(name, name), refused=error.message)
+        return Candidate(name, origin, OUR_KERNELS.get(name, name), refused=error.message)
     if resolved != "eager" and resolved not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         reason = f"transformers takes {resolved} for it, which is not installed here"
         return Candidate(name, origin, unavailable=reason)

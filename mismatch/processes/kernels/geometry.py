@@ -7,11 +7,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 
-# Names that families give to the same sizes.
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "num_experts_per_token")
 PER_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
-INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ def config_of(model: str, revision: str | None, trust_remote_code: bool) -> tupl
     """
     from transformers import AutoConfig
 
-    from mismatch.models.offline import SHIPPED, find_config
+    from mismatch.models.config import SHIPPED, find_config
     from mismatch.specs import TrainSpec
     from mismatch.training.source import read_config
 
@@ -114,68 +110,49 @@ def geometry_of(config: Any, model: str = "", trust_remote_code: bool = False) -
     Raises:
         MismatchError: an architecture that transformers does not know.
     """
+    from mismatch.models.config import ModelConfig
     from mismatch.training.attention.resolve import has_sinks
     from mismatch.training.source import skeleton
 
     bare = skeleton(config, trust_remote_code)
-    text, unlike = _first_layer(config.get_text_config())
-    heads = int(text.num_attention_heads)
-    size = int(_first(text, ("qk_head_dim", "head_dim")) or text.hidden_size // heads)
-    kinds = tuple(getattr(text, "layer_types", None) or ())
-    experts = _first(text, EXPERTS)
+    text, sizes = config.get_text_config(), ModelConfig.of(config)
     return ModelGeometry(
         model=model or str(config._name_or_path),
         model_type=str(text.model_type),
-        layers=int(text.num_hidden_layers),
-        layer_types=kinds,
-        hidden=int(text.hidden_size),
-        heads=heads,
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=size,
-        value_dim=int(_first(text, ("v_head_dim",)) or size),
-        window=_window(text, kinds),
-        scaling=_scaling(bare, size),
+        layers=sizes.layers,
+        layer_types=sizes.layer_types,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        value_dim=sizes.value_dim,
+        window=sizes.window,
+        scaling=_scaling(bare, sizes.head_dim),
         sinks=has_sinks(bare),
-        experts=experts,
-        top_k=_first(text, TOP_K) if experts else None,
-        intermediate=_first(text, INTERMEDIATE) if experts else None,
+        experts=sizes.experts or None,
+        top_k=sizes.top_k or None,
+        intermediate=sizes.width if sizes.experts else None,
         config=config,
         bare=bare,
-        unlike=unlike,
+        unlike=_unlike(text),
     )
 
 
-def _first_layer(text: Any) -> tuple[Any, str]:
-    """The configuration that the first layer has, and which layers have other shapes.
-
-    Where layers differ, transformers refuses to read what differs off the model as a whole.
-    """
+def _unlike(text: Any) -> str:
+    """Which layers have other shapes than the first, in words; "": none."""
     if not getattr(text, "is_heterogeneous", False):
-        return text, ""
-    first, *others = text.per_layer_config
-    shapes = [tuple(getattr(one, name, None) for name in PER_LAYER) for one in (first, *others)]
+        return ""
+    layers = text.per_layer_config
+    shapes = [tuple(getattr(layer, name, None) for name in PER_LAYER) for layer in layers]
     unlike = [shape for shape in shapes if shape != shapes[0]]
     if not unlike:
-        return first, ""
+        return ""
     differs = ", ".join(
-        f"{name} {', '.join(map(str, dict.fromkeys(values)))} and not {here}"
-        for name, here, values in zip(PER_LAYER, shapes[0], zip(*unlike, strict=True), strict=True)
-        if set(values) != {here}
+        f"{name} {', '.join(map(str, dict.fromkeys(values)))} and not {first}"
+        for name, first, values in zip(PER_LAYER, shapes[0], zip(*unlike, strict=True), strict=True)
+        if set(values) != {first}
     )
-    return first, f"{len(unlike)} of {len(shapes)} layers, unlike the first: {differs}"
-
-
-def _first(config: Any, names: tuple[str, ...]) -> int | None:
-    """The first of these that is a positive number."""
-    values = (getattr(config, name, None) for name in names)
-    return next((v for v in values if isinstance(v, int) and v > 0), None)
-
-
-def _window(config: Any, kinds: tuple[str, ...]) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    if not isinstance(window, int) or (kinds and "sliding_attention" not in kinds):
-        return None
-    return window if getattr(config, "use_sliding_window", True) else None
+    return f"{len(unlike)} of {len(shapes)} layers, unlike the first: {differs}"
 
 
 def _scaling(bare: Any, head_dim: int) -> float:

@@ -23,7 +23,7 @@ from mismatch.experiments.gradients.files import (
 )
 from mismatch.experiments.gradients.planning import GradientPlan, Planned
 from mismatch.experiments.gradients.schedule import Item, Work
-from mismatch.experiments.gradients.types import LOSSES, GradientBatch
+from mismatch.experiments.gradients.types import LOSSES, GradientBatch, Gradients
 from mismatch.run import store
 from mismatch.run.manifest import is_current
 from mismatch.run.messages import report_timing, write_error
@@ -32,9 +32,9 @@ from mismatch.types import Rollout
 
 if TYPE_CHECKING:
     from mismatch.training.distributed import World
-    from mismatch.training.gradients import Total
-    from mismatch.training.load import Loaded
-    from mismatch.training.routing.replay import Source
+    from mismatch.training.gradients import GradientSum
+    from mismatch.training.load import LoadedModel
+    from mismatch.training.routing.replay import ReplaySource
 
 
 class Passes(Protocol):
@@ -42,7 +42,7 @@ class Passes(Protocol):
 
     world: World
     job: dict[str, Any]
-    loaded: Loaded | None
+    loaded: LoadedModel | None
     seconds: list[float]
 
     def load(self, one: Pass) -> None:
@@ -79,7 +79,7 @@ class _Taking:
         self.passes, self.plan, self.run_dir = passes, plan, run_dir
         self.rollout, self.work, self.world = rollout, work, passes.world
         self.reference = plan.passes[0]
-        self.totals: dict[str, Total] = {}
+        self.totals: dict[str, GradientSum] = {}
         self.failed = False
 
     def all(self) -> None:
@@ -142,26 +142,37 @@ class _Taking:
         return failed is None
 
     def run(self, planned: Planned, items: list[Item], room: bool) -> None:
-        from mismatch.training.gradients import Work as One
-        from mismatch.training.gradients import require_room, take
+        from mismatch.training.gradients import GradientJob, batch_gradient, require_memory
 
         self.passes.load(planned.one)
         loaded = self.passes.loaded
         assert loaded is not None
         if room:
-            require_room(self.world, loaded, len(LOSSES))
+            require_memory(self.world, loaded, len(LOSSES))
         source = self.source(planned)
         for item in items:
             values, prompts = self.work.vectors.values[item.vector], self.work.batch.prompts
-            one = One(item.coefficients, values, prompts, planned.one, source)
+            job = GradientJob(item.coefficients, values, prompts, planned.one, source)
             loss = item.coefficients.partition(":")[0]
-            taken = take(self.world, loaded, self.rollout, one, self.totals.get(loss))
+            result = batch_gradient(self.world, loaded, self.rollout, job, self.totals.get(loss))
             if planned is self.reference:
-                self.totals[loss] = taken.total.on_host()
+                self.totals[loss] = result.total.on_host()
+            gradients = Gradients(
+                name=planned.one.name,
+                coefficients=item.coefficients,
+                groups=result.groups,
+                squared_norm=result.squared_norm,
+                dot=result.dot,
+                squared_norm_reference=result.squared_norm_reference,
+                sketches=result.sketches,
+                prompts=prompts,
+                seconds=result.seconds,
+                peak_bytes=result.peak_bytes,
+            )
             facts = {
                 "spec": to_dict(planned.spec),
-                "loss": taken.loss,
-                "loss_scale": taken.loss_scale,
+                "loss": result.loss,
+                "loss_scale": result.loss_scale,
                 "attention": loaded.attention.label,
                 "experts": loaded.experts,
                 "world_size": self.world.size,
@@ -169,9 +180,9 @@ class _Taking:
             }
             if self.world.rank == 0:
                 inputs = (store.ROLLOUT,)
-                save_gradients(self.run_dir, taken.gradients, self.made_by(item), inputs, facts)
+                save_gradients(self.run_dir, gradients, self.made_by(item), inputs, facts)
 
-    def source(self, planned: Planned) -> Source | None:
+    def source(self, planned: Planned) -> ReplaySource | None:
         from mismatch.processes.workers.train import replay_source
 
         return replay_source({"run_dir": self.run_dir}, self.rollout, planned.spec)
@@ -203,7 +214,7 @@ class _Taking:
             return
         plan, batch, work = self.plan, self.work.batch, self.work
         member = np.unique(self.rollout.sequence_of_token[self.rollout.actions][batch.member])
-        from mismatch.training.gradient_sketch import SKETCH
+        from mismatch.training.gradient_sketch import SKETCH_SIZE
 
         facts = GradientBatch(
             trainers=tuple(planned.trainer for planned in plan.passes),
@@ -212,7 +223,7 @@ class _Taking:
             sequences=len(member),
             tokens=int(batch.member.sum()),
             advantages=batch.made,
-            sketch_size=SKETCH,
+            sketch_size=SKETCH_SIZE,
             clip=plan.clip,
             clipped=work.clipped,
             ratio_passes=None if plan.new is None else (plan.right, plan.new),

@@ -63,8 +63,8 @@ from mismatch.specs import Pass, TrainSpec, from_dict, load_key
 if TYPE_CHECKING:
     from mismatch.captures import Distributions
     from mismatch.training.distributed import World
-    from mismatch.training.load import Loaded
-    from mismatch.training.routing.replay import Source
+    from mismatch.training.load import LoadedModel
+    from mismatch.training.routing.replay import ReplaySource
     from mismatch.types import Rollout
 
 EXIT_FAILED = 2
@@ -158,7 +158,7 @@ class _Passes:
 
     def __init__(self, world: World, job: dict[str, Any]) -> None:
         self.world, self.job = world, job
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedModel | None = None
         self.seconds: list[float] = []  # of the optional passes so far
         self.rollouts: dict[Path, Rollout] = {}
         self.began = time.monotonic()
@@ -226,7 +226,7 @@ class _Passes:
         _free()  # the old weights must be gone before the new ones come
         self.loaded = _load(self.world, one, self.job)
 
-    def switched(self, held: Loaded | None, one: Pass) -> Loaded | None:
+    def switched(self, held: LoadedModel | None, one: Pass) -> LoadedModel | None:
         from mismatch.training.load import switched
 
         return None if held is None else switched(held, one.spec)
@@ -290,7 +290,7 @@ def leave_out(job: dict[str, Any], item: Item, error: Exception, *, any_rank: bo
     write_error(job["run_dir"], pass_label(item.one.name), error)
 
 
-def _load(world: World, one: Pass, job: dict[str, Any]) -> Loaded:
+def _load(world: World, one: Pass, job: dict[str, Any]) -> LoadedModel:
     from mismatch.training.load import load
 
     start = time.monotonic()
@@ -332,7 +332,7 @@ def left_out(run_dir: Path | str, rollout: Rollout, one: Pass) -> bool:
     return not scoring_header(run_dir, routes_from(rollout, one.spec)).get("routing")
 
 
-def replay_source(job: dict[str, Any], rollout: Rollout, spec: TrainSpec) -> Source | None:
+def replay_source(job: dict[str, Any], rollout: Rollout, spec: TrainSpec) -> ReplaySource | None:
     """The routes that a pass replays, if it does: of the engine's decode, or of an earlier pass.
 
     Raises:
@@ -340,10 +340,10 @@ def replay_source(job: dict[str, Any], rollout: Rollout, spec: TrainSpec) -> Sou
     """
     if spec.replay_routing is None:
         return None
-    from mismatch.training.routing.replay import Source
+    from mismatch.training.routing.replay import ReplaySource
 
     scoring = load_scoring(job["run_dir"], routes_from(rollout, spec))
-    return Source.of(scoring, spec.replay_routing, rollout)
+    return ReplaySource.of(scoring, spec.replay_routing, rollout)
 
 
 def wait_for(path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Which attention kernel really runs, and whether it honours learned attention sinks.
+"""Resolve the attention kernel that really runs, and whether it honours learned attention sinks.
 
 Some families (gpt-oss, MiMo-V2-Flash, Granite-SWA …) learn one logit per head that joins every
 softmax's denominator and belongs to no token. A kernel that drops it changes every probability of
-the model without any error. So: a kernel is resolved before weights load, a kernel known to drop
-sinks is refused, and the only way to get one is to plant that fault by name (``no-sinks``).
+the model without an error. So a kernel is resolved before weights load, a kernel known to drop
+sinks is refused, and the only way to run one is the planted fault by its name (``no-sinks``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Our names in transformers' registry; one with "sdpa" in it would be taken for transformers' own.
-OURS = {
+# Our kernels: name -> name in transformers' registry, where "sdpa" would mean transformers' own.
+OUR_KERNELS = {
     "sink-sdpa": "mismatch_sinks",
     "sink-flex": "mismatch_sinks_flex",
     "no-sinks": "mismatch_no_sinks",
@@ -36,14 +36,14 @@ SINK_FLASH = re.compile(r"vllm-flash-attn3|flash_attention_4|metal-flash-sdpa|ai
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class ResolvedAttention:
     """A resolved kernel.
 
     Attributes:
-        requested: as in the spec.
-        implementation: transformers' registry name, what really runs.
+        requested: the name in the spec.
+        implementation: the name in transformers' registry.
         honours_sinks: None where the model has no sinks.
-        tried: what was found of each kernel that was run before it was trusted, a line each.
+        tried: the outcome of each trial run, one line each.
     """
 
     requested: str
@@ -58,14 +58,14 @@ class Attention:
             return PLANTED
         if is_user_kernel(self.requested):
             return self.requested
-        ours = {registered: name for name, registered in OURS.items()}
+        ours = {registered: name for name, registered in OUR_KERNELS.items()}
         return ours.get(self.implementation, self.implementation)
 
 
 def resolve_attention(
     name: str, config: PretrainedConfig, trust_remote_code: bool = False
-) -> Attention:
-    """Decide which kernel ``name`` means for this model, without loading weights.
+) -> ResolvedAttention:
+    """Resolve the kernel ``name`` for a model of this configuration, without loading weights.
 
     Raises:
         MismatchError: an unknown kernel, one that the family does not support, or one that would
@@ -81,13 +81,13 @@ def resolve_for(
     model: PreTrainedModel,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
-) -> Attention:
-    """:func:`resolve_attention` for a model that exists already (on the meta device).
+) -> ResolvedAttention:
+    """:func:`resolve_attention` for an existing model (it may be on the meta device).
 
     Args:
-        device, dtype: where and in what kernels will compute. With both, a kernel that nobody can
-            vouch for is run on a few tokens first, and ``auto`` takes the fastest that is right;
-            all ranks must call it. Without, nothing runs.
+        device, dtype: of the computation. With both, kernels that are not known to be right are
+            tried on a few tokens, and ``auto`` takes the fastest that passes; all ranks must call
+            it. Without, nothing runs.
     """
     register_kernels()
     sinks = has_sinks(model)
@@ -95,24 +95,24 @@ def resolve_for(
     if name == "auto":
         return _automatic(model, sinks, place)
     if is_user_kernel(name):
-        return _yours(name, model, sinks, place)
+        return _user_kernel(name, model, sinks, place)
     if name == "transformers":  # what from_pretrained takes when nobody names a kernel
         name = "sdpa" if model._supports_sdpa else "eager"
-    if name in OURS:
+    if name in OUR_KERNELS:
         if not sinks:
             raise MismatchError(
                 f"--attention {name} makes no sense: {_family(model)} has no attention sinks",
                 "use --attention auto",
             )
-        if not _lets_masks_be(model):
+        if not _passes_masks_through(model):
             raise MismatchError(
                 f"--attention {name} cannot run {_family(model)}, which computes with its masks",
                 "use --attention auto",
             )
         if name == "sink-flex":
             _require_gpu(device)
-            return _trusted(name, OURS[name], model, sinks, place)
-        return Attention(name, OURS[name], name == "sink-sdpa")
+            return _tried(name, OUR_KERNELS[name], model, sinks, place)
+        return ResolvedAttention(name, OUR_KERNELS[name], name == "sink-sdpa")
     if sinks and name == "sdpa":
         raise MismatchError(
             f"--attention sdpa ignores the learned attention sinks of {_family(model)}",
@@ -126,59 +126,61 @@ def resolve_for(
             "use --attention auto, eager or sink-sdpa",
         )
     if sinks and implementation != "eager":
-        return _trusted(name, implementation, model, sinks, place)
-    return Attention(name, implementation, True if sinks else None)
+        return _tried(name, implementation, model, sinks, place)
+    return ResolvedAttention(name, implementation, True if sinks else None)
 
 
-def _automatic(model: PreTrainedModel, sinks: bool, place: Place | None) -> Attention:
-    """One kernel whatever the length: a pass must not mix two (docs/decisions, number 4).
+def _automatic(model: PreTrainedModel, sinks: bool, place: Place | None) -> ResolvedAttention:
+    """One kernel for all lengths: a pass must not mix two (docs/decisions, number 4).
 
-    On a CPU there is but one that is right forward and backward in bounded memory.
+    On a CPU only one is right forward and backward in bounded memory.
     """
     if not sinks:
-        return Attention("auto", "sdpa" if model._supports_sdpa else "eager", None)
-    if not _lets_masks_be(model):
-        return Attention("auto", "eager", True)
+        return ResolvedAttention("auto", "sdpa" if model._supports_sdpa else "eager", None)
+    if not _passes_masks_through(model):
+        return ResolvedAttention("auto", "eager", True)
     if place is None or place[0].type != "cuda":
-        return Attention("auto", OURS["sink-sdpa"], True)
-    from mismatch.training.attention.trial import FLASH, first_right, geometry_of
+        return ResolvedAttention("auto", OUR_KERNELS["sink-sdpa"], True)
+    from mismatch.training.attention.trial import FLASH, first_passing, geometry_of
 
     candidates = {FLASH: partial(_transformers_choice, FLASH, model)}
     if model._supports_flex_attn:
-        candidates["sink-flex"] = partial(str, OURS["sink-flex"])
-    chosen, tried = first_right(candidates, geometry_of(model, sinks), *place)
-    return Attention("auto", chosen or OURS["sink-sdpa"], True, tried)
+        candidates["sink-flex"] = partial(str, OUR_KERNELS["sink-flex"])
+    chosen, tried = first_passing(candidates, geometry_of(model, sinks), *place)
+    return ResolvedAttention("auto", chosen or OUR_KERNELS["sink-sdpa"], True, tried)
 
 
-def _yours(name: str, model: PreTrainedModel, sinks: bool, place: Place | None) -> Attention:
-    if not _lets_masks_be(model):
+def _user_kernel(
+    name: str, model: PreTrainedModel, sinks: bool, place: Place | None
+) -> ResolvedAttention:
+    if not _passes_masks_through(model):
         raise MismatchError(
             f"--attention {name} cannot run {_family(model)}, which computes with its masks",
             "use --attention auto",
         )
-    return _trusted(name, register_attention(name), model, sinks, place)
+    return _tried(name, register_attention(name), model, sinks, place)
 
 
-def _trusted(
+def _tried(
     name: str, implementation: str, model: PreTrainedModel, sinks: bool, place: Place | None
-) -> Attention:
-    """A kernel that was asked for by name, if a trial finds its output right.
+) -> ResolvedAttention:
+    """A kernel that the user named, if its output passes a trial.
 
-    Gradients that are wrong are told, and not refused: what they do can be measured.
+    Wrong gradients are recorded, not refused: their effect can be measured.
     """
     if place is None:
-        return Attention(name, implementation, True if sinks else None)
-    from mismatch.training.attention.trial import geometry_of, trial
+        return ResolvedAttention(name, implementation, True if sinks else None)
+    from mismatch.training.attention.trial import cached_trial, geometry_of
 
-    found = trial(implementation, geometry_of(model, sinks), *place)
-    if found.fault:
+    trial = cached_trial(implementation, geometry_of(model, sinks), *place)
+    if trial.fault:
         without = " (the model has attention sinks: are they used?)" if sinks else ""
         raise MismatchError(
-            f"--attention {name}: {found.fault}, against float64 on random tokens{without}",
+            f"--attention {name}: {trial.fault}, against float64 on random tokens{without}",
             "mend the kernel, or use --attention auto; `mismatch kernels` looks at it closely",
         )
-    tried = f"{name}: {found.backward_fault or 'passed'}"
-    return Attention(name, implementation, True if sinks else None, (tried,))
+    tried = f"{name}: {trial.backward_fault or 'passed'}"
+    return ResolvedAttention(name, implementation, True if sinks else None, (tried,))
 
 
 def _require_gpu(device: torch.device | None) -> None:
@@ -202,9 +204,11 @@ def _family(model: PreTrainedModel) -> str:
     return str(model.config.model_type)
 
 
-def _lets_masks_be(model: PreTrainedModel) -> bool:
-    """Whether the family hands masks on untouched: one that runs flash kernels, without 4D masks,
-    does; DeepSeek-V4 and Hunyuan-V4 append keys of their own and take eager's mask apart.
+def _passes_masks_through(model: PreTrainedModel) -> bool:
+    """Whether the family hands masks to the kernel unchanged.
+
+    Families that support flash kernels, which have no 4D masks, do; DeepSeek-V4 and Hunyuan-V4
+    append keys of their own and index into eager's mask.
     """
     return bool(model._supports_flash_attn)
 
@@ -214,7 +218,7 @@ def _honours(implementation: str) -> bool:
 
 
 def _transformers_choice(name: str, model: PreTrainedModel) -> str:
-    """What transformers makes of the name: it rewrites flash names to other kernels silently."""
+    """The kernel that transformers resolves the name to: it silently rewrites flash names."""
     try:
         return str(model._check_and_adjust_attn_implementation(name, is_init_check=True))
     except Exception as error:  # unknown name, package not installed, kernel not downloadable …
@@ -225,11 +229,8 @@ def _transformers_choice(name: str, model: PreTrainedModel) -> str:
         ) from error
 
 
-# ---------------------------------------------------------------- our kernels
-
-
 def register_kernels() -> None:
-    """Make our kernels known to transformers; calling it again changes nothing."""
+    """Register our kernels with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from mismatch.training.attention.sink_flex import flex_mask, sink_flex_attention
@@ -244,7 +245,7 @@ def register_kernels() -> None:
         "sink-flex": (sink_flex_attention, flex_mask),
         "no-sinks": (sinkless_attention, blocked_mask),
     }
-    for name, registered in OURS.items():
+    for name, registered in OUR_KERNELS.items():
         kernel, mask = kernels[name]
         AttentionInterface.register(registered, kernel)
         AttentionMaskInterface.register(registered, mask)

@@ -1,10 +1,10 @@
 """Attention with sinks in PyTorch's flex attention: one compiled kernel for GPUs.
 
-flex attention hands out the log-sum-exp of every row, and differentiates it. So the sink can join
-after the kernel: with Z = sum of exp(scores), attention with a sink is the kernel's output times
-Z / (Z + exp(sink)) = sigmoid(lse - sink). transformers' own wrapper does the same with the lse
-rounded to the values' dtype, which in bfloat16 moves the factor by up to 2 %; here it stays in
-float32. Memory is O(T): masks are looked at by blocks of 128 × 128 and computed within.
+flex attention returns the log-sum-exp of every row, and differentiates it. So the sink can be
+applied after the kernel: with Z = sum of exp(scores), attention with a sink is the kernel's output
+times Z / (Z + exp(sink)) = sigmoid(lse - sink). transformers' own wrapper does the same with the
+lse rounded to the values' dtype, which in bfloat16 moves the factor by up to 2 %; here it stays in
+float32. Memory is O(T): masks are block-sparse (128 × 128) and evaluated inside the kernel.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def flex_mask(
     attention_mask: torch.Tensor | None = None,
     **arguments: Any,
 ) -> Any:
-    """transformers' mask interface; every token may look at itself, padding too.
+    """transformers' mask interface; every token may attend to itself, padding too.
 
-    A row without any key has no lse, and no gradient that is a number.
+    A row without any key has no lse, and a NaN gradient.
     """
     from transformers.masking_utils import (
         and_masks,
@@ -37,16 +37,16 @@ def flex_mask(
         prepare_padding_mask,
     )
 
-    looks = causal_mask_function if mask_function is None else mask_function
+    allowed = causal_mask_function if mask_function is None else mask_function
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
-        looks = and_masks(looks, padding_mask_function(padding))
+        allowed = and_masks(allowed, padding_mask_function(padding))
     return flex_attention_mask(
         q_length=q_length,
         kv_length=kv_length,
         q_offset=q_offset,
         kv_offset=kv_offset,
-        mask_function=or_masks(looks, _itself),
+        mask_function=or_masks(allowed, _itself),
         **arguments,
     )
 
@@ -72,7 +72,7 @@ def sink_flex_attention(
     [B, T, H, Dv].
 
     Raises:
-        ValueError: dropout, which flex attention has none of.
+        ValueError: dropout, which flex attention does not have.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 

@@ -1,4 +1,4 @@
-"""Attention with learned sinks in bounded memory: blocks of queries, masks made as they are needed.
+"""Attention with learned sinks in bounded memory: by blocks of queries, in PyTorch's fused kernel.
 
 A sequence of T tokens costs O(T) memory: no [T, T] tensor exists at any time, neither scores nor
 mask. Queries go through PyTorch's fused kernel a block at a time, each block with only those keys
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from mismatch.training.checkpoint_context import capture_rng_and_autocast
 
-BLOCK = 256  # queries at once
+BLOCK = 256  # queries per block
 EXTRA = 8  # columns appended to queries and keys: fused kernels want head sizes in eights
 
 
@@ -32,11 +32,11 @@ class Span:
 
 
 class BlockedMask:
-    """Where tokens may look, computed for a block of queries when that block is due.
+    """An attention mask that is computed for one block of queries at a time.
 
-    It holds what transformers would build a [B, 1, T, T] mask from, instead of the mask: causality,
-    window, padding and documents, whatever the family combines. Every token may look at itself, so
-    that padding whose window holds only padding has no empty row, which would be NaN.
+    It holds the arguments from which transformers would build a [B, 1, T, T] mask: causality,
+    window, padding and documents, in any combination. Every token may attend to itself, so that
+    padding whose window holds only padding has no empty row, which would be NaN.
     """
 
     def __init__(self, q_length: int, kv_length: int, **arguments: Any) -> None:
@@ -47,7 +47,7 @@ class BlockedMask:
         self._spans: list[Span] | None = None
 
     def part(self, start: int, stop: int, low: int, high: int) -> torch.Tensor:
-        """[B, 1, stop - start, high - low] True where a query may look at a key."""
+        """[B, 1, stop - start, high - low] True where a query may attend to a key."""
         from transformers.masking_utils import sdpa_mask
 
         first_query, first_key = self._q_offset + start, self._kv_offset + low
@@ -65,7 +65,7 @@ class BlockedMask:
 
     @property
     def spans(self) -> list[Span]:
-        """Blocks of queries with the keys they need; found once, used by every layer."""
+        """Blocks of queries with their range of keys; computed once, used by every layer."""
         if self._spans is None:
             starts = range(0, self._queries, BLOCK)
             edges = torch.stack([self._edges(start) for start in starts]).tolist()
@@ -77,18 +77,15 @@ class BlockedMask:
         return self._spans
 
     def _edges(self, start: int) -> torch.Tensor:
-        """First and last + 1 of the keys that the block at ``start`` sees, as a tensor: no sync."""
+        """First and last + 1 of the keys of the block at ``start``, [2], on the device: no sync."""
         stop = min(start + BLOCK, self._queries)
-        seen = self.part(start, stop, 0, self._keys).any(2).any(0)[0].to(torch.int8)
-        return torch.stack([seen.argmax(), self._keys - seen.flip(0).argmax()])
+        visible = self.part(start, stop, 0, self._keys).any(2).any(0)[0].to(torch.int8)
+        return torch.stack([visible.argmax(), self._keys - visible.flip(0).argmax()])
 
 
 def blocked_mask(q_length: int, kv_length: int, **arguments: Any) -> BlockedMask:
     """transformers' mask interface; see :class:`BlockedMask`."""
     return BlockedMask(q_length, kv_length, **arguments)
-
-
-# ---------------------------------------------------------------- attention
 
 
 def sink_attention(
@@ -121,7 +118,7 @@ def sinkless_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The planted fault: plain attention for a model with sinks, as a wrong kernel would run it."""
+    """The planted fault: attention without the sinks, as a wrong kernel would run it."""
     return _attend(query, key, value, attention_mask, scaling, dropout, None), None
 
 
@@ -142,7 +139,7 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What does not depend on the tensors."""
+    """The settings of one call."""
 
     mask: BlockedMask
     scale: float
@@ -150,11 +147,11 @@ class _Rule:
 
 
 class _Blocked(torch.autograd.Function):
-    """Keeps its inputs alone; the backward pass runs block after block again.
+    """Saves only its inputs; the backward pass recomputes block by block.
 
-    Gradients of keys, values and sinks are sums over all blocks: they are held in float32 (or
-    float64), each in one buffer, and rounded once. Autograd would add up full-length tensors in the
-    inputs' own dtype, a block at a time.
+    Gradients of keys, values and sinks are sums over all blocks, accumulated in float32 (or
+    float64) in one buffer each, and rounded once. Autograd would add up full-length tensors in the
+    inputs' own dtype for every block.
     """
 
     @staticmethod
@@ -167,7 +164,7 @@ class _Blocked(torch.autograd.Function):
         rule: _Rule,
     ) -> torch.Tensor:
         ctx.rule = rule
-        ctx.again = capture_rng_and_autocast(query.device, rule.dropout > 0)
+        ctx.recomputing = capture_rng_and_autocast(query.device, rule.dropout > 0)
         ctx.save_for_backward(query, key, value, sinks)
         out: torch.Tensor | None = None
         for span in rule.mask.spans:
@@ -184,7 +181,7 @@ class _Blocked(torch.autograd.Function):
         inputs, rule = ctx.saved_tensors, ctx.rule
         pairs = zip(inputs, ctx.needs_input_grad[:-1], strict=True)
         sums = _Sums(*(_sum_of(x) if x is not None and need else None for x, need in pairs))
-        with ctx.again():
+        with ctx.recomputing():
             for span in rule.mask.spans:
                 _backward_of(span, rule, grad, inputs, sums)
         rounded = (
@@ -195,7 +192,7 @@ class _Blocked(torch.autograd.Function):
 
 
 class _Sums(NamedTuple):
-    """Gradients of the inputs while they are summed over blocks; None: not wanted."""
+    """Gradients of the inputs, summed over blocks; None: not needed."""
 
     query: torch.Tensor | None
     key: torch.Tensor | None
@@ -208,11 +205,11 @@ def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Parts(NamedTuple):
-    """What the fused kernel reads for one block; all of one size D', padded with zeros.
+    """Inputs of the fused kernel for one block; all of size D', padded with zeros.
 
     Attributes:
         query: [B, H, queries, D'].
-        key: [B, H, keys, D'], those that the block sees, and the sink's.
+        key: [B, H, keys, D'], those of the span, and the sink's.
         value: likewise.
     """
 
@@ -229,11 +226,11 @@ def _parts(
     span: Span,
     scale: float,
 ) -> _Parts:
-    """A block's inputs, with the sink among its keys.
+    """A block's inputs, with the sink as one more key.
 
-    The sink is one more key, whose product with a query is the sink logit over the scale, and
-    whose value is 0: the softmax sees exactly one more term and the output none. An additive mask
-    would do the same, but needs [heads, queries, keys], and fused kernels refuse its gradient.
+    Its product with every query is the sink logit over the scale, and its value is 0: the softmax
+    gets one more term, the output none. An additive mask would do the same, but needs memory for
+    [heads, queries, keys], and fused kernels have no gradient for it.
     """
     (batch, heads, _, size), more = query.shape, 0 if sinks is None else 1
     width, dtype = max(size + more * EXTRA, value.shape[-1]), _computing(query)
@@ -259,7 +256,7 @@ def _by_head(
 
 
 def _computing(tensor: torch.Tensor) -> torch.dtype:
-    """In which the fused kernel will compute: what goes in must be rounded before, not by it."""
+    """The dtype of the fused kernel under autocast: inputs are rounded before, not by it."""
     device = tensor.device.type
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -267,9 +264,9 @@ def _computing(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _inverse(scale: float, dtype: torch.dtype) -> list[float]:
-    """Numbers of the dtype that sum to 1 / scale more exactly than one can.
+    """Three numbers of the dtype whose sum is close to 1 / scale.
 
-    The kernel multiplies by ``scale`` again; in bfloat16 one alone would be off by 2⁻⁹.
+    The kernel multiplies by ``scale`` again; in bfloat16 a single number would be off by 2⁻⁹.
     """
     terms, rest = [], 1.0 / scale
     for _ in range(3):
@@ -280,40 +277,40 @@ def _inverse(scale: float, dtype: torch.dtype) -> list[float]:
 
 def _run(parts: _Parts, span: Span, rule: _Rule) -> torch.Tensor:
     """[B, H, queries, D'] of one block; the values' own columns are the first."""
-    looks = rule.mask.part(span.start, span.stop, span.low, span.high)
-    if parts.key.shape[2] > looks.shape[-1]:
-        looks = F.pad(looks, (0, 1), value=True)  # the sink is seen by all
+    mask = rule.mask.part(span.start, span.stop, span.low, span.high)
+    if parts.key.shape[2] > mask.shape[-1]:
+        mask = F.pad(mask, (0, 1), value=True)  # every query attends to the sink
     return F.scaled_dot_product_attention(
-        *parts, attn_mask=looks, dropout_p=rule.dropout, scale=rule.scale
+        *parts, attn_mask=mask, dropout_p=rule.dropout, scale=rule.scale
     )
 
 
 def _backward_of(
     span: Span, rule: _Rule, grad: torch.Tensor, inputs: tuple[Any, ...], sums: _Sums
 ) -> None:
-    """Run one block again, and add its gradients to the sums."""
+    """Recompute one block, and add its gradients to the sums."""
     query, key, value, sinks = inputs
     parts = _parts(query, key, value, sinks, span, rule.scale)
-    wanted = (sums.query is not None or sums.sinks is not None, sums.key is not None)
+    needed = (sums.query is not None or sums.sinks is not None, sums.key is not None)
     leaves = [
         part.requires_grad_()
-        for part, want in zip(parts, (*wanted, sums.value is not None), strict=True)
-        if want
+        for part, need in zip(parts, (*needed, sums.value is not None), strict=True)
+        if need
     ]
     with torch.enable_grad():
         out = _run(parts, span, rule)[..., : value.shape[-1]]
-    arrived = grad[:, span.start : span.stop].transpose(1, 2).to(out.dtype)
-    found = iter(torch.autograd.grad(out, leaves, arrived))
-    if wanted[0]:
-        rows, size = next(found), query.shape[-1]
-        if sums.query is not None:  # every query is in one block alone
+    upstream = grad[:, span.start : span.stop].transpose(1, 2).to(out.dtype)
+    gradients = iter(torch.autograd.grad(out, leaves, upstream))
+    if needed[0]:
+        rows, size = next(gradients), query.shape[-1]
+        if sums.query is not None:  # every query is in exactly one block
             sums.query[:, :, span.start : span.stop] = rows[..., :size]
         if sums.sinks is not None:
             columns = rows[..., size : size + EXTRA]
             sums.sinks.add_(columns.sum((0, 2, 3), dtype=sums.sinks.dtype))
     for total in (sums.key, sums.value):
         if total is not None:
-            _add_keys(total, next(found), span)
+            _add_keys(total, next(gradients), span)
 
 
 def _add_keys(total: torch.Tensor, part: torch.Tensor, span: Span) -> None:

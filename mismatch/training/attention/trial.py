@@ -2,7 +2,11 @@
 
 A kernel may be fast and wrong: one that takes no ``s_aux`` is called without it by transformers and
 drops the sinks; one may have them in its forward pass and not in its backward pass. So a kernel is
-run on a few random tokens before it is trusted, and held against the definition in float64.
+run on a few random tokens and compared with the definition in float64 before it is used.
+
+``--attention auto`` takes the first candidate that passes, in the order of their speed, forward and
+backward, at the model's geometry. One kernel then serves all passes of its dtype, with gradients
+and without, at any length (docs/decisions, number 4).
 """
 
 from __future__ import annotations
@@ -32,12 +36,12 @@ NAMES = ("q", "k", "v", "sinks")
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a kernel meets in a model.
+    """The shapes and features of attention in a model.
 
     Attributes:
         size: of a head's queries and keys; ``value_size`` of its values.
-        window: whether some layers see a sliding window.
-        scaling: of the scores; None: one over the square root of ``size``.
+        window: whether some layers use a sliding window.
+        scaling: of the scores; None: ``size ** -0.5``.
     """
 
     heads: int
@@ -51,12 +55,12 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a kernel did; errors are relative, in the 2-norm, the worst over all cases.
+    """The outcome of a trial; errors are relative, in the 2-norm, the maximum over all cases.
 
     Attributes:
-        fault: one sentence; "" if it passed.
-        backward_fault: likewise for gradients; "" too where they were not asked for.
-        gradients: of "q", "k", "v", "sinks"; 1: no gradient arrives.
+        fault: one sentence; "" if the output passed.
+        backward_fault: likewise for gradients; also "" where they were not tried.
+        gradients: error by input ("q", "k", "v", "sinks"); 1: it gets no gradient.
     """
 
     fault: str
@@ -66,12 +70,12 @@ class Trial:
 
     @property
     def passed(self) -> bool:
-        """Right in what was asked for."""
+        """Whether output and, where tried, gradients are right."""
         return not (self.fault or self.backward_fault)
 
 
 def geometry_of(model: Any, sinks: bool) -> Geometry:
-    """Read off the configuration and the modules; the model may be on the meta device."""
+    """From the configuration and the modules of a model, which may be on the meta device."""
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
     size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
@@ -107,36 +111,36 @@ def try_kernel(
     for case in _cases(geometry, device):
         try:
             with torch.enable_grad():
-                found = _tried(function, implementation, geometry, case, dtype, gradients)
+                trial = _try_case(function, implementation, geometry, case, dtype, gradients)
         except Exception as error:  # a kernel may raise anything: no build, dtype, head size …
             return Trial(f"it does not run: {_line(error)}")
-        worst = _worse(worst, found, case.name, limit)
+        worst = _worse(worst, trial, case.name, limit)
         if worst.fault:
             break
     return worst
 
 
 @cache
-def trial(
+def cached_trial(
     implementation: str, geometry: Geometry, device: torch.device, dtype: torch.dtype
 ) -> Trial:
-    """Of one kernel, once per process."""
+    """:func:`try_kernel`, once per process."""
     return try_kernel(implementation, geometry, device, dtype)
 
 
-def first_right(
+def first_passing(
     candidates: Mapping[str, Callable[[], str]],
     geometry: Geometry,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[str | None, tuple[str, ...]]:
-    """The first candidate that passes on every rank, and what was found of each.
+    """The first candidate that passes on every rank.
 
     Args:
-        candidates: name -> what gives its registered name, or raises where it cannot run.
+        candidates: name -> function that returns its registered name, or raises if it cannot run.
 
     Returns:
-        The registered name, None if none passes; one line per candidate that was tried.
+        The registered name, None if none passes; the outcome of each trial, one line each.
     """
     tried: list[str] = []
     for name, register in candidates.items():
@@ -146,8 +150,8 @@ def first_right(
         except Exception as error:  # not installed, not downloadable, not for this family
             fault = getattr(error, "message", None) or str(error).strip() or type(error).__name__
         else:
-            found = trial(implementation, geometry, device, dtype)
-            fault = found.fault or found.backward_fault
+            outcome = cached_trial(implementation, geometry, device, dtype)
+            fault = outcome.fault or outcome.backward_fault
         if _everywhere(not fault, device):
             return implementation, (*tried, f"{name}: passed")
         tried.append(f"{name}: {fault.splitlines()[0] if fault else 'failed on another rank'}")
@@ -155,7 +159,7 @@ def first_right(
 
 
 def _everywhere(passed: bool, device: torch.device) -> bool:
-    """Whether it holds on all ranks: they must not run different kernels."""
+    """Whether ``passed`` holds on all ranks: they must run the same kernel."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return passed
     vote = torch.tensor(int(passed), device=device)
@@ -163,21 +167,18 @@ def _everywhere(passed: bool, device: torch.device) -> bool:
     return bool(vote)
 
 
-# ---------------------------------------------------------------- what is run
-
-
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One way to look back.
+    """One attention pattern.
 
     Attributes:
-        looks: mask function of transformers.
-        allowed: [T, T] the same, written out.
-        arguments: what a decoder layer passes beside the mask.
+        mask_function: as in transformers.
+        allowed: [T, T] bool, the same written out.
+        arguments: those that a decoder layer passes beside the mask.
     """
 
     name: str
-    looks: Any
+    mask_function: Any
     allowed: torch.Tensor
     arguments: dict[str, Any]
 
@@ -197,17 +198,17 @@ def _cases(geometry: Geometry, device: torch.device) -> Iterator[_Case]:
     if geometry.window:
         near = causal & (rows[:, None] - rows < WINDOW)
         windowed = {**plain, "sliding_window": WINDOW}
-        looks = sliding_window_causal_mask_function(WINDOW)
-        yield _Case("a sliding window", looks, near, windowed)
+        mask_function = sliding_window_causal_mask_function(WINDOW)
+        yield _Case("a sliding window", mask_function, near, windowed)
     border = TOKENS * 2 // 5
     document = (rows >= border).long()
     own = causal & (document[:, None] == document)
     packed = {**plain, "position_ids": (rows - border * document)[None]}
-    looks = and_masks(causal_mask_function, packed_sequence_mask_function(document[None]))
-    yield _Case("two documents in a row", looks, own, packed)
+    mask_function = and_masks(causal_mask_function, packed_sequence_mask_function(document[None]))
+    yield _Case("two documents in a row", mask_function, own, packed)
 
 
-def _tried(
+def _try_case(
     function: Callable[..., Any],
     implementation: str,
     geometry: Geometry,
@@ -217,21 +218,22 @@ def _tried(
 ) -> Trial:
     inputs = _inputs(geometry, case.allowed.device, dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    truth = definition(exact, case.allowed, geometry.scaling)
+    reference = definition(exact, case.allowed, geometry.scaling)
     layer = _layer(geometry, implementation, inputs, dtype)
     out = _call(function, layer, inputs, case, geometry, dtype)
-    forward = relative_error(out, truth)
+    forward = relative_error(out, reference)
     if not gradients or not forward <= LIMITS[dtype]:
         return Trial("", "", forward)
-    weights = torch.randn(truth.shape, generator=_draw(truth.device, 1), device=truth.device)
-    wanted = torch.autograd.grad(truth, exact, weights.to(truth.dtype))
+    device = reference.device
+    weights = torch.randn(reference.shape, generator=_draw(device, 1), device=device)
+    expected = torch.autograd.grad(reference, exact, weights.to(reference.dtype))
     try:
-        got = torch.autograd.grad(out, inputs, weights.to(out.dtype), allow_unused=True)
+        gradients_of = torch.autograd.grad(out, inputs, weights.to(out.dtype), allow_unused=True)
     except Exception as error:
         return Trial("", f"its backward pass does not run: {_line(error)}", forward)
     errors = {
         name: 1.0 if ours is None else relative_error(ours, theirs)
-        for name, ours, theirs in zip(NAMES, got, wanted, strict=False)
+        for name, ours, theirs in zip(NAMES, gradients_of, expected, strict=False)
     }
     return Trial("", "", forward, errors)
 
@@ -244,7 +246,7 @@ def _inputs(geometry: Geometry, device: torch.device, dtype: torch.dtype) -> lis
         (1, geometry.kv_heads, TOKENS, geometry.value_size),
     ]
     tensors = [torch.randn(shape, generator=draw, device=device) for shape in shapes]
-    if geometry.sinks:  # near the log-sum-exp of the scores: they take a good share
+    if geometry.sinks:  # near the log-sum-exp of the scores: a large share of the softmax
         tensors.append(torch.randn(geometry.heads, generator=draw, device=device) + 4)
     return [x.to(dtype).requires_grad_() for x in tensors]
 
@@ -256,7 +258,7 @@ def _draw(device: torch.device, seed: int) -> torch.Generator:
 def definition(
     inputs: list[torch.Tensor], allowed: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """[1, T, H, Dv] softmax over scores and sink, without the sink's column, times the values."""
+    """[1, T, H, Dv] attention by its definition: softmax over scores and sink, times the values."""
     query, key, value, *sinks = inputs
     heads, tokens = query.shape[1], query.shape[2]
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
@@ -268,16 +270,16 @@ def definition(
     return (scores.softmax(-1)[..., :tokens] @ value).transpose(1, 2)
 
 
-def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """``|got - wanted| / |wanted|`` in the 2-norm; infinite where ``got`` holds no numbers."""
-    gap = (got.detach().double() - wanted.detach()).norm() / wanted.detach().norm()
+def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """``|result - reference| / |reference|`` in the 2-norm; inf where ``result`` is not finite."""
+    gap = (result.detach().double() - reference.detach()).norm() / reference.detach().norm()
     return float(gap) if torch.isfinite(gap) else float("inf")
 
 
 def _layer(
     geometry: Geometry, implementation: str, inputs: list[torch.Tensor], dtype: torch.dtype
 ) -> torch.nn.Module:
-    """What kernels ask of the attention layer that calls them."""
+    """A stand-in for the attention layer, with the attributes that kernels read."""
     layer: Any = torch.nn.Module()
     layer.config = SimpleNamespace(_attn_implementation=implementation, dtype=dtype)
     layer.layer_idx, layer.is_causal = 0, True
@@ -303,7 +305,7 @@ def _call(
             batch_size=1,
             q_length=TOKENS,
             kv_length=TOKENS,
-            mask_function=case.looks,
+            mask_function=case.mask_function,
             allow_is_causal_skip=False,
             dtype=dtype,
             device=inputs[0].device,
@@ -314,28 +316,26 @@ def _call(
     out: torch.Tensor = function(
         layer, *inputs[:3], mask, dropout=0.0, scaling=scale, **case.arguments, **extra
     )[0]
-    wanted = (1, TOKENS, geometry.heads, geometry.value_size)
-    if out.shape != wanted:
-        raise ValueError(f"it returns {tuple(out.shape)}, not [B, T, H, Dv] = {wanted}")
+    expected = (1, TOKENS, geometry.heads, geometry.value_size)
+    if out.shape != expected:
+        raise ValueError(f"it returns {tuple(out.shape)}, not [B, T, H, Dv] = {expected}")
     return out
 
 
-# ---------------------------------------------------------------- what is said
-
-
-def _worse(one: Trial, other: Trial, case: str, limit: float) -> Trial:
-    forward = max(one.forward or 0.0, other.forward or 0.0)
+def _worse(worst: Trial, other: Trial, case: str, limit: float) -> Trial:
+    """The maximum of errors, and the first fault."""
+    forward = max(worst.forward or 0.0, other.forward or 0.0)
     gradients = {
-        name: max(one.gradients.get(name, 0.0), error) for name, error in other.gradients.items()
+        name: max(worst.gradients.get(name, 0.0), error) for name, error in other.gradients.items()
     }
-    fault = one.fault
+    fault = worst.fault
     if other.forward is not None and not other.forward <= limit:
         fault = f"output off by {_percent(other.forward)} ({case})"
-    backward = one.backward_fault or other.backward_fault
+    backward = worst.backward_fault or other.backward_fault
     off = [f"{n} by {_percent(e)}" for n, e in other.gradients.items() if not e <= 2 * limit]
     if off and not backward:
         backward = f"gradient off: {', '.join(off)} ({case})"
-    return Trial(fault, backward, forward, gradients or one.gradients)
+    return Trial(fault, backward, forward, gradients or worst.gradients)
 
 
 def _percent(error: float) -> str:

@@ -1,13 +1,13 @@
-"""Which experts every token went to, in every MoE layer, whatever the family.
+"""Capture of routed experts: ids, weights and margin of every token in every MoE layer.
 
 Two facts hold across nearly all of transformers' MoE families: the block calls ``experts(hidden,
-ids, weights)`` with what the router decided, and the router picks with ``torch.topk`` over a row of
-E scores (the last such call, where groups of experts are scored first). Reading the first gives the
-ids and weights that were really used, in the router's slot order and after the family's own softmax
-and scaling; reading the second gives the scores that were compared, hence the margin. No list of
-router classes is needed, and their outputs' order, which differs by family, does not matter; the
-few families that do otherwise are in :mod:`mismatch.training.routing.families`. Replay replaces the
-result of the same ``torch.topk`` call (:mod:`mismatch.training.routing.replay`).
+ids, weights)`` with the router's decision, and the router selects with ``torch.topk`` over rows of
+E scores (the last such call, where groups of experts are scored first). The first gives the ids and
+weights that were really used, in the router's slot order and after the family's own softmax and
+scaling; the second gives the scores that were compared, hence the margin. So no list of router
+classes is needed, and their output formats do not matter. The exceptions are in
+:mod:`mismatch.training.routing.families`. Replay replaces the result of the same ``torch.topk``
+call (:mod:`mismatch.training.routing.replay`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.training.routing.families import (
     CAPTURE_FIX,
+    DEFAULT_FAMILY,
     LAYER,
-    USUAL,
-    Choice,
     Family,
-    Seen,
+    ObservedRoutes,
+    TopkChoice,
     count_experts,
     family_of,
     margin,
@@ -38,22 +38,23 @@ from mismatch.training.routing.torch_overrides import OverrideMode
 
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
-    """One MoE layer: the model's layer index and the module that shows its decision.
+    """One MoE layer of a model.
 
     Attributes:
-        experts: the layer's experts; in odd families its router.
-        num_experts: E, with what a router may choose beside experts.
+        index: of the decoder layer.
+        experts: the module whose call shows the routing: the experts; in some families the router.
+        num_experts: E, including the family's extra choices.
     """
 
     index: int
     experts: torch.nn.Module
     num_experts: int
-    family: Family = USUAL
+    family: Family = DEFAULT_FAMILY
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRoutes:
-    """What one layer decided in one forward pass over R rows (padding included).
+    """The routing of one layer in one forward pass over R rows (padding included).
 
     Attributes:
         ids: [R, K] int64.
@@ -69,15 +70,15 @@ class LayerRoutes:
 def moe_layers(decoder: torch.nn.Module) -> list[MoeLayer]:
     """The MoE layers of a decoder, in order; empty for a dense model."""
     config = getattr(decoder, "config", None)
-    family = USUAL if config is None else family_of(config)
-    found = []
+    family = DEFAULT_FAMILY if config is None else family_of(config)
+    layers = []
     for name, module in decoder.named_modules():
-        place = LAYER.search(name)
-        if place and name.endswith(family.module):
+        match = LAYER.search(name)
+        if match and name.endswith(family.module):
             count = count_experts(module, family)
             if count is not None:
-                found.append(MoeLayer(int(place.group(1)), module, count, family))
-    return sorted(found, key=lambda layer: layer.index)
+                layers.append(MoeLayer(int(match.group(1)), module, count, family))
+    return sorted(layers, key=lambda layer: layer.index)
 
 
 class RouteRecorder(OverrideMode):
@@ -88,7 +89,7 @@ class RouteRecorder(OverrideMode):
         self.layers = layers
         self.routes: dict[int, LayerRoutes] = {}
         self._counts = {layer.num_experts for layer in layers}
-        self._choice: Choice | None = None
+        self._choice: TopkChoice | None = None
 
     def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
@@ -96,14 +97,14 @@ class RouteRecorder(OverrideMode):
             scores = args[0] if args else kwargs["input"]
             k = out.indices.shape[-1]
             if scores.shape[-1] in self._counts and k < scores.shape[-1]:
-                self._choice = Choice(out.indices.detach(), margin(scores, k))
+                self._choice = TopkChoice(out.indices.detach(), margin(scores, k))
         return out
 
-    def take(self, layer: MoeLayer, given: list[torch.Tensor], output: Any) -> None:
-        """Called when the module of a layer shows what was decided."""
-        seen, self._choice = layer.family.read(given, output, self._choice), None
-        if seen is not None:
-            self.routes[layer.index] = _routes(seen)
+    def read(self, layer: MoeLayer, inputs: list[torch.Tensor], output: Any) -> None:
+        """Called by the hook of a layer's module."""
+        observed, self._choice = layer.family.read(inputs, output, self._choice), None
+        if observed is not None:
+            self.routes[layer.index] = _routes(observed)
 
     def finished(self) -> list[LayerRoutes]:
         """Routes of all layers, in order.
@@ -127,8 +128,8 @@ def recording(layers: list[MoeLayer]) -> Iterator[RouteRecorder]:
     token = _current.set(recorder)
     handles = []
     for layer in layers:
-        watch = _after(recorder, layer) if layer.family.after else _before(recorder, layer)
-        handles.append(watch)
+        hook = _after if layer.family.reads_output else _before
+        handles.append(hook(recorder, layer))
     try:
         with recorder:
             yield recorder
@@ -141,19 +142,19 @@ def recording(layers: list[MoeLayer]) -> Iterator[RouteRecorder]:
 _current: ContextVar[RouteRecorder | None] = ContextVar("recorder", default=None)
 
 
-def answered(ids: torch.Tensor) -> None:
-    """The router's last top-k was answered with these ids, [R, K]: what is recorded follows.
+def override_recorded_choice(ids: torch.Tensor) -> None:
+    """Replace the ids of the last recorded top-k by ``ids`` [R, K], as replay did in the router.
 
     The margin stays that of the router's own scores.
     """
     recorder = _current.get()
     if recorder is not None and recorder._choice is not None:
-        recorder._choice = Choice(ids.detach(), recorder._choice.margin)
+        recorder._choice = TopkChoice(ids.detach(), recorder._choice.margin)
 
 
 def _before(recorder: RouteRecorder, layer: MoeLayer) -> Any:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder.take(layer, _tensors(args, kwargs), None)
+        recorder.read(layer, _tensors(args, kwargs), None)
 
     return layer.experts.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -162,7 +163,7 @@ def _after(recorder: RouteRecorder, layer: MoeLayer) -> Any:
     def hook(
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        recorder.take(layer, _tensors(args, kwargs), output)
+        recorder.read(layer, _tensors(args, kwargs), output)
 
     return layer.experts.register_forward_hook(hook, with_kwargs=True)
 
@@ -171,19 +172,17 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
 
 
-def _routes(seen: Seen) -> LayerRoutes:
-    ids = seen.ids.detach().reshape(-1, seen.ids.shape[-1])
-    return LayerRoutes(ids, seen.weights.detach().reshape(ids.shape).float(), seen.margin)
+def _routes(observed: ObservedRoutes) -> LayerRoutes:
+    ids = observed.ids.detach().reshape(-1, observed.ids.shape[-1])
+    weights = observed.weights.detach().reshape(ids.shape).float()
+    return LayerRoutes(ids, weights, observed.margin)
 
 
-# ---------------------------------------------------------------- what cannot be read
-
-
-def unreadable(config: Any, decoder: torch.nn.Module) -> str | None:
+def why_unreadable(config: Any, decoder: torch.nn.Module) -> str | None:
     """Why the routing of a model cannot be captured; None where it can, or where there is none.
 
     Args:
-        decoder: may lie on the meta device: only its modules' names are looked at.
+        decoder: may be on the meta device; only module names are read.
     """
     text = config.get_text_config()
     if text.model_type == "doge" and text.is_moe:
@@ -192,11 +191,11 @@ def unreadable(config: Any, decoder: torch.nn.Module) -> str | None:
         values = getattr(text, name, None)
         if isinstance(values, (list, tuple)) and len(set(values)) > 1:
             return f"{name} differs by layer in {text.model_type}"
-    places = [
+    names = [
         name for name, _ in decoder.named_modules() if re.search(r"(?:^|\.)experts(?:\.|$)", name)
     ]
-    if places and not moe_layers(decoder):
-        return f"the experts of {text.model_type} ({places[0]}) are laid out in an unknown way"
+    if names and not moe_layers(decoder):
+        return f"the experts of {text.model_type} ({names[0]}) are laid out in an unknown way"
     return None
 
 
@@ -206,6 +205,6 @@ def require_readable(config: Any, decoder: torch.nn.Module) -> None:
     Raises:
         MismatchError: with the reason.
     """
-    reason = unreadable(config, decoder)
+    reason = why_unreadable(config, decoder)
     if reason is not None:
         raise MismatchError(f"routed experts cannot be captured: {reason}", CAPTURE_FIX)

@@ -1,8 +1,8 @@
-"""MoE families of transformers: where their routing is read, and which cannot be.
+"""MoE families of transformers: which module shows the routing, and how it is read there.
 
-Nearly all call ``experts(hidden, ids, weights)``: what that call is given is what was used. The odd
-ones are named here, each with the one place that shows its decision. docs/moe-families.md is made
-from these facts and from trials of every family (tools/moe_families.py).
+Nearly all call ``experts(hidden, ids, weights)``, whose arguments are the routing. The exceptions
+are listed here. docs/moe-families.md is generated from this table and from trials of every family
+(tools/moe_families.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CAPTURE_FIX = "run without routing: --no-routing"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What a router's own top-k decided.
+class TopkChoice:
+    """The result of a router's own top-k.
 
     Attributes:
         ids: [R, K] as the top-k returned them.
@@ -33,8 +33,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What one call showed.
+class ObservedRoutes:
+    """The routing that one call showed.
 
     Attributes:
         ids: [R, K] integers, in the router's slot order.
@@ -47,25 +47,25 @@ class Seen:
     margin: torch.Tensor | None
 
 
-# (tensors that the module was given, what it returned, the last top-k over its experts) -> routes
-Reader = Callable[[list[torch.Tensor], Any, Choice | None], Seen | None]
+# (tensor arguments of the module, its output, the last top-k over its experts) -> routes
+Reader = Callable[[list[torch.Tensor], Any, TopkChoice | None], ObservedRoutes | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How to read one family.
+    """How to read the routing of one family.
 
     Attributes:
-        module: end of the name of the modules to watch, one per MoE layer.
-        after: read when the module has returned, not when it is called.
-        more: router classes that are no experts of the module (they skip it).
-        note: what is special, one sentence for the docs.
+        module: suffix of the names of the modules to hook, one per MoE layer.
+        reads_output: hook after the module's forward, not before it.
+        extra_choices: choices of the router that are no experts of the module (skipping it).
+        note: for the docs, one sentence.
     """
 
     read: Reader
     module: str = ".experts"
-    after: bool = False
-    more: int = 0
+    reads_output: bool = False
+    extra_choices: int = 0
     note: str = ""
 
 
@@ -79,36 +79,44 @@ def margin(scores: torch.Tensor, k: int) -> torch.Tensor | None:
     return gap if bool(torch.isfinite(gap).all()) else None
 
 
-def experts_call(given: list[torch.Tensor], output: Any, choice: Choice | None) -> Seen | None:
-    """``experts(hidden, ids, weights)``; the margin is the last top-k's that chose these ids."""
-    ids = [tensor for tensor in given if tensor.dtype in (torch.int64, torch.int32)]
-    weights = [t for t in given[1:] if ids and t.is_floating_point() and t.shape == ids[0].shape]
+def experts_call(
+    inputs: list[torch.Tensor], output: Any, choice: TopkChoice | None
+) -> ObservedRoutes | None:
+    """``experts(hidden, ids, weights)``; the margin is that of the last top-k with these ids."""
+    ids = [tensor for tensor in inputs if tensor.dtype in (torch.int64, torch.int32)]
+    weights = [t for t in inputs[1:] if ids and t.is_floating_point() and t.shape == ids[0].shape]
     if len(ids) != 1 or len(weights) != 1:
         return None
     same = choice is not None and _same_sets(choice.ids, ids[0])
-    return Seen(ids[0], weights[0], choice.margin if same and choice is not None else None)
+    return ObservedRoutes(
+        ids[0], weights[0], choice.margin if same and choice is not None else None
+    )
 
 
-def _llama4(given: list[torch.Tensor], output: Any, choice: Choice | None) -> Seen | None:
+def _llama4(
+    inputs: list[torch.Tensor], output: Any, choice: TopkChoice | None
+) -> ObservedRoutes | None:
     scores, _ = output
     if choice is None:
         return None
-    return Seen(choice.ids, scores.gather(-1, choice.ids), choice.margin)
+    return ObservedRoutes(choice.ids, scores.gather(-1, choice.ids), choice.margin)
 
 
-def _phimoe(given: list[torch.Tensor], output: Any, choice: Choice | None) -> Seen:
+def _phimoe(inputs: list[torch.Tensor], output: Any, choice: TopkChoice | None) -> ObservedRoutes:
     logits, weights, ids = output
-    return Seen(ids, weights, margin(logits, ids.shape[-1]))
+    return ObservedRoutes(ids, weights, margin(logits, ids.shape[-1]))
 
 
-def _zaya(given: list[torch.Tensor], output: Any, choice: Choice | None) -> Seen | None:
-    seen = experts_call(given, output, None)
-    if seen is None or choice is None:
+def _zaya(
+    inputs: list[torch.Tensor], output: Any, choice: TopkChoice | None
+) -> ObservedRoutes | None:
+    routes = experts_call(inputs, output, None)
+    if routes is None or choice is None:
         return None
-    return Seen(choice.ids.reshape(seen.ids.shape), seen.weights, choice.margin)
+    return ObservedRoutes(choice.ids.reshape(routes.ids.shape), routes.weights, choice.margin)
 
 
-def _jetmoe(given: list[torch.Tensor], output: Any, choice: Choice | None) -> Seen:
+def _jetmoe(inputs: list[torch.Tensor], output: Any, choice: TopkChoice | None) -> ObservedRoutes:
     # Sorted by expert: undo it to have the slots of every token.
     order, _, gates, sizes, logits = output
     rows = logits.shape[0]
@@ -117,28 +125,33 @@ def _jetmoe(given: list[torch.Tensor], output: Any, choice: Choice | None) -> Se
     ids, weights = torch.empty_like(order), torch.empty_like(gates)
     ids[order], weights[order] = experts, gates
     ids, weights = ids.reshape(rows, -1), weights.reshape(rows, -1)
-    return Seen(ids, weights, margin(logits, ids.shape[-1]))
+    return ObservedRoutes(ids, weights, margin(logits, ids.shape[-1]))
 
 
-USUAL = Family(experts_call)
-ODD: dict[str, Family] = {
+DEFAULT_FAMILY = Family(experts_call)
+SPECIAL_FAMILIES: dict[str, Family] = {
     "llama4_text": Family(
-        _llama4, ".router", after=True, note="every expert runs on every token; read at its router"
+        _llama4,
+        ".router",
+        reads_output=True,
+        note="every expert runs on every token; read at its router",
     ),
     "phimoe": Family(
         _phimoe,
         ".router",
-        after=True,
+        reads_output=True,
         note="picks by repeated maxima, not by top-k; read at its router",
     ),
     "jetmoe": Family(
         _jetmoe,
         ".mlp.router",
-        after=True,
+        reads_output=True,
         note="the attention's own experts are not read: one set of experts per layer",
     ),
     "zaya": Family(
-        _zaya, more=1, note="the router may choose to skip the experts: counted as one more expert"
+        _zaya,
+        extra_choices=1,
+        note="the router may choose to skip the experts: counted as one more expert",
     ),
     "longcat_flash": Family(
         experts_call, note="zero-computation experts count as experts, after the others"
@@ -150,16 +163,16 @@ ODD: dict[str, Family] = {
 
 
 def family_of(config: Any) -> Family:
-    """How a model's routing is read, from its (text) configuration."""
-    return ODD.get(config.get_text_config().model_type, USUAL)
+    """The family of a model, from its (text) configuration."""
+    return SPECIAL_FAMILIES.get(config.get_text_config().model_type, DEFAULT_FAMILY)
 
 
 def count_experts(module: torch.nn.Module, family: Family) -> int | None:
-    """E of a watched module, or None where it is not one."""
+    """E of a module of experts (or router); None where it is not one."""
     for name in COUNTS:
         count = getattr(module, name, None)
         if isinstance(count, int):
-            return count + family.more
+            return count + family.extra_choices
     return None
 
 

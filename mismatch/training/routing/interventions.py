@@ -1,9 +1,16 @@
-"""Changing what routers do: inside MoE blocks, up to the moment the experts run, and nowhere else.
+"""Interventions on routers: active inside MoE blocks until their experts run, and nowhere else.
 
-An intervention (replayed routes, injected noise) is a torch function mode that is entered when a
-block of a layer starts and left right before its experts run. It has to hold for the forward pass
-and for its recomputation in the backward pass of a checkpointed layer, which may come long after
-the ``with`` block has ended: :func:`checkpoint_contexts` carries it there.
+An intervention (replayed routes, injected noise, another dtype) is a torch function mode that is
+entered when a block starts and left right before its experts run. It also applies when a
+checkpointed layer is recomputed in the backward pass, which may be long after the ``with`` block
+has ended: :func:`checkpoint_contexts` restores it there.
+
+- :class:`RouterNoise` adds normal noise to the logits: the effect that other batch neighbours have
+  on a router, on machines where they have none. Every token of every layer has its own noise, drawn
+  from the seed and its position in the rollout: the same for any micro-batches, layout and ranks.
+- :class:`RouterDtype` runs the router's linear map in another dtype (float32), from the weights and
+  hidden states as they are, and does not round its logits before softmax and choice. The experts
+  then get float32 weights, as vLLM's do. The model needs no other load.
 """
 
 from __future__ import annotations
@@ -27,16 +34,16 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
 
 
 class Intervention(Protocol):
-    """One change of what the routers of a forward pass do."""
+    """One change of the routers of a forward pass."""
 
     def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
-        """What is entered around the part of a block that comes before its experts."""
+        """A context manager around the part of a block that runs before its experts."""
 
-    def before_experts(self, layer: MoeLayer, given: CallArguments) -> CallArguments:
-        """The arguments of the experts, changed or as they are."""
+    def before_experts(self, layer: MoeLayer, arguments: CallArguments) -> CallArguments:
+        """The arguments of the experts, changed or not."""
 
     def finish(self) -> None:
-        """After the forward pass: raise MismatchError if it did not reach every layer."""
+        """After the forward pass: raise MismatchError unless every layer was reached."""
 
 
 @dataclass
@@ -50,7 +57,7 @@ class Installed:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Intervene within the block; nested use changes nothing."""
+        """Apply the interventions within the block; nested use changes nothing."""
         handles = []
         self.depth += 1
         if self.depth == 1:
@@ -66,15 +73,15 @@ class Installed:
 
     def _hook(self, layer: MoeLayer, block: torch.nn.Module) -> list[Any]:
         def enter(module: torch.nn.Module, args: Any) -> None:
-            for one in self.interventions:
-                self._open.enter_context(one.mode(layer, block))
+            for intervention in self.interventions:
+                self._open.enter_context(intervention.mode(layer, block))
 
         def experts(module: torch.nn.Module, args: Any, kwargs: Any) -> CallArguments:
             self._open.close()
-            given = (args, kwargs)
-            for one in self.interventions:
-                given = one.before_experts(layer, given)
-            return given
+            arguments = (args, kwargs)
+            for intervention in self.interventions:
+                arguments = intervention.before_experts(layer, arguments)
+            return arguments
 
         def leave(module: torch.nn.Module, args: Any, out: Any) -> None:
             self._open.close()
@@ -112,15 +119,15 @@ def intervening(
             yield
     finally:
         _current.reset(token)
-    for one in interventions:
-        one.finish()
+    for intervention in interventions:
+        intervention.finish()
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """``context_fn`` of torch's checkpointing: the same interventions when a layer is run again.
+    """``context_fn`` of torch's checkpointing: the same interventions when a layer is recomputed.
 
-    Without it a backward pass that comes after :func:`intervening` would recompute the layer with
-    the model's own choice of experts: an error at best, else gradients of another forward.
+    Without it a backward pass after :func:`intervening` would recompute the layer with the model's
+    own choice of experts: an error at best, else the gradients of another forward pass.
     """
     installed = _current.get()
     return nullcontext(), nullcontext() if installed is None else installed.hooks()
@@ -129,19 +136,19 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 def blocks_of(
     decoder: torch.nn.Module, layers: Sequence[MoeLayer]
 ) -> list[tuple[MoeLayer, torch.nn.Module]]:
-    """Every MoE layer with the module that holds its experts and asks the router.
+    """Every MoE layer with the block that contains its router and experts.
 
-    In families that show their decision in the router alone, that router.
+    In families whose routing is read at the router, that router.
 
     Raises:
         MismatchError: a layer's experts hang nowhere in the decoder.
     """
     parents = {id(child): parent for parent in decoder.modules() for child in parent.children()}
-    parents |= {id(layer.experts): layer.experts for layer in layers if layer.family.after}
-    lost = [layer.index for layer in layers if id(layer.experts) not in parents]
-    if lost:
+    parents |= {id(layer.experts): layer.experts for layer in layers if layer.family.reads_output}
+    orphans = [layer.index for layer in layers if id(layer.experts) not in parents]
+    if orphans:
         raise MismatchError(
-            f"the block around the experts of layer {lost[0]} was not found",
+            f"the block around the experts of layer {orphans[0]} was not found",
             "this family's routers cannot be intercepted: drop --replay-routing and --inject",
         )
     return [(layer, parents[id(layer.experts)]) for layer in layers]
@@ -151,7 +158,7 @@ class RouterIntervention:
     """An intervention that fails unless it took effect in every MoE layer that was run.
 
     Attributes:
-        unreached: the error where it did not, with ``{where}`` for the layer, and its fix.
+        unreached: message (with ``{where}`` for the layer) and fix of that error.
     """
 
     unreached: ClassVar[tuple[str, str]]
@@ -168,30 +175,30 @@ class RouterIntervention:
         """The mode of one layer."""
         raise NotImplementedError
 
-    def before_experts(self, layer: MoeLayer, given: CallArguments) -> CallArguments:
-        return given
+    def before_experts(self, layer: MoeLayer, arguments: CallArguments) -> CallArguments:
+        return arguments
 
     def reached(self, layer: MoeLayer) -> None:
-        """It took hold in this layer."""
+        """Record that it took effect in this layer."""
         self._reached.add(layer.index)
 
     def finish(self) -> None:
-        missed = sorted(self._entered - self._reached)
-        if missed or not self._reached:
+        missing = sorted(self._entered - self._reached)
+        if missing or not self._reached:
             what, fix = self.unreached
-            where = f" of layer {missed[0]}" if missed else ""
+            where = f" of layer {missing[0]}" if missing else ""
             raise MismatchError(what.format(where=where), fix)
 
 
 class RouterNoise(RouterIntervention):
-    """Normal noise on the router logits of one forward pass. An intervention.
+    """Normal noise on the router logits of one forward pass.
 
     Args:
         sigma: standard deviation, in the unit of the logits.
         seed: of all noise.
-        sequences: [n] which sequences of the rollout the forward pass holds, in order.
-        lengths: [n] their tokens.
-        batch: where those tokens lie.
+        sequences: [n] indices of the forward pass's sequences in the rollout, in order.
+        lengths: [n] their lengths in tokens.
+        batch: its ``rows`` locate these tokens.
     """
 
     unreached = (
@@ -218,7 +225,7 @@ class RouterNoise(RouterIntervention):
         return _NoisyLogits(self, layer)
 
     def draw(self, layer: int, experts: int) -> np.ndarray:
-        """Noise of the real tokens, sequence after sequence, [n, E] float32."""
+        """Noise of the real tokens (no padding), sequence after sequence: [n, E] float32."""
         parts = [
             np.random.default_rng([self.seed, layer, int(sequence)]).standard_normal(
                 (int(length), experts), np.float32
@@ -228,7 +235,7 @@ class RouterNoise(RouterIntervention):
         return np.float32(self.sigma) * np.concatenate(parts)
 
     def added(self, layer: MoeLayer, logits: torch.Tensor) -> torch.Tensor:
-        """``logits`` [..., E] with the noise of a layer, rounded to their dtype as they were."""
+        """``logits`` [..., E] plus the noise of a layer, in their own dtype."""
         rows = logits.numel() // layer.num_experts
         noise = torch.zeros(rows, layer.num_experts, device=logits.device)
         drawn = torch.from_numpy(self.draw(layer.index, layer.num_experts))
@@ -238,7 +245,7 @@ class RouterNoise(RouterIntervention):
 
 
 class _NoisyLogits(OverrideMode):
-    """Adds the noise to the output of the block's first linear map onto the experts."""
+    """Adds the noise to the output of the block's first linear map with E outputs."""
 
     def __init__(self, noise: RouterNoise, layer: MoeLayer) -> None:
         super().__init__()
@@ -256,7 +263,7 @@ class _NoisyLogits(OverrideMode):
 
 
 class RouterDtype(RouterIntervention):
-    """Every router's linear map in ``dtype``, for one forward pass."""
+    """Run every router's linear map in ``dtype``, for one forward pass."""
 
     unreached = (
         "--router-dtype: the router{where} has no linear map onto its experts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,19 @@ from mismatch.specs import TrainSpec
 from mismatch.training.packing import collate
 from mismatch.training.routing.capture import MoeLayer, moe_layers, recording
 from mismatch.training.routing.interventions import CallArguments, blocks_of, intervening
-from mismatch.training.routing.replay import Replay, Source
+from mismatch.training.routing.replay import Replay, ReplaySource
 from mismatch.training.scorer import Scorer
 
 PROBE_TOKENS = 8
 
 
-def require_changeable(
-    scorer: Scorer, spec: TrainSpec, source: Source | None, device: torch.device
+def require_interventions_work(
+    scorer: Scorer, spec: TrainSpec, source: ReplaySource | None, device: torch.device
 ) -> None:
-    """On a few tokens: routes that are asked for are the routes that run. All ranks call it.
+    """Replay arbitrary routes on a few tokens and check that they run; all ranks call it.
 
     Raises:
-        MismatchError: a dense model, routes of another one, or routers that cannot be answered.
+        MismatchError: a dense model, routes of another model, or routers that cannot be overridden.
     """
     moe = scorer.moe
     if not moe and (source is not None or spec.inject or spec.router_dtype):
@@ -33,16 +34,16 @@ def require_changeable(
         return
     source.require_fits(moe)
     batch = collate([np.arange(PROBE_TOKENS)], "padding", device)
-    wanted = _every_expert(len(moe), moe[0].num_experts, source.routing.top_k, device)
+    expected = _every_expert(len(moe), moe[0].num_experts, source.routing.top_k, device)
     columns = {layer.index: column for column, layer in enumerate(moe)}
-    known = torch.ones(PROBE_TOKENS, dtype=torch.bool, device=device)
+    replayed = torch.ones(PROBE_TOKENS, dtype=torch.bool, device=device)
     with (
-        intervening(scorer.decoder, moe, (Replay("the probe", columns, known, wanted),)),
+        intervening(scorer.decoder, moe, (Replay("the probe", columns, replayed, expected),)),
         recording(moe) as recorder,
     ):
         scorer(scorer.hidden, batch)
     for column, routes in enumerate(recorder.finished()):
-        if not torch.equal(routes.ids.cpu(), wanted[:, column].cpu()):
+        if not torch.equal(routes.ids.cpu(), expected[:, column].cpu()):
             raise MismatchError(
                 f"replay: layer {moe[column].index} of {scorer.decoder_config.model_type} runs "
                 "other experts than it is told to",
@@ -51,19 +52,22 @@ def require_changeable(
 
 
 def _every_expert(layers: int, experts: int, top_k: int, device: torch.device) -> torch.Tensor:
-    """Routes [R, L, K] that no router would choose: K neighbours, another start in every row."""
+    """Arbitrary routes [R, L, K]: K consecutive experts, another start in every row and layer."""
     start = torch.arange(PROBE_TOKENS)[:, None, None] + torch.arange(layers)[None, :, None]
     return ((start + torch.arange(top_k)) % experts).to(device)
 
 
-def require_answerable(spec: TrainSpec, bare: Any) -> None:
-    """The same on the model's bare structure, before any weight is loaded.
+def require_interventions_possible(spec: TrainSpec, bare: Any) -> None:
+    """The same check on the model's structure, before any weight is loaded.
 
-    Every kind of MoE block is run on the meta device up to its experts. A block that cannot run
-    there is left to :func:`require_changeable`.
+    Every class of MoE block is run on the meta device up to its experts. A block that cannot run
+    there is left to :func:`require_interventions_work`.
+
+    Args:
+        bare: the model on the meta device.
 
     Raises:
-        MismatchError: a dense model, or a router that is not seen to choose.
+        MismatchError: a dense model, or a router whose top-k is not observed.
     """
     if spec.replay_routing is None and not spec.inject and not spec.router_dtype:
         return
@@ -80,18 +84,16 @@ def require_answerable(spec: TrainSpec, bare: Any) -> None:
 
 
 class _ReachedError(Exception):
-    """The experts are about to run: what is asked about a router has been seen."""
+    """The experts are about to run: the router has been observed."""
 
 
 class _Stop:
-    """An intervention that ends the forward pass where the experts would start."""
+    """An intervention that ends the forward pass before the experts."""
 
     def mode(self, layer: MoeLayer, block: torch.nn.Module) -> Any:
-        from contextlib import nullcontext
-
         return nullcontext()
 
-    def before_experts(self, layer: MoeLayer, given: CallArguments) -> CallArguments:
+    def before_experts(self, layer: MoeLayer, arguments: CallArguments) -> CallArguments:
         raise _ReachedError
 
     def finish(self) -> None:
@@ -114,7 +116,7 @@ def _run_to_experts(layer: MoeLayer, block: torch.nn.Module, top_k: int, hidden:
         replay.finish()
     except MismatchError:
         raise
-    except Exception:  # what else a family needs is found out with its weights
+    except Exception:  # a block that does not run on the meta device is probed with its weights
         pass
     finally:
         block.train(was_training)

@@ -1,12 +1,12 @@
 """Router replay (R3): the trainer's forward with the experts that another forward chose.
 
-The router's own ``torch.topk`` is answered with the given expert ids and with the model's own
-scores at these ids. What follows is the family's own code: its softmax or normalisation over the
-chosen experts, its scaling, its experts. So the gate is recomputed and gradients flow through it;
-only the choice is given. With "ids+weights" the experts get the given weights too: constants, which
-leave the router without any gradient.
+The result of the router's own ``torch.topk`` is replaced by the replayed expert ids and the model's
+own scores at these ids. The rest is the family's own code: softmax or normalisation over the chosen
+experts, scaling, experts. So the gate is recomputed and gradients flow through it; only the choice
+is replayed. With "ids+weights" the experts get the replayed weights too: constants, which leave the
+router without a gradient.
 
-Tokens without a captured row (the last sampled token of a sequence, prompts that came from a
+Tokens without captured routes (the last sampled token of a sequence, prompts that came from a
 cache) and padding keep the model's own choice.
 """
 
@@ -22,7 +22,7 @@ import torch
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.specs import ReplayMode
 from mismatch.training.packing import Batch
-from mismatch.training.routing.capture import MoeLayer, answered
+from mismatch.training.routing.capture import MoeLayer, override_recorded_choice
 from mismatch.training.routing.interventions import CallArguments, RouterIntervention
 from mismatch.training.routing.torch_overrides import OverrideMode
 from mismatch.types import Ints, Rollout, Routing, Scoring
@@ -32,11 +32,12 @@ MAX = (torch.max, torch.Tensor.max)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ReplaySource:
     """The routes of a whole rollout, to be replayed.
 
     Attributes:
-        name: the scoring that they come from.
+        name: of the scoring that captured them.
+        mode: "ids" or "ids+weights".
     """
 
     name: str
@@ -44,12 +45,12 @@ class Source:
     routing: Routing
 
     @classmethod
-    def of(cls, scoring: Scoring, mode: ReplayMode, rollout: Rollout) -> Source:
-        """The routes of a scoring, after making sure that they can be replayed.
+    def of(cls, scoring: Scoring, mode: ReplayMode, rollout: Rollout) -> ReplaySource:
+        """The validated routes of a scoring.
 
         Raises:
-            MismatchError: the scoring holds no routes, or no weights where those are asked for.
-            CorruptCapture: routes that cannot be true; layer and row are named.
+            MismatchError: the scoring holds no routes, or no weights where ``mode`` needs them.
+            CorruptCapture: impossible routes; the message names layer and row.
         """
         routing = scoring.routing
         if routing is None:
@@ -68,17 +69,17 @@ class Source:
         return cls(scoring.name, mode, routing)
 
     def require_fits(self, layers: list[MoeLayer]) -> None:
-        """Make sure that these are routes of a model with such MoE layers.
+        """Check that the routes belong to a model with these MoE layers.
 
         Raises:
             MismatchError: other layers, or another number of experts.
         """
         fix = "replay routes of the same model, or drop --replay-routing"
-        ours = tuple(layer.index for layer in layers)
-        if ours != self.routing.layers:
+        indices = tuple(layer.index for layer in layers)
+        if indices != self.routing.layers:
             raise MismatchError(
                 f"replay: {self.name} has routes of layers {_listed(self.routing.layers)}, the "
-                f"trainer has MoE layers {_listed(ours)}",
+                f"trainer has MoE layers {_listed(indices)}",
                 fix,
             )
         for layer in layers:
@@ -90,7 +91,7 @@ class Source:
                 )
 
     def on(self, tokens: Ints, batch: Batch) -> Replay:
-        """The part for one forward pass.
+        """The routes of one forward pass.
 
         Args:
             tokens: [n] indices into T of the batch's real tokens, sequence after sequence.
@@ -98,8 +99,8 @@ class Source:
         device = batch.input_ids.device
         total = batch.input_ids.numel()
         shape = (total, len(self.routing.layers), self.routing.top_k)
-        known = torch.zeros(total, dtype=torch.bool, device=device)
-        known[batch.rows] = torch.from_numpy(self.routing.present[tokens]).to(device)
+        replayed = torch.zeros(total, dtype=torch.bool, device=device)
+        replayed[batch.rows] = torch.from_numpy(self.routing.present[tokens]).to(device)
         ids = torch.zeros(shape, dtype=torch.int64, device=device)
         ids[batch.rows] = torch.from_numpy(self.routing.ids[tokens].astype(np.int64)).to(device)
         weights = None
@@ -108,20 +109,20 @@ class Source:
             weights = torch.zeros(shape, dtype=torch.float32, device=device)
             weights[batch.rows] = torch.from_numpy(self.routing.weights[tokens]).to(device)
         columns = {layer: column for column, layer in enumerate(self.routing.layers)}
-        return Replay(self.name, columns, known, ids, weights)
+        return Replay(self.name, columns, replayed, ids, weights)
 
     def rows(self) -> dict[str, int]:
-        """How many tokens are replayed, and how many keep the model's own choice."""
+        """Number of tokens that are replayed, and that keep the model's own choice."""
         replayed = int(self.routing.present.sum())
         return {"rows_replayed": replayed, "rows_own": len(self.routing.present) - replayed}
 
 
 class Replay(RouterIntervention):
-    """The routes of one forward pass over R flattened rows. An intervention.
+    """The replayed routes of one forward pass over R flattened rows.
 
     Args:
         columns: layer -> column of ``ids``.
-        known: [R] rows that are replayed; the others keep the model's own choice.
+        replayed: [R] bool; the other rows keep the model's own choice.
         ids: [R, L, K] int64.
         weights: [R, L, K] float32, or None: those of the model's own gate.
     """
@@ -135,19 +136,19 @@ class Replay(RouterIntervention):
         self,
         source: str,
         columns: dict[int, int],
-        known: torch.Tensor,
+        replayed: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.source, self.columns = source, columns
-        self.known, self.ids, self.weights = known, ids, weights
+        self.replayed, self.ids, self.weights = replayed, ids, weights
         self._overruled: dict[int, torch.Tensor] = {}
         self._weighted: set[int] = set()
 
     @property
     def overruled(self) -> int:
-        """(token, layer) pairs where the router, on this pass, would have chosen other experts."""
+        """Number of (token, layer) pairs whose own choice of experts was another one."""
         return int(sum(int(count) for count in self._overruled.values()))
 
     @property
@@ -155,18 +156,18 @@ class Replay(RouterIntervention):
         return int(self.ids.shape[2])
 
     def override_mode(self, layer: MoeLayer, block: torch.nn.Module) -> OverrideMode:
-        make = ROUTER_MODES.get(type(block).__name__, AnswerTopk)
-        return make(self, layer)
+        mode = ROUTER_MODES.get(type(block).__name__, OverrideTopk)
+        return mode(self, layer)
 
-    def before_experts(self, layer: MoeLayer, given: CallArguments) -> CallArguments:
-        """Put the replayed weights in place of the gate's, where weights are replayed."""
+    def before_experts(self, layer: MoeLayer, arguments: CallArguments) -> CallArguments:
+        """Replace the gate's weights by the replayed ones, in mode "ids+weights"."""
         if self.weights is None:
-            return given
-        args, kwargs = given
+            return arguments
+        args, kwargs = arguments
         values: dict[int | str, Any] = dict(enumerate(args))
         values.update(kwargs.items())
-        shape = (len(self.known), self.top_k)
-        found = [
+        shape = (len(self.replayed), self.top_k)
+        keys = [
             key
             for key, value in values.items()
             if isinstance(value, torch.Tensor)
@@ -174,32 +175,32 @@ class Replay(RouterIntervention):
             and value.shape == shape
             and key != 0  # the hidden states
         ]
-        if len(found) != 1:
+        if len(keys) != 1:
             raise MismatchError(
                 f"replay: the experts of layer {layer.index} take their weights in a form that is "
                 "not known",
                 "use --replay-routing ids",
             )
-        own = values[found[0]]
+        own = values[keys[0]]
         replayed = self.weights[:, self.columns[layer.index]].to(own.dtype)
-        values[found[0]] = torch.where(self.known[:, None], replayed, own)
+        values[keys[0]] = torch.where(self.replayed[:, None], replayed, own)
         self._weighted.add(layer.index)
         return tuple(values[i] for i in range(len(args))), {key: values[key] for key in kwargs}
 
     def chosen(self, layer: MoeLayer, own: torch.Tensor) -> torch.Tensor:
-        """The ids that the router shall have chosen, [R, K], for the model's ``own`` ones.
+        """The ids [R, K] to use instead of the router's ``own``: replayed where there are any.
 
         Raises:
             MismatchError: the router sees other rows than the batch has.
         """
-        if own.shape != (len(self.known), self.top_k):
+        if own.shape != (len(self.replayed), self.top_k):
             raise MismatchError(
                 f"replay: the router of layer {layer.index} chooses {tuple(own.shape)} experts, "
-                f"{self.source} has {(len(self.known), self.top_k)}",
+                f"{self.source} has {(len(self.replayed), self.top_k)}",
                 "routes of this family cannot be replayed: drop --replay-routing",
             )
-        given = self.ids[:, self.columns[layer.index]].to(own.dtype)
-        ids = torch.where(self.known[:, None], given, own)
+        ids = self.ids[:, self.columns[layer.index]].to(own.dtype)
+        ids = torch.where(self.replayed[:, None], ids, own)
         differ = (ids.sort(-1).values != own.sort(-1).values).any(-1)
         self._overruled[layer.index] = differ.sum()  # a later choice of the same router replaces it
         self.reached(layer)
@@ -215,10 +216,10 @@ class Replay(RouterIntervention):
             )
 
 
-class AnswerTopk(OverrideMode):
-    """Answers the router's top-k over all experts with the given ids and their own scores.
+class OverrideTopk(OverrideMode):
+    """Replaces the router's top-k over all experts by the replayed ids and their own scores.
 
-    Where groups of experts are scored first, those calls have another size and pass.
+    Calls of other sizes are left alone: some routers score groups of experts first.
     """
 
     def __init__(self, replay: Replay, layer: MoeLayer) -> None:
@@ -234,16 +235,16 @@ class AnswerTopk(OverrideMode):
         if scores.shape[-1] != experts or out.indices.shape[-1] != top_k:
             return out
         ids = self.replay.chosen(self.layer, out.indices.reshape(-1, top_k))
-        answered(ids)
+        override_recorded_choice(ids)
         values = scores.reshape(-1, experts).gather(-1, ids)
         shape = out.indices.shape
         return torch.return_types.topk((values.reshape(shape), ids.reshape(shape)))
 
 
-class AnswerMaxTwice(OverrideMode):
-    """For routers that pick one expert after the other by ``max``: Phi-3.5-MoE, K = 2.
+class OverrideMaxTwice(OverrideMode):
+    """For routers that select one expert after the other by ``max``: Phi-3.5-MoE, K = 2.
 
-    Its mask of near candidates is relative to the expert that was picked, so it follows.
+    Its mask of near candidates is relative to the selected expert, so it follows the replay.
     """
 
     def __init__(self, replay: Replay, layer: MoeLayer) -> None:
@@ -271,7 +272,7 @@ class AnswerMaxTwice(OverrideMode):
 # Routers that do not choose by one top-k over all experts, by the class of the module that is
 # intercepted (see mismatch.training.routing.interventions.blocks_of).
 ROUTER_MODES: dict[str, Callable[[Replay, MoeLayer], OverrideMode]] = {
-    "PhimoeTopKRouter": AnswerMaxTwice,
+    "PhimoeTopKRouter": OverrideMaxTwice,
 }
 
 
@@ -289,7 +290,7 @@ def _require_weights(routing: Routing, source: str) -> None:
 
 
 def _listed(layers: tuple[int, ...]) -> str:
-    """Few numbers as they are, many shortened."""
+    """Layer indices for messages: all of them up to six, else the range and their number."""
     if len(layers) <= 6:
         return ", ".join(map(str, layers)) or "(none)"
     return f"{layers[0]} to {layers[-1]} ({len(layers)})"

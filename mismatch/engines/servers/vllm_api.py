@@ -14,28 +14,27 @@ from numpy.typing import NDArray
 
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.fingerprint import short_dtype
-from mismatch.engines.servers.dialect import Answer, Facts
 from mismatch.engines.servers.http import Client, Refused, Unavailable
+from mismatch.engines.servers.server_api import Answer, ServerAPI, ServerFacts
 from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
 
-LOOK_S = 30.0
+DESCRIBE_S = 30.0
 STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
 CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 ID_TEXT = "token_id:"  # how ids are written where texts are usual (return_tokens_as_token_ids)
 
 
-class VllmServer:
-    """See :class:`mismatch.engines.servers.dialect.Dialect`."""
-
+class VllmAPI(ServerAPI):
     kind: ClassVar[str] = "vllm"
 
-    def look(self, client: Client, served: str | None) -> Facts | None:
+    @classmethod
+    def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
         """``/v1/models`` says whose it is; ``/metrics`` and ``/server_info`` may say more."""
         try:
-            cards = list(client.get("/v1/models", LOOK_S)["data"])
-            version = str(client.get("/version", LOOK_S)["version"])
+            cards = list(client.get("/v1/models", DESCRIBE_S)["data"])
+            version = str(client.get("/version", DESCRIBE_S)["version"])
         except Refused:
             return None
         except (KeyError, TypeError) as error:
@@ -56,8 +55,8 @@ class VllmServer:
             "tensor_parallel_size": parallel.get("tensor_parallel_size"),
             "device": (said.get("device_config") or {}).get("device_type"),
         }
-        return Facts(
-            kind=self.kind,
+        return ServerFacts(
+            kind=cls.kind,
             version=version,
             model=str(card["id"]),
             names=tuple(str(card[key]) for key in ("id", "root") if card.get(key)),
@@ -68,7 +67,6 @@ class VllmServer:
         )
 
     def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """See the protocol."""
         return {
             "temperature": law.temperature,
             "top_p": law.top_p,
@@ -84,20 +82,18 @@ class VllmServer:
             "ignore_eos": False,
         }
 
-    def sample(
+    def generate(
         self,
-        client: Client,
-        facts: Facts,
         ids: Sequence[int],
         settings: dict[str, Any],
         seed: int | None,
         layout: ExpertLayout | None,
     ) -> Answer:
-        """See the protocol. vLLM adds routes by itself where it was told to capture them."""
-        body = _body(facts, ids) | settings | {"logprobs": 0}
+        """vLLM adds routes by itself where it was told to capture them."""
+        body = _body(self.facts, ids) | settings | {"logprobs": 0}
         if seed is not None:
             body["seed"] = seed
-        answer = client.post("/v1/completions", body)
+        answer = self.client.post("/v1/completions", body)
         choice = _choice(answer, ids)
         tokens, logprobs = _sampled(choice)
         if choice.get("finish_reason") not in ("stop", "length"):
@@ -110,11 +106,11 @@ class VllmServer:
         )
         return Answer(sample, answer.get("system_fingerprint"))
 
-    def score(self, client: Client, facts: Facts, ids: Sequence[int], start: int) -> Floats:
-        """See the protocol. vLLM samples one token at least; it is thrown away."""
+    def score(self, ids: Sequence[int], start: int) -> Floats:
+        """vLLM samples one token at least; it is thrown away."""
         settings = self.settings(Sampling(temperature=0.0, max_tokens=1), ())
-        body = _body(facts, ids) | settings | {"prompt_logprobs": 0}
-        choice = _choice(client.post("/v1/completions", body), ids)
+        body = _body(self.facts, ids) | settings | {"prompt_logprobs": 0}
+        choice = _choice(self.client.post("/v1/completions", body), ids)
         rows = choice.get("prompt_logprobs")
         if not isinstance(rows, list) or len(rows) != len(ids):
             raise Unavailable("an answer without prompt_logprobs")
@@ -124,12 +120,14 @@ class VllmServer:
         except (KeyError, TypeError, ValueError) as error:
             raise Unavailable(f"prompt_logprobs without {error}") from error
 
-    def top(
-        self, client: Client, facts: Facts, ids: Sequence[int], settings: dict[str, Any], count: int
+    def top_logprobs(
+        self,
+        ids: Sequence[int],
+        settings: dict[str, Any],
+        count: int,
     ) -> dict[int, float]:
-        """See the protocol."""
-        body = _body(facts, ids) | settings | {"logprobs": count, "max_tokens": 1}
-        choice = _choice(client.post("/v1/completions", body), ids)
+        body = _body(self.facts, ids) | settings | {"logprobs": count, "max_tokens": 1}
+        choice = _choice(self.client.post("/v1/completions", body), ids)
         try:
             found = choice["logprobs"]["top_logprobs"][0]
             return {int(text.removeprefix(ID_TEXT)): float(lp) for text, lp in found.items()}
@@ -137,7 +135,7 @@ class VllmServer:
             raise Unavailable("an answer without top_logprobs") from error
 
 
-def _body(facts: Facts, ids: Sequence[int]) -> dict[str, Any]:
+def _body(facts: ServerFacts, ids: Sequence[int]) -> dict[str, Any]:
     return {
         "model": facts.model,
         "prompt": list(ids),
@@ -197,7 +195,7 @@ def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | 
 def _server_info(client: Client) -> dict[str, Any]:
     """The whole configuration, which vLLM shows in its development mode alone."""
     try:
-        found = client.get("/server_info?config_format=json", LOOK_S)["vllm_config"]
+        found = client.get("/server_info?config_format=json", DESCRIBE_S)["vllm_config"]
     except (Refused, Unavailable, KeyError, TypeError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -205,7 +203,7 @@ def _server_info(client: Client) -> dict[str, Any]:
 
 def _metrics(client: Client) -> str:
     try:
-        return client.text("/metrics", LOOK_S)
+        return client.text("/metrics", DESCRIBE_S)
     except (Refused, Unavailable):
         return ""
 

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.fingerprint import short_dtype
-from mismatch.engines.servers.dialect import Answer, Facts
 from mismatch.engines.servers.http import Client, Refused, Unavailable
+from mismatch.engines.servers.server_api import Answer, ServerAPI, ServerFacts
 from mismatch.engines.sglang import wire
 from mismatch.engines.sglang.arguments import SPARE_TOKENS
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.types import Floats, Sampling
 
-LOOK_S = 30.0
+DESCRIBE_S = 30.0
 # Settings that belong into a fingerprint; the server's whole answer may hold its API key.
 SETTINGS = {
     "device": "device",
@@ -31,16 +31,15 @@ SETTINGS = {
 A_SEQUENCE = "the request"
 
 
-class SglangServer:
-    """See :class:`mismatch.engines.servers.dialect.Dialect`."""
-
+class SglangAPI(ServerAPI):
     kind: ClassVar[str] = "sglang"
 
-    def look(self, client: Client, served: str | None) -> Facts | None:
+    @classmethod
+    def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
         """``/model_info`` is SGLang's alone; ``/server_info`` has its settings."""
         try:
-            model = client.get("/model_info", LOOK_S)
-            info = client.get("/server_info", LOOK_S)
+            model = client.get("/model_info", DESCRIBE_S)
+            info = client.get("/server_info", DESCRIBE_S)
         except Refused:
             return None
         if not (isinstance(model, dict) and isinstance(info, dict)):
@@ -54,8 +53,8 @@ class SglangServer:
             )
         names = (model.get("served_model_name"), model["model_path"], info.get("model_path"))
         known = tuple(dict.fromkeys(str(name) for name in names if name))
-        return Facts(
-            kind=self.kind,
+        return ServerFacts(
+            kind=cls.kind,
             version=str(info["version"]),
             model=known[0],
             names=known,
@@ -70,21 +69,17 @@ class SglangServer:
         )
 
     def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """See the protocol."""
         return wire.sampling_parameters(law, stop_ids)
 
-    def sample(
+    def generate(
         self,
-        client: Client,
-        facts: Facts,
         ids: Sequence[int],
         settings: dict[str, Any],
         seed: int | None,
         layout: ExpertLayout | None,
     ) -> Answer:
-        """See the protocol."""
         body = wire.generate_request(ids, settings, routes=layout is not None, seed=seed)
-        answer = _one(client.post("/generate", body))
+        answer = _one(self.client.post("/generate", body))
         routed = None
         try:
             if layout is not None and wire.has_routes(answer):
@@ -99,20 +94,21 @@ class SglangServer:
             raise Unavailable(_short(error)) from error
         return Answer(sample, _text(answer["meta_info"].get("weight_version")))
 
-    def score(self, client: Client, facts: Facts, ids: Sequence[int], start: int) -> Floats:
-        """See the protocol."""
-        answer = _one(client.post("/generate", wire.prefill_request(ids, start)))
+    def score(self, ids: Sequence[int], start: int) -> Floats:
+        answer = _one(self.client.post("/generate", wire.prefill_request(ids, start)))
         try:
             return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
         except (MismatchError, TypeError, IndexError) as error:
             raise Unavailable(_short(error)) from error
 
-    def top(
-        self, client: Client, facts: Facts, ids: Sequence[int], settings: dict[str, Any], count: int
+    def top_logprobs(
+        self,
+        ids: Sequence[int],
+        settings: dict[str, Any],
+        count: int,
     ) -> dict[int, float]:
-        """See the protocol."""
         body = wire.generate_request(ids, settings | {"max_new_tokens": 1}, routes=False)
-        answer = _one(client.post("/generate", body | {"top_logprobs_num": count}))
+        answer = _one(self.client.post("/generate", body | {"top_logprobs_num": count}))
         try:
             entries = answer["meta_info"]["output_top_logprobs"][0]
             return {int(entry[1]): float(entry[0]) for entry in entries if entry[0] is not None}
@@ -131,7 +127,7 @@ def _one(answer: Any) -> dict[str, Any]:
 def _context(client: Client, info: dict[str, Any]) -> int | None:
     """Tokens of the longest sequence; /v1/models says it, whatever the flags were."""
     try:
-        found = client.get("/v1/models", LOOK_S)["data"][0].get("max_model_len")
+        found = client.get("/v1/models", DESCRIBE_S)["data"][0].get("max_model_len")
     except (Refused, Unavailable, KeyError, IndexError, TypeError, AttributeError):
         found = info.get("context_length")
     return int(found) if found else None

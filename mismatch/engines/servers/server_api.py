@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.servers.http import Client
@@ -14,12 +15,12 @@ ABSENT_LOGPROB = -9998.0  # servers write -9999 for minus infinity, which JSON d
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ServerFacts:
     """What a server says about itself.
 
     Example::
 
-        Facts("vllm", "0.32.0", "tiny", ("tiny", "tiny-gpt-oss"), max_model_len=1024)
+        ServerFacts("vllm", "0.32.0", "tiny", ("tiny", "tiny-gpt-oss"), max_model_len=1024)
 
     Attributes:
         kind: "vllm" or "sglang".
@@ -59,8 +60,9 @@ class Answer:
     identity: str | None = None
 
 
-class Dialect(Protocol):
-    """How one kind of server is spoken to. All of it is stateless.
+@dataclass(frozen=True, slots=True)
+class ServerAPI(ABC):
+    """The API of one kind of server. Stateless.
 
     Every method that asks raises ``Unavailable``, ``Refused`` or ``MismatchError`` as
     :meth:`mismatch.engines.servers.http.Client.post` does; an answer that lacks what was asked for
@@ -68,21 +70,25 @@ class Dialect(Protocol):
     """
 
     kind: ClassVar[str]
+    client: Client
+    facts: ServerFacts
 
-    def look(self, client: Client, served: str | None) -> Facts | None:
+    @classmethod
+    @abstractmethod
+    def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
         """Facts of a server of this kind; None: it is another kind.
 
         Args:
             served: the model's name there, where several are served; None: the base model.
         """
 
+    @abstractmethod
     def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """The sampling law as it is sent: every parameter, so that no default slips in."""
+        """The sampling parameters as they are sent: all of them, so that no default slips in."""
 
-    def sample(
+    @abstractmethod
+    def generate(
         self,
-        client: Client,
-        facts: Facts,
         ids: Sequence[int],
         settings: dict[str, Any],
         seed: int | None,
@@ -90,10 +96,12 @@ class Dialect(Protocol):
     ) -> Answer:
         """One continuation of ``ids``; with routed experts, in the layers of ``layout``, if any."""
 
-    def score(self, client: Client, facts: Facts, ids: Sequence[int], start: int) -> Floats:
+    @abstractmethod
+    def score(self, ids: Sequence[int], start: int) -> Floats:
         """Logprobs at T = 1 of the tokens ``start:``, by prefill; ``start`` is at least 1."""
 
-    def top(
-        self, client: Client, facts: Facts, ids: Sequence[int], settings: dict[str, Any], count: int
+    @abstractmethod
+    def top_logprobs(
+        self, ids: Sequence[int], settings: dict[str, Any], count: int
     ) -> dict[int, float]:
         """Token id -> logprob of the ``count`` most likely next tokens, as decoding reports it."""

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
-from mismatch.engines.servers import member as members
-from mismatch.engines.servers import pool as pools
-from mismatch.engines.servers.http import Refused, Unavailable
-from mismatch.engines.servers.member import Changed, Member, rest_s
-from mismatch.engines.servers.pool import NobodyLeft, Pool
+from mismatch.engines.servers import http, scheduler
+from mismatch.engines.servers.http import Refused, Unavailable, backoff_s
+from mismatch.engines.servers.scheduler import (
+    Changed,
+    NobodyLeft,
+    Scheduler,
+    ServerState,
+    Work,
+)
 from mismatch.errors import MismatchError
 
 LOST = Unavailable("the connection was lost")
@@ -22,8 +26,8 @@ LOST = Unavailable("the connection was lost")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "FIRST_REST_S", 0.01)
-    monkeypatch.setattr(members, "LONGEST_REST_S", 0.02)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "LONGEST_BACKOFF_S", 0.02)
 
 
 class Fake:
@@ -40,7 +44,7 @@ class Fake:
 
 
 class Bench:
-    """A pool of fakes, and what came of its jobs."""
+    """Fakes under one scheduler, and what came of its jobs."""
 
     def __init__(self, *fakes: Fake, concurrency: int = 4) -> None:
         self.fakes = fakes
@@ -48,8 +52,8 @@ class Bench:
         self.counted: Counter[int] = Counter()
         self.voided: list[int] = []
         self.said: list[str] = []
-        members = [Member(fake.name, fake) for fake in fakes]
-        self.pool = Pool(members, self.verify, concurrency, self.said.append)
+        states = [ServerState(fake.name, fake) for fake in fakes]
+        self.scheduler = Scheduler(states, self.verify, concurrency, self.said.append)
         self._lock = threading.Lock()
 
     def verify(self, fake: Fake) -> None:
@@ -68,24 +72,24 @@ class Bench:
                 fake.now -= 1
         return fake.name
 
-    def done(self, job: int, member: Member, answer: str) -> None:
+    def done(self, job: int, state: ServerState, answer: str) -> None:
         assert job not in self.got, "an answer counted twice"
         self.got[job] = answer
         self.counted[job] += 1
 
-    def void(self, jobs: list[int], member: Member) -> None:
+    def void(self, jobs: list[int], state: ServerState) -> None:
         for job in jobs:
             del self.got[job]
         self.voided += jobs
 
     def run(self, jobs: int = 40) -> Bench:
-        self.pool.run(range(jobs), self.ask, self.done, self.void)
+        self.scheduler.run(range(jobs), Work(self.ask, self.done, self.void))
         assert sorted(self.got) == list(range(jobs))
         return self
 
 
-def member(bench: Bench, number: int) -> Member:
-    return bench.pool.members[number]
+def server(bench: Bench, number: int) -> ServerState:
+    return bench.scheduler.states[number]
 
 
 def sometimes(error: Exception, every: int) -> Callable[[int], None]:
@@ -129,12 +133,12 @@ def test_no_server_gets_more_at_once_than_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [LOST, Unavailable("late", slow=True), Unavailable("HTTP 429", busy=True)]
+    "error", [LOST, Unavailable("late", kind="slow"), Unavailable("HTTP 429", kind="busy")]
 )
 def test_what_fails_once_is_asked_again(error: Unavailable) -> None:
     bench = Bench(Fake("a", sometimes(error, every=7))).run(30)
     assert bench.counted == Counter(range(30))
-    counts = member(bench, 0).counts
+    counts = server(bench, 0).counts
     assert counts["answers"] == 30
     assert counts["failures"] + counts["timeouts"] + counts["busy"] >= 1
 
@@ -143,27 +147,27 @@ def test_a_server_that_lost_a_connection_is_looked_at_before_it_goes_on() -> Non
     fake = Fake("a", sometimes(LOST, every=1000))
     bench = Bench(fake, concurrency=1).run(5)
     assert fake.verified == 2  # after the loss, and at the end
-    assert not member(bench, 0).unconfirmed
-    busy = Fake("b", sometimes(Unavailable("HTTP 429", busy=True), every=1000))
+    assert not server(bench, 0).unconfirmed
+    busy = Fake("b", sometimes(Unavailable("HTTP 429", kind="busy"), every=1000))
     Bench(busy, concurrency=1).run(5)
     assert busy.verified == 1  # it was there all the time
 
 
 def test_retry_after_is_honoured() -> None:
-    fake = Fake("a", sometimes(Unavailable("HTTP 429", retry_after_s=0.4, busy=True), every=1000))
+    fake = Fake("a", sometimes(Unavailable("HTTP 429", retry_after_s=0.4, kind="busy"), every=1000))
     began = time.monotonic()
     Bench(fake, concurrency=2).run(4)
     assert 0.4 <= time.monotonic() - began < 2
 
 
 def test_rests_grow_and_are_spread() -> None:
-    rests = [[rest_s(failures, None) for _ in range(200)] for failures in (1, 2, 30)]
-    first, longest = members.FIRST_REST_S, members.LONGEST_REST_S
+    rests = [[backoff_s(failures, None) for _ in range(200)] for failures in (1, 2, 30)]
+    first, longest = http.FIRST_BACKOFF_S, http.LONGEST_BACKOFF_S
     for found, middle in zip(rests, (first, 2 * first, longest), strict=True):
         assert middle / 2 <= min(found) < max(found) <= 1.5 * middle
         assert max(found) > 1.2 * min(found)
-    assert rest_s(1, 10_000.0) <= 1.1 * members.LONGEST_WAIT_S
-    assert rest_s(9, 2.0) >= 2.0
+    assert backoff_s(1, 10_000.0) <= 1.1 * http.LONGEST_RETRY_AFTER_S
+    assert backoff_s(9, 2.0) >= 2.0
 
 
 def dies(after: int) -> Callable[[int], None]:
@@ -180,9 +184,9 @@ def test_the_others_do_the_work_of_a_dead_server() -> None:
     dead, alive = Fake("dead", dies(after=5)), Fake("alive", lambda _: time.sleep(0.005))
     dead.verify_with = lambda: dead.act(-1)
     bench = Bench(dead, alive).run(60)
-    assert member(bench, 0).dropped == "connection refused"
+    assert server(bench, 0).dropped == "connection refused"
     assert Counter(bench.got.values()) == {"dead": 5, "alive": 55}  # what it answered counts
-    assert len(member(bench, 0).unconfirmed) == 5
+    assert len(server(bench, 0).unconfirmed) == 5
     assert bench.said == ["dead is dropped: connection refused"]
 
 
@@ -197,8 +201,8 @@ def test_one_loss_of_many_requests_is_one_failure() -> None:
             raise LOST
 
     bench = Bench(Fake("a", act), concurrency=8).run(20)
-    assert member(bench, 0).counts["failures"] == 8
-    assert member(bench, 0).dropped is None  # DROP_AFTER is less than 8
+    assert server(bench, 0).counts["failures"] == 8
+    assert server(bench, 0).dropped is None  # DROP_AFTER is less than 8
 
 
 def test_without_any_server_left_it_ends() -> None:
@@ -259,8 +263,8 @@ def test_a_server_restarted_with_other_weights_is_caught_and_its_work_redone() -
     bench = Bench(bad, good, concurrency=1).run(30)
     assert set(bench.got.values()) == {"good"}
     assert len(bench.voided) == 5
-    assert member(bench, 0).counts["void"] == 5
-    assert member(bench, 0).dropped == "other weights"
+    assert server(bench, 0).counts["void"] == 5
+    assert server(bench, 0).dropped == "other weights"
 
 
 def test_weights_changed_without_any_loss_are_caught_at_the_end() -> None:
@@ -279,7 +283,7 @@ def test_weights_changed_everywhere_are_an_error() -> None:
 
 
 def test_long_runs_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "VERIFY_EVERY_S", 0.05)
+    monkeypatch.setattr(scheduler, "VERIFY_EVERY_S", 0.05)
     fake = Fake("a", lambda _: time.sleep(0.02))
     Bench(fake, concurrency=2).run(40)
     assert fake.verified >= 4
@@ -294,7 +298,7 @@ def test_a_server_that_answers_as_another_is_dropped_at_once() -> None:
 
     other.act = act  # looking at it would tell nothing
     bench = Bench(other, Fake("good"), concurrency=1).run(20)
-    assert member(bench, 0).dropped == "it answers as x, not y"
+    assert server(bench, 0).dropped == "it answers as x, not y"
     assert set(bench.got.values()) == {"good"}
     assert len(bench.said) == 1
 

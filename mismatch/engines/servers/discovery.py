@@ -1,0 +1,182 @@
+"""Which servers these are, whether they are the right ones, and whether they are alike.
+
+:func:`recognise` needs none of the model's files, so that a wrong address or model is reported
+before any process starts; :func:`discover` probes the servers too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from mismatch.engines.base import ExpertLayout
+from mismatch.engines.model_info import read_model_info
+from mismatch.engines.servers.address import parse_address
+from mismatch.engines.servers.http import ATTEMPTS, Client, Refused, Unavailable, api_key
+from mismatch.engines.servers.probing import (
+    TEXTS,
+    Probes,
+    Server,
+    allowed_drift,
+    examine,
+    expert_layout,
+    make_probes,
+    mean_abs_diff,
+)
+from mismatch.engines.servers.server_api import ServerAPI, ServerFacts
+from mismatch.engines.servers.sglang_api import SglangAPI
+from mismatch.engines.servers.vllm_api import VllmAPI
+from mismatch.errors import MismatchError
+from mismatch.specs import EngineSpec
+
+SERVER_APIS: tuple[type[ServerAPI], ...] = (SglangAPI, VllmAPI)  # in the order of asking
+
+
+@dataclass(frozen=True, slots=True)
+class ServerGroup:
+    """All servers of a run, and what they are probed with."""
+
+    servers: tuple[Server, ...]
+    probes: Probes
+    layout: ExpertLayout | None
+
+
+def recognise(spec: EngineSpec) -> list[ServerAPI]:
+    """Ask every server who it is, and whether it is the right one.
+
+    Raises:
+        MismatchError: a bad address or the same one twice; no answer, no server of a known kind,
+            another model, or not all alike.
+    """
+    addresses = [parse_address(text) for text in spec.servers]
+    if len(set(addresses)) < len(addresses):
+        raise MismatchError("the same --server twice", "name every server once")
+    servers = []
+    for address in addresses:
+        api = _describe(Client(address, spec.server_timeout_s, api_key(), ATTEMPTS), spec)
+        _require_model(address.text, api.facts, spec)
+        servers.append(api)
+    _require_alike(servers)
+    return servers
+
+
+@functools.lru_cache(maxsize=4)
+def discover(spec: EngineSpec) -> ServerGroup:
+    """Recognise and probe all servers of a spec; asked once in a process.
+
+    Raises:
+        MismatchError: as :func:`recognise`; or a server that gives no logprobs of sampled tokens,
+            or has another tokenizer, or other weights than the first.
+    """
+    probes, info = make_probes(spec), read_model_info(spec)
+    layout = expert_layout(spec, info) if spec.routing else None
+    servers: list[Server] = []
+    for api in recognise(spec):
+        url = api.client.address.text
+        try:
+            _require_tokens(api, spec, probes)
+            server = examine(api, probes, layout)
+        except Unavailable as error:
+            raise MismatchError(
+                f"{url}: {error.reason}",
+                "look into the server's log; --server-timeout gives a request more time",
+            ) from error
+        except Refused as error:
+            raise MismatchError(
+                f"{url} refuses a probe (HTTP {error.status}): {error.reason}",
+                "is it another model? compare --model with what the server loaded",
+            ) from error
+        servers.append(
+            replace(server, api=replace(server.api, client=api.client.without_retries()))
+        )
+    for server in servers[1:]:
+        _require_same_answers(servers[0], server)
+    return ServerGroup(tuple(servers), probes, layout)
+
+
+def _describe(client: Client, spec: EngineSpec) -> ServerAPI:
+    url = client.address.text
+    try:
+        for api in SERVER_APIS:
+            facts = api.describe(client, spec.served_model)
+            if facts is not None:
+                return api(client, facts)
+    except Unavailable as error:
+        raise MismatchError(
+            f"{url}: {error.reason}",
+            f"is it up, and is this its address? try: curl {url}/v1/models; or leave it out",
+        ) from error
+    raise MismatchError(
+        f"{url} is no server that mismatch knows",
+        "give the address of a vLLM or SGLang server, without a path",
+    )
+
+
+def _require_model(url: str, facts: ServerFacts, spec: EngineSpec) -> None:
+    """The server has the model that was asked for, by its names."""
+    if spec.served_model is not None:
+        if spec.served_model in facts.names:
+            return
+        asked, fix = f"--served-model {spec.served_model}", "name one that it has"
+    else:
+        wanted = _last_part(spec.model)
+        if any(name == spec.model or _last_part(name) == wanted for name in facts.names):
+            return
+        asked = f"--model {wanted}"
+        fix = (
+            f"is it the same checkpoint under another name? --served-model {facts.model}; "
+            "else name the model that it serves"
+        )
+    served = " or ".join(dict.fromkeys(_last_part(name) for name in facts.names))
+    raise MismatchError(f"{url} serves {served}, not {asked}: the wrong model", fix)
+
+
+def _last_part(name: str) -> str:
+    return PurePosixPath(name.replace("\\", "/")).name.casefold()
+
+
+def _require_alike(servers: Sequence[ServerAPI]) -> None:
+    """All servers are of one kind, version, context and dtype, as far as they say."""
+    first = servers[0]
+    for other in servers[1:]:
+        for name in ("kind", "version", "max_model_len", "dtype", "weight_version"):
+            expected, given = getattr(first.facts, name), getattr(other.facts, name)
+            if expected != given:
+                raise MismatchError(
+                    f"the servers differ: {name.replace('_', ' ')} is {expected} at "
+                    f"{first.client.address.text}, {given} at {other.client.address.text}",
+                    "measure one kind at a time: give servers that are alike",
+                )
+
+
+def _require_tokens(api: ServerAPI, spec: EngineSpec, probes: Probes) -> None:
+    """The server's tokenizer is the model's, where it can be asked."""
+    body = {"model": api.facts.model, "prompt": TEXTS[1], "add_special_tokens": True}
+    try:
+        theirs = api.client.post("/tokenize", body).get("tokens")
+    except (Refused, Unavailable, AttributeError):
+        return
+    ours = list(probes.whole[1])
+    if isinstance(theirs, list) and theirs[: len(ours)] != ours:
+        raise MismatchError(
+            f"{api.client.address.text} has another tokenizer than {spec.model}: the wrong model",
+            "give the model that the server loaded: --model",
+        )
+
+
+def _require_same_answers(first: Server, other: Server) -> None:
+    difference = mean_abs_diff(first.probe, other.probe)
+    if difference > allowed_drift(max(first.noise, other.noise)):
+        raise MismatchError(
+            f"the servers have other weights or settings: probe logprobs of {first.url} and "
+            f"{other.url} are {difference:.3g} apart on average",
+            "give servers that loaded the same checkpoint in the same way",
+        )
+    if first.mode != other.mode:
+        raise MismatchError(
+            f"the servers differ: logprobs are {first.mode.name} at {first.url}, "
+            f"{other.mode.name} at {other.url}",
+            "start them with the same logprobs mode",
+        )

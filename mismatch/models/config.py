@@ -1,0 +1,382 @@
+"""The one reader of config.json: where it is, without a network, and what it says about a model.
+
+Parameter counts are exact for the families of :data:`FAMILIES` (tests compare them with
+transformers' own modules). Nothing here imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mismatch.errors import MismatchError
+from mismatch.models.aliases import find_alias
+
+SHIPPED = "shipped with mismatch"
+MXFP4_BITS = 4.25  # 4 per value, and 8 for the scale that 32 values share
+
+# Names that families give to the same number.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = (
+    "num_experts_per_tok",
+    "moe_k",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+    "num_experts_per_token",
+)
+EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+EXTRA_EXPERTS = ("zero_expert_num",)  # what routers choose beside experts, counted after them
+MOE_SWITCHES = ("is_moe", "enable_moe_block")  # off: a dense model, whatever the numbers say
+TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+# Families of transformers 5 whose attention learns a sink per head.
+SINK_FAMILIES = frozenset(
+    {
+        "gpt_oss",
+        "deepseek_v4",
+        "granite_swa",
+        "granitemoe_swa",
+        "hy_v4",
+        "mimo_v2_flash",
+        "openai_privacy_filter",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the parameters of a family have beyond the plain decoder layer.
+
+    Attributes:
+        qkv_bias, o_bias: None: as ``attention_bias`` in config.json says.
+        qk_norm: "" none, "head" over a head's dimensions, "all" over all heads'.
+        biased_experts: experts and router have biases.
+    """
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: str = ""
+    biased_experts: bool = False
+
+
+FAMILIES = {
+    "gpt_oss": Traits(biased_experts=True),
+    "llama": Traits(),
+    "mistral": Traits(qkv_bias=False, o_bias=False),
+    "mixtral": Traits(qkv_bias=False, o_bias=False),
+    "olmoe": Traits(qk_norm="all"),
+    "qwen2": Traits(qkv_bias=True, o_bias=False),
+    "qwen3": Traits(qk_norm="head"),
+    "qwen3_moe": Traits(qk_norm="head"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only model as its config.json describes it; 0 where the file does not say.
+
+    >>> ModelConfig("llama", vocab=32, hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4,
+    ...             width=16).layer_parameters
+    592
+
+    Attributes:
+        family: ``model_type`` of the text model.
+        head_dim: of queries and keys; ``value_dim`` of values.
+        width: of the MLP, or of one expert.
+        experts, top_k: 0 for a dense model; of the first layer where layers differ.
+        extra_experts: what routers choose beside experts, numbered after them.
+        window: tokens that a sliding-window layer sees; None where all layers see everything.
+        layer_types: as in the file, () where it has none.
+        quantised: the method of the released weights ("mxfp4"), or "".
+        dtype: of the released weights, or "".
+        context: positions that the model was made for.
+    """
+
+    family: str
+    vocab: int = 0
+    hidden: int = 0
+    layers: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    width: int = 0
+    value_dim: int = 0
+    experts: int = 0
+    top_k: int = 0
+    extra_experts: int = 0
+    tied: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    window: int | None = None
+    layer_types: tuple[str, ...] = ()
+    quantised: str = ""
+    dtype: str = ""
+    context: int | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> ModelConfig:
+        """Read a parsed config.json, or a configuration of transformers."""
+        text, parsed = _Fields(config), isinstance(config, Mapping)
+        family, hidden = str(text["model_type"] or ""), text.number("hidden_size")
+        heads = text.number("num_attention_heads")
+        head_dim = text.number("qk_head_dim", "head_dim") or hidden // max(heads, 1)
+        dense = any(text[name] is False for name in MOE_SWITCHES)
+        experts = 0 if dense else text.number(*EXPERTS)
+        experts = experts if experts > 1 else 0
+        kinds = tuple(text["layer_types"] or ())
+        quantised = text["quantization_config"] or {}
+        quantised = quantised if isinstance(quantised, Mapping) else vars(quantised)
+        return cls(
+            family=family,
+            vocab=text.number("vocab_size"),
+            hidden=hidden,
+            layers=text.number("num_hidden_layers"),
+            heads=heads,
+            kv_heads=text.number("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            width=text.number(*(EXPERT_WIDTH if experts else ("intermediate_size",))),
+            value_dim=text.number("v_head_dim") or head_dim,
+            experts=experts,
+            top_k=text.number(*TOP_K) if experts else 0,
+            extra_experts=text.number(*EXTRA_EXPERTS) if experts else 0,
+            tied=bool(text["tie_word_embeddings"]),
+            attention_bias=bool(_or(text["attention_bias"], family == "gpt_oss")),
+            mlp_bias=bool(text["mlp_bias"]),
+            window=_window(text, kinds),
+            layer_types=kinds,
+            quantised=str(quantised.get("quant_method") or ""),
+            dtype=str(text["dtype"] or (text["torch_dtype"] if parsed else None) or ""),
+            context=text.number("max_position_embeddings") or None,
+        )
+
+    def require_counts(self) -> ModelConfig:
+        """The config itself, whose parameters can be counted.
+
+        Raises:
+            MismatchError: a family that :data:`FAMILIES` does not have, or a field missing.
+        """
+        if self.family not in FAMILIES:
+            raise MismatchError(
+                f"the memory of the family {self.family!r} cannot be predicted",
+                f"known families: {', '.join(FAMILIES)}; try with few prompts: --num-prompts 2",
+            )
+        sizes = {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.width,
+            "num_experts_per_tok": self.top_k or not self.experts,
+        }
+        if missing := [name for name, size in sizes.items() if not size]:
+            raise MismatchError(
+                f"config.json of family {self.family!r} lacks {', '.join(missing)}",
+                "complete config.json",
+            )
+        return self
+
+    @property
+    def traits(self) -> Traits:
+        return FAMILIES[self.family]
+
+    @property
+    def sinks(self) -> bool:
+        """Whether heads learn attention sinks."""
+        return self.family in SINK_FAMILIES
+
+    @property
+    def stored_dtype(self) -> str:
+        """How the released weights are stored: the quantisation method, or their dtype."""
+        return self.quantised or self.dtype
+
+    @property
+    def q_width(self) -> int:
+        """All heads' dimensions together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def expert_matrices(self) -> int:
+        """The part of :attr:`expert_parameters` that MXFP4 packs: all but the biases."""
+        return self.experts * 3 * self.hidden * self.width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts of one layer; 0 for a dense model."""
+        biases = 2 * self.width + self.hidden if self.traits.biased_experts else 0
+        return self.expert_matrices + self.experts * biases
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one decoder layer."""
+        traits = self.traits
+        q, kv, hidden = self.q_width, self.kv_width, self.hidden
+        count = hidden * (q + 2 * kv) + q * hidden + 2 * hidden
+        count += (q + 2 * kv) * _or(traits.qkv_bias, self.attention_bias)
+        count += hidden * _or(traits.o_bias, self.attention_bias)
+        count += {"": 0, "head": 2 * self.head_dim, "all": q + kv}[traits.qk_norm]
+        count += self.heads * self.sinks
+        if not self.experts:
+            bias = 2 * self.width + hidden if self.mlp_bias else 0
+            return count + 3 * hidden * self.width + bias
+        return count + self.experts * (hidden + traits.biased_experts) + self.expert_parameters
+
+    @property
+    def root_parameters(self) -> int:
+        """Embedding, head and last norm: what FSDP2 wraps at the root."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """That one token uses: its experts instead of all."""
+        if not self.experts:
+            return self.parameters
+        idle = self.expert_parameters * (self.experts - self.top_k) // self.experts
+        return self.parameters - self.layers * idle
+
+    def kv_elements(self, tokens: int) -> int:
+        """Elements of keys and values that one sequence of ``tokens`` keeps, all layers."""
+        full = self.layers if self.window is None else self.layer_types.count("full_attention")
+        seen = min(tokens, self.window or tokens)
+        return 2 * self.kv_width * (full * tokens + (self.layers - full) * seen)
+
+
+class _Fields:
+    """Fields of a text model's configuration, by name; None where there is none."""
+
+    def __init__(self, config: Any) -> None:
+        if isinstance(config, Mapping):
+            parts: dict[str, Any] = dict(config)
+            while nested := [parts[n] for n in TEXT_PARTS if isinstance(parts.get(n), dict)]:
+                parts = {k: v for k, v in parts.items() if k not in TEXT_PARTS} | nested[0]
+            self.get: Callable[[str], Any] = parts.get
+        else:
+            text = config.get_text_config()
+            if getattr(text, "is_heterogeneous", False):
+                text = text.per_layer_config[0]
+            self.get = lambda name: getattr(text, name, None)
+        feed_forward = self.get("ffn_config")  # DBRX keeps its experts there
+        self.inner = _Fields(feed_forward) if feed_forward else None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.get(name)
+
+    def number(self, *names: str) -> int:
+        """The first of these fields that is a positive number, or 0.
+
+        Where it differs by layer (Hunyuan allows that) the first stands for all.
+        """
+        for name in names:
+            value = self.get(name)
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        return self.inner.number(*names) if self.inner else 0
+
+
+@dataclass(frozen=True, slots=True)
+class FoundConfig:
+    """A parsed config.json and where it was found.
+
+    Attributes:
+        source: "its directory", "the hub's cache" or "shipped with mismatch".
+        weights: a directory that holds the weights as well, or None: they are not here yet.
+    """
+
+    values: dict[str, Any]
+    source: str
+    weights: Path | None
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig.of(self.values)
+
+
+def find_config(model: str, revision: str | None = None) -> FoundConfig:
+    """The config.json of a resolved model (a directory or a hub id), without a network.
+
+    Raises:
+        MismatchError: it is neither here nor shipped, or cannot be read.
+    """
+    if Path(model).is_dir():
+        return FoundConfig(_read(Path(model) / "config.json"), "its directory", Path(model))
+    cached = cached_snapshot(model, revision)
+    if cached is not None and (cached / "config.json").is_file():
+        here = cached if any(cached.glob("*.safetensors")) else None
+        return FoundConfig(_read(cached / "config.json"), "the hub's cache", here)
+    alias = find_alias(model)
+    if alias is not None and revision is None:
+        return FoundConfig(alias.config, SHIPPED, None)
+    at = f" at revision {revision}" if revision else ""
+    raise MismatchError(
+        f"the config.json of {model}{at} is not on this machine",
+        f"fetch it: hf download {model} config.json; or give a directory that holds it",
+    )
+
+
+def is_moe(model: str, revision: str | None = None) -> bool | None:
+    """Whether a model (directory or hub id) has experts; None where it is not on this machine."""
+    try:
+        found = find_config(model, revision)
+    except MismatchError:
+        return None
+    return None if found.source == SHIPPED else found.model.experts > 0
+
+
+def cached_snapshot(model: str, revision: str | None = None) -> Path | None:
+    """The snapshot of a hub model in the hub's cache, as huggingface_hub lays it out."""
+    folder = hub_cache() / f"models--{model.replace('/', '--')}"
+    name = revision or "main"
+    pointer = folder / "refs" / name
+    commit = pointer.read_text().strip() if pointer.is_file() else name
+    snapshot = folder / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps models, by the same variables that it reads."""
+    if found := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(found).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+    home = Path(os.environ.get("HF_HOME", cache / "huggingface"))
+    return (home / "hub").expanduser()
+
+
+def offline() -> bool:
+    """Whether the user forbade the hub, by the variables that huggingface_hub reads."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise MismatchError(
+            f"{path} cannot be read: {error}", "give a model directory with a valid config.json"
+        ) from error
+    if not isinstance(parsed, dict):
+        raise MismatchError(f"{path} is not a JSON object", "give a valid config.json")
+    return parsed
+
+
+def _window(text: _Fields, kinds: tuple[str, ...]) -> int | None:
+    window = text["sliding_window"]
+    if not isinstance(window, int) or not window or text["use_sliding_window"] is False:
+        return None
+    return None if kinds and "sliding_attention" not in kinds else window
+
+
+def _or(value: bool | None, default: bool) -> bool:
+    return default if value is None else value

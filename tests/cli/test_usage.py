@@ -1,0 +1,117 @@
+"""Command lines that cannot be read: the nearest flag or command, each named once, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from mismatch.cli.flags import Flags
+from mismatch.cli.main import main
+from mismatch.cli.options import CHECK
+from mismatch.cli.to_spec import check_spec, checkpoint_dtype
+from mismatch.errors import MismatchError
+from mismatch.specs import spec_hash
+
+CASES = {
+    "unknown flag": (["check", "--tempertaure", "1"], "--tempertaure", "mean --temperature?"),
+    "unknown command": (["chekc"], "chekc", "mean check?"),
+    "unknown choice": (["check", "--layout", "pakcing"], "--layout", "mean packing?"),
+    "unknown dtype": (["check", "--dtype", "bfloat17"], "--dtype", "mean bfloat16?"),
+    "no number": (["check", "--num-prompts", "x"], "--num-prompts", "a whole number"),
+    "no time": (["check", "--budget-minutes", "0"], "--budget-minutes", "a number above 0"),
+    "no batch": (["check", "--gradient-prompts", "0"], "--gradient-prompts", "above 0"),
+    "no length": (["compare", "RUN", "--forecast-length", "0"], "--forecast-length", "above 0"),
+    "no requests": (["check", "--server-concurrency", "0"], "--server-concurrency", "above 0"),
+    "endless": (["check", "--server-timeout", "inf"], "--server-timeout", "above 0"),
+    "no value": (["check", "--num-prompts"], "--num-prompts", "mismatch check --help"),
+    "no run": (["compare"], "'run'", "mismatch compare --help"),
+}
+
+
+def run(arguments, monkeypatch, capsys) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["mismatch", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_with_the_name_and_a_remedy(name, monkeypatch, capsys):
+    arguments, culprit, remedy = CASES[name]
+    code, _, error = run(arguments, monkeypatch, capsys)
+    assert code == 2
+    assert error.count(culprit) == 1
+    assert remedy in error
+    assert "fix:" in error
+
+
+def test_without_a_command_the_help_is_printed(monkeypatch, capsys):
+    code, bare, _ = run([], monkeypatch, capsys)
+    assert code == 2
+    code, asked, _ = run(["--help"], monkeypatch, capsys)
+    assert code == 0
+    assert bare == asked
+
+
+def spec_with(tmp_path, monkeypatch, capsys, *arguments):
+    """The spec that a command line means, by way of its printed configuration."""
+    import tomllib
+
+    line = ["check", "--model", "tiny-gpt-oss", "--nproc-per-node", "1", *arguments]
+    _, printed, _ = run([*line, "--print-config"], monkeypatch, capsys)
+    defaults = {option.name: option.default for option in CHECK}
+    return check_spec(Flags(defaults | tomllib.loads(printed)))
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("bfloat16", "bf16"),
+        ("float16", "fp16"),
+        ("half", "fp16"),
+        ("float32", "fp32"),
+        ("float", "fp32"),
+        ("auto", "bf16"),
+    ],
+)
+def test_dtypes_may_be_named_as_in_vllm(name, ours, tmp_path, monkeypatch, capsys):
+    flags = ("dtype", "train-dtype", "master-dtype", "autocast", "head-dtype", "router-dtype")
+    specs = [
+        spec_with(tmp_path, monkeypatch, capsys, *(f"--{flag}={dtype}" for flag in flags))
+        for dtype in (name, ours)
+    ]
+    assert specs[0] == specs[1]
+    assert spec_hash(specs[0]) == spec_hash(specs[1])
+    assert specs[0].rollout.engine.dtype == specs[0].train.autocast == ours
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, "fp16"),
+        ({"text_config": {"dtype": "float32"}}, "fp32"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "bf16"),
+    ],
+)
+def test_auto_is_the_dtype_of_the_checkpoint(config, dtype, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert checkpoint_dtype(str(tmp_path), None) == dtype
+
+
+@pytest.mark.parametrize("config", [{}, {"dtype": "float8_e4m3fn"}])
+def test_auto_without_a_dtype_that_runs_is_refused(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MismatchError, match="auto"):
+        checkpoint_dtype(str(tmp_path), None)
+
+
+def test_a_flag_may_stand_alone(monkeypatch, capsys):
+    line = ["check", "--model", "tiny-gpt-oss", "--print-config"]
+    for arguments in ([*line, "--resume"], [line[0], "--resume", *line[1:]]):
+        _, printed, _ = run(arguments, monkeypatch, capsys)
+        assert 'resume = "newest"' in printed
+    _, printed, _ = run([*line, "--resume", "runs/a"], monkeypatch, capsys)
+    assert 'resume = "runs/a"' in printed
