@@ -24,6 +24,17 @@ from mismatch.specs import CheckSpec, PromptSpec
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
 CHARACTERS_PER_TOKEN = 3  # low, so that prompts are rather over- than underestimated
 UNKNOWN_PROMPT_TOKENS = 512
+# What resolve_attention makes of these names without a trial, for a model with sinks (True) and
+# one without, in the families whose memory is predicted; a test compares the two.
+PLAIN_KERNELS = {
+    True: {
+        "auto": "sink-sdpa",
+        "sink-sdpa": "sink-sdpa",
+        "transformers": "eager",
+        "eager": "eager",
+    },
+    False: {"auto": "sdpa", "sdpa": "sdpa", "transformers": "sdpa", "eager": "eager"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,27 +236,33 @@ def _kernels(spec: CheckSpec, found: FoundConfig, device: str) -> dict[str, str]
     if found.model.require_counts().experts:
         auto = "grouped_mm (transformers' choice)"
         kernels["experts"] = auto if train.experts == "auto" else train.experts
-    if not any(find_spec(name) is None for name in ("torch", "transformers")):
-        kernels["attention"] = _attention(train.attention, found.values, device)
-    else:
-        kernels["attention"] = f"{train.attention} (not resolved: torch is not installed)"
+    kernels["attention"] = _attention(train.attention, found, device)
     return kernels
 
 
-def _attention(name: str, values: dict[str, Any], device: str) -> str:
+def _attention(name: str, found: FoundConfig, device: str) -> str:
     """The kernel that the trainer would resolve; MismatchError where it would refuse."""
+    model = found.model
+    label = PLAIN_KERNELS[model.sinks].get(name, "")
+    if not label:
+        if any(find_spec(package) is None for package in ("torch", "transformers")):
+            return f"{name} (not resolved: torch is not installed)"
+        return _resolved_attention(name, found.values)
+    if name == "auto" and label == "sink-sdpa" and device != "cpu":
+        label += ", or a faster kernel that passes a trial on the GPU"
+    return f"{label}, honours the sinks" if model.sinks else label
+
+
+def _resolved_attention(name: str, values: dict[str, Any]) -> str:
+    """Resolved as the trainer does it, which takes torch and transformers (5 s of CPU)."""
     from transformers import AutoConfig
 
     from mismatch.training.attention.resolve import resolve_attention
 
     fields = {k: v for k, v in values.items() if k not in ("model_type", "quantization_config")}
-    config = AutoConfig.for_model(values["model_type"], **fields)
-    found = resolve_attention(name, config)
+    resolved = resolve_attention(name, AutoConfig.for_model(values["model_type"], **fields))
     sinks = {None: "", True: ", honours the sinks", False: ", IGNORES the sinks"}
-    label = found.label
-    if name == "auto" and label == "sink-sdpa" and device != "cpu":
-        label += ", or a faster kernel that passes a trial on the GPU"
-    return f"{label}{sinks[found.honours_sinks]}"
+    return f"{resolved.label}{sinks[resolved.honours_sinks]}"
 
 
 def _not_measured(spec: CheckSpec, shape: ModelConfig, machine: Machine) -> list[str]:

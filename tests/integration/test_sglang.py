@@ -82,7 +82,7 @@ def test_a_report_says_what_is_ours_in_it(run_of: Any) -> None:
     assert sglang_cpu.SINKS in " ".join(gpt_oss.output.split())[:20_000].replace(" ,", ",") or (
         sglang_cpu.SINKS in (gpt_oss.directory / "report.html").read_text().replace("&#39;", "'")
     )
-    assert "SGLang ignores the seeds of requests" in str(gpt_oss.report["not_tested"])
+    assert "seeds" in str(gpt_oss.report["not_tested"])
 
 
 @pytest.mark.grid
