@@ -133,7 +133,7 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
 
 def memory_line(spec: CheckSpec) -> str:
     """What gradients need beside their passes, from the model's sizes; see ``require_room``."""
-    from mismatch.doctor.fit import gib
+    from mismatch.doctor.memory import gib
     from mismatch.models.config import find_config
 
     found = find_config(spec.train.model, spec.train.revision)
