@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mismatch.doctor.experts import IMPLEMENTATIONS, backward_bytes, forward_bytes
-from mismatch.doctor.fit import gib
 from mismatch.doctor.memory import predict_trainer
 from mismatch.doctor.parts import BYTES, Work
 from mismatch.models.config import ModelConfig
+from mismatch.run.machine import gib
 from mismatch.specs import Pass
 
 AUTO = "grouped_mm"  # transformers' own choice

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mismatch.doctor.parts import Prediction
+from mismatch.run.machine import gib
 
 GIB = 1 << 30
 ERROR = 0.15  # the prediction's own: what needs more than this share of the rest is tight
@@ -94,8 +95,3 @@ def remedies_of(prediction: Prediction) -> list[str]:
 def highest(predictions: Sequence[Prediction]) -> Prediction:
     """The one that needs most: passes of one world run one after the other."""
     return max(predictions, key=lambda prediction: prediction.peak_bytes)
-
-
-def gib(count: float) -> str:
-    """Bytes for people: GiB, or MiB where it is less than one."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"

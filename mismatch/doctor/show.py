@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mismatch.doctor.choices import CHOICE_HEADER, choice_rows
-from mismatch.doctor.fit import Fit, gib
+from mismatch.doctor.fit import Fit
+from mismatch.run.machine import gib
 
 if TYPE_CHECKING:
     from rich.console import Console
