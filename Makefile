@@ -2,15 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Two processes, a file of tests at a time; what measures the machine runs alone afterwards.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-BESIDE := -n 2 --dist loadscope --no-loadscope-reorder
-define tests
-	code=0; \
-	$(PYTEST) $(BESIDE) -m "($(1)) and not serial" $(2) || code=$$?; \
-	$(PYTEST) -m "($(1)) and serial" $(2) || code=$$?; \
-	exit $$code
-endef
+# Two processes, a file of tests at a time; directories in this order, so that engines start first.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 .PHONY: check test test-fast test-rest test-all env env-sglang lint tiny-gpt-oss example bench clean help
 
@@ -18,13 +11,13 @@ check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 
 	$(BIN)/mismatch check --model tiny-gpt-oss
 
 test: env env-sglang  ## every feature at least once, on real engines; needs no GPU (20 minutes)
-	@$(call tests,not grid)
+	$(PYTEST) -m "not grid"
 
 test-fast: env  ## unit tests and the command line, without engines (3 minutes)
-	$(PYTEST) $(BESIDE) -m "not grid and not slow and not serial" tests/unit tests/cli
+	$(PYTEST) -m "not grid and not slow" tests/unit tests/cli
 
 test-rest: env env-sglang  ## the grids: families, laws, simulations, moments to be killed at
-	@$(call tests,grid)
+	$(PYTEST) -m grid
 
 test-all: test test-rest  ## every test there is
 

@@ -1,8 +1,8 @@
 """For all tests: two speeds, and signals.
 
 `make test` leaves out what is marked ``grid``: the further cases of a promise that it has seen kept
-on at least one. `make test-rest` runs those. Tests marked ``serial`` measure this machine (memory,
-time limits, processes left behind) and run with nothing beside them.
+on at least one; `make test-rest` runs those. Two processes run tests at the same time, so a test
+may measure the memory and the CPU time of its own processes, never those of the machine.
 """
 
 from __future__ import annotations

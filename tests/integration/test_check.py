@@ -166,7 +166,8 @@ def test_another_checkpoint_on_the_train_side_is_named(tmp_path):
     name = "model.layers.1.self_attn.sinks"
     tensors[name] = tensors[name] + 0.5
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    run = run_check(tmp_path / "run", *SMALL, "--train-model", str(copy))
+    flags = ("--max-tokens", "16", "--exact-kl", "0", "--nproc-per-node", "1")
+    run = run_check(tmp_path / "run", *SMALL, *flags, "--train-model", str(copy))
     assert run.code == 1
     assert {"source-files", "weights-as-loaded"} <= run.failed, run.checks
     details = {check["id"]: check["detail"] for check in run.report["checks"]}
@@ -200,7 +201,8 @@ def test_prompts_from_a_file_in_all_three_forms(tmp_path):
     ]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     flags = ("--engine", "transformers", "--prompts", str(prompts), "--no-noise-floor")
-    run = run_check(tmp_path / "run", *flags)
+    few = ("--max-tokens", "24", "--nproc-per-node", "1")
+    run = run_check(tmp_path / "run", *flags, *few)
     assert run.report["run"]["n_prompts"] == 3
     assert run.report["run"]["n_sequences"] == 12
     assert run.code in (0, 1)

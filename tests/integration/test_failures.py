@@ -187,7 +187,7 @@ CASES = {
 )
 def test_refused_by_a_worker_with_the_fix(name, tmp_path):
     make, expected = CASES[name]
-    run = run_check(tmp_path / "run", *QUICK, *make(tmp_path))
+    run = run_check(tmp_path / "run", *QUICK, "--nproc-per-node", "1", *make(tmp_path))
     assert run.code == 2, run.output
     assert expected in run.output
     assert "fix:" in run.output

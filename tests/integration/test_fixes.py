@@ -183,6 +183,7 @@ def test_a_quantised_kv_cache_is_found(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a temperature on one side
 
 
+@pytest.mark.grid
 def test_raw_logprobs_at_another_temperature_are_mended_by_their_meaning(
     raw_run: Run, tmp_path: Path
 ) -> None:

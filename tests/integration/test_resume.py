@@ -34,8 +34,8 @@ KILLS: tuple[Kill, ...] = (
     ("comparison.json", -signal.SIGKILL),  # the tool
     ("report.json", -signal.SIGKILL),
 )
-# In the engine, in the tool, in a rank: `make test`; every moment: with the grids.
-ONE_EACH = (KILLS[0], KILLS[2], KILLS[4])
+# In the tool and in a rank: `make test`; every moment: with the grids.
+ONE_EACH = (KILLS[2], KILLS[4])
 
 
 def check(cwd: Path, *flags: str, kill_at: str = "") -> subprocess.CompletedProcess[str]:

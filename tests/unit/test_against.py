@@ -120,6 +120,7 @@ def test_a_run_that_doubles_the_distance_is_worse_and_the_reverse_better(tmp_pat
     assert row(better).change.value == pytest.approx(-row(worse).change.value)
 
 
+@pytest.mark.slow
 def test_equal_engines_are_seldom_told_apart(tmp_path: Path) -> None:
     """20 pairs of runs of the same law: at 5 % one is expected to differ by chance."""
     runs = [make_run(tmp_path / f"r{seed}", tokens=seed) for seed in range(40)]
@@ -369,6 +370,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return mismatch("compare", *arguments)
 
 
+@pytest.mark.slow
 def test_exit_codes_and_what_is_written(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, spread=0.005)
     new = make_run(tmp_path / "new", tokens=2, spread=0.01)

@@ -111,6 +111,7 @@ def test_reward_takes_negative_answers() -> None:
     assert reward("Answer: -12", -12) == 1.0
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_reward_never_raises_and_random_text_earns_nothing(text: str) -> None:
     assert reward(text, 10**9 + 7) == 0.0

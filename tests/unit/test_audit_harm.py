@@ -24,6 +24,7 @@ def _registered() -> None:
     register_kernels()
 
 
+@pytest.mark.slow
 def test_dropped_sinks_are_seen_in_logprobs_and_gradients() -> None:
     harm = measure_harm(SOURCE, Candidate("sdpa", "transformers", "sdpa"), CHOSEN)
     own = harm.baseline

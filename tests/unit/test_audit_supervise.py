@@ -47,6 +47,7 @@ def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
     assert "doing good" not in done  # done once, by an earlier process
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_ended_and_is_not_waited_for_twice(tmp_path):
     start = time.monotonic()
     found, _, _ = audited(tmp_path, "hangs", "good", limit_s=3.0)

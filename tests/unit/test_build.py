@@ -85,6 +85,7 @@ def reported_run(directory: Path, shift: float) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shift", "code"), [(0.0, 0), (1.0, 1)])
 def test_the_report_of_a_run_that_cannot_be_written_is_printed(
     shift: float,

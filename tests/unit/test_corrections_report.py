@@ -46,6 +46,7 @@ RENDERINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_every_rendering_has_the_section_with_its_sentence(name):
     said = " ".join(re.sub(r"\\", "", RENDERINGS[name](FAVOURED)).split())
@@ -54,6 +55,7 @@ def test_every_rendering_has_the_section_with_its_sentence(name):
     assert "None needed: " in " ".join(RENDERINGS[name](NEEDLESS).split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_a_report_without_a_preview_has_no_section(name):
     assert TITLE not in RENDERINGS[name](replace(FAVOURED, corrections=None))

@@ -13,6 +13,7 @@ import pytest
 from mismatch.analysis.levels import judge, verdict
 from mismatch.metrics.estimate import prompts_needed
 from mismatch.reports.summary import judged_rows, next_steps
+from tests.conftest import grid
 from tests.reports_fixture import COLUMN, make_inconclusive_report
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "coverage.py"
@@ -42,8 +43,13 @@ def test_the_truths_are_those_of_the_draws() -> None:
         assert (delta**2).mean() / 2 == pytest.approx(bench.mean_square(heavy), rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["mean |delta|", "mean |delta|, paired", "mean |delta|, by prompt"]
+    "name",
+    grid(
+        ["mean |delta|", "mean |delta|, paired", "mean |delta|, by prompt"],
+        "mean |delta|, by prompt",
+    ),
 )
 def test_from_256_prompts_on_95_percent_means_93_to_97(name: str) -> None:
     got = bench.coverage(CASES[name], 256, repetitions=REPETITIONS, seed=SEED)

@@ -81,6 +81,7 @@ def test_ranks_that_part_end_the_world(
     assert (noted is not None) is fails  # the rank that failed says why
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
     script = tmp_path / "parted.py"
     script.write_text(PARTED)

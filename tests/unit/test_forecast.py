@@ -17,6 +17,7 @@ from mismatch.metrics.forecast import Forecast, grid, length_forecast
 from mismatch.metrics.series import below, capped_ess
 from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.reports import forecast as shown
+from tests.conftest import grid as cases
 from tests.made_run import make_run
 from tests.reports_fixture import make_report
 
@@ -52,7 +53,8 @@ def forecast(delta: np.ndarray, target: int = 16_384, samples: int = SAMPLES) ->
     )
 
 
-@pytest.mark.parametrize("phi", [-0.4, 0.0, 0.8])
+@pytest.mark.slow
+@pytest.mark.parametrize("phi", cases([-0.4, 0.0, 0.8], 0.8))
 def test_the_spread_of_an_ar1_is_known_at_every_length(phi: float) -> None:
     held = near = 0
     for seed in range(12):

@@ -125,6 +125,7 @@ def test_what_is_there_is_not_taken_again(done: Path, world: World, model: str) 
     assert changed == {Path(gradients_file(*one)).name for one in again}
 
 
+@pytest.mark.slow
 def test_other_scorings_make_other_weights(world: World, model: str, tmp_path: Path) -> None:
     plan = plan_of(model)
     fill(tmp_path)
@@ -196,6 +197,7 @@ def test_without_room_for_the_reference_nothing_is_taken(
     assert load_gradients(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_ppo_takes_its_gradient_through_the_noisy_pass(world: World, tmp_path: Path) -> None:
     model = str(make("gpt_oss", tmp_path / "model"))
     fill(tmp_path)

@@ -132,6 +132,7 @@ time.sleep(40)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_interrupt_does_not_cut_the_clean_up_short(tmp_path, second):
     """A worker and its child, in another session, that both have to be killed by force."""

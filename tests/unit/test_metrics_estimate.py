@@ -265,10 +265,10 @@ def test_fast_enough_for_every_run():
     rollout = -rng.exponential(1.0, len(sequence))
     delta = rng.normal(0, 0.01, len(sequence))
     arrays = {"rollout": rollout, "train": rollout + delta, "delta": delta, "sequence": sequence}
-    began = time.perf_counter()
+    began = time.process_time()
     made = Estimator(sequence, prompt).all(METRICS.values(), arrays)
     assert len(made) > 35
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 SHARE = METRICS["ratio_outside_2"]

@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 
 import pandas as pd
+import pytest
 from rich.console import Console
 
 from mismatch.reports import beside
@@ -37,6 +38,7 @@ def _renderings(report: Report, tokens: pd.DataFrame) -> list[str]:
     return [out.getvalue(), to_markdown(report), html.split('id="everything"')[0]]
 
 
+@pytest.mark.slow
 def test_weights_in_another_form_and_replayed_experts_are_shown() -> None:
     report, tokens = make_report(), make_tokens()
     report = _beside(report, "fsdp:other-weights", 0.07, weights_form="mxfp4-rounded")

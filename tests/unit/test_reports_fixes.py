@@ -85,6 +85,7 @@ def test_changes_carry_their_interval_and_their_significance(said):
     assert "< 0.001" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_a_report_without_fixes_has_no_section(name):
     assert fixes.TITLE not in RENDERINGS[name](FAILING)

@@ -126,6 +126,7 @@ def test_hostile_tokens_are_only_text(page: Page, document: str) -> None:
     assert len(HOSTILE) == 9
 
 
+@pytest.mark.slow
 def test_hostile_names_are_only_text() -> None:
     attack = '"><script>alert(1)</script>'
     report = make_report()
@@ -164,11 +165,13 @@ def test_ids_are_unique(page: Page) -> None:
     assert local <= set(ids)
 
 
+@pytest.mark.slow
 def test_the_same_input_gives_the_same_bytes(document: str) -> None:
     tokens = make_tokens()
     assert to_html(make_report(tokens), tokens) == document
 
 
+@pytest.mark.slow
 def test_a_user_style_does_not_restyle_the_report(document: str) -> None:
     import matplotlib as mpl
 
@@ -177,6 +180,7 @@ def test_a_user_style_does_not_restyle_the_report(document: str) -> None:
         assert to_html(make_report(tokens), tokens) == document
 
 
+@pytest.mark.slow
 def test_half_a_million_tokens_stay_small() -> None:
     rng = np.random.default_rng(0)
     base = make_tokens()

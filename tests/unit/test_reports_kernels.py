@@ -256,6 +256,7 @@ def test_the_page_escapes_what_is_foreign_and_asks_for_nothing():
     assert "✕ Wrong" in page
 
 
+@pytest.mark.slow
 def test_a_report_shows_the_section_only_where_there_is_an_audit():
     tokens, report = make_tokens(), make_report()
     assert 'id="kernels"' not in report_page(report, tokens)

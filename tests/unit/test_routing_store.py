@@ -28,6 +28,7 @@ def distinct(tokens: int, layers: int, top_k: int = 4, experts: int = 32) -> np.
     return ids
 
 
+@pytest.mark.slow
 def test_a_million_tokens_of_gpt_oss_size_stay_small(tmp_path: Path) -> None:
     ids = distinct(1_000_000, 36)
     present = np.ones(len(ids), np.bool_)

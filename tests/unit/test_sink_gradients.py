@@ -79,6 +79,7 @@ def _errors(inputs: list[torch.Tensor], mask: BlockedMask) -> list[float]:
     return [relative_error(ours, theirs) for ours, theirs in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [True, False])
 @pytest.mark.parametrize("name", ["causal", "window", "documents"])
 def test_gradients_are_those_of_small_differences(
@@ -175,6 +176,7 @@ def test_the_backward_pass_makes_no_square(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes[-1] < 1024**2 / 8
 
 
+@pytest.mark.slow
 def test_a_third_of_eagers_memory_at_4096_tokens() -> None:
     # benchmarks/attention.py measures it properly, and the time.
     from transformers.masking_utils import eager_mask

@@ -114,6 +114,7 @@ def test_special_tokens_are_single_ids_and_the_model_stops_at_them(tokenizer: An
     assert len(tokenizer) == 1024
 
 
+@pytest.mark.slow
 def test_it_answers_20_to_80_percent_of_the_default_prompts_at_temperature_1(
     model: Any, tokenizer: Any, record_property: Any
 ) -> None:

@@ -150,6 +150,7 @@ def slope_along(
     return (losses[0] - losses[1]) / (2 * STEP), length
 
 
+@pytest.mark.slow
 def test_finite_differences_agree_in_every_group(world: World, models: dict[str, str]) -> None:
     plain = replace(spec_of(models["gpt_oss"]), routing=True, grad=False)
     loaded = load(plain, world.mesh, world.device)

@@ -243,6 +243,7 @@ def test_the_document_is_strict_and_reads_back(tmp_path: Path, unable: str) -> N
         jsonschema.validate(document, schema())
 
 
+@pytest.mark.slow
 def test_every_rendering_names_the_odd_one_and_every_edge(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A))
     made = report.engines
@@ -262,6 +263,7 @@ def test_every_rendering_names_the_odd_one_and_every_edge(tmp_path: Path) -> Non
     assert [picture.svg.count("<svg") for picture in found["pictures"]] == [1, 1]
 
 
+@pytest.mark.slow
 def test_three_that_agree_are_written_so_and_drawn_thin(tmp_path: Path) -> None:
     report = shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}))
     page, text = to_html(report, make_tokens()), to_markdown(report)
@@ -280,6 +282,7 @@ def thickest(svg: str) -> float:
     return max(map(float, re.findall(r"stroke-width: ([\d.]+)", svg)))
 
 
+@pytest.mark.slow
 def test_without_a_complete_triangle_there_is_no_picture(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A, unable=B))
     found = view(report)
@@ -289,6 +292,7 @@ def test_without_a_complete_triangle_there_is_no_picture(tmp_path: Path) -> None
     assert any("not tested" in sentence.lower() for sentence in sentences(report.engines))
 
 
+@pytest.mark.slow
 def test_names_of_engines_are_foreign_text(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A))
     evil = "<b>x</b>"

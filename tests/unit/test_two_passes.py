@@ -301,6 +301,7 @@ def _terminal(report: Report) -> str:
     return " ".join(out.getvalue().split())
 
 
+@pytest.mark.slow
 def test_every_rendering_has_the_section() -> None:
     report = _report(**NOISY)
     html = to_html(report, make_tokens()).replace("\u00a0", " ")
@@ -313,6 +314,7 @@ def test_every_rendering_has_the_section() -> None:
     assert 'id="two-passes"' in texts[2]
 
 
+@pytest.mark.slow
 def test_a_run_without_noise_says_nothing_of_injections() -> None:
     report = _report()
     for text in (_terminal(report), to_markdown(report)):
