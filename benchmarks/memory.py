@@ -99,6 +99,29 @@ CASES = {
     "gpt-oss, packing": Case("gpt_oss", GPT_OSS, LONG, spec={"layout": "packing"}),
 }
 
+# MiB that were measured (two CPU cores, torch 2.13, transformers 5.19): docs/doctor.md has them.
+MEASURED = {
+    "tiny gpt-oss": 102,
+    "tiny gpt-oss, 2 ranks, fp32": 49,
+    "tiny gpt-oss, eager": 421,
+    "tiny gpt-oss, grad": 76,
+    "dense": 428,
+    "dense, 2 ranks": 352,
+    "dense, eager": 917,
+    "dense, grad": 515,
+    "dense, fp32": 546,
+    "MoE, 2 ranks": 268,
+    "MoE, grad": 411,
+    "MoE, batched_mm": 1337,
+    "MoE, bounded": 324,
+    "gpt-oss": 362,
+    "gpt-oss, bounded": 299,
+    "gpt-oss, 2 ranks": 321,
+    "gpt-oss, eager": 629,
+    "gpt-oss, grad": 388,
+    "gpt-oss, packing": 363,
+}
+
 
 # ---------------------------------------------------------------- inside a rank
 
@@ -202,15 +225,20 @@ def checkpoint(case: Case, folder: Path) -> Path:
     return checkpoints.make(case.family, folder / "model", **case.sizes)
 
 
-def predict(case: Case, folder: Path) -> Any:
+def predict(case: Case) -> Any:
     from mismatch.doctor.memory import Work, predict_trainer
-    from mismatch.models.config import ModelConfig
+    from mismatch.models import EMBEDDED
+    from mismatch.models.config import ModelConfig, find_config
     from mismatch.specs import TrainSpec
+    from tests.checkpoints import configuration
 
-    model = checkpoint(case, folder) if not (folder / "model").exists() else folder / "model"
-    shape = ModelConfig.of(json.loads((model / "config.json").read_text())).require_counts()
-    spec = TrainSpec(model=str(model), **case.spec)
-    return predict_trainer(shape, spec, case.world, Work(case.lengths), device="cpu")
+    if case.family in EMBEDDED:
+        shape = find_config(str(EMBEDDED[case.family])).model.require_counts()
+    else:
+        config = configuration(case.family, **case.sizes)
+        shape = ModelConfig.of(config.to_dict()).require_counts()
+    spec = TrainSpec(model="", **case.spec)
+    return predict_trainer(shape, spec, case.world, Work(case.lengths))
 
 
 def almost_empty(case: Case) -> Case:
@@ -229,10 +257,10 @@ def run(names: list[str]) -> list[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as folder:
                 empty = almost_empty(case)
                 seen = measure(empty, Path(folder))["pass"]
-                framework[key] = seen - predict(empty, Path(folder)).peak_bytes
+                framework[key] = seen - predict(empty).peak_bytes
         with tempfile.TemporaryDirectory() as folder:
             seen_bytes = measure(case, Path(folder))
-            predicted = predict(case, Path(folder))
+            predicted = predict(case)
         measured = seen_bytes["pass"] - framework[key]
         rows.append(
             {

@@ -1,9 +1,10 @@
-"""How long `mismatch --help` takes, against importing typer and rich: the floor of any such tool.
+"""How long the help takes, against importing typer and rich: the floor of any such tool.
 
     python benchmarks/startup.py [--runs 20]
 
-Both are run in turns, each in a fresh interpreter, and compared by the fastest of each: what the
-machine does besides only ever adds. Goal: at most 1.5 times.
+The commands are run in turns, each in a fresh interpreter, and compared by the fastest of each:
+what the machine does besides only ever adds. CPU time is compared, so that other processes count
+little. Goals: `mismatch --help` at most 1.5 times, `mismatch check --help` at most 2 times.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import subprocess
 import sys
 import time
 
-GOAL = 1.5
+FLOOR = "import typer, rich"
+GOALS = {"mismatch --help": 1.5, "mismatch check --help": 2.0}
 COMMANDS = {
-    "import typer, rich": [sys.executable, "-c", "import typer, rich"],
+    FLOOR: [sys.executable, "-c", "import typer, rich"],
     "mismatch --help": [sys.executable, "-m", "mismatch", "--help"],
     "mismatch check --help": [sys.executable, "-m", "mismatch", "check", "--help"],
 }
@@ -43,13 +45,15 @@ def main() -> int:
     best = {
         name: [min(column) for column in zip(*rows, strict=True)] for name, rows in times.items()
     }
-    floor = best["import typer, rich"]
-    print(f"{'fastest of ' + str(count):24} {'wall, s':>9} {'CPU, s':>9} {'ratio':>7}")
+    print(f"{'fastest of ' + str(count):24} {'wall, s':>9} {'CPU, s':>9} {'ratio':>7} {'goal':>6}")
+    passed = True
     for name, (wall, cpu) in best.items():
-        print(f"{name:24} {wall:9.3f} {cpu:9.3f} {wall / floor[0]:7.2f}")
-    ratio = best["mismatch --help"][0] / floor[0]
-    print(f"{'PASS' if ratio <= GOAL else 'FAIL'}: {ratio:.2f}, goal {GOAL}")
-    return 0 if ratio <= GOAL else 1
+        ratio = cpu / best[FLOOR][1]
+        goal = GOALS.get(name, 1.0)
+        passed = passed and ratio <= goal
+        print(f"{name:24} {wall:9.3f} {cpu:9.3f} {ratio:7.2f} {goal:6.1f}")
+    print("PASS" if passed else "FAIL")
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

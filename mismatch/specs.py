@@ -81,9 +81,6 @@ class EngineSpec:
         weights: the form in which the experts are served, see mismatch/models/derived.py.
         env: environment variables of the engine's process, (name, value) pairs.
         servers: addresses of running servers that sample, for the engine "server".
-        served_model: the model's name there; None: found by its own.
-        server_concurrency: requests at a time, per server.
-        server_timeout_s: that one request may take.
     """
 
     engine: Annotated[
@@ -148,8 +145,7 @@ class PromptSpec:
     """Where the prompts come from: the built-in task, a JSONL file, or a data set.
 
     Attributes:
-        dataset: hub id, file (jsonl, json, parquet, csv) or directory; wins over ``task``.
-        prompt_column: None: found by its name.
+        dataset: wins over ``task``.
         answer_column: None: no rewards.
     """
 
@@ -183,12 +179,7 @@ class PromptSpec:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """What the engine is asked to do.
-
-    Attributes:
-        exact_kl: action tokens at which whole distributions are kept; 0: none.
-        exact_kl_top_k: ids kept of each, where the vocabulary is too large to keep it whole.
-    """
+    """What the engine is asked to do."""
 
     engine: EngineSpec = field(default_factory=EngineSpec)
     prompts: PromptSpec = field(default_factory=PromptSpec)
@@ -207,7 +198,6 @@ class TrainSpec:
 
     Attributes:
         dtype: FSDP's ``param_dtype``: the dtype of the computation.
-        master_dtype: dtype of the sharded parameters at rest.
         autocast: dtype of an enclosing ``torch.autocast``, or None.
         head_dtype: dtype of the LM head's matmul; None: that of the computation.
         experts: transformers' experts implementation; "auto" is transformers' own choice.
@@ -292,11 +282,9 @@ class CheckSpec:
         inject: disturbances of the new pass alone.
         weights_effect: also score with the trainer's experts in this form; None: do not.
         fixes: what ``--fix`` asked for: ids, "a+b", "all" or a side, see experiments.fixes.
-        budget_minutes: that fixes may take beyond the check itself; None: no limit.
         verdict: which verdict the run ends with; "after-fixes": that of the best combination.
         other_engine: a second engine, each rescoring the other's tokens; experiments/engine_pair.
         gradients: also take the policy gradient of one batch, see experiments.gradients.
-        gradient_prompts: of that batch, at most.
     """
 
     rollout: RolloutSpec = field(default_factory=RolloutSpec)

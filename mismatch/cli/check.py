@@ -13,8 +13,7 @@ def check(flags: Flags) -> int:
     Exit code 0: healthy or warn. 1: critical, or a failed semantic check. 2: nothing measured.
     """
     from mismatch.cli import session
-    from mismatch.cli.to_spec import check_spec
-    from mismatch.cli.trainer import with_trainer
+    from mismatch.cli.to_spec import check_spec, with_trainer
     from mismatch.pipeline.commands import run_check
     from mismatch.pipeline.preflight import preflight
     from mismatch.reports.files import write_report

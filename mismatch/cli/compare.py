@@ -11,7 +11,6 @@ from mismatch.specs import OUTPUT
 OTHER_RUN = Option(
     "other",
     Path | None,
-    None,
     "",
     "A second run of the same tokens: its scoring against the first's.",
     argument=True,
@@ -20,33 +19,24 @@ AGAINST = (
     Option(
         "against",
         Path | None,
-        None,
         OUTPUT,
         "An older run of the same model and prompts: is RUN worse than it?",
     ),
     Option(
         "margin",
         float,
-        0.1,
         OUTPUT,
         "Share by which RUN may be worse than --against before that fails.",
+        default=0.1,
     ),
 )
 SIDES = (
-    Option("left", str | None, None, OUTPUT, "Scoring of the first run; default: fsdp."),
+    Option("left", str | None, OUTPUT, "Scoring of the first run; default: fsdp."),
     Option(
-        "right",
-        str | None,
-        None,
-        OUTPUT,
-        "Scoring of the second run (or of the first); default: fsdp.",
+        "right", str | None, OUTPUT, "Scoring of the second run (or of the first); default: fsdp."
     ),
     Option(
-        "out",
-        Path | None,
-        None,
-        OUTPUT,
-        "Directory for the report of two scorings, or of --against.",
+        "out", Path | None, OUTPUT, "Directory for the report of two scorings, or of --against."
     ),
 )
 

@@ -40,18 +40,18 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
             'a line looks like: attention = "eager"; --print-config writes a whole file',
         ) from error
     mine = _in_files(options)
-    known = _in_files(CHECK) | mine
+    readable = _in_files(CHECK) | mine
     values: dict[str, Any] = {}
     for key, value in data.items():
         name = key.replace("-", "_")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        if name not in readable:
+            near = difflib.get_close_matches(name, readable, n=1, cutoff=0.5)
             guess = f"did you mean {near[0]!r}? " if near else ""
             raise MismatchError(
                 f"config file {path}: unknown key {key!r}",
                 f"{guess}mismatch check --print-config lists all of them",
             )
-        option, where = known[name], f"config file {path}, key {key!r}:"
+        option, where = readable[name], f"config file {path}, key {key!r}:"
         if option.is_list:  # most files name one engine: a string is a list of one
             items = value if isinstance(value, list) else [value]
             values[name] = [option.convert(item, where) for item in items]

@@ -14,30 +14,30 @@ from mismatch.specs import OUTPUT
 BOUNDS = "Bounds, as ratios"
 PAIR = tuple[float, float]
 BOUND_FLAGS = (
-    Option("cap", float, 2.0, BOUNDS, "C of TIS: weights above are cut to it."),
-    Option("mask_cap", float, 2.0, BOUNDS, "C of MIS: tokens or sequences above are dropped."),
-    Option("band", PAIR, (0.5, 5.0), BOUNDS, "Ratios that IcePop keeps: LOW HIGH."),
+    Option("cap", float, BOUNDS, "C of TIS: weights above are cut to it.", default=2.0),
+    Option(
+        "mask_cap", float, BOUNDS, "C of MIS: tokens or sequences above are dropped.", default=2.0
+    ),
+    Option("band", PAIR, BOUNDS, "Ratios that IcePop keeps: LOW HIGH.", default=(0.5, 5.0)),
     Option(
         "geometric",
         PAIR,
-        (0.999, 1.001),
         BOUNDS,
         "Mean ratios of the sequences that are kept: LOW HIGH.",
+        default=(0.999, 1.001),
     ),
-    Option("veto", float, 1e-4, BOUNDS, "A token ratio under it drops its sequence."),
-    Option("sequence_cap", float, 3.0, BOUNDS, "Cap of TRL's sequence_mask."),
+    Option("veto", float, BOUNDS, "A token ratio under it drops its sequence.", default=1e-4),
+    Option("sequence_cap", float, BOUNDS, "Cap of TRL's sequence_mask.", default=3.0),
 )
 TARGET = Option(
     "target",
     Literal["token", "sequence"],
-    "token",
     "",
     "Rank by the ratio of the token or of the sequence.",
+    default="token",
 )
-BATCH = Option(
-    "batch", int | None, None, "", "Sequences of a training batch; default: those of the run."
-)
-SCORING = Option("scoring", str, "fsdp", OUTPUT, "The trainer's scoring.")
+BATCH = Option("batch", int | None, "", "Sequences of a training batch; default: those of the run.")
+SCORING = Option("scoring", str, OUTPUT, "The trainer's scoring.", default="fsdp")
 
 
 @with_flags(RUN, TARGET, BATCH, SCORING, JSON, BOUND_FLAGS)

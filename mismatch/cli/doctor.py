@@ -14,15 +14,15 @@ from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampl
 AS_OF_CHECK = (
     *flags_of(CheckSpec, "nproc_per_node"),
     *flags_of(EngineSpec, "tensor_parallel_size"),
-    Option("num_prompts", int, PromptSpec().num_prompts, "", "Prompts of the check."),
+    Option("num_prompts", int, "", "Prompts of the check.", default=PromptSpec().num_prompts),
     *flags_of(Sampling, "samples_per_prompt max_tokens"),
     *flags_of(TrainSpec, "micro_batch_tokens"),
 )
 
 
 @with_flags(
-    Option("model", str | None, None, "", "Also: does it fit on both sides, offline."),
-    Option("engine", str, "vllm", "", "The engine that the check would use."),
+    Option("model", str | None, "", "Also: does it fit on both sides, offline."),
+    Option("engine", str, "", "The engine that the check would use.", default="vllm"),
     tuple(replace(option, panel="") for option in AS_OF_CHECK),
     replace(JSON, panel=""),
 )

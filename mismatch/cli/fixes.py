@@ -35,7 +35,7 @@ NO_MODEL = (
 )
 
 
-FIX = Option("fix", str | None, None, "", "Id of one fix, to see it in detail.", argument=True)
+FIX = Option("fix", str | None, "", "Id of one fix, to see it in detail.", argument=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,7 @@ def entries(spec: CheckSpec) -> list[Entry]:
 
 
 def _spec(flags: Flags) -> CheckSpec:
-    from mismatch.cli.to_spec import check_spec
-    from mismatch.cli.trainer import with_trainer
+    from mismatch.cli.to_spec import check_spec, with_trainer
 
     # The flag of the same name asks a check for fixes; here it is the argument.
     of_check = Flags({name: value for name, value in flags.items() if name != "fix"})
@@ -125,12 +124,10 @@ def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
 
     fix = entry.fix
     row: dict[str, Any] = {
-        "id": fix.id,
-        "side": fix.side,
-        "summary": fix.summary,
-        "effect": fix.effect,
-        "cost": fix.cost,
-        "flags": fix.flags,
+        **{
+            name: getattr(fix, name)
+            for name in ("id", "side", "summary", "effect", "cost", "flags")
+        },
         "values": list(fix.values),
         "correction": fix.corrects or None,
         "hides": fix.hides,

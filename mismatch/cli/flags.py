@@ -66,9 +66,9 @@ class Option:
 
     name: str
     kind: Any
-    default: Any
     panel: str
     help: str = ""
+    default: Any = None
     positive: bool = False
     switch: bool = False
     argument: bool = False
@@ -169,7 +169,7 @@ def _number(value: Any, kind: type) -> Any:
 @cache
 def _fields(spec: type) -> Mapping[str, tuple[Option, bool]]:
     """Flags of a spec by field, and whether the flag's value is the field's."""
-    found: dict[str, tuple[Option, bool]] = {}
+    options: dict[str, tuple[Option, bool]] = {}
     hints = get_type_hints(spec, include_extras=True)
     for field in fields(spec):
         kind, *notes = get_args(hints[field.name]) or (None,)
@@ -185,14 +185,14 @@ def _fields(spec: type) -> Mapping[str, tuple[Option, bool]]:
                     positive=note.positive,
                     switch=note.switch,
                 )
-                found[field.name] = option, same
-    return found
+                options[field.name] = option, same
+    return options
 
 
 def flags_of(spec: type, names: str = "") -> tuple[Option, ...]:
     """Flags of a spec's fields, or of those named (separated by spaces)."""
-    known = _fields(spec)
-    return tuple(known[name][0] for name in names.split() or known)
+    table = _fields(spec)
+    return tuple(table[name][0] for name in names.split() or table)
 
 
 def spec_values(
@@ -206,10 +206,10 @@ def spec_values(
         names: of the fields, separated by spaces; "": all.
         auto: the dtype that stands for ``auto``.
     """
-    known = _fields(spec)
+    table = _fields(spec)
     values = {}
-    for name in names.split() or known:
-        option, same = known[name]
+    for name in names.split() or table:
+        option, same = table[name]
         if same and option.name in flags:
             value = flags[option.name]
             is_auto = option.item == Dtype and value == AUTO

@@ -31,7 +31,6 @@ AUDIT_FLAGS = (
     Option(
         "kernel",
         list[str] | None,
-        None,
         AUDIT,
         "Attention of your own, package.module:function, with @eager, @sdpa, @flash or @none for "
         "the mask it takes; repeatable.",
@@ -39,53 +38,45 @@ AUDIT_FLAGS = (
     Option(
         "kernel_experts",
         list[str] | None,
-        None,
         AUDIT,
         "Experts of your own, package.module:function; repeatable.",
     ),
-    Option("only", Literal["attention", "experts"] | None, None, AUDIT, "Default: both."),
+    Option("only", Literal["attention", "experts"] | None, AUDIT, "Default: both."),
     Option(
         "name",
         list[str] | None,
-        None,
         AUDIT,
         "Only this one, beside your own: eager, sink-sdpa …; repeatable.",
     ),
     Option(
         "dtype",
         list[str] | None,
-        None,
         AUDIT,
         "fp64, fp32, bf16 or fp16; repeatable. Default: by device.",
     ),
-    Option("tokens", str | None, None, AUDIT, "Lengths for time and memory: 1024,4096."),
-    Option("harm", bool, True, AUDIT, "Run what is wrong on the model as a whole."),
+    Option("tokens", str | None, AUDIT, "Lengths for time and memory: 1024,4096."),
+    Option("harm", bool, AUDIT, "Run what is wrong on the model as a whole.", default=True),
     Option(
         "time_limit",
         float,
-        900.0,
         AUDIT,
         "Seconds for one implementation; then it is ended.",
+        default=900.0,
         positive=True,
     ),
-    Option("seed", int, 0, AUDIT, "Of the inputs."),
+    Option("seed", int, AUDIT, "Of the inputs.", default=0),
 )
 AUDIT_OUTPUT = (
     Option(
         "run",
         Path | None,
-        None,
         MODEL,
         "Run whose model and tokens are taken; its report gets the result.",
     ),
     Option(
-        "out",
-        Path | None,
-        None,
-        OUTPUT,
-        "Directory for kernels.html and kernels.json; default: none.",
+        "out", Path | None, OUTPUT, "Directory for kernels.html and kernels.json; default: none."
     ),
-    Option("details", bool, False, OUTPUT, "Also errors per dtype and costs.", switch=True),
+    Option("details", bool, OUTPUT, "Also errors per dtype and costs.", default=False, switch=True),
     JSON,
 )
 
@@ -102,7 +93,7 @@ def kernels(flags: Flags) -> int:
     """
     from rich.console import Console
 
-    from mismatch.cli.narrator import ConsoleNarrator
+    from mismatch.cli.session import ConsoleNarrator
     from mismatch.experiments.kernels.document import kernels_to_json
     from mismatch.experiments.kernels.verdict import judge
     from mismatch.processes.kernels.isolation import run_audit

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mismatch.metrics import Metric
 
 SCHEMA = "mismatch.metrics/1"
+ALIAS_FIELDS = ("framework", "name", "reduction", "sign", "clipping", "note")
 EXPLANATION = (
     "level: what a mean runs over. kind: a mean, a ratio (a smooth function of several means), a\n"
     "quantile, or an extreme (a maximum, a minimum, a count: no interval). good: which direction\n"
@@ -26,7 +27,6 @@ EXPLANATION = (
 EXPLAIN = Option(
     "explain",
     str | None,
-    None,
     "",
     "Formula, direction, unit, interval, levels and names elsewhere of one metric; another "
     "framework's name will do.",
@@ -118,9 +118,9 @@ def explanation(metric: Metric) -> Iterator[str]:
     yield ""
     yield "Elsewhere"
     for alias in names.of(metric.name):
-        yield from _wrapped(alias.label, 2)
-        yield from _wrapped(alias.remark(metric.reduction) or "the same number", 4)
-        yield from _wrapped(f"read in {alias.source}", 4)
+        yield from _wrapped(alias.label, "", 2)
+        yield from _wrapped(alias.remark(metric.reduction) or "the same number", "", 4)
+        yield from _wrapped(f"read in {alias.source}", "", 4)
     if not names.of(metric.name):
         yield "  no other framework is known to report it"
     yield ""
@@ -141,9 +141,11 @@ def levels(metric: Metric) -> Iterator[str]:
         signs = ("≥", "<") if metric.good == "high" else ("≤", ">")
         healthy, critical = bound(level.healthy), bound(level.critical)
         yield f"  {column:<11} healthy {signs[0]} {healthy}, critical {signs[1]} {critical}"
-        yield from _wrapped(level.source, 14)
+        yield from _wrapped(level.source, "", 14)
     if not cells:
-        yield from _wrapped("none: the number is context, and nothing published bounds it", 2)
+        yield from _wrapped(
+            "none: the number is context, and nothing published bounds it", " " * 2, 2
+        )
 
 
 def as_data(metric: Metric) -> dict[str, Any]:
@@ -161,38 +163,26 @@ def as_data(metric: Metric) -> dict[str, Any]:
         "source": describe.source(metric),
         "needs": list(metric.needs),
         "aliases": [
-            {
-                "framework": alias.framework,
-                "name": alias.name,
-                "reduction": alias.reduction,
-                "sign": alias.sign,
-                "clipping": alias.clipping,
-                "note": alias.note,
-                "differs": alias.value is not None,
-                "source": alias.source,
-            }
+            {name: getattr(alias, name) for name in ALIAS_FIELDS}
+            | {"differs": alias.value is not None, "source": alias.source}
             for alias in names.of(metric.name)
         ],
     }
 
 
 def _field(title: str, text: str) -> Iterator[str]:
+    yield from _wrapped(text, f"  {title:<10} ", 13)
+
+
+def _wrapped(text: str, start: str, indent: int) -> Iterator[str]:
+    """At most 80 columns; ``start`` stands before the first line, spaces before the others."""
     import textwrap
 
-    lines = textwrap.wrap(text, 67, break_long_words=False, break_on_hyphens=False) or [""]
-    yield f"  {title:<10} {lines[0]}"
-    yield from (f"{'':<13}{line}" for line in lines[1:])
-
-
-def _wrapped(text: str, indent: int) -> Iterator[str]:
-    import textwrap
-
-    space = " " * indent
     wrapped = textwrap.fill(
         text,
         80,
-        initial_indent=space,
-        subsequent_indent=space,
+        initial_indent=start or " " * indent,
+        subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -57,12 +57,12 @@ def model_rows() -> list[dict[str, Any]]:
     from mismatch.models.aliases import ALIASES
     from mismatch.models.config import ModelConfig, find_config
 
-    known: list[tuple[str, str | None, str, dict[str, Any], tuple[str, ...]]] = [
+    entries: list[tuple[str, str | None, str, dict[str, Any], tuple[str, ...]]] = [
         (name, None, "bf16", find_config(str(path)).values, ()) for name, path in EMBEDDED.items()
     ]
-    known += [(a.name, a.hub_id, a.released, a.config, a.unconfirmed) for a in ALIASES.values()]
+    entries += [(a.name, a.hub_id, a.released, a.config, a.unconfirmed) for a in ALIASES.values()]
     rows = []
-    for name, hub_id, released, config, unconfirmed in known:
+    for name, hub_id, released, config, unconfirmed in entries:
         shape = ModelConfig.of(config).require_counts()
         moe = f"{shape.layers}×{shape.experts}×{shape.top_k}" if shape.experts else None
         rows.append(

@@ -26,15 +26,15 @@ Framework = Literal[
     "verl", "nemo-rl", "trl", "prime-rl", "slime", "miles", "openrlhf", "skyrl", "areal"
 ]
 
-RUN = Option("run", Path, REQUIRED, "", "Run directory.", argument=True)
-JSON = Option("as_json", bool, False, OUTPUT, "Print JSON.", spelling="--json")
-OUT = Option("out", Path | None, None, OUTPUT, "Run directory; default: runs/TIME-MODEL.")
+RUN = Option("run", Path, "", "Run directory.", default=REQUIRED, argument=True)
+JSON = Option("as_json", bool, OUTPUT, "Print JSON.", default=False, spelling="--json")
+OUT = Option("out", Path | None, OUTPUT, "Run directory; default: runs/TIME-MODEL.")
 
 MODEL_FLAGS = (
-    Option("model", str | None, None, MODEL, "Embedded model, hub id or directory."),
+    Option("model", str | None, MODEL, "Embedded model, hub id or directory."),
     *flags_of(EngineSpec, "revision trust_remote_code"),
 )
-TRAIN_MODEL = Option("train_model", str | None, None, MODEL, "Another checkpoint for the trainer.")
+TRAIN_MODEL = Option("train_model", str | None, MODEL, "Another checkpoint for the trainer.")
 PROMPT_FLAGS = (
     *flags_of(
         PromptSpec,
@@ -48,14 +48,12 @@ ENGINE_FLAGS = (
     Option(
         "vllm_python",
         str | None,
-        None,
         ENGINE,
         "Interpreter of the environment that holds vLLM, where it is another.",
     ),
     Option(
         "sglang_python",
         str | None,
-        None,
         ENGINE,
         "The same for SGLang; default: .venv-sglang beside this environment.",
     ),
@@ -66,7 +64,6 @@ ENGINE_FLAGS = (
 OTHER_ENGINE = Option(
     "other_engine_arg",
     list[str] | None,
-    None,
     ENGINE,
     "As --engine-arg, of the second --engine; repeatable.",
 )
@@ -77,7 +74,6 @@ TRAIN_FLAGS = (
     Option(
         "trainer",
         str | None,
-        None,
         TRAIN,
         "Run what a framework's FSDP trainer runs: verl, verl-legacy, trl, skyrl.",
     ),
@@ -88,40 +84,37 @@ TRAIN_FLAGS = (
     *flags_of(CheckSpec, "noise_floor two_passes inject"),
 )
 VERL_FLAGS = (
-    Option("verl_config", Path | None, None, TRAIN, "Your verl run's YAML, for both sides."),
+    Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
     Option(
         "verl_override",
         list[str] | None,
-        None,
         TRAIN,
         "key=value, as on verl's command line; repeatable.",
     ),
 )
-LEVELS = Option("thresholds", Path | None, None, OUTPUT, "TOML file that overrides levels.")
+LEVELS = Option("thresholds", Path | None, OUTPUT, "TOML file that overrides levels.")
 NAME_FLAGS = (
     Option(
         "names",
         Framework | None,
-        None,
         OUTPUT,
         "Also show a framework's names, and values by its conventions.",
     ),
-    Option("details", bool, False, OUTPUT, "Print every analysis in full.", switch=True),
+    Option("details", bool, OUTPUT, "Print every analysis in full.", default=False, switch=True),
 )
 FORECAST = flags_of(CheckSpec, "forecast_length")
 FAIL_ON = Option(
     "fail_on",
     Literal["critical", "warn"],
-    "critical",
     OUTPUT,
     "Verdict from which the exit code is 1.",
+    default="critical",
 )
 NEW_RUN = (
     OUT,
     Option(
         "resume",
         str | None,
-        None,
         OUTPUT,
         "Go on with this run, or (without a directory) with the newest unfinished one of these "
         "flags.",
@@ -133,20 +126,26 @@ GRADIENT_FLAGS = flags_of(CheckSpec, "gradients gradient_prompts")
 DRY_RUN = Option(
     "dry_run",
     bool,
-    False,
     OUTPUT,
     "Show the plan (stages, kernels, memory of both sides) and start nothing.",
+    default=False,
     switch=True,
 )
 CONFIG = (
     Option(
         "config",
         Path | None,
-        None,
         OUTPUT,
         "TOML file of flags (same names); flags given here override it.",
     ),
-    Option("print_config", bool, False, OUTPUT, "Print all flags as TOML and exit.", switch=True),
+    Option(
+        "print_config",
+        bool,
+        OUTPUT,
+        "Print all flags as TOML and exit.",
+        default=False,
+        switch=True,
+    ),
 )
 CHECK = (
     *MODEL_FLAGS,

@@ -11,7 +11,9 @@ from mismatch.errors import MismatchError
 from mismatch.specs import TRAIN
 
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._]*"
-NAME = Option("name", str, "fsdp", TRAIN, "Of the scoring; another than fsdp is added beside it.")
+NAME = Option(
+    "name", str, TRAIN, "Of the scoring; another than fsdp is added beside it.", default="fsdp"
+)
 
 
 @with_flags(RUN, MODEL_FLAGS, TRAIN_FLAGS, NAME, ROUTING, GRADIENT_FLAGS, CONFIG)
@@ -24,8 +26,7 @@ def score(flags: Flags) -> int:
     import re
 
     from mismatch.cli import session
-    from mismatch.cli.to_spec import GRADIENT_FIELDS, train_spec, training_fields
-    from mismatch.cli.trainer import with_trainer
+    from mismatch.cli.to_spec import GRADIENT_FIELDS, train_spec, training_fields, with_trainer
     from mismatch.models import resolve_model
     from mismatch.pipeline.commands import run_score
     from mismatch.pipeline.preflight import preflight_training

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mismatch.cli.flags import Flags, spec_values
 from mismatch.cli.options import AROUND_A_RUN, FIX_FLAGS, GRADIENT_FLAGS
-from mismatch.cli.servers import SERVER_NAMES, moved
+from mismatch.cli.to_spec import SERVER_NAMES, moved
 from mismatch.errors import MismatchError
 
 if TYPE_CHECKING:
     import pandas as pd
+    from rich.console import Console
 
     from mismatch.analysis.levels import Thresholds
-    from mismatch.cli.narrator import ConsoleNarrator
     from mismatch.specs import CheckSpec
     from mismatch.types import Report
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 FIX_NAMES = frozenset(option.name for option in FIX_FLAGS)
 GRADIENT_NAMES = frozenset(option.name for option in GRADIENT_FLAGS)
 BESIDE_RESUME = AROUND_A_RUN | FIX_NAMES | GRADIENT_NAMES | SERVER_NAMES
+PLAIN_INTERVAL_S = 15.0  # between progress lines where lines cannot be rewritten
 
 
 def stored_spec(flags: Flags) -> CheckSpec | None:
@@ -83,9 +87,41 @@ def levels(flags: Flags) -> Thresholds | None:
 def narrator() -> ConsoleNarrator:
     from rich.console import Console
 
-    from mismatch.cli.narrator import ConsoleNarrator
-
     return ConsoleNarrator(Console())
+
+
+class ConsoleNarrator:
+    """A spinner on a terminal; plain lines, few of them, anywhere else."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[Callable[[str], None]]:
+        start = time.monotonic()
+        if self.console.is_terminal:
+            with self.console.status(title) as status:
+                yield lambda line: status.update(f"{title}: {line}")
+        else:
+            self.console.print(f"{title} …", highlight=False)
+            yield self._plain_lines()
+        elapsed = time.monotonic() - start
+        self.console.print(f"{title}: done in {elapsed:.0f} s", highlight=False, markup=False)
+
+    def note(self, text: str) -> None:
+        """One line between stages."""
+        self.console.print(text, highlight=False, markup=False)
+
+    def _plain_lines(self) -> Callable[[str], None]:
+        last = time.monotonic()
+
+        def show(line: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= PLAIN_INTERVAL_S:
+                last = time.monotonic()
+                self.console.print(f"  {line}", highlight=False, markup=False)
+
+        return show
 
 
 def dry_run(spec: CheckSpec) -> int:

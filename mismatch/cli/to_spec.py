@@ -1,20 +1,32 @@
-"""Flags to specs."""
+"""Flags to specs; ``--server``, ``--trainer`` and ``--verl-config`` included."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
+from mismatch.cli.options import SERVER_FLAGS
 from mismatch.errors import MismatchError
+from mismatch.specs import EngineSpec
 
 if TYPE_CHECKING:
-    from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+    from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
 FIX_FIELDS = "fixes budget_minutes verdict"
 GRADIENT_FIELDS = "gradients gradient_prompts"
 ALL_OF_A_FILE = 10**9  # prompts
+
+# Where servers are, and not what is run: a resumed run may go on elsewhere.
+SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
+WEEK_S = 7 * 86400.0
+# What only an engine that mismatch starts can be told.
+OURS = (
+    *("vllm_python", "sglang_python", "tensor_parallel_size", "max_model_len", "engine_arg"),
+    *("gpu_memory_utilization", "rollout_weights", "verl_config", "other_engine_arg"),
+)
 
 
 def check_spec(flags: Flags) -> CheckSpec:
@@ -126,9 +138,6 @@ def engine_names(flags: Flags) -> list[str]:
 
 def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None) -> EngineSpec:
     """One engine; all but its own arguments and interpreter is common to both."""
-    from mismatch.cli.servers import server_addresses
-    from mismatch.specs import EngineSpec
-
     return EngineSpec(
         engine=name,
         model=model,
@@ -137,6 +146,50 @@ def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None
         servers=server_addresses(flags),
         **spec_values(EngineSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"])),
     )
+
+
+def server_addresses(flags: Flags) -> tuple[str, ...]:
+    """The addresses of ``--server``; none without it.
+
+    Raises:
+        MismatchError: an address that is none or holds a secret, flags of an engine that mismatch
+            starts, or companions without ``--server``.
+    """
+    if not flags.get("server"):
+        for name in sorted(SERVER_NAMES & flags.explicit):
+            raise MismatchError(f"{_flag(name)} without --server", "--server http://127.0.0.1:8000")
+        return ()
+    from mismatch.engines.servers.address import parse_address
+
+    if "engine" in flags.explicit:
+        raise MismatchError("--engine and --server: a server is asked what it is", "drop --engine")
+    for name in OURS:
+        if name in flags.explicit:
+            raise MismatchError(
+                f"{_flag(name)} is for an engine that mismatch starts, servers run with their own "
+                "settings",
+                f"drop {_flag(name)}, or --server",
+            )
+    if flags["server_timeout"] > WEEK_S:
+        raise MismatchError(
+            f"--server-timeout is {flags['server_timeout']:g}", "give seconds, a week's at most"
+        )
+    return tuple(parse_address(text).text for text in flags["server"])
+
+
+def moved(engine: EngineSpec, flags: Flags) -> EngineSpec:
+    """A stored engine's spec with the servers that a resumed command names.
+
+    Raises:
+        MismatchError: the run was not made with servers.
+    """
+    if not engine.servers:
+        raise MismatchError(
+            f"the run was made with the engine {engine.engine}, not with servers", "drop --server"
+        )
+    explicit = {name: flags[name] for name in SERVER_NAMES & flags.explicit}
+    servers = server_addresses(flags) if flags["server"] else engine.servers
+    return replace(engine, servers=servers, **spec_values(EngineSpec, explicit))
 
 
 def other_engine(flags: Flags, model: str) -> EngineSpec | None:
@@ -200,3 +253,58 @@ def _engine_arg(text: str) -> tuple[str, Any]:
         return key.strip().replace("-", "_"), json.loads(value)
     except json.JSONDecodeError:
         return key.strip().replace("-", "_"), value
+
+
+def with_trainer(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
+    """The check as the named framework would run it, and what the user should know about it.
+
+    Explicit flags win over a preset or a config.
+
+    Raises:
+        MismatchError: unknown preset, both options at once, or a config that cannot be read.
+    """
+    config = flags.get("verl_config")
+    if flags["trainer"] and config is not None:
+        raise MismatchError(
+            "--trainer and --verl-config both describe the trainer", "drop --trainer"
+        )
+    if config is not None:
+        return _from_verl(spec, flags)
+    if flags.get("verl_override"):
+        raise MismatchError(
+            "--verl-override without --verl-config", "name the file: --verl-config FILE"
+        )
+    if flags["trainer"]:
+        return _from_preset(spec, flags)
+    return spec, []
+
+
+def _from_preset(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
+    from mismatch.presets import get_preset, installed_kernels
+
+    preset = get_preset(flags["trainer"])
+    applied = preset.resolve(spec.train, flags.explicit, installed_kernels())
+    notes = [f"trainer: {preset.title}"]
+    notes += [f"  {item.field} = {item.value}: {item.what}" for item in applied.settings]
+    notes += [f"  kept: {line}" for line in applied.kept]
+    missing = applied.not_reproduced
+    spec = replace(spec, train=applied.train, preset=preset.title, not_reproduced=missing)
+    return spec, notes
+
+
+def _from_verl(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
+    from mismatch.engines.vllm.arguments import is_cpu_build
+    from mismatch.presets import installed_kernels
+    from mismatch.presets.verl_config import read_verl_config
+
+    config = read_verl_config(flags["verl_config"], flags["verl_override"] or ())
+    applied = config.apply(spec, flags.explicit, installed_kernels(), is_cpu_build())
+    notes = [f"trainer: {applied.spec.preset}"]
+    notes += [f"  {used}" for used in applied.used]
+    notes += [f"  kept: {line}" for line in applied.kept]
+    notes += [f"  unknown: {key}" for key in applied.ignored if "did you mean" in key]
+    return applied.spec, notes
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mismatch.doctor.experts import IMPLEMENTATIONS, backward_bytes, forward_bytes
-from mismatch.doctor.memory import predict_trainer
-from mismatch.doctor.parts import BYTES, Work
+from mismatch.doctor.memory import BYTES, Work, predict_trainer
 from mismatch.models.config import ModelConfig
 from mismatch.run.machine import gib
 from mismatch.specs import Pass
 
-AUTO = "grouped_mm"  # transformers' own choice
 COPIES = "batched_mm"
 
 
@@ -36,58 +34,39 @@ class ExpertChoice:
 
 
 def expert_choices(
-    shape: ModelConfig, passes: Sequence[Pass], world: int, work: Work, device: str
+    shape: ModelConfig, passes: Sequence[Pass], world: int, work: Work
 ) -> tuple[ExpertChoice, ...]:
     """Every implementation in place of the chosen one, in this run; () for a dense model."""
     if not shape.experts:
         return ()
     spec = passes[0].spec
-    chosen = AUTO if spec.experts == "auto" else spec.experts
+    chosen = "grouped_mm" if spec.experts == "auto" else spec.experts  # transformers' own choice
     rows, longest = work.largest_batch(spec)
     tokens, b = rows * longest, BYTES[spec.autocast or spec.dtype]
-
-    def one(name: str) -> ExpertChoice:
-        peaks = (
-            predict_trainer(shape, replace(p.spec, experts=name), world, work, device, p.name)
-            for p in passes
-            if p.spec.experts == spec.experts
-        )
-        more = forward_bytes(shape, name, tokens + 1, b) - forward_bytes(shape, name, tokens, b)
-        return ExpertChoice(
+    same = [item for item in passes if item.spec.experts == spec.experts]
+    return tuple(
+        ExpertChoice(
             name,
-            max(found.peak_bytes for found in peaks),
-            more,
+            max(
+                predict_trainer(shape, replace(item.spec, experts=name), world, work).peak_bytes
+                for item in same
+            ),
+            forward_bytes(shape, name, tokens + 1, b) - forward_bytes(shape, name, tokens, b),
             backward_bytes(shape, name, tokens, b),
             name == chosen,
         )
-
-    return tuple(one(name) for name in IMPLEMENTATIONS)
+        for name in IMPLEMENTATIONS
+    )
 
 
 def expert_warnings(choices: Sequence[ExpertChoice]) -> tuple[str, ...]:
     """The blow-up of copied weights, before it happens."""
-    by = {choice.name: choice for choice in choices}
-    if not choices or not by[COPIES].chosen:
+    by_name = {choice.name: choice for choice in choices}
+    if not choices or not by_name[COPIES].chosen:
         return ()
-    copies, bounded = by[COPIES], by["bounded"]
+    copies, bounded = by_name[COPIES], by_name["bounded"]
     return (
         f"{COPIES} experts copy {copies.token_bytes / 1e6:,.1f} MB of weights for every token of a "
         f"micro-batch: {gib(copies.peak_bytes)} at the highest. --experts-implementation bounded "
         f"needs {gib(bounded.peak_bytes)}, with the numbers of eager",
     )
-
-
-def choice_rows(choices: Sequence[ExpertChoice]) -> list[tuple[str, ...]]:
-    """Rows of a table for people."""
-    return [
-        (
-            choice.name + (" (chosen)" if choice.chosen else ""),
-            gib(choice.peak_bytes),
-            f"{choice.token_bytes / 1e6:,.2f} MB",
-            gib(choice.backward_bytes),
-        )
-        for choice in choices
-    ]
-
-
-CHOICE_HEADER = ("", "peak", "per token", "backward, one layer")

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mismatch.doctor.parts import BYTES, Moment, Part, Prediction
+from mismatch.doctor.memory import BYTES, GIB, Moment, Part, Prediction
 from mismatch.models.config import MXFP4_BITS, ModelConfig
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
 
-GIB = 1 << 30
 # vLLM 0.32/0.33: vllm/config/cache.py, and vllm/engine/arg_utils.py get_batch_defaults (LLM class).
 UTILISATION = 0.92
 CPU_KV_BYTES = GIB  # VLLM_CPU_KVCACHE_SPACE as mismatch sets it

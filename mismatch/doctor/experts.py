@@ -1,4 +1,4 @@
-"""Memory of one layer's experts, by implementation (see mismatch.doctor.memory for the letters).
+"""Memory of one layer's experts by implementation, and what each would need in a run.
 
 Counted from the code: which tensors the function still refers to at its worst line. r is the rows
 of the busiest expert, N at most: what routing will do is not known beforehand.

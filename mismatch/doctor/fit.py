@@ -1,21 +1,47 @@
-"""Does it fit? Predictions against a device's memory, and the setting that would make it fit."""
+"""Does it fit? Both sides' predictions against a device's memory, and what would make them fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
-from mismatch.doctor.parts import Prediction
+from mismatch.doctor.engine import UTILISATION, Demand, predict_engine
+from mismatch.doctor.machine import Machine
+from mismatch.doctor.memory import GIB, Prediction, Work, predict_trainer
+from mismatch.errors import MismatchError
+from mismatch.models.config import ModelConfig
 from mismatch.run.machine import gib
+from mismatch.specs import CheckSpec, Pass
 
-GIB = 1 << 30
 ERROR = 0.15  # the prediction's own: what needs more than this share of the rest is tight
 # What a process takes beside its tensors: CUDA context, NCCL and library workspaces on a GPU;
 # Python, torch and transformers (and vLLM's) on a CPU, measured.
 GPU_RESERVE = int(1.5 * GIB)
 CPU_TRAINER_RESERVE = int(0.6 * GIB)
 CPU_ENGINE_RESERVE = int(1.8 * GIB)
+WORLDS = (2, 4, 8, 16, 32, 64)
+SPLITS = (2, 4, 8)
+
+_EAGER = "--attention auto (the eager kernel holds every score)"
+_FEWER = "a smaller --micro-batch-tokens"
+REMEDIES = {
+    "attention scores": _EAGER,
+    "attention weights held on": _EAGER,
+    "weights gathered per token and expert": "--experts-implementation bounded",
+    "kept for the backward pass": _FEWER,
+    "experts workspace": f"--experts-implementation bounded, or {_FEWER}",
+    "expert by expert": "--experts-implementation bounded",
+    "MLP": _FEWER,
+    "attention states": _FEWER,
+    "sharded parameters": "--master-dtype bf16, or more memory in all",
+    "logits of the prefill": "--no-prefill, or a smaller --max-tokens",
+    "KV cache": "a smaller --max-tokens or --max-model-len, or --engine-arg max_num_seqs=64",
+    "weights": "a larger --tensor-parallel-size",
+    "activations": "--engine-arg max_num_batched_tokens=4096",
+    "logits": "--engine-arg max_num_seqs=64",
+}
 
 Level = Literal["fits", "tight", "does not fit"]
 
@@ -57,8 +83,7 @@ def fits(
         level = "tight"
     if level == "fits":
         return Fit(prediction, needed, capacity, level)
-    found = smaller() if smaller is not None else ""
-    remedies = [found, *remedies_of(prediction)]
+    remedies = [smaller() if smaller is not None else "", *remedies_of(prediction)]
     text = (
         f"{prediction.side}: {gib(needed)} needed at its highest ({prediction.moment}), "
         f"{gib(capacity)} there: {level}. What would help: {'; '.join(r for r in remedies if r)}"
@@ -66,32 +91,75 @@ def fits(
     return Fit(prediction, needed, capacity, level, (text,))
 
 
-REMEDIES = {
-    "attention scores": "--attention auto (the eager kernel holds every score)",
-    "attention weights held on": "--attention auto (the eager kernel holds every score)",
-    "weights gathered per token and expert": "--experts-implementation bounded",
-    "kept for the backward pass": "a smaller --micro-batch-tokens",
-    "experts workspace": "--experts-implementation bounded, or a smaller --micro-batch-tokens",
-    "expert by expert": "--experts-implementation bounded",
-    "MLP": "a smaller --micro-batch-tokens",
-    "attention states": "a smaller --micro-batch-tokens",
-    "sharded parameters": "--master-dtype bf16, or more memory in all",
-    "logits of the prefill": "--no-prefill, or a smaller --max-tokens",
-    "KV cache": "a smaller --max-tokens or --max-model-len, or --engine-arg max_num_seqs=64",
-    "weights": "a larger --tensor-parallel-size",
-    "activations": "--engine-arg max_num_batched_tokens=4096",
-    "logits": "--engine-arg max_num_seqs=64",
-}
-
-
 def remedies_of(prediction: Prediction) -> list[str]:
     """Settings for the parts that take at least a fifth of the peak, largest first."""
     parts = sorted(prediction.highest.parts, key=lambda part: -part.bytes)
     large = [part for part in parts if part.bytes >= prediction.peak_bytes / 5]
-    named = [REMEDIES[part.name] for part in large if part.name in REMEDIES]
-    return list(dict.fromkeys(named))
+    return list(dict.fromkeys(REMEDIES[part.name] for part in large if part.name in REMEDIES))
 
 
-def highest(predictions: Sequence[Prediction]) -> Prediction:
-    """The one that needs most: passes of one world run one after the other."""
-    return max(predictions, key=lambda prediction: prediction.peak_bytes)
+def engine_fit(spec: CheckSpec, shape: ModelConfig, demand: Demand, machine: Machine) -> Fit:
+    """Does the engine fit on one device?
+
+    Raises:
+        MismatchError: the sequences are longer than the model's context, or more GPUs are asked
+            for than there are.
+    """
+    engine = spec.rollout.engine
+    context = engine.max_model_len or shape.context
+    if context is not None and demand.longest > context:
+        raise MismatchError(
+            f"sequences of up to {demand.longest} tokens, but the context is {context}",
+            "lower --max-tokens, or raise --max-model-len where the model allows it",
+        )
+    if machine.device == "cpu":
+        prediction = predict_engine(shape, engine, demand, "cpu")
+        return fits(prediction, machine.ram_free_bytes, CPU_ENGINE_RESERVE)
+    if engine.tensor_parallel_size > len(machine.gpus):
+        raise MismatchError(
+            f"--tensor-parallel-size {engine.tensor_parallel_size}: {len(machine.gpus)} GPUs here",
+            f"use at most {len(machine.gpus)}",
+        )
+    size = min(gpu.memory_bytes for gpu in machine.gpus)
+    free = min(gpu.free_bytes for gpu in machine.gpus)
+    if engine.engine != "vllm":
+        return fits(predict_engine(shape, engine, demand, "cuda", size), free, GPU_RESERVE)
+    # vLLM makes do with less cache than all sequences want: they wait for one another.
+    least = Demand(1, demand.longest, demand.sampling)
+    capacity = min(int((engine.gpu_memory_utilization or UTILISATION) * size), free)
+
+    def split() -> str:
+        for count in SPLITS:
+            wider = replace(engine, tensor_parallel_size=count)
+            if predict_engine(shape, wider, least, "cuda", size).peak_bytes <= capacity:
+                return f"--tensor-parallel-size {count}"
+        return ""
+
+    return fits(predict_engine(shape, engine, least, "cuda", size), capacity, 0, split)
+
+
+def trainer_fits(
+    spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine, passes: list[Pass]
+) -> tuple[Fit, ...]:
+    """One per pass, on one rank; a CPU's memory is shared by the ranks."""
+    gpu, world = machine.device == "cuda", spec.nproc_per_node
+    reserve = GPU_RESERVE if gpu else CPU_TRAINER_RESERVE
+    capacity = machine.ram_free_bytes // world
+    if gpu:
+        capacity = min(gpu.free_bytes for gpu in machine.gpus)
+
+    def predict(item: Pass, ranks: int) -> Prediction:
+        return predict_trainer(shape, item.spec, ranks, work, item.name)
+
+    def settings(item: Pass) -> str:
+        enough = (
+            f"--nproc-per-node {ranks}, or torchrun over machines"
+            for ranks in WORLDS
+            if gpu and ranks > world and predict(item, ranks).peak_bytes + reserve <= capacity
+        )
+        less = "--no-noise-floor, which leaves this pass out" if item is not passes[0] else ""
+        return "; ".join(filter(None, (next(enough, ""), less)))
+
+    return tuple(
+        fits(predict(item, world), capacity, reserve, partial(settings, item)) for item in passes
+    )

@@ -13,10 +13,9 @@ from typing import Any
 
 from mismatch.doctor.choices import ExpertChoice, expert_choices, expert_warnings
 from mismatch.doctor.engine import Demand
-from mismatch.doctor.fit import Fit
+from mismatch.doctor.fit import Fit, engine_fit, trainer_fits
 from mismatch.doctor.machine import Machine
-from mismatch.doctor.parts import Work
-from mismatch.doctor.sides import engine_fit, engine_shape, trainer_fits
+from mismatch.doctor.memory import Work
 from mismatch.errors import MismatchError
 from mismatch.models.config import FoundConfig, ModelConfig, find_config
 from mismatch.specs import CheckSpec, PromptSpec
@@ -155,14 +154,15 @@ def _sides(
     sampling = spec.rollout.sampling
     sequences = prompts * sampling.samples_per_prompt
     demand, work = Demand(sequences, longest, sampling), Work([longest] * sequences, sampling)
-    passes, world = training_passes(spec), spec.nproc_per_node
-    remote = spec.rollout.engine.servers  # their memory is not ours
-    ours = () if remote else (engine_fit(spec, engine_shape(spec, shape), demand, machine),)
-    sides = (
-        *ours,
-        *trainer_fits(spec, shape, work, machine, passes),
-    )
-    return sides, expert_choices(shape, passes, world, work, machine.device)
+    passes = training_passes(spec)
+    engine = spec.rollout.engine
+    served = shape  # the engine's model may be another checkpoint than the trainer's
+    if (engine.model, engine.revision) != (spec.train.model, spec.train.revision):
+        served = find_config(engine.model, engine.revision).model.require_counts()
+    # The memory of servers is not ours.
+    ours = () if engine.servers else (engine_fit(spec, served, demand, machine),)
+    sides = (*ours, *trainer_fits(spec, shape, work, machine, passes))
+    return sides, expert_choices(shape, passes, spec.nproc_per_node, work)
 
 
 # ---------------------------------------------------------------- what there is to do

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mismatch.doctor.choices import CHOICE_HEADER, choice_rows
 from mismatch.doctor.fit import Fit
 from mismatch.run.machine import gib
 
@@ -49,7 +48,17 @@ def print_memory(plan: Plan, console: Console) -> None:
             parts.append(("the process itself", gib(reserve), "runtime, context, libraries"))
         _table(console, f"{side.prediction.side}, at its highest", parts)
     if plan.experts:
-        _table(console, "ways to run the experts", choice_rows(plan.experts), CHOICE_HEADER)
+        ways = [
+            (
+                choice.name + (" (chosen)" if choice.chosen else ""),
+                gib(choice.peak_bytes),
+                f"{choice.token_bytes / 1e6:,.2f} MB",
+                gib(choice.backward_bytes),
+            )
+            for choice in plan.experts
+        ]
+        titles = ("", "peak", "per token", "backward, one layer")
+        _table(console, "ways to run the experts", ways, titles)
 
 
 def _worth_showing(sides: Sequence[Fit]) -> list[Fit]:

@@ -8,8 +8,7 @@ import pytest
 
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
-from mismatch.cli.servers import moved, server_addresses
-from mismatch.cli.to_spec import engine_spec
+from mismatch.cli.to_spec import engine_spec, moved, server_addresses
 from mismatch.errors import MismatchError
 from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict

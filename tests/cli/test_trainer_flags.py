@@ -6,8 +6,7 @@ import pytest
 
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
-from mismatch.cli.to_spec import check_spec
-from mismatch.cli.trainer import with_trainer
+from mismatch.cli.to_spec import check_spec, with_trainer
 from mismatch.errors import MismatchError
 from mismatch.prompts.sources import read_prompts
 from tests.command import mismatch
