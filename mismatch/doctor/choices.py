@@ -8,12 +8,8 @@ from dataclasses import dataclass, replace
 from mismatch.doctor.experts import IMPLEMENTATIONS, backward_bytes, forward_bytes
 from mismatch.doctor.memory import BYTES, Work, predict_trainer
 from mismatch.models.config import ModelConfig
-<<<<<<< HEAD
 from mismatch.run.machine import gib
-from mismatch.specs import Pass
-=======
 from mismatch.specs import Pass, TrainSpec
->>>>>>> main
 
 COPIES = "batched_mm"
 
