@@ -56,6 +56,7 @@ def test_coverage_with_64_prompts_of_4_correlated_samples():
     assert coverage(64) >= 0.92
 
 
+@pytest.mark.slow
 def test_coverage_with_256_prompts():
     assert 0.93 <= coverage(256, replications=300) <= 0.97
 
