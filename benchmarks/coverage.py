@@ -21,7 +21,7 @@ import numpy as np
 
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, difference, excludes_zero, paired
-from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.estimator import Estimator
 from mismatch.types import Estimate
 
 SCALE, BY_PROMPT, BY_SAMPLE = 0.05, 0.3, 0.2

@@ -11,7 +11,8 @@ import math
 
 import numpy as np
 
-from mismatch.experiments.gradients.jackknife import Sketched, fisher, interval, interval_of_root
+from mismatch.experiments.gradients.jackknife import Sketched, fisher
+from mismatch.metrics.inference import jackknife, jackknife_of_root
 
 DIMENSION, REPETITIONS = 60, 1500
 NAMES = ("relative error", "length", "cosine", "variance", "bias")
@@ -41,8 +42,8 @@ def covered(prompts: int, size: float) -> list[float]:
         numbers = (made.log_error(w), made.log_norm(w), fisher(made.gap(w)), made.log_spread(w))
         for index, one in enumerate(numbers):
             values[index].append(float(one[0]))
-            ends[index].append(interval(one, float(one[0]), float) or (0.0, 0.0))
-        ends[-1].append(interval_of_root(made.bias(w)) or (0.0, 0.0))
+            ends[index].append(jackknife(one, float(one[0]), float) or (0.0, 0.0))
+        ends[-1].append(jackknife_of_root(made.bias(w)) or (0.0, 0.0))
     truths = [float(np.mean(one)) for one in values[:-1]] + [size * math.sqrt(shift @ shift)]
     return [
         float(np.mean([low <= truth <= high for low, high in found]))

@@ -238,7 +238,7 @@ def predict(case: Case) -> Any:
         config = configuration(case.family, **case.sizes)
         shape = ModelConfig.of(config.to_dict()).require_counts()
     spec = TrainSpec(model="", **case.spec)
-    return predict_trainer(shape, spec, case.world, Work(case.lengths))
+    return predict_trainer(shape, spec, case.world, Work(case.lengths), "cpu")
 
 
 def almost_empty(case: Case) -> Case:

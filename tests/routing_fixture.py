@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from mismatch.metrics.routing_noise import RouterNoise, router_noise
+from mismatch.metrics.routing_pairs import RouterNoise, router_noise
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 
 NOISE = 0.02  # scale of how far a margin moves between two passes of the trainer

@@ -18,7 +18,7 @@ import numpy as np
 from mismatch.analysis.token_classes import TOKEN_CLASSES, special_ids, token_class
 from mismatch.metrics.registry import floats
 from mismatch.metrics.sequence import per_sequence_sum
-from mismatch.metrics.terms import exp_minus_linear
+from mismatch.metrics.token import exp_minus_linear
 from mismatch.types import Bools, Fingerprint, Floats, Ints, Pair, Rollout, Scoring
 
 Table = dict[str, list[Any]]

@@ -11,10 +11,9 @@ from mismatch.analysis.exact_kl import exact_estimates
 from mismatch.analysis.routing_tables import prompt_routing, routing_tables
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
-from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import Array, Metric
-from mismatch.metrics.routing_noise import RouterNoise, with_noise
-from mismatch.metrics.routing_pairs import PairedRouting, pair_routing
+from mismatch.metrics.routing_pairs import PairedRouting, RouterNoise, pair_routing, with_noise
 from mismatch.types import Comparison, Estimate, Ints, Pair, Rollout, Scoring
 
 # What a pair of the noise floor is measured by: enough to sit beside the headline numbers.

@@ -7,7 +7,7 @@ import numpy as np
 from mismatch.captures import why_incomparable
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
-from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.exact import arrays_of, divergences, law_arrays
 from mismatch.metrics.registry import Array
 from mismatch.types import Check, Comparison, Estimate, Pair, Scoring

@@ -19,7 +19,7 @@ from mismatch.analysis.thresholds import (
 )
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
-from mismatch.metrics.estimate import prompts_needed
+from mismatch.metrics.inference import prompts_needed
 from mismatch.types import Check, Comparison, Estimate, Fingerprint, Judgement, Status, Verdict
 
 __all__ = [

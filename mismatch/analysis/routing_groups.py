@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.metrics.grouped import Groups, group_means, prompt_sums
+from mismatch.metrics.inference import Groups, group_means, prompt_sums
 from mismatch.metrics.registry import Array, floats
 from mismatch.metrics.routing_pairs import PairedRouting
 from mismatch.types import Floats, Ints, Pair

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from mismatch.analysis.routing_groups import Seen, Table, columns, known, picked
-from mismatch.metrics.estimate import Estimator
-from mismatch.metrics.grouped import Groups, group_means, prompt_sums
+from mismatch.metrics import METRICS
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.inference import Groups, group_means, prompt_sums
 from mismatch.metrics.registry import POSITIVE, REAL, SHARE, Array, floats
-from mismatch.metrics.routing import routing_prompt_disagree_any, routing_prompt_disagree_layer
-from mismatch.metrics.routing_noise import NOISE_QUANTILE, RouterNoise
 from mismatch.metrics.routing_pairs import (
+    NOISE_QUANTILE,
     PairedRouting,
+    RouterNoise,
     action_rows,
     load_variation,
     other_rows,
@@ -73,7 +74,8 @@ def prompt_routing(
         return {}
     differs = pair_routing(rollout, left, right, rows).differs
     estimator = Estimator(rollout.sequence_of_token[rows], rollout.prompt_index, seed=seed)
-    wanted = (routing_prompt_disagree_layer, routing_prompt_disagree_any)
+    names = ("routing_prompt_disagree_layer", "routing_prompt_disagree_any")
+    wanted = [METRICS[name] for name in names]
     return estimator.all(wanted, {"prompt_differs": differs})
 
 

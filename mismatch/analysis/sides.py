@@ -17,7 +17,7 @@ from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
-from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.estimator import Estimator
 from mismatch.run import store
 from mismatch.types import Comparison, Pair, Rollout, Scoring, Verdict
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mismatch.doctor.experts import IMPLEMENTATIONS, backward_bytes, forward_bytes
 from mismatch.doctor.memory import BYTES, Work, gib, predict_trainer
 from mismatch.models.config import ModelConfig
-from mismatch.specs import Pass
+from mismatch.specs import Pass, TrainSpec
 
 COPIES = "batched_mm"
 
@@ -33,7 +33,7 @@ class ExpertChoice:
 
 
 def expert_choices(
-    shape: ModelConfig, passes: Sequence[Pass], world: int, work: Work
+    shape: ModelConfig, passes: Sequence[Pass], world: int, work: Work, device: str
 ) -> tuple[ExpertChoice, ...]:
     """Every implementation in place of the chosen one, in this run; () for a dense model."""
     if not shape.experts:
@@ -43,13 +43,14 @@ def expert_choices(
     rows, longest = work.largest_batch(spec)
     tokens, b = rows * longest, BYTES[spec.autocast or spec.dtype]
     same = [item for item in passes if item.spec.experts == spec.experts]
+
+    def peak(changed: TrainSpec) -> int:
+        return predict_trainer(shape, changed, world, work, device).peak_bytes
+
     return tuple(
         ExpertChoice(
             name,
-            max(
-                predict_trainer(shape, replace(item.spec, experts=name), world, work).peak_bytes
-                for item in same
-            ),
+            max(peak(replace(item.spec, experts=name)) for item in same),
             forward_bytes(shape, name, tokens + 1, b) - forward_bytes(shape, name, tokens, b),
             backward_bytes(shape, name, tokens, b),
             name == chosen,

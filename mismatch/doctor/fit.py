@@ -148,7 +148,7 @@ def trainer_fits(
         capacity = min(gpu.free_bytes for gpu in machine.gpus)
 
     def predict(item: Pass, ranks: int) -> Prediction:
-        return predict_trainer(shape, item.spec, ranks, work, item.name)
+        return predict_trainer(shape, item.spec, ranks, work, machine.device, item.name)
 
     def settings(item: Pass) -> str:
         enough = (

@@ -103,7 +103,12 @@ class Work:
 
 
 def predict_trainer(
-    shape: ModelConfig, spec: TrainSpec, world: int, work: Work, name: str = "fsdp"
+    shape: ModelConfig,
+    spec: TrainSpec,
+    world: int,
+    work: Work,
+    device: str = "cuda",
+    name: str = "fsdp",
 ) -> Prediction:
     """Peak bytes of one rank of the training world for one pass.
 
@@ -112,6 +117,7 @@ def predict_trainer(
 
     Args:
         world: number of ranks the parameters are sharded over.
+        device: "cuda", or "cpu" (whose gloo collectives copy once more).
     """
     b, act = BYTES[spec.dtype], BYTES[spec.autocast or spec.dtype]
     rows, longest = work.largest_batch(spec)
@@ -128,6 +134,8 @@ def predict_trainer(
         Part("kept for the backward pass", kept, "L·N·H·b, one input per layer"),
     )
     unsharded = Part("unsharded layer", layer, "P_layer·b")
+    copies = 0 if world == 1 else 2 if device == "cpu" else 1
+    buffers = Part("all-gather buffers", copies * layer, f"{copies}·P_layer·b")
     scores, returned, masks = _scores(shape, spec, rows, longest, act)
     # Rotary embeddings, or the kernel's copies of queries, keys and values.
     states = tokens * act * (2 * shape.hidden + 4 * shape.q_width + 2 * shape.kv_width)
@@ -143,6 +151,7 @@ def predict_trainer(
     return Prediction(
         name,
         (
+            Moment.of("gathering a layer", *stays, unsharded, buffers),
             Moment.of(
                 "attention",
                 *stays,

@@ -162,7 +162,7 @@ def _sides(
     # The memory of servers is not ours.
     ours = () if engine.servers else (engine_fit(spec, served, demand, machine),)
     sides = (*ours, *trainer_fits(spec, shape, work, machine, passes))
-    return sides, expert_choices(shape, passes, spec.nproc_per_node, work)
+    return sides, expert_choices(shape, passes, spec.nproc_per_node, work, machine.device)
 
 
 # ---------------------------------------------------------------- what there is to do

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.estimate import Estimator
-from mismatch.metrics.intervals import PERCENTILE_FROM, PromptSums, central, student
-from mismatch.metrics.registry import POSITIVE, REAL, Bounds, Combine, Kind, Metric, floats
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.inference import PERCENTILE_FROM, PromptSums, central, student
+from mismatch.metrics.registry import POSITIVE, REAL, Bounds, Combine, Kind, Metric, first, floats
 from mismatch.types import Estimate, Floats, Ints
 
 Named = tuple[str, Floats]  # a scoring's name and its logprobs, [A] nats
@@ -191,10 +191,6 @@ def _terms(terms: Floats) -> Floats:
     return terms
 
 
-def _first(means: Floats) -> Floats:
-    return means[..., 0]
-
-
 def _deviation(means: Floats) -> Floats:
     return floats(np.sqrt(np.maximum(means[..., 1] - means[..., 0] ** 2, 0.0)))
 
@@ -214,11 +210,11 @@ def _relative_spread(means: Floats) -> Floats:
 
 def _metric(name: str, kind: Kind, combine: Combine, unit: str, bounds: Bounds) -> Metric:
     """A number of the budget alone: outside the registry, because no comparison has it."""
-    return Metric(name, kind, "token", _terms, ("terms",), combine, unit, bounds)
+    return Metric(name, _terms, kind, unit, combine=combine, bounds=bounds)
 
 
-MEAN = _metric("budget_mean", "mean", _first, "nats", REAL)
-SIZE = _metric("budget_size", "mean", _first, "nats", POSITIVE)
+MEAN = _metric("budget_mean", "mean", first, "nats", REAL)
+SIZE = _metric("budget_size", "mean", first, "nats", POSITIVE)
 SPREAD = _metric("budget_spread", "ratio", _deviation, "nats", POSITIVE)
 SHARE_OF_SPREAD = _metric("budget_share", "ratio", _covariance_share, "share", REAL)
 RELATIVE_SPREAD = _metric("budget_relative", "ratio", _relative_spread, "share", POSITIVE)

@@ -15,7 +15,7 @@ import numpy as np
 
 from mismatch.metrics.registry import Array, floats
 from mismatch.metrics.sequence import per_sequence_mean, per_sequence_sum
-from mismatch.metrics.terms import CLAMP, TRUNCATION, exp_minus_linear
+from mismatch.metrics.token import CLAMP, TRUNCATION, exp_minus_linear
 from mismatch.types import Floats, Ints
 
 Convention = Callable[..., float]

@@ -15,7 +15,7 @@ import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.registry import floats
-from mismatch.metrics.terms import CLAMP
+from mismatch.metrics.token import CLAMP
 from mismatch.types import Floats, Ints
 
 Level = Literal["token", "sequence"]

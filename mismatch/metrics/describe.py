@@ -46,8 +46,8 @@ INTERVALS["ratio"] = INTERVALS["mean"]
 
 
 def formula(metric: Metric) -> str:
-    """The first paragraph of the declaration's docstring, on one line."""
-    paragraph = " ".join((metric.__doc__ or "").strip().split("\n\n")[0].split())
+    """The first paragraph of the definition, on one line."""
+    paragraph = " ".join(metric.definition.strip().split("\n\n")[0].split())
     return re.sub(r" Terms hold [^.]*\.", "", paragraph)  # how it is computed, not what it is
 
 

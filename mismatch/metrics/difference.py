@@ -4,9 +4,9 @@
     difference  two runs with tokens of their own: prompts that both runs hold are resampled as one,
                 so that what they share cancels; without any such prompt the two are independent
 
-Both are other minus one. The interval of a mean or of a smooth function of means is that of
-:mod:`mismatch.metrics.estimate`, for the difference. Quantiles: each side's influence per prompt is
-scaled by the width of its own Woodruff interval (Bahadur's representation), and subtracted. Two
+Both are other minus one. The interval of a mean or of a smooth function of means is the bootstrap's
+(:mod:`mismatch.metrics.inference`), of the difference. Quantiles: each side's influence per prompt
+is scaled by the width of its own Woodruff interval (Bahadur's representation), and subtracted. Two
 independent samples, and shares that differ in few prompts: the two intervals combined by MOVER (Zou
 and Donner 2008, "Construction of confidence limits about effect measures"), which keeps their
 asymmetry. Extremes have a difference and no interval.
@@ -21,8 +21,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.estimate import FEW_PROMPTS, RARE_PROMPTS, Estimator, student
-from mismatch.metrics.registry import REAL, SHARE, Array, Combine, Metric, columns, floats
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.inference import FEW_PROMPTS, RARE_PROMPTS, mover, student
+from mismatch.metrics.registry import (
+    REAL,
+    SHARE,
+    Array,
+    Combine,
+    Metric,
+    columns,
+    first,
+    floats,
+)
 from mismatch.types import Estimate, Floats, Ints, Rollout
 
 UNSEEN = -math.log(0.025)  # events that a Poisson count of 0 leaves possible, at 97.5 %
@@ -84,7 +94,7 @@ def paired(
             few = _few_events(metric, change, sample, estimator)
             if few is not None:
                 return _like(bare, few)
-        return _like(bare, estimator.one(_plain(metric, _first), {"terms": change}))
+        return _like(bare, estimator.one(_plain(metric, first), {"terms": change}))
     width = columns(before).shape[1]
 
     def combine(means: Floats) -> Floats:
@@ -131,7 +141,7 @@ def difference(metric: Metric, one: Sample, other: Sample, *, seed: int = 0) -> 
 def excludes_zero(estimate: Estimate) -> bool | None:
     """Whether a difference is told from none at 95 %; None where it has no interval.
 
-    :func:`mismatch.metrics.estimate.prompts_needed` of the estimate and 0 says how many prompts
+    :func:`mismatch.metrics.inference.prompts_needed` of the estimate and 0 says how many prompts
     would tell it, where these do not.
     """
     if estimate.low is None or estimate.high is None:
@@ -156,16 +166,6 @@ def common_prompts(one: Rollout, other: Rollout) -> tuple[Ints, Ints]:
     return made[0], made[1]
 
 
-def mover(one: Estimate, other: Estimate) -> tuple[float, float] | None:
-    """Interval of other - one from the intervals of two independent numbers; None without."""
-    if one.low is None or one.high is None or other.low is None or other.high is None:
-        return None
-    value = other.value - one.value
-    down = math.hypot(other.value - other.low, one.high - one.value)
-    up = math.hypot(other.high - other.value, one.value - one.low)
-    return value - down, value + up
-
-
 def _require(metric: Metric, arrays: Mapping[str, Array], tokens: int) -> None:
     if tokens == 0:
         raise EmptyComparison(f"{metric.name}: no action tokens to compare")
@@ -181,7 +181,8 @@ def _require(metric: Metric, arrays: Mapping[str, Array], tokens: int) -> None:
 
 def _terms(metric: Metric, arrays: Mapping[str, Array]) -> Floats:
     with np.errstate(all="ignore"):
-        return floats(metric.terms(**{name: arrays[name] for name in metric.needs}))
+        terms = metric.terms(**{name: arrays[name] for name in metric.needs})
+    return floats(np.stack(terms, axis=1) if isinstance(terms, tuple) else terms)
 
 
 def _value(metric: Metric, terms: Floats) -> float:
@@ -191,10 +192,6 @@ def _value(metric: Metric, terms: Floats) -> float:
     return value
 
 
-def _first(means: Floats) -> Floats:
-    return means[..., 0]
-
-
 def _same(terms: Floats) -> Floats:
     return terms
 
@@ -202,8 +199,7 @@ def _same(terms: Floats) -> Floats:
 def _plain(metric: Metric, combine: Combine) -> Metric:
     """The metric of a difference, on terms that are there already."""
     return replace(
-        metric, kind="ratio", reduction="token", terms=_same, needs=("terms",), combine=combine,
-        bounds=REAL, outermost=False,
+        metric, kind="ratio", reduction="token", terms=_same, combine=combine, bounds=REAL,
     )  # fmt: skip
 
 
@@ -282,7 +278,7 @@ def _few_events(
     seen = [len(np.unique(where[change == sign])) for sign in (-1.0, 1.0)]
     if max(seen) >= RARE_PROMPTS or max(seen) == 0:
         return None
-    share = replace(_plain(metric, _first), kind="mean", bounds=SHARE)
+    share = replace(_plain(metric, first), kind="mean", bounds=SHARE)
     sides = []
     for sign, prompts in zip((-1.0, 1.0), seen, strict=True):
         side = estimator.one(share, {"terms": floats(change == sign)})

@@ -13,16 +13,26 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.registry import POSITIVE, SHARE, Array, Bounds, Metric, register
-from mismatch.metrics.terms import exp_minus_linear
-from mismatch.metrics.token import k3_kl, kl
+from mismatch.metrics.registry import (
+    METRICS,
+    POSITIVE,
+    SHARE,
+    Array,
+    Bounds,
+    Metric,
+    metric,
+    register,
+)
+from mismatch.metrics.token import exp_minus_linear
 from mismatch.types import Floats, Ints
+
+Function = Callable[..., float]
 
 ROWS = 256  # worked on at once: each takes a few float64 rows of the vocabulary's size
 ALARM = 1e-4  # chance of a false alarm of ``exact_law_gap``
@@ -121,7 +131,7 @@ def law_arrays(
 def arrays_of(terms: dict[str, Floats], *, whole: bool) -> dict[str, Array]:
     """Terms under the names that the metrics of this module ask for."""
     suffix = "" if whole else "_topk"
-    names = [name for name in SERIES if name in terms]
+    names = [name for name in NAMES if name in terms]
     arrays: dict[str, Array] = {f"exact_{name}{suffix}": terms[name] for name in names}
     if whole:  # the most likely of k + 1 outcomes may be all the others together
         arrays["exact_argmax_agree"] = terms["agree"]
@@ -130,13 +140,8 @@ def arrays_of(terms: dict[str, Floats], *, whole: bool) -> dict[str, Array]:
 
 # ---------------------------------------------------------------- the metrics
 
-SERIES: dict[str, tuple[str, Bounds]] = {
-    "kl": ("KL(rollout ‖ train)", POSITIVE),
-    "reverse_kl": ("KL(train ‖ rollout)", POSITIVE),
-    "js": ("Jensen-Shannon divergence", (0.0, math.log(2.0))),
-    "tv": ("total variation distance", SHARE),
-}
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p999": 0.999}
+NAMES = ("kl", "reverse_kl", "js", "tv")
+QUANTILES = {"50": 0.5, "90": 0.9, "95": 0.95, "99": 0.99, "99.9": 0.999}
 
 
 def _of(array: str) -> Callable[..., Any]:
@@ -150,73 +155,140 @@ def _of(array: str) -> Callable[..., Any]:
     return terms
 
 
-def _declare_all(suffix: str, remark: str) -> None:
-    for name, (words, bounds) in SERIES.items():
-        register(
-            f"exact_{name}{suffix}",
-            _of(f"exact_{name}{suffix}"),
-            kind="mean",
-            unit="probability" if name == "tv" else "nats",
-            bounds=bounds,
-            doc=f"Mean {words}, {remark}.",
+def _means(suffix: str, remark: str, outcomes: str) -> Iterator[Function]:
+    """KL, reverse KL, Jensen-Shannon, total variation."""
+    tail = ", top-k" if suffix else ""
+    bounds: dict[str, Bounds] = {"js": (0.0, math.log(2.0)), "tv": SHARE}
+    formulas = (
+        "KL(rollout ‖ train)",
+        "KL(train ‖ rollout)",
+        "Jensen-Shannon divergence",
+        "total variation distance",
+    )
+    words = (
+        (f"exact KL, mean{tail}", f"KL(rollout‖train) summed over {outcomes}, nats per token"),
+        (f"reverse KL{tail}", f"KL(train‖rollout) over {outcomes}: a real one, unlike reverse k3"),
+        (f"exact JSD{tail}", f"Jensen-Shannon divergence over {outcomes}, nats"),
+        (f"total variation{tail}", "share of the probability that the sides place elsewhere"),
+    )
+    for name, formula, (label, meaning) in zip(NAMES, formulas, words, strict=True):
+        yield register(
+            Metric(
+                f"exact_{name}{suffix}",
+                _of(f"exact_{name}{suffix}"),
+                unit="probability" if name == "tv" else "nats",
+                bounds=bounds.get(name, POSITIVE),
+                label=label,
+                meaning=meaning,
+                definition=f"Mean {formula}, {remark}.",
+            )
         )
+
+
+def _over_positions(suffix: str, remark: str) -> Iterator[Function]:
+    """Quantiles of the KL over positions, and the largest."""
+    tail = ", top-k" if suffix else ""
     array = f"exact_kl{suffix}"
+    terms = _of(array)
     for label, probability in QUANTILES.items():
-        register(
-            f"{array}_{label}",
-            _of(array),
-            kind="quantile",
-            unit="nats",
-            bounds=POSITIVE,
-            probability=probability,
-            doc=f"Smallest KL that at least {probability:.1%} of the positions do not exceed, "
-            f"{remark}.",
+        yield register(
+            Metric(
+                f"{array}_p{label.replace('.', '')}",
+                terms,
+                "quantile",
+                "nats",
+                bounds=POSITIVE,
+                probability=probability,
+                label=f"exact KL, {label} %{tail}",
+                meaning=f"{label} % of the positions have no more",
+                definition=f"Smallest KL that at least {probability:.1%} of the positions do not "
+                f"exceed, {remark}.",
+            )
         )
-    register(
-        f"{array}_max",
-        _of(array),
-        kind="extreme",
-        unit="nats",
-        bounds=POSITIVE,
-        doc=f"Largest KL of a position, {remark}.",
-        fold="max",
+
+    def largest(*values: Any, **named: Any) -> float:
+        return float(np.max(terms(*values, **named)))
+
+    largest.__signature__ = inspect.signature(terms)  # type: ignore[attr-defined]
+    yield register(
+        Metric(
+            f"{array}_max",
+            largest,
+            "extreme",
+            "nats",
+            bounds=POSITIVE,
+            label=f"exact KL, most{tail}",
+            meaning="of one position",
+            definition=f"Largest KL of a position, {remark}.",
+        )
     )
 
 
-_declare_all("", "over the whole vocabulary")
-_declare_all("_topk", "over the engine's k most likely ids and all others as one: a lower bound")
-register(
-    "exact_argmax_agree",
-    _of("exact_argmax_agree"),
-    kind="mean",
+_WHOLE = "over the whole vocabulary"
+exact_kl, exact_reverse_kl, exact_js, exact_tv = _means("", _WHOLE, "the whole vocabulary")
+exact_kl_p50, exact_kl_p90, exact_kl_p95, exact_kl_p99, exact_kl_p999, exact_kl_max = (
+    _over_positions("", _WHOLE)
+)
+_TOPK = "over the engine's k most likely ids and all others as one: a lower bound"
+exact_kl_topk, exact_reverse_kl_topk, exact_js_topk, exact_tv_topk = _means(
+    "_topk", _TOPK, "the likeliest ids and all others as one: a lower bound"
+)
+(
+    exact_kl_topk_p50,
+    exact_kl_topk_p90,
+    exact_kl_topk_p95,
+    exact_kl_topk_p99,
+    exact_kl_topk_p999,
+    exact_kl_topk_max,
+) = _over_positions("_topk", _TOPK)
+
+
+@metric(
     unit="share",
     bounds=SHARE,
     good="high",
-    doc="Share of the sampled positions whose most likely token is the same on both sides.",
+    label="same likeliest, there",
+    meaning="share of these positions where both sides prefer it",
 )
+def exact_argmax_agree(exact_argmax_agree: Array) -> Array:
+    """Share of the sampled positions whose most likely token is the same on both sides."""
+    return exact_argmax_agree
 
 
-def _at_exact(estimator: Metric) -> None:
+def _at_exact(name: str, label: str, meaning: str) -> Function:
     """An estimator of the sampled token, on the positions whose exact value is known."""
+    estimator = METRICS[name]
 
     def terms(delta_at_exact: Floats) -> Floats:
         return np.asarray(estimator.terms(delta_at_exact), np.float64)
 
-    register(
-        f"{estimator.name}_at_exact",
-        terms,
-        kind="mean",
-        unit=estimator.unit,
-        bounds=estimator.bounds,
-        doc=f"`{estimator.name}` on the positions of the exact KL alone, to be read beside it.",
+    return register(
+        Metric(
+            f"{name}_at_exact",
+            terms,
+            unit=estimator.unit,
+            bounds=estimator.bounds,
+            label=label,
+            meaning=meaning,
+            definition=f"`{name}` on the positions of the exact KL alone, to be read beside it.",
+        )
     )
 
 
-_at_exact(kl)
-_at_exact(k3_kl)
+kl_at_exact = _at_exact("kl", "k1 there", "what k1 says of the same positions")
+k3_kl_at_exact = _at_exact("k3_kl", "k3 there", "what k3 says of the same positions")
 
 
-def _law_gap(exact_surplus: Floats, exact_variance: Floats) -> float:
+@metric(
+    "extreme",
+    unit="1",
+    bounds=POSITIVE,
+    label="k1 - exact, of chance",
+    meaning="above 1: the tokens were not drawn from that law",
+)
+def exact_law_gap(exact_surplus: Floats, exact_variance: Floats) -> float:
+    """|sum of (k1 - exact KL)| over what chance allows (Freedman's inequality for martingales at
+    1e-4, with the largest step seen). Above 1: these tokens were not drawn from that law."""
     gap = abs(float(exact_surplus.sum()))
     if gap == 0.0:
         return 0.0
@@ -224,14 +296,3 @@ def _law_gap(exact_surplus: Floats, exact_variance: Floats) -> float:
     largest = float(np.abs(exact_surplus).max())
     allowed = math.sqrt(2.0 * chance * float(exact_variance.sum())) + largest * chance / 3.0
     return gap / allowed
-
-
-register(
-    "exact_law_gap",
-    _law_gap,
-    kind="extreme",
-    unit="1",
-    bounds=POSITIVE,
-    doc="|sum of (k1 - exact KL)| over what chance allows (Freedman's inequality for martingales "
-    "at 1e-4, with the largest step seen). Above 1: these tokens were not drawn from that law.",
-)

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.estimate import Estimator, heavy_tail, hill_index
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.inference import heavy_tail, hill_index
 from mismatch.metrics.registry import POSITIVE, REAL, SHARE, Bounds, Combine, Metric, floats
 from mismatch.metrics.series import CAP, Fit, Lines, below, capped_ess
 from mismatch.types import Estimate, Floats, Ints
@@ -226,7 +227,7 @@ def _longest(lengths: Ints, prompt: Ints) -> int:
 
 def _metric(name: str, combine: Combine, bounds: Bounds = REAL) -> Metric:
     """A number of the forecast alone; its units are sequences, each with its row of terms."""
-    return Metric(name, "ratio", "token", _terms, ("terms",), combine, "", bounds)
+    return Metric(name, _terms, "ratio", combine=combine, bounds=bounds)
 
 
 def _of_tokens(fit: Fit) -> list[Metric]:

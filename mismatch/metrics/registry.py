@@ -1,8 +1,12 @@
 """What a metric is: per-unit terms, how their means combine, and how it is read.
 
-A metric is declared once, by decorating the function that computes its terms. The result is
-callable on plain arrays (``k3_kl(delta)`` is the reported number) and carries what the interval
-estimator needs, so that a number and its interval can never follow two formulas.
+A metric is declared once, by decorating the function that computes its terms:
+
+    @metric(unit="nats", label="mean |delta|, nats", meaning="average distance of …")
+    def logprob_abs_diff_mean(delta): ...
+
+``METRICS`` then holds the declaration, with what the interval estimator needs, and the decorated
+name is a function from plain arrays to the reported number: both follow one formula.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +28,23 @@ Combine = Callable[[Floats], Floats]
 Kind = Literal["mean", "ratio", "quantile", "extreme"]
 Reduction = Literal["token", "sequence"]
 Good = Literal["low", "high", "neither"]
-Fold = Literal["max", "min", "sum"]
 Bounds = tuple[float, float]
+P = ParamSpec("P")
 
 REAL: Bounds = (-np.inf, np.inf)
 POSITIVE: Bounds = (0.0, np.inf)
 SHARE: Bounds = (0.0, 1.0)
-METRICS: dict[str, Metric] = {}
-ORIGIN_UNITS = 1 << 16
+METRICS: dict[str, Metric] = {}  # in the order of declaration, which is that of reports
+ROUNDING = 1e-6  # by which float32 arithmetic can leave the range of a value
+FLAT = frozenset(
+    ("delta", "rollout", "train", "sequence", "train_entropy", "rollout_top1", "train_top1")
+)  # one value per action token, [A]
+REALS = FLAT - {"sequence", "rollout_top1", "train_top1"}  # computed with as float64
+
+
+def first(means: Floats) -> Floats:
+    """The mean of the only term."""
+    return means[..., 0]
 
 
 @dataclass(frozen=True)
@@ -39,55 +52,49 @@ class Metric:
     """One reported number.
 
     Attributes:
+        terms: arrays -> [U] or [U, M] terms (M columns may come as a tuple of [U] arrays); for
+            "extreme" the number itself. Its parameters without a default name the arrays.
         kind: what interval it can have. "mean": a mean of one term per unit; "ratio": a smooth
             function of several such means; "quantile": an order statistic of the terms;
             "extreme": a maximum, minimum, count or other number without an interval.
         reduction: whether a unit is an action token or a sequence with at least one.
-        terms: arrays -> [U] or [U, M] terms; for "extreme" without ``fold`` the number itself.
-            A unit's terms depend on that unit alone (and on ``origin``): large comparisons are
-            worked through in blocks of whole sequences.
-        needs: names of the arrays that ``terms`` takes; without one of them the metric is absent.
-        combine: means [..., M] -> value [...]; for an "extreme" with ``fold``, what the terms
-            were folded to [M] -> value.
-        probability: of a quantile; unused otherwise.
+        combine: means [..., M] -> value [...]; unused for "quantile" and "extreme".
         bounds: the values that the metric can take at all; intervals are cut to them.
         good: which direction is agreement. "neither": no level can be set on it.
-        fold: of an "extreme" whose terms are one per unit: how they make one number.
-        outermost: of token terms that depend on ``delta`` alone: no |term| between two deltas
-            exceeds both of theirs, so that the largest terms are those of outermost deltas.
+        probability: of a quantile; unused otherwise.
+        label: at most 24 characters, for tables.
+        meaning: one sentence for a reader who does not know the metric.
+        definition: the formula in words; the docstring of ``terms`` by default.
     """
 
     name: str
-    kind: Kind
-    reduction: Reduction
     terms: Callable[..., Any]
-    needs: tuple[str, ...]
-    combine: Combine
-    unit: str
+    kind: Kind = "mean"
+    unit: str = ""
+    reduction: Reduction = "token"
+    combine: Combine = first
     bounds: Bounds = REAL
     good: Good = "low"
     probability: float = 0.5
-    fold: Fold | None = None
-    outermost: bool = False
+    label: str = ""
+    meaning: str = ""
+    definition: str = ""
 
     @property
-    def origin(self) -> Callable[..., Any] | None:
-        """Arrays -> what ``terms`` measures from, and takes as ``origin``.
+    def whole(self) -> bool:
+        """Whether the terms need all units at once, see :func:`whole`."""
+        return bool(getattr(self.terms, "whole", False))
 
-        It cancels in the value and only keeps digits. Blocks of one comparison share it, hence it
-        looks at the first ``ORIGIN_UNITS`` units only.
-        """
-        found: Callable[..., Any] | None = getattr(self.terms, "origin", None)
-        return found
-
-    @property
-    def declared(self) -> Callable[..., Any]:
-        """The function that computes the terms, as it was declared: a family has one."""
-        made: Callable[..., Any] = getattr(self.terms, "__wrapped__", self.terms)
-        return made
+    @functools.cached_property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the arrays that ``terms`` takes; without one of them the metric is absent."""
+        parameters = inspect.signature(self.terms).parameters.values()
+        return tuple(p.name for p in parameters if p.default is inspect.Parameter.empty)
 
     def __call__(self, *arrays: Any, **named: Any) -> float:
         """The number itself; the arguments are those of the declaring function.
+
+        Tensors are accepted: detached, and bfloat16 as float32. Integers count as floats.
 
         Raises:
             EmptyComparison: the arrays hold no unit.
@@ -116,11 +123,7 @@ class Metric:
     def value(self, terms: Any) -> float:
         """The number, from its terms; NaN where it is undefined."""
         if self.kind == "extreme":
-            return (
-                float(terms) + 0.0
-                if self.fold is None
-                else self.folded_value(folded(self.fold, terms))
-            )
+            return float(terms) + 0.0
         if self.kind == "quantile":
             return float(np.quantile(terms, self.probability, method="inverted_cdf")) + 0.0
         with np.errstate(all="ignore"):
@@ -135,24 +138,14 @@ class Metric:
         inside = float(np.clip(value, *self.bounds))
         return (inside if abs(inside - value) <= ROUNDING else value) + 0.0  # no -0.0
 
-    def folded_value(self, found: Floats) -> float:
-        """The number of an "extreme", from what its terms were folded to, [M]."""
+    def parts(self, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+        """The terms as M separate arrays [U], without a copy."""
         with np.errstate(all="ignore"):
-            return float(floats(self.combine(found)).reshape(-1)[0]) + 0.0
-
-    def parts(self, arrays: Mapping[str, Array], origin: Any = None) -> tuple[Array, ...]:
-        """The terms as M separate arrays [U], without copies: what large comparisons work on."""
-        named = {name: arrays[name] for name in self.needs}
-        raw = self.declared
-        found = raw(**named) if self.origin is None else raw(**named, origin=origin)
-        if isinstance(found, tuple):
-            return found
-        table: Array = np.asarray(found)  # one array stays the object that other metrics share
+            terms = self.terms(**{name: arrays[name] for name in self.needs})
+        if isinstance(terms, tuple):
+            return terms
+        table: Array = np.asarray(terms)
         return (table,) if table.ndim == 1 else tuple(columns(table).T)
-
-    def available(self, arrays: Mapping[str, Array]) -> bool:
-        """Whether everything that the metric is computed from was measured."""
-        return all(name in arrays for name in self.needs)
 
 
 def floats(values: Any) -> Floats:
@@ -160,44 +153,26 @@ def floats(values: Any) -> Floats:
     return np.asarray(values, dtype=np.float64)
 
 
-def folded(fold: Fold, terms: Array) -> Floats:
-    """The largest, smallest or total term of each column, [M]."""
-    table = columns(terms)
-    if fold == "sum":
-        return floats(table.sum(axis=0))
-    return floats(table.max(axis=0) if fold == "max" else table.min(axis=0))
+def columns(terms: Any) -> Floats:
+    """Terms as [U, M], also where there is only one per unit, or a tuple of M columns."""
+    table = np.stack(terms, axis=1) if isinstance(terms, tuple) else np.asarray(terms)
+    return table[:, None] if table.ndim == 1 else table
 
 
-def columns(terms: Floats) -> Floats:
-    """Terms as [U, M], also where there is only one per unit."""
-    return terms[:, None] if terms.ndim == 1 else terms
-
-
-def _side_by_side(
-    terms: Callable[..., Any], origin: Callable[..., Any] | None
-) -> Callable[..., Any]:
-    """The same function with its columns, where it returns several, in one [U, M] array."""
-
-    @functools.wraps(terms)
-    def made(*arrays: Any, **named: Any) -> Any:
-        found = terms(*arrays, **named)
-        return np.stack(found, axis=1) if isinstance(found, tuple) else found
-
-    made.origin = origin  # type: ignore[attr-defined]
-    return made
-
-
-FLAT = frozenset(
-    ("delta", "rollout", "train", "sequence", "train_entropy", "rollout_top1", "train_top1")
-)  # one value per action token, [A]
-ROUNDING = 1e-6  # by which float32 arithmetic can leave the range of a value
+def plain_array(label: str, values: Any) -> Array:
+    """As numpy sees it; a tensor is detached, and bfloat16, which numpy lacks, read as float32."""
+    if isinstance(values, np.ma.MaskedArray):
+        raise MismatchError(f"{label} is a masked array", "pass the action tokens alone: x[mask]")
+    if hasattr(values, "detach"):  # a torch tensor, without importing torch
+        values = values.detach().cpu()
+        values = (values.float() if "bfloat16" in str(values.dtype) else values).numpy()
+    array: Array = np.asarray(values)
+    return array
 
 
 def _checked(label: str, name: str, values: Any) -> Array:
     """One argument of a metric that is called by hand, as an array that it is defined on."""
-    if isinstance(values, np.ma.MaskedArray):
-        raise MismatchError(f"{label} is a masked array", "pass the action tokens alone: x[mask]")
-    array: Array = np.asarray(values)
+    array = plain_array(label, values)
     if array.ndim == 0 or len(array) == 0:
         raise EmptyComparison(f"{label}: no action tokens to compare")
     if name in FLAT and array.ndim != 1:
@@ -215,11 +190,8 @@ def _checked(label: str, name: str, values: Any) -> Array:
         raise MismatchError(f"{label}: an entropy over the vocabulary is never negative")
     if name == "sequence":
         return array.astype(np.int64)
-    return array.astype(np.float64) if array.dtype.kind == "f" else array
-
-
-def _single(means: Floats) -> Floats:
-    return means[..., 0]
+    real = array.dtype.kind == "f" or name in REALS
+    return array.astype(np.float64) if real else array
 
 
 def excess(means: Floats) -> Floats:
@@ -246,61 +218,54 @@ def metric(
     kind: Kind = "mean",
     *,
     unit: str,
+    label: str,
+    meaning: str,
     reduction: Reduction = "token",
-    combine: Combine = _single,
+    combine: Combine = first,
     bounds: Bounds = REAL,
     good: Good = "low",
-    fold: Fold | None = None,
-    origin: Callable[..., Any] | None = None,
-    outermost: bool = False,
-) -> Callable[[Callable[..., Any]], Metric]:
-    """Declare the decorated function's terms as the metric of the function's name."""
+) -> Callable[[Callable[P, Any]], Callable[P, float]]:
+    """Declare the decorated function's terms as the metric of the function's name.
 
-    def declare(terms: Callable[..., Any]) -> Metric:
+    The result is the metric as a function on plain arrays, see :meth:`Metric.__call__`.
+    """
+
+    def declare(terms: Callable[P, Any]) -> Callable[P, float]:
         return register(
-            terms.__name__,
-            terms,
-            kind=kind,
-            unit=unit,
-            reduction=reduction,
-            combine=combine,
-            bounds=bounds,
-            good=good,
-            fold=fold,
-            origin=origin,
-            outermost=outermost,
+            Metric(
+                terms.__name__,
+                terms,
+                kind,
+                unit,
+                reduction,
+                combine,
+                bounds,
+                good,
+                label=label,
+                meaning=meaning,
+                definition=inspect.getdoc(terms) or "",
+            )
         )
 
     return declare
 
 
-def register(
-    name: str,
-    terms: Callable[..., Any],
-    *,
-    kind: Kind,
-    unit: str,
-    reduction: Reduction = "token",
-    combine: Combine = _single,
-    bounds: Bounds = REAL,
-    good: Good = "low",
-    probability: float = 0.5,
-    doc: str = "",
-    fold: Fold | None = None,
-    origin: Callable[..., Any] | None = None,
-    outermost: bool = False,
-) -> Metric:
-    """Declare a metric of a family (quantiles, thresholds) by name.
+def whole(terms: Callable[P, Any]) -> Callable[P, Any]:
+    """For terms of a unit that look at other units too: they are computed for all at once."""
+    terms.whole = True  # type: ignore[attr-defined]
+    return terms
 
-    ``terms`` may also return its M columns as a tuple of [U] arrays: they are then shared with
-    other metrics where they are the same arrays, and never copied side by side for large inputs.
-    """
-    parameters = inspect.signature(terms).parameters.values()
-    needs = tuple(p.name for p in parameters if p.default is inspect.Parameter.empty)
-    made = Metric(
-        name, kind, reduction, _side_by_side(terms, origin), needs, combine, unit, bounds, good,
-        probability, fold, outermost,
-    )  # fmt: skip
-    object.__setattr__(made, "__doc__", doc or terms.__doc__)
-    METRICS[name] = made
-    return made
+
+def register(declared: Metric) -> Callable[..., float]:
+    """Declare a metric of a family (quantiles, thresholds); it is a function then."""
+    METRICS[declared.name] = declared
+    signature = inspect.signature(declared.terms)
+
+    def number(*arrays: Any, **named: Any) -> float:
+        return declared(*arrays, **named)
+
+    number.__name__ = number.__qualname__ = declared.name.replace(".", "_")
+    number.__module__ = declared.terms.__module__
+    number.__doc__ = declared.definition
+    number.__signature__ = signature.replace(return_annotation="float")  # type: ignore[attr-defined]
+    return number

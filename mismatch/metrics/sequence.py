@@ -1,58 +1,62 @@
 """Sequence-level metrics. A term per sequence with at least one action token.
 
 ``sequence`` [A] holds the sequence of each action token; terms come in ascending order of it.
+S = sum of delta over a sequence's action tokens; exp(S) is the sequence's importance ratio, and
+exp(S / length) its geometric mean per token.
 Formulas and names: docs/metrics.md. Same errors as :class:`Metric`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from mismatch.metrics.registry import (
     POSITIVE,
     SHARE,
+    Metric,
     effective_share,
     excess,
     floats,
     metric,
+    register,
     spread,
 )
-from mismatch.metrics.shared import shared
-from mismatch.metrics.terms import CLAMP, TRUNCATION, excess_factor
+from mismatch.metrics.token import CLAMP, TRUNCATION, excess_factor
 from mismatch.types import Floats, Ints
 
 
-@shared
-def _starts(sequence: Ints) -> Ints | None:
-    """Where each sequence begins, if they lie one after the other in ascending order."""
-    steps = np.diff(sequence)
-    if (steps < 0).any():
-        return None
-    return np.concatenate([[0], np.flatnonzero(steps) + 1])
+class Ordered(np.ndarray[Any, np.dtype[np.int64]]):
+    """Ascending sequence numbers [A] that know where each begins; a slice of them does not."""
+
+    starts: Ints
 
 
-@shared
 def per_sequence_sum(values: Floats, sequence: Ints) -> Floats:
     """Sums over each sequence that occurs, in ascending order of its number."""
-    starts = _starts(sequence)
-    if starts is None:
-        _, code = np.unique(sequence, return_inverse=True)
-        return floats(np.bincount(code, weights=values))
-    return floats(np.add.reduceat(values, starts))
+    return _sums_and_lengths(values, sequence)[0]
 
 
-@shared
 def per_sequence_mean(values: Floats, sequence: Ints) -> Floats:
     """Means over each sequence that occurs, in ascending order of its number."""
-    return floats(per_sequence_sum(values, sequence) / _lengths(sequence))
+    sums, lengths = _sums_and_lengths(values, sequence)
+    return floats(sums / lengths)
 
 
-@shared
-def _lengths(sequence: Ints) -> Ints:
-    starts = _starts(sequence)
+def _sums_and_lengths(values: Floats, sequence: Ints) -> tuple[Floats, Ints]:
+    starts = getattr(sequence, "starts", None)
     if starts is None:
-        return np.unique(sequence, return_counts=True)[1]
-    return np.diff(starts, append=len(sequence))
+        steps = np.diff(sequence)
+        if (steps < 0).any():
+            _, code, lengths = np.unique(sequence, return_inverse=True, return_counts=True)
+            return floats(np.bincount(code, weights=values)), lengths
+        starts = np.concatenate([[0], np.flatnonzero(steps) + 1])
+    return floats(np.add.reduceat(values, starts)), np.diff(starts, append=len(sequence))
+
+
+# ---------------------------------------------------------------- perplexities
 
 
 @metric(
@@ -60,6 +64,8 @@ def _lengths(sequence: Ints) -> Ints:
     reduction="sequence",
     bounds=(1.0, np.inf),
     good="neither",
+    label="perplexity, train",
+    meaning="exp of minus the mean log-probability",
 )
 def training_ppl(train: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of exp(-mean train logprob)."""
@@ -71,13 +77,14 @@ def training_ppl(train: Floats, sequence: Ints) -> Floats:
     reduction="sequence",
     bounds=(1.0, np.inf),
     good="neither",
+    label="perplexity, rollout",
+    meaning="exp of minus the mean log-probability",
 )
 def rollout_ppl(rollout: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of exp(-mean rollout logprob)."""
     return np.exp(-per_sequence_mean(rollout, sequence))
 
 
-@shared
 def _log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
     return floats(-per_sequence_mean(delta, sequence))
 
@@ -86,6 +93,8 @@ def _log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
     unit="nats",
     reduction="sequence",
     good="neither",
+    label="log-perplexity gap",
+    meaning="mean over sequences of mean(rollout) - mean(train)",
 )
 def log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of mean(rollout) - mean(train): how much the trainer is surprised."""
@@ -96,6 +105,8 @@ def log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
     unit="nats",
     reduction="sequence",
     bounds=POSITIVE,
+    label="log-perplexity gap, size",
+    meaning="the same without its sign",
 )
 def log_ppl_abs_diff(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of |mean(rollout) - mean(train)|."""
@@ -104,26 +115,28 @@ def log_ppl_abs_diff(delta: Floats, sequence: Ints) -> Floats:
 
 @metric(
     "extreme",
-    fold="max",
     unit="nats",
     reduction="sequence",
     good="neither",
+    label="log-perplexity gap, most",
+    meaning="largest of a sequence",
 )
-def log_ppl_diff_max(delta: Floats, sequence: Ints) -> Floats:
+def log_ppl_diff_max(delta: Floats, sequence: Ints) -> float:
     """Largest per-sequence mean(rollout) - mean(train); no interval."""
-    return _log_ppl_diff(delta, sequence)
+    return float(_log_ppl_diff(delta, sequence).max())
 
 
 @metric(
     "extreme",
-    fold="min",
     unit="nats",
     reduction="sequence",
     good="neither",
+    label="log-perplexity gap, min",
+    meaning="smallest of a sequence",
 )
-def log_ppl_diff_min(delta: Floats, sequence: Ints) -> Floats:
+def log_ppl_diff_min(delta: Floats, sequence: Ints) -> float:
     """Smallest per-sequence mean(rollout) - mean(train); no interval."""
-    return _log_ppl_diff(delta, sequence)
+    return float(_log_ppl_diff(delta, sequence).min())
 
 
 @metric(
@@ -132,16 +145,23 @@ def log_ppl_diff_min(delta: Floats, sequence: Ints) -> Floats:
     combine=excess,
     bounds=POSITIVE,
     good="neither",
+    label="perplexity ratio",
+    meaning="train over rollout",
 )
 def ppl_ratio(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of train perplexity / rollout perplexity. Terms hold its excess."""
     return np.expm1(_log_ppl_diff(delta, sequence))
 
 
+# ---------------------------------------------------------------- weights of whole sequences
+
+
 @metric(
     unit="1",
     reduction="sequence",
     bounds=(-1.0, np.inf),
+    label="χ² per sequence",
+    meaning="the same on whole sequences, clamped",
 )
 def chi2_seq(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of exp(2 S) - 1, S = sum of delta clamped to ±20 before doubling."""
@@ -149,10 +169,17 @@ def chi2_seq(delta: Floats, sequence: Ints) -> Floats:
     return np.expm1(2.0 * np.clip(total, -CLAMP, CLAMP))
 
 
-@metric("extreme", fold="sum", unit="sequences", reduction="sequence", bounds=POSITIVE)
-def chi2_seq_clamped(delta: Floats, sequence: Ints) -> Floats:
+@metric(
+    "extreme",
+    unit="sequences",
+    reduction="sequence",
+    bounds=POSITIVE,
+    label="χ² per sequence, clamped",
+    meaning="sequences whose sum of delta was clamped to ±20",
+)
+def chi2_seq_clamped(delta: Floats, sequence: Ints) -> float:
     """Number of sequences that ``chi2_seq`` clamps: |sum of delta| > 20."""
-    return floats(np.abs(per_sequence_sum(delta, sequence)) > CLAMP)
+    return float((np.abs(per_sequence_sum(delta, sequence)) > CLAMP).sum())
 
 
 @metric(
@@ -162,6 +189,8 @@ def chi2_seq_clamped(delta: Floats, sequence: Ints) -> Floats:
     combine=effective_share,
     bounds=SHARE,
     good="high",
+    label="effective size, seqs.",
+    meaning="the same on whole sequences",
 )
 def ess_seq(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     """Effective share of the sequences, (mean w)² / mean w², w = min(exp(sum of delta), 2)."""
@@ -170,40 +199,65 @@ def ess_seq(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     return weight, weight * weight
 
 
-@metric("extreme", fold="sum", unit="sequences", reduction="sequence", bounds=POSITIVE)
-def ess_seq_truncated(delta: Floats, sequence: Ints) -> Floats:
+@metric(
+    "extreme",
+    unit="sequences",
+    reduction="sequence",
+    bounds=POSITIVE,
+    label="weights capped, seqs.",
+    meaning="sequences whose weight was cut to 2",
+)
+def ess_seq_truncated(delta: Floats, sequence: Ints) -> float:
     """Number of sequences whose weight ``ess_seq`` truncates: exp(sum of delta) > 2."""
-    return floats(per_sequence_sum(delta, sequence) > np.log(TRUNCATION))
+    return float((per_sequence_sum(delta, sequence) > np.log(TRUNCATION)).sum())
 
 
-@metric("ratio", unit="nats", reduction="sequence", combine=spread, bounds=POSITIVE)
+# ---------------------------------------------------------------- the distribution of S
+
+
+@metric(
+    "ratio",
+    unit="nats",
+    reduction="sequence",
+    combine=spread,
+    bounds=POSITIVE,
+    label="sequence log-ratio, std",
+    meaning="spread of the sum of delta over a sequence",
+)
 def seq_logratio_std(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     """Standard deviation over sequences of S = sum of delta."""
     total = per_sequence_sum(delta, sequence)
     return total, total * total
 
 
-@metric("extreme", fold="max", unit="nats", reduction="sequence", bounds=POSITIVE)
-def seq_logratio_abs_max(delta: Floats, sequence: Ints) -> Floats:
+@metric(
+    "extreme",
+    unit="nats",
+    reduction="sequence",
+    bounds=POSITIVE,
+    label="sequence log-ratio, most",
+    meaning="largest |sum of delta| of a sequence",
+)
+def seq_logratio_abs_max(delta: Floats, sequence: Ints) -> float:
     """Largest |sum of delta| of a sequence; no interval."""
-    return np.abs(per_sequence_sum(delta, sequence))
+    return float(np.abs(per_sequence_sum(delta, sequence)).max())
 
 
-def _excess_factor(delta: Floats, sequence: Ints) -> Floats:
+def _mean_factor(delta: Floats, sequence: Ints) -> Floats:
     return per_sequence_mean(excess_factor(delta), sequence)
 
 
 @metric(
     "extreme",
-    fold="max",
-    combine=excess,
     unit="ratio",
     reduction="sequence",
     bounds=(1.0, np.inf),
+    label="factor, worst sequence",
+    meaning="largest mean exp(|delta|) of a sequence",
 )
-def seq_mult_prob_error_max(delta: Floats, sequence: Ints) -> Floats:
+def seq_mult_prob_error_max(delta: Floats, sequence: Ints) -> float:
     """Largest per-sequence mean of exp(|delta|); no interval."""
-    return _excess_factor(delta, sequence)
+    return 1.0 + float(_mean_factor(delta, sequence).max())
 
 
 @metric(
@@ -211,20 +265,127 @@ def seq_mult_prob_error_max(delta: Floats, sequence: Ints) -> Floats:
     reduction="sequence",
     combine=excess,
     bounds=(1.0, np.inf),
+    label="factor, mean sequence",
+    meaning="mean over sequences of mean exp(|delta|)",
 )
 def seq_mult_prob_error_mean(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of the sequence's mean of exp(|delta|). Terms hold its excess."""
-    return _excess_factor(delta, sequence)
+    return _mean_factor(delta, sequence)
 
 
 @metric(
     "extreme",
-    fold="min",
-    combine=excess,
     unit="ratio",
     reduction="sequence",
     bounds=(1.0, np.inf),
+    label="factor, best sequence",
+    meaning="smallest mean exp(|delta|) of a sequence",
 )
-def seq_mult_prob_error_min(delta: Floats, sequence: Ints) -> Floats:
+def seq_mult_prob_error_min(delta: Floats, sequence: Ints) -> float:
     """Smallest per-sequence mean of exp(|delta|); no interval."""
-    return _excess_factor(delta, sequence)
+    return 1.0 + float(_mean_factor(delta, sequence).min())
+
+
+@metric(
+    unit="nats",
+    reduction="sequence",
+    good="neither",
+    label="sequence log-ratio, mean",
+    meaning="mean over sequences of the sum of delta",
+)
+def seq_logratio_mean(delta: Floats, sequence: Ints) -> Floats:
+    """Mean over sequences of S = sum of delta; -S estimates the sequence's KL(rollout ‖ train)."""
+    return per_sequence_sum(delta, sequence)
+
+
+def _total(delta: Floats, sequence: Ints) -> Floats:
+    return per_sequence_sum(delta, sequence)
+
+
+def _quantile(tag: str, probability: float, label: str, meaning: str) -> Callable[..., float]:
+    return register(
+        Metric(
+            f"seq_logratio_{tag}",
+            _total,
+            "quantile",
+            "nats",
+            "sequence",
+            good="neither",
+            probability=probability,
+            label=label,
+            meaning=meaning,
+            definition=f"Smallest S = sum of delta that at least {probability:.0%} of the "
+            "sequences do not exceed.",
+        )
+    )
+
+
+seq_logratio_p05 = _quantile(
+    "p05", 0.05, "sequence log-ratio, 5 %", "one sequence in 20 sums to less"
+)
+seq_logratio_p50 = _quantile(
+    "p50", 0.5, "sequence log-ratio, 50 %", "half of the sequences sum to less"
+)
+seq_logratio_p95 = _quantile(
+    "p95", 0.95, "sequence log-ratio, 95 %", "one sequence in 20 sums to more"
+)
+
+
+# ---------------------------------------------------------------- geometric mean ratios
+
+
+@metric(
+    unit="ratio",
+    reduction="sequence",
+    combine=excess,
+    bounds=POSITIVE,
+    good="neither",
+    label="geometric ratio, mean",
+    meaning="mean over sequences of exp(mean delta): the ratio per token",
+)
+def seq_ratio_geo(delta: Floats, sequence: Ints) -> Floats:
+    """Mean over sequences of exp(mean delta), the geometric mean of rho. Terms hold its excess."""
+    return np.expm1(per_sequence_mean(delta, sequence))
+
+
+@metric(
+    "ratio",
+    unit="ratio",
+    reduction="sequence",
+    combine=spread,
+    bounds=POSITIVE,
+    label="geometric ratio, spread",
+    meaning="its spread over sequences",
+)
+def seq_ratio_geo_std(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
+    """Standard deviation over sequences (dividing by their number) of exp(mean delta)."""
+    away = np.expm1(per_sequence_mean(delta, sequence))
+    return away, away * away
+
+
+@metric(
+    "extreme",
+    unit="ratio",
+    reduction="sequence",
+    bounds=POSITIVE,
+    good="neither",
+    label="geometric ratio, least",
+    meaning="smallest exp(mean delta) of a sequence",
+)
+def seq_ratio_geo_min(delta: Floats, sequence: Ints) -> float:
+    """Smallest exp(mean delta) of a sequence; no interval."""
+    return float(np.exp(per_sequence_mean(delta, sequence).min()))
+
+
+@metric(
+    "extreme",
+    unit="ratio",
+    reduction="sequence",
+    bounds=POSITIVE,
+    good="neither",
+    label="geometric ratio, most",
+    meaning="largest exp(mean delta) of a sequence",
+)
+def seq_ratio_geo_max(delta: Floats, sequence: Ints) -> float:
+    """Largest exp(mean delta) of a sequence; no interval."""
+    return float(np.exp(per_sequence_mean(delta, sequence).max()))

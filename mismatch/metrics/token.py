@@ -7,10 +7,11 @@ Each metric here is callable on plain arrays and raises what :class:`Metric` say
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mismatch.metrics.registry import (
-    ORIGIN_UNITS,
     POSITIVE,
     SHARE,
     Metric,
@@ -21,36 +22,77 @@ from mismatch.metrics.registry import (
     quotient,
     register,
     spread,
-)
-from mismatch.metrics.shared import shared
-from mismatch.metrics.terms import (
-    CLAMP,
-    TRUNCATION,
-    absolute,
-    excess_factor,
-    exp_minus_linear,
-    inverse_excess,
-    probability,
-    probability_change,
-    ratio_excess,
-    rho_minus_linear,
+    whole,
 )
 from mismatch.types import Floats, Ints
 
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-TAUS = (1.02, 1.2, 2.0)
+CLAMP = 20.0  # nats; verl's bound on a log-ratio before it is squared
+TRUNCATION = 2.0  # of importance weights: TIS's usual C
+ORIGIN_TOKENS = 1 << 16  # from which a correlation's origin is taken: it only keeps digits
+
+
+# ---------------------------------------------------------------- what terms are made of
+
+
+def exp_minus_linear(x: Floats, excess: Floats | None = None) -> Floats:
+    """e^x - 1 - x without cancellation: its own series where x is small.
+
+    Args:
+        excess: e^x - 1, where it is known already.
+    """
+    values = floats((np.expm1(x) if excess is None else excess) - x)
+    small = np.abs(x) < 1e-4
+    count = np.count_nonzero(small)
+    if 8 * count > len(x):
+        return np.where(small, _series(x), values)
+    if count:
+        values[small] = _series(x[small])
+    return values
+
+
+def _series(x: Floats) -> Floats:
+    values = x / 24.0
+    values += 1.0 / 6.0
+    values *= x
+    values += 0.5
+    values *= x
+    values *= x
+    return values
+
+
+def ratio_excess(delta: Floats) -> Floats:
+    """rho - 1, exact where rho is nearly 1."""
+    return floats(np.expm1(delta))
+
+
+def excess_factor(delta: Floats) -> Floats:
+    """exp(|delta|) - 1: of rho and 1 / rho, the larger one's."""
+    return floats(np.expm1(np.abs(delta)))
+
+
+def _probability_gap(rollout: Floats, train: Floats) -> Floats:
+    return floats(np.abs(np.exp(train) - np.exp(rollout)))
+
+
+# ---------------------------------------------------------------- divergences
 
 
 @metric(
     unit="nats",
-    outermost=True,
+    label="k1 KL, nats per token",
+    meaning="mean of -delta: estimates KL(rollout‖train); signed and noisy",
 )
 def kl(delta: Floats) -> Floats:
     """k1: mean of -delta. Estimates KL(rollout ‖ train) where the left side sampled; signed."""
     return -delta
 
 
-@metric(unit="nats²", bounds=POSITIVE, outermost=True)
+@metric(
+    unit="nats²",
+    bounds=POSITIVE,
+    label="k2 KL, nats per token",
+    meaning="mean of delta²/2: a biased but calm estimate",
+)
 def k2_kl(delta: Floats) -> Floats:
     """k2: mean of delta²/2, the second-order KL."""
     return delta * delta / 2.0
@@ -59,20 +101,31 @@ def k2_kl(delta: Floats) -> Floats:
 @metric(
     unit="nats",
     bounds=POSITIVE,
-    outermost=True,
+    label="k3 KL, nats per token",
+    meaning="KL(rollout‖train): how much the trainer's policy differs from the one that sampled",
 )
 def k3_kl(delta: Floats) -> Floats:
     """k3: mean of rho - 1 - delta. Estimates KL(rollout ‖ train) where the left side sampled."""
-    return rho_minus_linear(delta)
+    return exp_minus_linear(delta)
 
 
-@metric(unit="nats", bounds=POSITIVE, outermost=True)
+@metric(
+    unit="nats",
+    bounds=POSITIVE,
+    label="reverse k3, nats",
+    meaning="the same with the sides exchanged; on sampled tokens no unbiased KL",
+)
 def reverse_k3_kl(delta: Floats) -> Floats:
     """Mean of 1/rho - 1 + delta. On rollout-sampled tokens *not* an unbiased reverse KL."""
-    return exp_minus_linear(-delta, inverse_excess(delta))
+    return exp_minus_linear(-delta)
 
 
-@metric(unit="nats", bounds=POSITIVE, outermost=True)
+@metric(
+    unit="nats",
+    bounds=POSITIVE,
+    label="JS divergence, nats",
+    meaning="Jensen-Shannon form on the sampled token only; no unbiased JSD",
+)
 def js_divergence(delta: Floats) -> Floats:
     """Mean of half of k3 of each side against the mixture m = (e^train + e^rollout)/2.
 
@@ -80,61 +133,92 @@ def js_divergence(delta: Floats) -> Floats:
     """
     # train - m and rollout - m are h - log cosh h and -h - log cosh h with h = delta / 2, and their
     # exponentials sum to 2: what remains is log cosh h = log(1 + sinh² h) / 2.
-    squared_sinh = ratio_excess(delta) * inverse_excess(delta) / -4.0
+    squared_sinh = np.expm1(delta) * np.expm1(-delta) / -4.0
     return floats(0.5 * np.log1p(squared_sinh))
+
+
+# ---------------------------------------------------------------- distances of log-probabilities
 
 
 @metric(
     unit="nats",
     bounds=POSITIVE,
-    outermost=True,
+    label="mean |delta|, nats",
+    meaning="average distance of the two log-probabilities of a token",
 )
 def logprob_abs_diff_mean(delta: Floats) -> Floats:
     """Mean |delta|."""
-    return absolute(delta)
+    return np.abs(delta)
 
 
 @metric(
     "extreme",
-    fold="max",
     unit="nats",
     bounds=POSITIVE,
+    label="largest |delta|, nats",
+    meaning="the token that the two sides disagree about most",
 )
-def logprob_abs_diff_max(delta: Floats) -> Floats:
+def logprob_abs_diff_max(delta: Floats) -> float:
     """Largest |delta|; an extreme, so no interval."""
-    return absolute(delta)
+    return float(np.abs(delta).max())
 
 
 def _absolute(delta: Floats) -> Floats:
-    return absolute(delta)
+    return np.abs(delta)
 
 
-logprob_abs_diff_p50, logprob_abs_diff_p90, logprob_abs_diff_p99, logprob_abs_diff_p999 = (
-    register(
-        f"logprob_abs_diff_{label}",
-        _absolute,
-        kind="quantile",
-        unit="nats",
-        bounds=POSITIVE,
-        probability=probability,
-        doc=f"Smallest |delta| that at least {probability:.1%} of the tokens do not exceed.",
+def _quantile(tag: str, probability: float, label: str, meaning: str) -> Callable[..., float]:
+    return register(
+        Metric(
+            f"logprob_abs_diff_{tag}",
+            _absolute,
+            "quantile",
+            "nats",
+            bounds=POSITIVE,
+            probability=probability,
+            label=label,
+            meaning=meaning,
+            definition=f"Smallest |delta| that at least {probability:.1%} of the tokens do not "
+            "exceed.",
+        )
     )
-    for label, probability in QUANTILES.items()
+
+
+logprob_abs_diff_p50 = _quantile(
+    "p50", 0.5, "median |delta|, nats", "half of the tokens differ by less"
+)
+logprob_abs_diff_p90 = _quantile(
+    "p90", 0.9, "|delta|, 90 % quantile", "one token in ten differs by more"
+)
+logprob_abs_diff_p99 = _quantile(
+    "p99", 0.99, "|delta|, 99 % quantile", "one token in 100 differs by more"
+)
+logprob_abs_diff_p999 = _quantile(
+    "p999", 0.999, "|delta|, 99.9 % quantile", "one token in 1,000 differs by more"
 )
 
 
-@metric(unit="ratio", combine=excess, bounds=(1.0, np.inf), outermost=True)
+# ---------------------------------------------------------------- distances of probabilities
+
+
+@metric(
+    unit="ratio",
+    combine=excess,
+    bounds=(1.0, np.inf),
+    label="probability factor",
+    meaning="mean of exp(|delta|): by which factor a token's probability is off",
+)
 def token_mult_prob_error(delta: Floats) -> Floats:
     """Mean of exp(|delta|): the factor by which probabilities differ. Terms hold its excess."""
     return excess_factor(delta)
 
 
-@shared
-def _probability_gap(rollout: Floats, train: Floats) -> Floats:
-    return np.abs(probability_change(rollout, train))
-
-
-@metric(unit="probability", bounds=SHARE)
+@metric(
+    unit="probability",
+    bounds=SHARE,
+    label="probability gap, mean",
+    meaning="average |p(train) - p(rollout)|",
+)
 def probs_diff_mean(rollout: Floats, train: Floats) -> Floats:
     """Mean |e^train - e^rollout|."""
     return _probability_gap(rollout, train)
@@ -142,13 +226,14 @@ def probs_diff_mean(rollout: Floats, train: Floats) -> Floats:
 
 @metric(
     "extreme",
-    fold="max",
     unit="probability",
     bounds=SHARE,
+    label="probability gap, largest",
+    meaning="largest |p(train) - p(rollout)|",
 )
-def probs_diff_max(rollout: Floats, train: Floats) -> Floats:
+def probs_diff_max(rollout: Floats, train: Floats) -> float:
     """Largest |e^train - e^rollout|; an extreme, so no interval."""
-    return _probability_gap(rollout, train)
+    return float(_probability_gap(rollout, train).max())
 
 
 @metric(
@@ -156,6 +241,8 @@ def probs_diff_max(rollout: Floats, train: Floats) -> Floats:
     unit="probability",
     combine=spread,
     bounds=SHARE,
+    label="probability gap, spread",
+    meaning="standard deviation of |p(train) - p(rollout)|",
 )
 def probs_diff_std(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
     """Standard deviation (dividing by A) of |e^train - e^rollout|."""
@@ -174,28 +261,26 @@ def _pearson(means: Floats) -> Floats:
     return np.where(variance + covariance >= 0.0, 1.0 - unexplained / (1.0 + size), -size)
 
 
-def _middle(rollout: Floats, train: Floats) -> tuple[float, float]:
-    """Typical e^rollout and e^train - e^rollout; exactly the constant of a constant."""
-    first = rollout[:ORIGIN_UNITS], train[:ORIGIN_UNITS]
-    return float(np.median(probability(first[0]))), float(np.median(probability_change(*first)))
-
-
 @metric(
     "ratio",
     unit="correlation",
-    origin=_middle,
     combine=_pearson,
     bounds=(-1.0, 1.0),
     good="high",
+    label="probability correlation",
+    meaning="Pearson correlation of the two sides' token probabilities; 1 is perfect",
 )
-def probs_pearson(
-    rollout: Floats, train: Floats, origin: tuple[float, float] | None = None
-) -> tuple[Floats, ...]:
+@whole
+def probs_pearson(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
     """Pearson correlation of e^train and e^rollout; undefined where either is constant."""
-    middle = origin or _middle(rollout, train)  # without one the products would lose digits
-    x = probability(rollout) - middle[0]
-    gap = probability_change(rollout, train) - middle[1]
+    x = np.exp(rollout)
+    gap = np.exp(train) - x
+    x -= np.median(x[:ORIGIN_TOKENS])  # from a typical value: else the products lose digits
+    gap -= np.median(gap[:ORIGIN_TOKENS])
     return x, gap, x * x, x * gap, gap * gap
+
+
+# ---------------------------------------------------------------- importance ratios
 
 
 @metric(
@@ -203,7 +288,8 @@ def probs_pearson(
     combine=excess,
     bounds=POSITIVE,
     good="neither",
-    outermost=True,
+    label="importance ratio, mean",
+    meaning="mean of exp(delta); 1 where nothing is wrong",
 )
 def ratio_mean(delta: Floats) -> Floats:
     """Mean of rho, untruncated. Expectation 1 where the left side sampled. Terms hold rho - 1."""
@@ -215,7 +301,8 @@ def ratio_mean(delta: Floats) -> Floats:
     unit="ratio",
     combine=spread,
     bounds=POSITIVE,
-    outermost=True,
+    label="importance ratio, spread",
+    meaning="standard deviation of exp(delta), before any truncation",
 )
 def ratio_std(delta: Floats) -> tuple[Floats, ...]:
     """Standard deviation (dividing by A) of rho, untruncated."""
@@ -225,49 +312,62 @@ def ratio_std(delta: Floats) -> tuple[Floats, ...]:
 
 @metric(
     "extreme",
-    fold="min",
-    combine=np.exp,
     unit="ratio",
     bounds=POSITIVE,
     good="neither",
+    label="importance ratio, least",
+    meaning="smallest exp(delta)",
 )
-def ratio_min(delta: Floats) -> Floats:
+def ratio_min(delta: Floats) -> float:
     """Smallest rho; an extreme, so no interval."""
-    return delta
+    return float(np.exp(delta.min()))
 
 
 @metric(
     "extreme",
-    fold="max",
-    combine=np.exp,
     unit="ratio",
     bounds=POSITIVE,
     good="neither",
+    label="importance ratio, most",
+    meaning="largest exp(delta)",
 )
-def ratio_max(delta: Floats) -> Floats:
+def ratio_max(delta: Floats) -> float:
     """Largest rho; an extreme, so no interval."""
-    return delta
+    return float(np.exp(delta.max()))
 
 
-def _outside(tau: float) -> Metric:
+def _outside(tau: float, label: str, meaning: str) -> Callable[..., float]:
     def terms(delta: Floats) -> Floats:
-        return floats(absolute(delta) > np.log(tau))
+        return floats(np.abs(delta) > np.log(tau))
 
     return register(
-        f"ratio_outside_{tau:g}",
-        terms,
-        kind="mean",
-        unit="share",
-        bounds=SHARE,
-        outermost=True,
-        doc=f"Share of tokens with max(rho, 1/rho) > {tau:g}.",
+        Metric(
+            f"ratio_outside_{tau:g}",
+            terms,
+            unit="share",
+            bounds=SHARE,
+            label=label,
+            meaning=meaning,
+            definition=f"Share of tokens with max(rho, 1/rho) > {tau:g}.",
+        )
     )
 
 
-ratio_outside_1_02, ratio_outside_1_2, ratio_outside_2 = (_outside(tau) for tau in TAUS)
+ratio_outside_1_02 = _outside(1.02, "tokens off by over 2 %", "ratio outside 1.02×")
+ratio_outside_1_2 = _outside(1.2, "tokens off by over 20 %", "ratio outside 1.2×")
+ratio_outside_2 = _outside(
+    2.0,
+    "tokens off by over 2×",
+    "share of tokens whose probability differs by more than a factor of 2",
+)
 
 
-@metric(unit="share", bounds=SHARE, outermost=True)
+@metric(
+    unit="share",
+    bounds=SHARE,
+    label="PPO clips at step 0",
+    meaning="share of ratios outside the clip range although nothing was trained yet",
+)
 def clip_fraction(delta: Floats, eps_low: float = 0.2, eps_high: float = 0.2) -> Floats:
     """Share of tokens with rho outside [1 - eps_low, 1 + eps_high] at step 0.
 
@@ -278,17 +378,28 @@ def clip_fraction(delta: Floats, eps_low: float = 0.2, eps_high: float = 0.2) ->
     return floats((away < -eps_low) | (away > eps_high))
 
 
-@metric(unit="1", bounds=(-1.0, np.inf), outermost=True)
+@metric(
+    unit="1",
+    bounds=(-1.0, np.inf),
+    label="χ² per token",
+    meaning="mean ratio² - 1, delta clamped ±20",
+)
 def chi2_token(delta: Floats) -> Floats:
     """Mean of rho² - 1, delta clamped to ±20; estimates chi²(train ‖ rollout)."""
     away = np.clip(ratio_excess(delta), np.expm1(-CLAMP), np.expm1(CLAMP))
     return floats(away * (away + 2.0))  # rho² - 1, exact where rho is nearly 1
 
 
-@metric("extreme", fold="sum", unit="tokens", bounds=POSITIVE)
-def chi2_token_clamped(delta: Floats) -> Floats:
+@metric(
+    "extreme",
+    unit="tokens",
+    bounds=POSITIVE,
+    label="χ² per token, clamped",
+    meaning="tokens whose delta was clamped to ±20",
+)
+def chi2_token_clamped(delta: Floats) -> float:
     """Number of tokens that ``chi2_token`` clamps: |delta| > 20."""
-    return floats(absolute(delta) > CLAMP)
+    return float((np.abs(delta) > CLAMP).sum())
 
 
 @metric(
@@ -297,7 +408,8 @@ def chi2_token_clamped(delta: Floats) -> Floats:
     combine=effective_share,
     bounds=SHARE,
     good="high",
-    outermost=True,
+    label="effective sample size",
+    meaning="share of the tokens that is left after importance weighting, weights capped at 2",
 )
 def ess_token(delta: Floats) -> tuple[Floats, ...]:
     """Effective share of the sample, (mean w)² / mean w², with w = min(rho, 2)."""
@@ -305,13 +417,28 @@ def ess_token(delta: Floats) -> tuple[Floats, ...]:
     return weight, weight * weight
 
 
-@metric("extreme", fold="sum", unit="tokens", bounds=POSITIVE)
-def ess_token_truncated(delta: Floats) -> Floats:
+@metric(
+    "extreme",
+    unit="tokens",
+    bounds=POSITIVE,
+    label="weights capped, tokens",
+    meaning="tokens whose weight was cut to 2",
+)
+def ess_token_truncated(delta: Floats) -> float:
     """Number of tokens whose weight ``ess_token`` truncates: rho > 2."""
-    return floats(delta > np.log(TRUNCATION))
+    return float((delta > np.log(TRUNCATION)).sum())
 
 
-@metric(unit="nats", bounds=POSITIVE, good="neither")
+# ---------------------------------------------------------------- beside the policy's own spread
+
+
+@metric(
+    unit="nats",
+    bounds=POSITIVE,
+    good="neither",
+    label="entropy, nats per token",
+    meaning="how undecided the trainer's policy is",
+)
 def entropy_train(train_entropy: Floats) -> Floats:
     """Mean entropy of the train side's distribution over the vocabulary."""
     return train_entropy
@@ -322,13 +449,21 @@ def entropy_train(train_entropy: Floats) -> Floats:
     unit="ratio",
     combine=quotient,
     bounds=POSITIVE,
+    label="k3 KL / entropy",
+    meaning="mismatch relative to the entropy",
 )
 def kl_over_entropy(delta: Floats, train_entropy: Floats) -> tuple[Floats, ...]:
     """``k3_kl`` / ``entropy_train``: mismatch beside the policy's own spread."""
-    return rho_minus_linear(delta), train_entropy
+    return exp_minus_linear(delta), train_entropy
 
 
-@metric(unit="share", bounds=SHARE, good="high")
+@metric(
+    unit="share",
+    bounds=SHARE,
+    good="high",
+    label="same most likely token",
+    meaning="share of tokens where both sides prefer the same token",
+)
 def argmax_agree(rollout_top1: Ints, train_top1: Ints) -> Floats:
     """Share of tokens whose most likely next token is the same id on both sides."""
     return floats(rollout_top1 == train_top1)

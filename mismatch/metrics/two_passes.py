@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import POSITIVE, SHARE, Array, Metric, floats
 from mismatch.types import Estimate, Floats, Ints
 
@@ -120,26 +120,22 @@ def passes_differ_any(layers: Floats) -> Floats:
     return floats(layers > 0.0)
 
 
-def _first(means: Floats) -> Floats:
-    return means[..., 0]
-
-
-def _metric(name: str, terms: Any, needs: str, unit: str, kind: Any = "mean") -> Metric:
+def _metric(name: str, terms: Any, unit: str, kind: Any = "mean") -> Metric:
     """A metric of this module alone: no comparison of an engine with a trainer shows it."""
     bounds = SHARE if unit == "share" else POSITIVE
-    return Metric(name, kind, "token", terms, (needs,), _first, unit, bounds)
+    return Metric(name, terms, kind, unit, bounds=bounds)
 
 
 METRICS_OF_RATIO = (
-    _metric("ratio_not_one", ratio_not_one, "ratio", "share"),
-    _metric("ratio_off_mean", ratio_off, "ratio", "1"),
-    _metric("ratio_off_max", ratio_off_max, "ratio", "1", "extreme"),
-    _metric("ratio_clipped", ratio_clipped, "ratio", "share"),
-    _metric("logprob_abs_diff_mean", ratio_nats, "delta", "nats"),
+    _metric("ratio_not_one", ratio_not_one, "share"),
+    _metric("ratio_off_mean", ratio_off, "1"),
+    _metric("ratio_off_max", ratio_off_max, "1", "extreme"),
+    _metric("ratio_clipped", ratio_clipped, "share"),
+    _metric("logprob_abs_diff_mean", ratio_nats, "nats"),
 )
 METRICS_OF_ROUTES = (
-    _metric("routing_disagree_layer", passes_differ_layer, "layers", "share"),
-    _metric("routing_disagree_any", passes_differ_any, "layers", "share"),
+    _metric("routing_disagree_layer", passes_differ_layer, "share"),
+    _metric("routing_disagree_any", passes_differ_any, "share"),
 )
 
 

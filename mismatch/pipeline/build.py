@@ -19,7 +19,7 @@ from mismatch.analysis.routing_tables import flipped_layers
 from mismatch.analysis.two_passes import mark_injected, replay_phrase, two_passes
 from mismatch.experiments.gradients.found import check_of_run
 from mismatch.experiments.kernels.document import of_run
-from mismatch.metrics.routing_noise import router_noise
+from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.run import manifest, store
 from mismatch.run.provenance import provenance

@@ -14,7 +14,7 @@ from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.analysis.corrections.types import Preview
 from mismatch.experiments.fixes.base import EstimatorFix, FixOutcome, FixTable
 from mismatch.experiments.fixes.guides import settings_of
-from mismatch.experiments.fixes.significance import LEVEL
+from mismatch.metrics.inference import LEVEL
 from mismatch.reports import quantities
 from mismatch.reports.fixes_said import K3, MEAN, sentences
 from mismatch.reports.text import line

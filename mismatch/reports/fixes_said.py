@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
-from mismatch.experiments.fixes.significance import prompts_to_tell
+from mismatch.metrics.inference import prompts_to_tell
 from mismatch.reports import quantities
 from mismatch.reports.text import line
 from mismatch.types import Report

@@ -1,10 +1,10 @@
-"""Estimates the plain way: all terms of a metric at once. What the blocks are checked against."""
+"""Estimates the plain way: all terms of a metric at once. What the estimator is checked against."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from mismatch.metrics.intervals import (
+from mismatch.metrics.inference import (
     PERCENTILE_FROM,
     PromptSums,
     central,
@@ -28,6 +28,8 @@ def plain(
     cluster = of_sequence[code] if metric.reduction == "token" else of_sequence
     with np.errstate(all="ignore"):
         terms = metric.terms(**{name: arrays[name] for name in metric.needs})
+    if isinstance(terms, tuple):
+        terms = columns(terms)
     value = metric.value(terms)
     if np.isnan(value):
         return None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.levels import judge, verdict
-from mismatch.metrics.estimate import prompts_needed
+from mismatch.metrics.inference import prompts_needed
 from mismatch.reports.summary import judged_rows, next_steps
 from tests.conftest import grid
 from tests.reports_fixture import COLUMN, make_inconclusive_report

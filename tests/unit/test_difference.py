@@ -10,15 +10,9 @@ import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics import METRICS
-from mismatch.metrics.difference import (
-    Sample,
-    common_prompts,
-    difference,
-    excludes_zero,
-    mover,
-    paired,
-)
-from mismatch.metrics.estimate import Estimator, prompts_needed
+from mismatch.metrics.difference import Sample, common_prompts, difference, excludes_zero, paired
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.inference import mover, prompts_needed
 from mismatch.types import Estimate
 from tests.made_run import rollout
 

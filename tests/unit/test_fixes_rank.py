@@ -8,15 +8,14 @@ import pytest
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.fixes.base import FixOutcome, FixTable
 from mismatch.experiments.fixes.significance import (
-    LEVEL,
     Measured,
     best_of,
     change_of,
-    holm,
     judged,
     p_value,
     ranked,
 )
+from mismatch.metrics.inference import LEVEL, holm
 from mismatch.types import Estimate
 
 ABS, K3 = "logprob_abs_diff_mean", "k3_kl"

@@ -10,7 +10,7 @@ import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.gradients.analysis import check_gradients
-from mismatch.experiments.gradients.jackknife import Sketched, fisher, interval, interval_of_root
+from mismatch.experiments.gradients.jackknife import Sketched, fisher
 from mismatch.experiments.gradients.types import (
     PPO_OVERRIDE,
     PPO_RATIO,
@@ -18,6 +18,7 @@ from mismatch.experiments.gradients.types import (
     GradientRow,
     Trainer,
 )
+from mismatch.metrics.inference import jackknife, jackknife_of_root
 from mismatch.types import Estimate, Floats
 from tests.gradients_fixture import (
     DIMENSION,
@@ -182,9 +183,9 @@ def covered(prompts: int, seeds: int, what: str) -> float:
         values = scale(made.weights)
         drawn.append(float(values[0]))
         found.append(
-            interval_of_root(values)
+            jackknife_of_root(values)
             if what == "bias"
-            else interval(values, float(values[0]), float)
+            else jackknife(values, float(values[0]), float)
         )
     truth = math.sqrt(truth_bias) if what == "bias" else float(np.mean(drawn))
     return sum(ends is not None and ends[0] <= truth <= ends[1] for ends in found) / seeds
@@ -304,7 +305,7 @@ def test_gradients_of_other_batches_are_refused() -> None:
 
 
 def test_an_interval_needs_two_prompts_and_defined_values() -> None:
-    assert interval(np.array([1.0, 1.0]), 1.0, float) is None
-    assert interval(np.array([1.0, np.nan, 1.0]), 1.0, float) is None
-    assert interval(np.array([1.0, np.inf, 1.0]), 1.0, float) is None
-    assert interval(np.array([1.0, 1.0, 1.0]), 1.0, float) == (1.0, 1.0)
+    assert jackknife(np.array([1.0, 1.0]), 1.0, float) is None
+    assert jackknife(np.array([1.0, np.nan, 1.0]), 1.0, float) is None
+    assert jackknife(np.array([1.0, np.inf, 1.0]), 1.0, float) is None
+    assert jackknife(np.array([1.0, 1.0, 1.0]), 1.0, float) == (1.0, 1.0)

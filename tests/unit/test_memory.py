@@ -92,6 +92,13 @@ def test_the_layer_is_there_twice_while_fsdp_gathers_the_next():
     assert part(sharded, "experts", "all-gather result in flight") == layer
 
 
+def test_gathering_a_layer_takes_its_buffers_and_gloo_one_more():
+    layer = GPT.layer_parameters * 2
+    on_cpu = predict_trainer(GPT, TrainSpec(model="m"), 2, Work((256,)), "cpu")
+    for found, copies in ((train(GPT), 0), (train(GPT, 2), 1), (on_cpu, 2)):
+        assert part(found, "gathering a layer", "all-gather buffers") == copies * layer
+
+
 def test_eager_attention_holds_every_score_three_times():
     lengths = (1024,) * 4  # 4 rows of 1024 in a micro-batch of 4096 tokens
     scores = 4 * 64 * 1024**2 * 2
@@ -242,7 +249,7 @@ def choices_of(shape: ModelConfig, experts: str, tokens: int = 1024):
         Pass("fsdp", TrainSpec("m", experts=experts)),
         Pass("reference:fp32", TrainSpec("m", dtype="fp32")),
     ]
-    found = expert_choices(shape, passes, 1, Work((tokens,)))
+    found = expert_choices(shape, passes, 1, Work((tokens,)), "cuda")
     return {choice.name: choice for choice in found}
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mismatch.analysis.comparison import compare
 from mismatch.metrics import METRICS, chi2_token, k2_kl, k3_kl, kl, ratio_mean, reverse_k3_kl
-from mismatch.metrics.terms import exp_minus_linear
+from mismatch.metrics.token import exp_minus_linear
 from mismatch.types import Rollout, Sampling, Scoring
 
 ARRAYS = ("rollout", "train", "delta", "sequence", "train_entropy", "rollout_top1", "train_top1")

@@ -9,7 +9,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS, routing_pairs
-from mismatch.metrics.estimate import Estimator
+from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.routing_pairs import (
     action_rows,
     in_other,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics import METRICS, estimate
+from mismatch.metrics import METRICS, estimator
 from mismatch.metrics.sequence import per_sequence_mean
 
 SIGMA = 0.3
@@ -269,14 +269,17 @@ def test_bad_input_is_an_error():
 
 
 def test_every_metric_says_what_it_is():
-    assert all(metric.__doc__ and metric.unit for metric in METRICS.values())
+    assert all(
+        metric.definition and metric.unit and metric.label and metric.meaning
+        for metric in METRICS.values()
+    )
     assert all(name == metric.name for name, metric in METRICS.items())
 
 
 def test_every_metric_and_flag_is_in_the_documentation():
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert [name for name in METRICS if f"`{name}`" not in page] == []
-    flags = re.findall(r'"([a-z]+-[a-z]+|overflow)"', inspect.getsource(estimate))
+    flags = re.findall(r'"([a-z]+-[a-z]+|overflow)"', inspect.getsource(estimator))
     assert len(set(flags)) == 6
     assert [flag for flag in flags if f"`{flag}`" not in page] == []
 

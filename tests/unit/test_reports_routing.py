@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from mismatch.analysis.comparison import compare
-from mismatch.metrics.routing_noise import RouterNoise
+from mismatch.metrics.routing_pairs import RouterNoise
 from mismatch.reports import routing, routing_figures
 from mismatch.reports.heatmap import OPACITIES, heatmap
 from mismatch.reports.markdown import to_markdown

@@ -10,9 +10,14 @@ import pytest
 
 from mismatch.analysis.comparison import compare, paired_routing
 from mismatch.analysis.routing_tables import flipped_layers
-from mismatch.metrics.grouped import group_means
-from mismatch.metrics.routing_noise import RouterNoise, router_noise, with_noise
-from mismatch.metrics.routing_pairs import other_rows, pair_routing
+from mismatch.metrics.inference import group_means
+from mismatch.metrics.routing_pairs import (
+    RouterNoise,
+    other_rows,
+    pair_routing,
+    router_noise,
+    with_noise,
+)
 from mismatch.types import Routing, Scoring
 from tests.routing_fixture import rollout_of, routing_pair
 

@@ -22,7 +22,8 @@ from mismatch.metrics.corrections import (
     Settings,
     group_advantages,
 )
-from mismatch.metrics.estimate import Estimator, heavy_tail
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.inference import heavy_tail
 from mismatch.metrics.registry import (
     POSITIVE,
     REAL,
@@ -161,7 +162,7 @@ class Bench:
     def estimate(self, columns: list[Floats], combine: Combine, bounds: Bounds) -> Estimate | None:
         """A smooth function of mean sums per sequence, with its interval by prompt."""
         metric = Metric(
-            "correction", "ratio", "token", lambda terms: terms, ("terms",), combine, "1", bounds
+            "correction", lambda terms: terms, "ratio", "1", combine=combine, bounds=bounds
         )
         found = self.estimator.one(metric, {"terms": np.stack(columns, axis=1)})
         return None if found is None else replace(found, n_tokens=len(self.ratios.token))

@@ -13,18 +13,17 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import RANKED_BY, SHOWN, EstimatorFix, FixOutcome, FixTable
 from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of
 from mismatch.experiments.fixes.significance import (
-    LEVEL,
     METHOD,
     Measured,
     best_of,
     change_of,
-    holm,
     judged,
     p_value,
     ranked,
 )
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import common_prompts
+from mismatch.metrics.inference import LEVEL, holm
 from mismatch.run import store
 from mismatch.run.directory import invocations
 from mismatch.run.scorings import TRAIN

@@ -1,35 +1,24 @@
 """Before and after a fix: what changed, by how much more than chance, and in what order. Pure.
 
-A change is tested by exchanging the two sides within whole prompts: where the fix does nothing, a
-prompt's numbers with it and without it could as well be swapped (an exact permutation test; the
-statistic is the difference of the two means over tokens). That holds for few prompts and for heavy
-tails, and for tokens that were sampled anew as well as for the same ones. Every fix is tested for
-k3 and for mean |delta|, and all these tests together keep the chance of a single false claim under
-5 % (Holm 1979, "A simple sequentially rejective multiple test procedure").
+A change is tested by exchanging the two sides within whole prompts
+(:func:`mismatch.metrics.inference.exchange`). Every fix is tested for k3 and for mean |delta|, and
+all these tests together keep the chance of a single false claim under 5 % (Holm).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
-from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.errors import EmptyComparison
 from mismatch.experiments.fixes.base import RANKED_BY, Effect, FixOutcome
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, difference, paired
-from mismatch.metrics.registry import floats
+from mismatch.metrics.inference import LEVEL, exchange, holm
 from mismatch.types import Estimate, Floats, Ints
 
-PerPrompt = Mapping[int, tuple[float, float]]
-
-LEVEL = 0.05
-EXHAUSTIVE = 12  # prompts up to which all swaps are tried
-SWAPS = 20_000
-CHUNK = 2_000
 METHOD = (
     "A fix is significant where its change of k3 or of mean |delta| is: a permutation test that "
     "exchanges before and after within prompts, adjusted for all fixes and both metrics (Holm), "
@@ -84,62 +73,6 @@ def p_value(metric: str, before: Measured, after: Measured, seed: int = 0) -> fl
         MismatchError: no prompt that both sides hold.
     """
     return exchange(*(per_prompt(metric, side.sample) for side in (before, after)), seed=seed)
-
-
-def exchange(before: PerPrompt, after: PerPrompt, *, seed: int = 0) -> float:
-    """The permutation test itself, on (sum of terms, number of tokens) of every prompt.
-
-    Raises:
-        MismatchError: no prompt that both sides hold.
-    """
-    sums = (before, after)
-    shared = sorted(before.keys() & after.keys())
-    if not shared:
-        raise MismatchError("before and after share no prompt", "use the same prompts")
-    table = np.array([[*sums[0][prompt], *sums[1][prompt]] for prompt in shared])
-    first, count, second, other = table.T
-    observed = _statistic(first.sum(), count.sum(), second.sum(), other.sum())
-    if not np.isfinite(observed):
-        return 1.0
-    moved, shift = second - first, other - count
-    # Sums in another order differ in their last bits: a change of that size is none.
-    rounding = 1e-12 * (abs(first.sum() / count.sum()) + abs(second.sum() / other.sum()))
-    least = max(0.0, abs(observed) - rounding)
-    extreme = tried = 0
-    for swaps in _swaps(len(shared), seed):
-        one, n_one = first.sum() + swaps @ moved, count.sum() + swaps @ shift
-        two, n_two = second.sum() - swaps @ moved, other.sum() - swaps @ shift
-        extreme += int((np.abs(_statistic(one, n_one, two, n_two)) >= least).sum())
-        tried += len(swaps)
-    if len(shared) <= EXHAUSTIVE:
-        return extreme / tried
-    return (extreme + 1) / (tried + 1)
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Adjusted p-values, in the order given.
-
-    >>> holm([0.01, 0.04])
-    [0.02, 0.04]
-    """
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    adjusted, highest = [1.0] * len(values), 0.0
-    for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(values) - rank) * values[index]))
-        adjusted[index] = highest
-    return adjusted
-
-
-def prompts_to_tell(tests: int) -> int:
-    """Prompts below which no change, however large, is significant in that many tests.
-
-    Exchanging before and after within n prompts gives no p-value under 2 / 2^n (an arrangement and
-    its mirror image are equally extreme), and Holm's method multiplies the least by ``tests``.
-
-    >>> prompts_to_tell(1), prompts_to_tell(3)
-    (6, 7)
-    """
-    return math.ceil(math.log2(2 * tests / LEVEL))
 
 
 def judged(rows: Sequence[FixOutcome], raw: Mapping[str, Mapping[str, float]]) -> list[FixOutcome]:
@@ -206,17 +139,3 @@ def per_prompt(metric: str, sample: Sample) -> dict[int, tuple[float, float]]:
         int(prompt): (float(total), float(count))
         for prompt, total, count in zip(prompts, totals, counts, strict=True)
     }
-
-
-def _statistic(one: Floats, n_one: Floats, two: Floats, n_two: Floats) -> Floats:
-    with np.errstate(all="ignore"):
-        change: Floats = two / n_two - one / n_one
-    return change
-
-
-def _swaps(prompts: int, seed: int) -> Iterable[Floats]:
-    """Rows of 0 and 1: which prompts are exchanged."""
-    if prompts <= EXHAUSTIVE:
-        return [np.array(list(product((0.0, 1.0), repeat=prompts)))]
-    draw = np.random.default_rng(seed)
-    return (floats(draw.random((CHUNK, prompts)) < 0.5) for _ in range(SWAPS // CHUNK))

@@ -19,8 +19,6 @@ from mismatch.experiments.gradients.jackknife import (
     cosine_of,
     exp,
     fisher,
-    interval,
-    interval_of_root,
 )
 from mismatch.experiments.gradients.labels import kind, label, place, row_id, same_as
 from mismatch.experiments.gradients.sentences import summary
@@ -34,7 +32,7 @@ from mismatch.experiments.gradients.types import (
     GroupError,
     Loss,
 )
-from mismatch.metrics.estimate import FEW_PROMPTS
+from mismatch.metrics.inference import FEW_PROMPTS, jackknife, jackknife_of_root
 from mismatch.types import Bools, Estimate, Floats
 
 EXACT = 1e-10  # |g - ref|² / |ref|² below which float64 squares have lost it to cancellation
@@ -195,7 +193,7 @@ def _ratio(
         return None
     with np.errstate(invalid="ignore"):
         moved = mine - base
-    return measure.estimate(math.exp(value - below), interval(moved, value - below, exp))
+    return measure.estimate(math.exp(value - below), jackknife(moved, value - below, exp))
 
 
 def _group(measure: _Measure, own: Gradients, name: str) -> GroupError:
@@ -211,9 +209,9 @@ def _group(measure: _Measure, own: Gradients, name: str) -> GroupError:
     return GroupError(
         group=name,
         norm=math.sqrt(size),
-        norm_ratio=measure.estimate(ratio, interval(norms, _log(ratio), exp)),
+        norm_ratio=measure.estimate(ratio, jackknife(norms, _log(ratio), exp)),
         cosine=None if size == 0.0 else _cosine(measure, own, part, sketched.gap(weights)),
-        relative_error=measure.estimate(off, interval(errors, _log(off), exp)),
+        relative_error=measure.estimate(off, jackknife(errors, _log(off), exp)),
     )
 
 
@@ -232,20 +230,20 @@ def _cosine(measure: _Measure, own: Gradients, part: slice, gaps: Floats) -> Est
     gap = float(1.0 - own.dot[part].sum() / math.sqrt(sizes[0] * sizes[1]))
     gap = min(gap, 2.0) if gap > EXACT else float(gaps[0])
     z = fisher(np.array([gap]))[0]
-    return measure.estimate(1.0 - gap, interval(fisher(gaps), float(z), cosine_of))
+    return measure.estimate(1.0 - gap, jackknife(fisher(gaps), float(z), cosine_of))
 
 
 def _bias(measure: _Measure, sketched: Sketched) -> Estimate | None:
     if sketched.prompts < 2:
         return None
     squared = sketched.bias(sketched.weights) / (measure.size / sketched.prompts**2)
-    return measure.estimate(math.sqrt(max(0.0, float(squared[0]))), interval_of_root(squared))
+    return measure.estimate(math.sqrt(max(0.0, float(squared[0]))), jackknife_of_root(squared))
 
 
 def _scaled(measure: _Measure, values: Floats, shift: float) -> Estimate:
     """exp(values + shift) with its interval."""
     centre = float(values[0]) + shift
-    return measure.estimate(math.exp(centre), interval(values, centre, exp))
+    return measure.estimate(math.exp(centre), jackknife(values, centre, exp))
 
 
 def _only(index: int) -> slice:

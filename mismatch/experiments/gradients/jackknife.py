@@ -13,15 +13,12 @@ whose resamples hold a prompt twice and so add noise to a norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from mismatch.metrics.estimate import student
 from mismatch.types import Floats
 
-Interval = tuple[float, float]
 ROUNDING = 1e-15  # of a cosine: a gap to 1 of less is none
 
 
@@ -123,55 +120,3 @@ def cosine_of(z: float) -> float:
 def exp(value: float) -> float:
     """Back from a logarithm; an end beyond all numbers stays one."""
     return math.exp(min(value, 700.0))
-
-
-def interval(values: Floats, centre: float, back: Callable[[float], float]) -> Interval | None:
-    """95 % interval of a number from its jackknife.
-
-    Args:
-        values: [1 + P] on a scale without bounds: with all prompts, then without each.
-        centre: the number on that scale, where it is known better than ``values[0]``.
-        back: from that scale to the number's own.
-
-    Returns:
-        None: fewer than two prompts, or a number that some batches do not have. Where all batches
-        have the same one, that.
-    """
-    without = values[1:]
-    if len(without) < 2 or np.isnan(values).any():
-        return None
-    if (values == values[0]).all():
-        return back(centre), back(centre)
-    if not np.isfinite(values).all():
-        return None
-    arm = student(len(without) - 1) * error(without)
-    return back(centre - arm), back(centre + arm)
-
-
-def interval_of_root(squared: Floats) -> Interval | None:
-    """95 % interval of the root of a square that is estimated without bias, and so may be negative.
-
-    Laid out on the square where it reaches 0 there, else on the root, which is less skewed.
-
-    Args:
-        squared: [1 + P] with all prompts, then without each.
-
-    Returns:
-        None: fewer than three prompts, for without one there must be two to tell noise by.
-    """
-    if len(squared) < 4:
-        return None
-    arm = student(len(squared) - 2) * error(squared[1:])
-    low, high = float(squared[0]) - arm, float(squared[0]) + arm
-    if low <= 0.0:
-        return 0.0, math.sqrt(max(0.0, high))
-    centre = math.sqrt(float(squared[0]))
-    roots = np.sign(squared[1:]) * np.sqrt(np.abs(squared[1:]))
-    arm = student(len(squared) - 2) * error(roots)
-    return max(0.0, centre - arm), centre + arm
-
-
-def error(without: Floats) -> float:
-    """Standard error from the values without one prompt each, [P]."""
-    prompts = len(without)
-    return math.sqrt((prompts - 1) / prompts * float(((without - without.mean()) ** 2).sum()))

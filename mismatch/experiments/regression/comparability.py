@@ -13,7 +13,7 @@ import numpy as np
 
 from mismatch.analysis.sides import Sides
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.significance import prompts_to_tell
+from mismatch.metrics.inference import prompts_to_tell
 from mismatch.types import Fingerprint, Ints, Rollout
 
 LAW = ("temperature", "top_p", "top_k", "max_tokens")

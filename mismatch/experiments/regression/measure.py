@@ -14,12 +14,13 @@ from mismatch.analysis.levels import default_thresholds, exit_code
 from mismatch.analysis.sides import Sides
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import RANKED_BY
-from mismatch.experiments.fixes.significance import LEVEL, exchange, holm, per_prompt
+from mismatch.experiments.fixes.significance import per_prompt
 from mismatch.experiments.regression.comparability import require_comparable, require_enough
 from mismatch.experiments.regression.config_diff import changed, unknown_machine
 from mismatch.experiments.regression.types import Against, AgainstRow, Changed, Outcome, RunSide
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts, difference, paired
+from mismatch.metrics.inference import LEVEL, exchange, holm
 from mismatch.metrics.registry import Metric
 from mismatch.run import store
 from mismatch.run.directory import invocations
