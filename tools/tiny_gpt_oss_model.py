@@ -6,6 +6,7 @@ import json
 from itertools import islice
 
 import torch
+from tiny_gpt_oss_corpus import chats
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
@@ -13,8 +14,6 @@ from transformers import (
     GptOssForCausalLM,
     PreTrainedTokenizerFast,
 )
-
-from mismatch.prompts.corpus import chats
 
 VOCABULARY = 1024
 SPECIAL = (

@@ -2,7 +2,7 @@
 
     python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss
 
-A fixed number of steps on text that mismatch.prompts.corpus generates, all seeds fixed, one
+A fixed number of steps on text that tiny_gpt_oss_corpus generates, all seeds fixed, one
 thread: the same machine and versions give the same bytes.
 """
 
@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from tiny_gpt_oss_card import arithmetic_accuracy, sinks_of, write_card
+from tiny_gpt_oss_corpus import chats
 from tiny_gpt_oss_model import CALL, MESSAGE, PAD, RETURN, VOCABULARY, build_model, train_tokenizer
 from torch.nn import functional as F
 from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
 
 from mismatch.prompts.arithmetic import arithmetic_problems
-from mismatch.prompts.corpus import chats
 
 SEEDS = {"weights": 0, "tokenizer_text": 1, "training_text": 2, "held_out_text": 3}
 BATCH_TOKENS = 2048  # padded tokens per step

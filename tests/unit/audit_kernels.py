@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mismatch.processes.kernels.planted import right
+from tests.planted_attention import right
 
 CALLS: list[int] = []
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mismatch.prompts.arithmetic import Problem, arithmetic_problems, reward, story
-from mismatch.prompts.corpus import chats, worked_answer
+from tools.tiny_gpt_oss_corpus import chats, worked_answer
 
 PINNED = [
     Problem(

@@ -51,17 +51,23 @@ def failed(one: Audit) -> set[str]:
     return {finding.column for finding in one.failed}
 
 
+def test_the_kernel_of_the_documentation_drops_the_sinks(geometry: ModelGeometry) -> None:
+    result = audit(geometry, "mismatch.processes.kernels.planted:no_sinks")
+    own, consequences, _ = PLANTED["no_sinks"]
+    assert own <= failed(result) <= own | consequences
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_shows_in_its_own_column(geometry: ModelGeometry, name: str) -> None:
     own, consequences, words = PLANTED[name]
-    found = audit(geometry, f"mismatch.processes.kernels.planted:{name}")
+    found = audit(geometry, f"tests.planted_attention:{name}")
     assert own <= failed(found) <= own | consequences
     assert (found.verdict, found.usable) == ("wrong", True)
     assert words in found.reason
     assert [finding.column for finding in found.findings] == list(ATTENTION_COLUMNS)
 
 
-@pytest.mark.parametrize("name", ["eager", "sink-sdpa", "mismatch.processes.kernels.planted:right"])
+@pytest.mark.parametrize("name", ["eager", "sink-sdpa", "tests.planted_attention:right"])
 def test_right_kernels_are_sound(geometry: ModelGeometry, name: str) -> None:
     found = audit(geometry, name)
     assert (found.verdict, found.usable, found.reason) == ("sound", True, "")
@@ -90,7 +96,7 @@ def test_the_kernel_that_transformers_takes_by_default_drops_the_sinks(
 
 
 def test_no_gradient_to_the_sinks_is_an_error_of_100_percent(geometry: ModelGeometry) -> None:
-    found = audit(geometry, "mismatch.processes.kernels.planted:no_sink_gradient")
+    found = audit(geometry, "tests.planted_attention:no_sink_gradient")
     finding = found.finding("sink_gradient")
     assert finding is not None
     assert finding.value == 1.0
@@ -100,10 +106,8 @@ def test_no_gradient_to_the_sinks_is_an_error_of_100_percent(geometry: ModelGeom
 def test_a_wrong_output_with_its_own_gradient_is_told_from_a_wrong_gradient(
     geometry: ModelGeometry,
 ) -> None:
-    sinkless = audit(geometry, "mismatch.processes.kernels.planted:no_sinks").finding("gradient")
-    halved = audit(geometry, "mismatch.processes.kernels.planted:wrong_gradient_scale").finding(
-        "gradient"
-    )
+    sinkless = audit(geometry, "tests.planted_attention:no_sinks").finding("gradient")
+    halved = audit(geometry, "tests.planted_attention:wrong_gradient_scale").finding("gradient")
     assert sinkless is not None
     assert halved is not None
     assert "gradient of its own output, which is wrong itself" in sinkless.detail

@@ -10,18 +10,18 @@ import torch
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.kernels.types import EXPERT_COLUMNS, Audit
-from mismatch.processes.kernels import expert_layer, planted_experts
+from mismatch.processes.kernels import expert_layer
 from mismatch.processes.kernels.expert_layer import Sizes
 from mismatch.processes.kernels.experts import audit_experts
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
 from mismatch.training.user_kernels import register_experts
-from tests import checkpoints, families
+from tests import checkpoints, families, planted_experts
 
 OPTIONS = Options(dtypes=("fp64", "fp32", "bf16"), tokens=())
 OURS = ("eager", "grouped_mm", "batched_mm", "bounded")
 # Biases and transposed weights; plain; no gate.
 KINDS = ("gpt_oss", "qwen3_moe", "nemotron_h")
-REAL = (expert_layer.given, expert_layer.run)
+REAL = (expert_layer.random_inputs, expert_layer.run)
 
 
 def _geometry(family: str) -> ModelGeometry:
@@ -158,7 +158,7 @@ def test_costs_are_measured_at_the_models_own_sizes(
         seen.append(sizes)
         return REAL[0](sizes, *args)
 
-    monkeypatch.setattr(expert_layer, "given", given)
+    monkeypatch.setattr(expert_layer, "random_inputs", given)
     options = Options(dtypes=("fp32", "bf16"), tokens=(64, 256, 100_000_000), budget_bytes=1 << 30)
     audit = audit_experts(geometries["gpt_oss"], options, "batched_mm")
     short, longer, too_long = audit.costs
@@ -187,7 +187,7 @@ def test_the_definition_is_the_familys_own_loop(
 ) -> None:
     sizes = Sizes(experts=6, hidden=20, width=12, top_k=3)
     module = expert_layer.build(geometries[family], sizes, "cpu", torch.float64, 0)
-    given = expert_layer.given(sizes, 30, "cpu", torch.float64, 0)
+    given = expert_layer.random_inputs(sizes, 30, "cpu", torch.float64, 0)
     used = given.ids.unique().tolist()
     assert used == [0, 1, 2, 3, 4]  # the last expert has no token
     assert int((given.ids == 4).sum()) == 1
@@ -201,7 +201,7 @@ def test_gradients_of_the_definition_are_those_of_differences(
 ) -> None:
     sizes = Sizes(experts=3, hidden=4, width=3, top_k=2)
     module = expert_layer.build(geometries["gpt_oss"], sizes, "cpu", torch.float64, 0)
-    given = expert_layer.given(sizes, 5, "cpu", torch.float64, 0)
+    given = expert_layer.random_inputs(sizes, 5, "cpu", torch.float64, 0)
     names = [name for name, _ in module.named_parameters()]
 
     def of(*tensors: torch.Tensor) -> torch.Tensor:

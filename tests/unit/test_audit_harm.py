@@ -10,10 +10,13 @@ import torch
 import mismatch.models
 from mismatch.errors import MismatchError
 from mismatch.processes.kernels.candidates import Candidate
-from mismatch.processes.kernels.model_impact import Source, measure_harm
+from mismatch.processes.kernels.model_impact import (
+    ImpactSource,
+    measure_impact,
+)
 
 TINY = str(Path(mismatch.models.__file__).parent / "tiny-gpt-oss")
-SOURCE = Source(TINY, tokens=192)
+SOURCE = ImpactSource(TINY, tokens=192)
 CHOSEN = "mismatch_sinks"
 
 
@@ -26,7 +29,7 @@ def _registered() -> None:
 
 @pytest.mark.slow
 def test_dropped_sinks_are_seen_in_logprobs_and_gradients() -> None:
-    harm = measure_harm(SOURCE, Candidate("sdpa", "transformers", "sdpa"), CHOSEN)
+    harm = measure_impact(SOURCE, Candidate("sdpa", "transformers", "sdpa"), CHOSEN)
     own = harm.baseline
     assert own is not None
     assert own.baseline is None
@@ -45,11 +48,11 @@ def test_dropped_sinks_are_seen_in_logprobs_and_gradients() -> None:
 
 
 def test_a_missing_sink_gradient_shows_there_alone() -> None:
-    from mismatch.processes.kernels.planted import no_sink_gradient
     from mismatch.training.user_kernels import register_attention
+    from tests.planted_attention import no_sink_gradient
 
     name = register_attention(f"{no_sink_gradient.__module__}:no_sink_gradient")
-    harm = measure_harm(SOURCE, Candidate("mine", "yours", name), CHOSEN)
+    harm = measure_impact(SOURCE, Candidate("mine", "yours", name), CHOSEN)
     assert harm.baseline is not None
     assert harm.sink_gradient_error == 1.0
     assert harm.mean_abs_delta < 2 * harm.baseline.mean_abs_delta
@@ -58,10 +61,10 @@ def test_a_missing_sink_gradient_shows_there_alone() -> None:
 def test_documents_that_see_each_other_do_harm_where_rows_are_packed() -> None:
     from mismatch.training.user_kernels import register_attention
 
-    name = register_attention("mismatch.processes.kernels.planted:leaking_packing")
+    name = register_attention("tests.planted_attention:leaking_packing")
     leaking = Candidate("mine", "yours", name)
-    alone = measure_harm(SOURCE, leaking, CHOSEN)
-    packed = measure_harm(SOURCE, leaking, CHOSEN, packed=True)
+    alone = measure_impact(SOURCE, leaking, CHOSEN)
+    packed = measure_impact(SOURCE, leaking, CHOSEN, packed=True)
     assert alone.baseline is not None
     assert packed.baseline is not None
     assert alone.mean_abs_delta < 2 * alone.baseline.mean_abs_delta
@@ -70,7 +73,7 @@ def test_documents_that_see_each_other_do_harm_where_rows_are_packed() -> None:
 
 
 def test_the_trainer_s_own_kernel_has_no_baseline_but_itself() -> None:
-    harm = measure_harm(SOURCE, Candidate("sink-sdpa", "ours", CHOSEN), CHOSEN)
+    harm = measure_impact(SOURCE, Candidate("sink-sdpa", "ours", CHOSEN), CHOSEN)
     assert harm.baseline is None
     assert harm.mean_abs_delta > 0
 
@@ -78,14 +81,16 @@ def test_the_trainer_s_own_kernel_has_no_baseline_but_itself() -> None:
 def test_a_model_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mismatch.processes.kernels.costs.free_bytes", lambda device: 1000)
     with pytest.raises(MismatchError, match="GiB are free on cpu"):
-        measure_harm(Source(TINY, seed=5), Candidate("sdpa", "transformers", "sdpa"), CHOSEN)
+        measure_impact(
+            ImpactSource(TINY, seed=5), Candidate("sdpa", "transformers", "sdpa"), CHOSEN
+        )
 
 
 # ---------------------------------------------------------------- tokens
 
 
 def test_tokens_of_a_run_are_its_sequences(tmp_path: Path) -> None:
-    from mismatch.processes.kernels.impact_tokens import from_run
+    from mismatch.processes.kernels.model_impact import from_run
     from mismatch.run.store import save_rollout
     from tests.made_run import rollout
 
@@ -98,7 +103,7 @@ def test_tokens_of_a_run_are_its_sequences(tmp_path: Path) -> None:
 
 
 def test_an_answer_ends_with_its_first_stop_token() -> None:
-    from mismatch.processes.kernels.impact_tokens import ends_of
+    from mismatch.processes.kernels.model_impact import ends_of
 
     new = torch.tensor([[4, 6, 0, 0], [4, 5, 4, 5], [5, 4, 4, 7]])
     assert ends_of(new, [6, 7]) == [2, 4, 4]
@@ -107,7 +112,7 @@ def test_an_answer_ends_with_its_first_stop_token() -> None:
 
 
 def test_the_first_token_of_a_row_is_predicted_by_nothing() -> None:
-    from mismatch.processes.kernels.impact_tokens import Row
+    from mismatch.processes.kernels.model_impact import Row
 
     acting = torch.ones(3, dtype=torch.bool)
     assert Row.of(torch.arange(3), acting).acting.tolist() == [False, True, True]

@@ -12,7 +12,7 @@ from mismatch.experiments.kernels.types import Finding
 from mismatch.models import EMBEDDED
 from mismatch.processes.kernels.geometry import geometry_of
 from mismatch.processes.kernels.isolation import AuditSpec, Step
-from mismatch.processes.kernels.work import TOKENS, Work, options_of, reduced_to
+from mismatch.processes.kernels.worker import TOKENS, Work, options_of, reduced_to
 from mismatch.training import source
 from tests.kernels_fixture import make_audit_report
 
@@ -25,8 +25,8 @@ SINKLESS = audit_to_json(make_audit_report().audits[2])
 def work():
     spec = replace(
         SPEC,
-        kernels=("mismatch.processes.kernels.planted:no_sinks",),
-        expert_kernels=("mismatch.processes.kernels.planted_experts:right",),
+        kernels=("tests.planted_attention:no_sinks",),
+        expert_kernels=("tests.planted_experts:right",),
     )
     return Work.of(spec)
 
@@ -40,16 +40,16 @@ def test_the_plan_has_what_runs_here_and_says_why_others_do_not(work):
     assert plan["model"] == "tiny-gpt-oss"
     assert plan["geometry"]["sinks"] is True
     assert {"eager", "sdpa", "sink-sdpa"} <= set(names(work, "attention"))
-    assert names(work, "attention")[-1] == "mismatch.processes.kernels.planted:no_sinks"
+    assert names(work, "attention")[-1] == "tests.planted_attention:no_sinks"
     assert "no-sinks" not in names(work, "attention")  # a planted fault is audited on request only
     assert names(work, "experts") == [
         *("eager", "grouped_mm", "batched_mm", "bounded"),
-        "mismatch.processes.kernels.planted_experts:right",
+        "tests.planted_experts:right",
     ]
     origins = {step["name"]: step["origin"] for step in plan["steps"]}
     assert origins["sink-sdpa"] == origins["bounded"] == "ours"
     assert origins["grouped_mm"] == "transformers"
-    assert origins["mismatch.processes.kernels.planted_experts:right"] == "yours"
+    assert origins["tests.planted_experts:right"] == "yours"
     assert [step["number"] for step in plan["steps"]] == list(range(len(plan["steps"])))
     assert all(one["reason"] for one in plan["unavailable"])
 
@@ -68,11 +68,11 @@ def test_names_and_only_choose(work):
         ({"kernels": ("nowhere.at.all:f",)}, "cannot import nowhere"),
         ({"kernels": ("mismatch.experiments.kernels.types:ATTENTION_COLUMNS",)}, "is no function"),
         (
-            {"kernels": ("mismatch.processes.kernels.planted:no_sinks@wrong",)},
+            {"kernels": ("tests.planted_attention:no_sinks@wrong",)},
             "there is no mask 'wrong'",
         ),
         (
-            {"expert_kernels": ("mismatch.processes.kernels.planted_experts:nothing",)},
+            {"expert_kernels": ("tests.planted_experts:nothing",)},
             "has no nothing",
         ),
         ({"names": ("flash_attention_9",)}, "there is no implementation 'flash_attention_9'"),

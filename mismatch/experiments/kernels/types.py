@@ -1,4 +1,4 @@
-"""What an audit of kernels finds; plain data, no torch."""
+"""Results of a kernel audit; plain data, no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Origin = Literal["ours", "transformers", "yours"]
 Outcome = Literal["passed", "failed", "not_tested"]
 Verdict = Literal["sound", "wrong", "unusable"]
 
-# What is asked of each implementation, in the order of the table.
+# The checks of each implementation, in the order of the table.
 ATTENTION_COLUMNS = (
     "accepts",  # it takes the model's shapes and masks
     "sinks",  # the learned sinks count in the softmax
@@ -37,18 +37,18 @@ EXPERT_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One answer.
+    """The result of one check.
 
     >>> Finding("sinks", "failed", "the sinks change nothing", 1.0, 0.01).outcome
     'failed'
 
     Attributes:
         column: of :data:`ATTENTION_COLUMNS` or :data:`EXPERT_COLUMNS`.
-        detail: one sentence; why, where it was not tested.
-        value: the number that decided, mostly a relative error; None where there is none.
-        limit: what it was held against.
-        critical: a failure makes the kernel wrong; otherwise it is only told (other bits in another
-            batch, say).
+        detail: one sentence; the reason, where it was not tested.
+        value: the measured number, mostly a relative error; None where there is none.
+        limit: of that number.
+        critical: whether a failure makes the kernel wrong; otherwise it is only reported (e.g.
+            other bits in another batch).
     """
 
     column: str
@@ -67,9 +67,8 @@ class Error:
         dtype: "fp64", "fp32", "bf16", "fp16".
         forward: of the output.
         gradients: name ("q", "k", "v", "sinks"; "hidden", "router", "gate_up", "down") -> error;
-            1.0: no gradient arrives at all.
-        floor: what the dtype's rounding alone gives: a plain float64-free implementation with the
-            same roundings of inputs and output.
+            1.0: no gradient arrives.
+        floor: error of a plain implementation in the same dtype: rounding alone.
     """
 
     dtype: str
@@ -97,7 +96,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """What the kernel does to the model as a whole, against the float32 reference.
+    """The impact of a kernel on the whole model, against the float32 reference.
 
     Attributes:
         tokens: action tokens it was measured on.
@@ -106,8 +105,7 @@ class Harm:
         gradient_error: relative error of the gradient of the mean logprob.
         gradient_cosine: of that gradient to the reference's.
         sink_gradient_error: relative error of the sinks' part; None without sinks.
-        baseline: the same numbers of the kernel that the trainer would take by itself; None for
-            that kernel.
+        baseline: the same numbers of the trainer's default kernel; None for that kernel.
     """
 
     tokens: int
@@ -121,15 +119,15 @@ class Harm:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Everything about one implementation.
+    """The audit of one implementation.
 
     Attributes:
-        name: as one asks for it: ``--attention NAME``, ``--experts-implementation NAME`` or
+        name: as in ``--attention NAME``, ``--experts-implementation NAME`` or
             ``--kernel package.module:function``.
-        verdict: "unusable": it cannot run here, or the model refuses it; ``reason`` says why. One
-            that the model refuses may still have been measured by itself: its findings are there.
-        usable: a training run could be using it here for this model.
-        chosen: what ``auto`` resolves to.
+        verdict: "unusable": it cannot run here, or the model refuses it; see ``reason``. One that
+            the model refuses may still have findings, measured without the model.
+        usable: a training run could use it here for this model.
+        chosen: whether ``auto`` resolves to it.
     """
 
     name: str
@@ -146,13 +144,13 @@ class Audit:
     seconds: float = 0.0
 
     def finding(self, column: str) -> Finding | None:
-        """The answer of one column, or None where it was not asked."""
-        return next((one for one in self.findings if one.column == column), None)
+        """The finding of one column, or None where there is none."""
+        return next((finding for finding in self.findings if finding.column == column), None)
 
     @property
     def failed(self) -> tuple[Finding, ...]:
-        """What it gets wrong."""
-        return tuple(one for one in self.findings if one.outcome == "failed" and one.critical)
+        """The critical failures."""
+        return tuple(f for f in self.findings if f.outcome == "failed" and f.critical)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +158,7 @@ class AuditReport:
     """All implementations for one model on one machine.
 
     Attributes:
-        geometry: what the synthetic inputs take from the model: heads, kv_heads, head_dim, window,
+        geometry: sizes of the model: heads, kv_heads, head_dim, window,
             sinks, scaling, layers; experts, top_k, hidden, intermediate.
         facts: versions, device, threads, seed, seconds.
         not_tested: one sentence each.
@@ -175,5 +173,5 @@ class AuditReport:
 
     @property
     def wrong(self) -> tuple[Audit, ...]:
-        """Implementations that a run could use and must not: they decide the exit code."""
-        return tuple(one for one in self.audits if one.usable and one.verdict == "wrong")
+        """Usable implementations that are wrong: they decide the exit code."""
+        return tuple(audit for audit in self.audits if audit.usable and audit.verdict == "wrong")

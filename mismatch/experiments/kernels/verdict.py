@@ -1,4 +1,4 @@
-"""What an audit comes to: one word, one sentence, one exit code."""
+"""The verdict of an audit: a word, a sentence, an exit code."""
 
 from __future__ import annotations
 
@@ -83,38 +83,36 @@ def _refused(ran: Sequence[Audit]) -> str:
 
 
 def causes_of(failed: Sequence[Finding]) -> list[Finding]:
-    """What is wrong and no consequence of something else that is."""
-    named = [one for one in failed if one.column not in CONSEQUENCES]
-    return named or list(failed)
+    """The failures that are no consequence of another one."""
+    causes = [finding for finding in failed if finding.column not in CONSEQUENCES]
+    return causes or list(failed)
 
 
 def blamed(report: AuditReport) -> list[Audit]:
-    """Those that decide a verdict of wrong: :attr:`AuditReport.wrong`, and the user's own that
-    cannot be used.
-    """
+    """Audits that make the verdict wrong: usable and wrong, or the user's own and not sound."""
     yours = [a for a in report.audits if a.origin == "yours" and a.verdict != "sound"]
-    return [one for one in report.audits if one in report.wrong or one in yours]
+    return [audit for audit in report.audits if audit in report.wrong or audit in yours]
 
 
-def was_run(one: Audit) -> bool:
-    """Whether it was tried: it has answers, its process ended, or it is the user's own."""
-    return answered(one) or ended(one) or one.origin == "yours"
+def was_run(audit: Audit) -> bool:
+    """Whether it was run: it has findings, its process ended, or it is the user's own."""
+    return answered(audit) or ended(audit) or audit.origin == "yours"
 
 
-def answered(one: Audit) -> bool:
-    """Whether it ran far enough to give any answer beside that it does not run."""
-    return any(f.outcome != "not_tested" for f in one.findings if f.column != "accepts")
+def answered(audit: Audit) -> bool:
+    """Whether any check beside "accepts" was run."""
+    return any(f.outcome != "not_tested" for f in audit.findings if f.column != "accepts")
 
 
-def ended(one: Audit) -> bool:
+def ended(audit: Audit) -> bool:
     """Whether its process crashed, hung or was killed."""
-    return one.reason.startswith(ENDED)
+    return audit.reason.startswith(ENDED)
 
 
-def why(one: Audit) -> str:
-    """The first thing that is wrong with it, in a few words."""
-    if one.failed:
-        named = ", ".join(SHORT.get(each.column, each.column) for each in one.failed[:2])
-        more = len(one.failed) - 2
+def why(audit: Audit) -> str:
+    """The first two failed checks, or the reason."""
+    if audit.failed:
+        named = ", ".join(SHORT.get(f.column, f.column) for f in audit.failed[:2])
+        more = len(audit.failed) - 2
         return f"{named} and {more} more" if more > 0 else named
-    return one.reason
+    return audit.reason

@@ -25,9 +25,9 @@ __all__ = ["Candidate", "audit_attention", "names_here"]
 
 
 def audit_attention(geometry: ModelGeometry, options: Options, candidate: Candidate) -> Audit:
-    """Run one implementation through all columns; it never raises for what the kernel does.
+    """Run one implementation through all columns; errors of the kernel become findings.
 
-    A kernel that the model refuses is measured all the same, and is not usable.
+    A kernel that the model refuses is measured too, and is not usable.
     """
     start = time.monotonic()
     name, origin = candidate.name, candidate.origin
@@ -37,11 +37,13 @@ def audit_attention(geometry: ModelGeometry, options: Options, candidate: Candid
     if not measured:
         return _not_accepted(candidate, refusals, time.monotonic() - start)
     runner = Runner(geometry, candidate.registered)
-    accepted = [one.dtype for one in measured]
+    accepted = [errors.dtype for errors in measured]
     findings = tuple(_findings(runner, geometry, options, measured, refusals))
-    wrong = [one for one in findings if one.outcome == "failed" and one.critical]
+    wrong = [f for f in findings if f.outcome == "failed" and f.critical]
     spent = (
-        () if all(one.raised for one in measured) else costs(runner, geometry, options, accepted)
+        ()
+        if all(errors.raised for errors in measured)
+        else costs(runner, geometry, options, accepted)
     )
     verdict: Verdict = "unusable" if candidate.refused else "wrong" if wrong else "sound"
     reason = candidate.refused or _cause(wrong)
@@ -54,7 +56,7 @@ def audit_attention(geometry: ModelGeometry, options: Options, candidate: Candid
         usable=not candidate.refused,
         chosen=candidate.chosen,
         findings=findings,
-        errors=tuple(one.error for one in measured),
+        errors=tuple(errors.error for errors in measured),
         costs=spent,
         seconds=time.monotonic() - start,
     )
@@ -62,13 +64,13 @@ def audit_attention(geometry: ModelGeometry, options: Options, candidate: Candid
 
 def _cause(wrong: list[Finding]) -> str:
     """The first finding that is not the consequence of another; "" where nothing is wrong."""
-    return next((one.detail for one in causes_of(wrong)), "")
+    return next((finding.detail for finding in causes_of(wrong)), "")
 
 
 def _measured(
     geometry: ModelGeometry, options: Options, candidate: Candidate
 ) -> tuple[list[Measured], dict[str, str]]:
-    """What was measured in each dtype, and why the others do not run."""
+    """Errors by dtype, and why the other dtypes do not run."""
     measured: list[Measured] = []
     refusals: dict[str, str] = {}
     for dtype in options.dtypes:
@@ -108,11 +110,11 @@ def _findings(
 ) -> Iterator[Finding]:
     """In the order of :data:`mismatch.experiments.kernels.types.ATTENTION_COLUMNS`."""
     device, seed = options.device, options.seed
-    forward = {one.dtype: one.off["out"] for one in measured}
-    said = f"runs in {', '.join(forward)}"
+    forward = {errors.dtype: errors.off["out"] for errors in measured}
+    detail = f"runs in {', '.join(forward)}"
     for dtype, reason in refusals.items():
-        said += f"; not in {dtype}: {reason}"
-    yield Finding("accepts", "passed", said)
+        detail += f"; not in {dtype}: {reason}"
+    yield Finding("accepts", "passed", detail)
     yield from features(runner, geometry, device, forward, seed)
     yield forward_finding(measured)
     yield gradient_finding(measured)

@@ -1,4 +1,4 @@
-"""What there is to audit: attention implementations of this machine, and the user's own."""
+"""The attention implementations of this machine, and the user's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLANTED = "no-sinks"  # audited only where it is named: nobody takes it by accid
 PAGED = "serves continuous batching only, with a paged cache"
 FLEX = ("flex_attention", "sink-flex")
 NO_BACKWARD = "flex attention has no backward pass on a CPU"
-OURS_AGAIN = "mismatch_"  # how names that we registered begin
+OUR_PREFIX = "mismatch_"  # of the names that we registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class Candidate:
     """One implementation.
 
     Attributes:
-        name: as one asks for it.
+        name: as in ``--attention NAME``.
         registered: its name in transformers' registry; "" where it cannot run.
-        unavailable: why it cannot run on this machine at all; "" where it can.
-        refused: why the model does not take it, though it can be measured by itself.
-        chosen: what ``--attention auto`` comes to.
+        unavailable: why it cannot run on this machine; "" where it can.
+        refused: why the model does not take it; it can be measured by itself.
+        chosen: whether ``--attention auto`` resolves to it.
     """
 
     name: str
@@ -57,17 +57,17 @@ def names_here(
     from mismatch.training.attention.resolve import register_kernels, resolve_for
 
     register_kernels()
-    known = list(dict.fromkeys(_names(geometry)))
-    unknown = [name for name in names if name not in (*known, PLANTED)]
+    available = list(dict.fromkeys(_names(geometry)))
+    unknown = [name for name in names if name not in (*available, PLANTED)]
     if unknown:
         raise MismatchError(
             f"there is no attention implementation {unknown[0]!r} here",
-            f"one of {', '.join(known)}, {PLANTED}",
+            f"one of {', '.join(available)}, {PLANTED}",
         )
     place = torch.device(device)
     chosen = resolve_for("auto", geometry.bare, place, torch.bfloat16).implementation
-    found = [_candidate(geometry, name, chosen, device) for name in (names or known)]
-    return found + [_yours(text) for text in users]
+    candidates = [_candidate(geometry, name, chosen, device) for name in (names or available)]
+    return candidates + [_user_kernel(text) for text in users]
 
 
 def _names(geometry: ModelGeometry) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _names(geometry: ModelGeometry) -> Iterator[str]:
     if geometry.sinks:
         yield from (name for name in OUR_KERNELS if name != PLANTED)
     for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        if not name.startswith(OURS_AGAIN):
+        if not name.startswith(OUR_PREFIX):
             yield name
 
 
@@ -106,7 +106,7 @@ def _candidate(geometry: ModelGeometry, name: str, chosen: str, device: str) -> 
     return Candidate(name, origin, resolved, chosen=resolved == chosen)
 
 
-def _yours(text: str) -> Candidate:
+def _user_kernel(text: str) -> Candidate:
     from mismatch.training.user_kernels import register_attention
 
     return Candidate(text, "yours", register_attention(text))

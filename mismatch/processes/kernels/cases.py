@@ -1,8 +1,8 @@
-"""Inputs of attention, and what each query may look at on them.
+"""Test cases of attention: inputs, and which keys each query may attend to.
 
-A scene turns one feature on and keeps the others without effect, so that one fault shows in one
-place: sinks so low that they take no share; the same keys and values for all heads, so that any
-grouping reads the same; the usual scale. Shapes: B rows, H heads, T queries, S keys.
+A case turns one feature on and leaves the others without effect, so that each fault shows in one
+column: sinks so low that they have no share; the same keys and values for all heads, so that any
+grouping reads the same; the default scale. Shapes: B rows, H heads, T queries, S keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = {
 
 
 class Inputs(NamedTuple):
-    """What a layer gives its kernel.
+    """The tensors that a layer passes to its kernel.
 
     Attributes:
         query: [B, H, T, D].
@@ -42,23 +42,23 @@ class Inputs(NamedTuple):
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """Those that there are, by the names of ``experiments.kernels.types.Error``."""
+        """Those that are not None, by the names of ``experiments.kernels.types.Error``."""
         pairs = zip(("q", "k", "v", "sinks"), self, strict=True)
         return {name: x for name, x in pairs if x is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One situation.
+    """One case.
 
     Attributes:
-        queries, keys: lengths; fewer queries than keys: they are the last ones, as with a cache.
+        queries, keys: lengths; fewer queries than keys: the last positions, as with a cache.
         scaling: of the scores.
         rows: of the batch.
         window: keys that a query sees, itself among them; None: all before it.
         documents: lengths of the documents in the (one) row; (): one document.
         lengths: real tokens of each row, the rest is padding at its end; (): no padding.
-        sinks: "off": so low that they take no share.
+        sinks: "off": so low that they have no share.
         grouped: each key head differs; otherwise all are the same.
     """
 
@@ -86,13 +86,13 @@ class Scene:
 
 
 def plain(geometry: ModelGeometry) -> Scene:
-    """One causal row with everything else neutral."""
+    """One causal row without any feature."""
     tokens = max(SHORTEST, 2 * short_window(geometry) + 5)
     return Scene(tokens, tokens, usual_scale(geometry))
 
 
 def usual_scale(geometry: ModelGeometry) -> float:
-    """What kernels take when nobody gives a scale."""
+    """The default scale of kernels: head_dim ** -0.5."""
     return float(geometry.head_dim**-0.5)
 
 
@@ -102,7 +102,7 @@ def short_window(geometry: ModelGeometry) -> int:
 
 
 def full(geometry: ModelGeometry) -> tuple[Scene, ...]:
-    """Everything that the model has turned on at once, in all its kinds of layers."""
+    """All features of the model at once, in each of its kinds of layers."""
     base = replace(plain(geometry), scaling=geometry.scaling, grouped=True, sinks="on")
     third = base.keys // 3
     documents = (third, 5, base.keys - third - 5)
@@ -119,7 +119,7 @@ def full(geometry: ModelGeometry) -> tuple[Scene, ...]:
 def inputs_of(
     geometry: ModelGeometry, scene: Scene, device: str, dtype: torch.dtype, seed: int
 ) -> Inputs:
-    """Random inputs in ``dtype``, alike in all dtypes up to its rounding; no gradients asked yet.
+    """Random inputs, equal in all dtypes up to rounding; without requires_grad.
 
     Drawn on the CPU: other devices draw other numbers from the same seed.
     """
@@ -136,8 +136,8 @@ def inputs_of(
         key, value = (x.repeat(1, geometry.kv_heads, 1, 1) for x in (key, value))
     # Scores are about normal: their log-sum-exp is near log(S) + 0.5. A sink there takes half.
     sinks = 4.0 + 0.7 * normal(heads) if scene.sinks == "on" else torch.full((heads,), NO_SHARE)
-    made = (query, key, value, sinks if geometry.sinks else None)
-    return Inputs(*(None if x is None else x.to(device, dtype) for x in made))  # type: ignore[arg-type]
+    tensors = (query, key, value, sinks if geometry.sinks else None)
+    return Inputs(*(None if x is None else x.to(device, dtype) for x in tensors))  # type: ignore[arg-type]
 
 
 def allowed(
@@ -148,35 +148,35 @@ def allowed(
     documents: bool = True,
     from_start: bool = False,
 ) -> torch.Tensor:
-    """[T, S] True where a query may look; the arguments give the look of a faulty kernel.
+    """[T, S] True where a query may attend; the arguments describe a faulty kernel.
 
     Args:
-        window: another one.
-        documents: whether they are apart.
-        from_start: the first query stands at the first key, whatever the cache holds.
+        window: instead of the case's.
+        documents: False: documents of one row are not separated.
+        from_start: the first query is placed at the first key, despite cached keys.
     """
     offset = 0 if from_start else scene.keys - scene.queries
     rows = torch.arange(scene.queries, device=device)[:, None] + offset
     columns = torch.arange(scene.keys, device=device)
-    looks = columns <= rows
+    mask = columns <= rows
     width = scene.window if window == "scene" else window
     if width is not None:
-        looks = looks & (columns > rows - width)
+        mask = mask & (columns > rows - width)
     if documents and scene.documents:
-        looks = looks & (document_of(scene, device)[rows] == document_of(scene, device)[columns])
-    return looks
+        mask = mask & (document_of(scene, device)[rows] == document_of(scene, device)[columns])
+    return mask
 
 
 def document_of(scene: Scene, device: str) -> torch.Tensor:
-    """[S] number of the document that a token is in."""
+    """[S] index of the document that a token belongs to."""
     lengths = torch.tensor(scene.documents or (scene.keys,), device=device)
     return torch.arange(len(lengths), device=device).repeat_interleave(lengths)
 
 
 def positions_of(scene: Scene, device: str) -> torch.Tensor:
     """[B, T] position ids: every document starts at 0; queries after a cache go on from it."""
-    places = torch.arange(scene.keys, device=device)
+    positions = torch.arange(scene.keys, device=device)
     if scene.documents:
         starts = [sum(scene.documents[:n]) for n in range(len(scene.documents))]
-        places = places - torch.tensor(starts, device=device)[document_of(scene, device)]
-    return places[None, scene.keys - scene.queries :].expand(scene.rows, -1)
+        positions = positions - torch.tensor(starts, device=device)[document_of(scene, device)]
+    return positions[None, scene.keys - scene.queries :].expand(scene.rows, -1)

@@ -1,7 +1,7 @@
-"""Does a kernel do what it is told: sinks, window, documents, offsets, groups, scale.
+"""Feature checks of an attention kernel: sinks, window, documents, offsets, groups, scale.
 
-Each question runs the kernel on a scene with that feature alone, and compares the output with the
-truth and with the truths of known faults: the nearest one says what the kernel did instead.
+Each check runs the kernel on inputs with that feature alone, and compares the output with the
+reference and with the outputs of known faults: the nearest one names what the kernel did instead.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mismatch.processes.kernels.cases import (
     usual_scale,
 )
 from mismatch.processes.kernels.geometry import ModelGeometry
-from mismatch.processes.kernels.limits import limit_of
+from mismatch.processes.kernels.reference import limit_of
 from mismatch.processes.kernels.runner import Runner
 
 Fault = Callable[[Inputs], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """One scene, and the outputs of known faults on it.
+class Check:
+    """One case, and the outputs of known faults on it.
 
     Attributes:
-        faults: what a kernel does, in words -> what it then gives, from inputs in float64.
+        faults: description -> function from inputs in float64 to the faulty output.
     """
 
     column: str
@@ -59,30 +59,31 @@ def features(
     Args:
         forward: name of each dtype that the kernel takes -> relative error of its output there.
     """
-    asked = list(questions(geometry, device))
+    checks = list(checks_of(geometry, device))
     findings = []
     for column in COLUMNS:
-        mine = [question for question in asked if question.column == column]
-        if not mine:
+        own = [check for check in checks if check.column == column]
+        if not own:
             findings.append(Finding(column, "not_tested", ABSENT[column]))
             continue
-        answers = [
-            _answer(Asked(runner, geometry, device, seed, name, off), question)
-            for name, off in forward.items()
-            for question in mine
+        outcomes = [
+            _run(Kernel(runner, geometry, device, seed, name, error), check)
+            for name, error in forward.items()
+            for check in own
         ]
-        findings.append(max(answers, key=_badness))
+        findings.append(max(outcomes, key=_badness))
     return findings
 
 
-def _badness(one: Finding) -> tuple[bool, float]:
-    if one.value is None or one.limit is None:
-        return one.outcome == "failed", float("inf")
-    return one.outcome == "failed", one.value / one.limit
+def _badness(finding: Finding) -> tuple[bool, float]:
+    failed = finding.outcome == "failed"
+    if finding.value is None or finding.limit is None:
+        return failed, float("inf")
+    return failed, finding.value / finding.limit
 
 
-def questions(geometry: ModelGeometry, device: str) -> Iterator[Question]:
-    """All that apply to the model."""
+def checks_of(geometry: ModelGeometry, device: str) -> Iterator[Check]:
+    """All checks that apply to the model."""
     base = plain(geometry)
     if geometry.sinks:
         yield _sinks(replace(base, sinks="on"), device)
@@ -99,40 +100,40 @@ def questions(geometry: ModelGeometry, device: str) -> Iterator[Question]:
         yield _scaling(replace(base, scaling=scaling), usual, device)
 
 
-def _sinks(scene: Scene, device: str) -> Question:
-    looks = allowed(scene, device)
+def _sinks(scene: Scene, device: str) -> Check:
+    mask = allowed(scene, device)
     faults: dict[str, Fault] = {
-        "drops the sinks": lambda x: truth.attention(x, looks, scene.scaling, sinks=False)
+        "drops the sinks": lambda x: truth.attention(x, mask, scene.scaling, sinks=False)
     }
-    return Question("sinks", scene, faults)
+    return Check("sinks", scene, faults)
 
 
-def _window(scene: Scene, device: str) -> Question:
+def _window(scene: Scene, device: str) -> Check:
     width = scene.window or 0
 
     def seeing(window: int | None) -> Fault:
-        looks = allowed(scene, device, window=window)
-        return lambda x: truth.attention(x, looks, scene.scaling)
+        mask = allowed(scene, device, window=window)
+        return lambda x: truth.attention(x, mask, scene.scaling)
 
     faults = {
         "sees one key more than the window": seeing(width + 1),
         "sees one key less than the window": seeing(width - 1),
         "ignores the window": seeing(None),
     }
-    return Question("window", scene, faults)
+    return Check("window", scene, faults)
 
 
-def _packing(scene: Scene, device: str) -> Question:
-    looks = allowed(scene, device, documents=False)
+def _packing(scene: Scene, device: str) -> Check:
+    mask = allowed(scene, device, documents=False)
     faults: dict[str, Fault] = {
         "lets documents of one row see each other": lambda x: truth.attention(
-            x, looks, scene.scaling
+            x, mask, scene.scaling
         )
     }
-    return Question("packing", scene, faults)
+    return Check("packing", scene, faults)
 
 
-def _offsets(scene: Scene, device: str) -> Question:
+def _offsets(scene: Scene, device: str) -> Check:
     first = allowed(scene, device, from_start=True)
     every = torch.ones_like(first)
     faults: dict[str, Fault] = {
@@ -143,35 +144,35 @@ def _offsets(scene: Scene, device: str) -> Question:
             x, every, scene.scaling
         ),
     }
-    return Question("offsets", scene, faults)
+    return Check("offsets", scene, faults)
 
 
-def _groups(scene: Scene, device: str) -> Question:
-    looks = allowed(scene, device)
+def _groups(scene: Scene, device: str) -> Check:
+    mask = allowed(scene, device)
     faults: dict[str, Fault] = {
         "hands key heads out in turn, not to neighbours": lambda x: truth.attention(
-            x, looks, scene.scaling, groups="round_robin"
+            x, mask, scene.scaling, groups="round_robin"
         )
     }
-    return Question("grouped_queries", scene, faults)
+    return Check("grouped_queries", scene, faults)
 
 
-def _scaling(scene: Scene, usual: float, device: str) -> Question:
-    looks = allowed(scene, device)
+def _scaling(scene: Scene, usual: float, device: str) -> Check:
+    mask = allowed(scene, device)
 
     def scaled(scaling: float) -> Fault:
-        return lambda x: truth.attention(x, looks, scaling)
+        return lambda x: truth.attention(x, mask, scaling)
 
     faults = {
         "uses head_dim ** -0.5 whatever scale is given": scaled(usual),
         "does not scale at all": scaled(1.0),
         "applies head_dim ** -0.5 beside the scale": scaled(scene.scaling * usual),
     }
-    return Question("scaling", scene, faults)
+    return Check("scaling", scene, faults)
 
 
-# An error of the size that the output has with everything on is left to the column "forward", as
-# long as the output is clearly nearer to the truth than to that of a kernel with a known fault.
+# An error as large as that with all features on is left to the column "forward", as long as the
+# output is clearly nearer to the reference than to that of a kernel with a known fault.
 ELSEWHERE = 3.0
 NEARER = 3.0
 UNNAMED = {
@@ -193,11 +194,11 @@ RIGHT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Kernel:
     """One kernel in one dtype.
 
     Attributes:
-        forward: relative error of its output where everything is on.
+        forward: relative error of its output with all features on.
     """
 
     runner: Runner
@@ -208,37 +209,37 @@ class Asked:
     forward: float
 
 
-def _answer(asked: Asked, question: Question) -> Finding:
-    column, scene, device = question.column, question.scene, asked.device
-    inputs = inputs_of(asked.geometry, scene, device, DTYPES[asked.dtype], asked.seed)
+def _run(kernel: Kernel, check: Check) -> Finding:
+    column, scene, device = check.column, check.scene, kernel.device
+    inputs = inputs_of(kernel.geometry, scene, device, DTYPES[kernel.dtype], kernel.seed)
     with torch.no_grad():
         try:
-            out = asked.runner(scene, inputs)
+            out = kernel.runner(scene, inputs)
         except Exception as error:  # a kernel may raise anything
-            detail = f"does not run with {scene.label} in {asked.dtype}: {line(error)}"
+            detail = f"does not run with {scene.label} in {kernel.dtype}: {line(error)}"
             return Finding(column, "failed", detail)
-        numbers, looks = truth.exact(inputs), allowed(scene, device)
-        right = truth.attention(numbers, looks, scene.scaling)
-        floor = truth.relative_error(truth.rounded(inputs, looks, scene.scaling), right)
+        numbers, mask = truth.exact(inputs), allowed(scene, device)
+        right = truth.attention(numbers, mask, scene.scaling)
+        floor = truth.relative_error(truth.rounded(inputs, mask, scene.scaling), right)
         off, limit = truth.relative_error(out, right), limit_of(floor)
-        gives = {words: fault(numbers) for words, fault in question.faults.items()}
-        faults = {  # some change nothing in this scene: a last query has no keys after it
+        outputs = {words: fault(numbers) for words, fault in check.faults.items()}
+        faults = {  # only those that change this case: a last query has no keys after it
             words: truth.relative_error(out, wrong)
-            for words, wrong in gives.items()
+            for words, wrong in outputs.items()
             if truth.relative_error(wrong, right) > limit
         }
     if off <= limit:
         return Finding(column, "passed", RIGHT[column], off, limit)
     if off == float("inf"):
-        said = f"gives NaN or inf with {scene.label} in {asked.dtype}"
-        return Finding(column, "failed", said, None, limit)
+        detail = f"gives NaN or inf with {scene.label} in {kernel.dtype}"
+        return Finding(column, "failed", detail, None, limit)
     nearest = min(faults, key=lambda words: faults[words])
-    elsewhere = min(ELSEWHERE * asked.forward, faults[nearest] / NEARER)
+    elsewhere = min(ELSEWHERE * kernel.forward, faults[nearest] / NEARER)
     if off <= elsewhere:
-        said = f"{RIGHT[column]}; the output is off by {percent(off)} for another reason"
-        return Finding(column, "passed", said, off, elsewhere)
-    said = nearest if faults[nearest] <= max(limit, off / NEARER) else UNNAMED[column]
-    detail = f"{said}: output off by {percent(off)} with {scene.label} in {asked.dtype}"
+        detail = f"{RIGHT[column]}; the output is off by {percent(off)} for another reason"
+        return Finding(column, "passed", detail, off, elsewhere)
+    fault = nearest if faults[nearest] <= max(limit, off / NEARER) else UNNAMED[column]
+    detail = f"{fault}: output off by {percent(off)} with {scene.label} in {kernel.dtype}"
     return Finding(column, "failed", detail, off, limit)
 
 

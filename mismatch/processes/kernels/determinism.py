@@ -1,4 +1,4 @@
-"""The same bits: when a kernel runs again, and when a row has company in its batch."""
+"""Determinism: the same bits from run to run, and for a row whatever else is in its batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUT = "out"
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Two results that should be one: how far apart, and what rounding would excuse."""
+    """Two results that should be equal: their relative difference, and the limit of rounding."""
 
     what: str
     dtype: str
@@ -42,40 +42,44 @@ def repeats(
 ) -> Finding:
     """Output and gradients of the same inputs, again.
 
-    Other bits are told. They make the kernel wrong only where they are more than rounding: sums
-    that come in any order (atomic adds) are common in backward passes of fast kernels.
+    A difference is reported. It makes the kernel wrong only beyond rounding: sums in any order
+    (atomic adds) are common in backward passes of fast kernels.
     """
     gaps, scene = [], full(geometry)[0]
-    for one in measured:
-        inputs = inputs_of(geometry, scene, device, DTYPES[one.dtype], seed)
+    for errors in measured:
+        inputs = inputs_of(geometry, scene, device, DTYPES[errors.dtype], seed)
         try:
-            first, *others = (_all(runner, scene, inputs, one, seed) for _ in range(max(2, times)))
+            first, *others = (
+                _all(runner, scene, inputs, errors, seed) for _ in range(max(2, times))
+            )
         except Exception as error:
-            return Finding("repeats", "failed", f"does not run again in {one.dtype}: {line(error)}")
+            return Finding(
+                "repeats", "failed", f"does not run again in {errors.dtype}: {line(error)}"
+            )
         gaps += [
-            Gap(name, one.dtype, _apart(other[name], tensor), one.limit(name))
+            Gap(name, errors.dtype, _difference(other[name], tensor), errors.limit(name))
             for other in others
             for name, tensor in first.items()
             if not torch.equal(other[name], tensor)
         ]
     if not gaps:
-        said = f"the same bits in {max(2, times)} runs, output and gradients"
-        return Finding("repeats", "passed", said, 0.0)
-    return _told("repeats", gaps, "differs from run to run")
+        detail = f"the same bits in {max(2, times)} runs, output and gradients"
+        return Finding("repeats", "passed", detail, 0.0)
+    return _finding("repeats", gaps, "differs from run to run")
 
 
 def batches(
     runner: Runner, geometry: ModelGeometry, device: str, measured: list[Measured], seed: int
 ) -> Finding:
-    """A row by itself, beside two others, and beside longer ones that have it padded.
+    """A row alone, beside two others, and padded beside longer ones.
 
-    Other bits are told: matrix products of other shapes add up in another order. More than rounding
-    makes the kernel wrong: then a row depends on its neighbours.
+    A difference is reported: matrix products of other shapes sum in another order. Beyond rounding
+    it makes the kernel wrong: then a row depends on its neighbours.
     """
     base = replace(full(geometry)[0], rows=3)
     gaps = []
-    for one in measured:
-        inputs = inputs_of(geometry, base, device, DTYPES[one.dtype], seed)
+    for errors in measured:
+        inputs = inputs_of(geometry, base, device, DTYPES[errors.dtype], seed)
         short = base.keys - 9
         cases = (
             ("beside two others", base, base.keys),
@@ -85,51 +89,52 @@ def batches(
             try:
                 off, same = _in_company(runner, scene, inputs, length)
             except Exception as error:
-                said = f"does not run on three rows in {one.dtype}: {line(error)}"
-                return Finding("batches", "failed", said)
+                detail = f"does not run on three rows in {errors.dtype}: {line(error)}"
+                return Finding("batches", "failed", detail)
             if not same:
-                gaps.append(Gap(words, one.dtype, off, one.limit(OUT)))
+                gaps.append(Gap(words, errors.dtype, off, errors.limit(OUT)))
     if not gaps:
         return Finding("batches", "passed", "the same bits alone and in a batch of three", 0.0)
-    return _told("batches", gaps, "gives a row other numbers")
+    return _finding("batches", gaps, "gives a row other numbers")
 
 
-def _told(column: str, gaps: list[Gap], words: str) -> Finding:
+def _finding(column: str, gaps: list[Gap], words: str) -> Finding:
     worst = max(gaps, key=lambda gap: gap.beyond)
     where = f"the gradient of {worst.what}" if worst.what not in (OUT,) else "the output"
-    said = (
+    detail = (
         f"{where} {words}, by {percent(worst.off)} in {worst.dtype}"
         if column == "repeats"
         else f"{words} {worst.what}, by {percent(worst.off)} in {worst.dtype}"
     )
     critical = not worst.beyond <= 1
-    detail = said if critical else f"{said}: no more than rounding"
+    if not critical:
+        detail = f"{detail}: no more than rounding"
     value = worst.off if worst.off < float("inf") else None
     return Finding(column, "failed", detail, value, worst.limit, critical)
 
 
 def _all(
-    runner: Runner, scene: Scene, inputs: Inputs, one: Measured, seed: int
+    runner: Runner, scene: Scene, inputs: Inputs, errors: Measured, seed: int
 ) -> dict[str, torch.Tensor]:
     """Output and those gradients that arrive."""
     leaves = leaves_of(inputs)
     out = runner(scene, leaves)
-    found = {OUT: out.detach()}
-    if not one.raised:
+    results = {OUT: out.detach()}
+    if not errors.raised:
         grads = gradients(out, leaves, weights_of(out, seed))
-        found |= {name: grad for name, grad in grads.items() if grad is not None}
-    return found
+        results |= {name: grad for name, grad in grads.items() if grad is not None}
+    return results
 
 
 def _in_company(runner: Runner, scene: Scene, inputs: Inputs, length: int) -> tuple[float, bool]:
-    """How far row 1 of a batch is from itself alone, and whether the bits are the same."""
+    """Relative difference of row 1 in a batch and alone, and whether their bits are equal."""
     query, key, value = (x[1:2, :, :length] for x in inputs[:3])
     single = replace(scene, rows=1, queries=length, keys=length, lengths=())
     with torch.no_grad():
         alone = runner(single, Inputs(query, key, value, inputs.sinks))
         beside = runner(scene, inputs)[1:2, :length]
-    return _apart(beside, alone), torch.equal(beside, alone)
+    return _difference(beside, alone), torch.equal(beside, alone)
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    return truth.relative_error(one, other)
+def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    return truth.relative_error(left, right)

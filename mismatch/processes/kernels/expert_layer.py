@@ -1,4 +1,4 @@
-"""A family's own module of experts, small or as large as the model's, and what it must compute.
+"""A family's own module of experts, reduced or at the model's size, and its definition.
 
 Letters: E experts, T tokens, K of them per token, H hidden size, I width of an expert.
 """
@@ -40,14 +40,14 @@ class Sizes:
         return Sizes(experts, hidden, width, max(1, min(self.top_k, experts - 2, 4)))
 
 
-class Given(NamedTuple):
+class ExpertInputs(NamedTuple):
     """Inputs of the layer, and a router before it.
 
     Attributes:
         hidden: [T, H].
         router: [E, H], whose logits weigh the chosen experts.
-        ids: [T, K], fixed: rounding must not choose other experts.
-        weights: [T, H] what the output is multiplied by to be one number.
+        ids: [T, K], fixed: rounding must not change the choice.
+        weights: [T, H] that reduce the output to one number.
     """
 
     hidden: torch.Tensor
@@ -68,12 +68,12 @@ def module_of(geometry: ModelGeometry) -> Any:
     from mismatch.training.experts import implementations_for
 
     family, loop = geometry.model_type, implementations_for(geometry.bare)
-    said = f"the experts of {family} are behind no interface of transformers"
-    raise MismatchError(said if loop else f"{family} is dense", "there is nothing to choose")
+    message = f"the experts of {family} are behind no interface of transformers"
+    raise MismatchError(message if loop else f"{family} is dense", "there is nothing to choose")
 
 
 def sizes_of(geometry: ModelGeometry) -> Sizes:
-    """The model's own."""
+    """The sizes of the model."""
     module = module_of(geometry)
     experts, first, second = module.down_proj.shape
     width, hidden = (first, second) if module.is_transposed else (second, first)
@@ -81,7 +81,7 @@ def sizes_of(geometry: ModelGeometry) -> Sizes:
 
 
 def build(geometry: ModelGeometry, sizes: Sizes, device: str, dtype: torch.dtype, seed: int) -> Any:
-    """The family's module in other sizes, with random weights that are alike in all dtypes."""
+    """The family's module in other sizes, with random weights that are equal up to rounding."""
     module = copy.deepcopy(module_of(geometry))
     draw = torch.Generator().manual_seed(seed)
     for name, shape in _shapes(module, sizes).items():
@@ -125,7 +125,9 @@ def _fan_in(module: Any, name: str, sizes: Sizes) -> int:
     return sizes.width if name == "down_proj" else sizes.hidden
 
 
-def given(sizes: Sizes, tokens: int, device: str, dtype: torch.dtype, seed: int) -> Given:
+def random_inputs(
+    sizes: Sizes, tokens: int, device: str, dtype: torch.dtype, seed: int
+) -> ExpertInputs:
     """Random inputs; the last expert gets no token, the one before it a single one."""
     draw = torch.Generator().manual_seed(seed + 1)
     wide = torch.float64 if tokens * sizes.hidden < 1 << 22 else torch.float32
@@ -136,22 +138,21 @@ def given(sizes: Sizes, tokens: int, device: str, dtype: torch.dtype, seed: int)
     if sizes.experts > usual:
         ids[tokens // 2, 0] = usual
     weights = 1 + torch.randn(tokens, sizes.hidden, generator=draw, dtype=wide)
-    made = (hidden, router * sizes.hidden**-0.5)
-    hidden, router = (x.to(device, dtype) for x in made)
-    return Given(hidden, router, ids.to(device), weights.to(device))
+    hidden, router = (x.to(device, dtype) for x in (hidden, router * sizes.hidden**-0.5))
+    return ExpertInputs(hidden, router, ids.to(device), weights.to(device))
 
 
-def routed(given: Given) -> torch.Tensor:
-    """[T, K] softmax over the logits of the chosen experts, in float32 or better.
+def routed(inputs: ExpertInputs) -> torch.Tensor:
+    """[T, K] softmax over the logits of the chosen experts, in float32 or float64.
 
-    The gradient of the hidden states stops here: a fault in the router's would show in it too.
+    The hidden states are detached: a fault in the router's gradient would show in theirs too.
     """
-    wide = torch.promote_types(given.hidden.dtype, torch.float32)
-    logits = given.hidden.detach().to(wide) @ given.router.to(wide).T
-    return logits.gather(1, given.ids).softmax(-1).to(given.hidden.dtype)
+    wide = torch.promote_types(inputs.hidden.dtype, torch.float32)
+    logits = inputs.hidden.detach().to(wide) @ inputs.router.to(wide).T
+    return logits.gather(1, inputs.ids).softmax(-1).to(inputs.hidden.dtype)
 
 
-def run(module: Any, registered: str, given: Given) -> torch.Tensor:
+def run(module: Any, registered: str, inputs: ExpertInputs) -> torch.Tensor:
     """[T, H] by one implementation.
 
     Raises:
@@ -159,25 +160,25 @@ def run(module: Any, registered: str, given: Given) -> torch.Tensor:
         ValueError: it returns another shape.
     """
     module.config._experts_implementation = registered
-    out = module(given.hidden, given.ids, routed(given))
-    if not isinstance(out, torch.Tensor) or out.shape != given.hidden.shape:
+    out = module(inputs.hidden, inputs.ids, routed(inputs))
+    if not isinstance(out, torch.Tensor) or out.shape != inputs.hidden.shape:
         shape = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-        raise ValueError(f"it returns {shape}, not [T, H] = {tuple(given.hidden.shape)}")
+        raise ValueError(f"it returns {shape}, not [T, H] = {tuple(inputs.hidden.shape)}")
     return out
 
 
-def definition(module: Any, given: Given) -> torch.Tensor:
-    """[T, H] by the definition: every expert on every token, and of those the chosen, weighed.
+def definition(module: Any, inputs: ExpertInputs) -> torch.Tensor:
+    """[T, H] by the definition: every expert on every token, then the weighted sum of the chosen.
 
     out_t = Σ_k w_tk · (down_e(gate(up_e(x_t)))) with e = ids_tk; the gate is the family's own.
     """
-    return weighed(every_expert(module, given.hidden), given.ids, routed(given))
+    return weighed(every_expert(module, inputs.hidden), inputs.ids, routed(inputs))
 
 
 def every_expert(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """[T, E, H]: each expert's output on each token."""
     experts = range(module.down_proj.shape[0])
-    return torch.stack([_one(module, expert, hidden) for expert in experts], 1)
+    return torch.stack([_expert(module, expert, hidden) for expert in experts], 1)
 
 
 def weighed(every: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -186,7 +187,7 @@ def weighed(every: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> to
     return (chosen * weights[..., None]).sum(1)
 
 
-def _one(module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
+def _expert(module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
     def linear(name: str, x: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = getattr(module, name)[expert]
         out = x @ (weight if module.is_transposed else weight.T)
@@ -199,19 +200,19 @@ def _one(module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
     return linear("down_proj", state)
 
 
-def leaves(module: Any, given: Given) -> Iterator[tuple[str, torch.Tensor]]:
-    """What gradients are taken of, by the names of ``experiments.kernels.types.Error``."""
-    yield "hidden", given.hidden
-    yield "router", given.router
+def leaves(module: Any, inputs: ExpertInputs) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that get gradients, by the names of ``experiments.kernels.types.Error``."""
+    yield "hidden", inputs.hidden
+    yield "router", inputs.router
     for name, parameter in module.named_parameters():
         yield name.replace("_proj", ""), parameter
 
 
-def ran(
-    module: Any, registered: str, inputs: Given
+def run_backward(
+    module: Any, registered: str, inputs: ExpertInputs
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], str]:
-    """Output and gradients by the implementation, and what its backward pass raised."""
-    inputs = fresh(inputs)
+    """Output, gradients, and the error of the backward pass (one line, or "")."""
+    inputs = leaf_copies(inputs)
     out = run(module, registered, inputs)
     try:
         return out.detach(), gradients(module, inputs, out), ""
@@ -219,13 +220,15 @@ def ran(
         return out.detach(), {}, line(error)
 
 
-def fresh(inputs: Given) -> Given:
-    """Leaves of their own."""
+def leaf_copies(inputs: ExpertInputs) -> ExpertInputs:
+    """Copies that require gradients."""
     hidden, router = (x.detach().clone().requires_grad_() for x in inputs[:2])
     return inputs._replace(hidden=hidden, router=router)
 
 
-def gradients(module: Any, inputs: Given, out: torch.Tensor) -> dict[str, torch.Tensor | None]:
+def gradients(
+    module: Any, inputs: ExpertInputs, out: torch.Tensor
+) -> dict[str, torch.Tensor | None]:
     named = dict(leaves(module, inputs))
     weights = inputs.weights.to(out.dtype)
     grads = torch.autograd.grad(out, list(named.values()), weights, allow_unused=True)

@@ -1,8 +1,8 @@
-"""Experts implementations against float64: output, gradients, the same bits, time and memory.
+"""Experts implementations against float64: output, gradients, determinism, time and memory.
 
 The module is the model family's own with random weights, reduced in size; the router before it has
-fixed choices and weights that are differentiated. The truth runs every expert on every token. Costs
-are taken at the model's own sizes, where they fit.
+fixed choices and differentiable weights. The reference runs every expert on every token. Costs are
+measured at the model's own sizes, where they fit.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from mismatch.experiments.kernels.types import EXPERT_COLUMNS, Audit, Error, Fin
 from mismatch.processes.kernels import expert_layer as layer
 from mismatch.processes.kernels.cases import DTYPES
 from mismatch.processes.kernels.checks import line, percent
-from mismatch.processes.kernels.expert_costs import costs
+from mismatch.processes.kernels.costs import expert_costs
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
-from mismatch.processes.kernels.limits import limit_of
-from mismatch.processes.kernels.reference import relative_error
+from mismatch.processes.kernels.reference import limit_of, relative_error
 from mismatch.training.user_kernels import is_user_kernel, register_experts
 
 TOKENS = 61
@@ -31,14 +30,14 @@ ROUTER = "router"
 
 @dataclass
 class Measured:
-    """One dtype.
+    """Errors in one dtype.
 
     Attributes:
         off, floors: "out", "hidden", "router", "gate_up", … -> relative error of the
             implementation, of a plain one in the same dtype.
-        raised: what its backward pass raised.
+        raised: error of its backward pass, one line.
         repeats: largest relative difference between two runs on the same inputs.
-        batches: of tokens' outputs, alone and with others beside them.
+        batches: likewise of tokens alone and in a larger batch.
     """
 
     dtype: str
@@ -65,7 +64,7 @@ class Measured:
 
 
 def audit_experts(geometry: ModelGeometry, options: Options, name: str) -> Audit:
-    """Everything about one experts implementation.
+    """Audit one experts implementation.
 
     Args:
         name: "eager", "grouped_mm", "batched_mm", "bounded", or ``package.module:function``.
@@ -84,19 +83,19 @@ def audit_experts(geometry: ModelGeometry, options: Options, name: str) -> Audit
     try:
         sizes = layer.sizes_of(geometry)
         measured, fault = _all_dtypes(geometry, options, registered, sizes.reduced())
-    except MismatchError as error:  # nothing that could be measured
+    except MismatchError as error:  # nothing can be measured
         reason = refused or error.message
         return Audit(name, "experts", origin, "unusable", reason, usable=False)
     seconds = time.monotonic() - start
     if not measured:
         accepts = Finding("accepts", "failed", fault)
         absent = (Finding(c, "not_tested", "it does not run") for c in EXPERT_COLUMNS[1:])
-        found = (accepts, *absent)
+        findings = (accepts, *absent)
         return Audit(
-            name, "experts", origin, "unusable", fault, False, findings=found, seconds=seconds
+            name, "experts", origin, "unusable", fault, False, findings=findings, seconds=seconds
         )
     findings = tuple(_findings(measured, refused, fault))
-    taken = tuple(costs(geometry, options, registered, sizes))
+    spent = tuple(expert_costs(geometry, options, registered, sizes))
     verdict, reason = _verdict(findings, refused)
     return Audit(
         name=name,
@@ -107,8 +106,8 @@ def audit_experts(geometry: ModelGeometry, options: Options, name: str) -> Audit
         usable=not refused,
         chosen=not refused and name == _chosen(geometry),
         findings=findings,
-        errors=tuple(one.error for one in measured),
-        costs=taken,
+        errors=tuple(errors.error for errors in measured),
+        costs=spent,
         seconds=time.monotonic() - start,
     )
 
@@ -133,28 +132,25 @@ def _refused(geometry: ModelGeometry, name: str, origin: Origin) -> str:
 
 
 def _chosen(geometry: ModelGeometry) -> str:
-    """What a trainer gets that names none."""
+    """The implementation that a trainer gets by default."""
     return str(geometry.bare.get_correct_experts_implementation(None))
 
 
 def _verdict(findings: tuple[Finding, ...], refused: str) -> tuple[str, str]:
-    failed = [one for one in findings if one.outcome == "failed" and one.critical]
-    wrong = [one for one in failed if one.column != "accepts"]
+    failed = [f for f in findings if f.outcome == "failed" and f.critical]
+    wrong = [f for f in failed if f.column != "accepts"]
     if wrong:
         return "wrong", wrong[0].detail
     if refused:
         return "unusable", refused
-    told = [one.detail for one in findings if one.outcome == "failed"]
-    return "sound", "; ".join(told) or "nothing wrong"
-
-
-# ---------------------------------------------------------------- numbers
+    remarks = [finding.detail for finding in findings if finding.outcome == "failed"]
+    return "sound", "; ".join(remarks) or "nothing wrong"
 
 
 def _all_dtypes(
     geometry: ModelGeometry, options: Options, registered: str, sizes: layer.Sizes
 ) -> tuple[list[Measured], str]:
-    """Of every dtype that it takes, and why it takes no others."""
+    """Errors by dtype, and why another dtype does not run."""
     measured, fault = [], ""
     for name in options.dtypes:
         try:
@@ -169,66 +165,70 @@ def _all_dtypes(
 def _measure(
     geometry: ModelGeometry, options: Options, registered: str, sizes: layer.Sizes, name: str
 ) -> Measured:
-    dtype, found = DTYPES[name], Measured(name)
+    dtype, errors = DTYPES[name], Measured(name)
     module = layer.build(geometry, sizes, options.device, dtype, options.seed)
-    inputs = layer.given(sizes, TOKENS, options.device, dtype, options.seed)
+    inputs = layer.random_inputs(sizes, TOKENS, options.device, dtype, options.seed)
     exact = layer.build(geometry, sizes, options.device, dtype, options.seed).double()
-    right, wanted = _right(exact, _exact(inputs))
-    plain, floors = _right(module, inputs)
-    out, got, found.raised = layer.ran(module, registered, inputs)
-    found.off["out"] = relative_error(out, right)
-    found.floors["out"] = relative_error(plain, right)
-    for key, gradient in wanted.items():
+    right, expected = _reference(exact, _exact(inputs))
+    plain, floors = _reference(module, inputs)
+    out, own, errors.raised = layer.run_backward(module, registered, inputs)
+    errors.off["out"] = relative_error(out, right)
+    errors.floors["out"] = relative_error(plain, right)
+    for key, gradient in expected.items():
         assert gradient is not None
-        found.floors[key] = relative_error(floors[key], gradient)
-        found.off[key] = relative_error(got.get(key), gradient)
-        if got.get(key) is None:
-            found.missing.add(key)
+        errors.floors[key] = relative_error(floors[key], gradient)
+        errors.off[key] = relative_error(own.get(key), gradient)
+        if own.get(key) is None:
+            errors.missing.add(key)
     for _ in range(options.repeats - 1):
-        again, gradients, _ = layer.ran(module, registered, inputs)
-        gaps = [_apart(again, out), *(_apart(gradients.get(k), x) for k, x in got.items())]
-        found.repeats = max(found.repeats, *gaps)
-    found.batches = _batches(module, registered, inputs, out)
-    return found
+        again, gradients, _ = layer.run_backward(module, registered, inputs)
+        gaps = [
+            _difference(again, out),
+            *(_difference(gradients.get(k), x) for k, x in own.items()),
+        ]
+        errors.repeats = max(errors.repeats, *gaps)
+    errors.batches = _batches(module, registered, inputs, out)
+    return errors
 
 
-def _exact(inputs: layer.Given) -> layer.Given:
+def _exact(inputs: layer.ExpertInputs) -> layer.ExpertInputs:
     return inputs._replace(hidden=inputs.hidden.double(), router=inputs.router.double())
 
 
-def _right(module: Any, inputs: layer.Given) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    inputs = layer.fresh(inputs)
+def _reference(
+    module: Any, inputs: layer.ExpertInputs
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    inputs = layer.leaf_copies(inputs)
     out = layer.definition(module, inputs)
     return out.detach(), layer.gradients(module, inputs, out)
 
 
-def _batches(module: Any, registered: str, inputs: layer.Given, together: torch.Tensor) -> float:
+def _batches(
+    module: Any, registered: str, inputs: layer.ExpertInputs, together: torch.Tensor
+) -> float:
     """The first tokens by themselves."""
     few = TOKENS // 3
     alone = inputs._replace(hidden=inputs.hidden[:few], ids=inputs.ids[:few])
     with torch.no_grad():
-        return _apart(layer.run(module, registered, alone), together[:few])
+        return _difference(layer.run(module, registered, alone), together[:few])
 
 
-def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+def _difference(left: torch.Tensor | None, right: torch.Tensor | None) -> float:
     """0 for the same bits; otherwise the relative difference, never 0."""
-    if one is None or other is None:
-        return 0.0 if one is other else 1.0
-    if torch.equal(one, other):
+    if left is None or right is None:
+        return 0.0 if left is right else 1.0
+    if torch.equal(left, right):
         return 0.0
-    return max(relative_error(one, other.double()), torch.finfo(torch.float64).tiny)
-
-
-# ---------------------------------------------------------------- findings
+    return max(relative_error(left, right.double()), torch.finfo(torch.float64).tiny)
 
 
 def _findings(measured: list[Measured], refused: str, fault: str) -> Iterator[Finding]:
     if refused:
         yield Finding("accepts", "failed", refused)
     else:
-        runs = f"runs in {', '.join(one.dtype for one in measured)}"
+        runs = f"runs in {', '.join(errors.dtype for errors in measured)}"
         yield Finding("accepts", "passed", f"{runs}; {fault}" if fault else runs)
-    worst = max(measured, key=lambda one: one.badness("out"))
+    worst = max(measured, key=lambda errors: errors.badness("out"))
     yield _compared("forward", worst, "out", "output")
     names = [name for name in measured[0].off if name not in ("out", ROUTER)]
     yield _backward("gradient", measured, names)
@@ -248,18 +248,18 @@ def _compared(column: str, worst: Measured, name: str, what: str) -> Finding:
 
 
 def _backward(column: str, measured: list[Measured], names: list[str]) -> Finding:
-    for one in measured:
-        if one.raised:
-            detail = f"its backward pass does not run in {one.dtype}: {one.raised}"
+    for errors in measured:
+        if errors.raised:
+            detail = f"its backward pass does not run in {errors.dtype}: {errors.raised}"
             return Finding(column, "failed", detail)
-    pairs = [(one, name) for one in measured for name in names]
+    pairs = [(errors, name) for errors in measured for name in names]
     worst, name = max(pairs, key=lambda pair: pair[0].badness(pair[1]))
     return _compared(column, worst, name, f"gradient of {name}")
 
 
 def _same(column: str, measured: list[Measured], what: str) -> Finding:
-    """Other bits are told; beyond rounding they make the implementation wrong."""
-    worst = max(measured, key=lambda one: getattr(one, column) / one.limit("out"))
+    """A difference is reported; beyond rounding it makes the implementation wrong."""
+    worst = max(measured, key=lambda errors: getattr(errors, column) / errors.limit("out"))
     gap, limit = float(getattr(worst, column)), worst.limit("out")
     if gap == 0:
         return Finding(column, "passed", f"{what}: the same bits", 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""What the synthetic inputs of an audit take from a model, and how thoroughly it is done."""
+"""The geometry of a model for synthetic inputs, and the options of an audit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ModelGeometry:
         model: as the user named it.
         heads, kv_heads: of queries, of keys and values.
         head_dim: of queries and keys; ``value_dim`` of values.
-        window: keys that a query sees in a sliding layer, itself among them; None: no such layer.
+        window: number of keys in a sliding layer, the query's own included; None: no such layer.
         scaling: factor of the scores.
         sinks: whether heads learn attention sinks.
         experts, top_k, intermediate: None for a dense model.
         config: of transformers, as read.
         bare: the model on the meta device.
-        unlike: layers of other shapes than these, in words; "": all layers are alike.
+        unlike: a sentence on layers of other shapes; "": all layers are alike.
     """
 
     model: str
@@ -47,10 +47,10 @@ class ModelGeometry:
     unlike: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """For ``AuditReport.geometry``; what the model lacks is None."""
-        kept = ("heads", "kv_heads", "head_dim", "value_dim", "window", "sinks", "scaling")
+        """For ``AuditReport.geometry``; None where the model has none."""
+        attention = ("heads", "kv_heads", "head_dim", "value_dim", "window", "sinks", "scaling")
         more = ("layers", "hidden", "experts", "top_k", "intermediate")
-        return {"model_type": self.model_type} | {n: getattr(self, n) for n in (*kept, *more)}
+        return {"model_type": self.model_type} | {n: getattr(self, n) for n in (*attention, *more)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class Options:
 
     Attributes:
         device: "cpu", "cuda", "cuda:1".
-        dtypes: of "fp64", "fp32", "bf16", "fp16"; what a kernel does not take is left out.
+        dtypes: of "fp64", "fp32", "bf16", "fp16"; those that a kernel refuses are left out.
         seed: of all inputs.
-        repeats: runs on the same inputs, whose bits must agree; at least 2.
-        tokens: lengths at which time and memory are taken; empty: none.
-        harm: whether what is wrong is also run on the model as a whole.
-        budget_s: no further length is measured once the costs of one kernel took this long.
-        budget_bytes: a length that would take more memory is left out; None: what is free now.
+        repeats: runs on the same inputs that must agree bit for bit; at least 2.
+        tokens: lengths at which time and memory are measured; empty: none.
+        harm: whether wrong kernels are also run on the whole model.
+        budget_s: time for the costs of one kernel; further lengths are left out.
+        budget_bytes: limit of memory per length; None: a share of what is free.
     """
 
     device: str = "cpu"
@@ -84,7 +84,7 @@ class Options:
 def config_of(model: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, bool]:
     """A model's configuration, and whether it is the one that ships with the package.
 
-    That one is taken where the model is not on this machine: shapes are all that an audit needs.
+    The packaged one is used where the model is not on this machine: an audit needs only shapes.
 
     Raises:
         MismatchError: there is none, or it is not supported.

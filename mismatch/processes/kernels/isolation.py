@@ -1,8 +1,8 @@
-"""Every implementation is audited in a process that may die; nothing here imports torch.
+"""Isolation: implementations are audited in a child process that may die; no torch here.
 
-The worker (:mod:`mismatch.processes.workers.kernels`) goes through its steps and leaves
-the result of each in a file. A kernel that crashes, hangs or is killed takes the process with it:
-that becomes its result, and a new process goes on with the next one.
+The worker (:mod:`mismatch.processes.workers.kernels`) goes through its steps and writes the result
+of each to a file. Where a kernel crashes, hangs or is killed, that becomes its result, and a new
+process continues with the next step.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class AuditSpec:
         names: implementations, as the trainer's flags name them; empty: all of this machine. The
             user's own are audited in any case.
         kernels, expert_kernels: the user's own, ``package.module:function``.
-        dtypes: "fp32", "bf16" …; empty: what the device is good for.
-        tokens: lengths at which time and memory are taken; empty: short ones.
-        harm: run what is wrong on the model as a whole.
-        run: run directory whose tokens the harm is measured on; None: built-in ones.
+        dtypes: "fp32", "bf16" …; empty: by the device.
+        tokens: lengths at which time and memory are measured; empty: by the device.
+        harm: run wrong kernels on the whole model.
+        run: run directory whose tokens that uses; None: the model samples some.
         limit_s: longest time for one implementation.
     """
 
@@ -72,11 +72,11 @@ class AuditSpec:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing to do, and where its result goes.
+    """One step of the worker.
 
     Attributes:
         number: of the implementation, in the order of the plan.
-        what: the audit itself, or what the kernel does to the model.
+        what: the audit itself, or the impact on the whole model.
     """
 
     number: int
@@ -98,10 +98,10 @@ def run_audit(
 
     Args:
         place: an empty or new directory for jobs, logs and results of the steps.
-        worker: module that does the work.
+        worker: module of the child process.
 
     Raises:
-        MismatchError: no plan could be made: unknown model, a function that cannot be imported …
+        MismatchError: planning failed: unknown model, a function that cannot be imported …
     """
     folder = place / LABEL
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,21 +110,21 @@ def run_audit(
     while not (folder / DONE).exists():
         (folder / NOW).unlink(missing_ok=True)
         with started(LABEL, command, place, progress) as process:
-            fate = _watched(process, folder, spec.limit_s)
+            fate = _wait(process, folder, spec.limit_s)
         if fate:
             write_json(folder / _current(folder).file, {"failed": fate})
     return collected(folder)
 
 
-def _watched(worker: Worker, folder: Path, limit_s: float) -> str:
-    """Wait for a worker; how the step that it was at ended it, "" where it did all.
+def _wait(worker: Worker, folder: Path, limit_s: float) -> str:
+    """Wait for a worker; returns how the current step ended its process, "" where all are done.
 
     Raises:
         MismatchError: it failed outside of any step.
     """
     step, since = None, time.monotonic()
     while True:
-        now = _at_work(folder)
+        now = _running_step(folder)
         if now != step:
             step, since = now, time.monotonic()
         try:
@@ -133,7 +133,7 @@ def _watched(worker: Worker, folder: Path, limit_s: float) -> str:
                     return ""
                 raise MismatchError("the process of the audit ended before its work was done")
         except MismatchError:
-            if _at_work(folder) is None:
+            if _running_step(folder) is None:
                 raise
             often = "; often that is out of memory" if "SIGKILL" in worker.fate else ""
             return f"crashed: its process {worker.fate}{often}"
@@ -148,8 +148,8 @@ def _watched(worker: Worker, folder: Path, limit_s: float) -> str:
         time.sleep(POLL_S)
 
 
-def _at_work(folder: Path) -> str | None:
-    """The step that has begun and has not ended; a file that comes and goes while we look."""
+def _running_step(folder: Path) -> str | None:
+    """The step that is running, from a file that the worker writes and removes."""
     try:
         return (folder / NOW).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -161,7 +161,7 @@ def _current(folder: Path) -> Step:
 
 
 def collected(folder: Path) -> AuditReport:
-    """The report, of what the steps left.
+    """The report, from the results of the steps.
 
     Raises:
         MismatchError: a file is damaged.
@@ -170,19 +170,19 @@ def collected(folder: Path) -> AuditReport:
 
     plan = read_json(folder / PLAN)
     not_tested = list(plan["not_tested"])
-    audits = [audit_from_json(one) for one in plan["unavailable"]]
+    audits = [audit_from_json(entry) for entry in plan["unavailable"]]
     for entry in plan["steps"]:
         step = Step(**entry)
-        found = read_json(folder / step.file)
-        failed = found.get("failed")
-        audit = _failed(step, failed) if failed else audit_from_json(found)
+        result = read_json(folder / step.file)
+        failed = result.get("failed")
+        audit = _failed(step, failed) if failed else audit_from_json(result)
         harm = replace(step, what=HARM)
         if (folder / harm.file).exists():
-            said = read_json(folder / harm.file)
-            if reason := said.get("failed"):
+            impact = read_json(folder / harm.file)
+            if reason := impact.get("failed"):
                 not_tested.append(f"what {step.name} does to the model: {reason}")
             else:
-                audit = replace(audit, harm=harm_from_json(said))
+                audit = replace(audit, harm=harm_from_json(impact))
         audits.append(audit)
     return AuditReport(
         model=plan["model"],
@@ -195,5 +195,5 @@ def collected(folder: Path) -> AuditReport:
 
 
 def _failed(step: Step, reason: str) -> Audit:
-    """One that ended its process: nothing about it is known, and it cannot be used here."""
+    """An implementation that ended its process: it cannot be used here."""
     return Audit(step.name, step.kind, step.origin, "unusable", reason, usable=False)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ import torch
 from mismatch.errors import MismatchError
 from mismatch.experiments.kernels.types import Harm
 from mismatch.processes.kernels.candidates import Candidate
-from mismatch.processes.kernels.impact_tokens import Row, from_run, sampled
 from mismatch.training.packing import Batch
 
 REFERENCE = "eager"
@@ -31,13 +31,13 @@ Gradients = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """The model and the tokens it is run on; equal ones share one reference.
+class ImpactSource:
+    """The model and the tokens it is run on; equal sources share one reference.
 
     Attributes:
         model: directory or hub id.
         run: directory of a run whose rollout gives the tokens; None: the model samples some itself.
-        tokens: action tokens, about.
+        tokens: minimum number of action tokens.
     """
 
     model: str
@@ -49,14 +49,16 @@ class Source:
     tokens: int = 2048
 
 
-def measure_harm(source: Source, candidate: Candidate, chosen: str, packed: bool = False) -> Harm:
+def measure_impact(
+    source: ImpactSource, candidate: Candidate, chosen: str, packed: bool = False
+) -> Harm:
     """Run the model with a kernel, and with the trainer's own for comparison.
 
     Args:
-        candidate: one that runs here; whether the model would refuse it does not matter.
-        chosen: registered name of what ``--attention auto`` comes to.
-        packed: put several sequences into one row, as with ``--layout packing``: else a kernel that
-            lets documents see each other does no harm.
+        candidate: a kernel that runs here, even if the model refuses it.
+        chosen: registered name of what ``--attention auto`` resolves to.
+        packed: put several sequences into one row, as with ``--layout packing``: only then a kernel
+            that lets documents attend to each other has an effect.
 
     Raises:
         MismatchError: weights that cannot be loaded, are quantised, or do not fit beside their
@@ -70,16 +72,16 @@ def measure_harm(source: Source, candidate: Candidate, chosen: str, packed: bool
 
 
 @lru_cache(maxsize=1)
-def _bench(source: Source) -> Bench:
+def _bench(source: ImpactSource) -> Bench:
     return Bench.of(source)
 
 
 @dataclass
 class Bench:
-    """A model, and what it gave in float32.
+    """A model and its float32 reference.
 
     Attributes:
-        model: in bfloat16 by now.
+        model: converted to bfloat16 after the reference.
         logprobs: [A] float64, of the action tokens.
         gradients: of their mean, by parameter, float32.
     """
@@ -89,13 +91,13 @@ class Bench:
     logprobs: np.ndarray
     gradients: Gradients
     sinks: frozenset[str]
-    found: dict[tuple[str, bool], Harm]
+    measured: dict[tuple[str, bool], Harm]
 
     @classmethod
-    def of(cls, source: Source) -> Bench:
+    def of(cls, source: ImpactSource) -> Bench:
         """Load the model and measure the reference."""
         model = _load(source)
-        rows = _enough(from_run(source.run) if source.run else sampled(model, source), source)
+        rows = _first_rows(from_run(source.run) if source.run else sampled(model, source), source)
         with _attention(model, REFERENCE):
             logprobs, gradients = _run(model, rows)
         model.to(DTYPE)
@@ -105,17 +107,17 @@ class Bench:
     def baseline(self, registered: str, packed: bool) -> Harm:
         """:meth:`measure`, once per kernel."""
         key = registered, packed
-        if key not in self.found:
-            self.found[key] = self.measure(registered, packed)
-        return self.found[key]
+        if key not in self.measured:
+            self.measured[key] = self.measure(registered, packed)
+        return self.measured[key]
 
     def measure(self, registered: str, packed: bool) -> Harm:
-        """The model's distance from the reference under one kernel."""
+        """The differences from the reference under one kernel."""
         from mismatch.metrics.token import k3_kl
 
         with _attention(self.model, registered):
             logprobs, gradients = _run(self.model, self.rows, packed)
-        _require_numbers(logprobs)
+        _require_finite(logprobs)
         delta = logprobs - self.logprobs
         error, cosine = _distance(gradients, self.gradients, frozenset(self.gradients))
         sinks = _distance(gradients, self.gradients, self.sinks)[0] if self.sinks else None
@@ -129,7 +131,7 @@ class Bench:
         )
 
 
-def _load(source: Source) -> Any:
+def _load(source: ImpactSource) -> Any:
     from transformers import AutoModelForCausalLM
 
     from mismatch.processes.kernels.geometry import config_of
@@ -141,7 +143,7 @@ def _load(source: Source) -> Any:
             f"{source.model} is stored quantised, and its float32 reference is not made here",
             "give the unquantised checkpoint to see what the kernel does to the model",
         )
-    _require_room(skeleton(config, source.trust_remote_code), source.device)
+    _require_memory(skeleton(config, source.trust_remote_code), source.device)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             source.model,
@@ -157,7 +159,7 @@ def _load(source: Source) -> Any:
     return model.to(source.device).eval()  # no dropout; gradients flow all the same
 
 
-def _require_room(bare: Any, device: str) -> None:
+def _require_memory(bare: Any, device: str) -> None:
     from mismatch.processes.kernels.costs import free_bytes
 
     weights = sum(parameter.numel() for parameter in bare.parameters())
@@ -172,7 +174,7 @@ def _require_room(bare: Any, device: str) -> None:
 
 @contextmanager
 def _attention(model: Any, registered: str) -> Iterator[None]:
-    """Within the block the model runs the kernel, also one that it would refuse by name."""
+    """Within the block the model runs this kernel, without transformers' checks."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = [(config, config._attn_implementation_internal) for config in configs.values()]
     try:
@@ -189,24 +191,24 @@ def _run(model: Any, rows: list[Row], packed: bool = False) -> tuple[np.ndarray,
     model.zero_grad(set_to_none=True)
     count = sum(int(row.acting.sum()) for row in rows)
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
-    found = []
-    for batch, acting in _laid(rows, packed, model.device):
+    parts = []
+    for batch, acting in _batches(rows, packed, model.device):
         logprobs = _logprobs(model, batch, acting, rows[0].temperature)
         torch.autograd.backward(logprobs.sum() / count)
-        found.append(logprobs.detach().double().cpu().numpy())
+        parts.append(logprobs.detach().double().cpu().numpy())
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 sums[name] += parameter.grad
         model.zero_grad(set_to_none=True)
-    return np.concatenate(found), sums
+    return np.concatenate(parts), sums
 
 
-def _laid(
+def _batches(
     rows: list[Row], packed: bool, device: torch.device
 ) -> Iterator[tuple[Batch, torch.Tensor]]:
-    """Rows of one length side by side, or any behind each other, with [B, S] their action tokens.
+    """Batches of rows of equal length, or packed in one row, with the mask [B, S] of action tokens.
 
-    Nothing is padded, and the action tokens come in the same order either way.
+    Nothing is padded, and the order of the action tokens is the same either way.
     """
     ordered = sorted(rows, key=lambda row: len(row.ids))
     join: Any = torch.cat if packed else torch.stack
@@ -217,7 +219,7 @@ def _laid(
                 break
             group.append(ordered.pop(0))
         width = sum(len(row.ids) for row in group) if packed else len(group[0].ids)
-        ids, places, acting = (
+        ids, positions, acting = (
             join(parts).view(-1, width).to(device)
             for parts in (
                 [row.ids for row in group],
@@ -226,7 +228,7 @@ def _laid(
             )
         )
         rows_of = torch.arange(ids.numel(), device=device)
-        yield Batch(ids, None, places if packed else None, rows_of), acting
+        yield Batch(ids, None, positions if packed else None, rows_of), acting
 
 
 def _logprobs(model: Any, batch: Batch, acting: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -236,12 +238,12 @@ def _logprobs(model: Any, batch: Batch, acting: torch.Tensor, temperature: float
     scorer, acting = Scorer(model), acting[:, 1:]
     hidden = scorer.hidden(batch)[:, :-1][acting]
     logits = finish_logits(model.get_output_embeddings()(hidden), scorer.decoder_config)
-    wanted = batch.input_ids[:, 1:][acting]
+    targets = batch.input_ids[:, 1:][acting]
     logprobs = (logits.float() / temperature).log_softmax(-1)
-    return logprobs.gather(-1, wanted[:, None])[:, 0]
+    return logprobs.gather(-1, targets[:, None])[:, 0]
 
 
-def _require_numbers(logprobs: np.ndarray) -> None:
+def _require_finite(logprobs: np.ndarray) -> None:
     bad = int((~np.isfinite(logprobs)).sum())
     if bad:
         raise MismatchError(
@@ -251,12 +253,12 @@ def _require_numbers(logprobs: np.ndarray) -> None:
 
 
 def _distance(
-    one: Gradients, other: Gradients, names: frozenset[str]
+    gradients: Gradients, reference: Gradients, names: frozenset[str]
 ) -> tuple[float | None, float | None]:
     """Relative error in the 2-norm and cosine; None where the reference's gradient is 0."""
     gap = dot = size = length = 0.0
     for name in names:
-        ours, theirs = one[name].double(), other[name].double()
+        ours, theirs = gradients[name].double(), reference[name].double()
         gap += float((ours - theirs).square().sum())
         dot += float((ours * theirs).sum())
         size += float(theirs.square().sum())
@@ -267,8 +269,8 @@ def _distance(
     return (gap / size) ** 0.5, cosine
 
 
-def _enough(rows: list[Row], source: Source) -> list[Row]:
-    """The first so many that there are enough action tokens.
+def _first_rows(rows: list[Row], source: ImpactSource) -> list[Row]:
+    """The first rows that together have ``source.tokens`` action tokens.
 
     Raises:
         MismatchError: none has an action token.
@@ -282,3 +284,107 @@ def _enough(rows: list[Row], source: Source) -> list[Row]:
     if not taken:
         raise MismatchError("there is no action token to measure the kernel's harm on")
     return taken
+
+
+# ---------------------------------------------------------------- tokens
+
+NEW_TOKENS = 64
+LONGEST = 2048  # tokens of a row: eager attention holds its square
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence.
+
+    Attributes:
+        ids: [S] int64.
+        acting: [S] bool, tokens sampled by the policy; never the first.
+        temperature: that the logits are divided by.
+    """
+
+    ids: torch.Tensor
+    acting: torch.Tensor
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, acting: torch.Tensor, temperature: float = 1.0) -> Row:
+        """Cut to LONGEST tokens, which the reference can hold; the first token is not predicted."""
+        acting = acting[:LONGEST].clone()
+        acting[0] = False
+        return cls(ids[:LONGEST], acting, temperature)
+
+
+def from_run(run: str) -> list[Row]:
+    """All sequences of a run's rollout.
+
+    Raises:
+        MismatchError: no rollout there.
+    """
+    from mismatch.run.store import load_rollout
+
+    rollout = load_rollout(Path(run))
+    temperature = rollout.sampling.temperature or 1.0
+    parts = zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)
+    return [
+        Row.of(
+            torch.from_numpy(rollout.token_ids[a:b]),
+            torch.from_numpy(rollout.action_mask[a:b]),
+            temperature,
+        )
+        for a, b in parts
+    ]
+
+
+def sampled(model: Any, source: ImpactSource) -> list[Row]:
+    """Answers of the model to prompts of the built-in task, or to random tokens where it has no
+    chat template; at temperature 1.
+    """
+    prompts = _prompts(model, source)
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
+    real = torch.arange(width) >= torch.tensor([[width - len(row)] for row in prompts])
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(source.seed)
+        full = model.generate(
+            ids.to(source.device),
+            attention_mask=real.long().to(source.device),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+        ).cpu()
+    ends = ends_of(full[:, width:], model.generation_config.eos_token_id)
+    starts = [width - len(prompt) for prompt in prompts]
+    return [
+        Row.of(row[start : width + end], torch.arange(start, width + end) >= width)
+        for row, start, end in zip(full, starts, ends, strict=True)
+    ]
+
+
+def ends_of(new: torch.Tensor, stops: int | list[int] | None) -> list[int]:
+    """Length of each answer of [N, S] new tokens, with the token that ends it."""
+    if stops is None:
+        return [new.shape[1]] * len(new)
+    stopped = torch.isin(new, torch.tensor(stops))
+    first = torch.where(stopped.any(1), stopped.long().argmax(1) + 1, new.shape[1])
+    return [int(end) for end in first]
+
+
+def _prompts(model: Any, source: ImpactSource) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    from mismatch.prompts.sources import read_prompts, render_prompts
+    from mismatch.specs import PromptSpec
+
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    count = -(-source.tokens // NEW_TOKENS)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.model, revision=source.revision)
+        prompts = read_prompts(PromptSpec(num_prompts=count, seed=source.seed))
+        return render_prompts(prompts, tokenizer, vocabulary)
+    except (MismatchError, OSError, ValueError):
+        draw = torch.Generator().manual_seed(source.seed)
+        drawn: list[list[int]] = torch.randint(vocabulary, (count, 16), generator=draw).tolist()
+        return drawn

@@ -1,4 +1,4 @@
-"""Output and gradients against float64, dtype by dtype, and gradients against differences."""
+"""Errors of output and gradients against float64, by dtype, and against finite differences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mismatch.processes.kernels import reference as truth
 from mismatch.processes.kernels.cases import DTYPES, Inputs, Scene, allowed, full, inputs_of
 from mismatch.processes.kernels.checks import line, percent
 from mismatch.processes.kernels.geometry import ModelGeometry
-from mismatch.processes.kernels.limits import DIFFERENCES, STEPS, limit_of
+from mismatch.processes.kernels.reference import DIFFERENCES, STEPS, limit_of
 from mismatch.processes.kernels.runner import Runner
 
 SINKS = "sinks"
@@ -19,13 +19,14 @@ SINKS = "sinks"
 
 @dataclass
 class Measured:
-    """One dtype; errors and floors are the worst over the scenes.
+    """Errors in one dtype, the maximum over the cases.
 
     Attributes:
         off, floors: "out", "q", "k", "v", "sinks" -> relative error of the kernel, of rounding.
-        differences: "q", "k", "v", "sinks" -> how far the kernel's gradient is from the differences
-            of its own output, relative.
-        raised: what its backward pass raised.
+        differences: "q", "k", "v", "sinks" -> relative difference of the kernel's gradient from
+            finite differences of its own output.
+        missing: inputs that get no gradient.
+        raised: error of its backward pass, one line.
     """
 
     dtype: str
@@ -44,7 +45,7 @@ class Measured:
 
     @property
     def error(self) -> Error:
-        """Without what is infinite, which no report can hold."""
+        """For the report, without infinite values."""
         finite = {name: x for name, x in self.off.items() if x < float("inf")}
         gradients = {name: x for name, x in finite.items() if name != "out"}
         return Error(self.dtype, finite.get("out"), gradients, self.floors.get("out"))
@@ -56,39 +57,39 @@ def measure(runner: Runner, geometry: ModelGeometry, device: str, name: str, see
     Raises:
         Exception: whatever the kernel's forward pass raises.
     """
-    dtype, found = DTYPES[name], Measured(name)
+    dtype, errors = DTYPES[name], Measured(name)
     for scene in full(geometry):
         inputs = inputs_of(geometry, scene, device, dtype, seed)
-        _forward_and_backward(runner, scene, inputs, found, device, seed)
-    if dtype in STEPS and not found.raised:
+        _forward_and_backward(runner, scene, inputs, errors, device, seed)
+    if dtype in STEPS and not errors.raised:
         scene = full(geometry)[0]
-        _differences(runner, scene, inputs_of(geometry, scene, device, dtype, seed), found, seed)
-    return found
+        _differences(runner, scene, inputs_of(geometry, scene, device, dtype, seed), errors, seed)
+    return errors
 
 
 def _forward_and_backward(
-    runner: Runner, scene: Scene, inputs: Inputs, found: Measured, device: str, seed: int
+    runner: Runner, scene: Scene, inputs: Inputs, errors: Measured, device: str, seed: int
 ) -> None:
-    looks = allowed(scene, device)
+    mask = allowed(scene, device)
     numbers = truth.exact(inputs)
-    right = truth.attention(numbers, looks, scene.scaling)
+    right = truth.attention(numbers, mask, scene.scaling)
     leaves, plain_leaves = leaves_of(inputs), leaves_of(inputs)
     out = runner(scene, leaves)
-    plain = truth.rounded(plain_leaves, looks, scene.scaling)
-    found.add("out", truth.relative_error(out, right), truth.relative_error(plain, right))
+    plain = truth.rounded(plain_leaves, mask, scene.scaling)
+    errors.add("out", truth.relative_error(out, right), truth.relative_error(plain, right))
     weights = weights_of(right, seed)
-    wanted, floors = gradients(right, numbers, weights), gradients(plain, plain_leaves, weights)
+    expected, floors = gradients(right, numbers, weights), gradients(plain, plain_leaves, weights)
     try:
-        got = gradients(out, leaves, weights)
+        own = gradients(out, leaves, weights)
     except Exception as error:  # no backward pass, none in this dtype, no gradient at all …
-        found.raised = found.raised or line(error)
+        errors.raised = errors.raised or line(error)
         return
-    for name, exact in wanted.items():
+    for name, exact in expected.items():
         assert exact is not None
-        if got[name] is None:
-            found.missing.add(name)
+        if own[name] is None:
+            errors.missing.add(name)
         floor = truth.relative_error(floors[name], exact)
-        found.add(name, truth.relative_error(got[name], exact), floor)
+        errors.add(name, truth.relative_error(own[name], exact), floor)
 
 
 def leaves_of(inputs: Inputs) -> Inputs:
@@ -96,7 +97,7 @@ def leaves_of(inputs: Inputs) -> Inputs:
 
 
 def weights_of(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """What the output is multiplied by to be one number; around 1, so that nothing cancels out."""
+    """Random weights around 1 that reduce the output to one number without cancellation."""
     draw = torch.Generator().manual_seed(seed + 1)
     return (1.0 + torch.randn(like.shape, generator=draw, dtype=torch.float64)).to(like.device)
 
@@ -109,7 +110,7 @@ def gradients(
     return dict(zip(named, grads, strict=True))
 
 
-def _differences(runner: Runner, scene: Scene, inputs: Inputs, found: Measured, seed: int) -> None:
+def _differences(runner: Runner, scene: Scene, inputs: Inputs, errors: Measured, seed: int) -> None:
     """Directional derivatives of the kernel itself: of q, k and v together, and of the sinks."""
     leaves = leaves_of(inputs)
     out = runner(scene, leaves)
@@ -124,33 +125,30 @@ def _differences(runner: Runner, scene: Scene, inputs: Inputs, found: Measured, 
     for name, along in directions.items():
         with torch.no_grad():
             ahead, behind = (
-                runner(scene, _moved(inputs, name, sign * step * along)).double()
+                runner(scene, _shifted(inputs, name, sign * step * along)).double()
                 for sign in (1, -1)
             )
         slope = float(((ahead - behind) * weights).sum()) / (2 * step)
         grad = grads[name]
-        told = 0.0 if grad is None else float((grad.double() * along.double()).sum())
+        predicted = 0.0 if grad is None else float((grad.double() * along.double()).sum())
         # A random direction may be nearly flat; the gradient's norm is its usual slope.
         usual = 0.0 if grad is None else float(grad.double().norm())
-        size = max(abs(slope), abs(told), usual)
-        found.differences[name] = abs(slope - told) / size if size else 0.0
+        size = max(abs(slope), abs(predicted), usual)
+        errors.differences[name] = abs(slope - predicted) / size if size else 0.0
 
 
-def _moved(inputs: Inputs, name: str, by: torch.Tensor) -> Inputs:
+def _shifted(inputs: Inputs, name: str, by: torch.Tensor) -> Inputs:
     named = inputs.named
     named[name] = named[name] + by
     return Inputs(named["q"], named["k"], named["v"], named.get(SINKS))
 
 
-# ---------------------------------------------------------------- findings
-
-
 def forward_finding(measured: list[Measured]) -> Finding:
     """The dtype that is furthest beyond its limit, or nearest to it."""
-    worst = max(measured, key=lambda one: one.off["out"] / one.limit("out"))
+    worst = max(measured, key=lambda errors: errors.off["out"] / errors.limit("out"))
     off, limit = worst.off["out"], worst.limit("out")
-    said = f"output off by {percent(off)} in {worst.dtype}; rounding alone: "
-    detail = said + percent(worst.floors["out"])
+    floor = percent(worst.floors["out"])
+    detail = f"output off by {percent(off)} in {worst.dtype}; rounding alone: {floor}"
     return Finding("forward", _outcome(off <= limit), detail, _finite(off), limit)
 
 
@@ -167,11 +165,11 @@ def sink_gradient_finding(measured: list[Measured], sinks: bool) -> Finding:
 
 
 def _backward(measured: list[Measured], column: str, names: tuple[str, ...]) -> Finding:
-    for one in measured:
-        if one.raised:
-            detail = f"its backward pass does not run in {one.dtype}: {one.raised}"
+    for errors in measured:
+        if errors.raised:
+            detail = f"its backward pass does not run in {errors.dtype}: {errors.raised}"
             return Finding(column, "failed", detail)
-    pairs = [(one, name) for one in measured for name in names]
+    pairs = [(errors, name) for errors in measured for name in names]
     worst, name = max(pairs, key=lambda pair: pair[0].off[pair[1]] / pair[0].limit(pair[1]))
     off, limit = worst.off[name], worst.limit(name)
     detail = f"gradient of {name} off by {percent(off)} in {worst.dtype}"
@@ -181,8 +179,8 @@ def _backward(measured: list[Measured], column: str, names: tuple[str, ...]) -> 
         detail = f"the gradient of {name} is 0 everywhere"
     unlike = _unlike_differences(measured, column, names)
     if off <= limit and unlike is None:
-        said = f"{detail}; rounding alone: {percent(worst.floors[name])}"
-        return Finding(column, "passed", said, off, limit)
+        detail = f"{detail}; rounding alone: {percent(worst.floors[name])}"
+        return Finding(column, "passed", detail, off, limit)
     if off <= limit:
         assert unlike is not None
         return unlike
@@ -193,22 +191,23 @@ def _unlike_differences(
     measured: list[Measured], column: str, names: tuple[str, ...]
 ) -> Finding | None:
     """Failed, where a gradient is not that of the kernel's own output."""
-    for one in measured:
+    for errors in measured:
+        limit = DIFFERENCES.get(DTYPES[errors.dtype], float("inf"))
         for name in names:
-            gap = one.differences.get(name)
-            if gap is not None and not gap <= DIFFERENCES[DTYPES[one.dtype]]:
-                where = f"of its own output in {one.dtype}"
-                said = f"gradient of {name} off by {percent(gap)} from finite differences {where}"
-                return Finding(column, "failed", said, _finite(gap), DIFFERENCES[DTYPES[one.dtype]])
+            gap = errors.differences.get(name)
+            if gap is not None and not gap <= limit:
+                where = f"of its own output in {errors.dtype}"
+                detail = f"gradient of {name} off by {percent(gap)} from finite differences {where}"
+                return Finding(column, "failed", detail, _finite(gap), limit)
     return None
 
 
-def _own(one: Measured, name: str) -> str:
+def _own(errors: Measured, name: str) -> str:
     """Whether the fault is in the backward pass or before it."""
-    gap = one.differences.get(name)
+    gap = errors.differences.get(name)
     if gap is None:
         return ""
-    if gap <= DIFFERENCES[DTYPES[one.dtype]]:
+    if gap <= DIFFERENCES[DTYPES[errors.dtype]]:
         return "; it is the gradient of its own output, which is wrong itself"
     return f"; and off by {percent(gap)} from finite differences of its own output"
 

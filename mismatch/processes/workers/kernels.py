@@ -64,7 +64,7 @@ def run(spec: AuditSpec, folder: Path) -> None:
 
 
 def _work() -> Any:
-    from mismatch.processes.kernels.work import Work
+    from mismatch.processes.kernels.worker import Work
 
     return Work
 

@@ -1,4 +1,4 @@
-"""What the audit's process does: the plan, and its steps. Needs torch and transformers."""
+"""The audit inside its worker process: the plan and its steps. Imports torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Work:
     """One audit.
 
     Attributes:
-        attention: every implementation that was asked for, those that cannot run here too.
+        attention: the selected implementations, including those that cannot run here.
         experts: names of the experts implementations, and of the user's own.
-        shipped: the configuration is the package's: the model is not on this machine.
+        shipped: whether the configuration is the package's: the model is not on this machine.
     """
 
     spec: AuditSpec
@@ -44,28 +44,28 @@ class Work:
 
     @classmethod
     def of(cls, spec: AuditSpec) -> Work:
-        """Read the model's configuration and find what there is to audit.
+        """Read the model's configuration and select the implementations.
 
         Raises:
             MismatchError: an unknown model or implementation, a function that is not there, or
                 nothing to audit.
         """
         _quiet()
-        called = Path(spec.model).name if Path(spec.model).is_dir() else spec.model
+        name = Path(spec.model).name if Path(spec.model).is_dir() else spec.model
         config, shipped = config_of(spec.model, spec.revision, spec.trust_remote_code)
-        geometry = geometry_of(config, called, spec.trust_remote_code)
+        geometry = geometry_of(config, name, spec.trust_remote_code)
         options = options_of(spec)
-        attention, experts = _asked_for(spec, geometry, options.device)
+        attention, experts = _selected(spec, geometry, options.device)
         if not attention and not experts:
             raise MismatchError(
-                f"there is nothing to audit: {called} is dense", "drop --only experts"
+                f"there is nothing to audit: {name} is dense", "drop --only experts"
             )
         return cls(spec, geometry, options, attention, experts, shipped)
 
     def plan(self) -> dict[str, Any]:
-        """What there is to do, and what cannot be done here; JSON data."""
-        able = [one for one in self.attention if not one.unavailable]
-        todo: list[tuple[str, Kind, Origin]] = [(one.name, "attention", one.origin) for one in able]
+        """The steps, and what cannot run here; JSON data."""
+        able = [candidate for candidate in self.attention if not candidate.unavailable]
+        todo: list[tuple[str, Kind, Origin]] = [(c.name, "attention", c.origin) for c in able]
         todo += [(name, "experts", self._origin(name)) for name in self.experts]
         return {
             "model": self.geometry.model,
@@ -75,10 +75,10 @@ class Work:
             "not_tested": list(self._not_tested()),
             "unavailable": [
                 audit_to_json(
-                    Audit(one.name, "attention", one.origin, "unusable", one.unavailable, False)
+                    Audit(c.name, "attention", c.origin, "unusable", c.unavailable, False)
                 )
-                for one in self.attention
-                if one.unavailable
+                for c in self.attention
+                if c.unavailable
             ],
             "steps": [asdict(Step(number, "audit", *entry)) for number, entry in enumerate(todo)],
         }
@@ -96,25 +96,25 @@ class Work:
     def audit(self, step: Step) -> dict[str, Any]:
         """One implementation by itself."""
         start = time.monotonic()
-        found = self._attention(step) if step.kind == "attention" else self._experts(step)
-        return audit_to_json(replace(found, seconds=round(time.monotonic() - start, 2)))
+        audit = self._attention(step) if step.kind == "attention" else self._experts(step)
+        return audit_to_json(replace(audit, seconds=round(time.monotonic() - start, 2)))
 
     def harmful(self, result: dict[str, Any]) -> bool:
-        """Whether a result asks for a look at the model as a whole: attention with a fault."""
+        """Whether the impact on the whole model is to be measured: attention with a fault."""
         if not self.spec.harm or "failed" in result:
             return False
-        found = audit_from_json(result)
-        return found.kind == "attention" and answered(found) and bool(found.failed)
+        audit = audit_from_json(result)
+        return audit.kind == "attention" and answered(audit) and bool(audit.failed)
 
     def harm(self, step: Step, result: dict[str, Any]) -> dict[str, Any]:
-        """What it does to the model; documents that leak do harm only where they share a row."""
-        from mismatch.processes.kernels.model_impact import Source, measure_harm
+        """The impact on the model; leaking documents need packed rows to show."""
+        from mismatch.processes.kernels.model_impact import ImpactSource, measure_impact
         from mismatch.training.attention.resolve import resolve_for
 
         device, spec = self.options.device, self.spec
         place = torch.device(device)
         chosen = resolve_for("auto", self.geometry.bare, place, torch.bfloat16).implementation
-        source = Source(
+        source = ImpactSource(
             model=spec.model,
             revision=spec.revision,
             trust_remote_code=spec.trust_remote_code,
@@ -122,10 +122,10 @@ class Work:
             device=device,
             seed=spec.seed,
         )
-        packed = any(one.column == "packing" for one in audit_from_json(result).failed)
-        harm = measure_harm(source, self._candidate(step.name), chosen, packed)
-        found: dict[str, Any] = plain(asdict(harm))
-        return found
+        packed = any(finding.column == "packing" for finding in audit_from_json(result).failed)
+        harm = measure_impact(source, self._candidate(step.name), chosen, packed)
+        document: dict[str, Any] = plain(asdict(harm))
+        return document
 
     def _attention(self, step: Step) -> Audit:
         from mismatch.processes.kernels.attention import audit_attention
@@ -138,7 +138,7 @@ class Work:
         return audit_experts(self.geometry, self.options, step.name)
 
     def _candidate(self, name: str) -> Candidate:
-        return next(one for one in self.attention if one.name == name)
+        return next(candidate for candidate in self.attention if candidate.name == name)
 
     def _origin(self, name: str) -> Origin:
         from mismatch.training.experts import NAME
@@ -161,12 +161,12 @@ class Work:
 
 
 def reduced_to(geometry: ModelGeometry) -> Iterator[str]:
-    """How much smaller the experts are that give the numbers; nothing where they are not."""
+    """A sentence on the reduced size of the experts; none where it is the model's."""
     from mismatch.processes.kernels.expert_layer import sizes_of
 
     try:
         full = sizes_of(geometry)
-    except MismatchError:  # nothing of them is measured
+    except MismatchError:  # they are not measured
         return
     small = full.reduced()
     if small != full:
@@ -178,17 +178,17 @@ def reduced_to(geometry: ModelGeometry) -> Iterator[str]:
 
 
 def options_of(spec: AuditSpec) -> Options:
-    """What the spec leaves open is decided by the device."""
+    """Options of the spec, with defaults by the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = spec.dtypes or DTYPES[device]
     tokens = spec.tokens or TOKENS[device]
     return Options(device=device, dtypes=dtypes, seed=spec.seed, tokens=tokens, harm=spec.harm)
 
 
-def _asked_for(
+def _selected(
     spec: AuditSpec, geometry: ModelGeometry, device: str
 ) -> tuple[list[Candidate], list[str]]:
-    """What of it is there, of both kinds.
+    """The implementations of both kinds that the spec selects.
 
     Raises:
         MismatchError: a name that neither kind has; a function that cannot be imported.
@@ -196,14 +196,14 @@ def _asked_for(
     from mismatch.training.experts import implementations_for
     from mismatch.training.user_kernels import load_function
 
-    found = [] if spec.only == "experts" else names_here(geometry, spec.kernels, (), device)
+    attention = [] if spec.only == "experts" else names_here(geometry, spec.kernels, (), device)
     experts = [] if spec.only == "attention" else implementations_for(geometry.bare)
     if spec.names:
-        known = [one.name for one in found if one.origin != "yours"]
-        _require_known(spec.names, known, experts)
-        if PLANTED in spec.names and known:
-            found += names_here(geometry, (), (PLANTED,), device)
-        found = [one for one in found if one.name in spec.names or one.origin == "yours"]
+        names = [c.name for c in attention if c.origin != "yours"]
+        _require_known(spec.names, names, experts)
+        if PLANTED in spec.names and names:
+            attention += names_here(geometry, (), (PLANTED,), device)
+        attention = [c for c in attention if c.name in spec.names or c.origin == "yours"]
         experts = [name for name in experts if name in spec.names]
     for text in spec.expert_kernels:
         load_function(text)
@@ -211,7 +211,7 @@ def _asked_for(
             raise MismatchError(
                 f"{geometry.model} has no experts for {text} to run", "drop --kernel-experts"
             )
-    return found, [*experts, *spec.expert_kernels]
+    return attention, [*experts, *spec.expert_kernels]
 
 
 def _require_known(names: Sequence[str], attention: Sequence[str], experts: Sequence[str]) -> None:

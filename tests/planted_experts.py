@@ -1,6 +1,4 @@
-"""Experts that are wrong on purpose: what the audit of experts must find, one fault each.
-
-    mismatch kernels --kernel-experts mismatch.processes.kernels.planted_experts:no_router_gradient
+"""Experts implementations with one fault each, which the kernel audit must find.
 
 They compute every expert on every token, which only small models can afford.
 """
