@@ -12,7 +12,7 @@ from mismatch.doctor.plan import Plan, plan
 from mismatch.engines.registry import ENGINES, INSTALL
 from mismatch.errors import MismatchError
 from mismatch.models.config import find_config, offline
-from mismatch.pipeline.preflight import SHARED_BYTES
+from mismatch.run.machine import SHARED_BYTES
 from mismatch.specs import CheckSpec
 
 MIB = 1 << 20

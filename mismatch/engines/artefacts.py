@@ -15,7 +15,7 @@ from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.prompts.answers import numeric_reward
 from mismatch.prompts.arithmetic import reward
-from mismatch.prompts.sources import Prompt
+from mismatch.prompts.prompt import Prompt
 from mismatch.specs import RolloutSpec
 from mismatch.types import Fingerprint, Floats, Rollout, Routing, Scoring
 

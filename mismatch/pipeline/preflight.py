@@ -19,6 +19,7 @@ from mismatch.engines.registry import require_engine
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.interpreters import interpreter_environment, own_python
+from mismatch.run.machine import SHARED_BYTES
 from mismatch.specs import AS_STORED, CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if u.find_spec("mismatch") is not None:
 print(json.dumps([missing, found]))
 """
 LIGHT = ("numpy", "pyarrow", "safetensors", "psutil")  # what every worker imports
-SHARED_BYTES = 192 * 2**20  # vLLM's message ring is 160 MiB
 PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 OFFLINE = (
     "without a network: download it where there is one (hf download {model}), copy the cache and "

@@ -265,6 +265,7 @@ def test_a_step_that_few_tokens_carry_is_cautioned() -> None:
         assert sum("a few tokens" in remark for remark in said) == len(flags)
 
 
+@pytest.mark.slow
 def test_the_waterfall_ends_at_the_whole() -> None:
     spread, mean = shown.pictures(make_report())
     assert (spread.name, mean.name) == ("budget-spread", "budget-mean")

@@ -23,7 +23,7 @@ from mismatch.processes.workers.engine import (
     require_context,
     wants_prefill,
 )
-from mismatch.prompts.sources import Prompt
+from mismatch.prompts.prompt import Prompt
 from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import Rollout, Sampling
 from tests.checkpoints import tokenizer

@@ -15,7 +15,7 @@ from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import CorruptCapture
 from mismatch.processes.stages import Stages
 from mismatch.processes.workers import engine as worker
-from mismatch.prompts.sources import Prompt
+from mismatch.prompts.prompt import Prompt
 from mismatch.run import resume, store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
 from mismatch.types import Sampling

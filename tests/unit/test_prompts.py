@@ -10,7 +10,8 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.prompts.arithmetic import arithmetic_problems
-from mismatch.prompts.sources import Prompt, read_prompts, render_prompts
+from mismatch.prompts.prompt import Prompt
+from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.specs import PromptSpec
 
 

@@ -54,6 +54,7 @@ def said(request):
     return flat(RENDERINGS[request.param](TRIED))
 
 
+@pytest.mark.slow
 def test_best_single_and_best_together_are_named_with_their_effect(said):
     assert "Best single fix: attention-sinks. k3 from 0.0610 to 1.02e-4 (598× less)" in said
     assert "mean |delta| from 0.122 to 0.00360 (34× less); the verdict with it: healthy." in said
@@ -91,6 +92,7 @@ def test_a_report_without_fixes_has_no_section(name):
     assert fixes.TITLE not in RENDERINGS[name](FAILING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_no_help_is_said_as_such(name):
     text = flat(RENDERINGS[name](USELESS))

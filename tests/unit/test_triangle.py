@@ -122,6 +122,7 @@ def test_the_factor_is_the_least_over_both_sets_of_tokens(tmp_path: Path) -> Non
     assert made.factor == pytest.approx(1.58, rel=0.1)  # √(0.008² + 0.004²) / (0.004 √2)
 
 
+@pytest.mark.slow
 def test_three_alike_do_not_stand_apart(tmp_path: Path) -> None:
     found = [make(tmp_path / str(seed), ALIKE, seed=seed).odd for seed in range(8)]
     assert found == [None] * 8

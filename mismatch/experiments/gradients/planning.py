@@ -133,8 +133,8 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
 
 def memory_line(spec: CheckSpec) -> str:
     """What gradients need beside their passes, from the model's sizes; see ``require_room``."""
-    from mismatch.doctor.memory import gib
     from mismatch.models.config import find_config
+    from mismatch.run.machine import gib
 
     found = find_config(spec.train.model, spec.train.revision)
     one = 4.0 * found.model.require_counts().parameters
