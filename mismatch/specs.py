@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
+from mismatch.codec import from_json
+
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 TemperatureIn = Literal["fp32", "logits", "logits-rounded"]
@@ -363,26 +365,12 @@ def to_dict(spec: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], data: dict[str, Any]) -> T:
-    """The inverse of :func:`to_dict`."""
-    nested = {
-        "engine": EngineSpec,
-        "other_engine": EngineSpec,
-        "prompts": PromptSpec,
-        "sampling": Sampling,
-        "rollout": RolloutSpec,
-        "train": TrainSpec,
-        "spec": TrainSpec,
-    }
-    values: dict[str, Any] = {}
-    for name, value in data.items():
-        if name in nested and isinstance(value, dict):
-            value = from_dict(nested[name], value)
-        elif name in ("args", "inject", "env"):
-            value = tuple((key, item) for key, item in value)
-        elif name in ("not_reproduced", "fixes", "servers"):
-            value = tuple(value)
-        values[name] = value
-    return cls(**values)
+    """The inverse of :func:`to_dict`.
+
+    Raises:
+        TypeError: a field is unknown, missing or of another type.
+    """
+    return from_json(cls, data)
 
 
 def weights_key(spec: TrainSpec) -> tuple[Any, ...]:

@@ -12,7 +12,8 @@ Log-probabilities are float64, in nats. ``delta = train - rollout``, without exc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -198,7 +199,7 @@ class Estimate:
 
     ``low`` and ``high`` bound the 95 % interval; both None where none is defined (maxima).
     ``flags``: "heavy-tail" (few tokens carry the value), "few-prompts" …: the interval may be
-    too narrow.
+    too narrow; "overflow": the value is infinite.
     """
 
     value: float
@@ -208,6 +209,10 @@ class Estimate:
     n_sequences: int
     n_prompts: int
     flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if "overflow" in self.flags and math.isnan(self.value):  # null in a document
+            object.__setattr__(self, "value", math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +231,40 @@ class Comparison:
     metrics: dict[str, Estimate]
     routing: dict[str, Estimate] = field(default_factory=dict)
     breakdowns: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SidePair:
+    """Two scorings of the same tokens of which neither is "rollout" or "train"; few metrics.
+
+    ``delta = right - left``.
+    """
+
+    left: str
+    right: str
+    sampled_by_left: bool
+    metrics: dict[str, Estimate]
+    routing: dict[str, Estimate] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, made: Comparison) -> SidePair:
+        return cls(made.rollout, made.train, made.sampled_by_left, made.metrics, made.routing)
+
+
+@dataclass(frozen=True, slots=True)
+class NotTested:
+    """Something that a run could not see.
+
+    >>> str(NotTested("prefill", "this engine cannot rescore", "use --engine vllm"))
+    'prefill: this engine cannot rescore; use --engine vllm'
+    """
+
+    what: str
+    reason: str
+    how: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}" + (f"; {self.how}" if self.how else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,29 +389,24 @@ class Report:
             each with a few metrics only.
         not_tested: what this run could not see, and why, one sentence each.
         run: spec, command line, versions, seconds per stage, created (ISO time).
-        budget: the mismatch split over the steps from the engine to the trainer.
-        two_passes: the trainer's old against its new forward pass, as PPO has them.
-        forecast: importance weights at a planned response length.
-        corrections: what weights in the loss would do to the headline's tokens.
-        fixes: what trying fixes for real gave; None where none was tried.
-        engines: two engines and the trainer beside each other; None where one engine ran.
-        kernels: what `mismatch kernels --run` found; None where nobody asked.
-        gradients: what the mismatch does to the policy gradient; None where none was taken.
+        analyses: id -> result, of those that were made, see mismatch/analysis/registry.py.
     """
 
     model: str
     verdict: Verdict
     fingerprints: dict[str, Fingerprint]
     comparisons: tuple[Comparison, ...]
-    noise_floor: tuple[Comparison, ...]
+    noise_floor: tuple[SidePair, ...]
     checks: tuple[Check, ...]
     not_tested: tuple[str, ...]
     run: dict[str, Any]
-    budget: Any = None
-    two_passes: Any = None
-    forecast: Any = None
-    corrections: Any = None
-    fixes: Any = None
-    engines: Any = None
-    kernels: Any = None
-    gradients: Any = None
+    analyses: dict[str, Any] = field(default_factory=dict)
+
+    def result(self, id: str) -> Any:
+        """The result of one analysis, None where it was not made."""
+        return self.analyses.get(id)
+
+    def with_analyses(self, **results: Any) -> Report:
+        """The same report with these results; None takes one out."""
+        both = self.analyses | results
+        return replace(self, analyses={id: r for id, r in both.items() if r is not None})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.experiments.fixes.base import EstimatorFix, FixOutcome, FixTable
+from mismatch.experiments.fixes.base import EstimatorFix, FixCost, FixOutcome, FixTable
 from mismatch.types import Estimate, Judgement, Verdict
 
 K3, MEAN, TAIL, ROUTES = (
@@ -36,8 +36,7 @@ def outcome(id: str, k3: float, mean: float, effect: str, p: float, **more: obje
         "changes": {K3: change, MEAN: number(mean - 0.122)},
         "p_values": {K3: p, MEAN: min(1.0, 2 * p)},
         "significant": p < 0.05,
-        "seconds": 11.5,
-        "peak_bytes": 3 * 2**30,
+        "cost": FixCost(11.5, 3 * 2**30),
         "verdict_after": verdict("critical", "k3 above the critical level"),
     }
     return FixOutcome(id=id, outcome=effect, **{**fields, **more})  # type: ignore[arg-type]
@@ -49,7 +48,7 @@ def make_table(verdict_from: str = "as-is") -> FixTable:
     both = outcome("attention-sinks+router-replay=ids", 5.5e-5, 0.0033, "better", 1e-5,
                    verdict_after=healthy)  # fmt: skip
     engine = outcome("engine-fp32", 0.0604, 0.121, "none", 0.8, side="engine", paired=None,
-                     difference=number(-0.0006, 3.0), peak_bytes=None)  # fmt: skip
+                     difference=number(-0.0006, 3.0), cost=FixCost(11.5))  # fmt: skip
     return FixTable(
         outcomes=(
             both,

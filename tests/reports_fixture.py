@@ -18,7 +18,16 @@ from mismatch.analysis.corrections.types import Corrections
 from mismatch.analysis.levels import judge, verdict
 from mismatch.metrics.budget import Budget, Gap, error_budget
 from mismatch.metrics.forecast import Forecast, length_forecast
-from mismatch.types import Check, Comparison, Estimate, Report, Rollout, Sampling, Scoring
+from mismatch.types import (
+    Check,
+    Comparison,
+    Estimate,
+    Report,
+    Rollout,
+    Sampling,
+    Scoring,
+    SidePair,
+)
 from tests.gradients_fixture import make_check
 from tests.routing_fixture import rollout_of, routing_pair, with_routing
 
@@ -123,13 +132,13 @@ def routed(tokens: pd.DataFrame) -> Comparison:
     return compare(rollout, *sides[:2], sampled_by_left=True, noise=sides[2])
 
 
-def noise_pair(left: str, right: str, mean: float, largest: float) -> Comparison:
+def noise_pair(left: str, right: str, mean: float, largest: float) -> SidePair:
     metrics = {
         "logprob_abs_diff_mean": estimate(mean, 0.1),
         "logprob_abs_diff_max": estimate(largest, None),
         "k3_kl": estimate(mean**2, 0.4),
     }
-    return Comparison(left, right, left.endswith("decode"), metrics)
+    return SidePair(left, right, left.endswith("decode"), metrics)
 
 
 COLUMN = "bf16 MoE"
@@ -290,6 +299,7 @@ def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = 
             "versions": {"mismatch": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"},
             "spec": {"seed": 0},
         },
+    ).with_analyses(
         corrections=corrections_of(tokens),
         budget=budget_of(tokens),
         forecast=forecast_of(tokens),
@@ -317,9 +327,7 @@ def make_empty_report() -> tuple[Report, pd.DataFrame]:
     tokens = make_tokens()
     tokens[["rollout_logprob", "train_logprob", "delta", "entropy"]] = np.nan
     report = replace(
-        make_report(), comparisons=(), noise_floor=(), corrections=None,
-        budget=None, forecast=None, gradients=None,
-        checks=(failed,), not_tested=(),
+        make_report(), comparisons=(), noise_floor=(), analyses={}, checks=(failed,), not_tested=(),
         verdict=verdict((), (failed,), COLUMN),
     )  # fmt: skip
     return report, tokens

@@ -116,9 +116,9 @@ def own_row(made: Triangle, engine: str) -> list[str]:
 
 
 def triangle_of(report: Report) -> Triangle:
-    if report.engines is None:
+    if report.result("engines") is None:
         raise SystemExit("the check had one engine")
-    return report.engines
+    return report.result("engines")
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def corrections(flags: Flags) -> int:
     A correction changes no delta and no verdict: the exit code is 0.
     """
     from mismatch.analysis.comparison import is_sampling_law
-    from mismatch.analysis.corrections.document import corrections_to_json
     from mismatch.analysis.corrections.preview import preview
+    from mismatch.codec import to_json
     from mismatch.metrics.corrections import Settings
     from mismatch.run import store
     from mismatch.run.directory import load_spec
@@ -72,7 +72,7 @@ def corrections(flags: Flags) -> int:
         seed=spec.seed,
     )
     if flags["as_json"]:
-        document = {"schema": "mismatch.corrections/1", **corrections_to_json(tried)}
+        document = {"schema": "mismatch.corrections/1", **to_json(tried)}
         typer.echo(json.dumps(document, indent=2))
         return 0
     from rich.console import Console

@@ -247,7 +247,6 @@ def save_in_run(report: AuditReport, run: Path) -> None:
     Raises:
         MismatchError: the run cannot be written, or its artefacts are damaged.
     """
-    from dataclasses import replace
 
     from mismatch.cli.session import command
     from mismatch.experiments.kernels.document import FILE, SCHEMA, kernels_to_json
@@ -260,4 +259,4 @@ def save_in_run(report: AuditReport, run: Path) -> None:
         store.save_document(run, FILE, kernels_to_json(report), schema=SCHEMA)
         if (run / "report.json").exists():
             stored = report_from_json(store.load_document(run, "report.json"))
-            write_report(run, replace(stored, kernels=report), store.load_tokens(run))
+            write_report(run, stored.with_analyses(kernels=report), store.load_tokens(run))

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mismatch.doctor.experts import IMPLEMENTATIONS, backward_bytes, forward_bytes
-from mismatch.doctor.memory import BYTES, Work, gib, predict_trainer
+from mismatch.doctor.memory import BYTES, Work, predict_trainer
 from mismatch.models.config import ModelConfig
+from mismatch.run.machine import gib
 from mismatch.specs import Pass, TrainSpec
 
 COPIES = "batched_mm"

@@ -10,9 +10,9 @@ from mismatch.doctor.engine import weight_bytes
 from mismatch.doctor.machine import Machine, Package, look
 from mismatch.doctor.plan import Plan, plan
 from mismatch.engines.registry import engine_info, engine_infos
-from mismatch.engines.vllm.arguments import SHARED_BYTES
 from mismatch.errors import MismatchError
 from mismatch.models.config import find_config, offline
+from mismatch.run.machine import SHARED_BYTES
 from mismatch.specs import CheckSpec
 
 MIB = 1 << 20

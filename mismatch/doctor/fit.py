@@ -9,9 +9,10 @@ from typing import Literal
 
 from mismatch.doctor.engine import UTILISATION, Demand, predict_engine
 from mismatch.doctor.machine import Machine
-from mismatch.doctor.memory import GIB, Prediction, Work, gib, predict_trainer
+from mismatch.doctor.memory import GIB, Prediction, Work, predict_trainer
 from mismatch.errors import MismatchError
 from mismatch.models.config import ModelConfig
+from mismatch.run.machine import gib
 from mismatch.specs import CheckSpec, Pass
 
 ERROR = 0.15  # the prediction's own: what needs more than this share of the rest is tight

@@ -215,8 +215,3 @@ def _head(shape: ModelConfig, spec: TrainSpec, tokens: int, work: Work) -> tuple
         Part("logits chunk", b * rows * shape.vocab, f"b·rows·V, {rows} rows"),
         Part("float32 strips", each * strip * shape.vocab, f"{each}·rows·V, {strip} rows"),
     )
-
-
-def gib(count: float) -> str:
-    """Bytes for people: GiB, or MiB where it is less than one."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"

@@ -187,7 +187,8 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
     if spec.dataset is not None:
         note = f"prompts of the data set are taken to have {UNKNOWN_PROMPT_TOKENS} tokens at most"
         return spec.num_prompts, UNKNOWN_PROMPT_TOKENS, [note]
-    from mismatch.prompts.sources import Prompt, read_prompts
+    from mismatch.prompts.prompt import Prompt
+    from mismatch.prompts.sources import read_prompts
 
     def tokens(prompt: Prompt) -> int:
         if prompt.token_ids is not None:

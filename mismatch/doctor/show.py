@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mismatch.doctor.fit import Fit
-from mismatch.doctor.memory import gib
+from mismatch.run.machine import gib
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mismatch.errors import MismatchError
-from mismatch.injections import describe
 from mismatch.models.config import is_moe
+from mismatch.models.injections import describe
 from mismatch.specs import AS_STORED, CheckSpec, TrainSpec
 
 

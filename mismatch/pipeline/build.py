@@ -10,13 +10,12 @@ import numpy as np
 
 from mismatch import __version__
 from mismatch.analysis.comparison import compare, is_sampling_law, paired_routing
-from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
-from mismatch.analysis.growth import budget_of, forecast_of
 from mismatch.analysis.levels import column_for, judge, verdict
+from mismatch.analysis.registry import Measured, analyses
 from mismatch.analysis.routing_tables import flipped_layers
-from mismatch.analysis.two_passes import mark_injected, replay_phrase, two_passes
+from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.found import check_of_run
 from mismatch.experiments.kernels.document import of_run
 from mismatch.metrics.routing_pairs import router_noise
@@ -25,12 +24,11 @@ from mismatch.run import manifest, store
 from mismatch.run.provenance import provenance
 from mismatch.run.scorings import REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, spec_hash, to_dict
-from mismatch.types import Check, Comparison, Report, Rollout, Scoring
+from mismatch.types import Check, Comparison, NotTested, Report, Rollout, Scoring, SidePair
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.analysis.corrections.types import Corrections
     from mismatch.analysis.levels import Thresholds
 
 COMPARISON = "comparison.json"
@@ -106,12 +104,10 @@ def build_report(
         checks += exact_checks(comparisons[0])
     column = column_for(found.decode.fingerprint, found.train.fingerprint)
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
-    corrections = preview_headline(found, comparisons, spec.seed)
-    missing = not_tested(spec, found.rollout, found.scorings, checks)
-    if corrections is not None:
-        missing += [f"corrections: {reason}" for reason in corrections.not_tested]
+    results, unseen = measured(spec, found, comparisons)
+    missing = not_tested(spec, found.rollout, found.scorings, checks) + unseen
     gradients, unseen = check_of_run(run_dir, asked=spec.gradients)
-    missing += unseen
+    results |= {"kernels": of_run(run_dir), "gradients": gradients}
     report = Report(
         model=spec.rollout.engine.model,
         verdict=mark_injected(verdict(judgements, checks, column), found.scorings),
@@ -119,47 +115,40 @@ def build_report(
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
         checks=tuple(checks),
-        not_tested=tuple(missing),
+        not_tested=(*missing, *unseen),
         run=facts(spec, found.rollout, command),
-        kernels=of_run(run_dir),
-        gradients=gradients,
-        corrections=corrections,
-        **growth(spec, found, sound=bool(comparisons)),
-    )
+    ).with_analyses(**results)
     return report, store.load_tokens(run_dir)
 
 
-def growth(spec: CheckSpec, found: Artefacts, *, sound: bool) -> dict[str, Any]:
-    """Error budget and length forecast of the headline, and the trainer's two passes.
+def measured(
+    spec: CheckSpec, found: Artefacts, comparisons: list[Comparison]
+) -> tuple[dict[str, Any], list[str]]:
+    """The results of all analyses by id, and what they could not see.
 
     None of them where nothing was compared.
     """
-    if not sound:
-        return {}
+    if not comparisons:
+        return {}, []
     beside = {n: s for n, s in found.scorings.items() if n not in (found.decode.name, TRAIN)}
     refused = {name: reason for name, one in beside.items() if (reason := flaw(one))}
     usable = {name: one for name, one in found.scorings.items() if name not in refused}
-    target = spec.forecast_length
-    return {
-        "budget": budget_of(spec, found.rollout, usable, refused, spec.seed),
-        "two_passes": two_passes(spec, found.rollout, usable, spec.seed),
-        "forecast": forecast_of(found.rollout, found.decode, found.train, target, spec.seed),
-    }
-
-
-def preview_headline(
-    found: Artefacts, comparisons: list[Comparison], seed: int
-) -> Corrections | None:
-    """Corrections on the headline's tokens; None where nothing could be compared."""
-    if not comparisons:
-        return None
-    law = comparisons[0].sampled_by_left
-    return preview(found.rollout, found.decode, found.train, sampled_by_left=law, seed=seed)
+    run = Measured(found.rollout, found.decode, found.train, comparisons[0], usable, refused)
+    results: dict[str, Any] = {}
+    missing: list[str] = []
+    for analysis in analyses():
+        result = analysis.measure(run, spec)
+        if isinstance(result, NotTested):
+            missing.append(str(result))
+        elif result is not None:
+            results[analysis.id] = result
+            missing += [f"{analysis.id}: {reason}" for reason in analysis.unseen(result)]
+    return results, missing
 
 
 def compare_artefacts(
     run_dir: Path, spec: CheckSpec, found: Artefacts, checks: list[Check], again: bool
-) -> tuple[list[Comparison], list[Comparison]]:
+) -> tuple[list[Comparison], list[SidePair]]:
     """Comparisons and noise floor, from ``comparison.json`` where that is of these artefacts."""
     made_by = f"{__version__}:{spec_hash(spec)}"
     inputs = [store.ROLLOUT, *(store.scoring_file(name) for name in found.scorings)]
@@ -178,7 +167,7 @@ def compare_artefacts(
 
 def compare_all(
     found: Artefacts, seed: int, texts: dict[int, str] | None = None
-) -> tuple[list[Comparison], list[Comparison]]:
+) -> tuple[list[Comparison], list[SidePair]]:
     """The headline first, then the prefill's view and the trainer's other settings; the floor."""
     rollout, decode, prefill = found.rollout, found.decode, found.prefill
     lawful = is_sampling_law(rollout, decode)
@@ -223,7 +212,7 @@ def noise_floor(
     decode: Scoring,
     prefill: Scoring | None,
     seed: int,
-) -> list[Comparison]:
+) -> list[SidePair]:
     """Pairs that would agree exactly in a perfect world: what is left of the mismatch is noise."""
     train = scorings[TRAIN]
     pairs = [(decode, prefill)] if prefill is not None else []
@@ -232,7 +221,9 @@ def noise_floor(
     if reference is not None:
         pairs += [(decode, reference), (train, reference)]
     return [
-        compare(rollout, left, right, sampled_by_left=False, seed=seed, headline_only=True)
+        SidePair.of(
+            compare(rollout, left, right, sampled_by_left=False, seed=seed, headline_only=True)
+        )
         for left, right in pairs
         if not flaw(left) and not flaw(right)
     ]

@@ -1,7 +1,6 @@
 """``report.json``: the report as plain data, schema ``mismatch.report/1``.
 
-The JSON schema is shipped beside this module (:func:`schema`); the field list with meanings is
-docs/report-json.md. Numbers are finite or null: JSON has no NaN, and readers choke on it.
+The field list with meanings is docs/report-json.md; the JSON Schema is generated (:func:`schema`).
 """
 
 from __future__ import annotations
@@ -9,151 +8,100 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mismatch.analysis.corrections.document import corrections_from_json, optional_corrections
-from mismatch.analysis.growth_document import budget_from_json, forecast_from_json, growth_to_json
-from mismatch.experiments.engine_pair.document import engines_from_json, engines_to_json
-from mismatch.experiments.fixes.document import fixes_from_json, fixes_to_json
-from mismatch.experiments.gradients.document import gradients_from_json, gradients_to_json
-from mismatch.experiments.kernels.document import optional_from_json, optional_kernels
-from mismatch.json_values import (
-    estimates_from_json,
-    estimates_to_json,
-    finite,
-    packaged_schema,
-    pair_from_json,
-    pair_to_json,
-    plain,
-    read_document,
-    verdict_from_json,
-)
-from mismatch.reports.two_passes import two_passes_from_json, two_passes_to_json
-from mismatch.types import Check, Comparison, Report, Verdict
+from mismatch.analysis.registry import analyses
+from mismatch.codec import Misfit, fields_of, from_json, refused, schema_of, to_json
+from mismatch.types import Check, Comparison, Report, SidePair, Verdict
 
 SCHEMA = "mismatch.report/1"
+COMMAND, PAGE = "mismatch check", "docs/report-json.md"
+
+# The fields of every report: key -> type, in their order; those of analyses follow.
+FIELDS: dict[str, Any] = {
+    "verdict": Verdict,
+    "model": str,
+    "fingerprints": dict[str, dict[str, Any]],
+    "comparisons": tuple[Comparison, ...],
+    "noise_floor": tuple[SidePair, ...],
+    "checks": tuple[Check, ...],
+    "not_tested": tuple[str, ...],
+    "run": dict[str, Any],
+}
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of the document, as shipped in the package."""
-    return packaged_schema("report-1.json")
+    """The JSON Schema of the document."""
+    definitions: dict[str, Any] = {}
+    properties = {key: schema_of(kind, definitions) for key, kind in FIELDS.items()}
+    pair = definitions["SidePair"]
+    pair_of_floor = {**pair, "properties": {"id": {"type": "string"}, **pair["properties"]}}
+    definitions["NoisePair"] = pair_of_floor | {"required": ["id", *pair["required"]]}
+    properties["noise_floor"] = {"type": "array", "items": {"$ref": "#/$defs/NoisePair"}}
+    for analysis in analyses():
+        properties |= analysis.schema(definitions)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": SCHEMA,
+        "type": "object",
+        "properties": {"schema": {"const": SCHEMA}, **properties},
+        "required": ["schema", *FIELDS],
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
 
 
 def report_to_json(report: Report) -> dict[str, Any]:
     """The report as JSON data: dicts, lists, strings, finite numbers, booleans and null."""
-    return {
-        "schema": SCHEMA,
-        "verdict": _verdict(report.verdict),
-        "model": report.model,
-        "fingerprints": plain(report.fingerprints),
-        "comparisons": [_comparison(comparison) for comparison in report.comparisons],
-        "noise_floor": [_noise(pair) for pair in report.noise_floor],
-        "checks": [
-            {"id": check.id, "status": check.status, "detail": check.detail, "fix": check.fix}
-            for check in report.checks
-        ],
-        "not_tested": list(report.not_tested),
-        "run": plain(report.run),
-        **optional_corrections(report.corrections),
-        **growth_to_json(report),
-        **two_passes_to_json(report.two_passes),
-        **fixes_to_json(report.fixes),
-        **engines_to_json(report.engines),
-        **optional_kernels(report.kernels),
-        **gradients_to_json(report.gradients),
-    }
+    document = {"schema": SCHEMA, **{key: to_json(getattr(report, key)) for key in FIELDS}}
+    document |= comparisons_to_json(report.comparisons, report.noise_floor)
+    for analysis in analyses():
+        if (result := report.result(analysis.id)) is not None:
+            document |= analysis.write(result)
+    return document
 
 
 def report_from_json(document: Any) -> Report:
     """The inverse of :func:`report_to_json`; a null value becomes NaN again.
 
     Raises:
-        MismatchError: not a report, a schema of another version, or a missing field (named).
+        MismatchError: not a report, a schema of another version, or a field that does not fit.
     """
-    return read_document(
-        document, SCHEMA, _report, command="mismatch check", page="docs/report-json.md"
-    )
+    fields = fields_of(document, SCHEMA, command=COMMAND)
+    with refused(SCHEMA, command=COMMAND, page=PAGE):
+        missing = [key for key in FIELDS if key not in fields]
+        if missing:
+            raise Misfit(f"field {missing[0]!r} is missing")
+        comparisons, noise_floor = comparisons_from_json(fields)
+        values = {
+            key: from_json(kind, fields[key], key)
+            for key, kind in FIELDS.items()
+            if key not in ("comparisons", "noise_floor")
+        }
+        results = {analysis.id: analysis.read(fields) for analysis in analyses()}
+        return Report(
+            **values,
+            comparisons=tuple(comparisons),
+            noise_floor=tuple(noise_floor),
+            analyses={id: result for id, result in results.items() if result is not None},
+        )
 
 
 def comparisons_to_json(
-    comparisons: Sequence[Comparison], noise_floor: Sequence[Comparison]
+    comparisons: Sequence[Comparison], noise_floor: Sequence[SidePair]
 ) -> dict[str, Any]:
     """The part of a report that is measured and not judged, as ``comparison.json`` holds it."""
     return {
-        "comparisons": [_comparison(comparison) for comparison in comparisons],
-        "noise_floor": [_noise(pair) for pair in noise_floor],
-    }
-
-
-def comparisons_from_json(document: Any) -> tuple[list[Comparison], list[Comparison]]:
-    """The inverse of :func:`comparisons_to_json`."""
-    return (
-        [_read_comparison(entry) for entry in document["comparisons"]],
-        [pair_from_json(entry) for entry in document["noise_floor"]],
-    )
-
-
-def _verdict(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "status": verdict.status,
-        "reason": verdict.reason,
-        "levels": verdict.levels,
-        "judgements": [
-            {
-                "metric": judgement.metric,
-                "status": judgement.status,
-                "value": finite(judgement.value),
-                "healthy": judgement.healthy,
-                "critical": judgement.critical,
-                "source": judgement.source,
-                "inconclusive": judgement.inconclusive,
-                "deciding_prompts": judgement.deciding_prompts,
-            }
-            for judgement in verdict.judgements
+        "comparisons": to_json(list(comparisons)),
+        "noise_floor": [
+            {"id": f"{pair.left} / {pair.right}", **to_json(pair)} for pair in noise_floor
         ],
     }
 
 
-def _comparison(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "rollout": comparison.rollout,
-        "train": comparison.train,
-        "sampled_by_left": comparison.sampled_by_left,
-        "metrics": estimates_to_json(comparison.metrics),
-        "routing": estimates_to_json(comparison.routing),
-        "breakdowns": plain(comparison.breakdowns),
-    }
-
-
-def _noise(pair: Comparison) -> dict[str, Any]:
-    return {"id": f"{pair.rollout} / {pair.train}", **pair_to_json(pair)}
-
-
-def _report(document: dict[str, Any]) -> Report:
-    return Report(
-        model=document["model"],
-        verdict=verdict_from_json(document["verdict"]),
-        fingerprints=document["fingerprints"],
-        comparisons=tuple(_read_comparison(entry) for entry in document["comparisons"]),
-        noise_floor=tuple(pair_from_json(entry) for entry in document["noise_floor"]),
-        checks=tuple(Check(**entry) for entry in document["checks"]),
-        not_tested=tuple(document["not_tested"]),
-        run=document["run"],
-        corrections=corrections_from_json(document.get("corrections")),
-        budget=budget_from_json(document.get("budget")),
-        two_passes=two_passes_from_json(document.get("two_passes")),
-        forecast=forecast_from_json(document.get("forecast")),
-        fixes=fixes_from_json(document),
-        engines=engines_from_json(document),
-        kernels=optional_from_json(document.get("kernels")),
-        gradients=gradients_from_json(document.get("gradients")),
-    )
-
-
-def _read_comparison(entry: dict[str, Any]) -> Comparison:
-    return Comparison(
-        rollout=entry["rollout"],
-        train=entry["train"],
-        sampled_by_left=entry["sampled_by_left"],
-        metrics=estimates_from_json(entry["metrics"]),
-        routing=estimates_from_json(entry["routing"]),
-        breakdowns=entry["breakdowns"],
-    )
+def comparisons_from_json(document: Any) -> tuple[list[Comparison], list[SidePair]]:
+    """The inverse of :func:`comparisons_to_json`."""
+    pairs = [
+        {key: value for key, value in entry.items() if key != "id"}
+        for entry in document["noise_floor"]
+    ]
+    comparisons = from_json(list[Comparison], document["comparisons"], "comparisons")
+    return comparisons, from_json(list[SidePair], pairs, "noise_floor")

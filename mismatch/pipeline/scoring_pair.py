@@ -73,6 +73,7 @@ def build_pair(
         checks=tuple(checks),
         not_tested=(UNTESTED,),
         run=facts(spec, rollout, command) | {"runs": [str(left_run), str(right_run)]},
+    ).with_analyses(
         corrections=preview(rollout, left, right, sampled_by_left=law, seed=spec.seed),
         forecast=forecast_of(
             rollout, left, right, forecast_length or spec.forecast_length, spec.seed

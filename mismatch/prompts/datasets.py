@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from mismatch.errors import MismatchError
 from mismatch.prompts.answers import numeric_answer
-from mismatch.prompts.sources import Prompt
+from mismatch.prompts.prompt import Prompt
 from mismatch.specs import PromptSpec
 
 INSTALL = "pip install 'train-infer-mismatch[datasets]'"

@@ -15,39 +15,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.prompts.arithmetic import arithmetic_problems
+from mismatch.prompts.prompt import Prompt
 from mismatch.specs import PromptSpec
 
 KINDS = ("prompt", "messages", "prompt_token_ids")
 EXAMPLE = 'one JSON object per line, such as {"messages": [{"role": "user", "content": "Hi"}]}'
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt, in exactly one of three forms.
-
-    Example:
-        >>> Prompt("prompts.jsonl:3", text="Once upon a time").text
-        'Once upon a time'
-
-    Attributes:
-        origin: where it comes from, for messages: file and line, or task and number.
-        answer: the right one, a whole number, where it is known.
-        grader: how a response is read: "arithmetic" (the built-in task's format) or "number" (the
-            final number, in the usual ways of writing it).
-    """
-
-    origin: str
-    text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    token_ids: list[int] | None = None
-    answer: int | None = None
-    grader: Literal["arithmetic", "number"] = "arithmetic"
 
 
 def read_prompts(spec: PromptSpec) -> list[Prompt]:

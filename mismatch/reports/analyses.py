@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mismatch.metrics.corrections import NONE
-from mismatch.reports import budget, corrections, exact, forecast, gradients, kernels, two_passes
-from mismatch.reports.console import columns, heading, paragraph, say
+from mismatch.reports import budget, corrections, gradients, kernels, two_passes
+from mismatch.reports.console import columns, heading, paragraph, print_section, say
 from mismatch.reports.gradients_terminal import print_gradients
 from mismatch.reports.kernels_terminal import print_in_report
+from mismatch.reports.sections import sections
 from mismatch.reports.text import line
 from mismatch.types import Report
 
@@ -23,13 +24,14 @@ def print_analyses(report: Report, console: Console) -> None:
     """Error budget, two passes, forecast, kernels, exact KL, corrections, gradients: those made."""
     _budget(report, console)
     _two_passes(report, console)
-    _forecast(report, console)
-    if report.kernels is not None:
-        print_in_report(report.kernels, console)
-    _exact(report, console)
+    if report.result("kernels") is not None:
+        print_in_report(report.result("kernels"), console)
     _corrections(report, console)
-    if report.gradients is not None:
-        print_gradients(report.gradients, console)
+    if report.result("gradients") is not None:
+        print_gradients(report.result("gradients"), console)
+    for section in sections(report):
+        if section.short:
+            print_section(section, console)
 
 
 def print_in_short(report: Report, console: Console) -> None:
@@ -45,19 +47,18 @@ def print_in_short(report: Report, console: Console) -> None:
 
 def in_short(report: Report) -> list[str]:
     """What each analysis found, where it was made; an injected disturbance is never left out."""
-    made = report.two_passes
+    made = report.result("two_passes")
     passes = two_passes.sentences(made)[:1] if made else []
     injected = two_passes.injected(made) if made else ""
-    correction = report.corrections
+    correction = report.result("corrections")
     return [
         budget.largest(report) if len(budget.steps(report)) >= 3 else "",
         f"! {injected}" if injected else "",
         *(f"two forward passes of the trainer: {sentence}" for sentence in passes),
-        *forecast.sentences(report)[:1],
-        *exact.sentences(report)[:1],
-        kernels.in_short(report.kernels),
+        *(section.short for section in sections(report)),
+        kernels.in_short(report.result("kernels")),
         f"corrections: {corrections.headline(correction)}" if correction else "",
-        gradients.in_short(report.gradients),
+        gradients.in_short(report.result("gradients")),
     ]
 
 
@@ -75,7 +76,7 @@ def _budget(report: Report, console: Console) -> None:
 
 
 def _two_passes(report: Report, console: Console) -> None:
-    made = report.two_passes
+    made = report.result("two_passes")
     if made is None:
         return
     heading(console, two_passes.TITLE, "PPO's ratio with the same weights; on-policy it is 1")
@@ -85,26 +86,9 @@ def _two_passes(report: Report, console: Console) -> None:
         paragraph(console, f"- {sentence}")
 
 
-def _forecast(report: Report, console: Console) -> None:
-    said = forecast.sentences(report)
-    if not said:
-        return
-    heading(console, "At a longer response", "importance weights, extrapolated from these tokens")
-    for sentence in said:
-        paragraph(console, sentence)
-
-
-def _exact(report: Report, console: Console) -> None:
-    said = exact.sentences(report)
-    if said:
-        heading(console, "Exact KL", "over all tokens that could have come, not the sampled one")
-    for sentence in said:
-        paragraph(console, f"- {sentence}")
-
-
 def _corrections(report: Report, console: Console) -> None:
     """Short: what the data favour, beside what no correction does."""
-    made = report.corrections
+    made = report.result("corrections")
     if made is None:
         return
     heading(console, "Corrections, previewed", "weights in the loss; no delta changes")

@@ -53,7 +53,7 @@ _LABELS = {
 
 def steps(report: Report) -> list[BudgetRow]:
     """The chain, in order; then what it adds up to."""
-    budget = report.budget
+    budget = report.result("budget")
     if budget is None:
         return []
     whole = BudgetRow(
@@ -71,27 +71,30 @@ def steps(report: Report) -> list[BudgetRow]:
 
 def beside(report: Report) -> list[BudgetRow]:
     """What was measured beside the chain."""
-    if report.budget is None:
+    if report.result("budget") is None:
         return []
-    return [_row(step, _beside_label(step)) for step in report.budget.beside]
+    return [_row(step, _beside_label(step)) for step in report.result("budget").beside]
 
 
 def remarks(report: Report) -> list[str]:
     """What was not run and why, and what else a reader must know; one sentence each."""
-    if report.budget is None:
+    if report.result("budget") is None:
         return []
-    gaps = [f"{line(gap.step)}: not run, because {line(gap.reason)}" for gap in report.budget.gaps]
+    gaps = [
+        f"{line(gap.step)}: not run, because {line(gap.reason)}"
+        for gap in report.result("budget").gaps
+    ]
     carried = [
         f"{_label(step)}: a few tokens carry it, so the interval of its share may be too narrow"
-        for step in report.budget.steps
+        for step in report.result("budget").steps
         if step.share is not None and "heavy-tail" in step.share.flags
     ]
-    return gaps + carried + [line(note) for note in report.budget.notes]
+    return gaps + carried + [line(note) for note in report.result("budget").notes]
 
 
 def largest(report: Report) -> str:
     """Which step carries most of the spread, as a sentence; empty without a choice."""
-    budget = report.budget
+    budget = report.result("budget")
     if budget is None or len(budget.steps) < 2:
         return ""
     known = [step for step in budget.steps if step.share is not None]
@@ -157,7 +160,7 @@ def _beside_label(step: Step) -> str:
 
 def pictures(report: Report) -> list[Picture]:
     """Waterfalls of the spread and of mean delta; none for a chain of one step."""
-    budget = report.budget
+    budget = report.result("budget")
     if budget is None or len(budget.steps) < 2:
         return []
     shares = [step.share for step in budget.steps if step.share is not None]
@@ -216,7 +219,7 @@ def _waterfall(name: str, labels: list[str], parts: list[Estimate], scale: float
 
 def view(report: Report) -> dict[str, Any] | None:
     """What the HTML section shows; None without a budget."""
-    if report.budget is None:
+    if report.result("budget") is None:
         return None
     return {
         "steps": steps(report),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from mismatch.reports.formatting import badge, cell_interval, cell_text, line, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
+
+    from mismatch.reports.section import Section, Table
 
 
 def say(console: Console, text: str, style: str = "") -> None:
@@ -38,12 +43,106 @@ def paragraph(console: Console, text: str, indent: int = 2, style: str = "") -> 
     say(console, wrapped, style)
 
 
-def columns(*specs: tuple[str, bool, int]) -> Table:
+def columns(*specs: tuple[str, bool, int]) -> RichTable:
     """A table of (title, right-aligned, minimum width); only the first column may wrap."""
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for index, (title, right, width) in enumerate(specs):
         justify: Literal["left", "right"] = "right" if right else "left"
         table.add_column(title, justify=justify, min_width=width, no_wrap=index > 0)
     return table
+
+
+WRAP = 28  # characters of a column of text
+TONES = {"healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold"}
+
+
+def print_section(section: Section, console: Console) -> None:
+    """Title, what it says, its tables; pictures are a page's."""
+    heading(console, line(section.title))
+    if section.lead:
+        paragraph(console, line(section.lead), style="dim")
+    _contents(section, console)
+
+
+def _contents(section: Section, console: Console) -> None:
+    for warning in section.warnings:
+        paragraph(console, f"! {line(warning)}", style="yellow")
+    for sentence in section.sentences:
+        paragraph(console, f"- {line(sentence)}")
+    for table in section.tables:
+        print_table(table, console)
+    for block in section.blocks:
+        paragraph(console, line(block.title))
+        for text in block.lines:
+            say(console, f"      {visible(text)}")
+    for note in section.notes:
+        paragraph(console, f"- {line(note)}", style="dim")
+    for part in section.parts:
+        if part.page_only:
+            continue
+        say(console, f"  {line(part.title)}", "bold")
+        if part.lead:
+            paragraph(console, line(part.lead), style="dim")
+        _contents(part, console)
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """One column as it is printed."""
+
+    title: str
+    left: bool
+    priority: int
+    texts: list[str]
+    styles: list[str]
+
+    @property
+    def width(self) -> int:
+        return max(map(len, [self.title, *self.texts]), default=0)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """As many columns as fit, those of priority 0 always; the first text column may wrap."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    columns = _columns(table)
+    while _width(columns) > console.width and any(c.priority for c in columns):
+        columns.remove(max(reversed(columns), key=lambda c: c.priority))
+    shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        justify: Literal["left", "right"] = "left" if column.left else "right"
+        shown.add_column(
+            ("  " if index == 0 else "") + column.title, justify=justify, no_wrap=not column.left
+        )
+    for row in range(len(table.rows)):
+        shown.add_row(
+            *(
+                Text(("  " if index == 0 else "") + column.texts[row], column.styles[row])
+                for index, column in enumerate(columns)
+            )
+        )
+    console.print(shown, highlight=False, markup=False)
+
+
+def _columns(table: Table) -> list[_Texts]:
+    rows, columns = table.cells(), []
+    for index, column in enumerate(table.columns):
+        cells = [row[index] for row in rows]
+        styles = [TONES.get(cell.tone, "dim" if cell.tone == "dim" else "") for cell in cells]
+        texts = [badge(cell.tone) + cell_text(cell, column) for cell in cells]
+        columns.append(_Texts(column.title, column.left, column.priority, texts, styles))
+        if column.interval is not None:
+            texts = [cell_interval(cell, column) for cell in cells]
+            columns.append(
+                _Texts("95 % interval", False, column.interval, texts, [""] * len(texts))
+            )
+    return columns
+
+
+def _width(columns: list[_Texts]) -> int:
+    """Characters of a line, were text to wrap beyond ``WRAP``."""
+    widths = [min(c.width, WRAP) if c.left else c.width for c in columns]
+    return 2 + sum(widths) + len(columns) - 1

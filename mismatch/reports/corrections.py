@@ -55,7 +55,7 @@ class CorrectionRow:
 
 def section(report: Report) -> dict[str, Any] | None:
     """What the HTML template shows; None where nothing was previewed."""
-    made = report.corrections
+    made = report.result("corrections")
     if made is None:
         return None
     return {

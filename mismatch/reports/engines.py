@@ -60,12 +60,12 @@ def view(report: Report) -> dict[str, Any] | None:
     """What the HTML template shows; None where one engine ran."""
     from mismatch.reports.engines_figure import pictures
 
-    made = report.engines
+    made = report.result("engines")
     if made is None:
         return None
     return {
         "lead": LEAD,
-        "sentences": sentences(made),
+        "sentences": sentences(made, report),
         "rows": edge_rows(made),
         "contrasts": contrast_rows(made),
         "floor": FLOOR_TEXT,
@@ -73,13 +73,14 @@ def view(report: Report) -> dict[str, Any] | None:
     }
 
 
-def sentences(made: Triangle) -> list[str]:
+def sentences(made: Triangle, report: Report) -> list[str]:
     """What follows, most useful first."""
     said = [_capital(f"{line(made.reason)}.")]
-    for one in made.engines:
+    for one in made.sides:
         name = f"{line(one.engine)} {line(one.version)}".strip()
-        if one.fingerprint.get("attention"):
-            name += f", attention {line(one.fingerprint['attention'])},"
+        facts = report.fingerprints.get(f"{one.engine}:decode", {})
+        if facts.get("attention"):
+            name += f", attention {line(facts['attention'])},"
         if one.verdict is None:
             said.append(f"{name} against the trainer, on its own tokens: no level applies.")
         else:
@@ -88,7 +89,7 @@ def sentences(made: Triangle) -> list[str]:
                 f"{name} against the trainer, on its own tokens: {mark} {one.verdict.status}, "
                 f"{line(one.verdict.reason)}."
             )
-    first = line(made.engines[0].engine)
+    first = line(made.sides[0].engine)
     said.append(f"The verdict and all other parts of this report are about {first}.")
     return said
 

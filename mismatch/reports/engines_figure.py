@@ -30,7 +30,7 @@ def pictures(made: Triangle) -> list[Picture]:
 
     Edges that are rounding stay thin: the scale reaches up to ``FLOOR`` at least.
     """
-    sets = [one.engine for one in made.engines if _lengths(made, one.engine)]
+    sets = [one.engine for one in made.sides if _lengths(made, one.engine)]
     longest = max([FLOOR, *(max(_lengths(made, tokens).values()) for tokens in sets)])
     return [_picture(made, number, tokens, longest) for number, tokens in enumerate(sets)]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def print_engines(report: Report, console: Console) -> None:
     """The edges, who stands apart, and what was not measured."""
-    made = report.engines
+    made = report.result("engines")
     if made is None:
         return
     heading(console, engines.TITLE, "each scored what the other sampled; mean |delta| in nats")
@@ -34,5 +34,5 @@ def print_engines(report: Report, console: Console) -> None:
     paragraph(console, "* left as it sampled; else both scored given tokens", style="dim")
     for missing in made.not_tested:
         paragraph(console, f"- not tested: {line(missing)}", style="dim")
-    for sentence in engines.sentences(made):
+    for sentence in engines.sentences(made, report):
         paragraph(console, f"- {sentence}")

@@ -111,7 +111,7 @@ class LossRow:
 
 def section(report: Report) -> dict[str, Any] | None:
     """What the HTML template shows; None where no fix was tried."""
-    made = report.fixes
+    made = report.result("fixes")
     if made is None:
         return None
     return {
@@ -158,8 +158,8 @@ def _row(made: FixTable, one: FixOutcome) -> FixRow:
         result=_result(one),
         mark=MARKS[one.outcome],
         tone=TONES[one.outcome],
-        seconds=_seconds(one.seconds),
-        memory=_memory(one.peak_bytes),
+        seconds=_seconds(one.cost.seconds),
+        memory=_memory(one.cost.peak_bytes),
         verdict=one.verdict_after.status if one.verdict_after else quantities.MISSING,
         reason=line(one.reason),
         best=one.id in (made.best, made.best_together),
@@ -220,10 +220,14 @@ def _memory(peak: int | None) -> str:
 
 def loss_rows(report: Report) -> list[LossRow]:
     """The fixes of the loss; they are never ranked among the others."""
-    made = report.fixes
+    made = report.result("fixes")
     if made is None:
         return []
-    previews = {one.id: one for one in report.corrections.previews} if report.corrections else {}
+    previews = (
+        {one.id: one for one in report.result("corrections").previews}
+        if report.result("corrections")
+        else {}
+    )
     return [_loss_row(one, previews.get(one.correction or "")) for one in made.estimators]
 
 
@@ -244,11 +248,11 @@ def _loss_row(one: EstimatorFix, preview: Preview | None) -> LossRow:
 
 def asked_for(report: Report) -> dict[str, str]:
     """Correction -> what its row says where it was asked for as a fix."""
-    if report.fixes is None:
+    if report.result("fixes") is None:
         return {}
     return {
         one.correction: f"asked for as --fix {line(one.id)}: it removes nothing"
-        for one in report.fixes.estimators
+        for one in report.result("fixes").estimators
         if one.correction
     }
 

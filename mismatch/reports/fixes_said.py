@@ -13,7 +13,7 @@ K3, MEAN = RANKED_BY
 
 def sentences(report: Report) -> list[str]:
     """What follows from the table, most useful first; never empty where fixes were tried."""
-    made = report.fixes
+    made = report.result("fixes")
     if made is None:
         return []
     said = [*_best(made), *_worse(made), *_whose_verdict(made)]

@@ -18,7 +18,7 @@ STYLES = {"healthy": "green", "warn": "yellow", "critical": "bold red"}
 
 def print_fixes(report: Report, console: Console) -> None:
     """What each did to the numbers, what follows, and what could not be measured."""
-    made = report.fixes
+    made = report.result("fixes")
     if made is None:
         return
     heading(console, fixes.TITLE, "each applied for real; nothing is corrected by weights")

@@ -13,10 +13,8 @@ from mismatch.reports import (
     budget,
     corrections,
     engines,
-    exact,
     figures,
     fixes,
-    forecast,
     gauge,
     gradients,
     kernels,
@@ -30,6 +28,8 @@ from mismatch.reports import (
     worst,
 )
 from mismatch.reports.elsewhere import Elsewhere
+from mismatch.reports.formatting import cell_interval, cell_text
+from mismatch.reports.sections import sections
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS
 from mismatch.types import Report
@@ -68,7 +68,6 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         model=summary.model_name(report),
         comparison=summary.headline(report),
         status_word=WORDS[report.verdict.status],
-        marks=MARKS,
         size=summary.size(report),
         plain=summary.in_plain_words(report),
         scales=_scales(report),
@@ -86,10 +85,9 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         noise=summary.noise_rows(report),
         budget=budget.view(report),
         two_passes=two_passes.view(report),
-        forecast=forecast.view(report),
-        kernels=kernels.view(report.kernels),
-        gradients=gradients.view(report.gradients),
-        exact=exact.section(report),
+        sections=sections(report),
+        kernels=kernels.view(report.result("kernels")),
+        gradients=gradients.view(report.result("gradients")),
         fixes=fixes.section(report),
         engines=engines.view(report),
         corrections=corrections.section(report),
@@ -122,6 +120,8 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
         finalize=_unbroken,
     )
+    environment.filters["line"] = line
+    environment.globals.update(marks=MARKS, cell_text=cell_text, cell_interval=cell_interval)
     environment.filters["percent"] = lambda share: f"{100 * share:.2f}%"
     return environment.get_template(name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from html import escape
 
 from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.reports import (
@@ -11,9 +12,7 @@ from mismatch.reports import (
     budget,
     corrections,
     engines,
-    exact,
     fixes,
-    forecast,
     gradients,
     kernels,
     normal,
@@ -23,7 +22,10 @@ from mismatch.reports import (
     two_passes,
 )
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.text import line
+from mismatch.reports.formatting import badge, cell_interval, cell_text
+from mismatch.reports.section import Block, Cell, Column, Section, Table
+from mismatch.reports.sections import sections
+from mismatch.reports.text import line, visible
 from mismatch.reports.words import MARKS
 from mismatch.types import Report
 
@@ -39,6 +41,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
     """
     comparison = summary.headline(report)
     status = report.verdict.status
+    shown = {section.id: show_section(section) for section in sections(report)}
     parts = [
         f"### {MARKS[status]} {status.upper()}: {plain(report.verdict.reason)}",
         f"**{plain(summary.model_name(report))}** · {plain(comparison.rollout)} against "
@@ -55,12 +58,13 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         _engines(report),
         _folded("Error budget", _budget(report)),
         _folded("Two forward passes", _two_passes(report)),
-        _folded("At a longer response", _forecast(report)),
+        shown.pop("forecast", ""),
         _folded(kernels.TITLE, _kernels(report)),
-        _folded("Exact KL", _exact(report)),
+        shown.pop("exact", ""),
         _fixes(report),
         _folded("Corrections, previewed", _corrections(report)),
         _folded(gradients.TITLE, _gradients(report)),
+        *shown.values(),
         _folded("What really ran", _ran_table(report)),
         _folded("Not tested", "\n".join(f"- {plain(item)}" for item in summary.untested(report))),
     ]
@@ -92,6 +96,61 @@ def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "| " + " | ".join(name.rstrip(":") for name in names) + " |"
     rule = "| " + " | ".join("---:" if name.endswith(":") else "---" for name in names) + " |"
     return "\n".join([head, rule, *body])
+
+
+def show_section(section: Section) -> str:
+    """A section, folded away where it says so."""
+    if section.page_only:
+        return ""
+    body = _contents(section)
+    if section.folded:
+        return _folded(escape(line(section.title)), body)  # raw HTML: no Markdown in it
+    return f"**{plain(section.title)}**\n\n{body}"
+
+
+def _contents(section: Section) -> str:
+    parts = [
+        plain(section.lead),
+        "\n".join(f"**! {plain(warning)}**" for warning in section.warnings),
+        "\n".join(f"- {plain(sentence)}" for sentence in section.sentences),
+        *(show_table(item) for item in section.tables),
+        *(_block(block) for block in section.blocks),
+        "\n".join(f"- {plain(note)}" for note in section.notes),
+        *(show_section(part) for part in section.parts),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _block(block: Block) -> str:
+    lines = "\n".join(visible(text) for text in block.lines)
+    return f"{plain(block.title)}\n\n```\n{lines}\n```" if lines else plain(block.title)
+
+
+def show_table(item: Table) -> str:
+    """All columns; an estimate's interval stands in a column of its own."""
+    titles = []
+    for column in item.columns:
+        right = "" if column.left else ":"
+        titles.append(plain(column.title) + right)
+        if column.interval is not None:
+            titles.append("95 % interval:")
+    rows = [
+        [
+            text
+            for cell, column in zip(row, item.columns, strict=True)
+            for text in _cell(cell, column)
+        ]
+        for row in item.cells()
+    ]
+    return table(titles, rows)
+
+
+def _cell(cell: Cell, column: Column) -> Iterable[str]:
+    value = cell_text(cell, column)
+    shown = _code(value) if cell.tone == "code" and value else plain(badge(cell.tone) + value)
+    yield f"{shown} ({plain(cell.note)})" if cell.note else shown
+    if column.interval is not None:
+        yield plain(cell_interval(cell, column))
 
 
 def _headline_table(report: Report, elsewhere: Elsewhere | None) -> str:
@@ -144,12 +203,12 @@ def _noise_table(report: Report) -> str:
 
 
 def _kernels(report: Report) -> str:
-    said = kernels.sentences(report.kernels) if report.kernels else []
+    said = kernels.sentences(report.result("kernels")) if report.result("kernels") else []
     return "\n".join(f"- {plain(sentence)}" for sentence in said)
 
 
 def _gradients(report: Report) -> str:
-    made = report.gradients
+    made = report.result("gradients")
     if made is None:
         return ""
     said = [*gradients.sentences(made), gradients.batch(made), *gradients.notes(made)]
@@ -166,18 +225,9 @@ def _gradients(report: Report) -> str:
     return f"{items}\n\n{plain(gradients.parts(made)[0].title)}\n\n{table(titles, rows)}"
 
 
-def _exact(report: Report) -> str:
-    shown = exact.section(report)
-    if shown is None:
-        return ""
-    said = "\n".join(f"- {plain(sentence)}" for sentence in shown.sentences)
-    rows = [[plain(row.words.label), row.value, row.interval] for row in shown.rows]
-    return f"{said}\n\n" + table(["", "value:", "95 % interval:"], rows)
-
-
 def _fixes(report: Report) -> str:
     """What follows stands open, the tables are folded away."""
-    made = report.fixes
+    made = report.result("fixes")
     if made is None:
         return ""
     said = "\n".join(f"- {plain(text)}" for text in fixes.sentences(report))
@@ -205,14 +255,14 @@ def _fixes(report: Report) -> str:
 
 def _advice(report: Report) -> str:
     parts = []
-    for one in fixes.advice(report.fixes) if report.fixes else ():
+    for one in fixes.advice(report.result("fixes")) if report.result("fixes") else ():
         parts.append(f"To use {_code(one.id)}: {_code(one.command)}")
         parts += [_recipe(recipe) for _, known in one.recipes for recipe in known]
     return "\n\n".join(parts)
 
 
 def _corrections(report: Report) -> str:
-    made = report.corrections
+    made = report.result("corrections")
     if made is None:
         return ""
     rows = [
@@ -246,10 +296,10 @@ def _recipe(recipe: Recipe) -> str:
 
 
 def _engines(report: Report) -> str:
-    made = report.engines
+    made = report.result("engines")
     if made is None:
         return ""
-    said = "\n".join(f"- {plain(sentence)}" for sentence in engines.sentences(made))
+    said = "\n".join(f"- {plain(sentence)}" for sentence in engines.sentences(made, report))
     rows = [
         [plain(row.pair), f"{plain(row.tokens)}, {row.how}", f"{row.mean} ({row.interval})",
          row.k3, row.largest, row.experts, plain(row.reason)]
@@ -287,16 +337,6 @@ def _two_passes(report: Report) -> str:
     said = [text for text in (shown.injected, *shown.sentences, *shown.notes) if text]
     items = "\n".join(f"- {plain(text)}" for text in said)
     return f"{plain(shown.lead)}\n\n{items}\n\n{table(titles, rows)}"
-
-
-def _forecast(report: Report) -> str:
-    said = "\n".join(f"- {plain(sentence)}" for sentence in forecast.sentences(report))
-    titles = ["tokens:", "spread, nats:", "95 % interval:", "effective size:", "rejected:"]
-    rows = [
-        [row.length, row.spread, row.spread_interval, row.ess_untruncated, row.geo_rejected]
-        for row in forecast.rows(report)
-    ]
-    return "\n\n".join(part for part in (said, table(titles, rows)) if part)
 
 
 def _ran_table(report: Report) -> str:

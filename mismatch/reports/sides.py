@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mismatch import injections
+from mismatch.models import injections
 from mismatch.reports import quantities
 from mismatch.reports.summary import headline
 from mismatch.reports.text import line

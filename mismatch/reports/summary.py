@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from mismatch.reports import quantities
+from mismatch.reports.formatting import text
+from mismatch.reports.section import Cell, Column, Table
 from mismatch.reports.text import line
 from mismatch.reports.words import ROUTING, Words, noise_words, words_for
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report
@@ -27,7 +29,7 @@ class Row:
 
     @property
     def value(self) -> str:
-        return self._write(self.estimate.value)
+        return self.write(self.estimate.value)
 
     @property
     def interval(self) -> str:
@@ -35,7 +37,7 @@ class Row:
         low, high = self.estimate.low, self.estimate.high
         if low is None or high is None:
             return quantities.MISSING
-        return f"{self._write(low)} … {self._write(high)}"
+        return f"{self.write(low)} … {self.write(high)}"
 
     @property
     def status(self) -> str:
@@ -80,7 +82,7 @@ class Row:
         text = f"{100 * value:g} %" if self.words.share else quantities.bound(value)
         return f"{signs[self.low_is_bad]} {text}"
 
-    def _write(self, value: float) -> str:
+    def write(self, value: float) -> str:
         if self.words.share:
             return quantities.percent(value)
         near_one = 0.9 < value < 1.1 and self.metric in _AROUND_ONE
@@ -161,6 +163,21 @@ def _row(comparison: Comparison, name: str, judgement: Judgement | None = None) 
     return Row(name, words, estimate, judgement)
 
 
+def metric_table(rows: list[Row]) -> Table:
+    """Metrics without levels; what each means is small print."""
+    columns = (Column("metric", text), Column("value", interval=0))
+    return Table(
+        columns,
+        tuple(
+            (
+                Cell(row.words.label, note=row.words.meaning),
+                Cell(row.estimate, format=row.write),
+            )
+            for row in rows
+        ),
+    )
+
+
 def size(report: Report) -> str:
     """How much was measured.
 
@@ -236,7 +253,7 @@ def noise_rows(report: Report) -> list[Noise]:
         rows.append(
             Noise(
                 noise_words(pair),
-                f"{line(pair.rollout)} / {line(pair.train)}",
+                f"{line(pair.left)} / {line(pair.right)}",
                 quantities.number(mean.value if mean else None),
                 quantities.number(largest.value if largest else None),
                 relative,
@@ -300,7 +317,7 @@ def next_steps(report: Report) -> list[str]:
 
 def _fixes(report: Report) -> list[str]:
     """The fixes that helped, where some were tried."""
-    made = report.fixes
+    made = report.result("fixes")
     if made is None or made.best_together is None:
         return []
     best = made.outcome(made.best_together)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +62,7 @@ class View:
 
 def view(report: Report) -> View | None:
     """The section of a report; None where there were no two passes."""
-    made = report.two_passes
+    made = report.result("two_passes")
     if made is None:
         return None
     return View(
@@ -213,42 +212,3 @@ def by_size(made: TwoPasses) -> Picture:
         + (" Noise was injected into the new pass on purpose." if made.injected else ""),
         svg,
     )
-
-
-# ---------------------------------------------------------------- JSON
-
-
-def two_passes_to_json(made: TwoPasses | None) -> dict[str, Any]:
-    """The field ``two_passes`` of ``report.json``, where the report has it."""
-    return {} if made is None else {"two_passes": _lists(dataclasses.asdict(made))}
-
-
-def two_passes_from_json(entry: dict[str, Any] | None) -> TwoPasses | None:
-    """The inverse; None where an older document has none."""
-    if entry is None:
-        return None
-    return TwoPasses(
-        **{
-            **entry,
-            "variants": tuple(_read(variant) for variant in entry["variants"]),
-            "notes": tuple(entry["notes"]),
-        }
-    )
-
-
-def _lists(value: Any) -> Any:
-    """Tuples as lists, as JSON has them."""
-    if isinstance(value, dict):
-        return {key: _lists(item) for key, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _read(entry: dict[str, Any]) -> Variant:
-    estimates = {
-        part: {
-            name: Estimate(**{**one, "flags": tuple(one["flags"])})
-            for name, one in entry[part].items()
-        }
-        for part in ("metrics", "routing")
-    }
-    return Variant(**{**entry, **estimates})

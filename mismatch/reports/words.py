@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mismatch.metrics import METRICS
-from mismatch.types import Comparison
+from mismatch.types import SidePair
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ def words_for(name: str, *, sampled_by_left: bool = True) -> Words:
     )
 
 
-def noise_words(pair: Comparison) -> Words:
+def noise_words(pair: SidePair) -> Words:
     """What a pair of the noise floor compares, from the scorings' names."""
-    left, right = pair.rollout, pair.train
+    left, right = pair.left, pair.right
     kinds = {_kind(left), _kind(right)}
     if kinds == {"decode", "prefill"}:
         return Words("engine: prefill / decode", "the engine reads back the tokens it sampled")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 
+GIB = 1 << 30
+SHARED_BYTES = 192 * 2**20  # vLLM's message ring is 160 MiB
+
 
 def local_gpus() -> int:
     """GPUs that a process here would see, without importing torch."""
@@ -18,3 +21,8 @@ def local_gpus() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU") for line in answer.stdout.splitlines())
+
+
+def gib(count: float) -> str:
+    """Bytes for people: GiB, or MiB where it is less than one."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"

@@ -107,7 +107,7 @@ def test_a_run_gets_the_audit_and_keeps_it(tmp_path):
     before = store.load_document(run, "report.json")
     save_in_run(make_audit_report(), run)
     after = store.load_document(run, "report.json")
-    assert report_from_json(after).kernels == make_audit_report()
+    assert report_from_json(after).result("kernels") == make_audit_report()
     assert {key: after[key] for key in before} == before  # the verdict too
     assert 'id="kernels"' in (run / "report.html").read_text()
     assert "<summary>Kernels" in (run / "report.md").read_text()

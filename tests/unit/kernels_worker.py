@@ -10,9 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 import mismatch.processes.workers.kernels as worker
+from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.document import audit_to_json
-from mismatch.json_values import plain
 from mismatch.processes.kernels.isolation import AuditSpec, Step
 from mismatch.run.messages import leave
 from tests.kernels_fixture import make_audit_report
@@ -39,12 +38,12 @@ class MadeUp:
         made = make_audit_report()
         return {
             "model": "made-up", "device": "cpu", "geometry": {}, "facts": {}, "not_tested": [],
-            "steps": steps, "unavailable": [audit_to_json(made.audits[3])],
+            "steps": steps, "unavailable": [to_json(made.audits[3])],
         }  # fmt: skip
 
     def audit(self, step: Step) -> dict[str, Any]:
         act(step.name)
-        return audit_to_json(make_audit_report(step.name).audits[4]) | {"harm": None}
+        return to_json(make_audit_report(step.name).audits[4]) | {"harm": None}
 
     def harmful(self, result: dict[str, Any]) -> bool:
         return "harm" in result.get("name", "")
@@ -52,7 +51,7 @@ class MadeUp:
     def harm(self, step: Step, result: dict[str, Any]) -> dict[str, Any]:
         act(step.name.removeprefix("harm:"))
         found = make_audit_report().audits[4].harm
-        return plain(asdict(found))  # type: ignore[arg-type, no-any-return]
+        return to_json(found)  # type: ignore[arg-type, no-any-return]
 
 
 def act(name: str) -> None:

@@ -107,6 +107,7 @@ def test_faults_are_told(model: PreTrainedModel, function: str, said: str) -> No
     assert "--attention auto" in caught.value.fix
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_the_flex_kernel_is_right_forward() -> None:
     # Without gradients it runs on a CPU too: the same code as on a GPU, uncompiled.

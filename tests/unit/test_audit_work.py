@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.document import audit_to_json
 from mismatch.experiments.kernels.types import Finding
 from mismatch.models import EMBEDDED
 from mismatch.processes.kernels.geometry import geometry_of
@@ -18,7 +18,7 @@ from tests.kernels_fixture import make_audit_report
 
 TINY = str(EMBEDDED["tiny-gpt-oss"])
 SPEC = AuditSpec(model=TINY)
-SINKLESS = audit_to_json(make_audit_report().audits[2])
+SINKLESS = to_json(make_audit_report().audits[2])
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +132,13 @@ def test_lengths_are_the_devices_unless_asked_for():
 
 
 def test_only_attention_with_a_fault_goes_to_the_model(work):
-    made = [audit_to_json(one) for one in make_audit_report().audits]
+    made = [to_json(one) for one in make_audit_report().audits]
     asked = [work.harmful(one) for one in made]
     assert asked == [False, False, True, False, True, False, False]
     assert not work.harmful({"failed": "crashed: signal 11"})
     refused = replace(
         make_audit_report().audits[2], findings=(Finding("accepts", "failed", "needs CUDA"),)
     )
-    assert not work.harmful(audit_to_json(refused))
+    assert not work.harmful(to_json(refused))
     quiet = Work(replace(SPEC, harm=False), work.geometry, work.options, [], [])
     assert not any(quiet.harmful(one) for one in made)

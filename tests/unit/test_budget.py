@@ -254,13 +254,18 @@ def test_a_step_that_few_tokens_carry_is_cautioned() -> None:
     report = make_report()
     caution = "engine: decode → prefill: a few tokens carry it"
     for flags in ((), ("heavy-tail",)):
-        steps = [replace(s, share=replace(s.share, flags=())) for s in report.budget.steps]
+        steps = [
+            replace(s, share=replace(s.share, flags=())) for s in report.result("budget").steps
+        ]
         steps[0] = replace(steps[0], share=replace(steps[0].share, flags=flags))
-        said = shown.remarks(replace(report, budget=replace(report.budget, steps=tuple(steps))))
+        said = shown.remarks(
+            report.with_analyses(budget=replace(report.result("budget"), steps=tuple(steps)))
+        )
         assert sum(remark.startswith(caution) for remark in said) == len(flags)
         assert sum("a few tokens" in remark for remark in said) == len(flags)
 
 
+@pytest.mark.slow
 def test_the_waterfall_ends_at_the_whole() -> None:
     spread, mean = shown.pictures(make_report())
     assert (spread.name, mean.name) == ("budget-spread", "budget-mean")
@@ -272,8 +277,8 @@ def test_the_waterfall_ends_at_the_whole() -> None:
 def test_a_chain_of_one_step_has_no_picture_and_an_old_report_no_section() -> None:
     whole = budget_of(make_tokens())
     one = replace(whole, steps=(replace(whole.steps[0], right="fsdp"),))
-    report: Report = replace(make_report(), budget=one)
+    report: Report = make_report().with_analyses(budget=one)
     assert shown.pictures(report) == []
     assert shown.largest(report) == ""
-    old = replace(make_report(), budget=None)
+    old = make_report().with_analyses(budget=None)
     assert (shown.view(old), shown.steps(old), shown.remarks(old)) == (None, [], [])

@@ -38,7 +38,8 @@ def report_of(run: Path) -> Report:
 
 
 def pairs(report: Report) -> list[tuple[str, str]]:
-    return [(c.rollout, c.train) for c in (*report.comparisons, *report.noise_floor)]
+    pairs = [(c.rollout, c.train) for c in report.comparisons]
+    return [*pairs, *((pair.left, pair.right) for pair in report.noise_floor)]
 
 
 def mentioned(report: Report, name: str) -> list[str]:

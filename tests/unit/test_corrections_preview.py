@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch.analysis.corrections.document import corrections_from_json, corrections_to_json
 from mismatch.analysis.corrections.preview import EQUAL_REWARDS, NO_REWARDS, NOT_LAWFUL, preview
+from mismatch.analysis.corrections.types import Corrections
+from mismatch.codec import from_json, to_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.corrections import CORRECTIONS, NONE, OVERRIDE, Settings, group_advantages
 from mismatch.reports import corrections as words
@@ -310,7 +311,7 @@ def test_bad_input_is_refused():
 def test_the_seed_decides_the_intervals_and_nothing_else():
     delta = noise(rollout(), 0.4)
     one, two = tried(delta, seed=1), tried(delta, seed=2)
-    assert corrections_to_json(one) == corrections_to_json(tried(delta, seed=1))
+    assert to_json(one) == to_json(tried(delta, seed=1))
     assert one.named("icepop").token.bias.value == two.named("icepop").token.bias.value
     assert one.named("icepop").token.bias.low != two.named("icepop").token.bias.low
 
@@ -318,9 +319,8 @@ def test_the_seed_decides_the_intervals_and_nothing_else():
 @pytest.mark.parametrize("lawful", [True, False])
 def test_round_trip_through_strict_json(lawful):
     found = tried(noise(rollout(), 5.0), lawful=lawful, settings=Settings(band=(0.2, 4.0)))
-    text = json.dumps(corrections_to_json(found), allow_nan=False)
-    assert corrections_from_json(json.loads(text)) == found
-    assert corrections_from_json(None) is None
+    text = json.dumps(to_json(found), allow_nan=False)
+    assert from_json(Corrections, json.loads(text)) == found
     assert bool(json.loads(text)["recipes"]) == lawful
 
 

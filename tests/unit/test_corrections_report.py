@@ -3,7 +3,6 @@
 import io
 import json
 import re
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -58,7 +57,7 @@ def test_every_rendering_has_the_section_with_its_sentence(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_a_report_without_a_preview_has_no_section(name):
-    assert TITLE not in RENDERINGS[name](replace(FAVOURED, corrections=None))
+    assert TITLE not in RENDERINGS[name](FAVOURED.with_analyses(corrections=None))
 
 
 def test_the_terminal_shows_few_rows_and_no_correction_among_them():
@@ -79,7 +78,7 @@ def test_html_and_markdown_show_how_to_switch_it_on():
 
 def test_the_preview_touches_neither_metrics_nor_verdict():
     document = report_to_json(FAVOURED)
-    bare = report_to_json(replace(FAVOURED, corrections=None))
+    bare = report_to_json(FAVOURED.with_analyses(corrections=None))
     made = document.pop("corrections")
     assert document == bare
     assert not {"k3_kl", "verdict", "status"} & set(made["previews"][0])
@@ -87,19 +86,19 @@ def test_the_preview_touches_neither_metrics_nor_verdict():
 
 def test_older_documents_have_no_preview():
     document = json.loads(json.dumps(report_to_json(NEEDLESS)))
-    assert report_from_json(document).corrections == NEEDLESS.corrections
+    assert report_from_json(document).result("corrections") == NEEDLESS.result("corrections")
     del document["corrections"]
-    assert report_from_json(document).corrections is None
+    assert report_from_json(document).result("corrections") is None
 
 
 def test_a_run_is_previewed_and_says_what_it_could_not(tmp_path):
     run = make_run(tmp_path / "run")
     report, _ = build_report(run, load_spec(run))
-    made = report.corrections
+    made = report.result("corrections")
     assert (made.rollout, made.train, made.batch) == ("transformers:decode", "fsdp", 16)
     assert made.named("tis-token").weight_mean == pytest.approx(1.01005, abs=1e-5)
     assert "corrections: gradient cosine: the rollout has no rewards" in report.not_tested
 
 
 def test_the_same_tokens_give_the_same_preview():
-    assert make_report(make_tokens()).corrections == NEEDLESS.corrections
+    assert make_report(make_tokens()).corrections == NEEDLESS.result("corrections")

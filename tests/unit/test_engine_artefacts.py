@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mismatch.prompts.prompt import Prompt
 
 from mismatch.engines.artefacts import build_rollout, build_routing, response_rewards
 from mismatch.engines.base import Capabilities, ExpertLayout, Sample
@@ -24,6 +23,7 @@ from mismatch.processes.workers.engine import (
     require_context,
     wants_prefill,
 )
+from mismatch.prompts.prompt import Prompt
 from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import Rollout, Sampling
 from tests.checkpoints import tokenizer

@@ -9,13 +9,13 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-from mismatch.prompts.prompt import Prompt
 
 from mismatch.engines.base import Capabilities, ExpertLayout, LoadedWeights, Sample
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import CorruptCapture
 from mismatch.processes.stages import Stages
 from mismatch.processes.workers import engine as worker
+from mismatch.prompts.prompt import Prompt
 from mismatch.run import resume, store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
 from mismatch.types import Sampling

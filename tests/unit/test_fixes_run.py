@@ -202,9 +202,9 @@ def test_a_run_that_cannot_be_compared_says_how_it_ends_with_a_fix(run_dir: Path
     spec = replace(spec_of("fp32", "fp16"), verdict="after-fixes")
     made = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
     assert made.verdict.status == "critical"
-    assert made.fixes is not None
-    assert made.fixes.best is None
-    row = made.fixes.outcome("fp32")
+    assert made.result("fixes") is not None
+    assert made.result("fixes").best is None
+    row = made.result("fixes").outcome("fp32")
     assert not row.measured
     assert "cannot be compared" in row.reason
     assert row.verdict_after is not None
@@ -265,7 +265,7 @@ def test_the_table_finds_what_was_planted(run_dir: Path) -> None:
     assert best.changes["logprob_abs_diff_mean"].value == pytest.approx(-0.009)
     assert best.paired is not None
     assert best.difference is None
-    assert (best.seconds, best.peak_bytes) == (2.0, 7)
+    assert (best.cost.seconds, best.cost.peak_bytes) == (2.0, 7)
     assert table.best == table.best_together == "fp32"
     assert table.outcomes[-1].reason == "sequences are not packed"
     assert [(one.id, one.hides) for one in table.estimators] == [
@@ -280,7 +280,7 @@ def test_new_tokens_have_a_difference_and_no_paired_interval(run_dir: Path) -> N
     assert row.paired is None
     assert row.difference is not None
     assert row.difference.value < 0
-    assert row.seconds == 42.0  # the engine and the pass
+    assert row.cost.seconds == 42.0  # the engine and the pass
 
 
 def test_pairs_of_what_helps_are_tried(run_dir: Path) -> None:
@@ -309,16 +309,16 @@ def test_the_verdict_after_fixes_is_that_of_the_best(run_dir: Path, verdict: Any
     spec = replace(spec_of("fp32"), verdict=verdict)
     report, _ = build_report(run_dir, spec)
     made = with_fixes(report, run_dir, spec, None)
-    assert made.fixes is not None
-    after = made.fixes.outcome("fp32").verdict_after
+    assert made.result("fixes") is not None
+    after = made.result("fixes").outcome("fp32").verdict_after
     assert after is not None
     if verdict == "as-is":
         assert made.verdict == report.verdict
-        assert made.fixes.verdict_as_is is None
+        assert made.result("fixes").verdict_as_is is None
     else:
         assert made.verdict.reason == f"after fp32: {after.reason}"
         assert made.verdict.status == after.status
-        assert made.fixes.verdict_as_is == report.verdict
+        assert made.result("fixes").verdict_as_is == report.verdict
 
 
 def test_without_a_fix_that_helps_the_verdict_stays(run_dir: Path) -> None:
@@ -327,8 +327,8 @@ def test_without_a_fix_that_helps_the_verdict_stays(run_dir: Path) -> None:
     report, _ = build_report(run_dir, spec)
     made = with_fixes(report, run_dir, spec, None)
     assert made.verdict == report.verdict
-    assert made.fixes is not None
-    assert made.fixes.best is None
+    assert made.result("fixes") is not None
+    assert made.result("fixes").best is None
 
 
 def test_scorings_of_fixes_stay_out_of_the_checks_own_report(run_dir: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.forecast import Forecast, grid, length_forecast
 from mismatch.metrics.series import below, capped_ess
 from mismatch.pipeline.document import report_from_json, report_to_json
-from mismatch.reports import forecast as shown
+from mismatch.reports.sections import forecast as shown
 from tests.conftest import grid as cases
 from tests.made_run import make_run
 from tests.reports_fixture import make_report
@@ -114,7 +113,7 @@ def test_a_sample_never_shows_less_than_one_sequence() -> None:
     assert got.floor == floor
     assert got.rows[-1].ess_untruncated.value == floor
     assert got.rows[-1].ess_untruncated.low == floor
-    said = " ".join(shown.sentences(replace(make_report(), forecast=got)))
+    said = " ".join(shown.sentences(got))
     assert "never shows an effective size under 0.39 %" in said
 
 
@@ -135,7 +134,7 @@ def test_late_positions_that_are_worse_fail_the_check() -> None:
     got = forecast(delta)
     assert "check-failed" in got.flags
     assert got.check.error.high < -0.3
-    said = " ".join(shown.sentences(replace(make_report(), forecast=got)))
+    said = " ".join(shown.sentences(got))
     assert "does not predict the second" in said
 
 
@@ -160,7 +159,7 @@ def test_heavy_tails_are_flagged_and_light_ones_are_not() -> None:
     for delta in (heavy, lone):
         got = forecast(delta)
         assert "heavy-tail" in got.flags
-        said = " ".join(shown.sentences(replace(make_report(), forecast=got)))
+        said = " ".join(shown.sentences(got))
         assert "the tail of delta is heavy" in said
     light = forecast(ar1(0, 0.0))
     assert "heavy-tail" not in light.flags
@@ -171,9 +170,9 @@ def test_the_reach_beyond_the_data_is_said() -> None:
     far, near = forecast(ar1(0, 0.0)), forecast(ar1(0, 0.0), target=200)
     assert "beyond-check" in far.flags
     assert "beyond-check" not in near.flags
-    said = " ".join(shown.sentences(replace(make_report(), forecast=far)))
+    said = " ".join(shown.sentences(far))
     assert "128× as long as the data" in said
-    inside = replace(make_report(), forecast=forecast(ar1(0, 0.0), target=64))
+    inside = forecast(ar1(0, 0.0), target=64)
     assert "within the data" in " ".join(shown.sentences(inside))
 
 
@@ -186,10 +185,11 @@ def test_too_little_is_not_enough(shape: tuple[int, int], samples: int) -> None:
     got = forecast(SD * np.random.default_rng(0).normal(size=shape), samples=samples)
     assert got.rows == ()
     assert got.missing.startswith("not enough")
-    report = replace(make_report(), forecast=got)
-    assert shown.sentences(report)[0].startswith("No forecast: not enough")
-    assert shown.pictures(report) == []
-    assert report_from_json(report_to_json(report)).forecast == got
+    report = make_report().with_analyses(forecast=got)
+    part = shown.section(got, report)
+    assert part.sentences[0].startswith("No forecast: not enough")
+    assert part.tables == part.figures == ()
+    assert report_from_json(report_to_json(report)).result("forecast") == got
 
 
 def test_identical_sides_need_no_forecast() -> None:
@@ -234,20 +234,22 @@ def test_budget_and_forecast_survive_the_json(tmp_path: Path) -> None:
     report = make_report()
     document = json.loads(json.dumps(report_to_json(report), allow_nan=False))
     back = report_from_json(document)
-    assert (back.budget, back.forecast) == (report.budget, report.forecast)
+    assert (back.result("budget"), back.result("forecast")) == (
+        report.result("budget"),
+        report.result("forecast"),
+    )
     del document["budget"], document["forecast"]
     old = report_from_json(document)
-    assert (old.budget, old.forecast) == (None, None)
+    assert (old.result("budget"), old.result("forecast")) == (None, None)
     assert "budget" not in report_to_json(old)
-    assert shown.view(old) is None
-    assert shown.sentences(old) == []
 
 
 def test_the_pictures_show_forecast_and_data() -> None:
-    spread, kept = shown.pictures(make_report())
-    assert "this run" in spread.svg
-    assert "geometric bounds" in kept.svg
-    assert "4,096" in kept.svg
+    report = make_report()
+    spread, kept = (f.draw() for f in shown.section(report.result("forecast"), report).figures)
+    assert "this run" in spread
+    assert "geometric bounds" in kept
+    assert "4,096" in kept
 
 
 def test_the_flag_sets_the_length_of_an_existing_run(
@@ -264,5 +266,5 @@ def test_the_flag_sets_the_length_of_an_existing_run(
     assert app(["compare", str(run), "--forecast-length", "512"], standalone_mode=False) in (0, 1)
     assert target() == 512
     assert "No forecast: not enough" in capsys.readouterr().out
-    with pytest.raises(MismatchError, match="--forecast-length 0"):
+    with pytest.raises(MismatchError, match="--forecast-length"):
         app(["compare", str(run), "--forecast-length", "0"], standalone_mode=False)

@@ -12,7 +12,6 @@ import json
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -50,7 +49,7 @@ def _example(name: str) -> Made:
 
 def _healthy() -> Made:
     tokens = made.make_tokens()
-    return replace(made.make_report(tokens), gradients=None), tokens
+    return made.make_report(tokens).with_analyses(gradients=None), tokens
 
 
 def _gradients() -> Made:
@@ -60,17 +59,17 @@ def _gradients() -> Made:
 
 def _fixes() -> Made:
     report, tokens = made.make_failing_report()
-    return replace(report, fixes=make_table("after-fixes"), gradients=None), tokens
+    return report.with_analyses(fixes=make_table("after-fixes"), gradients=None), tokens
 
 
 def _kernels() -> Made:
     report, tokens = _healthy()
-    return replace(report, kernels=make_audit_report()), tokens
+    return report.with_analyses(kernels=make_audit_report()), tokens
 
 
 def _engines() -> Made:
     with tempfile.TemporaryDirectory() as place:
-        return shown(make(Path(place), ODD_A)), made.make_tokens()
+        return shown(make(Path(place), ODD_A), Path(place)), made.make_tokens()
 
 
 MAKERS: dict[str, Callable[[], Made]] = {

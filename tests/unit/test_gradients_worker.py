@@ -96,6 +96,7 @@ def done(world: World, model: str, tmp_path_factory: pytest.TempPathFactory) -> 
     return run_dir
 
 
+@pytest.mark.slow
 def test_every_pass_has_its_vectors(done: Path, model: str) -> None:
     found = {(g.name, g.coefficients): g for g in load_gradients(done)}
     for name in ("reference:fp32", "fsdp", "fix:head"):
@@ -164,6 +165,7 @@ def test_a_damaged_gradient_is_refused(done: Path, tmp_path: Path) -> None:
         load_gradients(copy)
 
 
+@pytest.mark.slow
 def test_a_pass_that_fails_says_why_and_the_others_go_on(
     world: World, model: str, tmp_path: Path
 ) -> None:
@@ -234,6 +236,7 @@ def test_scorings_that_cannot_be_paired_leave_a_reason(
     assert "not finite" in gradient_failures(tmp_path, ["gradients"])["gradients"]
 
 
+@pytest.mark.slow
 def test_fixes_stop_where_the_budget_is_used_up(world: World, model: str, tmp_path: Path) -> None:
     fill(tmp_path)
     passes = _Passes(world, {"run_dir": str(tmp_path), "optional_s": 1.0})

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from mismatch.prompts.prompt import Prompt
 
 from mismatch.errors import MismatchError
 from mismatch.prompts.arithmetic import arithmetic_problems
+from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.specs import PromptSpec
 

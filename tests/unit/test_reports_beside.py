@@ -67,6 +67,7 @@ def test_without_routes_there_is_no_number() -> None:
     assert beside.rows(_beside(make_report(), "mine", None))[-1].experts == "–"
 
 
+@pytest.mark.slow
 def test_nothing_beside_the_headline_is_no_section() -> None:
     report, tokens = make_report(), make_tokens()
     headline = report.comparisons[0]

@@ -20,8 +20,8 @@ from tests.fixes_fixture import K3, make_table, make_useless_table, number
 from tests.reports_fixture import make_failing_report, make_report
 
 FAILING, TOKENS = make_failing_report()
-TRIED = replace(FAILING, fixes=make_table())
-USELESS = replace(make_report(), fixes=make_useless_table())
+TRIED = FAILING.with_analyses(fixes=make_table())
+USELESS = make_report().with_analyses(fixes=make_useless_table())
 
 
 def terminal(report, width=80):
@@ -54,6 +54,7 @@ def said(request):
     return flat(RENDERINGS[request.param](TRIED))
 
 
+@pytest.mark.slow
 def test_best_single_and_best_together_are_named_with_their_effect(said):
     assert "Best single fix: attention-sinks. k3 from 0.0610 to 1.02e-4 (598× less)" in said
     assert "mean |delta| from 0.122 to 0.00360 (34× less); the verdict with it: healthy." in said
@@ -91,6 +92,7 @@ def test_a_report_without_fixes_has_no_section(name):
     assert fixes.TITLE not in RENDERINGS[name](FAILING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_no_help_is_said_as_such(name):
     text = flat(RENDERINGS[name](USELESS))
@@ -105,13 +107,13 @@ def test_too_few_prompts_for_any_significance_are_named():
     assert not any("however large" in text for text in fixes.sentences(USELESS))
     few = {K3: replace(number(0.061), n_prompts=7)}
     rows = tuple(replace(one, before=few) for one in table.outcomes)
-    said = fixes.sentences(replace(USELESS, fixes=replace(table, outcomes=rows)))
+    said = fixes.sentences(USELESS.with_analyses(fixes=replace(table, outcomes=rows)))
     # 4 tests: 4 * 2 / 2**7 = 0.0625 > 0.05 >= 4 * 2 / 2**8
     assert any("With 7 prompts no change could be" in text for text in said)
     assert any("at least 8 prompts" in text for text in said)
     enough = {K3: replace(number(0.061), n_prompts=8)}
     rows = tuple(replace(one, before=enough) for one in table.outcomes)
-    said = fixes.sentences(replace(USELESS, fixes=replace(table, outcomes=rows)))
+    said = fixes.sentences(USELESS.with_analyses(fixes=replace(table, outcomes=rows)))
     assert not any("however large" in text for text in said)
 
 
@@ -175,7 +177,7 @@ def test_a_single_fix_that_beats_all_combinations_is_said():
     table = make_table()
     both, sinks, *others = table.outcomes
     alone = replace(table, outcomes=(sinks, both, *others), best_together="attention-sinks")
-    said = fixes.sentences(replace(TRIED, fixes=alone))
+    said = fixes.sentences(TRIED.with_analyses(fixes=alone))
     assert any(
         text.startswith("No combination does clearly better. Best of them: attent") for text in said
     )
@@ -190,7 +192,7 @@ def test_what_was_not_measured_is_no_number():
 
 
 def test_the_verdict_after_fixes_says_so():
-    report = replace(FAILING, fixes=make_table("after-fixes"))
+    report = FAILING.with_analyses(fixes=make_table("after-fixes"))
     assert any(
         "that of a run with attention-sinks+router-replay=ids. As it runs now: CRITICAL" in text
         for text in fixes.sentences(report)
@@ -207,11 +209,11 @@ def test_the_corrections_table_marks_what_was_asked_for():
 
 def test_the_loss_rows_take_their_numbers_from_the_preview():
     tis, override = fixes.loss_rows(TRIED)
-    preview = TRIED.corrections.named("tis-token")
+    preview = TRIED.result("corrections").named("tis-token")
     assert tis.label == preview.label
     assert tis.bias.startswith(fixes.signed(preview.token.bias))
     assert override.remark == fixes.HIDES
-    bare = fixes.loss_rows(replace(TRIED, corrections=None))
+    bare = fixes.loss_rows(TRIED.with_analyses(corrections=None))
     assert {one.kept for one in bare} == {"–"}
 
 
@@ -231,7 +233,7 @@ def test_labels_of_a_combination():
 
 @pytest.mark.parametrize(
     "report",
-    [TRIED, USELESS, replace(FAILING, fixes=make_table("after-fixes"))],
+    [TRIED, USELESS, FAILING.with_analyses(fixes=make_table("after-fixes"))],
     ids=["tried", "useless", "after"],
 )
 def test_json_is_valid_and_read_back(report):
@@ -258,7 +260,7 @@ def test_json_has_the_fields_that_readers_rely_on():
 def test_older_documents_have_no_fixes():
     document = report_to_json(FAILING)
     assert not {"fixes", "fix_trials"} & set(document)
-    assert report_from_json(document).fixes is None
+    assert report_from_json(document).result("fixes") is None
 
 
 def test_one_field_without_the_other_is_no_report():
@@ -272,6 +274,6 @@ def test_infinite_k3_survives():
     table = make_table()
     burst = replace(number(1.0), value=float("inf"), low=None, high=None, flags=("overflow",))
     broken = replace(table.outcomes[0], after={K3: burst})
-    report = replace(TRIED, fixes=replace(table, outcomes=(broken,)))
+    report = TRIED.with_analyses(fixes=replace(table, outcomes=(broken,)))
     text = json.dumps(report_to_json(report), allow_nan=False)
     assert report_from_json(json.loads(text)) == report

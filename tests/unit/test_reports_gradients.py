@@ -43,7 +43,7 @@ def html(made: GradientCheck) -> str:
 
 
 def markdown(made: GradientCheck) -> str:
-    return markdown_of(replace(REPORT, gradients=made))
+    return markdown_of(REPORT.with_analyses(gradients=made))
 
 
 RENDERINGS = {"terminal": terminal, "html": html, "markdown": markdown}
@@ -134,16 +134,16 @@ def test_pictures_show_what_can_be_told_apart() -> None:
 
 @pytest.mark.parametrize("prompts", [1, 4, 16])
 def test_the_report_holds_it_and_gives_it_back(prompts: int) -> None:
-    report = replace(REPORT, gradients=make_check(prompts))
+    report = REPORT.with_analyses(gradients=make_check(prompts))
     document = json.loads(json.dumps(report_to_json(report), allow_nan=False))
     jsonschema.Draft202012Validator(schema()).validate(document)
     assert report_from_json(document) == report
 
 
 def test_a_report_without_gradients_has_no_field_and_no_section() -> None:
-    report = replace(REPORT, gradients=None)
+    report = REPORT.with_analyses(gradients=None)
     assert "gradients" not in report_to_json(report)
-    assert report_from_json(report_to_json(report)).gradients is None
+    assert report_from_json(report_to_json(report)).result("gradients") is None
     assert gradients.view(None) is None
     assert gradients.in_short(None) == ""
     assert "Gradients" not in to_markdown(report)

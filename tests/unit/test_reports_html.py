@@ -199,6 +199,7 @@ def test_colours_follow_the_scheme(document: str) -> None:
     assert "prefers-color-scheme: dark" in document
 
 
+@pytest.mark.slow
 def test_figures_by_name_and_data() -> None:
     tokens = comparable(make_tokens())
     drawn = {picture.name: picture for picture in figures.pictures(make_report(), tokens)}
@@ -240,6 +241,7 @@ def test_bucket_means() -> None:
     assert count.tolist() == [2, 0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_failing_report, make_empty_report])
 def test_failing_and_empty_reports_render(make) -> None:  # type: ignore[no-untyped-def]
     report, tokens = make()
@@ -249,6 +251,7 @@ def test_failing_and_empty_reports_render(make) -> None:  # type: ignore[no-unty
     assert ("svg" in page.tags) == bool(report.comparisons)
 
 
+@pytest.mark.slow
 def test_identical_sides_render() -> None:
     tokens = make_tokens().assign(delta=0.0)
     tokens["train_logprob"] = tokens["rollout_logprob"]

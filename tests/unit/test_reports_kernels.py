@@ -181,10 +181,10 @@ def test_a_runs_report_holds_the_same_document():
         assert known[f"kernel_{name}"] == one
     inside = {key: alone[key] for key in alone.keys() - {"$schema", "$id", "title"}}
     assert known["kernels"] == inside
-    report = replace(make_report(), kernels=make_audit_report())
+    report = make_report().with_analyses(kernels=make_audit_report())
     made = json.loads(json.dumps(document.report_to_json(report), allow_nan=False))
     jsonschema.Draft202012Validator(document.schema()).validate(made)
-    assert document.report_from_json(made).kernels == report.kernels
+    assert document.report_from_json(made).result("kernels") == report.result("kernels")
     made["kernels"]["audits"][0]["verdict"] = "fine"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(document.schema()).validate(made)
@@ -261,7 +261,7 @@ def test_a_report_shows_the_section_only_where_there_is_an_audit():
     tokens, report = make_tokens(), make_report()
     assert 'id="kernels"' not in report_page(report, tokens)
     assert "<summary>Kernels" not in to_markdown(report)
-    with_audit = replace(report, kernels=make_audit_report())
+    with_audit = report.with_analyses(kernels=make_audit_report())
     page = report_page(with_audit, tokens)
     assert 'id="kernels"' in page
     assert 'href="#kernels"' in page
@@ -274,7 +274,7 @@ def test_a_report_shows_the_section_only_where_there_is_an_audit():
 
 @pytest.mark.parametrize("details", [False, True])
 def test_the_terminal_report_names_a_wrong_kernel(details):
-    report = replace(make_report(), kernels=make_audit_report("my.kernels:attend"))
+    report = make_report().with_analyses(kernels=make_audit_report("my.kernels:attend"))
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_report(report, console, details=details)
     text = " ".join(console.export_text().split())

@@ -104,6 +104,7 @@ def test_errors_are_those_of_rounding(
     assert all(error <= most for error, most in zip(errors, limits, strict=True)), errors
 
 
+@pytest.mark.slow
 def test_sums_over_blocks_are_not_rounded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # 256 and more blocks in bfloat16: a sum of equal terms would stand still at the 256th.
     tokens = 600

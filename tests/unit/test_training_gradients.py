@@ -222,6 +222,7 @@ def test_without_sinks_they_get_no_gradient(world: World, models: dict[str, str]
     assert cosine < 0.99
 
 
+@pytest.mark.slow
 def test_replayed_routes_hold_in_the_backward_pass(world: World, models: dict[str, str]) -> None:
     plain = replace(spec_of(models["qwen3_moe"]), routing=True, grad=False)
     loaded = load(plain, world.mesh, world.device)
@@ -242,6 +243,7 @@ def test_replayed_routes_hold_in_the_backward_pass(world: World, models: dict[st
     assert slope == pytest.approx(length, rel=0.01)
 
 
+@pytest.mark.slow
 def test_fp16_backs_off_from_a_scale_that_overflows(
     world: World, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,7 @@ def test_the_factor_is_the_least_over_both_sets_of_tokens(tmp_path: Path) -> Non
     assert made.factor == pytest.approx(1.58, rel=0.1)  # √(0.008² + 0.004²) / (0.004 √2)
 
 
+@pytest.mark.slow
 def test_three_alike_do_not_stand_apart(tmp_path: Path) -> None:
     found = [make(tmp_path / str(seed), ALIKE, seed=seed).odd for seed in range(8)]
     assert found == [None] * 8
@@ -203,7 +204,7 @@ def test_an_edge_is_the_comparison_of_its_two_scorings(tmp_path: Path) -> None:
     left, right = (store.load_scoring(place, f"{name}:prefill").logprobs for name in edge.parties)
     for name in ("kl", "logprob_abs_diff_mean"):
         assert edge.comparison.metrics[name].value == pytest.approx(METRICS[name](right - left))
-    assert (edge.comparison.rollout, edge.comparison.train) == (f"{B}:prefill", f"{A}:prefill")
+    assert (edge.comparison.left, edge.comparison.right) == (f"{B}:prefill", f"{A}:prefill")
 
 
 def test_an_engine_that_cannot_rescore_is_not_tested_with_its_reason(tmp_path: Path) -> None:
@@ -226,18 +227,22 @@ def test_an_engine_that_cannot_rescore_is_not_tested_with_its_reason(tmp_path: P
 # ---------------------------------------------------------------- how it is written
 
 
-def shown(made: Triangle) -> Any:
-    report = replace(make_report(), engines=made)
-    facts = {f"{one.engine}:decode": one.fingerprint for one in made.engines}
+def shown(made: Triangle, run: Path) -> Any:
+    report = make_report().with_analyses(engines=made)
+    facts = {
+        name: store.scoring_header(run / one.place, name)["fingerprint"]
+        for one in made.sides
+        for name in (f"{one.engine}:decode",)
+    }
     return replace(report, fingerprints=report.fingerprints | facts)
 
 
 @pytest.mark.parametrize("unable", ["", B])
 def test_the_document_is_strict_and_reads_back(tmp_path: Path, unable: str) -> None:
-    report = shown(make(tmp_path, ODD_A, unable=unable))
+    report = shown(make(tmp_path, ODD_A, unable=unable), tmp_path)
     document = json.loads(json.dumps(report_to_json(report), allow_nan=False))
     jsonschema.validate(document, schema())
-    assert report_from_json(document).engines == report.engines
+    assert report_from_json(document).result("engines") == report.result("engines")
     document["engines"]["edges"][0]["more"] = 1
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(document, schema())
@@ -245,8 +250,8 @@ def test_the_document_is_strict_and_reads_back(tmp_path: Path, unable: str) -> N
 
 @pytest.mark.slow
 def test_every_rendering_names_the_odd_one_and_every_edge(tmp_path: Path) -> None:
-    report = shown(make(tmp_path, ODD_A))
-    made = report.engines
+    report = shown(make(tmp_path, ODD_A), tmp_path)
+    made = report.result("engines")
     page, text = to_html(report, make_tokens()), to_markdown(report)
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_engines(report, console)
@@ -265,15 +270,17 @@ def test_every_rendering_names_the_odd_one_and_every_edge(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_three_that_agree_are_written_so_and_drawn_thin(tmp_path: Path) -> None:
-    report = shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}))
+    report = shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}), tmp_path)
     page, text = to_html(report, make_tokens()), to_markdown(report)
-    assert sentences(report.engines)[0].startswith("All three agree: on both sets of tokens")
+    assert sentences(report.result("engines"), report)[0].startswith(
+        "All three agree: on both sets of tokens"
+    )
     for written in (page, text):
         assert "All three agree" in written
         assert "is the odd one out" not in written
         assert "stands apart" not in written
     assert "shorter than 1e-5 nats, all three agree" in " ".join(page.split())
-    widths = [thickest(picture.svg) for picture in pictures(report.engines)]
+    widths = [thickest(picture.svg) for picture in pictures(report.result("engines"))]
     clear = thickest(pictures(make(tmp_path / "clear", ODD_A))[0].svg)
     assert max(widths) < clear / 2
 
@@ -284,20 +291,22 @@ def thickest(svg: str) -> float:
 
 @pytest.mark.slow
 def test_without_a_complete_triangle_there_is_no_picture(tmp_path: Path) -> None:
-    report = shown(make(tmp_path, ODD_A, unable=B))
+    report = shown(make(tmp_path, ODD_A, unable=B), tmp_path)
     found = view(report)
     assert found is not None
     assert found["pictures"] == []
     assert "not tested" in to_html(report, make_tokens())
-    assert any("not tested" in sentence.lower() for sentence in sentences(report.engines))
+    assert any(
+        "not tested" in sentence.lower() for sentence in sentences(report.result("engines"), report)
+    )
 
 
 @pytest.mark.slow
 def test_names_of_engines_are_foreign_text(tmp_path: Path) -> None:
-    report = shown(make(tmp_path, ODD_A))
+    report = shown(make(tmp_path, ODD_A), tmp_path)
     evil = "<b>x</b>"
-    rows = tuple(replace(row, version=evil) for row in report.engines.engines)
-    made = replace(report, engines=replace(report.engines, engines=rows, reason=evil))
+    rows = tuple(replace(row, version=evil) for row in report.result("engines").sides)
+    made = report.with_analyses(engines=replace(report.result("engines"), sides=rows, reason=evil))
     assert evil not in to_html(made, make_tokens())
 
 
@@ -424,8 +433,8 @@ def test_a_check_with_two_engines_reports_them(
     make(run_dir, ODD_A)
     monkeypatch.setattr(Stages, "measure", lambda *_, **__: None)
     report = run_check(replace(spec_of(), noise_floor=False), run_dir, Quiet())
-    assert report.engines is not None
-    assert report.engines.odd == A
+    assert report.result("engines") is not None
+    assert report.result("engines").odd == A
     assert f"{B}:decode" in report.fingerprints
     assert report.comparisons[0].rollout == f"{A}:decode"
     assert not any(one.startswith(B) for one in report.not_tested)

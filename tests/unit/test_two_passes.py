@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
-from mismatch.processes.workers.replay import replay_source
 
 from mismatch.analysis.two_passes import mark_injected, two_passes
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.passes import reference_of, training_passes
-from mismatch.injections import describe, parse_injections
 from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
 from mismatch.models.config import is_moe
+from mismatch.models.injections import describe, parse_injections
 from mismatch.models.moe import require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
+from mismatch.processes.workers.replay import replay_source
 from mismatch.processes.workers.train import left_out
 from mismatch.reports import two_passes as section
 from mismatch.reports.html import to_html
@@ -320,7 +320,7 @@ def test_a_run_without_noise_says_nothing_of_injections() -> None:
     for text in (_terminal(report), to_markdown(report)):
         assert "Two forward passes" in text
         assert "Injected on purpose" not in text
-    without = replace(report, two_passes=None)
+    without = report.with_analyses(two_passes=None)
     for text in (_terminal(without), to_markdown(without), to_html(without, make_tokens())):
         assert "Two forward passes" not in text
 
@@ -341,7 +341,7 @@ def test_the_document_keeps_them_and_fulfils_its_schema() -> None:
     document = json.loads(json.dumps(report_to_json(report), allow_nan=False))
     Draft202012Validator(schema()).validate(document)
     assert document["two_passes"]["injected"] == "router-noise=0.05 (seed 0)"
-    assert report_from_json(document).two_passes == report.two_passes
+    assert report_from_json(document).result("two_passes") == report.result("two_passes")
     del document["two_passes"]  # written by an earlier version
     Draft202012Validator(schema()).validate(document)
-    assert report_from_json(document).two_passes is None
+    assert report_from_json(document).result("two_passes") is None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mismatch.analysis.corrections.choice import choose
+from mismatch.analysis.corrections.recipes import recipes
 from mismatch.analysis.corrections.types import Against, Corrections, Preview
 from mismatch.errors import MismatchError
 from mismatch.metrics.corrections import (
@@ -102,6 +103,7 @@ def preview(
         clamped=ratios.clamped,
         heavy_tail=heavy_tail(ratios.token),
         not_tested=tuple(missing),
+        recipes=() if best is None else recipes(best, settings),
     )
 
 

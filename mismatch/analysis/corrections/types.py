@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.metrics.corrections import Level, Settings
 from mismatch.types import Estimate
 
@@ -80,6 +81,7 @@ class Corrections:
         clamped: tokens and sequences whose log-ratio was clamped to ±20.
         heavy_tail: few tokens carry the ratios.
         not_tested: what could not be said, and why.
+        recipes: how each framework switches ``best`` on; empty without a ranking.
     """
 
     rollout: str
@@ -94,6 +96,7 @@ class Corrections:
     clamped: int
     heavy_tail: bool
     not_tested: tuple[str, ...]
+    recipes: tuple[Recipe, ...] = ()
 
     def named(self, id: str) -> Preview:
         """The preview of one correction."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import MismatchError
+from mismatch.run.machine import SHARED_BYTES
 from mismatch.specs import AS_STORED, TORCH_NAMES, EngineSpec
 from mismatch.types import Sampling
 
@@ -27,7 +28,6 @@ OWN_OPTIONS = {
     "seed": "--seed",
     "trust_remote_code": "--trust-remote-code",
 }
-SHARED_BYTES = 192 * 2**20  # vLLM's message ring is 160 MiB
 LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
 
 

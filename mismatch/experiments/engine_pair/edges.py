@@ -30,7 +30,7 @@ from mismatch.experiments.fixes.base import SHOWN
 from mismatch.run import store
 from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec
-from mismatch.types import Floats, Pair, Report, Scoring
+from mismatch.types import Floats, Pair, Report, Scoring, SidePair
 
 if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
@@ -71,15 +71,16 @@ def with_engines(
 ) -> Report:
     """The report with its triangle; the verdict stays that of the first engine."""
     made = triangle(run_dir, spec, thresholds)
-    second = made.engines[1]
-    added = {f"{second.engine}:decode": second.fingerprint}
+    second = made.sides[1]
+    name = f"{second.engine}:decode"
+    facts = store.scoring_header(run_dir / second.place, name)["fingerprint"]
     missing = tuple(f"two engines: {reason}" for reason in made.not_tested)
     said = {edge.reason for edge in made.edges}
-    missing += tuple(one for one in second.fingerprint.get("not_tested", ()) if one not in said)
+    missing += tuple(one for one in facts.get("not_tested", ()) if one not in said)
     return replace(
         report,
-        engines=made,
-        fingerprints=report.fingerprints | added,
+        analyses=report.analyses | {"engines": made},
+        fingerprints=report.fingerprints | {name: facts},
         not_tested=(*report.not_tested, *missing),
     )
 
@@ -102,7 +103,7 @@ def triangle(run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = Non
     odd, factor = odd_one(found, sizes) if found else (None, None)
     rows = [_row(corner, spec.seed, thresholds) for corner in corners]
     return Triangle(
-        engines=(rows[0], rows[1]),
+        sides=(rows[0], rows[1]),
         edges=tuple(edges),
         contrasts=tuple(found),
         odd=odd,
@@ -197,7 +198,7 @@ def _edges(corner: Corner, seed: int) -> Iterator[Edge]:
         made = compare(
             sides.rollout, left, right, sampled_by_left=law, seed=seed, headline_only=True
         )
-        yield Edge(parties, sampler, kind, made)
+        yield Edge(parties, sampler, kind, SidePair.of(made))
 
 
 def _row(corner: Corner, seed: int, thresholds: Thresholds | None) -> EngineRow:
@@ -209,6 +210,5 @@ def _row(corner: Corner, seed: int, thresholds: Thresholds | None) -> EngineRow:
         engine=corner.sampler,
         version=str(facts.get("version", "")),
         place=corner.place,
-        fingerprint=facts,
         verdict=corner.sides.verdict(made, thresholds),
     )

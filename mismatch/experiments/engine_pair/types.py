@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mismatch.types import Comparison, Estimate, Fingerprint, Verdict
+from mismatch.types import Estimate, SidePair, Verdict
 
 TRAINER = "trainer"
 Kind = Literal["prefill", "decode"]
@@ -27,7 +28,7 @@ class Edge:
     parties: tuple[str, str]
     tokens: str
     kind: Kind
-    comparison: Comparison | None
+    comparison: SidePair | None
     reason: str = ""
 
 
@@ -44,7 +45,6 @@ class EngineRow:
     engine: str
     version: str
     place: str
-    fingerprint: Fingerprint
     verdict: Verdict | None
 
 
@@ -76,7 +76,7 @@ class Triangle:
         not_tested: one sentence each.
     """
 
-    engines: tuple[EngineRow, EngineRow]
+    sides: tuple[EngineRow, EngineRow]
     edges: tuple[Edge, ...]
     contrasts: tuple[Contrast, ...]
     odd: str | None
@@ -84,9 +84,13 @@ class Triangle:
     reason: str
     not_tested: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        if self.odd is not None and self.factor is None:  # the third edge is 0: null in a document
+            object.__setattr__(self, "factor", math.inf)
+
     @property
     def parties(self) -> tuple[str, str, str]:
-        return self.engines[0].engine, self.engines[1].engine, TRAINER
+        return self.sides[0].engine, self.sides[1].engine, TRAINER
 
     def edge(self, one: str, other: str, tokens: str, kind: Kind) -> Edge | None:
         """The edge between two parties on one set of tokens, whichever stands left."""

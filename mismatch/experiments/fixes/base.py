@@ -136,6 +136,19 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
+class FixCost:
+    """What running with a fix took.
+
+    Attributes:
+        seconds: of the forward passes or the engine's process; None if not measured.
+        peak_bytes: highest memory of the process; None where it was not measured.
+    """
+
+    seconds: float | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FixOutcome:
     """What measuring one fix, or several together, gave.
 
@@ -156,8 +169,6 @@ class FixOutcome:
         significant: told from chance; None if not measured.
         outcome: "better": it lowers k3 or mean |delta| significantly and raises neither; "worse":
             the reverse; "mixed": both; "none": no significant difference. None: not measured.
-        seconds: it took to run: the forward passes or the engine's process; None if not measured.
-        peak_bytes: highest memory of the process; None where it was not measured.
         verdict_after: of a run with it; None if not measured.
     """
 
@@ -175,9 +186,8 @@ class FixOutcome:
     p_values: dict[str, float] = field(default_factory=dict)
     significant: bool | None = None
     outcome: Effect | None = None
-    seconds: float | None = None
-    peak_bytes: int | None = None
     verdict_after: Verdict | None = None
+    cost: FixCost = field(default_factory=FixCost)
 
     @property
     def measured(self) -> bool:
@@ -225,13 +235,13 @@ class FixTable:
     """
 
     outcomes: tuple[FixOutcome, ...]
-    estimators: tuple[EstimatorFix, ...] = ()
     best: str | None = None
     best_together: str | None = None
     left_out: tuple[str, ...] = ()
     method: str = ""
     verdict: Literal["as-is", "after-fixes"] = "as-is"
     seconds: float | None = None
+    estimators: tuple[EstimatorFix, ...] = ()
     verdict_as_is: Verdict | None = None
 
     def outcome(self, name: str) -> FixOutcome:

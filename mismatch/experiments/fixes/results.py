@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from mismatch.analysis.levels import default_thresholds
 from mismatch.analysis.sides import Sides
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import RANKED_BY, SHOWN, EstimatorFix, FixOutcome, FixTable
+from mismatch.experiments.fixes.base import (
+    RANKED_BY,
+    SHOWN,
+    EstimatorFix,
+    FixCost,
+    FixOutcome,
+    FixTable,
+)
 from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of
 from mismatch.experiments.fixes.significance import (
     METHOD,
@@ -46,13 +53,13 @@ def with_fixes(
         return report
     table = table_of(run_dir, spec, thresholds, report)
     if spec.verdict == "as-is" or table.best_together is None:
-        return replace(report, fixes=replace(table, verdict=spec.verdict))
+        return report.with_analyses(fixes=replace(table, verdict=spec.verdict))
     after = table.outcome(table.best_together).verdict_after
     if after is None:
-        return replace(report, fixes=replace(table, verdict=spec.verdict))
+        return report.with_analyses(fixes=replace(table, verdict=spec.verdict))
     told = replace(after, reason=f"after {table.best_together}: {after.reason}")
     table = replace(table, verdict=spec.verdict, verdict_as_is=report.verdict)
-    return replace(report, fixes=table, verdict=told)
+    return replace(report.with_analyses(fixes=table), verdict=told)
 
 
 def table_of(
@@ -118,7 +125,7 @@ def outcomes(
             rows.append(variant.outcome(error.message))
             continue
         raw[row.id] = found
-        rows.append(replace(row, **_cost(sides, run_dir, variant)))
+        rows.append(replace(row, cost=_cost(sides, run_dir, variant)))
     return rows, raw
 
 
@@ -203,7 +210,7 @@ def _shown(made: Comparison) -> dict[str, Estimate]:
     return {name: known[name] for name in SHOWN if name in known}
 
 
-def _cost(sides: Sides, run_dir: Path, variant: Variant) -> dict[str, Any]:
+def _cost(sides: Sides, run_dir: Path, variant: Variant) -> FixCost:
     """Seconds of its forward passes and, where the engine ran for it, of the engine."""
     facts = sides.train.fingerprint
     seconds = facts.get("seconds")
@@ -213,7 +220,7 @@ def _cost(sides: Sides, run_dir: Path, variant: Variant) -> dict[str, Any]:
         seconds = round(seconds + max(engine, default=0.0), 3)
     peaks = facts.get("peak_bytes") or 0  # one number, or one of every rank
     highest = max(peaks, default=0) if isinstance(peaks, list) else peaks
-    return {"seconds": seconds, "peak_bytes": highest or None}
+    return FixCost(seconds, highest or None)
 
 
 def _refused(state: dict[str, Any]) -> list[FixOutcome]:
@@ -227,7 +234,7 @@ def _refused(state: dict[str, Any]) -> list[FixOutcome]:
 
 
 def _estimators(state: dict[str, Any], report: Report | None) -> tuple[EstimatorFix, ...]:
-    corrections = None if report is None else report.corrections
+    corrections = None if report is None else report.result("corrections")
     rows = []
     for name in state["estimators"]:
         fix = chosen_of(name)[0].fix

@@ -11,9 +11,10 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mismatch.codec import from_json
 from mismatch.experiments.gradients.types import LOSSES, Trainer
 from mismatch.metrics.two_passes import CLIP
-from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict
+from mismatch.specs import CheckSpec, Pass, TrainSpec
 
 if TYPE_CHECKING:
     from mismatch.experiments.fixes.base import Context
@@ -81,12 +82,7 @@ class GradientPlan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GradientPlan:
         """The inverse of :meth:`to_json`."""
-        passes = tuple(
-            Planned(Trainer(**one["trainer"]), from_dict(TrainSpec, one["spec"]))
-            for one in data["passes"]
-        )
-        known = {**data, "passes": passes, "not_tested": tuple(data["not_tested"])}
-        return cls(**known)
+        return from_json(cls, data)
 
 
 def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientPlan:
@@ -137,8 +133,8 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
 
 def memory_line(spec: CheckSpec) -> str:
     """What gradients need beside their passes, from the model's sizes; see ``require_room``."""
-    from mismatch.doctor.memory import gib
     from mismatch.models.config import find_config
+    from mismatch.run.machine import gib
 
     found = find_config(spec.train.model, spec.train.revision)
     one = 4.0 * found.model.require_counts().parameters

@@ -1,26 +1,43 @@
 """``kernels.json``: an audit of kernels as plain data, schema ``mismatch.kernels/1``.
 
-The JSON schema is shipped beside this module (:func:`schema`); the fields are explained in
-docs/kernels.md. A report of a run holds the same document under ``kernels``.
+The fields are explained in docs/kernels.md. A report of a run holds the same under ``kernels``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mismatch.experiments.kernels.types import Audit, AuditReport, Cost, Error, Finding, Harm
+from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
+from mismatch.experiments.kernels.types import AuditReport
 from mismatch.experiments.kernels.verdict import judge
-from mismatch.json_values import packaged_schema, plain, read_document
 
 SCHEMA = "mismatch.kernels/1"
 FILE = "kernels.json"
+COMMAND, PAGE = "mismatch kernels", "docs/kernels.md"
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of the document, as shipped in the package."""
-    return packaged_schema("kernels-1.json")
+    """The JSON Schema of the document."""
+    definitions: dict[str, Any] = {}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA}
+    return {**head, **kernels_schema(definitions), "$defs": definitions}
+
+
+def kernels_schema(definitions: dict[str, Any]) -> dict[str, Any]:
+    """The same as a part of another schema."""
+    audit = object_schema(AuditReport, definitions)
+    verdict = {
+        "type": "object",
+        "properties": {"status": {"enum": ["sound", "wrong"]}, "reason": {"type": "string"}},
+        "required": ["status", "reason"],
+        "additionalProperties": False,
+    }
+    head = {"schema": {"const": SCHEMA}, "verdict": verdict}
+    return audit | {
+        "properties": head | audit["properties"],
+        "required": [*head, *audit["required"]],
+    }
 
 
 def kernels_to_json(report: AuditReport) -> dict[str, Any]:
@@ -30,43 +47,20 @@ def kernels_to_json(report: AuditReport) -> dict[str, Any]:
         MismatchError: nothing was audited.
     """
     verdict = judge(report)
-    return {
-        "schema": SCHEMA,
-        "verdict": {"status": verdict.status, "reason": verdict.reason},
-        **plain(dataclasses.asdict(report)),
-    }
+    head = {"status": verdict.status, "reason": verdict.reason}
+    return {"schema": SCHEMA, "verdict": head, **to_json(report)}
 
 
 def kernels_from_json(document: Any) -> AuditReport:
-    """The inverse of :func:`kernels_to_json`.
+    """The inverse of :func:`kernels_to_json`; the verdict is not read: it follows from the rest.
 
     Raises:
-        MismatchError: no such document, a schema of another version, or a missing field (named).
+        MismatchError: no such document, a schema of another version, or a field that does not fit.
     """
-    return read_document(
-        document, SCHEMA, _read, command="mismatch kernels", page="docs/kernels.md"
-    )
-
-
-def _read(document: dict[str, Any]) -> AuditReport:
-    return AuditReport(
-        model=document["model"],
-        device=document["device"],
-        geometry=document["geometry"],
-        audits=tuple(audit_from_json(one) for one in document["audits"]),
-        facts=document["facts"],
-        not_tested=tuple(document["not_tested"]),
-    )
-
-
-def optional_kernels(report: AuditReport | None) -> dict[str, Any]:
-    """The field of a run's report; absent where no audit was made."""
-    return {} if report is None else {"kernels": kernels_to_json(report)}
-
-
-def optional_from_json(document: dict[str, Any] | None) -> AuditReport | None:
-    """The inverse of :func:`optional_kernels`, of the field."""
-    return None if document is None else kernels_from_json(document)
+    fields = fields_of(document, SCHEMA, command=COMMAND)
+    fields.pop("verdict", None)
+    with refused(SCHEMA, command=COMMAND, page=PAGE):
+        return from_json(AuditReport, fields)
 
 
 def of_run(run_dir: Path | str) -> AuditReport | None:
@@ -80,33 +74,3 @@ def of_run(run_dir: Path | str) -> AuditReport | None:
     if not (Path(run_dir) / FILE).exists():
         return None
     return kernels_from_json(store.load_document(run_dir, FILE))
-
-
-def audit_to_json(one: Audit) -> dict[str, Any]:
-    """One implementation: what the audit's process leaves on disk."""
-    found: dict[str, Any] = plain(dataclasses.asdict(one))
-    return found
-
-
-def audit_from_json(entry: dict[str, Any]) -> Audit:
-    """The inverse of :func:`audit_to_json`.
-
-    Raises:
-        KeyError, TypeError: a field is missing or unknown.
-    """
-    return Audit(
-        **{
-            **entry,
-            "findings": tuple(Finding(**one) for one in entry["findings"]),
-            "errors": tuple(Error(**one) for one in entry["errors"]),
-            "costs": tuple(Cost(**one) for one in entry["costs"]),
-            "harm": harm_from_json(entry["harm"]),
-        }
-    )
-
-
-def harm_from_json(entry: dict[str, Any] | None) -> Harm | None:
-    """What a kernel does to the model, with the numbers that it is held against."""
-    if entry is None:
-        return None
-    return Harm(**{**entry, "baseline": harm_from_json(entry["baseline"])})

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
 from mismatch.experiments.regression.types import Against
-from mismatch.json_values import packaged_schema, plain
-from mismatch.types import Comparison
 
 SCHEMA = "mismatch.against/1"
+COMMAND, PAGE = "mismatch compare NEW --against OLD", "docs/runs.md"
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of the document, as shipped in the package."""
-    return packaged_schema("against-1.json")
-
-
-def against_to_json(made: Against) -> dict[str, Any]:
-    """All of it; numbers are finite or null."""
+    """The JSON Schema of the document."""
+    definitions: dict[str, Any] = {}
+    whole = object_schema(Against, definitions)
+    row = definitions["AgainstRow"]
+    for definition, field in ((row, "metric"), (definitions["Comparison"], "breakdowns")):
+        del definition["properties"][field]
+        definition["required"] = list(definition["properties"])
+    by_metric = {"type": "object", "additionalProperties": {"$ref": "#/$defs/AgainstRow"}}
+    properties = {
+        "metrics" if name == "rows" else name: by_metric if name == "rows" else kind
+        for name, kind in whole["properties"].items()
+    }
     return {
-        "schema": SCHEMA,
-        "outcome": made.outcome,
-        "fails": made.fails,
-        "reason": made.reason,
-        "margin": made.margin,
-        "old": plain(dataclasses.asdict(made.old)),
-        "new": plain(dataclasses.asdict(made.new)),
-        "prompts": made.prompts,
-        "same_tokens": made.same_tokens,
-        "same_sequences": made.same_sequences,
-        "metrics": {row.metric: _row(dataclasses.asdict(row)) for row in made.rows},
-        "changed": [dataclasses.asdict(one) for one in made.changed],
-        "engines": None if made.engines is None else _engines(made.engines),
-        "notes": list(made.notes),
-        "method": made.method,
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": SCHEMA,
+        **whole,
+        "properties": {"schema": {"const": SCHEMA}, **properties},
+        "required": ["schema", *properties],
+        "$defs": definitions,
     }
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: plain(value) for key, value in row.items() if key != "metric"}
+def against_to_json(made: Against) -> dict[str, Any]:
+    """All of it, rows by metric; numbers are finite or null."""
+    fields = to_json(made)
+    rows = {row.pop("metric"): row for row in fields["rows"]}
+    if fields["engines"] is not None:
+        del fields["engines"]["breakdowns"]  # few metrics only, and none of them broken down
+    return {
+        "schema": SCHEMA,
+        **{"metrics" if name == "rows" else name: rows if name == "rows" else value
+           for name, value in fields.items()},
+    }  # fmt: skip
 
 
-def _engines(made: Comparison) -> dict[str, Any]:
-    entry = dataclasses.asdict(made)
-    return {key: plain(value) for key, value in entry.items() if key != "breakdowns"}
+def against_from_json(document: Any) -> Against:
+    """The inverse of :func:`against_to_json`.
+
+    Raises:
+        MismatchError: no such document, a schema of another version, or a field that does not fit.
+    """
+    fields = fields_of(document, SCHEMA, command=COMMAND)
+    rows = fields.pop("metrics", {})
+    fields["rows"] = [{"metric": metric, **row} for metric, row in rows.items()]
+    with refused(SCHEMA, command=COMMAND, page=PAGE):
+        return from_json(Against, fields)

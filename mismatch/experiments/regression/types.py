@@ -87,6 +87,10 @@ class Against:
         method: how significance was decided, one sentence.
     """
 
+    outcome: Outcome
+    fails: bool
+    reason: str
+    margin: float
     old: RunSide
     new: RunSide
     prompts: int
@@ -95,10 +99,6 @@ class Against:
     rows: tuple[AgainstRow, ...]
     changed: tuple[Changed, ...]
     engines: Comparison | None
-    outcome: Outcome
-    margin: float
-    fails: bool
-    reason: str
     notes: tuple[str, ...]
     method: str
 

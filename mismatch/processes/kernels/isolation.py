@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.types import Audit, AuditReport, Kind
+from mismatch.experiments.kernels.types import Audit, AuditReport, Harm, Kind
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.run.store import read_json, write_json
 
@@ -60,14 +61,6 @@ class AuditSpec:
     run: str | None = None
     seed: int = 0
     limit_s: float = 900.0
-
-    @classmethod
-    def of(cls, job: dict[str, Any]) -> AuditSpec:
-        """From JSON, where tuples are lists."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in job.items()
-        }
-        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,23 +159,21 @@ def collected(folder: Path) -> AuditReport:
     Raises:
         MismatchError: a file is damaged.
     """
-    from mismatch.experiments.kernels.document import audit_from_json, harm_from_json
-
     plan = read_json(folder / PLAN)
     not_tested = list(plan["not_tested"])
-    audits = [audit_from_json(entry) for entry in plan["unavailable"]]
+    audits = [from_json(Audit, entry) for entry in plan["unavailable"]]
     for entry in plan["steps"]:
         step = Step(**entry)
         result = read_json(folder / step.file)
         failed = result.get("failed")
-        audit = _failed(step, failed) if failed else audit_from_json(result)
+        audit = _failed(step, failed) if failed else from_json(Audit, result)
         harm = replace(step, what=HARM)
         if (folder / harm.file).exists():
             impact = read_json(folder / harm.file)
             if reason := impact.get("failed"):
                 not_tested.append(f"what {step.name} does to the model: {reason}")
             else:
-                audit = replace(audit, harm=harm_from_json(impact))
+                audit = replace(audit, harm=from_json(Harm, impact))
         audits.append(audit)
     return AuditReport(
         model=plan["model"],

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.document import audit_from_json, audit_to_json
 from mismatch.experiments.kernels.types import Audit, Kind, Origin
 from mismatch.experiments.kernels.verdict import answered
-from mismatch.json_values import plain
 from mismatch.processes.kernels.candidates import PLANTED, Candidate, names_here
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
 from mismatch.processes.kernels.isolation import AuditSpec, Step
@@ -70,13 +69,11 @@ class Work:
         return {
             "model": self.geometry.model,
             "device": self.options.device,
-            "geometry": plain(self.geometry.facts()),
+            "geometry": to_json(self.geometry.facts()),
             "facts": self._facts(),
             "not_tested": list(self._not_tested()),
             "unavailable": [
-                audit_to_json(
-                    Audit(c.name, "attention", c.origin, "unusable", c.unavailable, False)
-                )
+                to_json(Audit(c.name, "attention", c.origin, "unusable", c.unavailable, False))
                 for c in self.attention
                 if c.unavailable
             ],
@@ -97,13 +94,16 @@ class Work:
         """One implementation by itself."""
         start = time.monotonic()
         audit = self._attention(step) if step.kind == "attention" else self._experts(step)
-        return audit_to_json(replace(audit, seconds=round(time.monotonic() - start, 2)))
+        document: dict[str, Any] = to_json(
+            replace(audit, seconds=round(time.monotonic() - start, 2))
+        )
+        return document
 
     def harmful(self, result: dict[str, Any]) -> bool:
         """Whether the impact on the whole model is to be measured: attention with a fault."""
         if not self.spec.harm or "failed" in result:
             return False
-        audit = audit_from_json(result)
+        audit = from_json(Audit, result)
         return audit.kind == "attention" and answered(audit) and bool(audit.failed)
 
     def harm(self, step: Step, result: dict[str, Any]) -> dict[str, Any]:
@@ -122,9 +122,9 @@ class Work:
             device=device,
             seed=spec.seed,
         )
-        packed = any(finding.column == "packing" for finding in audit_from_json(result).failed)
+        packed = any(finding.column == "packing" for finding in from_json(Audit, result).failed)
         harm = measure_impact(source, self._candidate(step.name), chosen, packed)
-        document: dict[str, Any] = plain(asdict(harm))
+        document: dict[str, Any] = to_json(harm)
         return document
 
     def _attention(self, step: Step) -> Audit:

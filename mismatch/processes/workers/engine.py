@@ -34,7 +34,8 @@ from mismatch.engines.registry import engine_class
 from mismatch.engines.watch import Wanted, build_distributions, reported_law
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.derived import in_form
-from mismatch.prompts.sources import Prompt, read_prompts, render_prompts
+from mismatch.prompts.prompt import Prompt
+from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import resume, store
 from mismatch.run.messages import leave, report_ready, report_timing, say, write_error
 from mismatch.specs import RolloutSpec, from_dict, spec_hash

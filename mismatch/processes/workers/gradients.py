@@ -183,7 +183,7 @@ class _Taking:
                 save_gradients(self.run_dir, gradients, self.made_by(item), inputs, facts)
 
     def source(self, planned: Planned) -> ReplaySource | None:
-        from mismatch.processes.workers.train import replay_source
+        from mismatch.processes.workers.replay import replay_source
 
         return replay_source({"run_dir": self.run_dir}, self.rollout, planned.spec)
 

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.processes.kernels.isolation import DONE, HARM, LABEL, NOW, PLAN, AuditSpec, Step
 from mismatch.run.messages import PROGRESS, leave, report_ready, say, write_error
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
         return EXIT_FAILED
     job = read_json(Path(arguments[0]))
     try:
-        run(AuditSpec.of(job["spec"]), Path(job["place"]) / LABEL)
+        run(from_json(AuditSpec, job["spec"]), Path(job["place"]) / LABEL)
     except MismatchError as error:
         write_error(job["place"], LABEL, error)
         return EXIT_FAILED

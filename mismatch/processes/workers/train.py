@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
+from mismatch.processes.workers.replay import replay_source, routes_from
 from mismatch.run.messages import (
     SCORED,
     leave,
@@ -52,7 +53,6 @@ from mismatch.run.store import (
     distributions_file,
     load_distributions,
     load_rollout,
-    load_scoring,
     read_json,
     routing_file,
     save_scoring,
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from mismatch.captures import Distributions
     from mismatch.training.distributed import World
     from mismatch.training.load import LoadedModel
-    from mismatch.training.routing.replay import ReplaySource
     from mismatch.types import Rollout
 
 EXIT_FAILED = 2
@@ -317,11 +316,6 @@ def validate(passes: list[Pass]) -> None:
             require_runnable(one.spec)
 
 
-def routes_from(rollout: Rollout, spec: TrainSpec) -> str:
-    """Name of the scoring whose routes a pass replays."""
-    return spec.replay_source or f"{rollout.fingerprint['engine']}:decode"
-
-
 def left_out(run_dir: Path | str, rollout: Rollout, one: Pass) -> bool:
     """Whether a side pass has no routes to replay, because nobody could capture them.
 
@@ -330,20 +324,6 @@ def left_out(run_dir: Path | str, rollout: Rollout, one: Pass) -> bool:
     if one.name not in (NEW_REPLAYED, REPLAYED):
         return False
     return not scoring_header(run_dir, routes_from(rollout, one.spec)).get("routing")
-
-
-def replay_source(job: dict[str, Any], rollout: Rollout, spec: TrainSpec) -> ReplaySource | None:
-    """The routes that a pass replays, if it does: of the engine's decode, or of an earlier pass.
-
-    Raises:
-        MismatchError: no such scoring, no routes in it, or routes that cannot be true.
-    """
-    if spec.replay_routing is None:
-        return None
-    from mismatch.training.routing.replay import ReplaySource
-
-    scoring = load_scoring(job["run_dir"], routes_from(rollout, spec))
-    return ReplaySource.of(scoring, spec.replay_routing, rollout)
 
 
 def wait_for(path: Path) -> None:

@@ -72,7 +72,7 @@ def register() -> None:
     if needed():
         from mismatch.engines.sglang.cpu import plugin
 
-        plugin.register()
+        plugin.register(used, SINKS)
 
 
 def _declare_torchvision_operators() -> None:

@@ -8,8 +8,12 @@ PORTABLE = "torch_native"  # SGLang's attention backend where there are no kerne
 WITH_SINKS = frozenset({"GptOssForCausalLM"})
 
 
-def register() -> None:
-    """Apply both; a second call changes nothing."""
+def register(used: list[str], sinks: str) -> None:
+    """Apply both; a second call changes nothing.
+
+    Args:
+        used: where ``sinks`` is noted once the attention is built.
+    """
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.mem_cache.pool_host import common
 
@@ -22,10 +26,9 @@ def register() -> None:
         names = set(runner.model_config.hf_config.architectures or ())
         if not names & WITH_SINKS:
             return portable(runner)
-        from mismatch.engines.sglang import cpu as sglang_cpu
         from mismatch.engines.sglang.cpu.attention import backend_class
 
-        sglang_cpu.used.append(sglang_cpu.SINKS)
+        used.append(sinks)
         return backend_class()(runner)
 
     backend.mismatch = True  # type: ignore[attr-defined]

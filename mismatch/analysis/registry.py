@@ -1,0 +1,125 @@
+"""Analyses as plug-ins: what a report holds beyond its comparisons, by id.
+
+A new one is two files: ``mismatch/analysis/ID.py`` with ``ANALYSIS = Analysis(…)``, and
+``mismatch/reports/sections/ID.py`` with ``section(result, report)``. Nothing else names it.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from mismatch.codec import from_json, schema_of, to_json
+from mismatch.types import Comparison, NotTested, Rollout, Scoring
+
+if TYPE_CHECKING:
+    from mismatch.specs import CheckSpec
+
+R = TypeVar("R")
+SECTIONS = "mismatch.reports.sections"
+
+ELSEWHERE = ("mismatch.experiments.results",)  # analyses of passes beyond a check's own
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What an analysis may read: the artefacts of a run.
+
+    Attributes:
+        decode, train: the two sides of the headline comparison, which is ``comparison``.
+        usable: scoring name -> scoring, of all whose values can be trusted.
+        refused: scoring name -> why not.
+    """
+
+    rollout: Rollout
+    decode: Scoring
+    train: Scoring
+    comparison: Comparison
+    usable: dict[str, Scoring]
+    refused: dict[str, str]
+
+
+def not_measured(run: Measured, spec: CheckSpec) -> None:
+    """An analysis whose result comes from passes of its own, and not from a check's artefacts."""
+
+
+def seen(result: object) -> tuple[str, ...]:
+    """An analysis that leaves nothing out."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis(Generic[R]):
+    """One analysis: how its result is measured, and where it stands in a report.
+
+    Attributes:
+        id: its key in report.json.
+        result: a frozen dataclass, written and read by :mod:`mismatch.codec`.
+        measure: pure; None where the run does not ask for it.
+        section: import string of the function that shows it, ``module:function``; "": that of
+            ``mismatch/reports/sections/ID.py``.
+        unseen: what a result could not see, for the report's list of what was not tested.
+        order: of its key in report.json.
+    """
+
+    id: str
+    result: type[R]
+    measure: Callable[[Measured, CheckSpec], R | NotTested | None] = not_measured
+    section: str = ""
+    unseen: Callable[[R], tuple[str, ...]] = seen
+    order: int = 100
+
+    def write(self, result: R) -> dict[str, Any]:
+        """The keys of report.json that hold it."""
+        return {self.id: to_json(result)}
+
+    def read(self, document: dict[str, Any]) -> R | None:
+        """The inverse; None where the report does not have it."""
+        entry = document.get(self.id)
+        return None if entry is None else from_json(self.result, entry)
+
+    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
+        """The JSON Schema of its keys."""
+        return {self.id: schema_of(self.result, definitions)}
+
+
+_EXTRA: dict[str, Analysis[Any]] = {}
+
+
+def register(analysis: Analysis[Any]) -> None:
+    """Add an analysis of another package; one of the same id is replaced."""
+    _EXTRA[analysis.id] = analysis
+
+
+def unregister(id: str) -> None:
+    """Take a registered analysis out again."""
+    _EXTRA.pop(id, None)
+
+
+def analyses() -> list[Analysis[Any]]:
+    """All of them, in the order of their keys in report.json."""
+    return sorted([*_built_in(), *_EXTRA.values()], key=lambda analysis: analysis.order)
+
+
+@cache
+def _built_in() -> tuple[Analysis[Any], ...]:
+    import mismatch.analysis as room
+
+    here = [f"{room.__name__}.{info.name}" for info in pkgutil.iter_modules(room.__path__)]
+    modules = [import_module(name) for name in (*here, *ELSEWHERE) if name != __name__]
+    return tuple(
+        analysis
+        for module in modules
+        for analysis in getattr(module, "ANALYSES", [getattr(module, "ANALYSIS", None)])
+        if analysis is not None
+    )
+
+
+def section_of(id: str) -> str:
+    """Where the section of this id is made: ``module`` or ``module:function``."""
+    extra = _EXTRA.get(id)
+    return (extra.section if extra else "") or f"{SECTIONS}.{id}"

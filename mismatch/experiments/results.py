@@ -1,0 +1,58 @@
+"""The results of passes beyond a check's own, as plug-ins of its report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mismatch.analysis.registry import Analysis
+from mismatch.codec import from_json, schema_of, to_json
+from mismatch.experiments.engine_pair.types import Triangle
+from mismatch.experiments.fixes.base import FixOutcome, FixTable
+from mismatch.experiments.gradients.types import GradientCheck
+from mismatch.experiments.kernels.document import kernels_from_json, kernels_schema, kernels_to_json
+from mismatch.experiments.kernels.types import AuditReport
+
+
+class _Fixes(Analysis[FixTable]):
+    """Two keys: one entry per fix, and what holds for all of them."""
+
+    def write(self, result: FixTable) -> dict[str, Any]:
+        trials = to_json(result)
+        return {"fixes": trials.pop("outcomes"), "fix_trials": trials}
+
+    def read(self, document: dict[str, Any]) -> FixTable | None:
+        if "fixes" not in document:
+            return None
+        trials = document.get("fix_trials", {})
+        return from_json(FixTable, {"outcomes": document["fixes"], **trials})
+
+    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
+        schema_of(FixTable, definitions)
+        trials = dict(definitions.pop("FixTable"))
+        outcomes = trials["properties"].pop("outcomes")
+        trials["required"] = list(trials["properties"])
+        definitions["FixTrials"] = trials
+        return {"fixes": outcomes, "fix_trials": {"$ref": "#/$defs/FixTrials"}}
+
+
+class _Kernels(Analysis[AuditReport]):
+    """The document of ``mismatch kernels``, its schema's name and verdict with it."""
+
+    def write(self, result: AuditReport) -> dict[str, Any]:
+        return {self.id: kernels_to_json(result)}
+
+    def read(self, document: dict[str, Any]) -> AuditReport | None:
+        entry = document.get(self.id)
+        return None if entry is None else kernels_from_json(entry)
+
+    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
+        return {self.id: kernels_schema(definitions)}
+
+
+ANALYSES = (
+    _Fixes("fixes", FixTable, order=5),
+    Analysis("engines", Triangle, order=6),
+    _Kernels("kernels", AuditReport, order=7),
+    Analysis("gradients", GradientCheck, order=8),
+)
+__all__ = ["ANALYSES", "FixOutcome"]

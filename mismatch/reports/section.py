@@ -1,0 +1,142 @@
+"""The model of a report: what every renderer knows, and all that it knows.
+
+Cells hold numbers; :mod:`mismatch.reports.formatting` turns them into text, the same text in every
+rendering. Strings may be foreign (names, errors, tokens): renderers make them safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from mismatch.reports.formatting import Format, number, text
+from mismatch.types import Estimate
+
+Tone = Literal["", "dim", "strong", "code", "bar", "healthy", "warn", "critical"]
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """A token in the text around it."""
+
+    before: str
+    token: str
+    after: str
+
+
+Value = str | int | float | Estimate | Excerpt | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One value of a table.
+
+    >>> Cell(Estimate(0.1, 0.05, 0.2, 64, 8, 4), note="few prompts").value.value
+    0.1
+
+    Attributes:
+        value: None where nothing was measured.
+        tone: "healthy", "warn" and "critical" are badges, "bar" draws a share, "code" is a name
+            that a user types.
+        note: small print beside it; a terminal leaves it out.
+        format: of this value, where it is not the column's.
+    """
+
+    value: Value
+    tone: Tone = ""
+    note: str = ""
+    format: Format | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How the values of one column are written.
+
+    Attributes:
+        format: turns a number into text; ``text`` for strings, which are aligned to the left.
+        priority: a terminal drops columns of high priority numbers first; 0 always stays.
+        interval: priority of the estimates' 95 % intervals; None: they are not shown.
+        detail: small print under the title, on a page.
+    """
+
+    title: str
+    format: Format = number
+    priority: int = 0
+    interval: int | None = None
+    detail: str = ""
+
+    @property
+    def left(self) -> bool:
+        return self.format is text
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns and rows; a bare value in a row stands for a cell of it."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell | Value, ...], ...]
+
+    def cells(self) -> list[list[Cell]]:
+        """Every row as cells, as many as there are columns."""
+        rows = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in self.rows]
+        for row in rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"{len(row)} cells for {len(self.columns)} columns")
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A picture of a page; drawn only there.
+
+    Attributes:
+        name: unique in the page; anchor and prefix of ids.
+        draw: gives the ``<svg>`` element.
+    """
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Lines to be copied as they are: a configuration, a command."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of a report.
+
+    Attributes:
+        id: its anchor; for an analysis also its key in report.json.
+        lead: what this is, before any number.
+        warnings: what has to be known before the numbers are believed.
+        sentences: what the numbers say.
+        notes: small print after the tables.
+        parts: sections inside it, with titles of their own.
+        folded: a page shows only its title until it is opened (a part), Markdown too.
+        page_only: too wide or too long for a terminal and for Markdown.
+        short: one line, which stands for the section on a terminal without ``--details``; "": it
+            is always shown in full.
+    """
+
+    id: str
+    title: str
+    lead: str = ""
+    warnings: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    notes: tuple[str, ...] = ()
+    parts: tuple[Section, ...] = ()
+    folded: bool = True
+    page_only: bool = False
+    short: str = ""

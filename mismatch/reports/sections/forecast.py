@@ -1,0 +1,201 @@
+"""Importance weights at a longer response, extrapolated from this run's tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mismatch.metrics.forecast import Forecast, Row
+from mismatch.reports.formatting import (
+    MISSING,
+    count,
+    interval,
+    number,
+    percent,
+    small_percent,
+    times,
+)
+from mismatch.reports.section import Cell, Column, Figure, Section, Table
+from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.types import Estimate, Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CAUTIONS = {
+    "heavy-tail": "the tail of delta is heavy, so single tokens may cost far more than these "
+    "numbers say",
+    "few-prompts": "few prompts, so the intervals may be too narrow",
+    "one-prompt": "one prompt only, hence no interval",
+    "persistent": "whole responses are off in one direction, so the spread grows with the length "
+    "and not with its root",
+    "check-failed": "the first half of the positions does not predict the second: the tokens of "
+    "late positions differ from early ones",
+}
+LEAD = (
+    "What importance weights would do at a planned response length, extrapolated from the tokens "
+    "of this run."
+)
+COLUMNS = (
+    Column("tokens", count),
+    Column("spread, nats", number, interval=1),
+    Column("effective size", small_percent, 3, interval=4, detail="ratios capped at 2"),
+    Column("effective size, full ratios", small_percent, 1, detail="ratios not capped"),
+    Column("ratio over 2", small_percent, 3, detail="truncated or masked"),
+    Column("outside [1/2, 2]", small_percent, 3, detail="two-sided mask"),
+    Column("rejected", small_percent, 2, detail="geometric bounds"),
+)
+
+
+def section(result: Forecast, report: Report) -> Section:
+    """What the forecast says, how it was checked, how far it reaches, and what to doubt."""
+    said = sentences(result)
+    return Section(
+        id="forecast",
+        title="At a longer response",
+        lead=LEAD,
+        sentences=tuple(said),
+        tables=(Table(COLUMNS, tuple(_row(result, row) for row in result.rows)),)
+        if result.rows
+        else (),
+        figures=_figures(result) if len(result.rows) > 1 else (),
+        short=said[0],
+    )
+
+
+def _row(forecast: Forecast, row: Row) -> tuple[Cell | int | Estimate, ...]:
+    at_floor = row.ess_untruncated.value <= forecast.floor * (1 + 1e-9)
+    full = Cell(row.ess_untruncated, note="the floor, 1/N" if at_floor else "")
+    return row.length, row.spread, row.ess, full, row.truncated, row.outside, row.geo_rejected
+
+
+def sentences(forecast: Forecast) -> list[str]:
+    """The same in words."""
+    if forecast.missing:
+        return [f"No forecast: {forecast.missing}."]
+    said = [_headline(forecast), *_reach(forecast)]
+    if any(r.ess_untruncated.value <= forecast.floor * (1 + 1e-9) for r in forecast.rows):
+        said.append(
+            f"A sample of {count(round(1 / forecast.floor))} sequences never shows an effective "
+            f"size under {percent(forecast.floor)}: one sequence is left."
+        )
+    return said + [f"Caution: {CAUTIONS[flag]}." for flag in forecast.flags if flag in CAUTIONS]
+
+
+def _headline(forecast: Forecast) -> str:
+    last = forecast.rows[-1]
+    between = interval(last.spread, to=" to ").replace(MISSING, "no interval")
+    return (
+        f"At {count(last.length)} tokens the sequence log-ratio would spread by "
+        f"{number(last.spread.value)} nats ({between}); full importance weights would leave an "
+        f"effective sample of {small_percent(last.ess_untruncated.value)}, geometric bounds of "
+        f"0.999 and 1.001 would reject {small_percent(last.geo_rejected.value)}."
+    )
+
+
+def _reach(forecast: Forecast) -> list[str]:
+    check = forecast.check
+    if check is None:
+        return []
+    error = _signed(check.error.value)
+    if check.error.low is not None:
+        error += f", interval {interval(check.error, _signed, ' to ')}"
+    reach = (
+        "The target lies within the data."
+        if forecast.reach <= 1
+        else f"That vouches for a factor of 2; the target is {times(forecast.reach)} as long as "
+        "the data."
+    )
+    return [
+        f"Checked on this run: the first {count(check.fitted)} positions predict the spread at "
+        f"{count(check.length)} tokens as {number(check.predicted)} nats, it is "
+        f"{number(check.observed)} ({error}). {reach}"
+    ]
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.0f} %"
+
+
+def _figures(forecast: Forecast) -> tuple[Figure, ...]:
+    return (
+        Figure(
+            "forecast-spread",
+            "How sequence ratios spread with length",
+            "Standard deviation of the sum of delta over a response. Dots: this run's own "
+            "responses, cut to that length. The dashed line is where the data end.",
+            lambda: _spread(forecast),
+        ),
+        Figure(
+            "forecast-kept",
+            "What importance weights would keep",
+            "Effective size is the share of the sequences that importance weights leave in force. "
+            "Geometric rejection looks at the mean of delta, so it can fall with length; weights "
+            "of whole sequences only get worse.",
+            lambda: _kept(forecast),
+        ),
+    )
+
+
+def _spread(forecast: Forecast) -> str:
+    length = np.array([row.length for row in forecast.rows])
+    spread = np.array([row.spread.value for row in forecast.rows])
+    low = np.array([_end(row.spread, "low") for row in forecast.rows])
+    high = np.array([_end(row.spread, "high") for row in forecast.rows])
+    with drawing() as (figure, axes):
+        axes.fill_between(length, low, high, color=BAND, lw=0)
+        axes.plot(length, spread, color=ACCENT, lw=2, label="forecast, 95 % interval")
+        seen = np.array([point for point in forecast.observed if point[1] > 0]).reshape(-1, 2)
+        axes.plot(seen[:, 0], seen[:, 1], "o", color=SECOND, ms=5, label="this run")
+        axes.set(xscale="log", yscale="log")
+        _lengths(axes, forecast)
+        axes.yaxis.set_major_formatter(lambda value, _: number(value, 2))
+        axes.yaxis.set_minor_formatter(lambda value, _: "")
+        decades = np.arange(np.floor(np.log10(seen[:, 1].min())), np.log10(high.max()) + 1)
+        marks = np.outer(10.0**decades, [1.0, 2.0, 5.0]).ravel()
+        bottom, top = axes.get_ylim()
+        axes.set_yticks([mark for mark in marks if bottom <= mark <= top][:12])
+        axes.set_ylabel("spread of the log-ratio, nats")
+        axes.legend(loc="upper left")
+        return to_svg(figure, "forecast-spread", "Spread of the sequence log-ratio by length")
+
+
+def _kept(forecast: Forecast) -> str:
+    length = np.array([row.length for row in forecast.rows])
+    lines = (
+        ("effective size, ratios capped at 2", ACCENT, "-", [row.ess for row in forecast.rows]),
+        ("effective size, full ratios", INK, ":", [row.ess_untruncated for row in forecast.rows]),
+        ("rejected, geometric bounds", SECOND, "--", [row.geo_rejected for row in forecast.rows]),
+        ("outside [1/2, 2]", FAINT, "-.", [row.outside for row in forecast.rows]),
+    )
+    with drawing() as (figure, axes):
+        first = lines[0][3]
+        low = 100 * np.array([_end(estimate, "low") for estimate in first])
+        high = 100 * np.array([_end(estimate, "high") for estimate in first])
+        axes.fill_between(length, low, high, color=BAND, lw=0)
+        for label, color, style, estimates in lines:
+            values = [100 * estimate.value for estimate in estimates]
+            axes.plot(length, values, style, color=color, lw=1.8, label=label)
+        axes.set(xscale="log", ylim=(-3, 130))
+        axes.set_yticks([0, 25, 50, 75, 100])
+        _lengths(axes, forecast)
+        axes.set_ylabel("sequences, %")
+        axes.legend(loc="upper left", ncols=2, fontsize=9)
+        return to_svg(figure, "forecast-kept", "Effective sample size and rejection by length")
+
+
+def _lengths(axes: Axes, forecast: Forecast) -> None:
+    axes.axvline(forecast.longest, color=FAINT, lw=1, dashes=(4, 3))
+    ticks = [row.length for row in forecast.rows]
+    ticks = ticks[:-1][:: max(1, len(ticks) // 4)] + ticks[-1:]
+    if len(ticks) > 2 and ticks[-1] < 1.8 * ticks[-2]:
+        del ticks[-2]
+    axes.set_xticks(ticks, [count(tick) for tick in ticks])
+    axes.xaxis.set_minor_formatter(lambda value, _: "")
+    axes.set_xlabel("response length, tokens")
+
+
+def _end(estimate: Estimate, side: str) -> float:
+    end = getattr(estimate, side)
+    return estimate.value if end is None else float(end)

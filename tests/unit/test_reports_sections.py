@@ -1,0 +1,111 @@
+"""What holds for every section: a toy analysis is found in every rendering, its text disarmed."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from rich.console import Console
+
+from mismatch.analysis import registry
+from mismatch.pipeline.build import build_report
+from mismatch.pipeline.document import report_from_json, report_to_json, schema
+from mismatch.reports.console import print_table
+from mismatch.reports.formatting import number, text
+from mismatch.reports.html import to_html
+from mismatch.reports.markdown import show_table, to_markdown
+from mismatch.reports.section import Cell, Column, Table
+from mismatch.reports.sections import sections
+from mismatch.reports.terminal import print_report
+from mismatch.types import Estimate, Report
+from tests.made_run import make_run, spec
+from tests.reports_fixture import make_report, make_tokens
+from tests.toy_analysis import TOY, Toy
+
+RESULT = Toy(Estimate(0.5, 0.25, 0.75, 8, 4, 2))
+
+
+@pytest.fixture
+def toy() -> Iterator[Report]:
+    registry.register(TOY)
+    yield make_report().with_analyses(toy=RESULT)
+    registry.unregister("toy")
+
+
+def printed(report: Report, details: bool, width: int = 80) -> str:
+    buffer = io.StringIO()
+    print_report(report, Console(file=buffer, width=width), None, details=details)
+    return buffer.getvalue()
+
+
+def test_an_analysis_from_outside_is_measured_and_shown(toy: Report, tmp_path: Path) -> None:
+    report, _ = build_report(make_run(tmp_path / "run"), spec())
+    assert isinstance(report.result("toy"), Toy)
+    unlucky, _ = build_report(make_run(tmp_path / "other"), replace(spec(), seed=13))
+    assert unlucky.result("toy") is None
+    assert "toy: the seed is 13; take another" in unlucky.not_tested
+
+
+def test_it_is_in_json_and_its_schema(toy: Report) -> None:
+    document = json.loads(json.dumps(report_to_json(toy), allow_nan=False))
+    assert document["toy"]["positive"]["value"] == 0.5
+    jsonschema.validate(document, schema())
+    assert report_from_json(document).result("toy") == RESULT
+    document["toy"]["surprise"] = 1
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema())
+
+
+def test_it_is_in_every_rendering(toy: Report) -> None:
+    full = printed(toy, details=True)
+    for rendering in (full, to_markdown(toy), to_html(toy, make_tokens())):
+        words = " ".join(rendering.replace("\u00a0", " ").split())
+        for wanted in ("Toy ", "Word.", "50 %", "25 % … 75 %", "0.123", "✓ healthy", "Inside."):
+            assert wanted in words
+    short = printed(toy, details=False)
+    assert "in short: toy" in short
+    assert "Word." not in short
+
+
+def test_hostile_text_stays_text(toy: Report) -> None:
+    page, comment = to_html(toy, make_tokens()), to_markdown(toy)
+    for rendering in (page, comment, printed(toy, details=True)):
+        assert "\x1b" not in rendering
+        assert "\u202e" not in rendering
+    assert "<script" not in page
+    assert "&lt;script" in page
+    assert not re.search(r"(?<![\\`])<script", comment)  # escaped, or code
+    assert not re.search(r"(?<!`)@team", comment.replace("*b* @team", "`@team"))
+    assert "[bold]x[/bold]" in printed(toy, details=True)  # no markup of ours
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_a_terminal_drops_columns_until_they_fit(toy: Report, width: int) -> None:
+    columns = tuple(Column(f"number {n}", number, priority=n, interval=10 + n) for n in range(6))
+    table = Table(
+        (Column("name", text), *columns), (("row", *[Estimate(0.5, 0.1, 0.9, 8, 4, 2)] * 6),)
+    )
+    buffer = io.StringIO()
+    print_table(table, Console(file=buffer, width=width))
+    lines = buffer.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "number 0" in lines[0]
+    assert "…" not in lines[1].replace(" … ", "")
+    assert lines[0].count("number") >= 4
+    assert show_table(table).splitlines()[0].count("number") == 6
+
+
+def test_a_row_has_a_cell_for_every_column() -> None:
+    with pytest.raises(ValueError, match="1 cells for 2 columns"):
+        Table((Column("a"), Column("b")), ((Cell(1.0),),)).cells()
+
+
+def test_every_section_has_its_own_id() -> None:
+    ids = [section.id for section in sections(make_report())]
+    assert len(ids) == len(set(ids))
