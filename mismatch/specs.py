@@ -89,7 +89,7 @@ class EngineSpec:
         str,
         Flag(
             ENGINE,
-            "vllm (default), sglang or transformers; twice: each scores the other's tokens.",
+            "{engines}; twice: each scores the other's tokens.",
             kind=list[str] | None,
         ),
     ] = "vllm"

@@ -5,10 +5,12 @@ Those of specs come from their fields; a flag that is in no spec is written here
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from mismatch.cli.flags import REQUIRED, Option, flags_of
+from mismatch.engines.registry import startable_engines
 from mismatch.specs import (
     ENGINE,
     MODEL,
@@ -25,6 +27,13 @@ from mismatch.specs import (
 Framework = Literal[
     "verl", "nemo-rl", "trl", "prime-rl", "slime", "miles", "openrlhf", "skyrl", "areal"
 ]
+
+
+def _engines() -> str:
+    """The engines that ``--engine`` takes, as the help lists them."""
+    first, *others, last = startable_engines()
+    return f"{', '.join([f'{first} (default)', *others])} or {last}"
+
 
 RUN = Option("run", Path, "", "Run directory.", default=REQUIRED, argument=True)
 JSON = Option("as_json", bool, OUTPUT, "Print JSON.", default=False, spelling="--json")
@@ -44,7 +53,16 @@ PROMPT_FLAGS = (
     *flags_of(PromptSpec, "seed"),
 )
 ENGINE_FLAGS = (
-    *flags_of(EngineSpec, "engine"),
+    *(
+        replace(option, help=option.help.format(engines=_engines()))
+        for option in flags_of(EngineSpec, "engine")
+    ),
+    Option(
+        "engine_python",
+        list[str] | None,
+        ENGINE,
+        "NAME=PATH: interpreter of the environment that holds an engine; repeatable.",
+    ),
     Option(
         "vllm_python",
         str | None,

@@ -24,7 +24,8 @@ SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
 WEEK_S = 7 * 86400.0
 # What only an engine that mismatch starts can be told.
 OURS = (
-    *("vllm_python", "sglang_python", "tensor_parallel_size", "max_model_len", "engine_arg"),
+    *("engine_python", "vllm_python", "sglang_python", "tensor_parallel_size", "max_model_len"),
+    "engine_arg",
     *("gpu_memory_utilization", "rollout_weights", "verl_config", "other_engine_arg"),
 )
 
@@ -99,11 +100,11 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     from mismatch.specs import PromptSpec, RolloutSpec, Sampling
 
     names = engine_names(flags)
-    for engine_name in ("vllm", "sglang"):
-        if flags[f"{engine_name}_python"] and engine_name not in names:
-            raise MismatchError(
-                f"--{engine_name}-python given with --engine {names[0]}", "drop one of the two"
-            )
+    for engine_name in engine_pythons(flags):
+        if engine_name not in names:
+            alias = bool(flags.get(f"{engine_name}_python"))
+            flag = f"--{engine_name}-python" if alias else f"--engine-python {engine_name}=…"
+            raise MismatchError(f"{flag} given with --engine {names[0]}", "drop one of the two")
     if flags["prompts"] and flags["dataset"]:
         raise MismatchError("--prompts and --dataset both name the prompts", "drop one of the two")
     count = flags["num_prompts"]
@@ -136,13 +137,30 @@ def engine_names(flags: Flags) -> list[str]:
     return names
 
 
+def engine_pythons(flags: Flags) -> dict[str, str]:
+    """Engine -> interpreter, of ``--engine-python NAME=PATH`` and its aliases ``--NAME-python``.
+
+    Raises:
+        MismatchError: no NAME=PATH.
+    """
+    pythons = {name: flags.get(f"{name}_python") for name in ("vllm", "sglang")}
+    for text in flags.get("engine_python") or ():
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise MismatchError(
+                f"--engine-python {text}: no NAME=PATH", "--engine-python vllm=ENV/bin/python"
+            )
+        pythons[name] = path
+    return {name: path for name, path in pythons.items() if path}
+
+
 def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None) -> EngineSpec:
     """One engine; all but its own arguments and interpreter is common to both."""
     return EngineSpec(
         engine=name,
         model=model,
         args=tuple(_engine_arg(text) for text in arguments or ()),
-        python=flags.get(f"{name}_python"),
+        python=engine_pythons(flags).get(name),
         servers=server_addresses(flags),
         **spec_values(EngineSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"])),
     )

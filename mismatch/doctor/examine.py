@@ -9,7 +9,7 @@ from mismatch.doctor.choices import expert_warnings
 from mismatch.doctor.engine import weight_bytes
 from mismatch.doctor.machine import Machine, Package, look
 from mismatch.doctor.plan import Plan, plan
-from mismatch.engines.registry import ENGINES, INSTALL
+from mismatch.engines.registry import engine_info, engine_infos
 from mismatch.errors import MismatchError
 from mismatch.models.config import find_config, offline
 from mismatch.run.machine import SHARED_BYTES
@@ -78,7 +78,7 @@ def examine(spec: CheckSpec, with_model: bool, machine: Machine | None = None) -
         machine: None: look at this one.
     """
     machine = machine or look()
-    engines = tuple(_engine(machine, name) for name in ENGINES if name in machine.packages)
+    engines = tuple(_engine(machine, name) for name in engine_infos() if name in machine.packages)
     problems = [item for item in (_trainer(machine), _chosen(engines, spec)) if not item.possible]
     planned, warnings = None, list(_warnings(machine, spec))
     if with_model:
@@ -109,12 +109,12 @@ def examine(spec: CheckSpec, with_model: bool, machine: Machine | None = None) -
 
 
 def _engine(machine: Machine, name: str) -> Ability:
-    package = machine.packages[name]
+    package, fix = machine.packages[name], engine_info(name).install_hint
     if package.version is None:
-        return Ability(name, False, "not installed", INSTALL[name])
+        return Ability(name, False, "not installed", fix)
     label = f"{package.distribution} {package.version}"
     if package.works is False:
-        return Ability(name, False, f"{label} cannot be imported: {package.error}", INSTALL[name])
+        return Ability(name, False, f"{label} cannot be imported: {package.error}", fix)
     return Ability(name, True, label)
 
 

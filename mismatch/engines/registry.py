@@ -1,55 +1,82 @@
-"""Which engines there are. A new one is a line here, or an entry point of a third party."""
+"""Which engines there are: a folder and a line here, or an entry point of a third party."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import importlib.util
-from importlib.metadata import entry_points
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from mismatch.engines.base import Engine
+from mismatch.engines.info import EngineInfo
 from mismatch.errors import MismatchError
 
+if TYPE_CHECKING:
+    from mismatch.engines.base import Engine
+    from mismatch.specs import EngineSpec
+
+# Name -> ``module:attribute`` of its EngineInfo. An entry point names that, or an Engine class.
 ENGINES = {
-    "vllm": "mismatch.engines.vllm.engine:VllmEngine",
-    "sglang": "mismatch.engines.sglang.engine:SglangEngine",
-    "transformers": "mismatch.engines.transformers.engine:TransformersEngine",
-    "server": "mismatch.engines.servers.engine:ServerEngine",
+    "vllm": f"{__package__}.vllm:INFO",
+    "sglang": f"{__package__}.sglang:INFO",
+    "transformers": f"{__package__}.transformers:INFO",
+    "server": f"{__package__}.servers:INFO",
 }
-PACKAGELESS = frozenset({"server"})  # what runs is elsewhere
 ENTRY_POINT_GROUP = "mismatch.engines"
-INSTALL = {
-    "vllm": "on a GPU machine: pip install 'train-infer-mismatch[vllm]'; on a CPU: `make env` in a "
-    "clone (vLLM's CPU build needs torch's CPU companions), or another engine: "
-    "--engine transformers",
-    "sglang": "in an environment of its own, for its pins clash with vLLM's: `make env-sglang` in "
-    "a clone; elsewhere pip install 'train-infer-mismatch[sglang]' there and name its interpreter: "
-    "--sglang-python ENV/bin/python",
-    "transformers": "pip install 'train-infer-mismatch[score]'",
-}
+
+
+def engine_infos() -> dict[str, EngineInfo]:
+    """Declarations of the registered engines; those of entry points are read when asked for."""
+    return {name: engine_info(name) for name in ENGINES}
+
+
+def engine_packages() -> tuple[str, ...]:
+    """Distributions of all registered engines."""
+    packages = (package for info in engine_infos().values() for package in info.packages)
+    return tuple(dict.fromkeys(packages))
+
+
+def startable_engines() -> list[str]:
+    """Names that ``--engine`` takes, without third parties."""
+    return [name for name, info in engine_infos().items() if info.started]
 
 
 def engine_names() -> list[str]:
     """Names of all engines, our own and those of installed third parties, sorted."""
-    return sorted({*ENGINES, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+    return sorted({*ENGINES, *(point.name for point in _entry_points())})
+
+
+def engine_info(name: str) -> EngineInfo:
+    """The declaration of an engine.
+
+    Raises:
+        MismatchError: unknown name (with near misses), or it cannot be imported.
+    """
+    if name in ENGINES:
+        return _registered(ENGINES[name])
+    for point in _entry_points():
+        if point.name == name:
+            hint = f"repair the package that provides {point.value}"
+            if point.attr != "INFO":
+                return EngineInfo(point.value, install_hint=hint)
+            declared: EngineInfo = _load(name, point.value, hint)
+            return declared
+    near = difflib.get_close_matches(name.lower(), engine_names(), n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise MismatchError(
+        f"unknown engine {name!r}", f"{hint}known engines: {', '.join(engine_names())}"
+    )
 
 
 def require_engine(name: str) -> None:
     """Check, without importing it, that an engine is known and installed.
 
     Raises:
-        MismatchError: unknown name (with near misses) or not installed (with the command).
+        MismatchError: as :func:`engine_info`, or not installed (with the command).
     """
-    if name not in engine_names():
-        near = difflib.get_close_matches(name.lower(), engine_names(), n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise MismatchError(
-            f"unknown engine {name!r}", f"{hint}known engines: {', '.join(engine_names())}"
-        )
-    if name in PACKAGELESS:
-        return
-    if name in ENGINES and importlib.util.find_spec(name) is None:
-        raise MismatchError(f"the engine {name!r} is not installed here", INSTALL[name])
+    info = engine_info(name)
+    if info.module is not None and importlib.util.find_spec(info.module) is None:
+        raise MismatchError(f"the engine {name!r} is not installed here", info.install_hint)
 
 
 def engine_class(name: str) -> type[Engine]:
@@ -59,16 +86,40 @@ def engine_class(name: str) -> type[Engine]:
         MismatchError: as :func:`require_engine`, or the engine's own package fails to import.
     """
     require_engine(name)
-    target = ENGINES.get(name)
-    if target is None:
-        (point, *_) = entry_points(group=ENTRY_POINT_GROUP, name=name)
-        target = point.value
+    info = engine_info(name)
+    engine: type[Engine] = _load(name, info.engine, info.install_hint)
+    return engine
+
+
+def check_machine(spec: EngineSpec) -> None:
+    """Run the own preflight of a spec's engine, if it has one.
+
+    Raises:
+        MismatchError: this machine cannot run it as ``spec`` asks.
+    """
+    info = engine_info(spec.engine)
+    if info.preflight is not None:
+        _load(spec.engine, info.preflight, info.install_hint)(spec)
+
+
+def _entry_points() -> Any:
+    from importlib.metadata import entry_points
+
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
+@lru_cache
+def _registered(target: str) -> EngineInfo:
+    module, _, attribute = target.partition(":")
+    info: EngineInfo = getattr(importlib.import_module(module), attribute)
+    return info
+
+
+def _load(name: str, target: str, fix: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
-        found: type[Engine] = getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise MismatchError(
-            f"the engine {name!r} cannot be imported ({target}): {error}",
-            INSTALL.get(name, f"repair the package that provides {target}"),
+            f"the engine {name!r} cannot be imported ({target}): {error}", fix
         ) from error
-    return found

@@ -9,9 +9,6 @@ from mismatch.models.config import is_moe
 from mismatch.models.injections import describe
 from mismatch.specs import AS_STORED, CheckSpec, TrainSpec
 
-# Engines that hand out the weights of the experts they used, beside their ids.
-GIVES_WEIGHTS = frozenset({"transformers"})
-
 
 def require_routes(spec: CheckSpec) -> None:
     """Refuse what cannot be replayed or disturbed before any process starts.
@@ -61,8 +58,10 @@ def _require_engine_routes(train: TrainSpec, engine: str, routing: bool) -> None
             f"--replay-routing {train.replay_routing}: the engine's experts are not captured",
             "drop --no-routing",
         )
-    if train.replay_routing == "ids+weights" and engine not in GIVES_WEIGHTS:
-        given = ", ".join(sorted(GIVES_WEIGHTS))
+    from mismatch.engines.registry import engine_info, engine_infos
+
+    if train.replay_routing == "ids+weights" and not engine_info(engine).gives_routing_weights:
+        given = ", ".join(n for n, info in engine_infos().items() if info.gives_routing_weights)
         raise MismatchError(
             f"--replay-routing ids+weights: {engine} gives the ids of the experts it used, not "
             "their weights",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -15,11 +14,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mismatch import __version__
-from mismatch.engines.registry import require_engine
+from mismatch.engines.registry import check_machine, engine_info, require_engine
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.interpreters import interpreter_environment, own_python
-from mismatch.run.machine import SHARED_BYTES
 from mismatch.specs import AS_STORED, CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 if TYPE_CHECKING:
@@ -82,10 +80,9 @@ def preflight_rollout(spec: RolloutSpec) -> None:
     if sampling.top_k < 0:
         raise MismatchError(f"--top-k is {sampling.top_k}", "use 0 (off) or a positive number")
     read_prompts(spec.prompts)
-    require_servers(spec.engine)
-    require_shared_memory(spec.engine)
+    require_form(spec.engine)
+    check_machine(spec.engine)
     require_reachable(spec.engine.model, spec.engine.revision)
-    require_servable(spec.engine)
 
 
 def preflight_training(spec: TrainSpec, nproc_per_node: int) -> None:
@@ -106,42 +103,20 @@ def preflight_training(spec: TrainSpec, nproc_per_node: int) -> None:
     require_reachable(spec.model, spec.revision)
 
 
-def require_servers(spec: EngineSpec) -> None:
-    """Running servers answer, are of one kind, and have the model.
+def require_form(spec: EngineSpec) -> None:
+    """The form of the experts that is asked for can be made of a checkpoint that is here.
 
     Raises:
-        MismatchError: see :func:`mismatch.engines.servers.discovery.recognise`.
+        MismatchError: it cannot.
     """
-    if spec.engine == "server" and not spec.servers:
-        raise MismatchError("--engine server: no address", "--server http://127.0.0.1:8000")
-    if spec.servers:
-        from mismatch.engines.servers.discovery import recognise
-
-        recognise(spec)
-
-
-def require_servable(spec: EngineSpec) -> None:
-    """The engine can hold the experts in the form that is asked for, or in the stored one.
-
-    Raises:
-        MismatchError: MXFP4 on vLLM's CPU build, or a form that cannot be made of the checkpoint.
-    """
-    from mismatch.engines.vllm.arguments import is_cpu_build
-    from mismatch.models.derived import is_mxfp4, require_form
+    from mismatch.models.derived import is_mxfp4
+    from mismatch.models.derived import require_form as require_derived
 
     directory = Path(spec.model)
-    local = (directory / "config.json").is_file()
-    if local and spec.weights not in (AS_STORED, "mxfp4" if is_mxfp4(directory) else "bf16"):
-        require_form(directory, spec.weights)  # what it is stored in can always be served
-    packed = spec.weights == "mxfp4" or (
-        spec.weights == AS_STORED and local and is_mxfp4(directory)
-    )
-    if packed and spec.engine == "vllm" and spec.python is None and is_cpu_build():
-        raise MismatchError(
-            "vLLM has no kernels for MXFP4 experts on a CPU",
-            "serve the same values in bf16: --rollout-weights bf16, or of a bf16 checkpoint "
-            "--rollout-weights mxfp4-rounded",
-        )
+    if not (directory / "config.json").is_file():
+        return
+    if spec.weights not in (AS_STORED, "mxfp4" if is_mxfp4(directory) else "bf16"):
+        require_derived(directory, spec.weights)  # what it is stored in can always be served
 
 
 def _positive(flag: str, value: int) -> None:
@@ -174,27 +149,6 @@ def require_free_port(environment: Mapping[str, str]) -> None:
         ) from error
 
 
-def require_shared_memory(spec: EngineSpec, directory: Path = Path("/dev/shm")) -> None:
-    """vLLM's processes talk through shared memory as soon as there are several of them.
-
-    Raises:
-        MismatchError: none there, or too little.
-    """
-    if spec.engine != "vllm" or spec.tensor_parallel_size < 2:
-        return
-    fix = "in a container: docker run --shm-size=2g (or --ipc=host); elsewhere: mount a larger one"
-    try:
-        free = shutil.disk_usage(directory).free
-    except OSError as error:
-        raise MismatchError(f"no shared memory: {directory}: {error.strerror}", fix) from error
-    if free < SHARED_BYTES:
-        raise MismatchError(
-            f"too little shared memory: {directory} has {free / 2**20:.0f} MiB free, vLLM with "
-            f"--tensor-parallel-size {spec.tensor_parallel_size} needs {SHARED_BYTES / 2**20:.0f}",
-            fix,
-        )
-
-
 # ---------------------------------------------------------------- another environment
 
 
@@ -210,11 +164,11 @@ def require_interpreter(spec: EngineSpec, dataset: bool = False) -> None:
     """
     python = own_python(spec)
     assert python is not None
-    flag = f"--{spec.engine}-python"
+    flag = f"--engine-python {spec.engine}="
     extras = f"{spec.engine},datasets" if dataset else spec.engine
     install = f"{python} -m pip install 'train-infer-mismatch[{extras}]'"
     more = ("datasets",) if dataset else ()
-    code = PROBE.format(needed=(*LIGHT, *more, spec.engine))
+    code = PROBE.format(needed=(*LIGHT, *more, engine_info(spec.engine).module))
     try:
         done = subprocess.run(
             [python, "-c", code],
@@ -226,19 +180,19 @@ def require_interpreter(spec: EngineSpec, dataset: bool = False) -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MismatchError(
-            f"{flag} {python} cannot be started: {getattr(error, 'strerror', error)}",
+            f"{flag}{python} cannot be started: {getattr(error, 'strerror', error)}",
             "give the path of an interpreter, such as ENV/bin/python",
         ) from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise MismatchError(f"{flag} {python} fails: {last}", install)
+        raise MismatchError(f"{flag}{python} fails: {last}", install)
     missing, found = json.loads(done.stdout.strip().splitlines()[-1])
     if missing or found is None:
         absent = ", ".join([*missing, *([] if found else ["mismatch"])])
-        raise MismatchError(f"{flag} {python}: {absent} not installed there", install)
+        raise MismatchError(f"{flag}{python}: {absent} not installed there", install)
     if found != __version__:
         raise MismatchError(
-            f"{flag} {python} has mismatch {found}, this is {__version__}",
+            f"{flag}{python} has mismatch {found}, this is {__version__}",
             f"{install}=={__version__}",
         )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mismatch.engines.registry import engine_infos
 from mismatch.errors import MismatchError
 from mismatch.presets.base import Preset
 from mismatch.presets.config_file import MISSING, ConfigFile, read_config
@@ -21,7 +22,6 @@ from mismatch.presets.verl_keys import GAPS, OWN_ARGUMENTS, RULES, VERL_TENSOR_P
 from mismatch.specs import CheckSpec
 
 ROOT = "actor_rollout_ref."
-ENGINES = {"vllm": "vllm", "sglang": "sglang", "hf": "transformers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +168,14 @@ class _Work:
         name = self.value(key, "text")
         if name is None:
             return
-        if name not in ENGINES and "engine" not in self.explicit:
+        started = {n: info for n, info in engine_infos().items() if info.started}
+        engines = {info.verl_name or n: n for n, info in started.items()}
+        if name not in engines and "engine" not in self.explicit:
             raise MismatchError(
                 f"{self.source.origin}: {key} is {name}, which mismatch has no engine for",
-                f"use one of {', '.join(sorted(ENGINES))}: --verl-override {key}=vllm",
+                f"use one of {', '.join(sorted(engines))}: --verl-override {key}=vllm",
             )
-        self.set(key, name, "engine.engine", ENGINES.get(name, name), "engine")
+        self.set(key, name, "engine.engine", engines.get(name, name), "engine")
 
     def rule(self, rule: Rule) -> None:
         value = self.value(rule.key, rule.kind)

@@ -7,9 +7,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from mismatch.engines.registry import engine_info
 from mismatch.specs import EngineSpec
-
-OWN_ENVIRONMENTS = ("sglang",)  # engines whose pins clash with vLLM's
 
 
 def interpreter_environment(python: str | None) -> dict[str, str]:
@@ -29,10 +28,12 @@ def engine_python(spec: EngineSpec) -> str:
 def own_python(spec: EngineSpec) -> str | None:
     """The interpreter of an environment that holds the engine; None: this one.
 
-    The one that was named, else that of ``.venv-sglang`` beside this environment, as
-    `make env-sglang` makes it, where SGLang is asked for and not installed here.
+    The one that was named, else that of ``.venv-NAME`` beside this environment, as
+    `make env-sglang` makes it, for an engine that declares so and is not installed here.
     """
-    if spec.python is not None or spec.engine not in OWN_ENVIRONMENTS or find_spec(spec.engine):
+    info = engine_info(spec.engine)
+    here = info.module is None or find_spec(info.module) is not None
+    if spec.python is not None or here or not info.own_environment:
         return spec.python
     beside = Path(sys.prefix).parent / f".venv-{spec.engine}" / "bin" / "python"
     return str(beside) if beside.exists() else None

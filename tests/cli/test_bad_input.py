@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mismatch.engines.registry import INSTALL
+from mismatch.engines.registry import engine_info
 from mismatch.run import store
 
 from ..command import mismatch
@@ -162,7 +162,7 @@ def test_a_missing_engine_names_its_install_command(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert INSTALL["vllm"] in done.stderr
+    assert engine_info("vllm").install_hint in done.stderr
 
 
 def test_a_crash_of_the_tool_is_no_verdict(tmp_path):

@@ -45,7 +45,7 @@ def test_third_parties_register_by_entry_point(monkeypatch: pytest.MonkeyPatch) 
         assert group == "mismatch.engines"
         return (point, broken) if name is None else by_name[name]
 
-    monkeypatch.setattr(registry, "entry_points", points)
+    monkeypatch.setattr("importlib.metadata.entry_points", points)
     assert {"other", "transformers", "vllm"} <= set(registry.engine_names())
     assert registry.engine_class("other").__name__ == "OrderedDict"
     with pytest.raises(MismatchError, match="cannot be imported"):

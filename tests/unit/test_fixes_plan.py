@@ -21,7 +21,7 @@ from mismatch.experiments.fixes.planning import (
     plan_fixes,
     plan_pairs,
 )
-from mismatch.pipeline.preflight import require_servable
+from mismatch.pipeline.preflight import require_form
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
 from mismatch.types import Sampling
 
@@ -231,9 +231,9 @@ def test_how_weights_are_stored_is_asked_of_the_engines_checkpoint(tmp_path: Pat
 def test_the_stored_form_can_always_be_asked_for(tmp_path: Path) -> None:
     """What rollout-bf16-weights recommends for a dense checkpoint served with quantization=fp8."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    require_servable(EngineSpec(model=str(tmp_path), weights="bf16"))
+    require_form(EngineSpec(model=str(tmp_path), weights="bf16"))
     with pytest.raises(MismatchError):
-        require_servable(EngineSpec(model=str(tmp_path), weights="mxfp4"))
+        require_form(EngineSpec(model=str(tmp_path), weights="mxfp4"))
 
 
 def test_a_configuration_that_is_elsewhere_is_not_dense() -> None:

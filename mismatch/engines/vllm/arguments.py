@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import MismatchError
-from mismatch.specs import TORCH_NAMES, EngineSpec
+from mismatch.run.machine import SHARED_BYTES
+from mismatch.specs import AS_STORED, TORCH_NAMES, EngineSpec
 from mismatch.types import Sampling
 
 # Options of mismatch that set these engine arguments: one place to say a thing.
@@ -26,6 +29,42 @@ OWN_OPTIONS = {
     "trust_remote_code": "--trust-remote-code",
 }
 LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
+
+
+def require_machine(spec: EngineSpec) -> None:
+    """Before the engine's process starts: kernels for the experts' form, and shared memory.
+
+    Raises:
+        MismatchError: MXFP4 on vLLM's CPU build; less shared memory than several processes need.
+    """
+    from mismatch.models.derived import is_mxfp4
+
+    directory = Path(spec.model)
+    local = (directory / "config.json").is_file()
+    stored = spec.weights == AS_STORED and local and is_mxfp4(directory)
+    if (stored or spec.weights == "mxfp4") and spec.python is None and is_cpu_build():
+        raise MismatchError(
+            "vLLM has no kernels for MXFP4 experts on a CPU",
+            "serve the same values in bf16: --rollout-weights bf16, or of a bf16 checkpoint "
+            "--rollout-weights mxfp4-rounded",
+        )
+    if spec.tensor_parallel_size > 1:
+        _require_shared_memory(spec.tensor_parallel_size)
+
+
+def _require_shared_memory(processes: int, directory: Path = Path("/dev/shm")) -> None:
+    """vLLM's processes talk through shared memory as soon as there are several of them."""
+    fix = "in a container: docker run --shm-size=2g (or --ipc=host); elsewhere: mount a larger one"
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise MismatchError(f"no shared memory: {directory}: {error.strerror}", fix) from error
+    if free < SHARED_BYTES:
+        raise MismatchError(
+            f"too little shared memory: {directory} has {free / 2**20:.0f} MiB free, vLLM with "
+            f"--tensor-parallel-size {processes} needs {SHARED_BYTES / 2**20:.0f}",
+            fix,
+        )
 
 
 def is_cpu_build() -> bool:

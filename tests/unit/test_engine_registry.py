@@ -1,0 +1,94 @@
+"""An engine is a folder and a line in the registry: the tool finds all the rest by itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from mismatch.doctor.machine import inspect_package
+from mismatch.engines import registry
+from mismatch.engines.fingerprint import model_facts, versions
+from mismatch.errors import MismatchError
+from mismatch.models.moe import require_routes
+from mismatch.pipeline.preflight import preflight_rollout
+from mismatch.presets.verl_config import read_verl_config
+from mismatch.processes.interpreters import own_python
+from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
+from tests.toy_engine import INFO
+from tests.toy_engine.engine import ToyEngine
+
+TARGET = "tests.toy_engine:INFO"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.ENGINES, "toy", TARGET)
+
+
+def test_it_is_known_by_its_line() -> None:
+    assert registry.engine_infos()["toy"] == INFO
+    assert "toy" in registry.startable_engines()
+    assert "server" not in registry.startable_engines()
+    assert registry.engine_class("toy") is ToyEngine
+
+
+def test_the_help_names_it() -> None:
+    code = (
+        "from mismatch.engines import registry\n"
+        f"registry.ENGINES['toy'] = {TARGET!r}\n"
+        "from mismatch.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "check", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
+    )
+    assert "transformers or toy" in done.stdout, done.stdout + done.stderr
+
+
+def test_preflight_asks_it(tmp_path: Path) -> None:
+    engine = EngineSpec("toy", "tiny-gpt-oss", tensor_parallel_size=2)
+    with pytest.raises(MismatchError, match="the toy engine runs on one device"):
+        preflight_rollout(RolloutSpec(engine=engine, prompts=PromptSpec(num_prompts=1)))
+
+
+def test_its_own_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_python(EngineSpec("toy")) is None  # it is installed here
+    monkeypatch.setattr("mismatch.processes.interpreters.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    python = tmp_path / ".venv-toy" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert own_python(EngineSpec("toy")) == str(python)
+
+
+def test_its_packages_are_in_fingerprints() -> None:
+    assert versions()["pyarrow"] == version("pyarrow")
+    assert model_facts(EngineSpec("toy", "nobody/nothing"))["version"] == version("pyarrow")
+
+
+def test_the_doctor_tries_it() -> None:
+    package = inspect_package("toy")
+    assert (package.distribution, package.works) == ("pyarrow", True)
+
+
+def test_it_may_give_routing_weights() -> None:
+    spec = CheckSpec(
+        rollout=RolloutSpec(EngineSpec("toy")), train=TrainSpec(replay_routing="ids+weights")
+    )
+    require_routes(spec)
+
+
+def test_a_verl_config_may_name_it(tmp_path: Path) -> None:
+    config = tmp_path / "verl.yaml"
+    config.write_text("actor_rollout_ref: {rollout: {name: toy_rollout}}\n")
+    applied = read_verl_config(config, ()).apply(CheckSpec(), (), ())
+    assert applied.spec.rollout.engine.engine == "toy"
