@@ -27,10 +27,11 @@ env:  ## .venv at the root; CPU or CUDA flavour found by itself; does nothing wh
 env-sglang:  ## .venv-sglang at the root, for --engine sglang: its pins clash with vLLM's
 	@$(PYTHON) tools/make_env.py --sglang
 
-lint: env  ## ruff and mypy
+lint: env  ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 tiny-gpt-oss: env  ## train the embedded model again (about 15 minutes on 2 cores)
 	$(BIN)/python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss

@@ -30,6 +30,11 @@ def engine_infos() -> dict[str, EngineInfo]:
     return {name: engine_info(name) for name in ENGINES}
 
 
+def weight_givers() -> list[str]:
+    """Engines that give the weights of the experts that they used, beside their ids."""
+    return [name for name, info in engine_infos().items() if info.gives_routing_weights]
+
+
 def engine_packages() -> tuple[str, ...]:
     """Distributions of all registered engines."""
     packages = (package for info in engine_infos().values() for package in info.packages)

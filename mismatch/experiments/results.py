@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mismatch.analysis.registry import Analysis
-from mismatch.codec import from_json, schema_of, to_json
+from mismatch.codec import Misfit, from_json, schema_of, to_json
 from mismatch.experiments.engine_pair.types import Triangle
 from mismatch.experiments.fixes.base import FixOutcome, FixTable
 from mismatch.experiments.gradients.types import GradientCheck
@@ -23,8 +23,9 @@ class _Fixes(Analysis[FixTable]):
     def read(self, document: dict[str, Any]) -> FixTable | None:
         if "fixes" not in document:
             return None
-        trials = document.get("fix_trials", {})
-        return from_json(FixTable, {"outcomes": document["fixes"], **trials})
+        if "fix_trials" not in document:
+            raise Misfit("field 'fix_trials' is missing")
+        return from_json(FixTable, {"outcomes": document["fixes"], **document["fix_trials"]})
 
     def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
         schema_of(FixTable, definitions)

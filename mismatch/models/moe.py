@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from mismatch.errors import MismatchError
@@ -10,8 +11,11 @@ from mismatch.models.injections import describe
 from mismatch.specs import AS_STORED, CheckSpec, TrainSpec
 
 
-def require_routes(spec: CheckSpec) -> None:
+def require_routes(spec: CheckSpec, weight_givers: Collection[str] = ("transformers",)) -> None:
     """Refuse what cannot be replayed or disturbed before any process starts.
+
+    Args:
+        weight_givers: engines that give the weights of the experts that they used.
 
     Raises:
         MismatchError: a dense model, routes that nobody captures, weights that no engine gives, or
@@ -28,7 +32,7 @@ def require_routes(spec: CheckSpec) -> None:
     if flag and is_moe(train.model, train.revision) is False:
         raise MismatchError(f"{flag}: {train.model} is dense, it has no routers", f"drop {flag}")
     if train.replay_routing is not None and train.replay_source is None:
-        _require_engine_routes(train, engine.engine, engine.routing)
+        _require_engine_routes(train, engine.engine, engine.routing, weight_givers)
 
 
 def require_forms(spec: CheckSpec) -> None:
@@ -52,16 +56,16 @@ def require_forms(spec: CheckSpec) -> None:
                 require_form(directory, form)
 
 
-def _require_engine_routes(train: TrainSpec, engine: str, routing: bool) -> None:
+def _require_engine_routes(
+    train: TrainSpec, engine: str, routing: bool, weight_givers: Collection[str]
+) -> None:
     if not routing:
         raise MismatchError(
             f"--replay-routing {train.replay_routing}: the engine's experts are not captured",
             "drop --no-routing",
         )
-    from mismatch.engines.registry import engine_info, engine_infos
-
-    if train.replay_routing == "ids+weights" and not engine_info(engine).gives_routing_weights:
-        given = ", ".join(n for n, info in engine_infos().items() if info.gives_routing_weights)
+    if train.replay_routing == "ids+weights" and engine not in weight_givers:
+        given = ", ".join(weight_givers)
         raise MismatchError(
             f"--replay-routing ids+weights: {engine} gives the ids of the experts it used, not "
             "their weights",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
 from mismatch.experiments.passes import training_passes
 from mismatch.models.moe import require_forms, require_routes
@@ -90,7 +91,7 @@ def run_score(
         MismatchError: no rollout, another scoring of that name, or the training world failed.
     """
     store.load_rollout(run_dir)
-    require_routes(spec)
+    require_routes(spec, weight_givers())
     require_forms(spec)
     if spec.weights_effect is not None and name != TRAIN:
         raise MismatchError(

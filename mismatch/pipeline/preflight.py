@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mismatch import __version__
-from mismatch.engines.registry import check_machine, engine_info, require_engine
+from mismatch.engines.registry import check_machine, engine_info, require_engine, weight_givers
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.interpreters import interpreter_environment, own_python
@@ -50,7 +50,7 @@ def preflight(spec: CheckSpec) -> None:
     if spec.other_engine is not None:
         preflight_rollout(replace(spec.rollout, engine=spec.other_engine))
     preflight_training(spec.train, spec.nproc_per_node)
-    require_routes(spec)
+    require_routes(spec, weight_givers())
     require_forms(spec)
 
 

@@ -6,13 +6,12 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mismatch.reports.formatting import badge, cell_interval, cell_text, line, visible
+from mismatch.reports.formatting import badge, line, visible
+from mismatch.reports.section import Section, Table, cell_interval, cell_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
-
-    from mismatch.reports.section import Section, Table
 
 
 def say(console: Console, text: str, style: str = "") -> None:

@@ -28,7 +28,7 @@ from mismatch.reports import (
     worst,
 )
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.formatting import cell_interval, cell_text
+from mismatch.reports.section import cell_interval, cell_text
 from mismatch.reports.sections import sections
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS

@@ -22,8 +22,8 @@ from mismatch.reports import (
     two_passes,
 )
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.formatting import badge, cell_interval, cell_text
-from mismatch.reports.section import Block, Cell, Column, Section, Table
+from mismatch.reports.formatting import badge
+from mismatch.reports.section import Block, Cell, Column, Section, Table, cell_interval, cell_text
 from mismatch.reports.sections import sections
 from mismatch.reports.text import line, visible
 from mismatch.reports.words import MARKS

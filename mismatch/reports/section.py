@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from mismatch.reports.formatting import Format, number, text
+from mismatch.reports.formatting import MISSING, Format, interval, line, number, text
 from mismatch.types import Estimate
 
 Tone = Literal["", "dim", "strong", "code", "bar", "healthy", "warn", "critical"]
@@ -140,3 +140,21 @@ class Section:
     folded: bool = True
     page_only: bool = False
     short: str = ""
+
+
+def cell_text(cell: Cell, column: Column) -> str:
+    """The value of a cell as text: strings as they are, numbers by the cell's or column's format;
+    "–" where there is none.
+    """
+    value: Any = cell.value.value if isinstance(cell.value, Estimate) else cell.value
+    if value is None:
+        return MISSING
+    if isinstance(value, str):
+        return line(value)
+    return (cell.format or column.format)(value)
+
+
+def cell_interval(cell: Cell, column: Column) -> str:
+    """The 95 % interval of a cell; "" where its value is a text, "–" where it has none."""
+    write = cell.format or column.format
+    return "" if isinstance(cell.value, str) else interval(cell.value, write)

@@ -88,4 +88,4 @@ def test_a_runs_fixes_stay_where_none_are_named(tmp_path):
     judged = flags(("resume", "verdict"), **{**base, "verdict": after})
     assert stored_spec(judged) == replace(known, verdict="after-fixes")
     other = flags(("resume", "fix"), **{**base, "fix": ["fp32"]})
-    assert stored_spec(other) == known.with_analyses(fixes=("fp32",), budget_minutes=None)
+    assert stored_spec(other) == replace(known, fixes=("fp32",), budget_minutes=None)

@@ -112,7 +112,9 @@ def test_a_run_gets_the_audit_and_keeps_it(tmp_path):
     assert 'id="kernels"' in (run / "report.html").read_text()
     assert "<summary>Kernels" in (run / "report.md").read_text()
     assert store.load_document(run, "kernels.json") == after["kernels"]
-    assert build_report(run, spec())[0].kernels == make_audit_report()  # made again, it stays
+    assert (
+        build_report(run, spec())[0].result("kernels") == make_audit_report()
+    )  # made again, it stays
     assert json.loads((run / "run.json").read_text())["invocations"][-1]["verb"] == "kernels"
 
 
@@ -120,7 +122,7 @@ def test_a_run_without_a_report_gets_the_file_alone(tmp_path):
     run = make_run(tmp_path / "run")
     save_in_run(make_audit_report(), run)
     assert not (run / "report.html").exists()
-    assert build_report(run, spec())[0].kernels is not None
+    assert build_report(run, spec())[0].result("kernels") is not None
 
 
 # ---------------------------------------------------------------- a real audit

@@ -150,7 +150,7 @@ def full_spec() -> CheckSpec:
 
 
 def budget_in(run: Path, wanted: CheckSpec) -> Budget:
-    budget = build_report(run, wanted)[0].budget
+    budget = build_report(run, wanted)[0].result("budget")
     assert budget is not None
     return budget
 

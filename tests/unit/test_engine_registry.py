@@ -84,7 +84,7 @@ def test_it_may_give_routing_weights() -> None:
     spec = CheckSpec(
         rollout=RolloutSpec(EngineSpec("toy")), train=TrainSpec(replay_routing="ids+weights")
     )
-    require_routes(spec)
+    require_routes(spec, registry.weight_givers())
 
 
 def test_a_verl_config_may_name_it(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_alone_it_takes_the_natural_fixes_that_change_something() -> None:
 
 
 def test_with_fixes_it_takes_theirs_and_says_what_samples_anew() -> None:
-    plan = planned(SPEC.with_analyses(fixes=("fp32-router", "fp16+engine-fp16", "tis")))
+    plan = planned(replace(SPEC, fixes=("fp32-router", "fp16+engine-fp16", "tis")))
     assert ids(plan) == ["reference", "baseline", "fp32-router"]
     assert plan.not_tested[0].startswith("gradient of fp16+engine-fp16: these sample tokens")
 

@@ -290,7 +290,7 @@ def test_injections_are_read_from_flags() -> None:
 
 def _report(**injected: Any) -> Report:
     made = two_passes(CheckSpec(), ROLLOUT, _scorings(**injected))
-    return replace(make_report(make_tokens()), two_passes=made)
+    return make_report(make_tokens()).with_analyses(two_passes=made)
 
 
 def _terminal(report: Report) -> str:
