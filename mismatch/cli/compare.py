@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mismatch.cli.flags import Flags, Option, with_flags
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import CONFIG, FAIL_ON, FORECAST, LEVELS, NAME_FLAGS, RUN
 from mismatch.specs import OUTPUT
 

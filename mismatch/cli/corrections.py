@@ -7,7 +7,8 @@ from typing import Literal
 
 import typer
 
-from mismatch.cli.flags import Flags, Option, with_flags
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import JSON, RUN
 from mismatch.specs import OUTPUT
 

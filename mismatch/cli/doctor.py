@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import typer
 
-from mismatch.cli.flags import Flags, Option, flags_of, with_flags
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags, Option, flags_of
 from mismatch.cli.options import JSON
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 

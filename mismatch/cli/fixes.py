@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mismatch.cli.flags import Flags, Option, with_flags
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import (
     CONFIG,
     ENGINE_FLAGS,

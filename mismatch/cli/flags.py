@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -31,8 +31,6 @@ DTYPE_NAMES = {  # as vLLM spells them
 }
 NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 REQUIRED = inspect.Parameter.empty
-KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
-Verb = Callable[["Flags"], int]
 
 
 class Flags(dict[str, Any]):
@@ -142,7 +140,7 @@ class Option:
             info = typer.Option(*([self.flag] if self.switch or self.spelling else ()), **about)
         return inspect.Parameter(
             self.name,
-            KEYWORD_ONLY,
+            inspect.Parameter.KEYWORD_ONLY,
             default=self.default,
             annotation=Annotated[self.kind, info],
         )
@@ -215,48 +213,3 @@ def spec_values(
             is_auto = option.item == Dtype and value == AUTO
             values[name] = auto() if auto is not None and is_auto else value
     return values
-
-
-def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callable[..., int]]:
-    """Turn ``verb(flags) -> exit code`` into a command that typer understands."""
-    options = tuple(_flat(groups))
-
-    def decorate(verb: Verb) -> Callable[..., int]:
-        def command(ctx: typer.Context, **values: Any) -> int:
-            flags = Flags(values)
-            flags.explicit = frozenset(name for name in values if _is_explicit(ctx, name))
-            if flags.get("print_config"):
-                from mismatch.cli.config import to_toml
-
-                typer.echo(to_toml(options, flags), nl=False)
-                return 0
-            return verb(flags)
-
-        def read_config(ctx: typer.Context, value: Path | None) -> Path | None:
-            if value is not None:
-                from mismatch.cli.config import read_config as read
-
-                ctx.default_map = {**(ctx.default_map or {}), **read(value, options)}
-            return value
-
-        context = inspect.Parameter("ctx", KEYWORD_ONLY, annotation=typer.Context)
-        parameters = [
-            option.parameter(read_config if option.name == "config" else None) for option in options
-        ]
-        # typer reads a command's parameters from its signature.
-        command.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
-        command.__name__, command.__doc__ = verb.__name__, verb.__doc__
-        command.options = options  # type: ignore[attr-defined]
-        return command
-
-    return decorate
-
-
-def _flat(groups: Iterable[Option | tuple[Option, ...]]) -> Iterable[Option]:
-    for group in groups:
-        yield from (group,) if isinstance(group, Option) else group
-
-
-def _is_explicit(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP", "ENVIRONMENT")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from mismatch.cli.flags import DTYPE_NAMES, Flags, Option, with_flags
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import DTYPE_NAMES, Flags, Option
 from mismatch.cli.options import JSON, MODEL_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.specs import MODEL, OUTPUT

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mismatch.cli.flags import Flags, Option, with_flags
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import JSON
 
 if TYPE_CHECKING:

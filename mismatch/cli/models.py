@@ -7,7 +7,8 @@ from typing import Any
 
 import typer
 
-from mismatch.cli.flags import Flags, with_flags
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags
 from mismatch.cli.options import JSON
 
 EXPLANATION = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mismatch.cli.flags import Flags, with_flags
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags
 from mismatch.cli.options import FAIL_ON, NAME_FLAGS, RUN
 
 

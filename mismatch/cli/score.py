@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mismatch.cli.flags import Flags, Option, spec_values, with_flags
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags, Option, spec_values
 from mismatch.cli.options import CONFIG, GRADIENT_FLAGS, MODEL_FLAGS, ROUTING, RUN, TRAIN_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.specs import TRAIN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mismatch.metrics.corrections import NONE
-from mismatch.reports import budget, corrections, gradients, kernels, two_passes
+from mismatch.reports import budget, corrections, gradients, kernels
 from mismatch.reports.console import columns, heading, paragraph, print_section, say
 from mismatch.reports.gradients_terminal import print_gradients
 from mismatch.reports.kernels_terminal import print_in_report
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 def print_analyses(report: Report, console: Console) -> None:
     """Error budget, two passes, forecast, kernels, exact KL, corrections, gradients: those made."""
     _budget(report, console)
-    _two_passes(report, console)
     if report.result("kernels") is not None:
         print_in_report(report.result("kernels"), console)
     _corrections(report, console)
@@ -46,16 +45,13 @@ def print_in_short(report: Report, console: Console) -> None:
 
 
 def in_short(report: Report) -> list[str]:
-    """What each analysis found, where it was made; an injected disturbance is never left out."""
-    made = report.result("two_passes")
-    passes = two_passes.sentences(made)[:1] if made else []
-    injected = two_passes.injected(made) if made else ""
+    """What each analysis found, where it was made; no warning is left out."""
+    told = sections(report)
     correction = report.result("corrections")
     return [
         budget.largest(report) if len(budget.steps(report)) >= 3 else "",
-        f"! {injected}" if injected else "",
-        *(f"two forward passes of the trainer: {sentence}" for sentence in passes),
-        *(section.short for section in sections(report)),
+        *(f"! {warning}" for section in told if section.short for warning in section.warnings),
+        *(section.short for section in told),
         kernels.in_short(report.result("kernels")),
         f"corrections: {corrections.headline(correction)}" if correction else "",
         gradients.in_short(report.result("gradients")),
@@ -73,17 +69,6 @@ def _budget(report: Report, console: Console) -> None:
     for row in rows:
         table.add_row(f"  {row.label}", row.mean, row.share, row.share_interval)
     console.print(table, highlight=False, markup=False)
-
-
-def _two_passes(report: Report, console: Console) -> None:
-    made = report.result("two_passes")
-    if made is None:
-        return
-    heading(console, two_passes.TITLE, "PPO's ratio with the same weights; on-policy it is 1")
-    if injected := two_passes.injected(made):
-        paragraph(console, f"! {injected}", style="yellow")
-    for sentence in two_passes.sentences(made):
-        paragraph(console, f"- {sentence}")
 
 
 def _corrections(report: Report, console: Console) -> None:

@@ -59,6 +59,8 @@ TONES = {"healthy": "green", "warn": "yellow", "critical": "bold red", "strong":
 
 def print_section(section: Section, console: Console) -> None:
     """Title, what it says, its tables; pictures are a page's."""
+    if section.page_only:
+        return
     heading(console, line(section.title))
     if section.lead:
         paragraph(console, line(section.lead), style="dim")

@@ -23,7 +23,6 @@ from mismatch.reports import (
     routing,
     sides,
     summary,
-    two_passes,
     where,
     worst,
 )
@@ -84,7 +83,6 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         beside=beside.rows(report),
         noise=summary.noise_rows(report),
         budget=budget.view(report),
-        two_passes=two_passes.view(report),
         sections=sections(report),
         kernels=kernels.view(report.result("kernels")),
         gradients=gradients.view(report.result("gradients")),

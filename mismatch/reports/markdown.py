@@ -19,7 +19,6 @@ from mismatch.reports import (
     routing,
     sides,
     summary,
-    two_passes,
 )
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import badge
@@ -57,7 +56,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         _folded("How much of this is noise", _noise_table(report)),
         _engines(report),
         _folded("Error budget", _budget(report)),
-        _folded("Two forward passes", _two_passes(report)),
+        shown.pop("two_passes", ""),
         shown.pop("forecast", ""),
         _folded(kernels.TITLE, _kernels(report)),
         shown.pop("exact", ""),
@@ -323,20 +322,6 @@ def _budget(report: Report) -> str:
         )
     remarks = "\n".join(f"- {plain(remark)}" for remark in budget.remarks(report))
     return "\n\n".join(part for part in (*parts, remarks) if part)
-
-
-def _two_passes(report: Report) -> str:
-    shown = two_passes.view(report)
-    if shown is None:
-        return ""
-    titles = ["new pass", "ratio ≠ 1:", "mean \\|ratio - 1\\|:", "largest:", "clipped:", "flips:"]
-    rows = [
-        [plain(row.label), row.not_one, row.off, row.largest, row.clipped, row.flips]
-        for row in shown.rows
-    ]
-    said = [text for text in (shown.injected, *shown.sentences, *shown.notes) if text]
-    items = "\n".join(f"- {plain(text)}" for text in said)
-    return f"{plain(shown.lead)}\n\n{items}\n\n{table(titles, rows)}"
 
 
 def _ran_table(report: Report) -> str:

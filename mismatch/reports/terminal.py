@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from mismatch.reports import beside, normal, quantities, routing, sides, summary
 from mismatch.reports.analyses import print_analyses, print_in_short
-from mismatch.reports.console import columns, heading, paragraph, say
+from mismatch.reports.console import columns, heading, paragraph, print_section, say
 from mismatch.reports.engines_terminal import print_engines
 from mismatch.reports.fixes_terminal import print_fixes
+from mismatch.reports.sections import sections
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS
 from mismatch.types import Report
@@ -47,6 +48,9 @@ def print_report(
     _routing(report, console)
     _beside(report, console)
     _noise(report, console)
+    for section in sections(report):
+        if not section.short:
+            print_section(section, console)
     print_engines(report, console)
     print_fixes(report, console)
     (print_analyses if details else print_in_short)(report, console)

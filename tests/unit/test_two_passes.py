@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,10 @@ from mismatch.models.moe import require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.processes.workers.replay import replay_source
 from mismatch.processes.workers.train import left_out
-from mismatch.reports import two_passes as section
-from mismatch.reports.html import to_html
-from mismatch.reports.markdown import to_markdown
-from mismatch.reports.terminal import print_report
+from mismatch.reports.analyses import in_short
+from mismatch.reports.section import cell_text
+from mismatch.reports.sections import sections
+from mismatch.reports.sections import two_passes as section
 from mismatch.run.scorings import NEW, NEW_REPLAYED, REGROUPED, REPLAYED, TRAIN
 from mismatch.run.store import save_rollout, save_scoring
 from mismatch.specs import (
@@ -293,36 +292,33 @@ def _report(**injected: Any) -> Report:
     return make_report(make_tokens()).with_analyses(two_passes=made)
 
 
-def _terminal(report: Report) -> str:
-    from rich.console import Console
-
-    out = io.StringIO()
-    print_report(report, Console(file=out, width=80))
-    return " ".join(out.getvalue().split())
-
-
-@pytest.mark.slow
-def test_every_rendering_has_the_section() -> None:
+def test_the_section_holds_every_variant_and_warns_of_noise() -> None:
     report = _report(**NOISY)
-    html = to_html(report, make_tokens()).replace("\u00a0", " ")
-    texts = [_terminal(report), to_markdown(report), html]
-    for text in texts:
-        assert "Two forward passes" in text
-        assert "router-noise=0.05 (seed 0)" in text
-        assert "falls by 60 %" in text
-        assert "hides the difference" in text
-    assert 'id="two-passes"' in texts[2]
+    shown = section.section(report.result("two_passes"), report)
+    (table,) = shown.tables
+    plain, replayed, override = table.cells()
+    assert [row[0].value for row in (plain, replayed, override)] == [
+        "as it runs", "with router replay", "on-policy override",
+    ]  # fmt: skip
+    assert cell_text(plain[5], table.columns[5]) == "100 %"
+    assert replayed[5].value == "replayed"
+    assert [cell.value for cell in override[1:6]] == [None] * 5  # 1 by construction
+    assert cell_text(override[6], table.columns[6]) == cell_text(plain[6], table.columns[6])
+    assert "router-noise=0.05 (seed 0)" in shown.warnings[0]
+    assert any("falls by 60 %" in sentence for sentence in shown.sentences)
+    assert shown.figures[0].draw().startswith("<svg")
 
 
-@pytest.mark.slow
+def test_a_warning_is_on_a_terminal_without_details() -> None:
+    (injected,) = [text for text in in_short(_report(**NOISY)) if text.startswith("! ")]
+    assert "router-noise=0.05" in injected
+
+
 def test_a_run_without_noise_says_nothing_of_injections() -> None:
     report = _report()
-    for text in (_terminal(report), to_markdown(report)):
-        assert "Two forward passes" in text
-        assert "Injected on purpose" not in text
+    assert section.section(report.result("two_passes"), report).warnings == ()
     without = report.with_analyses(two_passes=None)
-    for text in (_terminal(without), to_markdown(without), to_html(without, make_tokens())):
-        assert "Two forward passes" not in text
+    assert "two_passes" not in [shown.id for shown in sections(without)]
 
 
 def test_passes_that_agree_bit_for_bit_need_no_remedy() -> None:
