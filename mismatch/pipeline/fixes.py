@@ -13,6 +13,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Context
+from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.experiments.fixes.environment import context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, plan_fixes, plan_pairs
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, table_of
@@ -187,7 +188,7 @@ class FixRun:
         self.save()
         with suppress(MismatchError):  # the run itself cannot be compared: its report says why
             table = table_of(self.run_dir, self.stages.spec)
-            best = [r.id for r in table.outcomes if r.outcome == "better" and not r.together]
+            best = [r.id for r in table.outcomes if r.outcome == "better" and not is_combination(r)]
             more, left = plan_pairs(self.stages.spec, context, self.variants, best)
             self.left_out += left
             if more and self.over(self.spent_s):

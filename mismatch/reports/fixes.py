@@ -6,14 +6,16 @@ and no log-probability, so they have no "after".
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.analysis.corrections.types import Preview
-from mismatch.experiments.fixes.base import EstimatorFix, FixOutcome, FixTable
+from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.base import EstimatorFix, FixOutcome, FixTable, check_command
+from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.guides import settings_of
+from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.metrics.inference import LEVEL
 from mismatch.reports import quantities
 from mismatch.reports.fixes_said import K3, MEAN, sentences
@@ -257,21 +259,6 @@ def asked_for(report: Report) -> dict[str, str]:
     }
 
 
-def labels(name: str) -> list[str]:
-    """The fixes of a combination, each with its value.
-
-    >>> labels("router-replay=ids+weights+fp32-router")
-    ['router-replay=ids+weights', 'fp32-router']
-    """
-    found: list[str] = []
-    for part in name.split("+"):
-        if part == "weights" and found and found[-1].endswith("=ids"):
-            found[-1] += "+weights"
-        else:
-            found.append(part)
-    return found
-
-
 def advice(made: FixTable) -> list[Advice]:
     """How to use the best single fix and the best combination, where they help.
 
@@ -283,24 +270,23 @@ def advice(made: FixTable) -> list[Advice]:
         known = {label: label.partition("=")[0] for label in labels(name)}
         settings = [(one, settings_of(id)) for one, id in known.items() if id not in seen]
         seen.update(known.values())
-        command = command_with(line(made.outcome(name).flags))
+        command = line(command_of(made.outcome(name)))
         found.append(Advice(line(name), command, tuple(settings)))
     return found
 
 
-def command_with(flags: str) -> str:
-    """The command that makes a check with a fix.
+def command_of(row: FixOutcome) -> str:
+    """The command that makes a check with a fix or a combination.
 
-    >>> command_with("environment VLLM_BATCH_INVARIANT=1 --dtype fp32")
-    'VLLM_BATCH_INVARIANT=1 mismatch check … --dtype fp32'
-    >>> command_with("without --autocast --dtype fp32")
-    'mismatch check … --dtype fp32, without --autocast'
+    From the catalogue; a row that another version wrote, with other flags, keeps its own text.
     """
-    settings = re.findall(r"environment (\S+)", flags)
-    dropped = re.findall(r"without (--\S+(?: [a-z]\S*)?)", flags)
-    added = re.sub(r"environment \S+|without --\S+(?: [a-z]\S*)?", "", flags).split()
-    command = " ".join([*settings, "mismatch check …", *added])
-    return f"{command}, without {' and '.join(dropped)}" if dropped else command
+    try:
+        flags = [chosen.flags for chosen in chosen_of(row.id)]
+    except MismatchError:  # no longer in the catalogue
+        flags = []
+    if " ".join(map(str, flags)) != row.flags:
+        return f"mismatch check … {row.flags}"
+    return check_command(flags)
 
 
 __all__ = ["LEAD", "TITLE", "advice", "labels", "measured_rows", "section", "sentences"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
+from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.metrics.inference import prompts_to_tell
 from mismatch.reports import quantities
 from mismatch.reports.text import line
@@ -43,7 +44,7 @@ def _best(made: FixTable) -> list[str]:
         said.append(f"Best single fix: {_effect(made.outcome(made.best))}")
     if made.best_together not in (None, made.best):
         said.append(f"Best together: {_effect(made.outcome(str(made.best_together)))}")
-    several = next((one for one in measured if one.together), None)
+    several = next((one for one in measured if is_combination(one)), None)
     if made.best is not None and made.best == made.best_together and several is not None:
         said.append(f"No combination does clearly better. Best of them: {_effect(several)}")
     return said

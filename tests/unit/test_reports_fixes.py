@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import FixCost
+from mismatch.experiments.fixes.base import FixCost, FixOutcome
+from mismatch.experiments.fixes.catalogue import labels
+from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import fixes, summary
 from mismatch.reports.html import to_html
@@ -134,21 +136,33 @@ def test_the_frameworks_settings_of_the_best_are_shown():
 
 
 @pytest.mark.parametrize(
-    ("flags", "command"),
+    ("name", "command"),
     [
-        ("--train-dtype fp32", "mismatch check … --train-dtype fp32"),
+        ("fp32", "mismatch check … --train-dtype fp32"),
         (
-            "environment VLLM_BATCH_INVARIANT=1 --dtype fp32",
+            "batch-invariant+engine-fp32",
             "VLLM_BATCH_INVARIANT=1 mismatch check … --dtype fp32",
         ),
         (
-            "without --engine-arg logprobs_mode --dtype fp16",
-            "mismatch check … --dtype fp16, without --engine-arg logprobs_mode",
+            "processed-logprobs+rollout-bf16-weights",
+            "mismatch check … --rollout-weights bf16, without --engine-arg logprobs_mode"
+            " and --engine-arg quantization",
+        ),
+        (
+            "router-replay=ids+weights+engine-fp32-lm-head",
+            "mismatch check … --replay-routing ids+weights"
+            """ --engine-arg 'hf_overrides={"head_dtype": "float32"}'""",
         ),
     ],
 )
-def test_advice_can_be_typed(flags, command):
-    assert fixes.command_with(flags) == command
+def test_advice_can_be_typed(name, command):
+    flags = " ".join(str(chosen.flags) for chosen in chosen_of(name))
+    assert fixes.command_of(FixOutcome(name, "train", "", flags)) == command
+
+
+def test_the_flags_of_another_version_are_shown_as_it_wrote_them():
+    row = FixOutcome("gone", "train", "", "--other 1")
+    assert fixes.command_of(row) == "mismatch check … --other 1"
 
 
 def test_foreign_text_stays_text():
@@ -227,10 +241,10 @@ def test_next_says_to_use_the_best():
 
 
 def test_labels_of_a_combination():
-    assert fixes.labels("router-replay=ids+weights+fp32-router") == [
+    assert labels("router-replay=ids+weights+fp32-router") == [
         "router-replay=ids+weights", "fp32-router",
     ]  # fmt: skip
-    assert fixes.labels("fp32+engine-fp32") == ["fp32", "engine-fp32"]
+    assert labels("fp32+engine-fp32") == ["fp32", "engine-fp32"]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ loss) changes no log-probability: it is listed with what it keeps and costs, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mismatch.errors import MismatchError
@@ -19,6 +20,7 @@ Side = Literal["engine", "train", "estimator"]
 Effect = Literal["better", "worse", "mixed", "none"]
 RANKED_BY = ("k3_kl", "logprob_abs_diff_mean")  # a reduction of these is what a fix is for
 SHOWN = (*RANKED_BY, "logprob_abs_diff_p999", "routing_disagree_layer")
+VALUE = "VALUE"  # in the flags of a fix that takes a value: where the value goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,68 @@ def unchanged(spec: CheckSpec, value: str) -> CheckSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Flags:
+    """How a check is made with a fix.
+
+    >>> str(Flags(set=(("--rollout-weights", "bf16"),), unset=("--engine-arg quantization",)))
+    '--rollout-weights bf16 (without --engine-arg quantization)'
+
+    Attributes:
+        set: (flag, value) of ``mismatch check``; the value may be :data:`VALUE`.
+        unset: flags that must not be given, with the name of the setting for ``--engine-arg``.
+        env: (variable, value) of the environment.
+    """
+
+    set: tuple[tuple[str, str], ...] = ()
+    unset: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.set or self.unset or self.env)
+
+    def __str__(self) -> str:
+        words = [*(f"environment {setting}" for setting in self.settings), *self.arguments]
+        dropped = " ".join(f"without {flag}" for flag in self.unset)
+        if dropped:
+            words.append(f"({dropped})" if words else dropped)
+        return " ".join(words)
+
+    @property
+    def settings(self) -> list[str]:
+        """Of the environment, as a shell takes them."""
+        return [f"{name}={shlex.quote(value)}" for name, value in self.env]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the command, as a shell takes them."""
+        return [f"{flag} {shlex.quote(value)}" for flag, value in self.set]
+
+    def with_value(self, value: str) -> Flags:
+        """These flags with a value in the place of :data:`VALUE`."""
+        return replace(self, set=tuple((k, value if v == VALUE else v) for k, v in self.set))
+
+
+def check_command(parts: Iterable[Flags]) -> str:
+    """The command that makes a check with several fixes.
+
+    >>> check_command([Flags(env=(("A", "1"),)), Flags(set=(("--dtype", "fp32"),))])
+    'A=1 mismatch check … --dtype fp32'
+    >>> check_command([Flags(unset=("--autocast",)), Flags(set=(("--dtype", "fp32"),))])
+    'mismatch check … --dtype fp32, without --autocast'
+    """
+    flags = list(parts)
+    settings = [text for one in flags for text in one.settings]
+    arguments = [text for one in flags for text in one.arguments]
+    dropped = [flag for one in flags for flag in one.unset]
+    command = " ".join([*settings, "mismatch check …", *arguments])
+    return f"{command}, without {' and '.join(dropped)}" if dropped else command
+
+
+@dataclass(frozen=True, slots=True)
 class Fix:
     """One thing to try.
 
-    >>> Fix("fp32", "train", "the trainer computes in fp32", "…", "…", "--train-dtype fp32").id
+    >>> Fix("fp32", "train", "the trainer computes in fp32", "…", "…").id
     'fp32'
 
     Attributes:
@@ -90,7 +150,7 @@ class Fix:
         summary: one line: what it changes.
         effect: what is expected of it, one line.
         cost: what it costs in training, one line.
-        flags: how a check is made with it, as flags of ``mismatch check``.
+        flags: how a check is made with it.
         values: of a fix that takes one: the values that ``--fix all`` tries, the first by default.
         apply: (spec, value) -> spec. Pure. Raises MismatchError for a value that means nothing.
         applies: "" or why it cannot be tried here, one sentence, known before weights load.
@@ -103,7 +163,7 @@ class Fix:
     summary: str
     effect: str
     cost: str
-    flags: str = ""
+    flags: Flags = Flags()
     values: tuple[str, ...] = ()
     apply: Callable[[CheckSpec, str], CheckSpec] = unchanged
     applies: Callable[[Context], str] = always
@@ -127,9 +187,9 @@ class Chosen:
         return f"{self.fix.id}={self.value}" if self.value else self.fix.id
 
     @property
-    def flags(self) -> str:
+    def flags(self) -> Flags:
         """The flags that set it, with its value."""
-        return self.fix.flags.replace("VALUE", self.value)
+        return self.fix.flags.with_value(self.value)
 
     def apply(self, spec: CheckSpec) -> CheckSpec:
         return self.fix.apply(spec, self.value)
@@ -156,7 +216,7 @@ class FixOutcome:
         id: labels of its fixes joined by "+": ``router-replay=ids+fp32-router``.
         side: where it changes something: "train", "engine", or "both".
         summary: of its fixes, joined by "; ".
-        flags: of ``mismatch check``, that set it.
+        flags: the text of its fixes' :class:`Flags`.
         applies: it could be tried.
         reason: why it does not apply, or what failed while it ran; "" where it was measured.
         before: metric -> estimate without it, on the headline's tokens; empty if not measured.
@@ -192,11 +252,6 @@ class FixOutcome:
     @property
     def measured(self) -> bool:
         return bool(self.after)
-
-    @property
-    def together(self) -> bool:
-        """It is several fixes at once."""
-        return "+" in self.id.replace("ids+weights", "")
 
 
 @dataclass(frozen=True, slots=True)

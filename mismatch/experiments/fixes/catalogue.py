@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import Chosen, Fix
+from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
 from mismatch.experiments.fixes.engine_fixes import ENGINE_FIXES
 from mismatch.experiments.fixes.loss_fixes import ESTIMATOR_FIXES
 from mismatch.experiments.fixes.trainer_fixes import TRAIN_FIXES
@@ -23,4 +23,25 @@ def fix_named(name: str) -> Fix:
     raise MismatchError(f"no fix {name!r}", f"one of: {', '.join(fix.id for fix in FIXES)}")
 
 
-__all__ = ["FIXES", "Chosen", "fix_named"]
+def labels(name: str) -> list[str]:
+    """The fixes of a combination, each with its value; a plus sign may be part of a value.
+
+    >>> labels("router-replay=ids+weights+fp32-router")
+    ['router-replay=ids+weights', 'fp32-router']
+    """
+    parts: list[str] = []
+    ids = {fix.id for fix in FIXES}
+    for part in name.split("+"):
+        if parts and "=" in parts[-1] and part.partition("=")[0] not in ids:
+            parts[-1] += f"+{part}"
+        else:
+            parts.append(part)
+    return parts
+
+
+def is_combination(row: FixOutcome) -> bool:
+    """Whether a row is of several fixes at once."""
+    return len(labels(row.id)) > 1
+
+
+__all__ = ["FIXES", "Chosen", "fix_named", "is_combination", "labels"]

@@ -71,7 +71,7 @@ def _trial(fix: Fix) -> str:
     block = "```bash\n" + "\n".join(trials(fix)) + "\n```"
     if not fix.flags:
         return block
-    flags = f"`{fix.flags}`" if fix.flags.startswith("--") else fix.flags
+    flags = f"`{fix.flags}`" if fix.flags.set else fix.flags
     return f"{block}\n\nA check with it for good: {flags}"
 
 

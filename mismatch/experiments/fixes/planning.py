@@ -14,7 +14,7 @@ from itertools import combinations
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Context, Fix, FixOutcome
-from mismatch.experiments.fixes.catalogue import FIXES, fix_named
+from mismatch.experiments.fixes.catalogue import FIXES, fix_named, labels
 from mismatch.models.moe import require_routes
 from mismatch.run.store import FIX_PREFIX
 from mismatch.specs import CheckSpec, Pass
@@ -60,7 +60,7 @@ class Variant:
             id=self.id,
             side=self.side,
             summary="; ".join(one.fix.summary for one in self.chosen),
-            flags=" ".join(one.flags for one in self.chosen),
+            flags=" ".join(str(one.flags) for one in self.chosen),
             applies=applies,
             reason=reason,
         )
@@ -141,15 +141,8 @@ def chosen_of(request: str) -> tuple[Chosen, ...]:
     Raises:
         MismatchError: see :func:`parse_requests`.
     """
-    parts: list[str] = []
-    known = {fix.id for fix in FIXES}
-    for part in request.split("+"):
-        if parts and "=" in parts[-1] and part.partition("=")[0] not in known:
-            parts[-1] += f"+{part}"  # a plus sign inside a value
-        else:
-            parts.append(part)
     made = []
-    for part in parts:
+    for part in labels(request):
         name, equals, value = part.strip().partition("=")
         fix = fix_named(name)
         if equals and not fix.values:

@@ -14,6 +14,7 @@ import numpy as np
 
 from mismatch.errors import EmptyComparison
 from mismatch.experiments.fixes.base import RANKED_BY, Effect, FixOutcome
+from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, difference, paired
 from mismatch.metrics.inference import LEVEL, exchange, holm
@@ -118,7 +119,7 @@ def ranked(rows: Sequence[FixOutcome]) -> tuple[FixOutcome, ...]:
 def best_of(rows: Sequence[FixOutcome]) -> tuple[str | None, str | None]:
     """Ids of the best single fix and of the best of all, of ranked rows; None where none helps."""
     helpful = [row for row in rows if row.outcome == "better"]
-    single = next((row.id for row in helpful if not row.together), None)
+    single = next((row.id for row in helpful if not is_combination(row)), None)
     return single, helpful[0].id if helpful else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import Context, Fix
+from mismatch.experiments.fixes.base import VALUE, Context, Fix, Flags
 from mismatch.experiments.fixes.spec_edits import train
 from mismatch.specs import CheckSpec
 
@@ -78,7 +78,7 @@ TRAIN_FIXES = (
         summary="the trainer's attention honours the model's learned sinks",
         effect="mends every token where a kernel without sinks ran; else nothing changes",
         cost="the sink kernel's own speed",
-        flags="--attention auto",
+        flags=Flags(set=(("--attention", "auto"),)),
         apply=train(attention="auto"),
         applies=_with_sinks,
     ),
@@ -88,7 +88,7 @@ TRAIN_FIXES = (
         summary="the trainer runs the experts that the engine chose",
         effect="removes disagreement of the routers, not what made them disagree",
         cost="expert ids travel with the rollouts: layers x experts per token x 1 or 2 bytes",
-        flags="--replay-routing VALUE",
+        flags=Flags(set=(("--replay-routing", VALUE),)),
         values=("ids", "ids+weights"),
         apply=_replay,
         applies=_replayable,
@@ -99,7 +99,7 @@ TRAIN_FIXES = (
         summary="the trainer's routers multiply, score and choose in float32",
         effect="fewer near-ties fall the other way",
         cost="one small matmul per layer in float32",
-        flags="--router-dtype fp32",
+        flags=Flags(set=(("--router-dtype", "fp32"),)),
         apply=train(router_dtype="fp32"),
         applies=_low_router,
     ),
@@ -109,7 +109,7 @@ TRAIN_FIXES = (
         summary="the trainer's LM head multiplies in float32",
         effect="removes the rounding of the logits to 8 bits",
         cost="the head's matmul in float32: slower and with larger logits",
-        flags="--head-dtype fp32",
+        flags=Flags(set=(("--head-dtype", "fp32"),)),
         apply=train(head_dtype="fp32"),
         applies=_low_head,
     ),
@@ -119,7 +119,7 @@ TRAIN_FIXES = (
         summary="the trainer computes in fp16",
         effect="8 times finer rounding than bf16; best with an engine in fp16 too",
         cost="training needs loss scaling; large activations overflow",
-        flags="--train-dtype fp16",
+        flags=Flags(set=(("--train-dtype", "fp16"),)),
         apply=train(dtype="fp16", autocast=None),
     ),
     Fix(
@@ -128,7 +128,7 @@ TRAIN_FIXES = (
         summary="the trainer computes in float32",
         effect="removes the trainer's rounding; the engine's stays",
         cost="twice the memory of activations, several times the time on a GPU",
-        flags="--train-dtype fp32",
+        flags=Flags(set=(("--train-dtype", "fp32"),)),
         apply=train(dtype="fp32", master_dtype="fp32", autocast=None),
     ),
     Fix(
@@ -137,7 +137,7 @@ TRAIN_FIXES = (
         summary="the trainer runs without torch.autocast, in the dtype of the computation",
         effect="operations that autocast keeps in float32, or casts down, follow the model",
         cost="none",
-        flags="without --autocast",
+        flags=Flags(unset=("--autocast",)),
         apply=train(autocast=None),
         applies=lambda context: "" if context.spec.train.autocast else "no autocast is in force",
     ),
@@ -147,7 +147,7 @@ TRAIN_FIXES = (
         summary="the trainer's experts run in another implementation",
         effect="another order of the sums in the experts",
         cost="speed and memory differ",
-        flags="--experts-implementation VALUE",
+        flags=Flags(set=(("--experts-implementation", VALUE),)),
         values=("eager", "grouped_mm", "batched_mm"),
         apply=_experts,
         applies=_with_experts,
@@ -158,7 +158,7 @@ TRAIN_FIXES = (
         summary="the trainer's experts run with bounded memory, one after the other",
         effect="less memory at the peak; rounding of the experts' sums changes a little",
         cost="slower where many experts are active",
-        flags="--experts-implementation bounded",
+        flags=Flags(set=(("--experts-implementation", "bounded"),)),
         apply=train(experts="bounded"),
         applies=_with_experts,
     ),
@@ -168,7 +168,7 @@ TRAIN_FIXES = (
         summary="one sequence per row, where nothing can leak from one to the next",
         effect="mends a leak between packed sequences; else only other padding",
         cost="padding is computed too",
-        flags="--layout padding",
+        flags=Flags(set=(("--layout", "padding"),)),
         apply=train(layout="padding"),
         applies=lambda context: (
             "" if context.spec.train.layout == "packing" else "sequences are not packed"
@@ -180,7 +180,7 @@ TRAIN_FIXES = (
         summary="other micro-batches in the trainer",
         effect="shows what the grouping of sequences does; mends nothing by itself",
         cost="small ones are slower",
-        flags="--micro-batch-tokens VALUE",
+        flags=Flags(set=(("--micro-batch-tokens", VALUE),)),
         values=("1024",),
         apply=_micro_batch,
     ),
@@ -190,7 +190,7 @@ TRAIN_FIXES = (
         summary="the trainer divides float32 logits by the exact temperature",
         effect="removes the rounding of logits, or of the temperature, before the softmax",
         cost="none",
-        flags="--temperature-in fp32",
+        flags=Flags(set=(("--temperature-in", "fp32"),)),
         apply=train(temperature_in="fp32", logprobs_dtype=None),
         applies=_tempered,
     ),
