@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def print_analyses(report: Report, console: Console) -> None:
-    """Error budget, two passes, forecast, kernels, exact KL, corrections, gradients: those made."""
+    """The analyses that were made, each in full."""
     if report.result("kernels") is not None:
         print_in_report(report.result("kernels"), console)
     _corrections(report, console)
