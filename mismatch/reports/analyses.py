@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mismatch.metrics.corrections import NONE
-from mismatch.reports import budget, corrections, gradients, kernels
+from mismatch.reports import corrections, gradients, kernels
 from mismatch.reports.console import columns, heading, paragraph, print_section, say
 from mismatch.reports.gradients_terminal import print_gradients
 from mismatch.reports.kernels_terminal import print_in_report
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 def print_analyses(report: Report, console: Console) -> None:
     """Error budget, two passes, forecast, kernels, exact KL, corrections, gradients: those made."""
-    _budget(report, console)
     if report.result("kernels") is not None:
         print_in_report(report.result("kernels"), console)
     _corrections(report, console)
@@ -49,26 +48,12 @@ def in_short(report: Report) -> list[str]:
     told = sections(report)
     correction = report.result("corrections")
     return [
-        budget.largest(report) if len(budget.steps(report)) >= 3 else "",
         *(f"! {warning}" for section in told if section.short for warning in section.warnings),
         *(section.short for section in told),
         kernels.in_short(report.result("kernels")),
         f"corrections: {corrections.headline(correction)}" if correction else "",
         gradients.in_short(report.result("gradients")),
     ]
-
-
-def _budget(report: Report, console: Console) -> None:
-    rows = budget.steps(report)
-    if len(rows) < 3:  # a chain of one step is the headline itself
-        return
-    heading(console, "Error budget", "engine to trainer; mean delta and shares add up")
-    table = columns(
-        ("", False, 26), ("mean delta", True, 8), ("of the spread", True, 8), ("interval", True, 8)
-    )
-    for row in rows:
-        table.add_row(f"  {row.label}", row.mean, row.share, row.share_interval)
-    console.print(table, highlight=False, markup=False)
 
 
 def _corrections(report: Report, console: Console) -> None:

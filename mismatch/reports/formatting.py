@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 from mismatch.reports.quantities import MISSING, bound, count, number, percent, plural, times
@@ -12,8 +13,8 @@ from mismatch.types import Estimate
 
 __all__ = [
     "MISSING", "Format", "badge", "bound", "count", "interval",
-    "line", "number", "percent", "plural", "small_percent", "text", "times", "token_text",
-    "visible",
+    "line", "number", "percent", "plural", "signed", "small_percent", "tenths", "text", "times",
+    "token_text", "visible",
 ]  # fmt: skip
 
 Format = Callable[..., str]
@@ -31,6 +32,27 @@ def small_percent(share: float | None) -> str:
     ('< 0.001 %', '25 %')
     """
     return "< 0.001 %" if share is not None and 0.0 < share < 1e-5 else percent(share)
+
+
+def signed(value: float) -> str:
+    """A difference, with its sign.
+
+    >>> signed(0.25), signed(-0.25), signed(0.0)
+    ('+0.250', '-0.250', '0')
+    """
+    return ("+" if value > 0 else "") + number(value)
+
+
+def tenths(share: float) -> str:
+    """A share that may be negative, with one decimal.
+
+    >>> tenths(0.6), tenths(-1e-9)
+    ('60.0 %', '0 %')
+    """
+    if not isfinite(share):
+        return MISSING
+    text = f"{100.0 * share:.1f}"
+    return f"{'0' if text in ('-0.0', '0.0') else text} %"
 
 
 def interval(estimate: Any, write: Format = number, to: str = " … ") -> str:

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.reports import (
     beside,
-    budget,
     corrections,
-    engines,
     figures,
     fixes,
     gauge,
@@ -82,12 +80,10 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         carriers=where.carriers(report),
         beside=beside.rows(report),
         noise=summary.noise_rows(report),
-        budget=budget.view(report),
         sections=sections(report),
         kernels=kernels.view(report.result("kernels")),
         gradients=gradients.view(report.result("gradients")),
         fixes=fixes.section(report),
-        engines=engines.view(report),
         corrections=corrections.section(report),
         pictures=figures.pictures(report, tokens),
         worst=worst.worst_tokens(tokens),

@@ -9,9 +9,7 @@ from html import escape
 from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.reports import (
     beside,
-    budget,
     corrections,
-    engines,
     fixes,
     gradients,
     kernels,
@@ -54,8 +52,8 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         _folded("Experts chosen", _routing_table(report)),
         _folded(beside.TITLE, _beside_table(report)),
         _folded("How much of this is noise", _noise_table(report)),
-        _engines(report),
-        _folded("Error budget", _budget(report)),
+        shown.pop("engines", ""),
+        shown.pop("budget", ""),
         shown.pop("two_passes", ""),
         shown.pop("forecast", ""),
         _folded(kernels.TITLE, _kernels(report)),
@@ -292,36 +290,6 @@ def _recipe(recipe: Recipe) -> str:
     remark = "; ".join(part for part in (recipe.remark, recipe.source) if part)
     block = "\n\n```\n" + "\n".join(recipe.lines) + "\n```" if recipe.lines else ""
     return f"{plain(recipe.framework)}: {plain(remark)}{block}"
-
-
-def _engines(report: Report) -> str:
-    made = report.result("engines")
-    if made is None:
-        return ""
-    said = "\n".join(f"- {plain(sentence)}" for sentence in engines.sentences(made, report))
-    rows = [
-        [plain(row.pair), f"{plain(row.tokens)}, {row.how}", f"{row.mean} ({row.interval})",
-         row.k3, row.largest, row.experts, plain(row.reason)]
-        for row in engines.edge_rows(made)
-    ]  # fmt: skip
-    titles = ["left / right", "tokens of", "mean \\|delta\\|:", "k3:", "largest:", "experts:", ""]
-    return f"**{engines.TITLE}**\n\n{said}\n\n{_folded('All edges', table(titles, rows))}"
-
-
-def _budget(report: Report) -> str:
-    parts = []
-    for rows, share in ((budget.steps(report), "of the spread"), (budget.beside(report), "spread")):
-        parts.append(
-            table(
-                ["step", "mean delta:", "95 % interval:", f"{share}:", "95 % interval:"],
-                [
-                    [plain(r.label), r.mean, r.mean_interval, r.share, r.share_interval]
-                    for r in rows
-                ],
-            )
-        )
-    remarks = "\n".join(f"- {plain(remark)}" for remark in budget.remarks(report))
-    return "\n\n".join(part for part in (*parts, remarks) if part)
 
 
 def _ran_table(report: Report) -> str:

@@ -89,4 +89,4 @@ def test_the_report_says_what_the_gradient_lost(without_sinks: Run) -> None:
     sinks = next(one for one in rows["baseline"]["groups"] if one["group"] == "sinks")
     assert sinks["cosine"] is None
     assert sinks["relative_error"]["value"] == 1.0
-    assert "sinks" in made["summary"]
+    assert any("sinks" in sentence for sentence in made["summary"])

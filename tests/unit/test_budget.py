@@ -11,10 +11,10 @@ import pytest
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.budget import Budget, error_budget
 from mismatch.pipeline.build import build_report
-from mismatch.reports import budget as shown
+from mismatch.reports.section import cell_text
+from mismatch.reports.sections import budget as shown
 from mismatch.run import store
 from mismatch.specs import CheckSpec
-from mismatch.types import Report
 from tests.made_run import make_run, rollout, scoring, spec
 from tests.reports_fixture import budget_of, make_report, make_tokens
 
@@ -233,18 +233,20 @@ def test_a_cut_law_is_noted(tmp_path: Path) -> None:
 
 def test_rows_and_sentence_name_the_largest_step() -> None:
     report = make_report()
-    rows = shown.steps(report)
-    assert [row.label for row in rows] == [
+    told = shown.section(report.result("budget"), report)
+    (chain,) = told.tables
+    rows = chain.cells()
+    assert [row[0].value for row in rows] == [
         "engine: decode → prefill",
         "engine prefill → float32",
         "float32 → trainer",
         "together",
     ]
-    assert all(len(row.label) <= 26 for row in rows)
-    assert rows[-1].share == "100.0 %"
-    assert shown.largest(report).startswith("float32 → trainer carries 60.0 % of the spread")
-    assert "replayed" in shown.remarks(report)[0]
-    assert [row.label for row in shown.beside(report)] == [
+    assert cell_text(rows[-1][3], chain.columns[3]) == "100.0 %"
+    assert told.short.startswith("float32 → trainer carries 60.0 % of the spread")
+    assert "replayed" in told.notes[0]
+    (again,) = told.parts
+    assert [row[0].value for row in again.tables[0].cells()] == [
         "trainer regrouped",
         "trainer with gradients",
     ]
@@ -258,27 +260,23 @@ def test_a_step_that_few_tokens_carry_is_cautioned() -> None:
             replace(s, share=replace(s.share, flags=())) for s in report.result("budget").steps
         ]
         steps[0] = replace(steps[0], share=replace(steps[0].share, flags=flags))
-        said = shown.remarks(
-            report.with_analyses(budget=replace(report.result("budget"), steps=tuple(steps)))
-        )
+        said = shown.remarks(replace(report.result("budget"), steps=tuple(steps)))
         assert sum(remark.startswith(caution) for remark in said) == len(flags)
         assert sum("a few tokens" in remark for remark in said) == len(flags)
 
 
-@pytest.mark.slow
 def test_the_waterfall_ends_at_the_whole() -> None:
-    spread, mean = shown.pictures(make_report())
-    assert (spread.name, mean.name) == ("budget-spread", "budget-mean")
-    for picture in (spread, mean):
-        assert "<svg" in picture.svg
-        assert "together" in picture.svg
+    report = make_report()
+    figures = shown.section(report.result("budget"), report).figures
+    assert [figure.name for figure in figures] == ["budget-spread", "budget-mean"]
+    for figure in figures:
+        assert "together" in figure.draw()
 
 
-def test_a_chain_of_one_step_has_no_picture_and_an_old_report_no_section() -> None:
+def test_a_chain_of_one_step_has_no_picture_and_no_largest_step() -> None:
     whole = budget_of(make_tokens())
-    one = replace(whole, steps=(replace(whole.steps[0], right="fsdp"),))
-    report: Report = make_report().with_analyses(budget=one)
-    assert shown.pictures(report) == []
-    assert shown.largest(report) == ""
-    old = make_report().with_analyses(budget=None)
-    assert (shown.view(old), shown.steps(old), shown.remarks(old)) == (None, [], [])
+    step = replace(whole, steps=(replace(whole.steps[0], right="fsdp"),))
+    told = shown.section(step, make_report())
+    assert told.figures == ()
+    assert told.sentences == ()
+    assert told.short

@@ -30,15 +30,14 @@ from mismatch.pipeline.commands import run_check
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.pipeline.engine_pair import SecondEngine, dry_run_lines
 from mismatch.processes.stages import Stages
-from mismatch.reports.engines import contrast_rows, edge_rows, sentences, view
-from mismatch.reports.engines_figure import pictures
-from mismatch.reports.engines_terminal import print_engines
+from mismatch.reports.console import print_section
 from mismatch.reports.html import to_html
-from mismatch.reports.markdown import to_markdown
+from mismatch.reports.section import Section, cell_text
+from mismatch.reports.sections import engines
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
-from mismatch.types import Estimate, Rollout, Sampling, Scoring
+from mismatch.types import Estimate, Report, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report, make_tokens
 
 A, B = "vllm", "transformers"
@@ -248,41 +247,34 @@ def test_the_document_is_strict_and_reads_back(tmp_path: Path, unable: str) -> N
         jsonschema.validate(document, schema())
 
 
+def section(report: Report) -> Section:
+    return engines.section(report.result("engines"), report)
+
+
 @pytest.mark.slow
-def test_every_rendering_names_the_odd_one_and_every_edge(tmp_path: Path) -> None:
+def test_the_section_names_the_odd_one_and_every_edge(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A), tmp_path)
-    made = report.result("engines")
-    page, text = to_html(report, make_tokens()), to_markdown(report)
+    told = section(report)
+    assert "vllm is the odd one out" in told.sentences[0]
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_engines(report, console)
+    print_section(told, console)
     terminal = console.export_text()
-    for written in (page, text, terminal):
-        assert "vllm is the odd one out" in " ".join(written.split())
     assert max(map(len, terminal.splitlines())) <= 80
-    for row in edge_rows(made):
-        assert row.mean in terminal
-        assert row.mean in page
-    assert len(contrast_rows(made)) == 6  # three pairs of edges, two sets of tokens
-    found = view(report)
-    assert found is not None
-    assert [picture.svg.count("<svg") for picture in found["pictures"]] == [1, 1]
+    (edges,) = told.tables
+    for row in edges.cells():
+        assert cell_text(row[3], edges.columns[3]) in terminal
+    assert len(told.parts[0].tables[0].rows) == 6  # three pairs of edges, two sets of tokens
+    assert [figure.draw().count("<svg") for figure in told.figures] == [1, 1]
 
 
 @pytest.mark.slow
 def test_three_that_agree_are_written_so_and_drawn_thin(tmp_path: Path) -> None:
-    report = shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}), tmp_path)
-    page, text = to_html(report, make_tokens()), to_markdown(report)
-    assert sentences(report.result("engines"), report)[0].startswith(
-        "All three agree: on both sets of tokens"
-    )
-    for written in (page, text):
-        assert "All three agree" in written
-        assert "is the odd one out" not in written
-        assert "stands apart" not in written
-    assert "shorter than 1e-5 nats, all three agree" in " ".join(page.split())
-    widths = [thickest(picture.svg) for picture in pictures(report.result("engines"))]
-    clear = thickest(pictures(make(tmp_path / "clear", ODD_A))[0].svg)
-    assert max(widths) < clear / 2
+    told = section(shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}), tmp_path))
+    assert told.sentences[0].startswith("All three agree: on both sets of tokens")
+    assert not any("stands apart" in figure.caption for figure in told.figures)
+    assert "shorter than 1e-5 nats, all three agree" in told.parts[0].lead
+    odd = section(shown(make(tmp_path / "clear", ODD_A), tmp_path / "clear"))
+    assert max(thickest(f.draw()) for f in told.figures) < thickest(odd.figures[0].draw()) / 2
 
 
 def thickest(svg: str) -> float:
@@ -291,14 +283,10 @@ def thickest(svg: str) -> float:
 
 @pytest.mark.slow
 def test_without_a_complete_triangle_there_is_no_picture(tmp_path: Path) -> None:
-    report = shown(make(tmp_path, ODD_A, unable=B), tmp_path)
-    found = view(report)
-    assert found is not None
-    assert found["pictures"] == []
-    assert "not tested" in to_html(report, make_tokens())
-    assert any(
-        "not tested" in sentence.lower() for sentence in sentences(report.result("engines"), report)
-    )
+    told = section(shown(make(tmp_path, ODD_A, unable=B), tmp_path))
+    assert told.figures == ()
+    assert any(row[0].note.startswith("not tested: ") for row in told.tables[0].cells())
+    assert any("not tested" in sentence.lower() for sentence in told.sentences)
 
 
 @pytest.mark.slow
