@@ -9,7 +9,6 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports import (
-    beside,
     corrections,
     figures,
     fixes,
@@ -21,7 +20,6 @@ from mismatch.reports import (
     routing,
     sides,
     summary,
-    where,
     worst,
 )
 from mismatch.reports.elsewhere import Elsewhere
@@ -76,9 +74,6 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         comparisons=[(item, summary.all_rows(item)) for item in report.comparisons],
         routing=summary.routing_rows(report),
         experts=routing.section(report),
-        where=where.groups(report),
-        carriers=where.carriers(report),
-        beside=beside.rows(report),
         noise=summary.noise_rows(report),
         sections=sections(report),
         kernels=kernels.view(report.result("kernels")),

@@ -8,7 +8,6 @@ from html import escape
 
 from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.reports import (
-    beside,
     corrections,
     fixes,
     gradients,
@@ -50,7 +49,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         "**Next**\n\n" + "\n".join(f"- {plain(step)}" for step in summary.next_steps(report)),
         _folded(_checks_title(report), _checks_table(report)),
         _folded("Experts chosen", _routing_table(report)),
-        _folded(beside.TITLE, _beside_table(report)),
+        shown.pop("beside", ""),
         _folded("How much of this is noise", _noise_table(report)),
         shown.pop("engines", ""),
         shown.pop("budget", ""),
@@ -180,15 +179,6 @@ def _routing_table(report: Report) -> str:
     said = [f"- {plain(sentence)}" for sentence in routing.sentences(summary.headline(report))]
     made = table(["", "value:", "95 % interval:"], rows)
     return "\n".join(said) + "\n\n" + made if said else made
-
-
-def _beside_table(report: Report) -> str:
-    titles = (plain(title) + ":" for title in beside.TITLES)
-    rows = [
-        [plain(row.pair), row.mean, row.k3, row.experts, plain(row.meaning)]
-        for row in beside.rows(report)
-    ]
-    return table(["", *titles, ""], rows)
 
 
 def _noise_table(report: Report) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mismatch.reports import beside, normal, quantities, routing, sides, summary
+from mismatch.reports import normal, quantities, routing, sides, summary
 from mismatch.reports.analyses import print_analyses, print_in_short
 from mismatch.reports.console import columns, heading, paragraph, print_section, say
 from mismatch.reports.fixes_terminal import print_fixes
@@ -45,7 +45,6 @@ def print_report(
     _names(report, console, elsewhere)
     _normal(report, console)
     _routing(report, console)
-    _beside(report, console)
     _noise(report, console)
     for section in sections(report):
         if not section.short:
@@ -155,17 +154,6 @@ def _routing(report: Report, console: Console) -> None:
     console.print(table, highlight=False, markup=False)
     for sentence in routing.sentences(summary.headline(report)):
         paragraph(console, sentence, style="dim")
-
-
-def _beside(report: Report, console: Console) -> None:
-    rows = beside.rows(report)
-    if not rows:
-        return
-    heading(console, beside.TITLE, beside.LEAD)
-    table = columns(("", False, 26), *((title, True, 7) for title in beside.TITLES))
-    for row in rows:
-        table.add_row(f"  {row.pair}", row.mean, row.k3, row.experts)
-    console.print(table, highlight=False, markup=False)
 
 
 def _noise(report: Report, console: Console) -> None:

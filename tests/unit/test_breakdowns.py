@@ -9,7 +9,7 @@ import pytest
 
 from mismatch.analysis.breakdowns import Places, breakdowns, by_block, histogram
 from mismatch.analysis.token_classes import TOKEN_CLASSES, special_ids, token_class
-from mismatch.reports import where
+from mismatch.reports.sections import where
 from mismatch.types import Comparison, Pair, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report
 
@@ -249,10 +249,11 @@ def report_with(breakdowns: dict):
 def test_the_section_shows_tables_that_say_something():
     off = ROLLOUT.turn[ROLLOUT.actions] == 2
     report = report_with(tables(off, block_size=4))
-    shown = {group.title: group for group in where.groups(report)}
-    assert [bucket.label for bucket in shown["Turn"].buckets] == ["1", "2"]
-    assert [bucket.bar for bucket in shown["Turn"].buckets] == [0.0, 1.0]
-    assert shown["Turn"].buckets[1].share == "100 %"
+    shown = {part.title: part for part in where.of_report(report).parts}
+    turns = shown["Turn"].tables[0].cells()
+    assert [row[0].value for row in turns] == ["1", "2"]
+    assert [row[5].value for row in turns] == [0.0, 1.0]
+    assert turns[1][3].value == 1.0
     assert "KV block, 4" in shown
     assert shown["Place in the response"].folded
     assert "Length of the response" not in shown  # one bucket
@@ -260,7 +261,10 @@ def test_the_section_shows_tables_that_say_something():
 
 
 def test_a_report_of_an_earlier_version_has_no_section():
-    assert where.groups(report_with({"by_probability": {"low": [0.0, 0.5], "count": [1, 2]}})) == []
+    assert (
+        where.of_report(report_with({"by_probability": {"low": [0.0, 0.5], "count": [1, 2]}}))
+        is None
+    )
     assert where.carriers(report_with({})) == ""
     empty = Comparison("a", "b", False, {})
-    assert where.groups(replace(make_report(), comparisons=(empty,))) == []
+    assert where.of_report(replace(make_report(), comparisons=(empty,))) is None

@@ -1,20 +1,13 @@
-"""What stands beside the headline is shown in every rendering, and only where there is some."""
+"""What stands beside the headline is a row, and only where there is some."""
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
-import pandas as pd
-import pytest
-from rich.console import Console
-
-from mismatch.reports import beside
-from mismatch.reports.html import to_html
-from mismatch.reports.markdown import to_markdown
-from mismatch.reports.terminal import print_report
+from mismatch.reports.section import Cell
+from mismatch.reports.sections import beside
 from mismatch.types import Comparison, Estimate, Report
-from tests.reports_fixture import make_report, make_tokens
+from tests.reports_fixture import make_report
 
 
 def _estimate(value: float) -> Estimate:
@@ -31,45 +24,38 @@ def _beside(report: Report, name: str, experts: float | None, **facts: object) -
     return replace(report, comparisons=(*report.comparisons, more), fingerprints=told)
 
 
-def _renderings(report: Report, tokens: pd.DataFrame) -> list[str]:
-    out = io.StringIO()
-    print_report(report, Console(file=out, width=80))
-    html = to_html(report, tokens)
-    return [out.getvalue(), to_markdown(report), html.split('id="everything"')[0]]
+def _rows(report: Report) -> list[list[Cell]]:
+    section = beside.of_report(report)
+    assert section is not None
+    return section.tables[0].cells()
 
 
-@pytest.mark.slow
 def test_weights_in_another_form_and_replayed_experts_are_shown() -> None:
-    report, tokens = make_report(), make_tokens()
-    report = _beside(report, "fsdp:other-weights", 0.07, weights_form="mxfp4-rounded")
+    report = _beside(make_report(), "fsdp:other-weights", 0.07, weights_form="mxfp4-rounded")
     given = {"mode": "ids", "source": "vllm:decode"}
     report = _beside(report, "fsdp:replayed", 0.0, replay=given)
-    headline, form, replayed = beside.rows(report)
-    assert headline.pair.endswith(f"/ {report.comparisons[0].train}")
-    assert headline.meaning == ""
-    assert (form.meaning, form.mean, form.experts) == ("experts mxfp4-rounded", "0.0123", "7.0 %")
-    assert (replayed.meaning, replayed.experts) == ("replays the ids of vllm:decode", "replayed")
-    assert form.k3 == replayed.k3 == "4.56e-4"
-    for text in _renderings(report, tokens):
-        assert beside.TITLE in text
-        assert "other-weights" in text
-        assert "7.0" in text
-        assert "replayed" in text
+    headline, form, replayed = _rows(report)
+    assert str(headline[0].value).endswith(f"/ {report.comparisons[0].train}")
+    assert headline[0].note == ""
+    assert form[0].note == "experts mxfp4-rounded"
+    assert (form[1].value, form[3].value) == (_estimate(0.0123), _estimate(0.07))
+    assert replayed[0].note == "replays the ids of vllm:decode"
+    assert replayed[3].value == "replayed"
+    assert form[2].value == replayed[2].value == _estimate(4.56e-4)
 
 
 def test_disagreement_in_spite_of_replay_is_a_number() -> None:
     given = {"mode": "ids", "source": "vllm:decode"}
     report = _beside(make_report(), "fsdp:replayed", 0.25, replay=given)
-    assert beside.rows(report)[-1].experts == "25 %"
+    assert _rows(report)[-1][3].value == _estimate(0.25)
 
 
 def test_without_routes_there_is_no_number() -> None:
-    assert beside.rows(_beside(make_report(), "mine", None))[-1].experts == "–"
+    assert _rows(_beside(make_report(), "mine", None))[-1][3].value is None
 
 
-@pytest.mark.slow
 def test_nothing_beside_the_headline_is_no_section() -> None:
-    report, tokens = make_report(), make_tokens()
+    report = make_report()
     headline = report.comparisons[0]
     prefill = replace(headline, rollout="vllm:prefill")
     report = replace(
@@ -77,6 +63,4 @@ def test_nothing_beside_the_headline_is_no_section() -> None:
         comparisons=(headline, prefill),
         fingerprints={**report.fingerprints, "vllm:prefill": {"mode": "prefill"}},
     )
-    assert beside.rows(report) == []
-    for text in _renderings(report, tokens):
-        assert beside.TITLE not in text
+    assert beside.of_report(report) is None

@@ -1,0 +1,138 @@
+"""Where and when the two sides differ: groups of tokens, and how much each carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mismatch.reports.formatting import bound, count, line, number, percent, plural, text
+from mismatch.reports.section import Cell, Column, Section, Table, Value
+from mismatch.reports.summary import headline
+from mismatch.types import Report
+
+Breakdown = dict[str, list[Any]]
+LEAD = (
+    "Groups of tokens. “Mean delta” is signed: away from 0 it is a systematic difference, not "
+    "noise. The share is of the whole k3."
+)
+COLUMNS = (
+    Column("tokens", text),
+    Column("mean |delta|", number),
+    Column("mean delta", number),
+    Column("share of k3", percent),
+    Column("count", count),
+    Column("of the largest", percent, detail="mean |delta|"),
+)
+
+
+def of_report(report: Report) -> Section | None:
+    """The tables that say something: those with one bucket only are left out."""
+    tables = headline(report).breakdowns
+    parts = [
+        _group(tables[name], title, remark, label, folded=name.endswith("position"))
+        for name, title, remark, label in TABLES
+        if name in tables and len(tables[name]["count"]) > 1 and "k3_share" in tables[name]
+    ]
+    if "by_block" in tables:
+        parts += [_block(tables["by_block"], row) for row in range(len(tables["by_block"]["size"]))]
+    if not parts:
+        return None
+    parts.sort(key=lambda part: part.folded)
+    carried = carriers(report)
+    return Section(
+        id="where",
+        title="Where and when",
+        lead=LEAD,
+        sentences=(carried,) if carried else (),
+        parts=tuple(parts),
+        page_only=True,
+    )
+
+
+def carriers(report: Report) -> str:
+    """How much of the KL its largest tokens carry; "" where that is not known."""
+    shares = headline(report).breakdowns.get("top_tokens", {}).get("k3_share", [])
+    if not shares or None in shares:
+        return ""
+    return (
+        f"The token of the largest k3 term carries {percent(shares[0])} of k3; the "
+        f"{plural(len(shares), 'token')} of the largest: {percent(min(sum(shares), 1.0))}."
+    )
+
+
+def _span(table: Breakdown, row: int) -> str:
+    return f"{count(table['start'][row])} to {count(table['end'][row] - 1)}"
+
+
+def _value(table: Breakdown, row: int) -> str:
+    low, high = table["low"][row], table["high"][row]
+    if high is None:
+        return f"{bound(low)} and above"
+    return f"{bound(low)} to {bound(high)}"
+
+
+def _of(column: str) -> Callable[[Breakdown, int], str]:
+    return lambda table, row: line(table[column][row])
+
+
+def _length(table: Breakdown, row: int) -> str:
+    return f"{_span(table, row)} ({plural(table['sequences'][row], 'sequence')})"
+
+
+TABLES = (
+    ("by_turn", "Turn", "of the assistant", _of("turn")),
+    ("by_edge", "First and last token", "of a turn", _of("edge")),
+    ("by_token_class", "Kind of token", "by its text", _of("token_class")),
+    ("by_probability", "Probability", "that the rollout side gave", _value),
+    ("by_entropy", "Entropy", "of the train side, nats", _value),
+    ("by_length", "Length of the response", "tokens sampled", _length),
+    ("by_position", "Place in the response", "tokens from its start", _span),
+    ("by_absolute_position", "Place in the sequence", "prompt included", _span),
+)
+BLOCKS = {
+    "KV block": "tokens whose forward opens a block of the KV cache",
+    "prefill chunk": "tokens whose forward opens a chunk of the prefill",
+    "beyond sliding window": "tokens with more context than the window holds",
+}
+
+
+def _group(
+    table: Breakdown, title: str, remark: str, label: Callable[[Breakdown, int], str], folded: bool
+) -> Section:
+    largest = max(table["mean_abs_delta"]) or 1.0
+    rows: list[tuple[Cell | Value, ...]] = [
+        (
+            label(table, row),
+            table["mean_abs_delta"][row],
+            table["mean_delta"][row],
+            table["k3_share"][row],
+            table["count"][row],
+            Cell(table["mean_abs_delta"][row] / largest, "bar"),
+        )
+        for row in range(len(table["count"]))
+    ]
+    return _part(title, remark, rows, folded)
+
+
+def _block(table: Breakdown, row: int) -> Section:
+    name, size = table["boundary"][row], table["size"][row]
+    largest = max(table["at"][row], table["elsewhere"][row]) or 1.0
+    rows: list[tuple[Cell | Value, ...]] = [
+        (
+            label,
+            table[column][row],
+            None,
+            None,
+            table[f"{column}_count"][row],
+            Cell(table[column][row] / largest, "bar"),
+        )
+        for label, column in (("there", "at"), ("all others", "elsewhere"))
+    ]
+    return _part(f"{name[0].upper()}{name[1:]}, {count(size)}", BLOCKS.get(name, ""), rows)
+
+
+def _part(
+    title: str, remark: str, rows: list[tuple[Cell | Value, ...]], folded: bool = False
+) -> Section:
+    tables = (Table(COLUMNS, tuple(rows)),)
+    return Section(f"where-{title}", title, lead=remark, tables=tables, folded=folded)
