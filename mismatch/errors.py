@@ -9,11 +9,17 @@ class MismatchError(Exception):
     Args:
         message: what went wrong and where (file, line, layer, row …).
         fix: what the user can do about it; a command where one exists.
+        log: last lines of the log of a process that failed without a word of its own.
+
+    Attributes:
+        headline: the message without the log.
+        message: the headline and the log.
     """
 
-    def __init__(self, message: str, fix: str = "") -> None:
+    def __init__(self, message: str, fix: str = "", log: str = "") -> None:
         super().__init__(message)
-        self.message = message
+        self.headline = message
+        self.message = f"{message}; its last lines:\n{log}" if log else message
         self.fix = fix
 
     def __str__(self) -> str:
@@ -27,6 +33,10 @@ class EmptyComparison(MismatchError):
         super().__init__(
             message, fix or "check the action mask: no token was sampled by the policy"
         )
+
+
+class OutOfMemory(MismatchError):
+    """The memory of a GPU or of the host is too small, here or in a worker."""
 
 
 class CorruptCapture(MismatchError):

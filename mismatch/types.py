@@ -266,6 +266,15 @@ class NotTested:
     def __str__(self) -> str:
         return f"{self.what}: {self.reason}" + (f"; {self.how}" if self.how else "")
 
+    @staticmethod
+    def fields_of(entry: str) -> list[str]:
+        """Of an entry that a worker left in an artefact: who, what and why.
+
+        >>> NotTested.fields_of("sglang: exact KL: it gives no whole distributions")
+        ['sglang', 'exact KL', 'it gives no whole distributions']
+        """
+        return entry.split(": ")
+
 
 @dataclass(frozen=True, slots=True)
 class Check:

@@ -320,7 +320,7 @@ def _from_verl(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
     notes = [f"trainer: {applied.spec.preset}"]
     notes += [f"  {used}" for used in applied.used]
     notes += [f"  kept: {line}" for line in applied.kept]
-    notes += [f"  unknown: {key}" for key in applied.ignored if "did you mean" in key]
+    notes += [f"  unknown: {k} (did you mean {name}?)" for k, name in applied.misspelt.items()]
     return applied.spec, notes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 from mismatch.metrics import names
 from mismatch.metrics.registry import Metric
@@ -47,8 +46,7 @@ INTERVALS["ratio"] = INTERVALS["mean"]
 
 def formula(metric: Metric) -> str:
     """The first paragraph of the definition, on one line."""
-    paragraph = " ".join(metric.definition.strip().split("\n\n")[0].split())
-    return re.sub(r" Terms hold [^.]*\.", "", paragraph)  # how it is computed, not what it is
+    return " ".join(metric.definition.strip().split("\n\n")[0].split())
 
 
 def interval(metric: Metric) -> str:

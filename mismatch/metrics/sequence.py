@@ -149,7 +149,10 @@ def log_ppl_diff_min(delta: Floats, sequence: Ints) -> float:
     meaning="train over rollout",
 )
 def ppl_ratio(delta: Floats, sequence: Ints) -> Floats:
-    """Mean over sequences of train perplexity / rollout perplexity. Terms hold its excess."""
+    """Mean over sequences of train perplexity / rollout perplexity.
+
+    Terms hold its excess.
+    """
     return np.expm1(_log_ppl_diff(delta, sequence))
 
 
@@ -269,7 +272,10 @@ def seq_mult_prob_error_max(delta: Floats, sequence: Ints) -> float:
     meaning="mean over sequences of mean exp(|delta|)",
 )
 def seq_mult_prob_error_mean(delta: Floats, sequence: Ints) -> Floats:
-    """Mean over sequences of the sequence's mean of exp(|delta|). Terms hold its excess."""
+    """Mean over sequences of the sequence's mean of exp(|delta|).
+
+    Terms hold its excess.
+    """
     return _mean_factor(delta, sequence)
 
 
@@ -344,7 +350,10 @@ seq_logratio_p95 = _quantile(
     meaning="mean over sequences of exp(mean delta): the ratio per token",
 )
 def seq_ratio_geo(delta: Floats, sequence: Ints) -> Floats:
-    """Mean over sequences of exp(mean delta), the geometric mean of rho. Terms hold its excess."""
+    """Mean over sequences of exp(mean delta), the geometric mean of rho.
+
+    Terms hold its excess.
+    """
     return np.expm1(per_sequence_mean(delta, sequence))
 
 

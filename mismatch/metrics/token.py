@@ -209,7 +209,10 @@ logprob_abs_diff_p999 = _quantile(
     meaning="mean of exp(|delta|): by which factor a token's probability is off",
 )
 def token_mult_prob_error(delta: Floats) -> Floats:
-    """Mean of exp(|delta|): the factor by which probabilities differ. Terms hold its excess."""
+    """Mean of exp(|delta|): the factor by which probabilities differ.
+
+    Terms hold its excess.
+    """
     return excess_factor(delta)
 
 
@@ -292,7 +295,10 @@ def probs_pearson(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
     meaning="mean of exp(delta); 1 where nothing is wrong",
 )
 def ratio_mean(delta: Floats) -> Floats:
-    """Mean of rho, untruncated. Expectation 1 where the left side sampled. Terms hold rho - 1."""
+    """Mean of rho, untruncated. Expectation 1 where the left side sampled.
+
+    Terms hold rho - 1.
+    """
     return ratio_excess(delta)
 
 

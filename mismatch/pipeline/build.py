@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 COMPARISON = "comparison.json"
 COMPARISON_SCHEMA = "mismatch.comparison/1"
+EXACT_KL = "exact KL"  # as engines name it in what they did not test
+UNSUPPORTED = "not supported"  # a trainer whose routers cannot be captured
 SIDE_PAIRS = ("repeated", "regrouped", "grad")  # the trainer against itself
 
 
@@ -265,43 +268,61 @@ def token_table(run_dir: Path, rollout: Rollout, decode: Scoring, train: Scoring
 def not_tested(
     spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring], checks: list[Check]
 ) -> list[str]:
-    """What this run could not see, and why: one sentence each."""
-    engine = spec.rollout.engine.engine
-    decode, train = scorings[f"{engine}:decode"].fingerprint, scorings[TRAIN].fingerprint
-    missing = [f"{check.id}: {check.detail}" for check in checks if check.status == "not_tested"]
-    missing += decode.get("not_tested", [])
+    """What this run could not see, and why, as the report has it."""
+    left_by_engine = scorings[f"{spec.rollout.engine.engine}:decode"].fingerprint
+    skipped = [NotTested(one.id, one.detail) for one in checks if one.status == "not_tested"]
+    missing = [str(one) for one in skipped]
+    missing += left_by_engine.get("not_tested", [])
     missing += spec.not_reproduced
-    missing += [
-        f"{name}: left out of every comparison, because {flaw(scoring)}"
-        for name, scoring in scorings.items()
-        if name not in (f"{engine}:decode", TRAIN) and flaw(scoring)
-    ]
-    reason = exact_reason(scorings[f"{engine}:decode"], scorings[TRAIN])
-    if not spec.rollout.exact_kl:
-        missing.append("exact KL: switched off")
-    elif reason and not any("exact KL" in known for known in missing):
-        missing.append(f"exact KL: {reason}")
-    if not spec.rollout.engine.prefill:
-        missing.append("decode against prefill: the prefill rescoring was switched off")
+    return [*missing, *map(str, _unseen(spec, rollout, scorings))]
+
+
+def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> Iterator[NotTested]:
+    """What the settings of the run and its scorings leave open."""
+    engine = spec.rollout.engine
+    decode, train = scorings[f"{engine.engine}:decode"], scorings[TRAIN]
+    for name, scoring in scorings.items():
+        if name not in (decode.name, TRAIN) and (reason := flaw(scoring)):
+            reason = f"left out of every comparison, because {reason}"
+            yield NotTested(name, reason)
+    yield from _without_exact_kl(spec, decode, train)
+    if not engine.prefill:
+        yield NotTested("decode against prefill", "the prefill rescoring was switched off")
     if not spec.noise_floor:
-        missing.append("noise floor: switched off")
+        yield NotTested("noise floor", "switched off")
     elif REFERENCE not in scorings:
-        missing.append("float32 reference: the trainer itself is the float32 reference")
-    if replayed := replay_phrase(train):
-        missing.append(f"routing disagreement: replayed ({replayed}), so 0 by construction")
-    elif not spec.train.routing and train.get("moe"):
-        missing.append("routing disagreement: route capture was switched off")
-    elif str(train.get("routing", "")).startswith("not supported"):
-        missing.append(f"routing disagreement: in the trainer {train['routing']}")
-    if train.get("device") == "cpu" and not decode.get("servers"):  # theirs is not known
-        missing.append(
-            "GPU kernels: both sides ran on a CPU, where results hardly depend on batch size; "
-            "batch variance, fused kernels and tensor parallelism show only on a GPU"
+        yield NotTested("float32 reference", "the trainer itself is the float32 reference")
+    yield from _without_routes(spec, train.fingerprint)
+    servers = decode.fingerprint.get("servers")
+    if train.fingerprint.get("device") == "cpu" and not servers:  # theirs is not known
+        yield NotTested(
+            "GPU kernels",
+            "both sides ran on a CPU, where results hardly depend on batch size",
+            "batch variance, fused kernels and tensor parallelism show only on a GPU",
         )
     if rollout.turn.max() <= 1:
-        missing.append("multi-turn rollouts: every sequence has one turn")
-    missing.append("weight synchronisation: both sides loaded from disk, no refit took place")
-    return missing
+        yield NotTested("multi-turn rollouts", "every sequence has one turn")
+    yield NotTested("weight synchronisation", "both sides loaded from disk, no refit took place")
+
+
+def _without_exact_kl(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:
+    if not spec.rollout.exact_kl:
+        yield NotTested(EXACT_KL, "switched off")
+        return
+    stated = decode.fingerprint.get("not_tested", [])
+    reason = exact_reason(decode, train)
+    if reason and not any(EXACT_KL in NotTested.fields_of(entry) for entry in stated):
+        yield NotTested(EXACT_KL, reason)
+
+
+def _without_routes(spec: CheckSpec, train: dict[str, Any]) -> Iterator[NotTested]:
+    what = "routing disagreement"
+    if replayed := replay_phrase(train):
+        yield NotTested(what, f"replayed ({replayed}), so 0 by construction")
+    elif not spec.train.routing and train.get("moe"):
+        yield NotTested(what, "route capture was switched off")
+    elif UNSUPPORTED in NotTested.fields_of(str(train.get("routing", "")))[:1]:
+        yield NotTested(what, f"in the trainer {train['routing']}")
 
 
 def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def sampling_spec(variant: Variant) -> CheckSpec:
 
 def _first_line(error: MismatchError) -> str:
     """Of an error that goes on with the last lines of a log."""
-    return error.message.splitlines()[0].removesuffix("; its last lines:")
+    return error.headline.splitlines()[0]
 
 
 def dry_run_lines(spec: CheckSpec) -> list[str]:

@@ -48,7 +48,8 @@ class VerlApplied:
         kept: keys that lost against a flag of the user, one sentence each.
         not_reproduced: keys that matter and have no counterpart here, and what the preset lacks,
             one sentence each; also in ``spec.not_reproduced``.
-        ignored: keys that change nothing here, or that are unknown (near misses say so).
+        ignored: keys that change nothing here, or that are unknown.
+        misspelt: of these, key -> the known name that it is close to.
     """
 
     spec: CheckSpec
@@ -56,6 +57,7 @@ class VerlApplied:
     kept: tuple[str, ...]
     not_reproduced: tuple[str, ...]
     ignored: tuple[str, ...]
+    misspelt: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -294,8 +296,9 @@ class _Work:
             preset=f"{preset.title}, as {self.source.origin} sets it",
             not_reproduced=(*self.spec.not_reproduced, *gaps),
         )
-        ignored = tuple(self._ignored(key) for key in self.source.leaves() if not self._known(key))
-        return VerlApplied(spec, _distinct(self.used), tuple(self.kept), gaps, ignored)
+        ignored = tuple(key for key in self.source.leaves() if not self._known(key))
+        misspelt = {key: name for key in ignored if (name := self._near(key))}
+        return VerlApplied(spec, _distinct(self.used), tuple(self.kept), gaps, ignored, misspelt)
 
     def _parallel(self) -> None:
         """verl's engine spans two GPUs where the config does not say."""
@@ -310,11 +313,12 @@ class _Work:
     def _known(self, key: str) -> bool:
         return key in self.seen or any(key.startswith(f"{prefix}.") for prefix in self.seen)
 
-    def _ignored(self, key: str) -> str:
+    def _near(self, key: str) -> str:
+        """The name beside this key that it may have been meant for; "" without one."""
         parent, _, name = key.rpartition(".")
         brothers = [k.rpartition(".")[2] for k in self.seen if k.rpartition(".")[0] == parent]
         near = difflib.get_close_matches(name, brothers, n=1, cutoff=0.85)
-        return f"{key} (did you mean {near[0]}?)" if near else key
+        return near[0] if near else ""
 
 
 def _distinct(used: list[Used]) -> tuple[Used, ...]:

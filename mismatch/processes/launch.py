@@ -161,8 +161,9 @@ class Worker:
         shown = "\n".join(f"    {line[:200]}" for line in lines)
         memory = f"; {OUT_OF_MEMORY}" if code in (-9, 128 + 9) else ""
         return MismatchError(
-            f"the {self.label} process {_meaning(code)}; its last lines:\n{shown}",
+            f"the {self.label} process {_meaning(code)}",
             f"the whole log is {self.log_path}{memory}",
+            log=shown,
         )
 
 

@@ -21,8 +21,13 @@ class Rung:
 
     value: str
     who: str
-    detail: str
+    note: str = ""
+    source: str = ""
     ours: bool = False
+
+    @property
+    def detail(self) -> str:
+        return f"{self.note}; {self.source}" if self.note else self.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +63,16 @@ def _ladder(report: Report, metric: str) -> Ladder | None:
     if not others or estimate is None:
         return None
     rungs = [
-        (other.value, Rung(number(other.value), f"{other.model}, {other.stack}", _detail(other)))
+        (
+            other.value,
+            Rung(number(other.value), f"{other.model}, {other.stack}", other.note, other.source),
+        )
         for other in others
     ]
-    ours = Rung(number(estimate.value), f"this run: {summary.model_name(report)}", "", ours=True)
+    ours = Rung(number(estimate.value), f"this run: {summary.model_name(report)}", ours=True)
     rungs.append((estimate.value, ours))
     rungs.sort(key=lambda rung: -rung[0])
     return Ladder(words_for(metric).label, tuple(rung for _, rung in rungs))
-
-
-def _detail(other: Reference) -> str:
-    return f"{other.note}; {other.source}" if other.note else other.source
 
 
 def sentences(report: Report) -> list[str]:

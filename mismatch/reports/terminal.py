@@ -140,8 +140,7 @@ def _normal(report: Report, console: Console) -> None:
 
 
 def _rung(rung: normal.Rung) -> str:
-    source = rung.detail.rpartition("; ")[2]
-    return f"{rung.who} ({source})" if source else rung.who
+    return f"{rung.who} ({rung.source})" if rung.source else rung.who
 
 
 def _routing(report: Report, console: Console) -> None:

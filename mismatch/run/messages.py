@@ -18,11 +18,12 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, OutOfMemory
 
 PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
 SCORED = "scored"  # timing of a training world that goes on with gradients: no scoring is missing
 TIMING_LINE = re.compile(TIMING + r"(\S+) (\d+\.\d+)")
+MEMORY = "out-of-memory"  # kind of an error in a file
 OUT_OF_MEMORY = (
     "a killed process is often out of memory: "
     "lower --num-prompts, --max-tokens or --micro-batch-tokens"
@@ -46,7 +47,10 @@ def read_error(run_dir: Path | str, label: str) -> MismatchError | None:
 
 def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
     """Called by a worker: leave an error that the parent will raise as its own."""
-    text = json.dumps({"message": error.message, "fix": error.fix})
+    document = {"message": error.message, "fix": error.fix}
+    if isinstance(error, OutOfMemory):
+        document["kind"] = MEMORY
+    text = json.dumps(document)
     path = error_path(run_dir, label)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,8 +96,9 @@ def error_in(text: str) -> MismatchError | None:
     """The error that :func:`write_error` put there; None if it was cut short, or is not one."""
     try:
         said = json.loads(text)
-        return MismatchError(str(said["message"]), str(said["fix"]))
-    except (ValueError, TypeError, KeyError):
+        kind = OutOfMemory if said.get("kind") == MEMORY else MismatchError
+        return kind(str(said["message"]), str(said["fix"]))
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

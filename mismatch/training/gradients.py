@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.specs import Pass
 from mismatch.training.batch import to_device
 from mismatch.training.distributed import Progress, World
@@ -280,7 +280,7 @@ def require_memory(world: World, loaded: LoadedModel, totals: int) -> None:
         totals: gradients of the reference that are kept on the host, one per loss.
 
     Raises:
-        MismatchError: host or GPU memory is too small, with the numbers.
+        OutOfMemory: host or GPU memory is too small, with the numbers.
     """
     import psutil
 
@@ -304,7 +304,7 @@ def require_memory(world: World, loaded: LoadedModel, totals: int) -> None:
         where, need, have = "host memory", float(needed), available
     else:
         where, need, have = "GPU memory of a rank", device, free
-    raise MismatchError(
+    raise OutOfMemory(
         f"gradients of {shards.total:,} parameters need {need / 2**30:.1f} GiB more of {where}, "
         f"{have / 2**30:.1f} GiB are free",
         "use more GPUs (--nproc-per-node) or a larger host, or leave --gradients out",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import grimp
@@ -72,3 +73,86 @@ def test_the_core_neither_prints_nor_reads_the_environment(room: str) -> None:
                 assert node.func.id not in calls, f"{path}:{node.lineno}"
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert (node.value.id, node.attr) != ("os", "environ"), f"{path}:{node.lineno}"
+
+
+# ---------------------------------------------------------------- no logic on English
+
+SPLITTERS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition",
+             "split", "rsplit", "find", "index", "count"}  # fmt: skip
+PATTERNS = {"compile", "match", "fullmatch", "search", "findall", "finditer", "sub", "split"}
+WORDS = re.compile(r"[A-Za-z]{2,}[,;:]? +[A-Za-z]{2,}")  # two words of a sentence
+ENGLISH_OF_OTHERS = {  # file -> whose words it has to read
+    "engines/model_info.py": "errors of transformers",
+    "prompts/datasets.py": "errors of datasets",
+}
+MESSAGES = {"message", "reason", "detail", "summary"}  # attributes that hold our own sentences
+
+
+def strings(node: ast.AST) -> list[str]:
+    """Literals of an expression: a string, or a tuple of them."""
+    parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    return [
+        part.value
+        for part in parts
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+
+
+def reads_a_message(node: ast.AST) -> bool:
+    """``error.message``, or a method of it."""
+    return any(isinstance(part, ast.Attribute) and part.attr in MESSAGES for part in ast.walk(node))
+
+
+def logic_on_english(source: str) -> list[int]:
+    """Lines whose outcome depends on the words of a sentence."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            literal = strings(node.left)
+            message = isinstance(node.left, ast.Constant) and reads_a_message(node.comparators[0])
+            held = not isinstance(node.comparators[0], ast.Tuple | ast.List | ast.Set | ast.Dict)
+            if (held and any(map(WORDS.search, literal))) or (literal and message):
+                lines.append(node.lineno)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            owner, name = node.func.value, node.func.attr
+            pattern = isinstance(owner, ast.Name) and owner.id == "re" and name in PATTERNS
+            if pattern or name in SPLITTERS:
+                literal = strings(node.args[0])
+                message = name in SPLITTERS and bool(literal) and reads_a_message(owner)
+                if any(map(WORDS.search, literal)) or message:
+                    lines.append(node.lineno)
+    return sorted(lines)
+
+
+def test_nothing_parses_our_own_sentences() -> None:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if lines := logic_on_english(path.read_text("utf-8")):
+            found[name] = lines
+    assert {name: lines for name, lines in found.items() if name not in ENGLISH_OF_OTHERS} == {}
+    assert set(ENGLISH_OF_OTHERS) <= set(found), "an exception that is not needed any more"
+
+
+@pytest.mark.parametrize(
+    "offence",
+    [
+        'any("exact KL" in entry for entry in missing)',
+        '"memory" not in error.message',
+        'text.startswith("not supported")',
+        'text.removesuffix("; its last lines:")',
+        'rung.detail.rpartition("; ")',
+        're.findall(r"without the (--\\S+)", flags)',
+    ],
+)
+def test_logic_on_english_is_found(offence: str) -> None:
+    assert logic_on_english(offence) == [1]
+
+
+@pytest.mark.parametrize(
+    "code",
+    ['name in ("two words", "others")', 'text.split(": ")', 'name.startswith("fix:")',
+     're.compile(r"(\\d+)\\.weight")', 'logprobs[0] in error.fields'],
+)  # fmt: skip
+def test_other_code_passes(code: str) -> None:
+    assert logic_on_english(code) == []

@@ -66,7 +66,7 @@ class Pretend(Stages):
         for job in beside.jobs:
             name = job.one.name.removeprefix("fix:")
             if f"!{name}" in self.broken:
-                raise MismatchError("the train process was killed\nits last lines")
+                raise MismatchError("the train process was killed", log="    line")
             if name in self.broken:
                 write_error(self.run_dir, pass_label(job.one.name), MismatchError("cannot run"))
             elif not (job.place / store.ROLLOUT).exists() or told.get("optional_s", 1) <= 0:

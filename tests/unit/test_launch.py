@@ -11,11 +11,11 @@ import time
 import psutil
 import pytest
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.processes import launch
 from mismatch.processes.launch import finish, run_worker, started
 from mismatch.run import messages
-from mismatch.run.messages import write_error
+from mismatch.run.messages import read_error, write_error
 
 
 def python(code: str) -> list[str]:
@@ -338,3 +338,17 @@ def test_a_line_for_the_parent_is_one_write(tmp_path, monkeypatch):
         "timing load:fsdp 1.250\n",
         'error {"message": "disk full", "fix": "free some"}\n',
     ]
+
+
+def test_an_error_file_keeps_the_kind_of_the_error(tmp_path):
+    for kind in (MismatchError, OutOfMemory):
+        write_error(tmp_path, "pass-train", kind("too large", "use less"))
+        error = read_error(tmp_path, "pass-train")
+        assert type(error) is kind
+        assert (error.message, error.fix) == ("too large", "use less")
+
+
+def test_the_headline_of_an_error_is_without_the_log():
+    error = MismatchError("the train process was killed", log="    one\n    two")
+    assert error.headline == "the train process was killed"
+    assert error.message.endswith("\n    one\n    two")

@@ -30,7 +30,10 @@ from mismatch.experiments.fixes.base import SHOWN
 from mismatch.run import store
 from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec
-from mismatch.types import Floats, Pair, Report, Scoring, SidePair
+from mismatch.types import Floats, NotTested, Pair, Report, Scoring, SidePair
+
+# How engines name, in what they did not test, that they cannot score given tokens.
+PREFILL = {"prefill", "decode against prefill", "no prefill", "no prefill_tempered"}
 
 if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
@@ -169,8 +172,9 @@ def _unable(home: Path, engine: str) -> str:
     facts = store.scoring_header(home, f"{engine}:decode")["fingerprint"]
     if facts.get("prefill") is not False:
         return ""
-    said = [one for one in facts.get("not_tested", ()) if "prefill" in one or "rescor" in one]
-    return said[0] if said else f"{engine} cannot score given tokens at this temperature"
+    entries = facts.get("not_tested", ())
+    reasons = [entry for entry in entries if PREFILL & set(NotTested.fields_of(entry))]
+    return reasons[0] if reasons else f"{engine} cannot score given tokens at this temperature"
 
 
 def _prefill(place: Path, engine: str) -> Scoring:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.experiments.gradients.files import (
     ALL_PASSES,
     failure_label,
@@ -195,17 +195,18 @@ class _Taking:
         if isinstance(error, torch.OutOfMemoryError):
             text = f"out of GPU memory: {str(error).splitlines()[0]}"
             fix = "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node"
-            error = MismatchError(text, fix)
+            error = OutOfMemory(text, fix)
         elif not isinstance(error, MismatchError):
             text = (str(error).strip().splitlines() or [""])[0]
             error = MismatchError(f"{type(error).__name__}: {text}", "see logs/train.log")
-        if self.world.rank != 0 and "memory" not in error.message:
+        if self.world.rank != 0 and not isinstance(error, OutOfMemory):
             return  # all ranks fail alike, but for memory
         whole = planned is self.reference
         label = failure_label(ALL_PASSES if whole else planned.trainer.name)
         if whole:
             message = f"the float32 reference has no gradient: {error.message}"
-            error = MismatchError(message, error.fix)
+            kind = OutOfMemory if isinstance(error, OutOfMemory) else MismatchError
+            error = kind(message, error.fix)
         write_error(self.run_dir, label, error)
 
     def note(self, *, finished: bool) -> None:

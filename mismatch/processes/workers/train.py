@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.processes.workers.replay import replay_source, routes_from
 from mismatch.run.messages import (
     SCORED,
@@ -134,7 +134,7 @@ def run(job: dict[str, Any]) -> None:
         if "gradients" in job:
             take_gradients(passes, job)
     except torch.OutOfMemoryError as error:
-        raise MismatchError(
+        raise OutOfMemory(
             f"rank {world.rank} is out of GPU memory: {str(error).splitlines()[0]}",
             "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node",
         ) from error
