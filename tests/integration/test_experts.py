@@ -165,6 +165,7 @@ world.close()
 """
 
 
+@pytest.mark.grid
 def test_a_backward_pass_under_fsdp2(model: Path, tmp_path: Path) -> None:
     """Gradients of eager, bit for bit, without its gradients of all experts for every expert."""
     (tmp_path / "backward.py").write_text(BACKWARD)

@@ -126,15 +126,13 @@ def test_ctrl_c_ends_sglangs_own_processes_too(tmp_path: Path) -> None:
     assert not [child for child in family if child.is_running()]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("argument", "says"),
-    grid(
-        [
-            ("attention_backend=no_such_backend", "Prefill: no_such_backend"),
-            ("tp_size=2", "--tensor-parallel-size"),
-        ],
+    [
+        ("attention_backend=no_such_backend", "Prefill: no_such_backend"),
         ("tp_size=2", "--tensor-parallel-size"),
-    ),
+    ],
 )
 def test_a_bad_argument_is_refused_with_its_reason(
     argument: str, says: str, tmp_path: Path
