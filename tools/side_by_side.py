@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mismatch.experiments.engine_pair.types import TRAINER, Triangle
 from mismatch.pipeline.document import report_from_json
-from mismatch.reports.engines import edge_rows, party, sentences
-from mismatch.reports.markdown import plain, table
+from mismatch.reports.markdown import plain, show_table, table
 from mismatch.reports.quantities import number, percent, plural
+from mismatch.reports.sections.engines import party, section, sentences
 from mismatch.run import store
 from mismatch.types import Report
 
@@ -66,7 +66,7 @@ def run(flags: tuple[str, ...]) -> Report:
 def versions(report: Report) -> str:
     """Of the engines and of the trainer."""
     made = triangle_of(report)
-    known = [f"{one.engine} {one.version}" for one in made.engines]
+    known = [f"{one.engine} {one.version}" for one in made.sides]
     trainer = report.fingerprints["fsdp"].get("versions", {})
     return ", ".join([*known, *(f"{name} {trainer[name]}" for name in ("torch", "transformers"))])
 
@@ -75,12 +75,6 @@ def part(title: str, report: Report) -> str:
     """One precision: each engine against the trainer, then all edges, then what follows."""
     made = triangle_of(report)
     size = f"{plural(report.run['n_prompts'], 'prompt')}, {plural(report.run['n_tokens'], 'token')}"
-    edges = [
-        [plain(row.pair), f"{plain(row.tokens)}, {row.how}", row.mean, row.interval, row.k3,
-         row.largest]
-        for row in edge_rows(made)
-    ]  # fmt: skip
-    titles = ["left / right", "tokens of", "mean \\|delta\\|:", "95 % interval:", "k3:", "largest:"]
     return "\n\n".join(
         [
             f"## In {title}",
@@ -89,10 +83,10 @@ def part(title: str, report: Report) -> str:
             table(
                 ["engine, as it sampled", "mean \\|delta\\|:", "k3 KL:", "worst token:",
                  "other experts:", "verdict"],
-                [own_row(made, one.engine) for one in made.engines],
+                [own_row(made, one.engine) for one in made.sides],
             ),
-            "\n".join(f"- {plain(sentence)}" for sentence in sentences(made)[:-1]),
-            table(titles, edges),
+            "\n".join(f"- {plain(sentence)}" for sentence in sentences(made, report)[:-1]),
+            show_table(section(made, report).tables[0]),
         ]
     ) + "\n"  # fmt: skip
 
@@ -100,7 +94,7 @@ def part(title: str, report: Report) -> str:
 def own_row(made: Triangle, engine: str) -> list[str]:
     """An engine against the trainer on its own tokens."""
     edge = made.edge(engine, TRAINER, engine, "decode")
-    row = next(one for one in made.engines if one.engine == engine)
+    row = next(one for one in made.sides if one.engine == engine)
     if edge is None or edge.comparison is None:
         raise SystemExit(f"{engine} against the trainer was not measured")
     known = edge.comparison.metrics
