@@ -125,10 +125,8 @@ def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
 
     fix = entry.fix
     row: dict[str, Any] = {
-        **{
-            name: getattr(fix, name)
-            for name in ("id", "side", "summary", "effect", "cost", "flags")
-        },
+        **{name: getattr(fix, name) for name in ("id", "side", "summary", "effect", "cost")},
+        "flags": str(fix.flags),
         "values": list(fix.values),
         "correction": fix.corrects or None,
         "hides": fix.hides,

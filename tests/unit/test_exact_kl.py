@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from mismatch import captures
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.exact_kl import exact_checks, exact_estimates, exact_reason
 from mismatch.captures import Distributions, priority, why_incomparable
@@ -157,9 +158,9 @@ def test_more_ids_never_lower_the_bound(rng: np.random.Generator) -> None:
 def test_k_of_the_whole_vocabulary_keeps_all_of_it(rng: np.random.Generator) -> None:
     rows = torch.from_numpy(laws(rng, 4, VOCABULARY))
     assert kept_columns(rows, top_k=1).keys() == {"logprobs"}  # small: whole anyway
-    large = torch.from_numpy(laws(rng, 2, dists.WHOLE_VOCABULARY + 1))
+    large = torch.from_numpy(laws(rng, 2, captures.WHOLE_VOCABULARY + 1))
     assert kept_columns(large, top_k=64).keys() == {"logprobs", "ids", "rest"}
-    assert kept_columns(large, top_k=dists.WHOLE_VOCABULARY + 1).keys() == {"logprobs"}
+    assert kept_columns(large, top_k=captures.WHOLE_VOCABULARY + 1).keys() == {"logprobs"}
 
 
 def test_the_rest_keeps_its_digits_where_it_is_tiny() -> None:

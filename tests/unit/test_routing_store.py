@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mismatch import captures
 from mismatch.captures import corruption, narrowest
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.run import routing_files as routing_store
 from mismatch.run import store
 from mismatch.run.routing_files import read_arrays, write_arrays
 from mismatch.types import Routing, Scoring
@@ -110,7 +110,7 @@ def test_a_file_cut_short_is_refused(left: int, tmp_path: Path) -> None:
 def test_corruption_is_found_in_whatever_chunk(
     what: str, row: int, layer: int, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routing_store, "ENTRIES", entries)
+    monkeypatch.setattr(captures, "ENTRIES", entries)
     ids, present = distinct(100, 3), np.ones(100, np.bool_)
     assert corruption(ids, present, 32) is None
     if "range" in what:
