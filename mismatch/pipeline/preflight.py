@@ -18,7 +18,7 @@ from mismatch.engines.registry import check_machine, engine_info, require_engine
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.interpreters import interpreter_environment, own_python
-from mismatch.specs import AS_STORED, CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from mismatch.specs import AS_STORED, CheckSpec, EngineSpec, RolloutSpec, TrainSpec, require_a_law
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,8 +70,9 @@ def preflight_rollout(spec: RolloutSpec) -> None:
     _positive("--samples-per-prompt", sampling.samples_per_prompt)
     _positive("--max-tokens", sampling.max_tokens)
     _positive("--num-prompts", spec.prompts.num_prompts)
-    if not 0 <= sampling.temperature <= 100:
-        raise MismatchError(f"--temperature is {sampling.temperature}", "use 0 (greedy) to 100")
+    require_a_law(sampling)
+    if not 0 < sampling.temperature <= 100:
+        raise MismatchError(f"--temperature is {sampling.temperature}", "use one up to 100")
     if not 0 < sampling.top_p <= 1:
         raise MismatchError(f"--top-p is {sampling.top_p}", "use a share above 0, up to 1 (off)")
     if spec.exact_kl < 0:
