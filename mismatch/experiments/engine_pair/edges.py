@@ -13,7 +13,6 @@ import numpy as np
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.levels import default_thresholds
 from mismatch.analysis.sides import Sides
-from mismatch.experiments.engine_pair.planning import other_place
 from mismatch.experiments.engine_pair.types import (
     TRAINER,
     Contrast,
@@ -21,6 +20,7 @@ from mismatch.experiments.engine_pair.types import (
     EngineRow,
     Kind,
     Triangle,
+    other_place,
 )
 from mismatch.experiments.fixes.base import SHOWN
 from mismatch.metrics import METRICS
