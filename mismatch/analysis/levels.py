@@ -48,7 +48,7 @@ __all__ = [
 
 NO_COLUMN = "not judged"
 TAILS = {"heavy-tail", "heavy-prompts"}
-MOST_PROMPTS = 100_000  # advice beyond this is none
+MOST_PROMPTS = 10_000  # advice beyond this is none
 FAIL_ON = ("critical", "warn")
 SEVERITY: dict[Status, int] = {"healthy": 0, "warn": 1, "critical": 2}
 PRECISION = ("fp32", "fp16", "bf16")  # falling: 24, 11 and 8 significant bits

@@ -372,6 +372,7 @@ class Estimator:
         if self.n_prompts < 2:
             return self._bare(value, "one-prompt")
         flags = [*self._few, *(["heavy-tail"] if found.heavy else [])]
+        flags += ["heavy-prompts"] if prompt_sums.heavy else []
         of_events = metric.unit == "share" and "delta" in metric.needs
         if of_events and not found.sums.any() and ready["delta"].any():
             bare = self._bare(0.0, *self._few, "no-events")
