@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from mismatch.errors import MismatchError
+from mismatch.processes.interpreters import package_path
 from mismatch.processes.stall import VARIABLE, StallWatch, stall_limit
 from mismatch.run.messages import (
     ERROR,
@@ -41,7 +42,8 @@ POLL_S = 0.05
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 TAG = "MISMATCH_WORKER"  # in the environment of every descendant: found if the supervisor is killed
 # setproctitle, which engines use, overwrites the environment unless it is told not to.
-ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
+# And no file of the working directory (tokenizers.py, random.py) takes the place of a module.
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", "PYTHONSAFEPATH": "1"}
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ class Worker:
             stdin=subprocess.PIPE,  # closed by the kernel when the tool dies, however it does
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {}), **ENVIRONMENT, TAG: self._tag},
+            env={**os.environ, **package_path(), **(env or {}), **ENVIRONMENT, TAG: self._tag},
             start_new_session=True,
         )
         assert self._process.stdin is not None
