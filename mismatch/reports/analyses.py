@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mismatch.metrics.corrections import NONE
-from mismatch.reports import corrections, gradients, kernels
+from mismatch.reports import corrections, kernels
 from mismatch.reports.console import columns, heading, paragraph, print_section, say
-from mismatch.reports.gradients_terminal import print_gradients
 from mismatch.reports.kernels_terminal import print_in_report
 from mismatch.reports.sections import sections
 from mismatch.reports.text import line
@@ -25,8 +24,6 @@ def print_analyses(report: Report, console: Console) -> None:
     if report.result("kernels") is not None:
         print_in_report(report.result("kernels"), console)
     _corrections(report, console)
-    if report.result("gradients") is not None:
-        print_gradients(report.result("gradients"), console)
     for section in sections(report):
         if section.short:
             print_section(section, console)
@@ -52,7 +49,6 @@ def in_short(report: Report) -> list[str]:
         *(section.short for section in told),
         kernels.in_short(report.result("kernels")),
         f"corrections: {corrections.headline(correction)}" if correction else "",
-        gradients.in_short(report.result("gradients")),
     ]
 
 
