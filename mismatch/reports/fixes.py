@@ -248,17 +248,6 @@ def _loss_row(one: EstimatorFix, preview: Preview | None) -> LossRow:
     )
 
 
-def asked_for(report: Report) -> dict[str, str]:
-    """Correction -> what its row says where it was asked for as a fix."""
-    if report.result("fixes") is None:
-        return {}
-    return {
-        one.correction: f"asked for as --fix {line(one.id)}: it removes nothing"
-        for one in report.result("fixes").estimators
-        if one.correction
-    }
-
-
 def advice(made: FixTable) -> list[Advice]:
     """How to use the best single fix and the best combination, where they help.
 

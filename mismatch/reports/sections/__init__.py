@@ -13,7 +13,10 @@ from mismatch.analysis import registry
 from mismatch.reports.section import Section
 from mismatch.types import Report
 
-ORDER = ("where", "beside", "engines", "budget", "two_passes", "forecast", "exact", "gradients")
+ORDER = (
+    "where", "routing", "beside", "engines", "budget", "two_passes", "forecast", "kernels",
+    "exact", "fixes", "corrections", "gradients",
+)  # fmt: skip
 
 
 def sections(report: Report) -> list[Section]:
