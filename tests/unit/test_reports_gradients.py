@@ -10,8 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mismatch.experiments.gradients.files import save_batch, save_gradients
-from mismatch.experiments.gradients.found import check_of_run
+from mismatch.experiments.gradients.files import check_of_run, save_batch, save_gradients
 from mismatch.experiments.gradients.types import GradientCheck
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports.section import Cell, cell_interval, cell_text

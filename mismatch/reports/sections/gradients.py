@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mismatch.experiments.gradients.labels import KINDS
+from mismatch.experiments.gradients.analysis import KINDS
 from mismatch.experiments.gradients.sentences import (
     angle,
     better,
