@@ -14,7 +14,7 @@ from mismatch.analysis.corrections.types import Preview
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import EstimatorFix, FixOutcome, FixTable, check_command
 from mismatch.experiments.fixes.catalogue import labels
-from mismatch.experiments.fixes.guides import settings_of
+from mismatch.experiments.fixes.pages import settings_of
 from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.metrics.inference import LEVEL
 from mismatch.reports import quantities

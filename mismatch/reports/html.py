@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from mismatch.reports import (
     fixes,
     gauge,
-    gradients,
     kernels,
     normal,
     quantities,
@@ -72,7 +71,6 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         noise=summary.noise_rows(report),
         sections=sections(report, tokens),
         kernels=kernels.view(report.result("kernels")),
-        gradients=gradients.view(report.result("gradients")),
         fixes=fixes.section(report),
         checks=summary.checks(report, "failed", "warning", "passed"),
         untested=summary.untested(report),

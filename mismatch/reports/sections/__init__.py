@@ -18,16 +18,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ORDER = (
-    "tokens",
-    "where",
-    "beside",
-    "engines",
-    "budget",
-    "two_passes",
-    "forecast",
-    "exact",
-    "corrections",
-)
+    "tokens", "where", "routing", "beside", "engines", "budget", "two_passes", "forecast",
+    "kernels", "exact", "fixes", "corrections", "gradients",
+)  # fmt: skip
 
 
 def sections(report: Report, tokens: pd.DataFrame | None = None) -> list[Section]:
