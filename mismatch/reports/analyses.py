@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mismatch.reports import gradients, kernels
+from mismatch.reports import kernels
 from mismatch.reports.console import heading, paragraph, print_section
-from mismatch.reports.gradients_terminal import print_gradients
 from mismatch.reports.kernels_terminal import print_in_report
 from mismatch.reports.sections import sections
 from mismatch.types import Report
@@ -19,8 +18,6 @@ def print_analyses(report: Report, console: Console) -> None:
     """The analyses that were made, each in full."""
     if report.result("kernels") is not None:
         print_in_report(report.result("kernels"), console)
-    if report.result("gradients") is not None:
-        print_gradients(report.result("gradients"), console)
     for section in sections(report):
         if section.short:
             print_section(section, console)
@@ -44,5 +41,4 @@ def in_short(report: Report) -> list[str]:
         *(f"! {warning}" for section in told if section.short for warning in section.warnings),
         *(section.short for section in told),
         kernels.in_short(report.result("kernels")),
-        gradients.in_short(report.result("gradients")),
     ]
