@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from mismatch.types import Check, CheckStatus, Fingerprint, Rollout, Scoring
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+UNORDERED = 3  # sums of a digest that do not see order
 MOST_UNCOMPARED = 0.5  # share of the parameters beyond which equality of the rest says nothing
 
 
@@ -145,6 +148,25 @@ def sharding_checks(asked: int, train: Fingerprint) -> list[Check]:
     return [Check("sharding", "passed", f"{ranks} ranks")]
 
 
+def _moved(pairs: dict[str, tuple[list[int], list[int]]]) -> tuple[list[str], list[str]]:
+    """Of parameters with equal values: those whose order differs, and kinds laid out otherwise.
+
+    Only what both digests say of the order counts (see mismatch.models.digests). A kind of
+    parameter that has another order in every layer is an engine's layout; in some layers, a fault.
+    """
+    moved: dict[str, list[str]] = {}
+    members: dict[str, int] = {}
+    for name, (left, right) in pairs.items():
+        kind = re.sub(r"\.\d+(?=\.|$)", ".N", name)
+        members[kind] = members.get(kind, 0) + 1
+        known = min(len(left), len(right))
+        if list(left[UNORDERED:known]) != list(right[UNORDERED:known]):
+            moved.setdefault(kind, []).append(name)
+    layouts = [kind for kind, names in moved.items() if 1 < members[kind] == len(names)]
+    faults = [name for kind, names in moved.items() if kind not in layouts for name in names]
+    return faults, layouts
+
+
 def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     """Parameters hold the same values after loading, by digest, where names can be mapped."""
     a, b = left.get("weights"), right.get("weights")
@@ -159,7 +181,8 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     common = sorted(a.keys() & b.keys())
     if not common:
         return Check("weights-as-loaded", "not_tested", "no parameter name could be mapped")
-    differ = [name for name in common if list(a[name]) != list(b[name])]
+    differ = [name for name in common if list(a[name][:UNORDERED]) != list(b[name][:UNORDERED])]
+    moved, layouts = _moved({name: (a[name], b[name]) for name in common if name not in differ})
     unmapped = sorted((a.keys() ^ b.keys()) | set(left.get("unmapped_weights", ())))
     rest = f"; not compared: {', '.join(unmapped[:6])}" if unmapped else ""
     rest += f" and {len(unmapped) - 6} more" if len(unmapped) > 6 else ""
@@ -174,6 +197,12 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
         detail = f"{len(differ)} of {len(common)} parameters differ: {', '.join(differ[:4])}{rest}"
         fix = "the weight sync lost them, or they were loaded from another checkpoint: reload"
         return failed("weights-as-loaded", detail, fix)
+    if moved:
+        detail = f"{len(moved)} of {len(common)} parameters hold the same values in another order"
+        fix = "experts, rows or columns were permuted as they were loaded: look at the loader"
+        return failed("weights-as-loaded", f"{detail}: {', '.join(moved[:4])}", fix)
+    if layouts:
+        rest += f"; order not compared: {', '.join(layouts[:4])}, laid out otherwise in the engine"
     total = len(common) + len(unmapped)
     detail = f"{len(common)} of {total} parameters equal{rest}"
     status: CheckStatus = "not_tested" if len(unmapped) > MOST_UNCOMPARED * total else "passed"
