@@ -14,7 +14,7 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import DTYPE_NAMES, Flags, Option
-from mismatch.cli.options import JSON, MODEL_FLAGS
+from mismatch.cli.options import JSON, MODEL_FLAGS, TRUST_RUN
 from mismatch.errors import MismatchError
 from mismatch.specs import MODEL, OUTPUT
 
@@ -84,7 +84,7 @@ AUDIT_OUTPUT = (
 )
 
 
-@with_flags(MODEL_FLAGS, AUDIT_FLAGS, AUDIT_OUTPUT)
+@with_flags(MODEL_FLAGS, AUDIT_FLAGS, AUDIT_OUTPUT, TRUST_RUN)
 def kernels(flags: Flags) -> int:
     """Audit attention and expert kernels, and your own.
 
@@ -179,6 +179,7 @@ def _require_sense(flags: Flags) -> None:
 
 def _model(flags: Flags) -> tuple[str, str | None, bool]:
     """Model, revision, whether its own code may run: of the flags, or of the run's trainer."""
+    from mismatch.cli.session import trusted_code
     from mismatch.models import resolve_model
     from mismatch.run.directory import load_spec
 
@@ -201,7 +202,7 @@ def _model(flags: Flags) -> tuple[str, str | None, bool]:
             f"--model {name} is not the model of {flags['run']}: {train.model}",
             "drop --model: the run's own is taken",
         )
-    return model, train.revision, train.trust_remote_code
+    return model, train.revision, trusted_code(flags["run"], train, flags)
 
 
 def _dtypes(texts: list[str], model: str, revision: str | None) -> tuple[str, ...]:
