@@ -2,8 +2,8 @@
 
 vLLM and SGLang fuse q, k and v into one matrix, gate and up into another, and all experts of a
 layer into two; they pad with zero rows, and tensor-parallel ranks hold slices. Digests add up and
-ignore zeros, so names and slices are undone here. Layouts are not: of what the engine packs only the
-order of the experts is known, and a rank's slices have none.
+ignore zeros, so names and slices are undone here. Layouts are not: of what the engine packs only
+the order of the experts is known, and a rank's slices have none.
 """
 
 from __future__ import annotations

@@ -57,17 +57,21 @@ WRAP = 28  # characters of a column of text
 TONES = {"healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold"}
 
 
-def print_section(section: Section, console: Console) -> None:
-    """Title, what it says, its tables; pictures are a page's."""
+def print_section(section: Section, console: Console, details: bool = True) -> None:
+    """Title, what it says, its tables; pictures are a page's.
+
+    Args:
+        details: with the parts that other renderings fold away.
+    """
     if section.page_only:
         return
     heading(console, line(section.title))
     if section.lead:
         paragraph(console, line(section.lead), style="dim")
-    _contents(section, console)
+    _contents(section, console, details)
 
 
-def _contents(section: Section, console: Console) -> None:
+def _contents(section: Section, console: Console, details: bool) -> None:
     for warning in section.warnings:
         paragraph(console, f"! {line(warning)}", style="yellow")
     for sentence in section.sentences:
@@ -81,12 +85,12 @@ def _contents(section: Section, console: Console) -> None:
     for note in section.notes:
         paragraph(console, f"- {line(note)}", style="dim")
     for part in section.parts:
-        if part.page_only:
+        if part.page_only or (part.folded and not details):
             continue
         say(console, f"  {line(part.title)}", "bold")
         if part.lead:
             paragraph(console, line(part.lead), style="dim")
-        _contents(part, console)
+        _contents(part, console, details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +110,12 @@ class _Texts:
 
     @property
     def width(self) -> int:
-        return max(map(len, [self.title, *self.texts]), default=0)
+        return max(map(len, [*self.title.split("\n"), *self.texts]), default=0)
 
 
 def print_table(table: Table, console: Console) -> None:
     """As many columns as fit, those of priority 0 always; the first text column may wrap."""
+    from rich.padding import Padding
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -122,19 +127,18 @@ def print_table(table: Table, console: Console) -> None:
             replace(c, title=f"{c.of}, 95 %") if c.of and c.of not in kept else c for c in columns
         ]
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for index, column in enumerate(columns):
+    for column in columns:
         justify: Literal["left", "right"] = "left" if column.left else "right"
         shown.add_column(
-            ("  " if index == 0 else "") + column.title, justify=justify, no_wrap=not column.left
+            column.title,
+            justify=justify,
+            no_wrap=not column.left,
+            overflow="fold",
         )
     for row in range(len(table.rows)):
-        shown.add_row(
-            *(
-                Text(("  " if index == 0 else "") + column.texts[row], column.styles[row])
-                for index, column in enumerate(columns)
-            )
-        )
-    console.print(shown, highlight=False, markup=False)
+        shown.add_row(*(Text(column.texts[row], column.styles[row]) for column in columns))
+    indented = Padding(shown, (0, 0, 0, 2), expand=False)
+    console.print(indented, highlight=False, markup=False)
 
 
 def _columns(table: Table) -> list[_Texts]:
@@ -142,8 +146,10 @@ def _columns(table: Table) -> list[_Texts]:
     for index, column in enumerate(table.columns):
         cells = [row[index] for row in rows]
         styles = [TONES.get(cell.tone, "dim" if cell.tone == "dim" else "") for cell in cells]
-        texts = [badge(cell.tone) + cell_text(cell, column) for cell in cells]
-        columns.append(_Texts(column.title, "", column.left, column.priority, texts, styles))
+        texts = [(badge(cell.tone) + cell_text(cell, column)).rstrip() for cell in cells]
+        columns.append(
+            _Texts(column.narrow or column.title, "", column.left, column.priority, texts, styles)
+        )
         if column.interval is not None:
             texts = [cell_interval(cell, column) for cell in cells]
             plain = [""] * len(texts)

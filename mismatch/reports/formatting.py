@@ -12,9 +12,10 @@ from mismatch.reports.words import MARKS
 from mismatch.types import Estimate
 
 __all__ = [
-    "MISSING", "Format", "badge", "bound", "cosine", "count", "interval",
-    "line", "near_one", "number", "percent", "plural", "signed", "small_percent", "tenths", "text",
-    "times", "token_text", "visible",
+    "MISSING", "Format", "badge", "bound", "brief", "chance", "cosine", "count",
+    "interval",
+    "line", "memory", "near_one", "number", "percent", "plural", "seconds", "signed",
+    "small_percent", "tenths", "text", "times", "token_text", "visible",
 ]  # fmt: skip
 
 Format = Callable[..., str]
@@ -34,13 +35,51 @@ def small_percent(share: float | None) -> str:
     return "< 0.001 %" if share is not None and 0.0 < share < 1e-5 else percent(share)
 
 
-def signed(value: float) -> str:
+def signed(value: float, digits: int = 3) -> str:
     """A difference, with its sign.
 
     >>> signed(0.25), signed(-0.25), signed(0.0)
     ('+0.250', '-0.250', '0')
     """
-    return ("+" if value > 0 else "") + number(value)
+    return ("+" if value > 0 else "") + number(value, digits)
+
+
+def chance(p: float) -> str:
+    """A p-value.
+
+    >>> chance(2e-5), chance(0.04)
+    ('< 0.001', '0.040')
+    """
+    return "< 0.001" if p < 0.001 else brief(p)
+
+
+def brief(value: float | None) -> str:
+    """A value to two significant digits.
+
+    >>> brief(0.0123), brief(None)
+    ('0.012', '–')
+    """
+    return number(value, 2)
+
+
+def seconds(value: float | None) -> str:
+    """A time.
+
+    >>> seconds(11.52), seconds(None)
+    ('12 s', '–')
+    """
+    return MISSING if value is None else f"{brief(value)} s"
+
+
+def memory(size: float | None) -> str:
+    """Bytes, as MiB or GiB.
+
+    >>> memory(5 << 20), memory(3 << 30), memory(None)
+    ('5.00 MiB', '3.0 GiB', '–')
+    """
+    if size is None:
+        return MISSING
+    return f"{brief(size / 2**30)} GiB" if size >= 2**30 else f"{number(size / 2**20)} MiB"
 
 
 def near_one(value: float | None) -> str:

@@ -466,3 +466,11 @@ def test_a_report_older_than_its_scorings_is_refused(tmp_path):
         require_fresh(place)
     write_report(place, *build_report(place, spec()))
     require_fresh(place)
+
+
+def test_greedy_sampling_is_refused_before_an_engine_starts():
+    from mismatch.pipeline.preflight import preflight_rollout
+
+    greedy = replace(spec().rollout, sampling=Sampling(temperature=0.0))
+    with pytest.raises(MismatchError, match="--temperature 0"):
+        preflight_rollout(greedy)
