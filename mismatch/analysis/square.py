@@ -128,7 +128,10 @@ def measure(run: Measured, spec: CheckSpec) -> Square | NotTested:
     if REFERENCE not in run.usable:
         reason = run.refused.get(REFERENCE, "the run holds no float32 reference")
         return NotTested(what, reason)
-    return _Corners(run, spec).square()
+    square = _Corners(run, spec).square()
+    if not square.findings:
+        return NotTested(what, ", ".join(f"{one.what} ({one.reason})" for one in square.not_judged))
+    return square
 
 
 def precision_of(facts: Fingerprint | dict[str, Any]) -> str | None:
