@@ -7,6 +7,7 @@ and ignore order and zeros, so only names and slices have to be undone, not layo
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,16 +22,28 @@ EXPERT_LEAVES = {
     "w2_weight_bias": "down_proj_bias",
 }
 Owned = Callable[[Any, str, str], bool]  # (module, its unfused name, leaf)
+Digests = tuple[dict[str, list[int]], list[str]]
+NO_DIGESTS: Digests = ({}, ["(all)"])
 
 
-def loaded_digests(
-    model: Any, owned: Owned | None = None
-) -> tuple[dict[str, list[int]], list[str]]:
+def loaded_digests(model: Any, owned: Owned | None = None) -> Digests:
     """Name (the engine's, unfused) -> digest, and the names of parameters not understood.
+
+    It runs while the engine loads its weights, so a failure must not cost the engine: the log has
+    it, and no weight is compared.
 
     Args:
         owned: whether this rank counts a part; None: it counts all.
     """
+    try:
+        return _digests(model, owned)
+    except Exception:
+        print("weight digests could not be taken:")
+        traceback.print_exc()
+        return NO_DIGESTS
+
+
+def _digests(model: Any, owned: Owned | None) -> Digests:
     from mismatch.models.digests import digest_tensor
 
     digests: dict[str, list[int]] = {}

@@ -52,7 +52,8 @@ def digest_tensor(tensor: torch.Tensor) -> Digest:
 def _columns() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     import torch
 
-    x = torch.arange(PATTERNS, dtype=torch.int64) - PATTERNS // 2
+    # vLLM loads weights under a default device: these are added up on the CPU, whatever that is.
+    x = torch.arange(PATTERNS, dtype=torch.int64, device="cpu") - PATTERNS // 2
     mixed = (x & 0xFFFF) * 0x1E3779B97F4A7C15
     mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * 0x3F58476D1CE4E5B9
     return x, x * x, mixed ^ ((mixed >> 32) & 0xFFFFFFFF)

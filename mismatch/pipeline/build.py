@@ -18,8 +18,8 @@ from mismatch.analysis.registry import Measured, analyses
 from mismatch.analysis.routing_tables import flipped_layers
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
-from mismatch.experiments.gradients.found import check_of_run
-from mismatch.experiments.kernels.document import of_run
+from mismatch.experiments.gradients.files import check_of_run
+from mismatch.experiments.kernels.verdict import of_run
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.processes.square import LABEL as FLOAT32_ENGINE

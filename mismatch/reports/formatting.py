@@ -13,8 +13,8 @@ from mismatch.types import Estimate
 
 __all__ = [
     "MISSING", "Format", "badge", "bound", "count", "interval",
-    "line", "number", "percent", "plural", "signed", "small_percent", "tenths", "text", "times",
-    "token_text", "visible",
+    "line", "near_one", "number", "percent", "plural", "signed", "small_percent", "tenths", "text",
+    "times", "token_text", "visible",
 ]  # fmt: skip
 
 Format = Callable[..., str]
@@ -41,6 +41,15 @@ def signed(value: float) -> str:
     ('+0.250', '-0.250', '0')
     """
     return ("+" if value > 0 else "") + number(value)
+
+
+def near_one(value: float | None) -> str:
+    """A factor; close to 1 three significant digits hide what matters.
+
+    >>> near_one(1.00123), near_one(0.5)
+    ('1.0012', '0.500')
+    """
+    return f"{value:.4f}" if value is not None and 0.9 < value < 1.1 else number(value)
 
 
 def tenths(share: float) -> str:

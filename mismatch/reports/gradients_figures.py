@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mismatch.experiments.gradients.labels import KINDS
+from mismatch.experiments.gradients.analysis import KINDS
 from mismatch.experiments.gradients.sentences import angle, main_loss, silent
 from mismatch.experiments.gradients.types import GradientCheck, GradientRow, GroupError
 from mismatch.reports.figures import Picture

@@ -9,7 +9,6 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports import (
-    corrections,
     figures,
     fixes,
     gauge,
@@ -79,7 +78,6 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         kernels=kernels.view(report.result("kernels")),
         gradients=gradients.view(report.result("gradients")),
         fixes=fixes.section(report),
-        corrections=corrections.section(report),
         pictures=figures.pictures(report, tokens),
         worst=worst.worst_tokens(tokens),
         checks=summary.checks(report, "failed", "warning", "passed"),

@@ -8,7 +8,6 @@ from html import escape
 
 from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.reports import (
-    corrections,
     fixes,
     gradients,
     kernels,
@@ -58,7 +57,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         _folded(kernels.TITLE, _kernels(report)),
         shown.pop("exact", ""),
         _fixes(report),
-        _folded("Corrections, previewed", _corrections(report)),
+        shown.pop("corrections", ""),
         _folded(gradients.TITLE, _gradients(report)),
         *shown.values(),
         _folded("What really ran", _ran_table(report)),
@@ -246,34 +245,6 @@ def _advice(report: Report) -> str:
         parts.append(f"To use {_code(one.id)}: {_code(one.command)}")
         parts += [_recipe(recipe) for _, known in one.recipes for recipe in known]
     return "\n\n".join(parts)
-
-
-def _corrections(report: Report) -> str:
-    made = report.result("corrections")
-    if made is None:
-        return ""
-    rows = [
-        [row.rank, f"{plain(row.label)} ({_code(row.id)})", plain(row.setting), row.error,
-         row.kept, row.ess, f"{row.bias} ({row.interval})", row.cosine]
-        for row in corrections.correction_rows(made, fixes.asked_for(report))
-    ]  # fmt: skip
-    titles = ["rank:", "correction", "", "error:", "kept:", "effective size:", "residual bias:",
-              "gradient cosine:"]  # fmt: skip
-    said = [f"- {plain(remark)}" for remark in corrections.remarks(made)]
-    recipes = [_recipe(recipe) for recipe in corrections.setting_recipes(made)]
-    title = corrections.setting_title(made)
-    return "\n\n".join(
-        part
-        for part in (
-            plain(corrections.LEAD),
-            f"**{plain(corrections.headline(made))}**",
-            "\n".join(said),
-            table(titles, rows),
-            plain(title),
-            *recipes,
-        )
-        if part
-    )
 
 
 def _recipe(recipe: Recipe) -> str:

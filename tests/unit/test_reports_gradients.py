@@ -14,8 +14,7 @@ import jsonschema
 import pytest
 from rich.console import Console
 
-from mismatch.experiments.gradients.files import save_batch, save_gradients
-from mismatch.experiments.gradients.found import check_of_run
+from mismatch.experiments.gradients.files import check_of_run, save_batch, save_gradients
 from mismatch.experiments.gradients.types import GradientCheck
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import gradients, gradients_figures

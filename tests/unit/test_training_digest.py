@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mismatch.engines import fused_weights
+from mismatch.engines.fused_weights import NO_DIGESTS, loaded_digests
+from mismatch.models import digests
 from mismatch.models.digests import (
     ZERO,
     combine,
@@ -76,3 +79,30 @@ def test_hub_blobs_named_by_their_hash_are_not_read(tmp_path: Path) -> None:
     blob.write_bytes(b"weights")
     os.symlink(blob, snapshot / "model.safetensors")
     assert source_hashes(snapshot) == {"model.safetensors": "ab" * 32}
+
+
+def test_a_default_device_does_not_matter() -> None:
+    """vLLM loads its weights within ``with torch.device("cuda")``."""
+    digest = digest_tensor(WEIGHT)
+    digests._columns.cache_clear()
+    try:
+        with torch.device("meta"):
+            assert digest_tensor(WEIGHT) == digest
+    finally:
+        digests._columns.cache_clear()
+
+
+def test_digests_of_a_model_under_a_default_device() -> None:
+    model = torch.nn.Linear(4, 3)
+    with torch.device("meta"):
+        found, unknown = loaded_digests(model)
+    assert not unknown
+    assert found["weight"] == list(digest_tensor(model.weight.data))
+
+
+def test_a_failing_digest_does_not_cost_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(fused_weights, "_named_once", fails)
+    assert loaded_digests(torch.nn.Linear(4, 3)) == NO_DIGESTS

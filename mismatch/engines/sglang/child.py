@@ -14,7 +14,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from mismatch.engines.fused_weights import loaded_digests
+from mismatch.engines.fused_weights import NO_DIGESTS, loaded_digests
 from mismatch.engines.sglang import cpu as sglang_cpu
 
 # A file that the scheduler leaves its last error in: its own log says it to a person only.
@@ -112,7 +112,7 @@ def _facts(runner: Any) -> dict[str, Any]:
     """Kernels, devices and weights of one rank, as plain data."""
     model = runner.model
     moe = moe_layers(model)
-    digests, unknown = getattr(model, "mismatch_loaded", ({}, ["(all)"]))
+    digests, unknown = getattr(model, "mismatch_loaded", NO_DIGESTS)
     methods = {type(getattr(module, "quant_method", module)).__name__ for _, module in moe}
     return {
         "attention_class": type(getattr(runner, "attn_backend", None)).__name__,

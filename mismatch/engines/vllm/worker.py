@@ -14,10 +14,11 @@ import numpy as np
 from vllm.model_executor.model_loader import base_loader
 
 from mismatch.captures import narrowest
-from mismatch.engines.routes import Packed, join_steps, pack
+from mismatch.engines.distribution_capture import Wanted, Watcher
+from mismatch.engines.fused_weights import NO_DIGESTS
+from mismatch.engines.routed_experts import Packed, join_steps, pack
 from mismatch.engines.vllm.capture import RunnerWatch
 from mismatch.engines.vllm.weights import loaded_digests
-from mismatch.engines.watch import Wanted, Watcher
 from mismatch.types import Sampling
 
 
@@ -53,7 +54,7 @@ class WorkerExtension:
 
     def mismatch_digests(self) -> tuple[dict[str, list[int]], list[str]]:
         """This rank's share of the digests by name, and the names that are not understood."""
-        digests, unknown = getattr(self._mismatch_model(), "mismatch_loaded", ({}, ["(all)"]))
+        digests, unknown = getattr(self._mismatch_model(), "mismatch_loaded", NO_DIGESTS)
         return digests, unknown
 
     def mismatch_rename(self, checkpoint_names: list[str]) -> dict[str, str]:

@@ -13,7 +13,9 @@ from mismatch.analysis import registry
 from mismatch.reports.section import Section
 from mismatch.types import Report
 
-ORDER = ("square", "where", "beside", "engines", "budget", "two_passes", "forecast", "exact")
+ORDER = (
+    "square", "where", "beside", "engines", "budget", "two_passes", "forecast", "exact", "corrections",
+)  # fmt: skip
 
 
 def sections(report: Report) -> list[Section]:

@@ -9,7 +9,7 @@ from mismatch.reports.svg import ACCENT, INK, SECOND, drawing, to_svg
 from mismatch.types import Report
 
 LEAD = (
-    "Excess: how far a side is from float32, over how far a plain forward at the same precision is. "
+    "Excess: how far a side is from float32, over how far a plain forward at its precision is. "
     "About 1 is rounding; a broken kernel, cache or setting rounds more. Two implementations in "
     "float32 differ by next to nothing, unless weights or functions differ."
 )
@@ -65,7 +65,7 @@ def section(result: Square, report: Report) -> Section:
 
 
 def sentences(result: Square) -> list[str]:
-    """Which side is off and by what evidence; what was not calibrated; how roundings go together."""
+    """Which side is off and by what evidence; whether the two sides round alike."""
     beyond = [finding for finding in result.findings if finding.standing == "beyond"]
     told = [_off(result, finding) for finding in beyond]
     if not beyond:
