@@ -29,7 +29,7 @@ from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
 
 Side = Literal["engine", "trainer", "either"]
-Evidence = Literal["excess", "implementation gap"]
+Evidence = Literal["excess", "gap"]
 Standing = Literal["within", "undecided", "uncalibrated", "beyond"]
 FP8_KV = "-fp8kv"
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
@@ -174,8 +174,8 @@ class _Corners:
         legs, gaps = tuple(self.legs()), tuple(self.gaps())
         levels = LEVELS.get(self.device)
         excess, size = (levels.excess, levels.gap) if levels else (None, None)
-        findings = [_judged(leg, excess) for leg in legs]
-        findings += [_judged(gap, size) for gap in gaps]
+        findings = [judged(leg, excess) for leg in legs]
+        findings += [judged(gap, size) for gap in gaps]
         return Square(
             device=self.device,
             calibrated=levels is not None,
@@ -325,7 +325,7 @@ def _law(scoring: Scoring) -> tuple[float | None, bool]:
     return rounded, bool(scoring.fingerprint.get("logprobs_truncated"))
 
 
-def _judged(found: Leg | Gap, level: float | None) -> Finding:
+def judged(found: Leg | Gap, level: float | None) -> Finding:
     """Beyond its level where the whole interval is; undecided where only the value is."""
     if isinstance(found, Leg):
         return Finding(
@@ -333,7 +333,7 @@ def _judged(found: Leg | Gap, level: float | None) -> Finding:
             _standing(found.excess, level, UNCALIBRATED),
         )  # fmt: skip
     return Finding(
-        found.side, "implementation gap", found.left, found.size, level,
+        found.side, "gap", found.left, found.size, level,
         _standing(found.size, level, None),
     )  # fmt: skip
 

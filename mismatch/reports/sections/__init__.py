@@ -14,7 +14,8 @@ from mismatch.reports.section import Section
 from mismatch.types import Report
 
 ORDER = (
-    "square", "where", "beside", "engines", "budget", "two_passes", "forecast", "exact", "corrections",
+    "square", "where", "beside", "engines", "budget", "two_passes", "forecast", "exact",
+    "corrections",
 )  # fmt: skip
 
 

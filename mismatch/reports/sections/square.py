@@ -32,8 +32,8 @@ WORDS: dict[Standing, str] = {
 EXCESS = (
     Column("side", text),
     Column("from float32", number, 2, detail="root mean square, nats"),
-    Column("excess", times, interval=1, detail="root mean square"),
-    Column("of mean |delta|", times, 3),
+    Column("excess", number, interval=1, detail="root mean square"),
+    Column("of mean |delta|", number, 3),
     Column("level", bound, 2),
     Column("", text),
 )
@@ -70,7 +70,7 @@ def sentences(result: Square) -> list[str]:
     told = [_off(result, finding) for finding in beyond]
     if not beyond:
         told.append(_clean(result))
-    elif any(f.evidence == "implementation gap" and f.side == "engine" for f in beyond):
+    elif any(f.evidence == "gap" and f.side == "engine" for f in beyond):
         told.append(SHARED)
     if result.correlation is not None:
         told.append(
@@ -89,13 +89,14 @@ def _off(result: Square, finding: Finding) -> str:
             f"plain forward at its precision ({interval(value, times)})."
         )
     gap = next(gap for gap in result.gaps if gap.left == finding.scoring)
-    over = f", {count(round(value.value / gap.floor))} times the rounding" if gap.floor else ""
+    times_floor = count(round(value.value / gap.floor)) if gap.floor else ""
+    over = f", {times_floor} times the rounding that is expected" if times_floor else ""
     subject = {
         "engine": "The engine computes another function than the float32 reference",
         "trainer": "The trainer computes another function than the float32 reference",
         "either": "The two sides loaded different files and compute different functions",
     }[finding.side]
-    return f"{subject}: mean |delta| {number(value.value)} nats in float32{over} that is expected."
+    return f"{subject}: mean |delta| {number(value.value)} nats in float32{over}."
 
 
 def _clean(result: Square) -> str:
@@ -107,7 +108,7 @@ def _clean(result: Square) -> str:
     parts = []
     if "excess" in measured:
         parts.append("each side rounds as a plain forward at its precision does")
-    if "implementation gap" in measured:
+    if "gap" in measured:
         parts.append("the implementations agree in float32")
     said = " and ".join(parts)
     sentence = f"{said[0].upper()}{said[1:]}"
@@ -127,7 +128,7 @@ def _notes(result: Square) -> list[str]:
 def _tables(result: Square) -> tuple[Table, Table]:
     judged = {(f.evidence, f.scoring): f for f in result.findings}
     legs = [_leg(leg, judged["excess", leg.scoring]) for leg in result.legs]
-    gaps = [_gap(gap, judged["implementation gap", gap.left]) for gap in result.gaps]
+    gaps = [_gap(gap, judged["gap", gap.left]) for gap in result.gaps]
     return Table(EXCESS, tuple(legs)), Table(GAP, tuple(gaps))
 
 
