@@ -246,9 +246,14 @@ class Stages:
         """Show a worker's progress until it ends, and note its times."""
         with self.timed(key, title) as progress:
             worker.on_progress = progress
-            finish(worker, *beside)
+            finish(worker, *beside, more_s=self._servers_may_take())
         self.journal.timings[worker.label] = worker.timings
         self.journal.save()
+
+    def _servers_may_take(self) -> float:
+        """Seconds for which requests to servers leave a worker idle, with their retries."""
+        engine = self.spec.rollout.engine
+        return 4 * engine.server_timeout_s if engine.servers else 0.0
 
     @contextmanager
     def timed(self, key: str, title: str) -> Iterator[Callable[[str], None]]:

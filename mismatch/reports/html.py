@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports import (
-    figures,
     fixes,
     gauge,
-    gradients,
-    kernels,
     normal,
     quantities,
     routing,
     sides,
     summary,
-    worst,
 )
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.section import cell_interval, cell_text
+from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import sections
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS
@@ -56,7 +53,6 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
             token, rollout_logprob, train_logprob, delta, entropy, turn, routing_flips.
         framework: whose names the metrics have in the column of aliases; None: everybody's.
     """
-    tokens = worst.comparable(tokens)
     return template("report.html").render(
         report=report,
         model=summary.model_name(report),
@@ -67,19 +63,14 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         scales=_scales(report),
         normal=normal.sentences(report),
         ladders=normal.ladders(report),
-        places=worst.places(tokens),
         steps=summary.next_steps(report),
         rows=summary.judged_rows(report) + summary.other_rows(report),
         comparisons=[(item, summary.all_rows(item)) for item in report.comparisons],
         routing=summary.routing_rows(report),
         experts=routing.section(report),
         noise=summary.noise_rows(report),
-        sections=sections(report),
-        kernels=kernels.view(report.result("kernels")),
-        gradients=gradients.view(report.result("gradients")),
+        sections=sections(report, tokens),
         fixes=fixes.section(report),
-        pictures=figures.pictures(report, tokens),
-        worst=worst.worst_tokens(tokens),
         checks=summary.checks(report, "failed", "warning", "passed"),
         untested=summary.untested(report),
         ran=sides.what_ran(report),
@@ -92,6 +83,17 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         line=line,
         css=packaged("report.css"),
     )
+
+
+def page(sections: Sequence[Section], file: str, **words: Any) -> str:
+    """Sections as a page of their own, below a verdict.
+
+    Args:
+        file: where the numbers are, for the last line.
+        words: title, brand, created, tone, word, reason, model, remarks; see page.html.
+    """
+    css = packaged("report.css")
+    return template("page.html").render(sections=sections, file=file, css=css, **words)
 
 
 @cache

@@ -9,8 +9,6 @@ from html import escape
 from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.reports import (
     fixes,
-    gradients,
-    kernels,
     normal,
     routing,
     sides,
@@ -54,11 +52,10 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         shown.pop("budget", ""),
         shown.pop("two_passes", ""),
         shown.pop("forecast", ""),
-        _folded(kernels.TITLE, _kernels(report)),
+        shown.pop("kernels", ""),
         shown.pop("exact", ""),
         _fixes(report),
         shown.pop("corrections", ""),
-        _folded(gradients.TITLE, _gradients(report)),
         *shown.values(),
         _folded("What really ran", _ran_table(report)),
         _folded("Not tested", "\n".join(f"- {plain(item)}" for item in summary.untested(report))),
@@ -186,29 +183,6 @@ def _noise_table(report: Report) -> str:
         for row in summary.noise_rows(report)
     ]
     return table(["", "mean \\|delta\\|:", "largest:", "of headline:", ""], rows)
-
-
-def _kernels(report: Report) -> str:
-    said = kernels.sentences(report.result("kernels")) if report.result("kernels") else []
-    return "\n".join(f"- {plain(sentence)}" for sentence in said)
-
-
-def _gradients(report: Report) -> str:
-    made = report.result("gradients")
-    if made is None:
-        return ""
-    said = [*gradients.sentences(made), gradients.batch(made), *gradients.notes(made)]
-    titles = ["gradient", "", "off the reference's:", "length:", "relative error:", "bias:",
-              "variance:", ""]  # fmt: skip
-    rows = [
-        [_code(row.id), plain(row.remark or row.label), f"{row.off} ({row.off_interval})",
-         f"{row.length} ({row.length_interval})", f"{row.error} ({row.error_interval})", row.bias,
-         row.noise, plain(f"{row.sign} {row.verdict}".strip())]
-        for row in gradients.parts(made)[0].lines
-    ]  # fmt: skip
-    said += gradients.parts(made)[0].same
-    items = "\n".join(f"- {plain(text)}" for text in said)
-    return f"{items}\n\n{plain(gradients.parts(made)[0].title)}\n\n{table(titles, rows)}"
 
 
 def _fixes(report: Report) -> str:
