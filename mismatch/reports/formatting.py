@@ -12,7 +12,8 @@ from mismatch.reports.words import MARKS
 from mismatch.types import Estimate
 
 __all__ = [
-    "MISSING", "Format", "badge", "bound", "brief", "cosine", "count", "interval",
+    "MISSING", "Format", "badge", "bound", "brief", "chance", "cosine", "count",
+    "interval",
     "line", "memory", "near_one", "number", "percent", "plural", "seconds", "signed",
     "small_percent", "tenths", "text", "times", "token_text", "visible",
 ]  # fmt: skip
@@ -34,13 +35,22 @@ def small_percent(share: float | None) -> str:
     return "< 0.001 %" if share is not None and 0.0 < share < 1e-5 else percent(share)
 
 
-def signed(value: float) -> str:
+def signed(value: float, digits: int = 3) -> str:
     """A difference, with its sign.
 
     >>> signed(0.25), signed(-0.25), signed(0.0)
     ('+0.250', '-0.250', '0')
     """
-    return ("+" if value > 0 else "") + number(value)
+    return ("+" if value > 0 else "") + number(value, digits)
+
+
+def chance(p: float) -> str:
+    """A p-value.
+
+    >>> chance(2e-5), chance(0.04)
+    ('< 0.001', '0.040')
+    """
+    return "< 0.001" if p < 0.001 else brief(p)
 
 
 def brief(value: float | None) -> str:

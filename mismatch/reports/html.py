@@ -10,7 +10,6 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports import (
-    fixes,
     gauge,
     normal,
     quantities,
@@ -70,7 +69,6 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         experts=routing.section(report),
         noise=summary.noise_rows(report),
         sections=sections(report, tokens),
-        fixes=fixes.section(report),
         checks=summary.checks(report, "failed", "warning", "passed"),
         untested=summary.untested(report),
         ran=sides.what_ran(report),

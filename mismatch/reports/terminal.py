@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from mismatch.reports import normal, quantities, routing, sides, summary
 from mismatch.reports.analyses import print_analyses, print_in_short
 from mismatch.reports.console import columns, heading, paragraph, print_section, say
-from mismatch.reports.fixes_terminal import print_fixes
 from mismatch.reports.sections import sections
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS
@@ -48,8 +47,7 @@ def print_report(
     _noise(report, console)
     for section in sections(report):
         if not section.short:
-            print_section(section, console)
-    print_fixes(report, console)
+            print_section(section, console, details)
     (print_analyses if details else print_in_short)(report, console)
     _what_ran(report, console)
     _checks(report, console)
