@@ -293,13 +293,17 @@ def write(found: dict[str, dict[str, Any]], cases: dict[str, Case]) -> None:
     blocks = np.array([one["blocks"] for one in clean.values()]).sum(axis=0)
     alarms = sum(one["alarms"] for one in clean.values())
     lines = [
-        MARK, "",
-        f"Measured {date.today().isoformat()} on a CPU (vLLM and transformers as engines, two FSDP2 ranks); "
-        f"levels: excess {level.excess:g}, float32 gap {level.gap:g} nats. Blocks of {BLOCK} prompts: "
-        f"{blocks[0]} disjoint ones and {blocks[1]} drawn from the same runs; {alarms} of them raised an alarm.",
-        "", "| clean run | prompts | tokens | mean abs delta | excess of the engine | excess of the trainer | float32 gap | expected rounding | alarms |",
+        MARK,
+        "",
+        f"Measured {date.today().isoformat()} on a CPU (vLLM and transformers as engines, two FSDP2 "
+        f"ranks); levels: excess {level.excess:g}, float32 gap {level.gap:g} nats. Blocks of "
+        f"{BLOCK} prompts: {blocks[0]} disjoint ones and {blocks[1]} drawn from the same runs; "
+        f"{alarms} of them raised an alarm.",
+        "",
+        "| clean run | prompts | tokens | mean abs delta | excess of the engine | "
+        "excess of the trainer | float32 gap | expected rounding | alarms |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]  # fmt: skip
+    ]
     for name, one in clean.items():
         cells = [_span(one["values"].get(key)) for key in ("excess engine", "excess trainer")]
         cells += [_span(one["values"].get("gap engine")), _number(one["floor"])]
@@ -309,10 +313,13 @@ def write(found: dict[str, dict[str, Any]], cases: dict[str, Case]) -> None:
             + f" | {one['alarms']} of {sum(one['blocks'])} |"
         )
     lines += [
-        "", "Two numbers in a cell: lowest and highest block.", "",
-        "| planted in the engine | mean abs delta | of the clean run's | excess of the engine | float32 gap | found by |",
+        "",
+        "Two numbers in a cell: lowest and highest block.",
+        "",
+        "| planted in the engine | mean abs delta | of the clean run's | excess of the engine | "
+        "float32 gap | found by |",
         "| --- | ---: | ---: | ---: | ---: | --- |",
-    ]  # fmt: skip
+    ]
     for name, one in faults.items():
         times = f"{one['mean'] / base:.2f}×" if base else "–"
         cells = [_number(one["whole"].get(key)) for key in ("excess engine", "gap engine")]

@@ -1,7 +1,7 @@
 """Faults planted in vLLM's weights and kernels after loading: ``PLANTED_FAULT=NAME:STRENGTH``.
 
-A plugin of vLLM (entry-point group vllm.general_plugins), put on the path by benchmarks/calibration.py.
-The files on disk, and so the trainer, stay right.
+A plugin of vLLM (entry-point group vllm.general_plugins), put on the path by
+benchmarks/calibration.py. The files on disk, and so the trainer, stay right.
 """
 
 from __future__ import annotations
