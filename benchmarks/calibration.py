@@ -295,8 +295,8 @@ def write(found: dict[str, dict[str, Any]], cases: dict[str, Case]) -> None:
     lines = [
         MARK,
         "",
-        f"Measured {date.today().isoformat()} on a CPU (vLLM and transformers as engines, two FSDP2 "
-        f"ranks); levels: excess {level.excess:g}, float32 gap {level.gap:g} nats. Blocks of "
+        f"Measured {date.today().isoformat()} on a CPU (vLLM and transformers as engines, two "
+        f"FSDP2 ranks); levels: excess {level.excess:g}, float32 gap {level.gap:g} nats. Blocks of "
         f"{BLOCK} prompts: {blocks[0]} disjoint ones and {blocks[1]} drawn from the same runs; "
         f"{alarms} of them raised an alarm.",
         "",
