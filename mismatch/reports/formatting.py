@@ -14,8 +14,8 @@ from mismatch.types import Estimate
 __all__ = [
     "MISSING", "Format", "badge", "bound", "brief", "chance", "cosine", "count",
     "interval",
-    "line", "memory", "near_one", "number", "percent", "plural", "seconds", "signed",
-    "small_percent", "tenths", "text", "times", "token_text", "visible",
+    "line", "memory", "near_one", "number", "percent", "plural", "points", "seconds", "signed",
+    "small_percent", "tenths", "text", "thousands", "times", "token_text", "visible",
 ]  # fmt: skip
 
 Format = Callable[..., str]
@@ -80,6 +80,24 @@ def memory(size: float | None) -> str:
     if size is None:
         return MISSING
     return f"{brief(size / 2**30)} GiB" if size >= 2**30 else f"{number(size / 2**20)} MiB"
+
+
+def points(share: float) -> str:
+    """A difference of shares, with its sign.
+
+    >>> points(0.012), points(-0.5)
+    ('+1.2 %', '-50 %')
+    """
+    return f"{'+' if share > 0 else '-' if share < 0 else ''}{percent(abs(share))}"
+
+
+def thousands(value: int) -> str:
+    """A count in a picture.
+
+    >>> thousands(9_999), thousands(12_345)
+    ('9,999', '12.3k')
+    """
+    return count(value) if value < 10_000 else f"{number(value / 1000)}k"
 
 
 def near_one(value: float | None) -> str:

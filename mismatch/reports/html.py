@@ -13,7 +13,6 @@ from mismatch.reports import (
     gauge,
     normal,
     quantities,
-    routing,
     sides,
     summary,
 )
@@ -65,8 +64,6 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         steps=summary.next_steps(report),
         rows=summary.judged_rows(report) + summary.other_rows(report),
         comparisons=[(item, summary.all_rows(item)) for item in report.comparisons],
-        routing=summary.routing_rows(report),
-        experts=routing.section(report),
         noise=summary.noise_rows(report),
         sections=sections(report, tokens),
         checks=summary.checks(report, "failed", "warning", "passed"),

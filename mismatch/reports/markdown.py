@@ -8,7 +8,6 @@ from html import escape
 
 from mismatch.reports import (
     normal,
-    routing,
     sides,
     summary,
 )
@@ -43,7 +42,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         *(f"- {plain(sentence)}" for sentence in normal.sentences(report)),
         "**Next**\n\n" + "\n".join(f"- {plain(step)}" for step in summary.next_steps(report)),
         _folded(_checks_title(report), _checks_table(report)),
-        _folded("Experts chosen", _routing_table(report)),
+        shown.pop("routing", ""),
         shown.pop("beside", ""),
         _folded("How much of this is noise", _noise_table(report)),
         shown.pop("engines", ""),
@@ -164,15 +163,6 @@ def _names(elsewhere: Elsewhere, metric: str) -> str:
         + (f" ({plain(other.remark)})" if other.remark else "")
         for other in elsewhere.of(metric)
     )
-
-
-def _routing_table(report: Report) -> str:
-    rows = [
-        [plain(row.words.label), row.value, row.interval] for row in summary.routing_rows(report)
-    ]
-    said = [f"- {plain(sentence)}" for sentence in routing.sentences(summary.headline(report))]
-    made = table(["", "value:", "95 % interval:"], rows)
-    return "\n".join(said) + "\n\n" + made if said else made
 
 
 def _noise_table(report: Report) -> str:
