@@ -9,6 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from mismatch.analysis.levels import SEVERITY
 from mismatch.reports import (
     gauge,
     normal,
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from jinja2 import Template
 
-WORDS = {
-    "healthy": "Healthy",
-    "warn": "Warning",
-    "critical": "Critical",
-}
 LONG = 40  # entries of a fingerprint beyond which it says how many there are
 
 
@@ -55,7 +51,7 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         report=report,
         model=summary.model_name(report),
         comparison=summary.headline(report),
-        status_word=WORDS[report.verdict.status],
+        status_word=report.verdict.status.capitalize(),
         size=summary.size(report),
         plain=summary.in_plain_words(report),
         scales=_scales(report),
@@ -123,8 +119,9 @@ def packaged(name: str) -> str:
 def _scales(report: Report, most: int = 5) -> list[Scale]:
     """The gauges of the first screen: what decides the verdict is always among them."""
     rows = summary.judged_rows(report)
-    severity = ["healthy", "warn", "critical"]
-    shown = sorted(rows, key=lambda row: -severity.index(row.status))[:most]
+    shown = sorted(rows, key=lambda row: -SEVERITY[row.judgement.status] if row.judgement else 0)[
+        :most
+    ]
     made = [
         (row, gauge.gauge_of(row, normal.marks(report, row.metric))) for row in rows if row in shown
     ]

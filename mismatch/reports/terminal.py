@@ -13,7 +13,7 @@ from mismatch.reports.analyses import print_analyses, print_in_short
 from mismatch.reports.console import columns, heading, paragraph, print_section, say
 from mismatch.reports.sections import sections
 from mismatch.reports.text import line
-from mismatch.reports.words import MARKS
+from mismatch.reports.words import MARKS, TONES
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mismatch.reports.elsewhere import Elsewhere
 
 STYLES = {"healthy": "green", "warn": "yellow", "critical": "bold red", "": "dim"}
+STYLES |= {status: STYLES[tone] for status, tone in TONES.items()}
 
 
 def print_report(
@@ -56,7 +57,11 @@ def print_report(
         say(console, f"Everything is in {line(run_dir)} (open report.html)")
     say(console, "")
     status = report.verdict.status
-    say(console, summary.verdict_line(report), STYLES[status] + (" bold" * (status != "critical")))
+    say(
+        console,
+        summary.verdict_line(report),
+        STYLES[status] + (" bold" * ("bold" not in STYLES[status])),
+    )
 
 
 def _title(report: Report, console: Console) -> None:

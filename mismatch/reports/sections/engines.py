@@ -97,7 +97,9 @@ def sentences(result: Triangle, report: Report) -> list[str]:
                 f"{line(one.verdict.reason)}."
             )
     first = line(result.sides[0].engine)
-    said.append(f"The verdict and all other parts of this report are about {first}.")
+    said.append(
+        f"The verdict is that of the worse engine; all other parts of this report are of {first}."
+    )
     return said
 
 
