@@ -25,6 +25,7 @@ def check(flags: Flags) -> int:
         for note in notes:
             session.say(note)
     levels = session.levels(flags)
+    session.warn_of_key(spec.rollout)
     if flags["dry_run"]:
         code = session.dry_run(spec)
         preflight(spec, reach=False)
