@@ -106,6 +106,19 @@ class Sampling:
         return self.top_p < 1.0 or self.top_k > 0
 
 
+def require_a_law(sampling: Sampling) -> None:
+    """Tokens that were sampled, so that there is a law to compare with.
+
+    Raises:
+        MismatchError: greedy sampling: its tokens have probability 1, and no divergence.
+    """
+    if sampling.temperature == 0:
+        raise MismatchError(
+            "--temperature 0: greedy tokens follow no law, so there is nothing to measure",
+            "sample at the temperature of training: --temperature 1",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One inference engine.
@@ -328,6 +341,7 @@ class CheckSpec:
     Attributes:
         preset: the framework whose trainer ``train`` imitates, with the version read; or "".
         not_reproduced: what that framework does and this run does not, one sentence each.
+        quick: leave out the passes that only the square needs, see experiments.square.
         forecast_length: response length that importance weights are forecast at, tokens.
         two_passes: the trainer's "old" against its "new" pass. None: from passes that are made
             anyway; True: with what router replay does to them; False: leave it out.
@@ -356,6 +370,15 @@ class CheckSpec:
             range=Range(1, 10**7),
         ),
     ] = 16_384
+    quick: Annotated[
+        bool,
+        Flag(
+            TRAIN,
+            "Leave out plain passes and the engine in float32: nothing then tells a fault from "
+            "rounding; docs/square.md.",
+            switch=True,
+        ),
+    ] = False
     two_passes: Annotated[
         bool | None,
         Flag(

@@ -7,8 +7,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
+from mismatch.run.scorings import PLAIN
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel, resident_share
@@ -27,7 +29,7 @@ def fingerprint(
     spec, scorer = job.spec, loaded.scorer
     shares = world.gather((resident_share(scorer), loaded.peak_bytes)) or []
     facts: Fingerprint = {
-        "mode": "reference" if job.name.startswith("reference") else "train",
+        "mode": _mode(job.name),
         "backend": "fsdp2",
         "model": spec.model,
         "revision": spec.revision,
@@ -69,6 +71,12 @@ def fingerprint(
     return facts
 
 
+def _mode(name: str) -> str:
+    """What a pass is for: "reference", "plain" (a yardstick), or "train"."""
+    kind = name.partition(":")[0]
+    return kind if kind in ("reference", PLAIN) else "train"
+
+
 def _contents(world: World, loaded: LoadedModel) -> Fingerprint:
     """Hashes of files and weights, computed once per load: passes do not change them."""
     if loaded.scorer not in _digests:
@@ -88,15 +96,17 @@ def loaded_digests(world: World, loaded: LoadedModel) -> dict[str, Digest]:
     digests = []
     for tensor in tensors.values():
         if isinstance(tensor, DTensor):
-            digests.append(digest_tensor(tensor.to_local()))
+            _, start = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            digests.append(digest_tensor(tensor.to_local(), start))
         elif tensor.is_floating_point() and world.rank == 0:  # buffers are the same on all ranks
             digests.append(digest_tensor(tensor))
         else:
             digests.append(ZERO)
     totals = world.sum(torch.tensor(digests, dtype=torch.int64))
     return {
-        name: (int(row[0]), int(row[1]), int(row[2]))
-        for name, row in zip(tensors, totals, strict=True)
+        name: tuple(int(value) for value in row) for name, row in zip(tensors, totals, strict=True)
     }
 
 
