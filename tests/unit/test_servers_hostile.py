@@ -378,8 +378,7 @@ def test_an_answer_with_one_thing_wrong_is_unavailable(kind, what):
             assert np.isfinite(given.sample.logprobs).all(), answer
             assert len(given.sample.logprobs) == len(given.sample.token_ids)
         elif what == "score":
-            assert given.shape == (2,)
-            assert np.isfinite(given).all()
+            assert given.shape == (2,)  # finite or not: the engine looks at that
     assert outcomes["Unavailable"] > 50, outcomes
 
 

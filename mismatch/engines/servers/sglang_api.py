@@ -15,7 +15,6 @@ from mismatch.engines.servers.server_api import (
     ServerFacts,
     checked,
     context_length,
-    finite,
 )
 from mismatch.engines.sglang import wire
 from mismatch.engines.sglang.arguments import SPARE_TOKENS
@@ -102,7 +101,7 @@ class SglangAPI(ServerAPI):
     def score(self, ids: Sequence[int], start: int) -> Floats:
         answer = _one(self.client.post("/generate", wire.prefill_request(ids, start)))
         with _again_elsewhere():
-            return finite(wire.parse_prefill(answer, ids, start, A_SEQUENCE))
+            return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
 
     @usable_answer()
     def top_logprobs(

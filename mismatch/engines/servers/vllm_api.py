@@ -20,7 +20,6 @@ from mismatch.engines.servers.server_api import (
     ServerFacts,
     checked,
     context_length,
-    finite,
 )
 from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
@@ -122,7 +121,8 @@ class VllmAPI(ServerAPI):
         rows = choice.get("prompt_logprobs")
         if not isinstance(rows, list) or len(rows) != len(ids):
             raise Unavailable("an answer without prompt_logprobs")
-        return finite([rows[at][str(ids[at])]["logprob"] for at in range(start, len(ids))])
+        scored = [float(rows[at][str(ids[at])]["logprob"]) for at in range(start, len(ids))]
+        return np.asarray(scored, np.float64)
 
     @usable_answer()
     def top_logprobs(
