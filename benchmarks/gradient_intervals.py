@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from mismatch.experiments.gradients.jackknife import Sketched, fisher
+from mismatch.experiments.gradients.coefficients import Sketched, fisher
 from mismatch.metrics.inference import jackknife, jackknife_of_root
 
 DIMENSION, REPETITIONS = 60, 1500

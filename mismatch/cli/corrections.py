@@ -78,7 +78,8 @@ def corrections(flags: Flags) -> int:
         return 0
     from rich.console import Console
 
-    from mismatch.reports.analyses import print_corrections
+    from mismatch.reports.console import print_section
+    from mismatch.reports.sections.corrections import shown
 
-    print_corrections(tried, Console())
+    print_section(shown(tried), Console())
     return 0

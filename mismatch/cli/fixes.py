@@ -121,7 +121,7 @@ def _spec(flags: Flags) -> CheckSpec:
 
 
 def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
-    from mismatch.experiments.fixes.guides import guide_of
+    from mismatch.experiments.fixes.pages import guide_of
 
     fix = entry.fix
     row: dict[str, Any] = {
@@ -185,8 +185,7 @@ def _print_fix(entry: Entry, console: Console) -> None:
     """The essentials of its page."""
     from rich.text import Text
 
-    from mismatch.experiments.fixes.guides import guide_of
-    from mismatch.experiments.fixes.pages import SIDES, sentence, trials
+    from mismatch.experiments.fixes.pages import SIDES, guide_of, sentence, trials
     from mismatch.reports.text import line
 
     fix, guide = entry.fix, guide_of(entry.fix.id)

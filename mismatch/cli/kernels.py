@@ -95,8 +95,7 @@ def kernels(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli.session import ConsoleNarrator
-    from mismatch.experiments.kernels.document import kernels_to_json
-    from mismatch.experiments.kernels.verdict import judge
+    from mismatch.experiments.kernels.verdict import judge, kernels_to_json
     from mismatch.processes.kernels.isolation import run_audit
     from mismatch.reports.kernels_terminal import print_kernels
 
@@ -234,7 +233,7 @@ def _place(out: Path | None, model: str) -> Iterator[Path]:
 
 def save(report: AuditReport, out: Path) -> None:
     """Write kernels.json and kernels.html."""
-    from mismatch.experiments.kernels.document import FILE, kernels_to_json
+    from mismatch.experiments.kernels.verdict import FILE, kernels_to_json
     from mismatch.reports.kernels_html import to_html
     from mismatch.run import store
 
@@ -250,7 +249,7 @@ def save_in_run(report: AuditReport, run: Path) -> None:
     """
 
     from mismatch.cli.session import command
-    from mismatch.experiments.kernels.document import FILE, SCHEMA, kernels_to_json
+    from mismatch.experiments.kernels.verdict import FILE, SCHEMA, kernels_to_json
     from mismatch.pipeline.document import report_from_json
     from mismatch.reports.files import write_report
     from mismatch.run import store

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mismatch.types import Fingerprint, Floats
 
 if TYPE_CHECKING:
-    from mismatch.engines.watch import Wanted
+    from mismatch.engines.distribution_capture import Wanted
     from mismatch.specs import EngineSpec
     from mismatch.types import Sampling
 
@@ -153,7 +153,7 @@ class Watching(Engine, Protocol):
         """What the next :meth:`generate` has to take beside its samples."""
 
     def watched(self) -> dict[str, NDArray[Any]]:
-        """What it took; see :meth:`mismatch.engines.watch.Watcher.collected`. Empty: nothing."""
+        """What it took, as :meth:`Watcher.collected` gives it; empty where nothing was watched."""
 
 
 class Journaling(Engine, Protocol):

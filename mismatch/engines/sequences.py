@@ -1,10 +1,21 @@
-"""What every engine refuses before it computes: ids that no model has, starts without a past."""
+"""Samples by seed, and what every engine refuses: ids that no model has, starts without a past."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from mismatch.errors import MismatchError
+
+
+def sample_seed(seed: int, prompt: int, sample: int) -> int:
+    """A 31-bit seed for one sample of one prompt.
+
+    Hashed, not counted: with ``seed + sample`` two runs with neighbouring seeds would share most of
+    their random streams.
+    """
+    text = f"{seed}/{prompt}/{sample}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def require_starts(starts: Sequence[int]) -> None:

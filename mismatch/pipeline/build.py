@@ -17,8 +17,8 @@ from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.analysis.registry import Measured, analyses
 from mismatch.analysis.routing_tables import flipped_layers
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
-from mismatch.experiments.gradients.found import check_of_run
-from mismatch.experiments.kernels.document import of_run
+from mismatch.experiments.gradients.files import check_of_run
+from mismatch.experiments.kernels.verdict import of_run
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.run import manifest, store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from mismatch.reports.formatting import badge, line, visible
@@ -91,9 +91,14 @@ def _contents(section: Section, console: Console) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """One column as it is printed."""
+    """One column as it is printed.
+
+    Attributes:
+        of: title of the column whose intervals these are; "" for values.
+    """
 
     title: str
+    of: str
     left: bool
     priority: int
     texts: list[str]
@@ -112,6 +117,10 @@ def print_table(table: Table, console: Console) -> None:
     columns = _columns(table)
     while _width(columns) > console.width and any(c.priority for c in columns):
         columns.remove(max(reversed(columns), key=lambda c: c.priority))
+        kept = {column.title for column in columns}
+        columns = [
+            replace(c, title=f"{c.of}, 95 %") if c.of and c.of not in kept else c for c in columns
+        ]
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for index, column in enumerate(columns):
         justify: Literal["left", "right"] = "left" if column.left else "right"
@@ -134,11 +143,12 @@ def _columns(table: Table) -> list[_Texts]:
         cells = [row[index] for row in rows]
         styles = [TONES.get(cell.tone, "dim" if cell.tone == "dim" else "") for cell in cells]
         texts = [badge(cell.tone) + cell_text(cell, column) for cell in cells]
-        columns.append(_Texts(column.title, column.left, column.priority, texts, styles))
+        columns.append(_Texts(column.title, "", column.left, column.priority, texts, styles))
         if column.interval is not None:
             texts = [cell_interval(cell, column) for cell in cells]
+            plain = [""] * len(texts)
             columns.append(
-                _Texts("95 % interval", False, column.interval, texts, [""] * len(texts))
+                _Texts("95 % interval", column.title, False, column.interval, texts, plain)
             )
     return columns
 

@@ -10,8 +10,8 @@ import numpy as np
 from mismatch.metrics import METRICS, names
 from mismatch.metrics.conventions import value_of
 from mismatch.reports import summary
+from mismatch.reports.figures import comparable
 from mismatch.reports.words import words_for
-from mismatch.reports.worst import comparable
 from mismatch.types import Estimate, Report
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The pictures of the report, from the tokens table and the report's breakdowns."""
+"""Pictures of the tokens table."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.reports.quantities import number
+from mismatch.reports.formatting import number
+from mismatch.reports.section import Figure
 from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
-from mismatch.reports.worst import rank_in_response
-from mismatch.types import Report
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,12 +21,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One figure with its words.
-
-    Attributes:
-        title: what it shows, a few words.
-        caption: how to read it, a sentence or two.
-    """
+    """One figure of a section that is not ported yet."""
 
     name: str
     title: str
@@ -35,24 +29,65 @@ class Picture:
     svg: str
 
 
-def pictures(report: Report, tokens: pd.DataFrame) -> list[Picture]:
-    """All figures that the data allow, in reading order.
+def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose delta is a number, in order of sequence and position.
+
+    Where a side gave no logprob (a failed check says so) there is nothing to draw.
+    """
+    finite = np.isfinite(tokens["delta"].to_numpy(dtype=np.float64))
+    rows: pd.DataFrame = tokens[finite]
+    return rows.sort_values(["sequence", "position"], kind="stable", ignore_index=True)
+
+
+def rank_in_response(tokens: pd.DataFrame) -> np.ndarray:
+    """Place of each token among its sequence's sampled tokens, from 0, [A]."""
+    return tokens.groupby("sequence").cumcount().to_numpy(dtype=np.int64)
+
+
+def of_tokens(tokens: pd.DataFrame) -> tuple[Figure, ...]:
+    """The pictures that the data allow, in reading order.
 
     Args:
-        tokens: finite deltas only (:func:`mismatch.reports.worst.comparable`).
+        tokens: finite deltas only (:func:`comparable`).
     """
     if tokens.empty:
-        return []
-    made = [
-        histogram(tokens),
-        probabilities(tokens),
-        by_probability(tokens),
-        by_position(tokens),
-    ]
-    return [picture for picture in made if picture is not None]
+        return ()
+    return (
+        Figure(
+            "histogram",
+            "How far single tokens are off",
+            "A narrow spike at 0 is rounding. Long tails on both sides are tokens whose importance "
+            "ratio is far from 1; a shifted or lopsided shape is a systematic difference.",
+            lambda: histogram(tokens),
+        ),
+        Figure(
+            "probabilities",
+            "Probability, side against side",
+            "Every token once; stronger colour means more of them. Agreement is the diagonal. A "
+            "bent band is another temperature, a cloud without a diagonal is a misalignment of "
+            "tokens.",
+            lambda: probabilities(tokens),
+        ),
+        Figure(
+            "by-probability",
+            "Likely and unlikely tokens",
+            "Unlikely tokens are always off by more: rounding weighs more far out in the tail. "
+            "Bars that stay high on the right, where the engine is sure, do not come from rounding "
+            "alone. Above the bars: tokens.",
+            lambda: by_probability(tokens),
+        ),
+        Figure(
+            "by-position",
+            "Along the response",
+            "A flat line is what rounding gives. A line that climbs points at positions (rope, "
+            "sliding window) or at state that decays (a quantised KV cache); far right few tokens "
+            "are left.",
+            lambda: by_position(tokens),
+        ),
+    )
 
 
-def histogram(tokens: pd.DataFrame) -> Picture:
+def histogram(tokens: pd.DataFrame) -> str:
     """Counts of delta on a logarithmic axis: the tail is what hurts."""
     delta = tokens["delta"].to_numpy(dtype=np.float64)
     counts, edges = delta_histogram(delta)
@@ -64,14 +99,7 @@ def histogram(tokens: pd.DataFrame) -> Picture:
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.set_xlabel("delta = train - rollout, nats")
         axes.set_ylabel("tokens (log)")
-        svg = to_svg(figure, "histogram", "Histogram of delta, logarithmic counts")
-    return Picture(
-        "histogram",
-        "How far single tokens are off",
-        "A narrow spike at 0 is rounding. Long tails on both sides are tokens whose importance "
-        "ratio is far from 1; a shifted or lopsided shape is a systematic difference.",
-        svg,
-    )
+        return to_svg(figure, "histogram", "Histogram of delta, logarithmic counts")
 
 
 def delta_histogram(delta: Array, bins: int = 81) -> tuple[Array, Array]:
@@ -81,7 +109,7 @@ def delta_histogram(delta: Array, bins: int = 81) -> tuple[Array, Array]:
     return counts, edges
 
 
-def probabilities(tokens: pd.DataFrame, bins: int = 64) -> Picture:
+def probabilities(tokens: pd.DataFrame, bins: int = 64) -> str:
     """Both sides' probabilities of every token, as a grid of counts: its size never grows."""
     counts, edges = probability_grid(tokens, bins)
     with drawing() as (figure, axes):
@@ -90,14 +118,7 @@ def probabilities(tokens: pd.DataFrame, bins: int = 64) -> Picture:
         axes.set(xlim=(0, 1), ylim=(0, 1))
         axes.set_xlabel("probability, rollout")
         axes.set_ylabel("probability, train")
-        svg = to_svg(figure, "probabilities", "Token probabilities of both sides")
-    return Picture(
-        "probabilities",
-        "Probability, side against side",
-        "Every token once; stronger colour means more of them. Agreement is the diagonal. A bent "
-        "band is another temperature, a cloud without a diagonal is a misalignment of tokens.",
-        svg,
-    )
+        return to_svg(figure, "probabilities", "Token probabilities of both sides")
 
 
 def probability_grid(tokens: pd.DataFrame, bins: int = 64) -> tuple[Array, Array]:
@@ -131,7 +152,7 @@ def _squares(axes: Axes, counts: Array, edges: Array, shades: int = 5) -> None:
         )
 
 
-def by_probability(tokens: pd.DataFrame) -> Picture:
+def by_probability(tokens: pd.DataFrame) -> str:
     """Mean |delta| by the probability that the engine gave: unlikely tokens are off by more."""
     edges = np.array([0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0 + 1e-9])
     probability = np.exp(tokens["rollout_logprob"].to_numpy(dtype=np.float64))
@@ -142,18 +163,10 @@ def by_probability(tokens: pd.DataFrame) -> Picture:
         _bars(axes, labels, mean, count)
         axes.set_xlabel("probability that the engine gave the token, from")
         axes.set_ylabel("mean |delta|, nats")
-        svg = to_svg(figure, "by-probability", "Mean |delta| by the engine's probability")
-    return Picture(
-        "by-probability",
-        "Likely and unlikely tokens",
-        "Unlikely tokens are always off by more: rounding weighs more far out in the tail. Bars "
-        "that stay high on the right, where the engine is sure, do not come from rounding alone. "
-        "Above the bars: tokens.",
-        svg,
-    )
+        return to_svg(figure, "by-probability", "Mean |delta| by the engine's probability")
 
 
-def by_position(tokens: pd.DataFrame, buckets: int = 32) -> Picture:
+def by_position(tokens: pd.DataFrame, buckets: int = 32) -> str:
     """|delta| along the response: mean and 99 % quantile per bucket of positions."""
     offset = rank_in_response(tokens)
     width = max(1, -(-int(offset.max() + 1) // buckets))
@@ -174,14 +187,7 @@ def by_position(tokens: pd.DataFrame, buckets: int = 32) -> Picture:
         axes.legend(loc="upper right", ncols=2)
         axes.margins(x=0.01)
         axes.set_ylim(top=max(float(high.max()) * 1.25, 1e-12))
-        svg = to_svg(figure, "by-position", "|delta| along the response")
-    return Picture(
-        "by-position",
-        "Along the response",
-        "A flat line is what rounding gives. A line that climbs points at positions (rope, sliding "
-        "window) or at state that decays (a quantised KV cache); far right few tokens are left.",
-        svg,
-    )
+        return to_svg(figure, "by-position", "|delta| along the response")
 
 
 def bucket_means(bucket: Array, tokens: pd.DataFrame, size: int) -> tuple[Array, Array]:

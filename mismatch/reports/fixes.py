@@ -14,7 +14,7 @@ from mismatch.analysis.corrections.types import Preview
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import EstimatorFix, FixOutcome, FixTable, check_command
 from mismatch.experiments.fixes.catalogue import labels
-from mismatch.experiments.fixes.guides import settings_of
+from mismatch.experiments.fixes.pages import settings_of
 from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.metrics.inference import LEVEL
 from mismatch.reports import quantities
@@ -246,17 +246,6 @@ def _loss_row(one: EstimatorFix, preview: Preview | None) -> LossRow:
         bias=f"{signed(bias)} ({interval(bias)})" if bias else quantities.MISSING,
         remark=f"{remark}; {line(one.reason)}" if one.reason else remark,
     )
-
-
-def asked_for(report: Report) -> dict[str, str]:
-    """Correction -> what its row says where it was asked for as a fix."""
-    if report.result("fixes") is None:
-        return {}
-    return {
-        one.correction: f"asked for as --fix {line(one.id)}: it removes nothing"
-        for one in report.result("fixes").estimators
-        if one.correction
-    }
 
 
 def advice(made: FixTable) -> list[Advice]:

@@ -12,9 +12,9 @@ from mismatch.reports.words import MARKS
 from mismatch.types import Estimate
 
 __all__ = [
-    "MISSING", "Format", "badge", "bound", "count", "interval",
-    "line", "number", "percent", "plural", "signed", "small_percent", "tenths", "text", "times",
-    "token_text", "visible",
+    "MISSING", "Format", "badge", "bound", "cosine", "count", "interval",
+    "line", "near_one", "number", "percent", "plural", "signed", "small_percent", "tenths", "text",
+    "times", "token_text", "visible",
 ]  # fmt: skip
 
 Format = Callable[..., str]
@@ -43,6 +43,15 @@ def signed(value: float) -> str:
     return ("+" if value > 0 else "") + number(value)
 
 
+def near_one(value: float | None) -> str:
+    """A factor; close to 1 three significant digits hide what matters.
+
+    >>> near_one(1.00123), near_one(0.5)
+    ('1.0012', '0.500')
+    """
+    return f"{value:.4f}" if value is not None and 0.9 < value < 1.1 else number(value)
+
+
 def tenths(share: float) -> str:
     """A share that may be negative, with one decimal.
 
@@ -69,3 +78,20 @@ def interval(estimate: Any, write: Format = number, to: str = " … ") -> str:
 def badge(tone: str) -> str:
     """The mark that stands before a status, so that it is seen without colour."""
     return f"{MARKS[tone]} " if tone in MARKS else ""
+
+
+def cosine(value: float) -> str:
+    """A cosine, with the digits that its distance from 1 needs.
+
+    >>> cosine(0.8), cosine(0.99987), cosine(1.0), cosine(1 - 3e-9)
+    ('0.800', '0.99987', '1', '1 - 3e-9')
+    """
+    gap = 1.0 - value
+    if gap == 0.0:
+        return "1"
+    if gap < 1e-6:
+        return f"1 - {gap:.0e}".replace("e-0", "e-")
+    digits = 3
+    while digits < 8 and gap < 10.0 ** (1 - digits):
+        digits += 1
+    return f"{value:.{digits}f}"

@@ -9,18 +9,14 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports import (
-    corrections,
-    figures,
     fixes,
     gauge,
-    gradients,
     kernels,
     normal,
     quantities,
     routing,
     sides,
     summary,
-    worst,
 )
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.section import cell_interval, cell_text
@@ -57,7 +53,6 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
             token, rollout_logprob, train_logprob, delta, entropy, turn, routing_flips.
         framework: whose names the metrics have in the column of aliases; None: everybody's.
     """
-    tokens = worst.comparable(tokens)
     return template("report.html").render(
         report=report,
         model=summary.model_name(report),
@@ -68,20 +63,15 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         scales=_scales(report),
         normal=normal.sentences(report),
         ladders=normal.ladders(report),
-        places=worst.places(tokens),
         steps=summary.next_steps(report),
         rows=summary.judged_rows(report) + summary.other_rows(report),
         comparisons=[(item, summary.all_rows(item)) for item in report.comparisons],
         routing=summary.routing_rows(report),
         experts=routing.section(report),
         noise=summary.noise_rows(report),
-        sections=sections(report),
+        sections=sections(report, tokens),
         kernels=kernels.view(report.result("kernels")),
-        gradients=gradients.view(report.result("gradients")),
         fixes=fixes.section(report),
-        corrections=corrections.section(report),
-        pictures=figures.pictures(report, tokens),
-        worst=worst.worst_tokens(tokens),
         checks=summary.checks(report, "failed", "warning", "passed"),
         untested=summary.untested(report),
         ran=sides.what_ran(report),

@@ -8,9 +8,7 @@ from html import escape
 
 from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.reports import (
-    corrections,
     fixes,
-    gradients,
     kernels,
     normal,
     routing,
@@ -58,8 +56,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         _folded(kernels.TITLE, _kernels(report)),
         shown.pop("exact", ""),
         _fixes(report),
-        _folded("Corrections, previewed", _corrections(report)),
-        _folded(gradients.TITLE, _gradients(report)),
+        shown.pop("corrections", ""),
         *shown.values(),
         _folded("What really ran", _ran_table(report)),
         _folded("Not tested", "\n".join(f"- {plain(item)}" for item in summary.untested(report))),
@@ -194,24 +191,6 @@ def _kernels(report: Report) -> str:
     return "\n".join(f"- {plain(sentence)}" for sentence in said)
 
 
-def _gradients(report: Report) -> str:
-    made = report.result("gradients")
-    if made is None:
-        return ""
-    said = [*gradients.sentences(made), gradients.batch(made), *gradients.notes(made)]
-    titles = ["gradient", "", "off the reference's:", "length:", "relative error:", "bias:",
-              "variance:", ""]  # fmt: skip
-    rows = [
-        [_code(row.id), plain(row.remark or row.label), f"{row.off} ({row.off_interval})",
-         f"{row.length} ({row.length_interval})", f"{row.error} ({row.error_interval})", row.bias,
-         row.noise, plain(f"{row.sign} {row.verdict}".strip())]
-        for row in gradients.parts(made)[0].lines
-    ]  # fmt: skip
-    said += gradients.parts(made)[0].same
-    items = "\n".join(f"- {plain(text)}" for text in said)
-    return f"{items}\n\n{plain(gradients.parts(made)[0].title)}\n\n{table(titles, rows)}"
-
-
 def _fixes(report: Report) -> str:
     """What follows stands open, the tables are folded away."""
     made = report.result("fixes")
@@ -246,34 +225,6 @@ def _advice(report: Report) -> str:
         parts.append(f"To use {_code(one.id)}: {_code(one.command)}")
         parts += [_recipe(recipe) for _, known in one.recipes for recipe in known]
     return "\n\n".join(parts)
-
-
-def _corrections(report: Report) -> str:
-    made = report.result("corrections")
-    if made is None:
-        return ""
-    rows = [
-        [row.rank, f"{plain(row.label)} ({_code(row.id)})", plain(row.setting), row.error,
-         row.kept, row.ess, f"{row.bias} ({row.interval})", row.cosine]
-        for row in corrections.correction_rows(made, fixes.asked_for(report))
-    ]  # fmt: skip
-    titles = ["rank:", "correction", "", "error:", "kept:", "effective size:", "residual bias:",
-              "gradient cosine:"]  # fmt: skip
-    said = [f"- {plain(remark)}" for remark in corrections.remarks(made)]
-    recipes = [_recipe(recipe) for recipe in corrections.setting_recipes(made)]
-    title = corrections.setting_title(made)
-    return "\n\n".join(
-        part
-        for part in (
-            plain(corrections.LEAD),
-            f"**{plain(corrections.headline(made))}**",
-            "\n".join(said),
-            table(titles, rows),
-            plain(title),
-            *recipes,
-        )
-        if part
-    )
 
 
 def _recipe(recipe: Recipe) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mismatch.experiments.regression.document import SCHEMA, against_to_json
-from mismatch.experiments.regression.types import Against
+from mismatch.experiments.regression.types import SCHEMA, Against, against_to_json
 from mismatch.run import manifest, store
 
 

@@ -29,6 +29,7 @@ def test_everything_is_said_on_a_terminal(run):
     assert "rollout_correction:" in text
     assert "vllm_importance_sampling_mode" in text
     assert "no rewards" in " ".join(text.split())  # what could not be previewed, and why
+    assert "at most 1.35" in " ".join(text.split())
     assert max(len(line) for line in text.splitlines()) <= 84  # long setting lines are not broken
 
 

@@ -18,9 +18,8 @@ import yaml
 from rich.console import Console
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.regression.document import against_to_json, schema
 from mismatch.experiments.regression.measure import against
-from mismatch.experiments.regression.types import Against
+from mismatch.experiments.regression.types import Against, against_to_json, schema
 from mismatch.reports.against import to_html, to_markdown
 from mismatch.reports.against_terminal import print_against
 from mismatch.reports.regression_files import write_against

@@ -13,7 +13,7 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.kernels.types import ATTENTION_COLUMNS, Audit
 from mismatch.experiments.kernels.verdict import CONSEQUENCES
 from mismatch.processes.kernels.attention import audit_attention, names_here
-from mismatch.processes.kernels.candidates import Candidate
+from mismatch.processes.kernels.cases import Candidate
 from mismatch.processes.kernels.costs import costs
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
 from mismatch.processes.kernels.runner import Runner

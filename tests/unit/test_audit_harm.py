@@ -9,7 +9,7 @@ import torch
 
 import mismatch.models
 from mismatch.errors import MismatchError
-from mismatch.processes.kernels.candidates import Candidate
+from mismatch.processes.kernels.cases import Candidate
 from mismatch.processes.kernels.model_impact import (
     ImpactSource,
     measure_impact,

@@ -12,8 +12,9 @@ from mismatch.analysis.corrections.types import Corrections
 from mismatch.codec import from_json, to_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.corrections import CORRECTIONS, NONE, OVERRIDE, Settings, group_advantages
-from mismatch.reports import corrections as words
+from mismatch.reports.sections import corrections as words
 from mismatch.types import Rollout, Sampling, Scoring
+from tests.tables import values
 
 PROMPTS, SAMPLES, LENGTH = 32, 4, 20
 
@@ -48,6 +49,10 @@ def tried(delta=None, made=None, lawful=True, **options):
     made = made or rollout()
     delta = np.zeros(made.n_actions) if delta is None else delta
     return preview(made, *scorings(made, delta), sampled_by_left=lawful, **options)
+
+
+def rows(found):
+    return values(words.shown(found).tables[0])
 
 
 def test_sides_that_agree_need_no_correction():
@@ -194,9 +199,8 @@ def test_the_override_is_never_favoured_and_never_ranked(scale):
     assert one.token.rank is one.sequence.rank is None
     assert OVERRIDE not in (found.favoured, found.best)
     assert one.same_as == NONE
-    row = words.correction_rows(found)[-1]
-    assert row.id == OVERRIDE
-    assert "does not remove" in row.setting
+    assert rows(found)[-1]["name"] == OVERRIDE
+    assert words.HIDES in words.shown(found).parts[0].sentences[-1]
 
 
 def test_equal_weights_share_a_rank_and_name_their_twin():
@@ -227,8 +231,8 @@ def test_ranks_follow_the_error():
     for one in ranked:
         assert one.rank == 1 + sum(other.error < one.error * (1 - 1e-12) for other in ranked)
     assert not found.named("geometric").token.tied
-    rows = words.correction_rows(found)
-    assert [int(row.rank.split()[0]) for row in rows[:-1]] == sorted(one.rank for one in ranked)
+    shown = [int(row["rank"].split()[0]) for row in rows(found)[:-1]]
+    assert shown == sorted(one.rank for one in ranked)
 
 
 def test_all_tokens_dropped_is_no_effective_size():
@@ -236,8 +240,8 @@ def test_all_tokens_dropped_is_no_effective_size():
     one = found.named("geometric")
     assert (one.kept_tokens, one.kept_sequences, one.ess, one.token.cosine) == (0, 0, None, None)
     assert one.token.norm_ratio.value == 0.0
-    row = next(row for row in words.correction_rows(found) if row.id == "geometric")
-    assert (row.ess, row.cosine) == ("–", "–")
+    row = next(row for row in rows(found) if row["name"] == "geometric")
+    assert (row["ESS"], row["cosine"]) == (None, None)
 
 
 def test_without_a_sampling_law_nothing_is_ranked():
@@ -247,8 +251,8 @@ def test_without_a_sampling_law_nothing_is_ranked():
     assert NOT_LAWFUL in found.not_tested
     assert all(one.token is one.sequence is None for one in found.previews)
     assert 0 < found.named("tis-token").ess.value < 1
-    assert words.setting_recipes(found) == ()
-    assert {row.rank for row in words.correction_rows(found)} == {"–"}
+    assert [part.id for part in words.shown(found).parts] == ["corrections-effects"]
+    assert {row["rank"] for row in rows(found)} == {None}
 
 
 @pytest.mark.parametrize(

@@ -1,79 +1,54 @@
 """The section that every report has."""
 
-import io
 import json
-import re
-from functools import cache
 
 import pytest
-from rich.console import Console
 
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json, report_to_json
-from mismatch.reports.html import to_html
-from mismatch.reports.markdown import to_markdown
-from mismatch.reports.terminal import print_report
+from mismatch.reports.sections import corrections
 from mismatch.run.directory import load_spec
+from tests.fixes_fixture import make_table
 from tests.made_run import make_run
 from tests.reports_fixture import make_failing_report, make_report, make_tokens
+from tests.tables import values
 
-FAVOURED, TOKENS = make_failing_report()
+FAVOURED, _ = make_failing_report()
 NEEDLESS = make_report()
-TITLE = "Corrections, previewed"
 
 
-def terminal(report):
-    console = Console(width=80, file=io.StringIO())
-    print_report(report, console)
-    return console.file.getvalue()
+def section(report):
+    return corrections.section(report.result("corrections"), report)
 
 
-@cache
-def _html(favoured):
-    return to_html(FAVOURED if favoured else NEEDLESS, TOKENS)
+def test_the_sentence_comes_first_and_stands_for_the_section():
+    shown = section(FAVOURED)
+    assert shown.sentences[0] == corrections.headline(FAVOURED.result("corrections"))
+    assert shown.short == f"corrections: {shown.sentences[0]}"
 
 
-def html(report):
-    known = report is FAVOURED or report is NEEDLESS
-    return _html(report is FAVOURED) if known else to_html(report, TOKENS)
+def test_the_table_has_the_preview_best_first():
+    preview = FAVOURED.result("corrections").named("tis-token")
+    first, *_, last = values(section(FAVOURED).tables[0])
+    assert (first["name"], first["rank"], first["kept"]) == ("tis-token", "1", preview.kept_tokens)
+    assert (first["error"], first["residual bias"]) == (preview.token.error, preview.token.bias)
+    assert first["cosine"] == preview.token.cosine.value
+    assert (last["name"], last["rank"]) == ("override", None)
+    assert section(FAVOURED).tables[0].cells()[0][0].tone == "strong"
+    assert "" in {cell.tone for (cell, *_) in section(FAVOURED).tables[0].cells()}
 
 
-RENDERINGS = {
-    "terminal": terminal,
-    "html": html,
-    "markdown": to_markdown,
-}
+def test_every_framework_gets_its_setting():
+    blocks = {block.title.split(":")[0]: block.lines for block in section(FAVOURED).parts[1].blocks}
+    assert list(blocks) == ["verl", "TRL", "NeMo-RL", "prime-rl"]
+    assert "    rollout_is_threshold: 2" in blocks["verl"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RENDERINGS)
-def test_every_rendering_has_the_section_with_its_sentence(name):
-    said = " ".join(re.sub(r"\\", "", RENDERINGS[name](FAVOURED)).split())
-    assert TITLE in said
-    assert "TIS, token: the mismatch can shift a batch by up to 0.18" in said
-    assert "None needed: " in " ".join(RENDERINGS[name](NEEDLESS).split())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RENDERINGS)
-def test_a_report_without_a_preview_has_no_section(name):
-    assert TITLE not in RENDERINGS[name](FAVOURED.with_analyses(corrections=None))
-
-
-def test_the_terminal_shows_few_rows_and_no_correction_among_them():
-    text = terminal(FAVOURED)
-    section = text[text.index(TITLE) : text.index("What ran")]
-    rows = [line for line in section.splitlines() if re.search(r" \d+ \d\.\d+ +\d", line)]
-    assert 2 <= len(rows) <= 4
-    assert sum("no correction" in row for row in rows) == 1
-    assert max(map(len, section.splitlines())) <= 80
-
-
-def test_html_and_markdown_show_how_to_switch_it_on():
-    for text in (html(FAVOURED), to_markdown(FAVOURED)):
-        assert "rollout_is_threshold: 2" in text
-        assert "vllm_importance_sampling_mode" in text
-        assert "hides the mismatch, does not remove it" in text
+def test_what_was_asked_for_as_a_fix_is_marked():
+    tried = FAVOURED.with_analyses(fixes=make_table())
+    notes = [row[1].note for row in section(tried).tables[0].cells()]
+    assert any("asked for as --fix tis" in note for note in notes)
+    assert not any(row[1].note for row in section(FAVOURED).tables[0].cells())
 
 
 def test_the_preview_touches_neither_metrics_nor_verdict():

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mismatch.engines import registry
-from mismatch.engines.law import keep_mask, law_logprobs
-from mismatch.engines.routes import join_steps, pack, unpack
-from mismatch.engines.seeds import sample_seed
+from mismatch.engines.distribution_capture import keep_mask, law_logprobs
+from mismatch.engines.routed_experts import join_steps, pack, unpack
+from mismatch.engines.sequences import sample_seed
 from mismatch.engines.transformers.sequences import Row, draw
 from mismatch.errors import MismatchError
 from mismatch.types import Sampling

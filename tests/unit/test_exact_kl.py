@@ -20,12 +20,12 @@ from mismatch import captures
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.exact_kl import exact_checks, exact_estimates, exact_reason
 from mismatch.captures import Distributions, priority, why_incomparable
-from mismatch.engines.law import law_logprobs
-from mismatch.engines.watch import (
+from mismatch.engines.distribution_capture import (
     Wanted,
     Watcher,
     build_distributions,
     kept_columns,
+    law_logprobs,
     reported_law,
 )
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError

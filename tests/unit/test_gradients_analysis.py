@@ -10,7 +10,7 @@ import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.gradients.analysis import check_gradients
-from mismatch.experiments.gradients.jackknife import Sketched, fisher
+from mismatch.experiments.gradients.coefficients import Sketched, fisher
 from mismatch.experiments.gradients.types import (
     PPO_OVERRIDE,
     PPO_RATIO,

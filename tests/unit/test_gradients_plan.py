@@ -8,8 +8,7 @@ import pytest
 
 from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.gradients.coefficients import Vectors
-from mismatch.experiments.gradients.planning import GradientPlan, plan_gradients
-from mismatch.experiments.gradients.schedule import items_of
+from mismatch.experiments.gradients.planning import GradientPlan, items_of, plan_gradients
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 SPEC = CheckSpec(

@@ -216,13 +216,6 @@ def test_the_verdict_after_fixes_says_so():
     assert not any("As it runs now" in text for text in fixes.sentences(TRIED))
 
 
-def test_the_corrections_table_marks_what_was_asked_for():
-    row = "asked for as --fix tis: it removes nothing"
-    assert row in html(TRIED)
-    assert row in to_markdown(TRIED).replace("\\", "")
-    assert row not in html(USELESS)
-
-
 def test_the_loss_rows_take_their_numbers_from_the_preview():
     tis, override = fixes.loss_rows(TRIED)
     preview = TRIED.result("corrections").named("tis-token")

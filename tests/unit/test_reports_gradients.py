@@ -2,134 +2,87 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
 from dataclasses import replace
-from html import unescape
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from rich.console import Console
 
-from mismatch.experiments.gradients.files import save_batch, save_gradients
-from mismatch.experiments.gradients.found import check_of_run
+from mismatch.experiments.gradients.files import check_of_run, save_batch, save_gradients
 from mismatch.experiments.gradients.types import GradientCheck
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
-from mismatch.reports import gradients, gradients_figures
-from mismatch.reports.analyses import in_short
-from mismatch.reports.gradients_terminal import print_gradients
-from mismatch.reports.html import template
-from mismatch.reports.markdown import _gradients as markdown_of
-from mismatch.reports.markdown import to_markdown
+from mismatch.reports.section import Cell, cell_interval, cell_text
+from mismatch.reports.sections import gradients, sections
 from tests.gradients_fixture import make_check, planted
 from tests.reports_fixture import make_report
 
-HOSTILE = "<img src=x onerror=alert(1)>"
 REPORT = make_report()
 
 
-def terminal(made: GradientCheck) -> str:
-    console = Console(width=80, file=io.StringIO())
-    print_gradients(made, console)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+def rows(check: GradientCheck, part: int = 0) -> dict[str, dict[str, Cell]]:
+    """Name -> column -> cell, of one loss."""
+    (table,) = gradients.section(check, REPORT).parts[part].tables
+    titles = [column.title for column in table.columns]
+    return {str(cells[0].value): dict(zip(titles, cells, strict=True)) for cells in table.cells()}
 
 
-def html(made: GradientCheck) -> str:
-    return template("gradients.html").render(gradients=gradients.view(made))
+def test_every_gradient_has_its_row_or_is_named_with_its_equal() -> None:
+    check = make_check()
+    section = gradients.section(check, REPORT)
+    assert section.sentences == check.summary
+    for part, loss in zip(section.parts, ("token", "sequence"), strict=True):
+        named = " ".join([*(str(row[0].value) for row in part.tables[0].cells()), *part.notes])
+        assert all(row.id in named for row in check.rows if row.loss == loss)
+    assert [part.folded for part in section.parts] == [False, True]
+    tones = {name: row["beside the trainer's"].tone for name, row in rows(check).items()}
+    assert tones == {
+        "baseline": "", "attention-sinks": "healthy", "fp16": "critical", "tis-token": "healthy",
+        "ppo-ratio": "warn",
+    }  # fmt: skip
 
 
-def markdown(made: GradientCheck) -> str:
-    return markdown_of(REPORT.with_analyses(gradients=made))
-
-
-RENDERINGS = {"terminal": terminal, "html": html, "markdown": markdown}
-
-
-def flat(text: str) -> str:
-    """Without line breaks, Markdown's escapes and tags, as a reader reads it."""
-    plain = re.sub(r"</?[a-z][^>]*>", " ", text.replace("\\", "").replace("\u00a0", " "))
-    return " ".join(unescape(plain).split())
-
-
-@pytest.fixture(scope="module", params=RENDERINGS)
-def said(request: pytest.FixtureRequest) -> str:
-    return flat(RENDERINGS[request.param](make_check()))
-
-
-def test_every_sentence_is_there(said: str) -> None:
-    for sentence in make_check().summary:
-        assert sentence in said
-    assert "16 prompts, 64 samples, 3,200 action tokens; advantages: rewards" in said
-    assert "not adjusted for how many there are" in said
-    assert "A correction aims at another gradient" in said
-
-
-def test_every_gradient_has_its_row_or_is_named_with_its_equal(said: str) -> None:
-    for row in make_check().rows:
-        assert row.id in said
-    assert "fp32: the reference's gradient" in said
-    assert "veto and ppo-override: the gradient of baseline" in said
-    for mark in ("✓ nearer", "✕ further off"):
-        assert mark in said
-
-
-def test_the_terminal_is_80_columns_wide() -> None:
-    assert max(map(len, terminal(make_check()).splitlines())) <= 80
-
-
-def test_numbers_of_a_line() -> None:
-    first = gradients.parts(make_check())[0].lines[0]
-    assert (first.off, first.off_interval, first.cosine) == ("28°", "27° … 29°", "0.886")
-    assert (first.error, first.length, first.times) == ("51 %", "1.09", "–")
-    cells = dict(zip(gradients.parts(make_check())[0].groups, _cells("baseline"), strict=True))
-    assert cells["sinks"] == ("100 %", "no gradient")
-    assert cells["all"] == ("51 %", "28° off")
-
-
-def _cells(id: str) -> list[tuple[str, str]]:
-    return dict(gradients.parts(make_check())[0].by_group)[id]
+def test_numbers_of_a_row() -> None:
+    section = gradients.section(make_check(), REPORT)
+    (table,) = section.parts[0].tables
+    column = next(column for column in table.columns if column.title == "off")
+    off = rows(make_check())["baseline"]["off"]
+    assert (cell_text(off, column), cell_interval(off, column)) == ("28°", "27° … 29°")
+    (groups,) = section.parts[0].parts[0].tables
+    silent = groups.cells()[0][[c.title for c in groups.columns].index("sinks")]
+    assert (cell_text(silent, groups.columns[1]), silent.note) == ("100 %", "no gradient")
 
 
 def test_no_claim_without_an_interval() -> None:
-    lines = gradients.parts(make_check(prompts=1))[0].lines
-    assert {line.verdict for line in lines} <= {"", "no clear change"}
-    assert {line.off_interval for line in lines} == {"–"}
-    assert "One prompt only" in " ".join(gradients.notes(make_check(prompts=1)))
-    assert "Few prompts" in " ".join(gradients.notes(make_check(prompts=4)))
+    for row in rows(make_check(prompts=1)).values():
+        assert row["beside the trainer's"].tone in ("", "dim")
+        assert row["off"].value.low is None  # type: ignore[union-attr]
 
 
-def test_signs_that_stand_in_for_rewards_are_said(said: str) -> None:
-    made = replace(make_check(), advantages="seeded signs: no rewards")
-    assert "No task steered this gradient" in " ".join(gradients.notes(made))
-    assert "No task steered" not in said
-    idle = replace(make_check(), deciding=9)
-    assert "9 of 16 prompts have samples of different reward" in " ".join(gradients.notes(idle))
-
-
-def test_foreign_text_stays_text() -> None:
-    made = make_check()
-    row = replace(made.rows[1], label=HOSTILE)
-    hostile = replace(made, rows=(made.rows[0], row), summary=(HOSTILE,), not_tested=(HOSTILE,))
-    assert HOSTILE not in html(hostile)
-    assert "&lt;img" in html(hostile)
-    assert "<img" not in markdown(hostile).replace("\\<", "")
+def test_what_has_to_be_known_before_the_table_is_believed() -> None:
+    check = make_check()
+    usual = set(gradients.notes(check))
+    for changed in (
+        make_check(prompts=1),
+        make_check(prompts=4),
+        replace(check, advantages="seeded signs: no rewards"),
+        replace(check, deciding=9),
+    ):
+        assert set(gradients.notes(changed)) - usual
 
 
 def test_pictures_show_what_can_be_told_apart() -> None:
-    rows = [row for row in make_check().rows if row.loss == "token" and not row.same_as]
-    shown = gradients_figures.chosen(rows)
-    assert [row.id for row in shown] == ["baseline", "attention-sinks", "fp16", "tis-token"]
-    without = [row for row in rows if row.kind != "correction"]
-    assert gradients_figures.chosen(without)[-1].id == "ppo-ratio"
-    made = gradients_figures.pictures(make_check())
-    assert [picture.name for picture in made] == ["gradient-directions", "gradient-lengths"]
-    assert ">sinks<" in made[0].svg
-    assert ">tis-token<" in made[1].svg
-    assert gradients_figures.pictures(make_check(prompts=1))  # points without intervals
+    shown = [row for row in make_check().rows if row.loss == "token" and not row.same_as]
+    names = [row.id for row in gradients.chosen(shown)]
+    assert names == ["baseline", "attention-sinks", "fp16", "tis-token"]
+    without = [row for row in shown if row.kind != "correction"]
+    assert gradients.chosen(without)[-1].id == "ppo-ratio"
+    directions, lengths = gradients.section(make_check(), REPORT).figures
+    assert ">sinks<" in directions.draw()
+    assert ">tis-token<" in lengths.draw()
+    for figure in gradients.section(make_check(prompts=1), REPORT).figures:
+        assert "<svg" in figure.draw()  # points without intervals
 
 
 @pytest.mark.parametrize("prompts", [1, 4, 16])
@@ -144,14 +97,7 @@ def test_a_report_without_gradients_has_no_field_and_no_section() -> None:
     report = REPORT.with_analyses(gradients=None)
     assert "gradients" not in report_to_json(report)
     assert report_from_json(report_to_json(report)).result("gradients") is None
-    assert gradients.view(None) is None
-    assert gradients.in_short(None) == ""
-    assert "Gradients" not in to_markdown(report)
-    assert "<summary>Gradients</summary>" in to_markdown(REPORT)
-
-
-def test_the_short_terminal_has_one_sentence() -> None:
-    assert make_check().summary[0] in in_short(REPORT)
+    assert "gradients" not in [section.id for section in sections(report)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 
 from mismatch.reports import figures
 from mismatch.reports.html import to_html
-from mismatch.reports.worst import comparable
 from mismatch.types import Check
 from tests.reports_fixture import (
     HOSTILE,
@@ -94,7 +93,7 @@ def page(document: str) -> Page:
 def test_the_first_screen_answers(page: Page) -> None:
     text = page.words
     answers = ["✓ Healthy", "tiny-gpt-oss"]
-    answers += ["By how much?", "What next?", "Is this normal?", "Where does it sit?"]
+    answers += ["By how much?", "What next?", "Is this normal?"]
     places = [text.index(answer) for answer in answers]
     assert max(places) < text.index("Headline numbers")
     assert text.index("The two sides' probabilities of a token") < text.index("By how much?")
@@ -197,23 +196,6 @@ def test_colours_follow_the_scheme(document: str) -> None:
     assert "var(--accent)" in svg
     assert not re.findall(r"(?:fill|stroke): ?#[0-9a-f]{3,6}", svg)
     assert "prefers-color-scheme: dark" in document
-
-
-@pytest.mark.slow
-def test_figures_by_name_and_data() -> None:
-    tokens = comparable(make_tokens())
-    drawn = {picture.name: picture for picture in figures.pictures(make_report(), tokens)}
-    assert list(drawn) == [
-        "histogram",
-        "probabilities",
-        "by-probability",
-        "by-position",
-    ]
-    dense = make_tokens(routing=False)
-    report = make_report()
-    plain = replace(report.comparisons[0], breakdowns={}, routing={})
-    names = [item.name for item in figures.pictures(replace(report, comparisons=(plain,)), dense)]
-    assert names == ["histogram", "probabilities", "by-probability", "by-position"]
 
 
 def test_histogram_counts_every_token_and_is_centred() -> None:

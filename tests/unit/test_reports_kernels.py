@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.document import SCHEMA, kernels_from_json, kernels_to_json, schema
 from mismatch.experiments.kernels.types import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
@@ -17,7 +16,13 @@ from mismatch.experiments.kernels.types import (
     AuditReport,
     Finding,
 )
-from mismatch.experiments.kernels.verdict import judge
+from mismatch.experiments.kernels.verdict import (
+    SCHEMA,
+    judge,
+    kernels_from_json,
+    kernels_to_json,
+    schema,
+)
 from mismatch.pipeline import document
 from mismatch.reports import kernels
 from mismatch.reports.html import to_html as report_page

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-import pandas as pd
 import pytest
 
 from mismatch.analysis.published_values import Reference
 from mismatch.metrics import METRICS as DECLARED
 from mismatch.reports import normal, sides, summary, words
 from mismatch.reports.gauge import CRITICAL_AT, HEALTHY_AT, gauge_of, place
-from mismatch.reports.worst import comparable, places, worst_tokens
 from mismatch.types import Check, Comparison, Judgement, Report, Verdict
 from tests.reports_fixture import (
     estimate,
-    make_empty_report,
     make_failing_report,
     make_report,
-    make_tokens,
     noise_pair,
 )
 
@@ -195,45 +190,6 @@ def test_a_class_of_stack_without_references_says_so() -> None:
     other = replace(report, verdict=replace(report.verdict, levels="fp64"))
     assert normal.ladders(other) == []
     assert "No published mean |delta|" in normal.sentences(other)[0]
-
-
-def test_worst_tokens_are_the_worst_with_their_neighbours() -> None:
-    table = pd.DataFrame(
-        {
-            "sequence": [0, 0, 0, 1, 1],
-            "position": [4, 5, 9, 4, 5],
-            "token_id": [1, 2, 3, 4, 5],
-            "token": ["a", "b", "c", "d", "e"],
-            "rollout_logprob": [-1.0] * 5,
-            "train_logprob": [-1.0, -1.5, -1.1, -1.0, 0.0],
-            "routing_flips": pd.array([0, 2, None, 0, 0], dtype="Int16"),
-        }
-    )
-    table["delta"] = table["train_logprob"] - table["rollout_logprob"]
-    worst = worst_tokens(comparable(table.sample(frac=1, random_state=0)))
-    assert [item.token for item in worst] == ["e", "b", "c"]  # delta 0 is not a disagreement
-    assert (worst[0].before, worst[0].after) == ("d", "")  # nothing of sequence 0
-    assert (worst[1].before, worst[1].after) == ("a", " ⋯ c")
-    assert (worst[1].delta, worst[1].factor, worst[1].flips) == ("-0.500", "65 %", "2")
-    assert (worst[0].factor, worst[2].flips) == ("2.7×", "–")
-
-
-def test_places_see_a_planted_contrast() -> None:
-    tokens = make_tokens(scale=1.0)
-    flipped = tokens["routing_flips"].to_numpy() > 0
-    tokens["delta"] = np.where(flipped, 0.5, 0.01)
-    said = " ".join(places(comparable(tokens)))
-    assert "are off 50× as far as the others" in said
-    assert "Early and late tokens of the responses are off alike." in said
-    tokens["delta"] = np.where(tokens["position"] > 100, 0.5, 0.01)
-    assert "Late tokens" in " ".join(places(comparable(tokens)))
-
-
-def test_places_without_data_or_mismatch() -> None:
-    assert places(comparable(make_empty_report()[1]))[0].startswith("Unknown")
-    assert places(make_tokens().assign(delta=0.0)) == [
-        "Nowhere: delta is exactly 0 for every token."
-    ]
 
 
 def test_weights_in_two_forms_are_the_step_and_no_other_place_is_named() -> None:

@@ -52,7 +52,8 @@ def test_the_last_line_is_the_verdict(report: Report, width: int) -> None:
 @pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
 def test_eighty_columns_hold_everything_but_the_verdict_and_the_path(report: Report) -> None:
     lines = printed(report).splitlines()
-    assert max(len(line) for line in lines[:-1]) <= 80
+    copied = " " * 6  # a block's lines stay whole
+    assert max(len(line) for line in lines[:-1] if not line.startswith(copied)) <= 80
     assert not any(line.strip()[-1:] == "…" for line in lines)  # no cell was cut
 
 

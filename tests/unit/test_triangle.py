@@ -21,10 +21,14 @@ from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import engine_names, other_engine
 from mismatch.errors import MismatchError
-from mismatch.experiments.engine_pair.edges import triangle
-from mismatch.experiments.engine_pair.outlier import FLOOR, FLOOR_TEXT, MEASURE, odd_one
-from mismatch.experiments.engine_pair.planning import other_place, other_spec
-from mismatch.experiments.engine_pair.types import TRAINER, Contrast, Triangle
+from mismatch.experiments.engine_pair.edges import FLOOR, FLOOR_TEXT, MEASURE, odd_one, triangle
+from mismatch.experiments.engine_pair.types import (
+    TRAINER,
+    Contrast,
+    Triangle,
+    other_place,
+    other_spec,
+)
 from mismatch.metrics import METRICS
 from mismatch.pipeline.commands import run_check
 from mismatch.pipeline.document import report_from_json, report_to_json, schema

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 
-from mismatch.engines.routes import stable_top_k
+from mismatch.engines.routed_experts import stable_top_k
 from tests.contract.conftest import installed
 
 needs_vllm = pytest.mark.skipif(not installed("vllm"), reason="no vLLM here: make env")

@@ -20,8 +20,7 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.fingerprint import model_facts
 from mismatch.engines.model_info import read_model_info
-from mismatch.engines.seeds import sample_seed
-from mismatch.engines.sequences import require_ids, require_starts
+from mismatch.engines.sequences import require_ids, require_starts, sample_seed
 from mismatch.engines.servers.discovery import ServerGroup, discover
 from mismatch.engines.servers.journal import Journal
 from mismatch.engines.servers.probing import (

@@ -24,8 +24,7 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.fingerprint import model_facts, short_dtype
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
-from mismatch.engines.seeds import sample_seed
-from mismatch.engines.sequences import require_ids
+from mismatch.engines.sequences import require_ids, sample_seed
 from mismatch.engines.sglang import wire
 from mismatch.engines.sglang.arguments import (
     captures_routes,

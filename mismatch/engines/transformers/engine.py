@@ -20,12 +20,11 @@ from mismatch.engines.base import (
     Progress,
     Sample,
 )
+from mismatch.engines.distribution_capture import Wanted, Watcher, law_logprobs
 from mismatch.engines.fingerprint import model_facts, short_dtype
-from mismatch.engines.law import law_logprobs
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
 from mismatch.engines.sequences import require_starts
 from mismatch.engines.transformers.sequences import Row, draw, experts_of
-from mismatch.engines.watch import Wanted, Watcher
 from mismatch.errors import MismatchError
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling

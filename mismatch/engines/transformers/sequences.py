@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.engines.base import Sample
-from mismatch.engines.seeds import sample_seed
+from mismatch.engines.sequences import sample_seed
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.engines.watch import Watcher
+from mismatch.engines.distribution_capture import Watcher
 from mismatch.types import Ints
 
 Rows = tuple[Ints, Ints]  # of a batch: sequence in the rollout, index among its action tokens

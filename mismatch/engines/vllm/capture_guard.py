@@ -12,7 +12,7 @@ import importlib
 import sys
 from typing import Any
 
-from mismatch.engines.routes import stable_top_k
+from mismatch.engines.routed_experts import stable_top_k
 
 TRITON_MODULE = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 TRITON_CLASS = "OAITritonMxfp4ExpertsMonolithic"

@@ -19,11 +19,11 @@ from mismatch.engines.base import (
     Progress,
     Sample,
 )
+from mismatch.engines.distribution_capture import Wanted
 from mismatch.engines.fingerprint import checkpoint_names, model_facts, short_dtype
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
-from mismatch.engines.routes import unpack
-from mismatch.engines.seeds import sample_seed
-from mismatch.engines.sequences import require_starts
+from mismatch.engines.routed_experts import unpack
+from mismatch.engines.sequences import require_starts, sample_seed
 from mismatch.engines.vllm.arguments import (
     captures_routes,
     engine_arguments,
@@ -33,7 +33,6 @@ from mismatch.engines.vllm.arguments import (
     set_environment,
     without_refused_capture,
 )
-from mismatch.engines.watch import Wanted
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling

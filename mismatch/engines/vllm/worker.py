@@ -14,12 +14,12 @@ import numpy as np
 from vllm.model_executor.model_loader import base_loader
 
 from mismatch.captures import narrowest
+from mismatch.engines.distribution_capture import Wanted, Watcher
 from mismatch.engines.fused_weights import NO_DIGESTS
-from mismatch.engines.routes import Packed, join_steps, pack
+from mismatch.engines.routed_experts import Packed, join_steps, pack
 from mismatch.engines.vllm import capture_guard
 from mismatch.engines.vllm.capture import RunnerWatch
 from mismatch.engines.vllm.weights import loaded_digests
-from mismatch.engines.watch import Wanted, Watcher
 from mismatch.types import Sampling
 
 

@@ -2,38 +2,98 @@
 
 Sizes and directions are exact: squared norms and inner products of the whole batch's gradients.
 Only where those cannot tell (two gradients nearer than 1e-5, whose squares cancel), and for
-everything over prompts, sketches speak; see :mod:`mismatch.experiments.gradients.jackknife`.
+everything over prompts, sketches speak; see :mod:`mismatch.experiments.gradients.coefficients`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.experiments.gradients.jackknife import (
+from mismatch.experiments.gradients.coefficients import (
     Sketched,
     cosine_of,
     exp,
     fisher,
 )
-from mismatch.experiments.gradients.labels import kind, label, place, row_id, same_as
 from mismatch.experiments.gradients.sentences import summary
 from mismatch.experiments.gradients.types import (
     ALL,
     LOSSES,
+    PPO_OVERRIDE,
+    PPO_RATIO,
     GradientBatch,
     GradientCheck,
     GradientRow,
     Gradients,
     GroupError,
     Loss,
+    Trainer,
 )
+from mismatch.metrics.corrections import BY_ID, CORRECTIONS
 from mismatch.metrics.inference import FEW_PROMPTS, jackknife, jackknife_of_root
 from mismatch.types import Bools, Estimate, Floats
+
+RATIO_LABELS = {
+    PPO_RATIO: "PPO, old and new from two passes",
+    PPO_OVERRIDE: "PPO, ratio 1 (override)",
+}
+KINDS = ("baseline", "fix", "correction", "ratio")
+_WEIGHTS = [*(one.id for one in CORRECTIONS), PPO_RATIO, PPO_OVERRIDE]
+
+
+def trainer_of(own: Gradients, batch: GradientBatch) -> Trainer:
+    """The pass that it was taken of."""
+    found = next((one for one in batch.trainers if one.name == own.name), None)
+    return found or Trainer(own.name, own.name, "fix", own.name)
+
+
+def row_id(own: Gradients, batch: GradientBatch) -> str:
+    """``baseline``, a fix's id, a correction's id, PPO's."""
+    trainer = trainer_of(own, batch)
+    if not own.weight:
+        return trainer.id
+    return own.weight if trainer.kind in ("baseline", "ratio") else f"{trainer.id}+{own.weight}"
+
+
+def kind(own: Gradients, batch: GradientBatch) -> str:
+    """One of :data:`KINDS`."""
+    if own.weight in RATIO_LABELS:
+        return "ratio"
+    return "correction" if own.weight else trainer_of(own, batch).kind
+
+
+def label(own: Gradients, batch: GradientBatch) -> str:
+    """The row in words."""
+    if not own.weight:
+        return trainer_of(own, batch).label
+    if own.weight in BY_ID:
+        return BY_ID[own.weight].label
+    return RATIO_LABELS.get(own.weight, own.weight)
+
+
+def same_as(own: Gradients, known: Iterable[Gradients], batch: GradientBatch) -> str:
+    """Id of the row whose gradient it is by construction, "reference", or ""."""
+    if not own.same_as:
+        return ""
+    name, _, coefficients = own.same_as.partition(" ")
+    source = [one for one in known if (one.name, one.coefficients) == (name, coefficients)]
+    return row_id(source[0], batch) if source else "reference"
+
+
+def place(own: Gradients, batch: GradientBatch) -> tuple[int, int, int]:
+    """Sorts rows: baseline, fixes and corrections in their own order, PPO last."""
+    names = [one.name for one in batch.trainers]
+    return (
+        KINDS.index(kind(own, batch)) if kind(own, batch) in KINDS else len(KINDS),
+        names.index(own.name) if own.name in names else len(names),
+        _WEIGHTS.index(own.weight) if own.weight in _WEIGHTS else -1,
+    )
+
 
 EXACT = 1e-10  # |g - ref|² / |ref|² below which float64 squares have lost it to cancellation
 

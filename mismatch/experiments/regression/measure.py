@@ -15,8 +15,12 @@ from mismatch.analysis.sides import Sides
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import RANKED_BY
 from mismatch.experiments.fixes.significance import per_prompt
-from mismatch.experiments.regression.comparability import require_comparable, require_enough
-from mismatch.experiments.regression.config_diff import changed, unknown_machine
+from mismatch.experiments.regression.comparability import (
+    changed,
+    require_comparable,
+    require_enough,
+    unknown_machine,
+)
 from mismatch.experiments.regression.types import Against, AgainstRow, Changed, Outcome, RunSide
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts, difference, paired

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mismatch.experiments.kernels.types import ATTENTION_COLUMNS, Audit, Finding, Verdict
 from mismatch.experiments.kernels.verdict import causes_of
-from mismatch.processes.kernels.candidates import Candidate, names_here
+from mismatch.processes.kernels.cases import Candidate, names_here
 from mismatch.processes.kernels.checks import features, line
 from mismatch.processes.kernels.costs import costs
 from mismatch.processes.kernels.determinism import batches, repeats

@@ -20,7 +20,7 @@ import torch
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.kernels.types import Harm
-from mismatch.processes.kernels.candidates import Candidate
+from mismatch.processes.kernels.cases import Candidate
 from mismatch.training.packing import Batch
 
 REFERENCE = "eager"

@@ -29,9 +29,9 @@ from mismatch.engines.artefacts import (
     response_rewards,
 )
 from mismatch.engines.base import Capabilities, Engine, Journaling, Sample, Watching
+from mismatch.engines.distribution_capture import Wanted, build_distributions, reported_law
 from mismatch.engines.model_info import ModelInfo, first_line, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
-from mismatch.engines.watch import Wanted, build_distributions, reported_law
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.derived import in_form
 from mismatch.prompts.prompt import Prompt

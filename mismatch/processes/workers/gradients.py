@@ -21,8 +21,7 @@ from mismatch.experiments.gradients.files import (
     save_batch,
     save_gradients,
 )
-from mismatch.experiments.gradients.planning import GradientPlan, Planned
-from mismatch.experiments.gradients.schedule import Item, Work
+from mismatch.experiments.gradients.planning import GradientPlan, Item, Planned, Work
 from mismatch.experiments.gradients.types import LOSSES, GradientBatch, Gradients
 from mismatch.run import store
 from mismatch.run.manifest import is_current

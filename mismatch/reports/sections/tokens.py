@@ -1,91 +1,109 @@
-"""The tokens that the two sides disagree about most, in their context; and where the rest sits."""
+"""Which tokens the two sides disagree about: where they sit, and the worst in their context."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mismatch.reports import quantities
-from mismatch.reports.text import token_text, visible
+from mismatch.reports import figures
+from mismatch.reports.formatting import (
+    count,
+    percent,
+    signed,
+    text,
+    times,
+    token_text,
+    visible,
+)
+from mismatch.reports.section import Cell, Column, Excerpt, Section, Table, Value
+from mismatch.types import Report
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MOST_LAYERS = 6  # runs of layers that are named beside a token
 GAP = " ⋯ "  # tokens in between were not sampled: a prompt, or a tool's output
+LEAD = (
+    "The {n} tokens of largest |delta|, in the text around them. Control characters are spelled "
+    "out: ↵ is a newline, ⟨…⟩ a code point that cannot be seen. “Rerouted” counts the layers that "
+    "chose other experts, and names them."
+)
+COLUMNS = (
+    Column("token", text),
+    Column("delta", signed),
+    Column("off by", text),
+    Column("p rollout"),
+    Column("p train"),
+    Column("rerouted", count),
+    Column("where", text),
+    Column("in its text", text),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class WorstToken:
-    """One token, everything as text; ``before`` and ``after`` are safe to show (see text.py)."""
+def of_tokens(report: Report, tokens: pd.DataFrame) -> Section:
+    """Contrasts between groups of tokens, their pictures, and the worst tokens.
 
-    sequence: str
-    position: str
-    token: str
-    token_id: str
-    rollout: str
-    train: str
-    delta: str
-    factor: str
-    flips: str
-    layers: str
-    before: str
-    after: str
-
-
-def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose delta is a number, in order of sequence and position.
-
-    Where a side gave no logprob (a failed check says so) there is nothing to draw.
+    Args:
+        tokens: one row per action token, as in tokens.parquet: sequence, position, token_id,
+            token, rollout_logprob, train_logprob, delta, entropy, turn, routing_flips.
     """
-    finite = np.isfinite(tokens["delta"].to_numpy(dtype=np.float64))
-    rows: pd.DataFrame = tokens[finite]
-    return rows.sort_values(["sequence", "position"], kind="stable", ignore_index=True)
+    tokens = figures.comparable(tokens)
+    return Section(
+        id="tokens",
+        title="Where does it sit?",
+        sentences=tuple(places(tokens)),
+        figures=figures.of_tokens(tokens),
+        parts=(worst_tokens(tokens),),
+        page_only=True,
+    )
 
 
-def rank_in_response(tokens: pd.DataFrame) -> np.ndarray:
-    """Place of each token among its sequence's sampled tokens, from 0, [A]."""
-    return tokens.groupby("sequence").cumcount().to_numpy(dtype=np.int64)
-
-
-def worst_tokens(tokens: pd.DataFrame, most: int = 20, reach: int = 16) -> list[WorstToken]:
+def worst_tokens(tokens: pd.DataFrame, most: int = 20, reach: int = 16) -> Section:
     """The tokens of largest |delta|, worst first.
 
     Args:
-        tokens: as :func:`comparable` gives them.
+        tokens: as :func:`mismatch.reports.figures.comparable` gives them.
         reach: tokens of context on either side.
     """
     size = tokens["delta"].abs().to_numpy(dtype=np.float64)
-    order = np.argsort(-size, kind="stable")[:most]
-    return [_worst(tokens, int(row), reach) for row in order if size[row] > 0]
+    order = [int(row) for row in np.argsort(-size, kind="stable")[:most] if size[row] > 0]
+    none = "None: " + ("delta is exactly 0 everywhere" if size.size else "nothing was compared")
+    return Section(
+        id="worst",
+        title="Worst tokens",
+        lead=LEAD.format(n=len(order)) if order else f"{none}.",
+        tables=(Table(COLUMNS, tuple(_row(tokens, row, reach) for row in order)),) if order else (),
+        folded=False,
+    )
 
 
-def _worst(table: pd.DataFrame, row: int, reach: int) -> WorstToken:
+def _row(table: pd.DataFrame, row: int, reach: int) -> tuple[Cell | Value, ...]:
     entry = table.iloc[row]
     delta, flips = float(entry["delta"]), entry["routing_flips"]
-    return WorstToken(
-        sequence=str(entry["sequence"]),
-        position=str(entry["position"]),
-        token=token_text(str(entry["token"])),
-        token_id=str(entry["token_id"]),
-        rollout=quantities.number(math.exp(entry["rollout_logprob"])),
-        train=quantities.number(math.exp(entry["train_logprob"])),
-        delta=("+" if delta > 0 else "") + quantities.number(delta),
-        factor=_factor(abs(delta)),
-        flips=quantities.MISSING if _is_missing(flips) else str(int(flips)),
-        layers=_layers(entry.get("routing_flipped_layers")),
-        before=_context(table, row - reach, row, row),
-        after=_context(table, row + 1, row + 1 + reach, row),
+    token = token_text(str(entry["token"]))
+    before = _context(table, row - reach, row, row)
+    after = _context(table, row + 1, row + 1 + reach, row)
+    return (
+        Cell(token, note=f"id {entry['token_id']}"),
+        delta,
+        _factor(abs(delta)),
+        math.exp(entry["rollout_logprob"]),
+        math.exp(entry["train_logprob"]),
+        Cell(
+            None if _is_missing(flips) else int(flips),
+            note=_layers(entry.get("routing_flipped_layers")),
+        ),
+        Cell(f"sequence {entry['sequence']}", note=f"position {entry['position']}"),
+        Excerpt(before, token, after),
     )
 
 
 def _factor(size: float) -> str:
     """By how much a probability is off: percent up to a factor of 2."""
     off = math.expm1(min(size, 700.0))
-    return quantities.percent(off) if off < 1 else quantities.times(off + 1)
+    return percent(off) if off < 1 else times(off + 1)
 
 
 def _layers(flipped: object) -> str:
@@ -146,7 +164,7 @@ def places(tokens: pd.DataFrame) -> list[str]:
 def _concentration(size: np.ndarray) -> str:
     worst = max(1, len(size) // 100)
     share = np.sort(size)[-worst:].sum() / size.sum()
-    return f"The worst 1 % of the tokens carry {quantities.percent(share)} of all |delta|."
+    return f"The worst 1 % of the tokens carry {percent(share)} of all |delta|."
 
 
 def _contrast(size: np.ndarray, left: np.ndarray, right: np.ndarray) -> float | None:
@@ -160,7 +178,7 @@ def _unlikely(tokens: pd.DataFrame, size: np.ndarray) -> tuple[float, str] | Non
     ratio = _contrast(size, probability < 0.1, probability >= 0.9)
     if ratio is None:
         return None
-    factor = quantities.times(ratio)
+    factor = times(ratio)
     tail = "the usual tail" if ratio >= 1.5 else "unusual: unlikely tokens should be off by more"
     return (
         ratio,
@@ -169,7 +187,7 @@ def _unlikely(tokens: pd.DataFrame, size: np.ndarray) -> tuple[float, str] | Non
 
 
 def _late(tokens: pd.DataFrame, size: np.ndarray) -> tuple[float, str] | None:
-    offset = rank_in_response(tokens)
+    offset = figures.rank_in_response(tokens)
     third = (int(offset.max()) + 1) / 3
     ratio = _contrast(size, offset >= 2 * third, offset < third)
     if ratio is None:
@@ -178,7 +196,7 @@ def _late(tokens: pd.DataFrame, size: np.ndarray) -> tuple[float, str] | None:
         return ratio, "Early and late tokens of the responses are off alike."
     return ratio, (
         f"Late tokens of the responses (last third of the positions) are off "
-        f"{quantities.times(ratio)} as far as early ones."
+        f"{times(ratio)} as far as early ones."
     )
 
 
@@ -190,8 +208,8 @@ def _flipped(tokens: pd.DataFrame, size: np.ndarray) -> tuple[float, str] | None
     ratio = _contrast(size, count > 0, count == 0)
     if ratio is None:
         return None
-    share = quantities.percent(float((count > 0).mean()))
+    share = percent(float((count > 0).mean()))
     return ratio, (
         f"Tokens routed to other experts in some layer ({share}) are off "
-        f"{quantities.times(ratio)} as far as the others."
+        f"{times(ratio)} as far as the others."
     )

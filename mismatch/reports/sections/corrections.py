@@ -1,0 +1,213 @@
+"""The preview of corrections: what weights in the loss would do to these same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mismatch.analysis.corrections.choice import TARGET_WORDS
+from mismatch.analysis.corrections.recipes import Recipe, recipes
+from mismatch.analysis.corrections.types import Against, Corrections, Preview
+from mismatch.metrics.corrections import NONE, OVERRIDE, Level
+from mismatch.reports.formatting import (
+    count,
+    line,
+    near_one,
+    number,
+    percent,
+    plural,
+    signed,
+    text,
+)
+from mismatch.reports.section import Block, Cell, Column, Section, Table, Value
+from mismatch.types import Report
+
+LEAD = (
+    "What a correction in the trainer's loss would do to the tokens of {rollout} against {train}. "
+    "It reweighs or drops them; it changes no delta, mends nothing, and does not touch the verdict."
+)
+STATE_SHIFT = (
+    "The token ratio ignores that the two policies would also have reached other states; the "
+    "sequence ratio counts that, at the price of far more spread."
+)
+METHOD = (
+    "Error: √(distance² + mean squared weight / {batch} sequences), the distance being the mean "
+    "|weight - ratio|. “=”: as good as rank 1, within 1 % or within the interval. Cosine and "
+    "length: of the weights times the advantages, beside the ratio times the advantages."
+)
+HIDES = "hides the mismatch, does not remove it: after it the PPO ratio is 1 whatever happens"
+OTHER: dict[Level, Level] = {"token": "sequence", "sequence": "token"}
+REMARK = {OVERRIDE: HIDES, NONE: "plain policy gradient"}
+
+
+def section(result: Corrections, report: Report) -> Section:
+    """The preview; a correction that was asked for as a fix says so."""
+    return shown(result, asked_for(report))
+
+
+def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Section:
+    """Best first; what is not ranked comes last.
+
+    Args:
+        asked: id -> what is said of one that was asked for as a fix.
+    """
+    previews = sorted(result.previews, key=lambda preview: _place(preview.against(result.target)))
+    rows = tuple(_row(result, preview, (asked or {}).get(preview.id, "")) for preview in previews)
+    best = headline(result)
+    return Section(
+        id="corrections",
+        title="Corrections, previewed",
+        lead=LEAD.format(rollout=result.rollout, train=result.train),
+        sentences=(best, *remarks(result)),
+        tables=(Table(_columns(result), rows),),
+        notes=(METHOD.format(batch=count(result.batch)),),
+        parts=(
+            Section(
+                id="corrections-effects",
+                title="What each does",
+                sentences=tuple(_effect(result, preview) for preview in previews),
+            ),
+            *_settings(result),
+        ),
+        short=f"corrections: {best}",
+    )
+
+
+def asked_for(report: Report) -> dict[str, str]:
+    """Correction -> what its row says where it was asked for as a fix."""
+    fixes = report.result("fixes")
+    return {
+        fix.correction: f"asked for as --fix {line(fix.id)}: it removes nothing"
+        for fix in (fixes.estimators if fixes else ())
+        if fix.correction
+    }
+
+
+def _place(figures: Against | None) -> int:
+    return 10**6 if figures is None or figures.rank is None else figures.rank
+
+
+def _columns(result: Corrections) -> tuple[Column, ...]:
+    batch = f"of a batch of {count(result.batch)}"
+    return (
+        Column("rank"),
+        Column("correction", text),
+        Column("name", text, 9),
+        Column("error", number, detail=batch),
+        Column("kept", percent, 1, detail="of the tokens"),
+        Column("ESS", percent, 1, detail="effective sample size"),
+        Column("residual bias", signed, 3, interval=2),
+        Column("cosine", near_one, 1, detail="of the gradient"),
+        Column(f"rank by {OTHER[result.target]} ratio", number, 5),
+    )
+
+
+def _row(result: Corrections, preview: Preview, asked: str) -> tuple[Cell | Value, ...]:
+    mine, other = preview.against(result.target), preview.against(OTHER[result.target])
+    length = mine.norm_ratio if mine else None
+    return (
+        Cell(_rank(mine), "strong" if preview.id == result.favoured else ""),
+        Cell(preview.label, note=asked),
+        Cell(preview.id, "code"),
+        mine.error if mine else None,
+        Cell(preview.kept_tokens, note=f"{percent(preview.kept_sequences)} of the sequences"),
+        preview.ess.value if preview.ess else None,
+        mine.bias if mine else None,
+        Cell(
+            mine.cosine.value if mine and mine.cosine else None,
+            note=f"length × {near_one(length.value)}" if length else "",
+        ),
+        _rank(other),
+    )
+
+
+def _effect(result: Corrections, preview: Preview) -> str:
+    """What a correction does to the weights."""
+    parts = [part for part in (preview.setting, REMARK.get(preview.id, "")) if part]
+    if preview.same_as is not None and preview.id != OVERRIDE:
+        parts.append(f"here the same weights as {result.named(preview.same_as).label}")
+    parts.append(
+        f"weights {near_one(preview.weight_mean)} ± {number(preview.weight_std)}, "
+        f"at most {near_one(preview.weight_max)}"
+    )
+    return f"{preview.label}: {'; '.join(parts)}"
+
+
+def _rank(figures: Against | None) -> str | None:
+    """By error beside a target; "=" marks one that is as good as rank 1."""
+    if figures is None or figures.rank is None:
+        return None
+    return f"{figures.rank}{' =' if figures.tied and figures.rank > 1 else ''}"
+
+
+def headline(result: Corrections) -> str:
+    """What the data favour, as one sentence.
+
+    Example: "TIS, token: the mismatch can shift a batch by up to 0.34, beside …".
+    """
+    reason = line(result.reason)
+    return f"{reason[:1].upper()}{reason[1:]}."
+
+
+def remarks(result: Corrections) -> list[str]:
+    """What has to be known before the table is believed."""
+    said = _about_the_ranking(result)
+    if result.heavy_tail:
+        said.append(
+            "A few tokens carry the ratios (heavy tail): with other prompts the order may change."
+        )
+    if result.clamped:
+        said.append(
+            f"{plural(result.clamped, 'log-ratio')} beyond ±20 (of tokens or sequences) "
+            "entered as ±20."
+        )
+    said.extend(f"Not tested: {line(reason)}." for reason in result.not_tested)
+    return said
+
+
+def _about_the_ranking(result: Corrections) -> list[str]:
+    figures = result.named(NONE).against(result.target)
+    if figures is None:
+        return []
+    said = [_nearest_other(result), STATE_SHIFT]
+    if result.batch == figures.bias.n_sequences:
+        said.append(
+            f"The batch is taken to be as large as this run, {count(result.batch)} sequences; for "
+            "yours: mismatch corrections RUN --batch N."
+        )
+    if "few-prompts" in figures.bias.flags:
+        said.append("Few prompts: the intervals are rough.")
+    return said
+
+
+def _nearest_other(result: Corrections) -> str:
+    """The winner beside the other target."""
+    other = OTHER[result.target]
+    ranked = [
+        (figures.rank, preview)
+        for preview in result.previews
+        if (figures := preview.against(other)) and figures.rank is not None
+    ]
+    _, first = min(ranked, key=lambda pair: pair[0])
+    return f"Beside the {TARGET_WORDS[other]}, {first.label} has the least error."
+
+
+def _settings(result: Corrections) -> tuple[Section, ...]:
+    """How each framework switches the best on; nothing without a ranking."""
+    if result.best is None:
+        return ()
+    best = result.named(result.best)
+    wish = "" if result.favoured == result.best else "; should you want one all the same"
+    return (
+        Section(
+            id="corrections-settings",
+            title=f"How to switch it on: {best.label}",
+            lead=f"{best.setting}{wish}",
+            blocks=tuple(recipe_block(item) for item in recipes(result.best, result.settings)),
+        ),
+    )
+
+
+def recipe_block(recipe: Recipe) -> Block:
+    """One framework's setting, with what to know about it."""
+    remark = "; ".join(part for part in (recipe.remark, recipe.source) if part)
+    return Block(f"{recipe.framework}: {remark}", recipe.lines)

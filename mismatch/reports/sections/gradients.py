@@ -1,0 +1,302 @@
+"""The policy gradient of one batch, beside that of the trainer in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mismatch.experiments.gradients.analysis import KINDS
+from mismatch.experiments.gradients.sentences import (
+    angle,
+    better,
+    degrees,
+    joined,
+    main_loss,
+    quieter,
+    share,
+    silent,
+    worse,
+)
+from mismatch.experiments.gradients.types import (
+    LOSSES,
+    REWARDS,
+    GradientCheck,
+    GradientRow,
+    GroupError,
+    Loss,
+)
+from mismatch.reports.formatting import cosine, count, line, number, plural, text, times
+from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.types import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LEAD = (
+    "The policy gradient of one batch, taken by the trainer, its fixes and the corrections of the "
+    "loss, beside that of the trainer in float32 on the same tokens. One batch, no training."
+)
+LOSS_WORDS: dict[Loss, tuple[str, str]] = {
+    "token": ("Token-level loss", "Every action token of the batch weighs the same."),
+    "sequence": ("Sequence-level loss", "Every sample weighs the same, its tokens share that."),
+}
+AIM = (
+    "A correction aims at another gradient than the plain one of the reference: how far off it is "
+    "says how much it changes, not how wrong it is."
+)
+JACKKNIFE = "Intervals: jackknife over prompts, 95 % each, not adjusted for how many there are."
+LEGEND = (
+    "Bias: what all prompts' differences from the reference share, their noise taken off, over the "
+    "reference's size. Variance: how much the gradient of such a batch scatters with the prompts, "
+    "over the reference's size squared."
+)
+COLUMNS = (
+    Column("gradient", text),
+    Column("beside the trainer's", text),
+    Column("off", degrees, interval=7, detail="angle to the reference's"),
+    Column("cosine", cosine, 6),
+    Column("length", number, 1, interval=8, detail="of the reference's"),
+    Column("error", share, interval=7, detail="relative to the reference's size"),
+    Column("of the trainer's", times, 5, detail="relative error"),
+    Column("bias", share, 2, interval=8),
+    Column("variance", number, 4),
+    Column("noise", times, 3, detail="variance over the trainer's"),
+)
+
+
+def section(result: GradientCheck, report: Report) -> Section:
+    """Sentences, a table per loss (the one that the sentences speak of first), and each group."""
+    losses = [loss for loss in LOSSES if any(row.loss == loss for row in result.rows)]
+    parts = tuple(_part(result, loss, folded=bool(place)) for place, loss in enumerate(losses))
+    return Section(
+        id="gradients",
+        title="Gradients",
+        lead=f"{LEAD} {batch(result)}.",
+        sentences=result.summary,
+        figures=_figures(result),
+        notes=(*notes(result), LEGEND, *(f"Not tested: {reason}" for reason in result.not_tested)),
+        parts=parts,
+        short=result.summary[0] if result.summary else "",
+    )
+
+
+def batch(made: GradientCheck) -> str:
+    """What the gradients were taken of."""
+    size = f"{plural(made.prompts, 'prompt')}, {plural(made.sequences, 'sample')}"
+    given = made.advantages == REWARDS
+    advantages = "rewards, normalised within each prompt" if given else made.advantages
+    return f"{size}, {plural(made.tokens, 'action token')}; advantages: {advantages}"
+
+
+def notes(made: GradientCheck) -> list[str]:
+    """What has to be known before the table is believed."""
+    said = []
+    if made.advantages != REWARDS:
+        said.append(
+            "No task steered this gradient: the rewards cannot, so signs stand in for advantages. "
+            "How kernels and dtypes bend a gradient shows all the same."
+        )
+    elif made.deciding < made.prompts:
+        said.append(
+            f"{count(made.deciding)} of {plural(made.prompts, 'prompt')} have samples of different "
+            "reward; the others have no gradient."
+        )
+    errors = [row.whole.relative_error for row in made.rows]
+    flags = {flag for error in errors if error is not None for flag in error.flags}
+    if "one-prompt" in flags:
+        said.append("One prompt only: nothing can be told from chance.")
+    elif "few-prompts" in flags:
+        said.append("Few prompts: the intervals are rough. More: --gradient-prompts.")
+    if any(row.kind == "correction" for row in made.rows):
+        said.append(AIM)
+    return [*said, JACKKNIFE]
+
+
+def _part(made: GradientCheck, loss: Loss, folded: bool) -> Section:
+    rows = [row for row in made.rows if row.loss == loss]
+    baseline = made.row("baseline", loss)
+    # A trainer that is the reference itself keeps its line: it is what the check is about.
+    lines = [_row(row, baseline) for row in rows if row is baseline or not row.same_as]
+    groups = Section(
+        f"gradients-{loss}-groups",
+        "By group of parameters",
+        "Relative error, and the angle, of each group's part of the gradient.",
+        tables=(_by_group([row for row in rows if not row.same_as]),),
+        page_only=True,
+    )
+    title, lead = LOSS_WORDS[loss]
+    return Section(
+        f"gradients-{loss}",
+        title,
+        lead,
+        tables=(Table(COLUMNS, tuple(lines)),),
+        notes=tuple(_same([row for row in rows if row is not baseline])),
+        parts=(groups,),
+        folded=folded,
+        page_only=folded,
+    )
+
+
+def _row(row: GradientRow, baseline: GradientRow | None) -> tuple[Cell | Value, ...]:
+    whole = row.whole
+    told = [f"{row.kind}: {row.label}"]
+    if row.same_as == "reference":
+        told.append("the reference itself: the same settings")
+    if row.seconds is not None:
+        memory = "" if row.peak_bytes is None else f", {number(row.peak_bytes / 2**20)} MiB"
+        told.append(f"{number(row.seconds)} s{memory}")
+    tone, verdict = _verdict(row, baseline)
+    arc = whole.cosine  # the wider the angle, the smaller its cosine
+    off = None if arc is None else replace(arc, low=arc.high, high=arc.low)
+    return (
+        Cell(row.id, "code", "; ".join(told)), Cell(verdict, tone), Cell(off, "strong"), arc,
+        whole.norm_ratio, whole.relative_error, row.error_ratio, row.bias, row.variance,
+        row.variance_ratio,
+    )  # fmt: skip
+
+
+def _verdict(row: GradientRow, baseline: GradientRow | None) -> tuple[Tone, str]:
+    if baseline is None or row.id == baseline.id:
+        return "", ""
+    if better(row):
+        return "healthy", "nearer"
+    if worse(row):
+        return ("critical" if row.kind == "fix" else "warn"), "further off"
+    if row.kind == "correction" and quieter(row, baseline):
+        return "healthy", "less noise"
+    return "dim", "no clear change"
+
+
+def _same(rows: list[GradientRow]) -> list[str]:
+    """Rows whose gradient is another's, by whose it is."""
+    sources = dict.fromkeys(row.same_as for row in rows if row.same_as)
+    return [_equal(one, [row.id for row in rows if row.same_as == one]) for one in sources]
+
+
+def _equal(source: str, names: list[str]) -> str:
+    if source == "reference":
+        return f"{joined(names)}: the reference's gradient, of the same settings."
+    return f"{joined(names)}: the gradient of {source}, whose coefficients are the same here."
+
+
+def _by_group(rows: list[GradientRow]) -> Table:
+    groups = [] if not rows else [one.group for one in rows[0].groups]
+    columns = (Column("gradient", text), *(Column(group, share) for group in groups))
+    return Table(columns, tuple((row.id, *map(_group, row.groups)) for row in rows))
+
+
+def _group(one: GroupError) -> Cell:
+    if one.relative_error is None:
+        return Cell(None)
+    if silent(one):
+        return Cell(one.relative_error, note="no gradient")
+    off = "" if one.cosine is None else f"{degrees(one.cosine.value)} off"
+    return Cell(one.relative_error, note=off)
+
+
+# ---------------------------------------------------------------- figures
+
+
+COLOURS = (ACCENT, SECOND, INK, FAINT)
+MARKERS = ("o", "s", "D", "^")
+MOST = 4  # gradients in the picture of groups
+LEAST = 1e-3  # degrees: what is nearer is drawn there
+TICKS = (1e-3, 1e-2, 0.1, 1.0, 10.0, 90.0)
+
+
+def _figures(made: GradientCheck) -> tuple[Figure, ...]:
+    """Those that the rows of one loss allow."""
+    loss = main_loss(made)
+    rows = [row for row in made.rows if row.loss == loss and not row.same_as]
+    ratios = [row for row in rows if row.whole.norm_ratio is not None]
+    directions = Figure(
+        "gradient-directions",
+        "Direction, by group of parameters",
+        "Further left is nearer to the reference; lines are 95 % intervals over prompts. At 90° "
+        "the two have nothing in common. A cross there: no gradient arrives where one should.",
+        lambda: _directions(chosen(rows)),
+    )
+    lengths = Figure(
+        "gradient-lengths",
+        "Length",
+        "Dots with 95 % intervals over prompts; the dashed line is the reference. Corrections, in "
+        "the other colour, may shorten the gradient on purpose.",
+        lambda: _lengths(ratios),
+    )
+    return tuple(figure for figure, any_ in ((directions, rows), (lengths, ratios)) if any_)
+
+
+def chosen(rows: Sequence[GradientRow]) -> list[GradientRow]:
+    """As many as can be told apart: the trainer, its nearest fixes and correction, then others."""
+
+    def off(row: GradientRow) -> float:
+        return math.inf if row.error_ratio is None else row.error_ratio.value
+
+    kinds = {kind: sorted((r for r in rows if r.kind == kind), key=off) for kind in KINDS}
+    nearest = [*kinds["baseline"], *kinds["fix"][:2], *kinds["correction"][:1]]
+    others = [row for kind in ("ratio", "fix", "correction") for row in kinds[kind]]
+    return [*nearest, *(row for row in others if row not in nearest)][:MOST]
+
+
+def _directions(rows: Sequence[GradientRow]) -> str:
+    groups = [one.group for one in rows[0].groups]
+    with drawing(6.0, 1.3 + 0.42 * len(groups)) as (figure, axes):
+        step = 0.6 / max(1, len(rows))
+        for index, row in enumerate(rows):
+            shift = (index - (len(rows) - 1) / 2) * step
+            _points(axes, row.groups, shift, COLOURS[index], MARKERS[index], line(row.id))
+        axes.set_xscale("log")
+        axes.set_xlim(LEAST * 0.7, 260.0)
+        axes.set_xticks(TICKS, ["≤ 0.001°", "0.01°", "0.1°", "1°", "10°", "90°"])
+        axes.minorticks_off()
+        axes.set_yticks(range(len(groups)), groups)
+        axes.set_ylim(len(groups) - 0.4, -0.6)
+        axes.grid(axis="x")
+        axes.grid(False, axis="y")
+        axes.set_xlabel("angle to the float32 reference's gradient (log)")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
+        return to_svg(figure, "gradient-directions", "Angle to the reference's gradient, by group")
+
+
+def _points(
+    axes: Axes, groups: Sequence[GroupError], shift: float, colour: str, marker: str, label: str
+) -> None:
+    placed, crossed = [], []
+    for place, one in enumerate(groups):
+        if silent(one):
+            crossed.append(place + shift)
+        if one.cosine is None:
+            continue
+        placed.append((max(LEAST, angle(one.cosine.value)), place + shift))
+        if one.cosine.low is not None and one.cosine.high is not None:
+            ends = [max(LEAST, angle(end)) for end in (one.cosine.high, one.cosine.low)]
+            axes.plot(ends, [place + shift] * 2, color=colour, lw=1.2)
+    axes.plot(
+        [x for x, _ in placed], [y for _, y in placed], marker, color=colour, ms=5, label=label
+    )
+    axes.plot([90.0] * len(crossed), crossed, "x", color=colour, ms=8, mew=2.2)
+
+
+def _lengths(rows: Sequence[GradientRow]) -> str:
+    shown = [(row, ratio) for row in rows if (ratio := row.whole.norm_ratio) is not None]
+    with drawing(6.0, 1.1 + 0.3 * len(shown)) as (figure, axes):
+        axes.axvline(1.0, color=FAINT, lw=1, dashes=(4, 3))
+        for place, (row, ratio) in enumerate(shown):
+            colour = SECOND if row.kind == "correction" else ACCENT
+            if ratio.low is not None and ratio.high is not None:
+                axes.plot([ratio.low, ratio.high], [place, place], color=colour, lw=2)
+            axes.plot([ratio.value], [place], "o", color=colour, ms=6)
+        axes.set_yticks(range(len(shown)), [line(row.id) for row, _ in shown])
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        ends = [
+            end for _, one in shown for end in (one.low, one.value, one.high) if end is not None
+        ]
+        reach = max(0.02, *(abs(end - 1.0) for end in ends))
+        axes.set_xlim(1.0 - 1.15 * min(reach, 0.95), 1.0 + 1.15 * min(reach, 4.0))
+        axes.grid(axis="x")
+        axes.grid(False, axis="y")
+        axes.set_xlabel("length of the gradient over the reference's")
+        return to_svg(figure, "gradient-lengths", "Length of the gradient over the reference's")
