@@ -95,7 +95,9 @@ TRAIN_FLAGS = (
         TRAIN,
         "Run what a framework's FSDP trainer runs: verl, verl-legacy, trl, skyrl.",
     ),
-    *flags_of(TrainSpec, "dtype master_dtype autocast attention experts head_dtype router_dtype"),
+    *flags_of(
+        TrainSpec, "dtype master_dtype offload autocast attention experts head_dtype router_dtype"
+    ),
     *flags_of(TrainSpec, "temperature_in logprobs_dtype micro_batch_tokens weights"),
     *flags_of(CheckSpec, "weights_effect"),
     *flags_of(TrainSpec, "layout replay_routing"),

@@ -64,7 +64,7 @@ def reference_of(train: TrainSpec) -> TrainSpec:
     return replace(
         train,
         dtype="fp32",
-        master_dtype="fp32",
+        master_dtype="auto",
         autocast=None,
         head_dtype=None,
         router_dtype=None,
