@@ -69,7 +69,7 @@ class LoadedModel:
     master_dtype: MasterDtype
     directory: Path | None
     peak_bytes: int | None
-    device: torch.device = torch.device("cpu")
+    device: torch.device
     probed: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def once(self, key: Any, probe: Callable[[], T]) -> T:

@@ -185,15 +185,16 @@ def sink_flex_attention(
 def compiled_for_all() -> Iterator[None]:
     """One kernel whoever calls: torch function modes wait outside, falling back is an error."""
     from torch._dynamo import config
-    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+    from torch import overrides
 
-    modes = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    stack: Any = overrides  # its functions have no types
+    modes = [stack._pop_mode() for _ in stack._get_current_function_mode_stack()]
     try:
         with config.patch(recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True):
             yield
     finally:
         for mode in reversed(modes):
-            _push_mode(mode)
+            stack._push_mode(mode)
 
 
 def _plain() -> Any:
