@@ -184,8 +184,8 @@ def sink_flex_attention(
 @contextmanager
 def compiled_for_all() -> Iterator[None]:
     """One kernel whoever calls: torch function modes wait outside, falling back is an error."""
-    from torch._dynamo import config
     from torch import overrides
+    from torch._dynamo import config
 
     stack: Any = overrides  # its functions have no types
     modes = [stack._pop_mode() for _ in stack._get_current_function_mode_stack()]
