@@ -26,10 +26,12 @@ def check(flags: Flags) -> int:
             session.say(note)
     levels = session.levels(flags)
     if flags["dry_run"]:
-        return session.dry_run(spec)
+        return session.dry_run(spec, flags["gpus"])
     preflight(spec)
-    session.warn_of_memory(spec)
+    left_out = session.passes_without_room(spec, flags["force"])
     run_dir = session.open_run("check", spec, flags)
     told = session.narrator()
-    report = run_check(spec, run_dir, told, levels, session.command(), write_report)
+    report = run_check(
+        spec, run_dir, told, levels, session.command(), write_report, left_out=left_out
+    )
     return session.conclude(report, run_dir, flags)

@@ -151,6 +151,12 @@ DRY_RUN = Option(
     default=False,
     switch=True,
 )
+GPUS = Option(
+    "gpus", str | None, OUTPUT, "With --dry-run: plan for GPUs like 8xH100-80GB instead of these."
+)
+FORCE = Option(
+    "force", bool, OUTPUT, "Start although memory cannot suffice.", default=False, switch=True
+)
 CONFIG = (
     Option(
         "config",
@@ -185,9 +191,11 @@ CHECK = (
     *GRADIENT_FLAGS,
     *NEW_RUN,
     DRY_RUN,
+    GPUS,
+    FORCE,
     *CONFIG,
 )
 # Flags of a check that say nothing of what is run.
 AROUND_A_RUN = frozenset(
-    option.name for option in (LEVELS, *NAME_FLAGS, FAIL_ON, *NEW_RUN, DRY_RUN, *CONFIG)
+    option.name for option in (LEVELS, *NAME_FLAGS, FAIL_ON, *NEW_RUN, DRY_RUN, GPUS, FORCE, *CONFIG)
 )
