@@ -41,7 +41,7 @@ def section(result: Toy, report: Report) -> Section:
     return Section(
         "toy", f"Toy {HOSTILE}", HOSTILE, (HOSTILE,), (HOSTILE, "Word."), (table,),
         notes=(HOSTILE,),
-        parts=(part,), short="in short: toy",
+        parts=(part,), short=f"in short: toy {HOSTILE}",
     )  # fmt: skip
 
 

@@ -14,11 +14,13 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import DTYPE_NAMES, Flags, Option
-from mismatch.cli.options import JSON, MODEL_FLAGS
+from mismatch.cli.options import JSON, MODEL_FLAGS, TRUST_RUN
 from mismatch.errors import MismatchError
-from mismatch.specs import MODEL, OUTPUT
+from mismatch.specs import MODEL, OUTPUT, SEEDS, WEEK_S
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from mismatch.experiments.kernels.types import AuditReport
     from mismatch.processes.kernels.isolation import AuditSpec
 
@@ -63,9 +65,9 @@ AUDIT_FLAGS = (
         AUDIT,
         "Seconds for one implementation; then it is ended.",
         default=900.0,
-        positive=True,
+        range=WEEK_S,
     ),
-    Option("seed", int, AUDIT, "Of the inputs.", default=0),
+    Option("seed", int, AUDIT, "Of the inputs.", default=0, range=SEEDS),
 )
 AUDIT_OUTPUT = (
     Option(
@@ -82,7 +84,7 @@ AUDIT_OUTPUT = (
 )
 
 
-@with_flags(MODEL_FLAGS, AUDIT_FLAGS, AUDIT_OUTPUT)
+@with_flags(MODEL_FLAGS, AUDIT_FLAGS, AUDIT_OUTPUT, TRUST_RUN)
 def kernels(flags: Flags) -> int:
     """Audit attention and expert kernels, and your own.
 
@@ -97,7 +99,6 @@ def kernels(flags: Flags) -> int:
     from mismatch.cli.session import ConsoleNarrator
     from mismatch.experiments.kernels.verdict import judge, kernels_to_json
     from mismatch.processes.kernels.isolation import run_audit
-    from mismatch.reports.kernels_terminal import print_kernels
 
     spec = audit_spec(flags)
     narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
@@ -115,8 +116,28 @@ def kernels(flags: Flags) -> int:
         typer.echo(json.dumps(kernels_to_json(report), indent=2, allow_nan=False))
     else:
         where = flags["out"] or flags["run"]
-        print_kernels(report, Console(), where, details=flags["details"])
+        show(report, Console(), where, details=flags["details"])
     return verdict.code
+
+
+def show(report: AuditReport, console: Console, out: Path | None = None, *, details: bool) -> None:
+    """Print the audit; the last line is the verdict.
+
+    Args:
+        out: where its files are.
+        details: errors per dtype, costs and every finding too.
+    """
+    from mismatch.experiments.kernels.verdict import judge
+    from mismatch.reports.console import print_section, say
+    from mismatch.reports.sections.kernels import section
+
+    verdict = judge(report)
+    print_section(section(report), console, details)
+    if out is not None:
+        page = "report" if (out / "report.html").exists() else "kernels"
+        say(console, f"\nEverything is in {out} (open {page}.html)")
+    say(console, "")
+    say(console, verdict.line, "bold red" if verdict.code else "green")
 
 
 def audit_spec(flags: Flags) -> AuditSpec:
@@ -158,6 +179,7 @@ def _require_sense(flags: Flags) -> None:
 
 def _model(flags: Flags) -> tuple[str, str | None, bool]:
     """Model, revision, whether its own code may run: of the flags, or of the run's trainer."""
+    from mismatch.cli.session import trusted_code
     from mismatch.models import resolve_model
     from mismatch.run.directory import load_spec
 
@@ -180,7 +202,7 @@ def _model(flags: Flags) -> tuple[str, str | None, bool]:
             f"--model {name} is not the model of {flags['run']}: {train.model}",
             "drop --model: the run's own is taken",
         )
-    return model, train.revision, train.trust_remote_code
+    return model, train.revision, trusted_code(flags["run"], train, flags)
 
 
 def _dtypes(texts: list[str], model: str, revision: str | None) -> tuple[str, ...]:
@@ -234,11 +256,11 @@ def _place(out: Path | None, model: str) -> Iterator[Path]:
 def save(report: AuditReport, out: Path) -> None:
     """Write kernels.json and kernels.html."""
     from mismatch.experiments.kernels.verdict import FILE, kernels_to_json
-    from mismatch.reports.kernels_html import to_html
+    from mismatch.reports.sections.kernels import page
     from mismatch.run import store
 
     store.write_json(out / FILE, kernels_to_json(report))
-    store.write_text(out / "kernels.html", to_html(report))
+    store.write_text(out / "kernels.html", page(report))
 
 
 def save_in_run(report: AuditReport, run: Path) -> None:

@@ -135,8 +135,10 @@ def _root(
 
 def main() -> NoReturn:
     """Exit codes: 0 healthy or warn, 1 critical or a failed check, 2 no verdict, or a crash."""
-    # A TERM ends the tool as Ctrl-C does: through every `finally`, so that no worker is left.
+    # TERM and HUP end the tool as Ctrl-C does: through every `finally`, so that no worker is left.
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, _interrupt)
     try:
         code = app(prog_name="mismatch", standalone_mode=False)
     except MismatchError as error:

@@ -141,6 +141,14 @@ NEW_RUN = (
         alone="newest",
     ),
 )
+TRUST_RUN = Option(
+    "trust_run",
+    bool,
+    OUTPUT,
+    "Let the run's spec name interpreters, engine arguments, functions and remote code.",
+    default=False,
+    switch=True,
+)
 FIX_FLAGS = flags_of(CheckSpec, "fixes budget_minutes verdict")
 GRADIENT_FLAGS = flags_of(CheckSpec, "gradients gradient_prompts")
 DRY_RUN = Option(
@@ -190,6 +198,7 @@ CHECK = (
     *FIX_FLAGS,
     *GRADIENT_FLAGS,
     *NEW_RUN,
+    TRUST_RUN,
     DRY_RUN,
     GPUS,
     FORCE,
@@ -197,5 +206,8 @@ CHECK = (
 )
 # Flags of a check that say nothing of what is run.
 AROUND_A_RUN = frozenset(
-    option.name for option in (LEVELS, *NAME_FLAGS, FAIL_ON, *NEW_RUN, DRY_RUN, GPUS, FORCE, *CONFIG)
+    option.name
+    for option in (
+        *(LEVELS, *NAME_FLAGS, FAIL_ON, *NEW_RUN, TRUST_RUN, DRY_RUN, GPUS, FORCE, *CONFIG),
+    )
 )

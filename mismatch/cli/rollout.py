@@ -12,10 +12,13 @@ from mismatch.cli.options import (
     PROMPT_FLAGS,
     ROUTING,
     SERVER_FLAGS,
+    TRUST_RUN,
 )
 
 
-@with_flags(MODEL_FLAGS, PROMPT_FLAGS, ENGINE_FLAGS, SERVER_FLAGS, ROUTING, NEW_RUN, CONFIG)
+@with_flags(
+    MODEL_FLAGS, PROMPT_FLAGS, ENGINE_FLAGS, SERVER_FLAGS, ROUTING, NEW_RUN, TRUST_RUN, CONFIG
+)
 def rollout(flags: Flags) -> int:
     """Sample in the engine; score later, here or elsewhere.
 

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, spec_values
-from mismatch.cli.options import CONFIG, GRADIENT_FLAGS, MODEL_FLAGS, ROUTING, RUN, TRAIN_FLAGS
+from mismatch.cli.options import (
+    CONFIG,
+    GRADIENT_FLAGS,
+    MODEL_FLAGS,
+    ROUTING,
+    RUN,
+    TRAIN_FLAGS,
+    TRUST_RUN,
+)
 from mismatch.errors import MismatchError
 from mismatch.specs import TRAIN
 
@@ -17,7 +25,7 @@ NAME = Option(
 )
 
 
-@with_flags(RUN, MODEL_FLAGS, TRAIN_FLAGS, NAME, ROUTING, GRADIENT_FLAGS, CONFIG)
+@with_flags(RUN, MODEL_FLAGS, TRAIN_FLAGS, NAME, ROUTING, GRADIENT_FLAGS, TRUST_RUN, CONFIG)
 def score(flags: Flags) -> int:
     """Score the tokens of a run under FSDP2.
 
@@ -48,7 +56,7 @@ def score(flags: Flags) -> int:
     train = train_spec(flags, model)
     if not flags["model"]:  # the run's own model, so as the run names it
         revision = flags["revision"] or stored.train.revision
-        trusted = flags["trust_remote_code"] or stored.train.trust_remote_code
+        trusted = session.trusted_code(run, stored.train, flags)
         train = replace(train, revision=revision, trust_remote_code=trusted)
     asks_gradients = flags.explicit & set(GRADIENT_FIELDS.split())
     spec = replace(

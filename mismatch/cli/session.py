@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mismatch.analysis.levels import Thresholds
-    from mismatch.specs import CheckSpec
+    from mismatch.specs import CheckSpec, TrainSpec
     from mismatch.types import Report
 
 # What a finished run may be asked for as well, by the flags' names.
@@ -33,6 +33,7 @@ PLAIN_INTERVAL_S = 15.0  # between progress lines where lines cannot be rewritte
 def stored_spec(flags: Flags) -> CheckSpec | None:
     """The spec of the run that ``--resume RUN`` names, where no other flag says what to run."""
     from mismatch.run.directory import NEWEST, load_spec
+    from mismatch.run.trust import require_trust
 
     resume = flags["resume"]
     if resume in (None, NEWEST) or flags.explicit - BESIDE_RESUME:
@@ -43,9 +44,13 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
     from mismatch.cli.to_spec import fix_fields
     from mismatch.specs import CheckSpec
 
+    asked = spec
     if flags.explicit & SERVER_NAMES:
         engine = moved(spec.rollout.engine, flags)
         spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
+        if "server" in flags.explicit:  # said again
+            asked = replace(spec, rollout=replace(spec.rollout, engine=replace(engine, servers=())))
+    require_trust(Path(resume), asked, bool(flags.get("trust_run")))
     if flags.explicit & FIX_NAMES:
         fields = fix_fields(flags, spec.fixes)
         kept = set() if "fix" in flags.explicit else FIX_NAMES - flags.explicit
@@ -57,6 +62,22 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
             fault = f"--gradient-prompts: {resume} takes no gradient"
             raise MismatchError(fault, "add --gradients")
     return spec
+
+
+def trusted_code(run_dir: Path, train: TrainSpec, flags: Flags) -> bool:
+    """Whether code of a run's model may run: where the caller says so, not where its spec does.
+
+    Raises:
+        MismatchError: the run was made with it, and nobody says so here.
+    """
+    from mismatch.run.trust import require_trust
+    from mismatch.specs import CheckSpec, TrainSpec
+
+    if flags["trust_remote_code"]:
+        return True
+    own = TrainSpec(model=train.model, trust_remote_code=train.trust_remote_code)
+    require_trust(run_dir, CheckSpec(train=own), flags["trust_run"])
+    return train.trust_remote_code
 
 
 def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:

@@ -88,11 +88,13 @@ def examine(spec: CheckSpec, with_model: bool, machine: Machine | None = None) -
             problems.append(Ability("plan", False, error.message, error.fix))
         else:
             problems += [
-                Ability("memory", False, side.warnings[0])
-                for side in refused(planned.sides)
+                Ability("memory", False, side.warnings[0]) for side in refused(planned.sides)
             ]
             warnings += [
-                text for side in planned.sides if side not in refused(planned.sides) for text in side.warnings
+                text
+                for side in planned.sides
+                if side not in refused(planned.sides)
+                for text in side.warnings
             ]
             warnings += expert_warnings(planned.experts)
             problems += _weights(spec, machine)

@@ -10,14 +10,20 @@ from pathlib import Path
 from mismatch.engines.registry import engine_info
 from mismatch.specs import EngineSpec
 
+ROOT = Path(__file__).parents[2]
+
+
+def package_path() -> dict[str, str]:
+    """What a worker needs to find this package where only the working directory holds it."""
+    return {} if str(ROOT) in sys.path[1:] else interpreter_environment(sys.executable)
+
 
 def interpreter_environment(python: str | None) -> dict[str, str]:
     """What another interpreter needs to find this package where it runs from a checkout."""
-    root = Path(__file__).parents[2]
-    if python is None or root.name in ("site-packages", "dist-packages"):
+    if python is None or ROOT.name in ("site-packages", "dist-packages"):
         return {}
     known = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(root), *([known] if known else [])])}
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *([known] if known else [])])}
 
 
 def engine_python(spec: EngineSpec) -> str:

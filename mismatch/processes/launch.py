@@ -8,10 +8,11 @@ says: mismatch.run.messages.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from mismatch.errors import MismatchError
+from mismatch.processes.interpreters import package_path
+from mismatch.processes.stall import VARIABLE, StallWatch, stall_limit
 from mismatch.run.messages import (
     ERROR,
     OUT_OF_MEMORY,
@@ -36,7 +39,12 @@ from mismatch.run.messages import (
 TAIL_LINES = 12
 GRACE_S = 10.0  # between asking a process to end and ending it
 POLL_S = 0.05
-TAG = "MISMATCH_WORKER"  # in the environment of every descendant: how none is forgotten
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+TAG = "MISMATCH_WORKER"  # in the environment of every descendant: found if the supervisor is killed
+# setproctitle, which engines use, overwrites the environment unless it is told not to.
+# And no file of the working directory (tokenizers.py, random.py) takes the place of a module.
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", "PYTHONSAFEPATH": "1"}
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 if TYPE_CHECKING:
     import psutil
@@ -54,6 +62,7 @@ class Worker:
     Attributes:
         on_progress: called with every progress line, from a thread of its own.
         timings: seconds of the parts of its work, as it said; ``ready``: of its start-up.
+        lines: how many it has put out.
     """
 
     def __init__(
@@ -68,6 +77,7 @@ class Worker:
         self.run_dir = run_dir
         self.on_progress = on_progress
         self.timings: dict[str, float] = {}
+        self.lines = 0
         self.log_path = run_dir / "logs" / f"{label}.log"
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._said: list[MismatchError] = []
@@ -77,15 +87,19 @@ class Worker:
         self._log = open(self.log_path, "wb")  # noqa: SIM115 (closed by stop)
         self._start = time.monotonic()
         self._process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-P", str(SUPERVISOR)],
+            stdin=subprocess.PIPE,  # closed by the kernel when the tool dies, however it does
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1", TAG: self._tag},
+            env={**os.environ, **package_path(), **(env or {}), **ENVIRONMENT, TAG: self._tag},
             start_new_session=True,
-            preexec_fn=_die_with_parent,
         )
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        job = json.dumps({"command": [str(part) for part in command], "grace_s": GRACE_S})
+        with contextlib.suppress(OSError):  # ended already: poll says how
+            self._process.stdin.write(job.encode() + b"\n")
+            self._process.stdin.flush()
         self._reader = threading.Thread(
             target=self._relay, args=(self._process.stdout,), daemon=True
         )
@@ -111,11 +125,36 @@ class Worker:
         """How its process ended, in words; only for one that has."""
         return _meaning(self._process.wait())
 
+    def watch(self, more_s: float = 0.0) -> StallWatch:
+        """How long it is idle from now on; ``more_s``: what it may wait for others."""
+        return StallWatch(self._process.pid, lambda: self.lines, stall_limit() + more_s)
+
+    def require_activity(self, watch: StallWatch) -> None:
+        """End it where it has stopped working.
+
+        Raises:
+            MismatchError: it has.
+        """
+        idle = watch.idle_s()
+        if idle <= watch.limit_s:
+            return
+        shown = self._shown()
+        self.stop()
+        raise MismatchError(
+            f"the {self.label} process stalled: no output and no processor time "
+            f"for {idle:.0f} s; it has been ended",
+            f"the whole log is {self.log_path}; go on with --resume; "
+            f"{VARIABLE}=SECONDS waits longer",
+            log=shown,
+        )
+
     def stop(self) -> None:
         """End the process and all its descendants, whatever they are doing."""
         with _interrupts_held():
             kill_tree(self._process, self._tag)
             self._reader.join(GRACE_S)
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()  # type: ignore[union-attr]
             with contextlib.suppress(OSError):
                 self._log.close()
 
@@ -124,6 +163,7 @@ class Worker:
         for raw in stream:
             for piece in raw.replace(b"\r", b"\n").splitlines():
                 line = piece.decode("utf-8", "replace")
+                self.lines += 1
                 # Nothing may stop the reading, no odd line, no terminal that is gone, no full
                 # disk: the worker would wait on its output for ever.
                 try:
@@ -157,14 +197,16 @@ class Worker:
         for error in [*written, *self._said]:
             if error is not None:
                 return error
-        lines = [line for line in self._tail if line.strip()]
-        shown = "\n".join(f"    {line[:200]}" for line in lines)
         memory = f"; {OUT_OF_MEMORY}" if code in (-9, 128 + 9) else ""
         return MismatchError(
             f"the {self.label} process {_meaning(code)}",
             f"the whole log is {self.log_path}{memory}",
-            log=shown,
+            log=self._shown(),
         )
+
+    def _shown(self) -> str:
+        """Its last lines."""
+        return "\n".join(f"    {line[:200]}" for line in self._tail if line.strip())
 
 
 @contextmanager
@@ -183,13 +225,19 @@ def started(
         worker.stop()
 
 
-def finish(worker: Worker, *beside: Worker) -> None:
+def finish(worker: Worker, *beside: Worker, more_s: float = 0.0) -> None:
     """Wait until a worker is done.
 
+    Args:
+        beside: workers that wait for this one; they may be idle.
+        more_s: what the worker may itself wait for others.
+
     Raises:
-        MismatchError: it failed, or one beside it did: whichever was first.
+        MismatchError: it failed or stalled, or one beside it failed: whichever was first.
     """
+    watch = worker.watch(more_s)
     while not worker.ended():
+        worker.require_activity(watch)
         for other in beside:
             other.ended()
         time.sleep(POLL_S)
@@ -212,28 +260,26 @@ def run_worker(
 
 
 def kill_tree(process: subprocess.Popen[bytes], tag: str) -> None:
-    """End the process and all its descendants: first asked, then forced."""
+    """End a supervisor, which ends its family; and what is left where it was killed itself."""
     import psutil
 
-    family = [child for child in _tagged(tag) if child.pid != process.pid]
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    _, alive = psutil.wait_procs(family, timeout=0.2)
-    for child in alive:
+    process.terminate()
+    try:
+        process.wait(2 * GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    family = _tagged(tag)
+    for child in family:
         _quietly(child.terminate)
-    _, alive = psutil.wait_procs(alive, timeout=GRACE_S / 2)
+    _, alive = psutil.wait_procs(family, timeout=GRACE_S / 2)
     for child in alive:
         _quietly(child.kill)
 
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C and TERM take effect after the block: half a clean-up would leave orphans.
+    """Ctrl-C, TERM and HUP take effect after the block: half a clean-up would leave orphans.
 
     They are kept and not ignored, so that one that comes while a stage ends well still counts.
     """
@@ -243,7 +289,7 @@ def _interrupts_held() -> Iterator[None]:
     came: list[int] = []
     before = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in HELD:
             before[number] = signal.signal(number, lambda got, frame: came.append(got))
         yield
     finally:
@@ -272,12 +318,6 @@ def _quietly(action: Callable[[], object]) -> None:
 
     with contextlib.suppress(psutil.NoSuchProcess):
         action()
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to end this worker if the tool itself is killed (Linux only)."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 def _meaning(code: int) -> str:

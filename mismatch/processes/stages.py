@@ -21,7 +21,7 @@ from mismatch.processes.launch import Worker, finish, started
 from mismatch.run import resume, store
 from mismatch.run.directory import Journal
 from mismatch.run.machine import local_gpus
-from mismatch.run.messages import SCORED, error_path, write_error
+from mismatch.run.messages import SCORED, error_path, pass_label, write_error
 from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict, weights_key
 
 if TYPE_CHECKING:
@@ -50,17 +50,20 @@ class Job:
     Attributes:
         place: run directory whose rollout it scores.
         optional: the others go on where it fails.
+        side: a check can do without it: the others go on where memory does not suffice.
     """
 
     place: Path
     one: Pass
     optional: bool = False
+    side: bool = False
 
     def entry(self, run_dir: Path) -> dict[str, Any]:
         """As the worker reads it."""
         entry: dict[str, Any] = {"name": self.one.name, "spec": to_dict(self.one.spec)}
         entry |= {"run_dir": str(self.place)} if self.place != run_dir else {}
-        return entry | ({"optional": True} if self.optional else {})
+        marks = {"optional": self.optional, "side": self.side}
+        return entry | {name: True for name, value in marks.items() if value}
 
 
 class Beside(Protocol):
@@ -125,7 +128,10 @@ class Stages:
         sampled = not sample or resume.rollout_done(self.run_dir, self.spec.rollout)
         if sampled:
             passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
-        jobs = [Job(self.run_dir, one) for one in passes]
+        main = wanted[0].name if wanted else ""
+        jobs = [Job(self.run_dir, one, side=one.name != main) for one in passes]
+        for one in passes:  # what kept it out before is forgotten
+            error_path(self.run_dir, pass_label(one.name)).unlink(missing_ok=True)
         jobs = by_load([*jobs, *(beside.jobs if beside else [])])
         if beside is not None:
             beside.jobs = [job for job in jobs if job.optional]  # in the order they will run in
@@ -236,9 +242,14 @@ class Stages:
         """Show a worker's progress until it ends, and note its times."""
         with self.timed(key, title) as progress:
             worker.on_progress = progress
-            finish(worker, *beside)
+            finish(worker, *beside, more_s=self._servers_may_take())
         self.journal.timings[worker.label] = worker.timings
         self.journal.save()
+
+    def _servers_may_take(self) -> float:
+        """Seconds for which requests to servers leave a worker idle, with their retries."""
+        engine = self.spec.rollout.engine
+        return 4 * engine.server_timeout_s if engine.servers else 0.0
 
     @contextmanager
     def timed(self, key: str, title: str) -> Iterator[Callable[[str], None]]:

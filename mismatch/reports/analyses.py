@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mismatch.reports import kernels
 from mismatch.reports.console import heading, paragraph, print_section
-from mismatch.reports.kernels_terminal import print_in_report
+from mismatch.reports.formatting import line
 from mismatch.reports.sections import sections
 from mismatch.types import Report
 
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
 def print_analyses(report: Report, console: Console) -> None:
     """The analyses that were made, each in full."""
-    if report.result("kernels") is not None:
-        print_in_report(report.result("kernels"), console)
     for section in sections(report):
         if section.short:
             print_section(section, console)
@@ -31,7 +28,7 @@ def print_in_short(report: Report, console: Console) -> None:
     heading(console, "Also measured", "in full: report.html, or mismatch report RUN --details")
     for sentence in said:
         style = "yellow" if sentence.startswith("! ") else ""
-        paragraph(console, sentence if style else f"- {sentence}", style=style)
+        paragraph(console, line(sentence) if style else f"- {line(sentence)}", style=style)
 
 
 def in_short(report: Report) -> list[str]:
@@ -40,5 +37,4 @@ def in_short(report: Report) -> list[str]:
     return [
         *(f"! {warning}" for section in told if section.short for warning in section.warnings),
         *(section.short for section in told),
-        kernels.in_short(report.result("kernels")),
     ]

@@ -57,17 +57,21 @@ WRAP = 28  # characters of a column of text
 TONES = {"healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold"}
 
 
-def print_section(section: Section, console: Console) -> None:
-    """Title, what it says, its tables; pictures are a page's."""
+def print_section(section: Section, console: Console, details: bool = True) -> None:
+    """Title, what it says, its tables; pictures are a page's.
+
+    Args:
+        details: with the parts that other renderings fold away.
+    """
     if section.page_only:
         return
     heading(console, line(section.title))
     if section.lead:
         paragraph(console, line(section.lead), style="dim")
-    _contents(section, console)
+    _contents(section, console, details)
 
 
-def _contents(section: Section, console: Console) -> None:
+def _contents(section: Section, console: Console, details: bool) -> None:
     for warning in section.warnings:
         paragraph(console, f"! {line(warning)}", style="yellow")
     for sentence in section.sentences:
@@ -81,12 +85,12 @@ def _contents(section: Section, console: Console) -> None:
     for note in section.notes:
         paragraph(console, f"- {line(note)}", style="dim")
     for part in section.parts:
-        if part.page_only:
+        if part.page_only or (part.folded and not details):
             continue
         say(console, f"  {line(part.title)}", "bold")
         if part.lead:
             paragraph(console, line(part.lead), style="dim")
-        _contents(part, console)
+        _contents(part, console, details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ class _Texts:
 
     @property
     def width(self) -> int:
-        return max(map(len, [self.title, *self.texts]), default=0)
+        return max(map(len, [*self.title.split("\n"), *self.texts]), default=0)
 
 
 def print_table(table: Table, console: Console) -> None:
@@ -125,7 +129,10 @@ def print_table(table: Table, console: Console) -> None:
     for index, column in enumerate(columns):
         justify: Literal["left", "right"] = "left" if column.left else "right"
         shown.add_column(
-            ("  " if index == 0 else "") + column.title, justify=justify, no_wrap=not column.left
+            ("  " if index == 0 else "") + column.title,
+            justify=justify,
+            no_wrap=not column.left,
+            overflow="fold",
         )
     for row in range(len(table.rows)):
         shown.add_row(
@@ -142,8 +149,10 @@ def _columns(table: Table) -> list[_Texts]:
     for index, column in enumerate(table.columns):
         cells = [row[index] for row in rows]
         styles = [TONES.get(cell.tone, "dim" if cell.tone == "dim" else "") for cell in cells]
-        texts = [badge(cell.tone) + cell_text(cell, column) for cell in cells]
-        columns.append(_Texts(column.title, "", column.left, column.priority, texts, styles))
+        texts = [(badge(cell.tone) + cell_text(cell, column)).rstrip() for cell in cells]
+        columns.append(
+            _Texts(column.narrow or column.title, "", column.left, column.priority, texts, styles)
+        )
         if column.interval is not None:
             texts = [cell_interval(cell, column) for cell in cells]
             plain = [""] * len(texts)

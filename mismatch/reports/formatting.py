@@ -12,9 +12,9 @@ from mismatch.reports.words import MARKS
 from mismatch.types import Estimate
 
 __all__ = [
-    "MISSING", "Format", "badge", "bound", "cosine", "count", "interval",
-    "line", "near_one", "number", "percent", "plural", "signed", "small_percent", "tenths", "text",
-    "times", "token_text", "visible",
+    "MISSING", "Format", "badge", "bound", "brief", "cosine", "count", "interval",
+    "line", "memory", "near_one", "number", "percent", "plural", "seconds", "signed",
+    "small_percent", "tenths", "text", "times", "token_text", "visible",
 ]  # fmt: skip
 
 Format = Callable[..., str]
@@ -41,6 +41,35 @@ def signed(value: float) -> str:
     ('+0.250', '-0.250', '0')
     """
     return ("+" if value > 0 else "") + number(value)
+
+
+def brief(value: float | None) -> str:
+    """A value to two significant digits.
+
+    >>> brief(0.0123), brief(None)
+    ('0.012', '–')
+    """
+    return number(value, 2)
+
+
+def seconds(value: float | None) -> str:
+    """A time.
+
+    >>> seconds(11.52), seconds(None)
+    ('12 s', '–')
+    """
+    return MISSING if value is None else f"{brief(value)} s"
+
+
+def memory(size: float | None) -> str:
+    """Bytes, as MiB or GiB.
+
+    >>> memory(5 << 20), memory(3 << 30), memory(None)
+    ('5.00 MiB', '3.0 GiB', '–')
+    """
+    if size is None:
+        return MISSING
+    return f"{brief(size / 2**30)} GiB" if size >= 2**30 else f"{number(size / 2**20)} MiB"
 
 
 def near_one(value: float | None) -> str:

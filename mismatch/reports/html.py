@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from mismatch.reports import (
     fixes,
     gauge,
-    kernels,
     normal,
     quantities,
     routing,
@@ -19,7 +19,7 @@ from mismatch.reports import (
     summary,
 )
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.section import cell_interval, cell_text
+from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import sections
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS
@@ -70,7 +70,6 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         experts=routing.section(report),
         noise=summary.noise_rows(report),
         sections=sections(report, tokens),
-        kernels=kernels.view(report.result("kernels")),
         fixes=fixes.section(report),
         checks=summary.checks(report, "failed", "warning", "passed"),
         untested=summary.untested(report),
@@ -84,6 +83,17 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         line=line,
         css=packaged("report.css"),
     )
+
+
+def page(sections: Sequence[Section], file: str, **words: Any) -> str:
+    """Sections as a page of their own, below a verdict.
+
+    Args:
+        file: where the numbers are, for the last line.
+        words: title, brand, created, tone, word, reason, model, remarks; see page.html.
+    """
+    css = packaged("report.css")
+    return template("page.html").render(sections=sections, file=file, css=css, **words)
 
 
 @cache

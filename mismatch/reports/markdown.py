@@ -9,7 +9,6 @@ from html import escape
 from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.reports import (
     fixes,
-    kernels,
     normal,
     routing,
     sides,
@@ -53,7 +52,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         shown.pop("budget", ""),
         shown.pop("two_passes", ""),
         shown.pop("forecast", ""),
-        _folded(kernels.TITLE, _kernels(report)),
+        shown.pop("kernels", ""),
         shown.pop("exact", ""),
         _fixes(report),
         shown.pop("corrections", ""),
@@ -184,11 +183,6 @@ def _noise_table(report: Report) -> str:
         for row in summary.noise_rows(report)
     ]
     return table(["", "mean \\|delta\\|:", "largest:", "of headline:", ""], rows)
-
-
-def _kernels(report: Report) -> str:
-    said = kernels.sentences(report.result("kernels")) if report.result("kernels") else []
-    return "\n".join(f"- {plain(sentence)}" for sentence in said)
 
 
 def _fixes(report: Report) -> str:

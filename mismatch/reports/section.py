@@ -58,6 +58,7 @@ class Column:
         priority: a terminal drops columns of high priority numbers first; 0 always stays.
         interval: priority of the estimates' 95 % intervals; None: they are not shown.
         detail: small print under the title, on a page.
+        narrow: a title for a terminal, in lines of a few characters; "": the title.
     """
 
     title: str
@@ -65,6 +66,7 @@ class Column:
     priority: int = 0
     interval: int | None = None
     detail: str = ""
+    narrow: str = ""
 
     @property
     def left(self) -> bool:

@@ -32,9 +32,9 @@ def scored(tmp_path, monkeypatch):
 
 
 def test_the_runs_own_revision_is_scored(scored):
-    train = scored()
+    train = scored("--trust-remote-code")
     assert (train.model, train.revision, train.trust_remote_code) == ("org/model", "abc", True)
-    assert scored("--revision", "def").revision == "def"
+    assert scored("--revision", "def", "--trust-run").revision == "def"
 
 
 def test_another_model_brings_its_own_revision(scored):
@@ -48,7 +48,7 @@ def test_the_effect_of_a_form_is_passed_on(tmp_path, scored, monkeypatch):
     monkeypatch.setattr(
         "mismatch.pipeline.commands.run_score", lambda spec, *args: seen.append(spec)
     )
-    flags = ["score", str(tmp_path), "--weights-effect", "mxfp4-rounded"]
+    flags = ["score", str(tmp_path), "--weights-effect", "mxfp4-rounded", "--trust-run"]
     assert CliRunner().invoke(app, flags).exit_code == 0
     assert seen[-1].weights_effect == "mxfp4-rounded"
 

@@ -65,7 +65,7 @@ def wait_for_file(path: Path) -> None:
 
 
 def assert_ended(process: subprocess.Popen[str], directory: Path, *expected: str) -> None:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=540)
     assert process.returncode == 2, output
     assert "Traceback" not in output.split("its last lines")[0]
     for text in expected:
@@ -93,6 +93,15 @@ def test_a_killed_rank_is_named_and_nothing_that_was_sampled_is_lost(tmp_path):
     max(workers, key=lambda p: p.pid).kill()
     assert_ended(process, tmp_path / "run", "train process", "fix:")
     assert (tmp_path / "run" / "rollout.parquet").exists()
+
+
+def test_a_stopped_rank_ends_the_run_and_not_never(tmp_path, monkeypatch):
+    monkeypatch.setenv("MISMATCH_STALL_S", "12")
+    process = start(tmp_path / "run", *QUICK)
+    wait_for_file(tmp_path / "run" / "jobs" / "train.go")
+    workers = wait_for_workers(tmp_path, "mismatch.processes.workers.train", 3)
+    max(workers, key=lambda p: p.pid).suspend()
+    assert_ended(process, tmp_path / "run", "train process stalled", "fix:")
 
 
 @pytest.mark.parametrize(

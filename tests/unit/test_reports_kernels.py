@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 from rich.console import Console
 
+from mismatch.cli.kernels import show
 from mismatch.errors import MismatchError
 from mismatch.experiments.kernels.types import (
     ATTENTION_COLUMNS,
@@ -24,19 +25,16 @@ from mismatch.experiments.kernels.verdict import (
     schema,
 )
 from mismatch.pipeline import document
-from mismatch.reports import kernels
-from mismatch.reports.html import to_html as report_page
-from mismatch.reports.kernels_html import to_html
-from mismatch.reports.kernels_terminal import print_kernels
-from mismatch.reports.markdown import to_markdown
-from mismatch.reports.terminal import print_report
-from tests.kernels_fixture import HOSTILE, findings, make_audit_report, sound_report
-from tests.reports_fixture import make_report, make_tokens
+from mismatch.reports.section import Cell
+from mismatch.reports.sections import kernels, sections
+from mismatch.reports.sections.kernels import section
+from tests.kernels_fixture import findings, make_audit_report, sound_report
+from tests.reports_fixture import make_report
 
 
-def text_of(report: AuditReport, **options) -> str:
+def text_of(report: AuditReport, details: bool = False) -> str:
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_kernels(report, console, **options)
+    show(report, console, details=details)
     return console.export_text()
 
 
@@ -69,22 +67,12 @@ def test_the_verdict_says_of_which_kind_a_name_is():
     assert judge(report).reason == "attention sink-sdpa, eager; experts eager: nothing wrong"
 
 
-def test_without_details_the_terminal_tells_causes_and_names_what_is_not_here():
-    text = " ".join(text_of(sound_report()).split())
-    assert "✕ sinks: the sinks change nothing also wrong: output, sinks' gradient" in text
-    assert "– not usable here: flash_attention_2 (why: --details)" in text
-    assert "is not installed" not in text
-    full = " ".join(text_of(sound_report(), details=True).split())
-    assert "✕ sinks' gradient: no gradient arrives" in full
-    assert "– flash_attention_2: the package flash_attn is not installed" in full
-    assert "also wrong" not in full
-
-
-def test_a_gradient_that_is_wrong_alone_is_a_cause():
+def test_causes_come_first_and_what_follows_is_only_named():
+    (said,) = [text for text in kernels.sentences(sound_report()) if "is wrong" in text]
+    assert "sinks: the sinks change nothing; also output, sinks' gradient." in said
     fault = Finding("sink_gradient", "failed", "no gradient arrives", 1.0, 0.01)
-    text = text_of(one("wrong", findings=(fault,)))
-    assert "✕ sinks' gradient: no gradient arrives" in text
-    assert "also wrong" not in text
+    (alone, *_) = kernels.sentences(one("wrong", findings=(fault,)))
+    assert "sinks' gradient: no gradient arrives." in alone
 
 
 def test_the_users_own_that_does_not_run_at_all_is_wrong_and_named():
@@ -93,7 +81,7 @@ def test_the_users_own_that_does_not_run_at_all_is_wrong_and_named():
     for findings_ in ((), refused):
         report = replace(sound_report(), audits=(replace(yours, findings=findings_),))
         assert judge(report).code == 1
-        assert "✕ my:kernel: returns None" in text_of(report)
+        assert "my:kernel: returns None." in kernels.sentences(report)
 
 
 @pytest.mark.parametrize("reason", ["crashed: signal 11", "it does not take the model's masks"])
@@ -108,7 +96,7 @@ def test_a_crash_of_another_ones_kernel_is_told_and_does_not_decide():
     other = Audit("fancy", "attention", "transformers", "unusable", "crashed: signal 11", False)
     report = replace(sound_report(), audits=(*sound_report().audits, other))
     assert judge(report).code == 0
-    assert "fancy: crashed: signal 11" in text_of(report)
+    assert "fancy: crashed: signal 11." in kernels.sentences(report)
 
 
 def test_nothing_audited_is_an_error():
@@ -190,98 +178,87 @@ def test_a_runs_report_holds_the_same_document():
 # ---------------------------------------------------------------- renderings
 
 
+def tables(report: AuditReport, id: str) -> list[list[Cell]]:
+    """Rows of the one table of a part, wherever it is."""
+    parts = list(section(report).parts)
+    parts += [inner for part in parts for inner in part.parts]
+    return next(part for part in parts if part.id == id).tables[0].cells()
+
+
 def test_every_column_has_words_that_fit_its_place():
     assert set(ATTENTION_COLUMNS) | set(EXPERT_COLUMNS) == set(kernels.WORDS)
-    for _, title, asks in kernels.WORDS.values():
-        assert len(title.split("\n")) == 2
+    for _, title in kernels.WORDS.values():
         assert all(len(row) <= 5 for row in title.split("\n"))
-        assert asks.endswith("?")
 
 
 @pytest.mark.parametrize("details", [False, True])
 def test_the_terminal_is_80_columns_wide_and_ends_with_the_verdict(details):
-    rows = text_of(make_audit_report("my.kernels:attend"), details=details).splitlines()
+    text = text_of(make_audit_report("my.kernels:attend"), details=details)
+    rows = text.splitlines()
     assert rows[-1].startswith("verdict: wrong – my.kernels:attend: sinks, sinks' gradient")
     assert max(len(row) for row in rows[:-1]) <= 80
-    assert ("Attention, errors" in "\n".join(rows)) == details
-    assert ("23 GiB do not fit" in "\n".join(rows)) == details
+    assert ("23 GiB do not fit" in text) == details
+    assert ("is not installed" in text) == details
+    row = next(row for row in rows if row.startswith("  attend "))
+    assert row.split()[1:] == list("✓✕✓✓·✓✓✓✓✕✓✓")
 
 
-def test_the_terminal_names_the_fault_and_the_harm():
-    text = text_of(make_audit_report("my.kernels:attend"))
-    assert "✕ sinks: the sinks change nothing" in text
-    row = next(row for row in text.splitlines() if row.startswith("✕ attend "))
-    assert row.split()[2:] == list("✓✕✓✓·✓✓✓✓✕✓✓")
-    harm = text[text.index("On the model") :]
-    assert "0.231" in harm
-    assert "100 %" in harm
-    assert "what auto takes" in harm
-    assert "not usable here: flash_attention_2" in text
+def test_a_long_name_folds_and_its_marks_stay():
+    name = "mine:a_name_as_long_as_people_write_them"
+    audits = (*sound_report().audits, replace(make_audit_report().audits[4], name=name))
+    text = text_of(replace(sound_report(), audits=audits))
+    row = next(row for row in text.splitlines() if row.startswith("  a_name"))
+    assert row.split()[1:] == list("✓✕✓✓·✓✓✓✓✕✓✓")
+    assert max(map(len, text.splitlines()[:-4])) <= 80
 
 
 def test_a_wrong_mark_is_never_shown_as_right():
-    shown = kernels.view(make_audit_report(), pictures=False)
-    assert shown is not None
-    signs = {row.short: {m.column: m.sign for m in row.marks} for row in shown.parts[0].lines}
-    assert signs["sdpa"]["sinks"] == "✕"
-    assert signs["eager"]["batches"] == "~"
-    assert signs["sink-sdpa"]["sinks"] == "✓"
-    assert next(iter(signs.values()))["offsets"] == "✓"
+    marks = {row[0].value: [cell.tone for cell in row[1:]] for row in
+             tables(make_audit_report(), "kernels-attention")}  # fmt: skip
+    place = ATTENTION_COLUMNS.index
+    assert marks["sdpa"][place("sinks")] == "critical"
+    assert marks["eager"][place("batches")] == "warn"
+    assert set(marks["sink-sdpa"]) == {"healthy"}
+    assert marks["attend\x1b[31m"][place("offsets")] == "dim"
+
+
+def test_the_harm_on_the_model_stands_beside_what_auto_takes():
+    wrong, usual = tables(make_audit_report(), "kernels-harm")
+    assert [cell.value for cell in wrong[2:]] == [0.231, 0.0612, 0.83, 0.612, 1.0]
+    assert usual[2].value == 2.1e-4
 
 
 def test_costs_are_held_against_the_best_of_their_length():
-    shown = kernels.view(make_audit_report("my.kernels:attend"), pictures=False)
-    assert shown is not None
-    rows = {(row.name, row.tokens): row for row in shown.parts[0].costs}
-    assert rows["attend", "1,024"].slower == "0.80×"  # it is wrong: no measure for others
-    assert rows["sink-sdpa", "1,024"].slower == "1.0×"
-    assert rows["eager", "16,384"].seconds == "–"
-    assert rows["eager", "16,384"].note == "23 GiB do not fit"
+    report = make_audit_report("my.kernels:attend")
+    rows = {(row[0].value, row[1].value): row for row in tables(report, "kernels-attention-costs")}
+    assert rows["attend", 1_024][3].value == pytest.approx(0.8)  # it is wrong: no measure of others
+    assert rows["sink-sdpa", 1_024][3].value == 1.0
+    assert rows["eager", 16_384][2].value is None
+
+
+def test_the_largest_error_of_a_gradient_has_its_own_column():
+    rows = tables(make_audit_report("my.kernels:attend"), "kernels-attention-errors")
+    largest = {(row[0].value, row[1].value): (row[3].value, row[4].value) for row in rows}
+    assert largest["attend", "bf16"] == (pytest.approx(420.0), "q")
+    assert largest["sdpa", "fp32"] == (1.0, "sinks")
 
 
 def test_the_page_escapes_what_is_foreign_and_asks_for_nothing():
-    page = to_html(make_audit_report())
+    page = kernels.page(make_audit_report())
     assert "<script" not in page
     assert "my.&lt;script&gt;alert(1)" in page
     assert "\x1b" not in page
     for fetched in (" src=", "@import", "url(http", 'href="http', "mathdefault"):
         assert fetched not in page
     assert page.count("<figure") == 4  # errors, time, memory of attention; errors of experts
-    assert to_html(make_audit_report()) == page
-    assert "✓ Sound" in to_html(sound_report())
+    assert kernels.page(make_audit_report()) == page
+    assert "✓ Sound" in kernels.page(sound_report())
     assert "✕ Wrong" in page
 
 
-@pytest.mark.slow
-def test_a_report_shows_the_section_only_where_there_is_an_audit():
-    tokens, report = make_tokens(), make_report()
-    assert 'id="kernels"' not in report_page(report, tokens)
-    assert "<summary>Kernels" not in to_markdown(report)
-    with_audit = report.with_analyses(kernels=make_audit_report())
-    page = report_page(with_audit, tokens)
-    assert 'id="kernels"' in page
-    assert 'href="#kernels"' in page
-    assert "<script" not in page
-    text = to_markdown(with_audit)
-    assert "<summary>Kernels" in text
-    assert "my.<script>" not in text
-    assert HOSTILE not in text
-
-
-@pytest.mark.parametrize("details", [False, True])
-def test_the_terminal_report_names_a_wrong_kernel(details):
-    report = make_report().with_analyses(kernels=make_audit_report("my.kernels:attend"))
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_report(report, console, details=details)
-    text = " ".join(console.export_text().split())
-    assert ("my.kernels:attend is wrong: sinks" in text) == details
-    assert ("! kernels: wrong: my.kernels:attend: sinks" in text) != details
-
-
-def test_a_long_name_folds_and_its_marks_stay_with_its_sign():
-    name = "mine:a_name_as_long_as_people_write_them"
-    audits = (*sound_report().audits, replace(make_audit_report().audits[4], name=name))
-    text = text_of(replace(sound_report(), audits=audits))
-    row = next(row for row in text.splitlines() if row.startswith("✕ a_name"))
-    assert row.split()[2:] == list("✓✕✓✓·✓✓✓✓✕✓✓")
-    assert max(map(len, text.splitlines()[:-4])) <= 80
+def test_a_report_warns_of_a_wrong_kernel():
+    report = make_report().with_analyses(kernels=make_audit_report())
+    assert any("my." in warning for warning in section(make_audit_report()).warnings)
+    assert not section(sound_report()).warnings
+    assert "kernels" in [part.id for part in sections(report)]
+    assert "kernels" not in [part.id for part in sections(make_report())]

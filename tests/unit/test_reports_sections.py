@@ -75,7 +75,7 @@ def test_it_is_in_every_rendering(toy: Report) -> None:
 
 def test_hostile_text_stays_text(toy: Report) -> None:
     page, comment = to_html(toy, make_tokens()), to_markdown(toy)
-    for rendering in (page, comment, printed(toy, details=True)):
+    for rendering in (page, comment, printed(toy, details=True), printed(toy, details=False)):
         assert "\x1b" not in rendering
         assert "\u202e" not in rendering
     assert "<script" not in page

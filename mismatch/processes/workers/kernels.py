@@ -11,7 +11,6 @@ that is at work, ``done.json`` appears at the end. Started again, it goes on whe
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -48,7 +47,6 @@ def run(spec: AuditSpec, folder: Path) -> None:
     Raises:
         MismatchError: there is nothing to audit, or no way to begin.
     """
-    sys.path.insert(0, os.getcwd())  # where users keep the kernel that they are writing
     work = _work().of(spec)
     if not (folder / PLAN).exists():
         write_json(folder / PLAN, work.plan())

@@ -27,7 +27,17 @@ from mismatch.experiments.gradients.types import (
     GroupError,
     Loss,
 )
-from mismatch.reports.formatting import cosine, count, line, number, plural, text, times
+from mismatch.reports.formatting import (
+    cosine,
+    count,
+    line,
+    memory,
+    number,
+    plural,
+    seconds,
+    text,
+    times,
+)
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, to_svg
 from mismatch.types import Report
@@ -146,8 +156,9 @@ def _row(row: GradientRow, baseline: GradientRow | None) -> tuple[Cell | Value, 
     if row.same_as == "reference":
         told.append("the reference itself: the same settings")
     if row.seconds is not None:
-        memory = "" if row.peak_bytes is None else f", {number(row.peak_bytes / 2**20)} MiB"
-        told.append(f"{number(row.seconds)} s{memory}")
+        told.append(seconds(row.seconds))
+    if row.peak_bytes is not None:
+        told.append(memory(row.peak_bytes))
     tone, verdict = _verdict(row, baseline)
     arc = whole.cosine  # the wider the angle, the smaller its cosine
     off = None if arc is None else replace(arc, low=arc.high, high=arc.low)

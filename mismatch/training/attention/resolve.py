@@ -171,7 +171,8 @@ def _tried(
         without = " (the model has attention sinks: are they used?)" if sinks else ""
         raise MismatchError(
             f"--attention {name}: {trial.fault}, against float64 on random tokens{without}",
-            "mend the kernel, or use --attention eager; `mismatch kernels` looks at it closely",
+            f"mend the kernel, or use --attention {'eager' if name == 'sink-sdpa' else 'auto'}; "
+            "`mismatch kernels` looks at it closely",
         )
     tried = f"{name}: {trial.backward_fault or 'passed'}"
     return ResolvedAttention(name, implementation, True if sinks else None, (tried,))

@@ -1,0 +1,158 @@
+"""The process between the tool and a worker: ends all that the worker started, whatever happens.
+
+Started as a script by :mod:`mismatch.processes.launch`, before any heavy import. The first line on
+its standard input is ``{"command": […], "grace_s": 10.0}``; the end of that input is the end of
+the tool, however the tool died. It is the subreaper of all descendants (Linux), so that none is
+forgotten: not those in other sessions, nor those whose parent is gone, nor those that overwrote
+their environment to show another title, as engines do. It ends as the worker did, by the same
+signal or exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+QUIET_S = 0.2  # for helpers that end by themselves once their parent has
+FORCED_S = 5.0  # what the kernel may take to end a process that is killed
+POLL_S = 0.05
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+def main() -> int:
+    """Run one worker and end its family; the worker's exit code."""
+    job = json.loads(_first_line())
+    wake = _wakeups()
+    control = _prctl()
+    control(PR_SET_CHILD_SUBREAPER, 1)
+    supervisor = os.getpid()
+
+    def die_with_supervisor() -> None:
+        control(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != supervisor:
+            os._exit(1)  # it died between fork and prctl
+
+    try:
+        worker = subprocess.Popen(
+            job["command"],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_supervisor,
+        )
+    except OSError as error:
+        what = f"cannot start {job['command'][0]}: {error.strerror}"
+        print("error", json.dumps({"message": what, "fix": "is it an executable file?"}))
+        return 1
+    status = _wait(worker.pid, wake)
+    ended = end_family(worker.pid, 0.0 if status is None else QUIET_S, job["grace_s"])
+    return _leave_as(ended if status is None else status)
+
+
+def _first_line() -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    return line
+
+
+def _wakeups() -> int:
+    """A file descriptor that can be read when a signal has come."""
+    reading, writing = os.pipe()
+    for end in (reading, writing):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, *STOPPING):
+        signal.signal(number, lambda number, frame: None)
+    return reading
+
+
+def _prctl() -> Callable[..., object]:
+    """prctl(2); does nothing where there is none."""
+    try:
+        control: Callable[..., object] = ctypes.CDLL(None).prctl
+        return control
+    except (AttributeError, OSError):
+        return lambda *arguments: None
+
+
+def _wait(worker: int, wake: int) -> int | None:
+    """The worker's wait status; None: it has to be ended."""
+    while True:
+        readable, _, _ = select.select([0, wake], [], [])
+        signals = os.read(wake, 4096) if wake in readable else b""
+        ended = _reap()
+        if worker in ended:
+            return ended[worker]
+        if any(number in signals for number in STOPPING):
+            return None
+        if 0 in readable and not os.read(0, 4096):
+            return None
+
+
+def _reap() -> dict[int, int]:
+    """Wait statuses of the children that have ended."""
+    ended = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            ended[pid] = status
+    return ended
+
+
+def end_family(worker: int, quiet_s: float, grace_s: float) -> int:
+    """End all descendants: first asked, then forced.
+
+    Args:
+        quiet_s: how long they may take to end unasked.
+        grace_s: how long they may take once they are asked.
+
+    Returns:
+        The worker's wait status, or that of a process that was killed.
+    """
+    start = time.monotonic()
+    asked: set[int] = set()
+    status = int(signal.SIGKILL)
+    this = psutil.Process()
+    while True:
+        status = _reap().get(worker, status)
+        alive = this.children(recursive=True)
+        waited = time.monotonic() - start
+        if not alive or waited > quiet_s + grace_s + FORCED_S:
+            return status
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                if waited > quiet_s + grace_s:
+                    process.kill()
+                elif waited >= quiet_s and process.pid not in asked:
+                    asked.add(process.pid)
+                    process.terminate()
+        time.sleep(POLL_S)
+
+
+def _leave_as(status: int) -> int:
+    """End by the signal that ended the worker; or its exit code."""
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core of the supervisor helps nobody
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    return os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

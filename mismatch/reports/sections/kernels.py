@@ -1,0 +1,471 @@
+"""An audit of kernels: every implementation of attention and experts against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mismatch.experiments.kernels.types import (
+    ATTENTION_COLUMNS,
+    EXPERT_COLUMNS,
+    Audit,
+    AuditReport,
+    Cost,
+    Finding,
+    Harm,
+    Kind,
+)
+from mismatch.experiments.kernels.verdict import answered, causes_of, ended, judge, was_run
+from mismatch.reports.formatting import (
+    bound,
+    brief,
+    count,
+    line,
+    memory,
+    number,
+    percent,
+    seconds,
+    text,
+    times,
+)
+from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
+from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.types import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LEAD = (
+    "Each implementation ran by itself on inputs of the model's shapes, forward and backward, and "
+    "was held against a plain float64 one."
+)
+KINDS: dict[Kind, tuple[str, tuple[str, ...]]] = {
+    "attention": ("Attention", ATTENTION_COLUMNS),
+    "experts": ("Experts", EXPERT_COLUMNS),
+}
+ORIGINS = {"ours": "mismatch", "transformers": "transformers", "yours": "yours"}
+# Column -> its name, and its name in lines of at most six characters, for a terminal.
+WORDS = {
+    "accepts": ("accepts", "fits"),
+    "sinks": ("sinks", "sinks"),
+    "window": ("window", "win-\ndow"),
+    "packing": ("packing", "pack-\ning"),
+    "offsets": ("offsets", "off-\nsets"),
+    "grouped_queries": ("grouped queries", "GQA"),
+    "scaling": ("scaling", "sca-\nling"),
+    "forward": ("output", "out-\nput"),
+    "gradient": ("gradient", "grad"),
+    "sink_gradient": ("sinks' gradient", "sink\ngrad"),
+    "router_gradient": ("router's gradient", "rout\ngrad"),
+    "repeats": ("repeats", "re-\npeat"),
+    "batches": ("batches", "bat-\nches"),
+}
+LEGEND = (
+    "✓ right, ✕ wrong, ! differs and is only reported, · not tested. Repeats: the same bits twice; "
+    "batches: the same bits whatever else is in the batch."
+)
+ON_MODEL = (
+    "The whole model in bfloat16 with the kernel, against its float32 reference on the same "
+    "tokens. The gradient is that of the mean log-probability. The last row is the same model with "
+    "the kernel that the trainer takes by itself."
+)
+HARM_COLUMNS = (
+    Column("implementation", text),
+    Column("tokens", count, 1),
+    Column("mean |delta|", number, detail="nats"),
+    Column("k3", number, detail="nats"),
+    Column("gradient off", percent, detail="relative error"),
+    Column("cosine", lambda value: number(value, 4), detail="of the gradient"),
+    Column("sinks off", percent, detail="relative error of their gradient"),
+)
+COST_COLUMNS = (
+    Column("implementation", text),
+    Column("tokens", count),
+    Column("time", seconds),
+    Column("to the best", times),
+    Column("memory", memory),
+    Column("to the best", times),
+)
+FINDING_COLUMNS = (
+    Column("implementation", text),
+    Column("check", text),
+    Column("result", text),
+    Column("value", brief, 1),
+    Column("limit", brief, 2),
+    Column("found", text),
+)
+GRADIENTS = ("q", "k", "v", "hidden", "gate_up", "down", "sinks", "router")
+
+
+def section(result: AuditReport, report: Report | None = None) -> Section:
+    """What is wrong, a table of marks for each kind, and the harm on the model.
+
+    Raises:
+        MismatchError: nothing was audited.
+    """
+    verdict, said = judge(result), sentences(result)
+    about = f"{verdict.status}: {verdict.reason}"
+    shape = _shape(result)
+    shapes = f" Shapes of {result.model}: {shape};" if shape else f" Model: {result.model};"
+    return Section(
+        id="kernels",
+        title="Kernels",
+        lead=f"{LEAD}{shapes} on {result.device}.",
+        warnings=(f"kernels: {about}",) if verdict.code else (),
+        sentences=tuple(said),
+        notes=tuple(f"Not tested: {reason}" for reason in result.not_tested),
+        parts=tuple(part for part in (*_kinds(result), _harm(result)) if part),
+        short=f"kernels: {said[0] if verdict.code else about}",
+    )
+
+
+def sentences(report: AuditReport) -> list[str]:
+    """What the audit says, in plain words: first what is wrong."""
+    said = [_fault(audit) for audit in report.audits if answered(audit) and audit.failed]
+    said += [
+        f"{audit.name}: {audit.reason}."
+        for audit in report.audits
+        if was_run(audit) and not answered(audit)
+    ]
+    for kind, (title, _) in KINDS.items():
+        right = [a.name for a in report.audits if a.kind == kind and a.verdict == "sound"]
+        if right:
+            said.append(f"{title}: nothing wrong with {', '.join(right)}.")
+    return said + [
+        f"The trainer takes {audit.name} by itself ({audit.kind}): it is {audit.verdict}."
+        for audit in report.audits
+        if audit.chosen
+    ]
+
+
+def _fault(audit: Audit) -> str:
+    """One implementation that is wrong: how, and what that does to the model."""
+    causes = causes_of(audit.failed)
+    others = [WORDS[each.column][0] for each in audit.failed if each not in causes]
+    wrong = "; ".join(f"{WORDS[each.column][0]}: {each.detail}" for each in causes)
+    said = f"{audit.name} is wrong: {wrong}{'; also ' + ', '.join(others) if others else ''}."
+    if audit.harm is not None:
+        said += f" On the model: {_harm_words(audit.harm)}."
+    if audit.verdict == "unusable":
+        said += f" It cannot be taken here: {audit.reason}."
+    return said
+
+
+def _harm_words(harm: Harm) -> str:
+    said = f"mean |delta| {number(harm.mean_abs_delta)} nats"
+    if harm.baseline is not None:
+        said += f" (what auto takes: {number(harm.baseline.mean_abs_delta)})"
+    if harm.gradient_error is not None:
+        said += f", gradient off by {percent(harm.gradient_error)}"
+    if harm.sink_gradient_error is not None:
+        said += f", that of the sinks by {percent(harm.sink_gradient_error)}"
+    return said
+
+
+def _shape(report: AuditReport) -> str:
+    """The model's shape on one line, as far as it is known."""
+    known = report.geometry
+    texts = [
+        (("heads", "kv_heads"), "{heads} query heads, {kv_heads} key heads"),
+        (("head_dim",), "head size {head_dim}"),
+        (("window",), "window {window:,}"),
+        (("experts", "top_k"), "{top_k} of {experts} experts"),
+    ]
+    said = [words.format(**known) for names, words in texts if all(known.get(n) for n in names)]
+    if "sinks" in known:
+        said.append("with sinks" if known["sinks"] else "no sinks")
+    return ", ".join(said)
+
+
+def _kinds(report: AuditReport) -> Iterable[Section]:
+    """Attention and experts, those that have any implementation."""
+    for kind, (title, names) in KINDS.items():
+        audits = [audit for audit in report.audits if audit.kind == kind]
+        ran = [audit for audit in audits if answered(audit)]
+        others = [audit for audit in audits if not answered(audit)]
+        if not audits:
+            continue
+        columns = [Column(WORDS[name][0], text, narrow=WORDS[name][1]) for name in names]
+        marks = Table(
+            (Column("implementation", text), *columns),
+            tuple((_name(a), *(mark(a.finding(name)) for name in names)) for a in ran),
+        )
+        unusable = [a.name for a in others if a.origin != "yours" and not ended(a)]
+        notes = [LEGEND] if ran else []
+        yield Section(
+            f"kernels-{kind}",
+            title,
+            tables=(marks,) if ran else (),
+            figures=tuple(_figures(kind, ran[:MOST])),
+            notes=(*notes, f"Not usable here: {', '.join(unusable)}.") if unusable else (*notes,),
+            parts=tuple(part for part in _details(kind, title, ran, others) if part.tables),
+            folded=False,
+        )
+
+
+def _name(audit: Audit) -> Cell:
+    notes = [ORIGINS[audit.origin], "what auto takes" if audit.chosen else "", audit.verdict]
+    notes.append(audit.reason if audit.verdict == "unusable" else "")
+    return Cell(short(audit), note="; ".join(note for note in notes if note))
+
+
+def short(audit: Audit) -> str:
+    """Its name; of the user's own the function alone."""
+    return audit.name.rpartition(":")[2] if audit.origin == "yours" else audit.name
+
+
+def mark(finding: Finding | None) -> Cell:
+    """A finding as a cell without words; one that was not asked is not tested."""
+    if finding is None or finding.outcome == "not_tested":
+        return Cell("·", "dim")
+    if finding.outcome == "passed":
+        return Cell("", "healthy")
+    note = "" if finding.value is None else brief(finding.value)
+    return Cell("", "critical" if finding.critical else "warn", note)
+
+
+def _details(
+    kind: Kind, title: str, ran: Sequence[Audit], others: Sequence[Audit]
+) -> Iterable[Section]:
+    """Tables that stay folded away."""
+    failed = {True: Cell("wrong", "critical"), False: Cell("differs", "warn")}
+    findings = tuple(
+        (short(audit), WORDS[each.column][0],
+         failed[each.critical] if each.outcome == "failed" else Cell("not tested", "dim"),
+         each.value, each.limit, each.detail)
+        for audit in ran for each in audit.findings if each.outcome != "passed"
+    )  # fmt: skip
+    yield Section(
+        f"kernels-{kind}-findings",
+        f"{title}: what differs, and what was not tested",
+        tables=(Table(FINDING_COLUMNS, findings),) if findings else (),
+    )
+    yield Section(
+        f"kernels-{kind}-errors",
+        f"{title}: errors per dtype",
+        "Relative, in the 2-norm, against float64. The floor is what rounding inputs and output "
+        "alone gives.",
+        tables=_errors(ran),
+    )
+    yield Section(
+        f"kernels-{kind}-costs",
+        f"{title}: time and memory",
+        "One layer, forward and backward, one sequence.",
+        tables=_costs(ran),
+        notes=tuple(
+            f"{short(audit)}, {count(cost.tokens)} tokens: {cost.note}"
+            for audit in ran
+            for cost in audit.costs
+            if cost.note
+        ),
+    )
+    rows = tuple((audit.name, audit.reason) for audit in others)
+    yield Section(
+        f"kernels-{kind}-others",
+        f"{title}: not run here, or not to the end",
+        tables=(Table((Column("implementation", text), Column("why", text)), rows),)
+        if rows
+        else (),
+    )
+
+
+def _errors(ran: Sequence[Audit]) -> tuple[Table, ...]:
+    """Every gradient has a column; the largest one has its own, which a terminal keeps."""
+    known = {name for audit in ran for error in audit.errors for name in error.gradients}
+    names = [name for name in GRADIENTS if name in known] + sorted(known - set(GRADIENTS))
+    rows: list[tuple[Cell | Value, ...]] = []
+    for audit, error in ((a, error) for a in ran for error in a.errors):
+        worst = max(error.gradients, key=lambda name: error.gradients[name] or 0.0, default=None)
+        largest = None if worst is None else error.gradients[worst]
+        rows.append((
+            short(audit), error.dtype, error.forward, largest, worst or "",
+            *(error.gradients.get(name) for name in names), error.floor,
+        ))  # fmt: skip
+    columns = (
+        Column("implementation", text), Column("dtype", text), Column("output", brief),
+        Column("largest gradient", brief), Column("of", text),
+        *(Column(name, brief, 1, detail="gradient") for name in names), Column("floor", brief),
+    )  # fmt: skip
+    return (Table(columns, tuple(rows)),) if rows else ()
+
+
+def _costs(ran: Sequence[Audit]) -> tuple[Table, ...]:
+    """By length; the best of each length that is sound, if any is, has factor 1.
+
+    One that leaves something out has less to do.
+    """
+    sound = [audit for audit in ran if audit.verdict == "sound"] or ran
+    rows: list[tuple[Cell | Value, ...]] = []
+    for tokens in sorted({cost.tokens for audit in ran for cost in audit.costs}):
+        here = [(audit, cost) for audit in ran for cost in audit.costs if cost.tokens == tokens]
+        known = [cost for audit, cost in here if audit in sound]
+        fastest = min((c.seconds for c in known if c.seconds is not None), default=None)
+        least = min((c.peak_bytes for c in known if c.peak_bytes), default=None)
+        rows += [
+            (short(audit), tokens, cost.seconds, _over(cost.seconds, fastest), cost.peak_bytes,
+             _over(cost.peak_bytes, least))
+            for audit, cost in here
+        ]  # fmt: skip
+    return (Table(COST_COLUMNS, tuple(rows)),) if rows else ()
+
+
+def _over(value: float | None, best: float | None) -> float | None:
+    return value / best if value is not None and best else None
+
+
+def _harm(report: AuditReport) -> Section | None:
+    """Each that was tried on the model, and below them the kernel the trainer takes by itself."""
+    harmed = [(short(audit), audit.harm) for audit in report.audits if audit.harm is not None]
+    usual = next((harm.baseline for _, harm in harmed if harm.baseline is not None), None)
+    rows = tuple(
+        (name, harm.tokens, harm.mean_abs_delta, harm.k3_kl, harm.gradient_error,
+         harm.gradient_cosine, harm.sink_gradient_error)
+        for name, harm in [*harmed, *([("what auto takes", usual)] if usual is not None else [])]
+    )  # fmt: skip
+    if not rows:
+        return None
+    table = Table(HARM_COLUMNS, rows)
+    return Section("kernels-harm", "On the model", ON_MODEL, tables=(table,), folded=False)
+
+
+def page(result: AuditReport) -> str:
+    """The audit as one self-contained HTML file. The same input gives the same bytes.
+
+    Raises:
+        MismatchError: nothing was audited.
+    """
+    from mismatch.reports import html
+
+    verdict = judge(result)
+    facts = tuple((name, _fact(value)) for name, value in result.facts.items())
+    table = Table((Column("", text), Column("", text)), facts)
+    return html.page(
+        [section(result), Section("audit", "This audit", tables=(table,))],
+        "kernels.json",
+        title=f"kernels of {result.model}",
+        brand="audit of kernels",
+        created=result.facts.get("created", ""),
+        tone="critical" if verdict.code else "healthy",
+        word="Wrong" if verdict.code else "Sound",
+        reason=verdict.reason,
+        model=result.model,
+        remarks=[f"{_shape(result)}; on {result.device}"],
+    )
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, dict):
+        value = [f"{name} {of}" for name, of in value.items()]
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value)
+
+
+# ---------------------------------------------------------------- figures
+
+
+COLOURS = (ACCENT, SECOND, FAINT, INK)
+STYLES = ("-", "--", ":", "-.")
+LONGEST = 24  # characters of a name in a picture
+MOST = 8  # implementations in a picture
+Points = list[tuple[int, float]]
+
+
+def _figures(kind: Kind, ran: Sequence[Audit]) -> Iterable[Figure]:
+    """Those that the numbers allow; the tables have every implementation."""
+    worst = {
+        (audit.name, error.dtype): max(
+            (value for value in (error.forward, *error.gradients.values()) if value), default=None
+        )
+        for audit in ran
+        for error in audit.errors
+    }
+    if any(worst.values()):
+        yield Figure(
+            f"{kind}-errors",
+            "Errors per dtype",
+            "The largest relative error of output and gradients. Bars of one dtype should be "
+            "alike: that is its rounding. 1 (the line): nothing of it is right, or no gradient "
+            "arrives.",
+            lambda: _bars(kind, ran, {key: value for key, value in worst.items() if value}),
+        )
+    caption = "Forward and backward of one layer."
+    if kind == "attention":
+        caption += (
+            " Four times the tokens at 16 times the cost: a kernel that holds a number for every "
+            "pair of tokens."
+        )
+    for what in ("time", "memory"):
+        lines = [(_label(audit), _points(audit.costs, what)) for audit in ran]
+        lines = [(label, points) for label, points in lines if len(points) > 1]
+        if lines:
+            title = f"{what.capitalize()} against length"
+            yield Figure(f"{kind}-{what}", title, caption, partial(_lines, kind, what, lines))
+
+
+def _bars(kind: Kind, ran: Sequence[Audit], worst: dict[tuple[str, str], float]) -> str:
+    """The largest error of output and gradients, per implementation and dtype, logarithmic."""
+    dtypes = list(dict.fromkeys(error.dtype for audit in ran for error in audit.errors))
+    lowest, height = min(worst.values()) / 3, 0.8 / len(dtypes)
+    with drawing(6.0, 0.9 + 0.3 * len(ran) * len(dtypes)) as (figure, axes):
+        for index, dtype in enumerate(dtypes):
+            shift = (index - (len(dtypes) - 1) / 2) * height
+            rows = [(row, a) for row, a in enumerate(ran) if (a.name, dtype) in worst]
+            axes.barh(
+                [row + shift for row, _ in rows],
+                [worst[audit.name, dtype] - lowest for _, audit in rows],
+                height * 0.9,
+                left=lowest,
+                color=(ACCENT, SECOND, BAND, FAINT)[index % 4],
+                label=dtype,
+            )
+        axes.axvline(1.0, color=INK, linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_xlim(lowest, max(2.0, 2 * max(worst.values())))
+        axes.xaxis.set_major_formatter(lambda value, _: bound(value))
+        axes.minorticks_off()
+        axes.set_yticks(range(len(ran)), [_label(audit) for audit in ran])
+        axes.invert_yaxis()
+        axes.grid(axis="x")
+        axes.grid(False, axis="y")
+        axes.set_xlabel("largest relative error against float64 (log)")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(dtypes))
+        return to_svg(figure, f"{kind}-errors", f"{kind}: largest error per dtype")
+
+
+def _points(costs: Sequence[Cost], what: str) -> Points:
+    """(tokens, seconds or MiB), by tokens."""
+    if what == "time":
+        return sorted((cost.tokens, cost.seconds) for cost in costs if cost.seconds)
+    return sorted((cost.tokens, cost.peak_bytes / 2**20) for cost in costs if cost.peak_bytes)
+
+
+def _lines(kind: Kind, what: str, lines: Sequence[tuple[str, Points]]) -> str:
+    """Seconds or MiB of one layer, forward and backward, against the length."""
+    with drawing() as (figure, axes):
+        for index, (label, points) in enumerate(lines):
+            axes.plot(
+                *zip(*points, strict=True),
+                color=COLOURS[index % 4],
+                linestyle=STYLES[index // 4 % 4],
+                marker="o",
+                markersize=4,
+                label=label,
+            )
+        _logarithmic(axes, sorted({tokens for _, points in lines for tokens, _ in points}))
+        axes.set_xlabel("tokens of the sequence (log)")
+        axes.set_ylabel(f"{'seconds' if what == 'time' else 'MiB'}, one layer (log)")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, len(lines)))
+        return to_svg(figure, f"{kind}-{what}", f"{kind}: {what} against length")
+
+
+def _logarithmic(axes: Axes, lengths: list[int]) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [count(tokens) for tokens in lengths])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _label(audit: Audit) -> str:
+    name = line(short(audit))
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"

@@ -1,0 +1,174 @@
+"""A run directory is data: nothing in a copied spec executes, is imported, or is sent a key."""
+
+import stat
+
+import pytest
+from typer.testing import CliRunner
+
+from mismatch.cli.main import app
+from mismatch.errors import MismatchError
+from mismatch.processes.launch import run_worker
+from mismatch.run import store
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
+
+from ..unit.test_launch import python
+
+MODEL = "tiny-gpt-oss"
+
+
+def copied(folder, engine=None, train=None):
+    """A run as it may come from anywhere."""
+    spec = CheckSpec(
+        rollout=RolloutSpec(engine=EngineSpec(engine="transformers", model=MODEL, **engine or {})),
+        train=TrainSpec(model=MODEL, **train or {}),
+    )
+    store.write_json(folder / "run" / "spec.json", to_dict(spec))
+    return folder / "run"
+
+
+HOSTILE = {
+    "interpreter": ({"python": "run/x"}, {}, "--engine-python"),
+    "environment": ({"env": (("LD_PRELOAD", "run/x.so"),)}, {}, "LD_PRELOAD"),
+    "engine argument": ({"args": (("worker_cls", "run.x"),)}, {}, "worker_cls"),
+    "remote code of the engine": ({"trust_remote_code": True}, {}, "--trust-remote-code"),
+    "remote code of the trainer": ({}, {"trust_remote_code": True}, "--trust-remote-code"),
+    "attention": ({}, {"attention": "run.x:attend"}, "--attention"),
+    "attention of a hub": ({}, {"attention": "org/kernels"}, "--attention"),
+    "experts": ({}, {"experts": "run.x:experts"}, "--experts-implementation"),
+    "servers": ({"servers": ("http://203.0.113.9:80",)}, {}, "--server"),
+}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Commands that would go on to run what a spec says."""
+    seen = []
+
+    def go(spec, *rest):
+        seen.append(spec)
+        raise MismatchError("far enough")
+
+    monkeypatch.setenv("MISMATCH_API_KEY", "key")
+    monkeypatch.setattr("mismatch.pipeline.preflight.preflight", go)
+    monkeypatch.setattr("mismatch.pipeline.preflight.preflight_rollout", go)
+    return seen
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("verb", ["check", "rollout"])
+def test_a_copied_spec_runs_no_code_unless_the_caller_says_so(tmp_path, started, case, verb):
+    engine, train, named = HOSTILE[case]
+    run = copied(tmp_path, engine, train)
+    done = CliRunner().invoke(app, [verb, "--resume", str(run)])
+    assert isinstance(done.exception, MismatchError)
+    assert named in done.exception.message
+    assert "--trust-run" in done.exception.fix
+    assert not started
+    CliRunner().invoke(app, [verb, "--resume", str(run), "--trust-run"])
+    assert len(started) == 1
+
+
+def test_a_spec_without_code_needs_no_word(tmp_path, started, monkeypatch):
+    monkeypatch.delenv("MISMATCH_API_KEY")
+    run = copied(tmp_path, {"servers": ("http://127.0.0.1:8000",)}, {"attention": "sdpa"})
+    CliRunner().invoke(app, ["check", "--resume", str(run)])
+    assert len(started) == 1
+
+
+def test_a_server_that_is_named_again_is_asked(tmp_path, started):
+    run = copied(tmp_path, {"servers": ("http://203.0.113.9:80",)})
+    CliRunner().invoke(app, ["check", "--resume", str(run), "--server", "http://127.0.0.1:8000"])
+    assert started[0].rollout.engine.servers == ("http://127.0.0.1:8000",)
+
+
+@pytest.mark.parametrize("verb", [["score"], ["kernels", "--run"]])
+def test_remote_code_of_a_runs_model_is_the_callers_word(tmp_path, verb):
+    run = copied(tmp_path, {}, {"trust_remote_code": True})
+    done = CliRunner().invoke(app, [*verb, str(run)])
+    assert isinstance(done.exception, MismatchError)
+    assert "--trust-remote-code" in done.exception.message
+
+
+def test_nothing_of_a_copied_run_is_executed(tmp_path, monkeypatch):
+    """A script in the run as the engine's interpreter; it would leave a file."""
+    monkeypatch.chdir(tmp_path)
+    run = copied(tmp_path, {"python": "run/x"})
+    script = run / "x"
+    script.write_text("#!/bin/sh\ntouch executed\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    CliRunner().invoke(app, ["check", "--resume", "run"])
+    assert not (tmp_path / "executed").exists()
+
+
+# ---------------------------------------------------------------- the working directory of workers
+
+WORKER = "mismatch.processes.workers.train"
+
+
+def test_files_of_the_working_directory_do_not_stand_in_for_modules(tmp_path, monkeypatch):
+    (tmp_path / "gc.py").write_text("raise SystemExit(7)\n")
+    for name in ("json", "tokenizers", "dataclasses"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    command = [*python("")[:1], "-m", WORKER]  # without a job: its usage, exit code 2
+    with pytest.raises(MismatchError, match="exit code 2"):
+        run_worker("train", command, tmp_path / "run")
+
+
+def test_functions_of_the_working_directory_are_still_found(tmp_path, monkeypatch):
+    (tmp_path / "yours.py").write_text("def attend():\n    pass\n")
+    (tmp_path / "colorsys.py").write_text("def attend():\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    code = """
+        from mismatch.training.user_kernels import load_function
+        load_function("yours:attend")
+        import colorsys
+        assert hasattr(colorsys, "rgb_to_hls"), colorsys.__file__
+    """
+    run_worker("train", python(code), tmp_path / "run")
+
+
+def test_a_checkout_that_is_not_installed_is_found_by_its_workers(tmp_path, monkeypatch):
+    from mismatch.processes import interpreters
+
+    root = str(interpreters.ROOT)
+    monkeypatch.setattr("sys.path", [root])  # as python -m mismatch in the checkout has it
+    assert root in interpreters.package_path()["PYTHONPATH"].split(":")
+
+
+def test_the_spec_that_is_shown_hides_values(tmp_path):
+    run = copied(tmp_path, {"args": (("hf_token", "hf_secret"),)})
+    done = CliRunner().invoke(app, ["check", "--resume", str(run)])
+    assert "hf_secret" not in str(done.exception)
+
+
+def test_every_field_of_a_spec_is_judged():
+    """A new field of an engine or a trainer has to be thought of: is it data, or code?"""
+    engine = set(to_dict(EngineSpec())) - {"python", "env", "args", "trust_remote_code", "servers"}
+    train = set(to_dict(TrainSpec())) - {"attention", "experts", "trust_remote_code"}
+    assert sorted(engine) == ENGINE_DATA
+    assert sorted(train) == TRAIN_DATA
+
+
+ENGINE_DATA = sorted(
+    [
+        *(
+            "dtype",
+            "engine",
+            "gpu_memory_utilization",
+            "max_model_len",
+            "model",
+            "prefill",
+            "revision",
+        ),
+        *("routing", "served_model", "server_concurrency", "server_timeout_s"),
+        *("tensor_parallel_size", "weights"),
+    ]
+)
+TRAIN_DATA = sorted(
+    [
+        *("autocast", "dtype", "grad", "head_dtype", "inject", "inject_seed", "layout"),
+        *("logprobs_dtype", "master_dtype", "micro_batch_tokens", "model", "replay_routing"),
+        *("replay_source", "revision", "router_dtype", "routing", "temperature_in", "weights"),
+    ]
+)
