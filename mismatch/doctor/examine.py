@@ -90,12 +90,8 @@ def examine(spec: CheckSpec, with_model: bool, machine: Machine | None = None) -
             problems += [
                 Ability("memory", False, side.warnings[0]) for side in refused(planned.sides)
             ]
-            warnings += [
-                text
-                for side in planned.sides
-                if side not in refused(planned.sides)
-                for text in side.warnings
-            ]
+            lost = refused(planned.sides)
+            warnings += [text for s in planned.sides if s not in lost for text in s.warnings]
             warnings += expert_warnings(planned.experts)
             problems += _weights(spec, machine)
     return Diagnosis(

@@ -20,17 +20,21 @@ from mismatch.processes.interpreters import engine_python, interpreter_environme
 from mismatch.processes.launch import Worker, finish, started
 from mismatch.run import resume, store
 from mismatch.run.directory import Journal
-from mismatch.run.machine import local_gpus
+from mismatch.run.machine import free_gpu_bytes, gib, local_gpus
 from mismatch.run.messages import SCORED, error_path, pass_label, write_error
 from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict, weights_key
 
 if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
 
+# What containers set to have TF32 in place of float32 (NVIDIA's NGC images).
+EXACT = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
 GO = "jobs/train.go"  # appears when the engine is done; the training world waits for it
 # What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
 # with a copy on its way; and what two Python processes with torch take by themselves.
 EARLY_FACTOR, EARLY_BYTES = 8, 6 * 2**30
+# The driver gives an ended process's memory back a moment later; contexts of others come and go.
+FREE_AGAIN_S, FREE_POLL_S, FREE_SLACK_BYTES = 60.0, 0.5, 2**30
 
 
 class Narrator(Protocol):
@@ -141,9 +145,14 @@ class Stages:
             train = stack.enter_context(self._world(jobs, plan)) if jobs or plan else None
             with_train = [train] if train else []
             if sample and not (sampled and self._rescored()):
+                before = free_gpu_bytes()
                 with self._engine() as engine:
                     title = f"rollout: {self.spec.rollout.engine.engine} samples"
                     self._await(engine, "rollout", title, *with_train)
+                if held := still_held(before):
+                    self.narrator.note(
+                        f"{gib(held)} of GPU memory are still held though the engine has ended"
+                    )
             elif sample:
                 self.narrator.note("rollout: there already")
             go: dict[str, Any] = {}
@@ -234,7 +243,7 @@ class Stages:
             *("--nproc-per-node", str(world), "-m", "mismatch.processes.workers.train", str(path)),
         ]
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-        env = {"OMP_NUM_THREADS": threads}
+        env = {"OMP_NUM_THREADS": threads, **EXACT}
         with started("train", command, self.run_dir, env=env) as worker:
             yield worker
 
@@ -257,6 +266,19 @@ class Stages:
         with self.narrator.stage(title) as progress:
             yield progress
         self.journal.seconds[key] = round(time.monotonic() - start, 2)
+
+
+def still_held(before: list[int], timeout_s: float = FREE_AGAIN_S) -> int:
+    """Wait until the GPUs have as much memory free as ``before``; bytes that are still held."""
+    end = time.monotonic() + timeout_s
+    while True:
+        now = free_gpu_bytes()
+        held = max((old - new for old, new in zip(before, now, strict=False)), default=0)
+        if held <= FREE_SLACK_BYTES:
+            return 0
+        if time.monotonic() > end:
+            return held
+        time.sleep(FREE_POLL_S)
 
 
 def may_load_early(train: TrainSpec) -> bool:

@@ -54,6 +54,8 @@ def fingerprint(
         "logprobs_truncated": False,
         "world_size": world.size,
         "device": _device_name(world.device),
+        "float32_matmul": torch.get_float32_matmul_precision(),
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,

@@ -121,12 +121,13 @@ def run(job: dict[str, Any]) -> None:
     import torch
     import transformers
 
-    from mismatch.training.distributed import World
+    from mismatch.training.distributed import World, require_usable_gpus
 
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if "wait_for" in job:
+        require_usable_gpus()
         items = runnable(items, job)
         if not job.get("load_first"):
             wait_for(Path(job["wait_for"]))
