@@ -338,6 +338,7 @@ class CheckSpec:
     Attributes:
         preset: the framework whose trainer ``train`` imitates, with the version read; or "".
         not_reproduced: what that framework does and this run does not, one sentence each.
+        quick: leave out the passes that only the square needs, see experiments.square.
         forecast_length: response length that importance weights are forecast at, tokens.
         two_passes: the trainer's "old" against its "new" pass. None: from passes that are made
             anyway; True: with what router replay does to them; False: leave it out.
@@ -366,6 +367,15 @@ class CheckSpec:
             range=Range(1, 10**7),
         ),
     ] = 16_384
+    quick: Annotated[
+        bool,
+        Flag(
+            TRAIN,
+            "Leave out plain passes and the engine in float32: nothing then tells a fault from "
+            "rounding; docs/square.md.",
+            switch=True,
+        ),
+    ] = False
     two_passes: Annotated[
         bool | None,
         Flag(

@@ -88,7 +88,7 @@ def training_fields(flags: Flags) -> dict[str, Any]:
     return {
         "nproc_per_node": (local_gpus() or 2) if ranks is None else ranks,
         "inject": parse_injections(flags["inject"]),
-        **spec_values(CheckSpec, flags, "noise_floor two_passes weights_effect"),
+        **spec_values(CheckSpec, flags, "noise_floor quick two_passes weights_effect"),
     }
 
 

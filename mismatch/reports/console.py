@@ -115,6 +115,7 @@ class _Texts:
 
 def print_table(table: Table, console: Console) -> None:
     """As many columns as fit, those of priority 0 always; the first text column may wrap."""
+    from rich.padding import Padding
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -126,22 +127,18 @@ def print_table(table: Table, console: Console) -> None:
             replace(c, title=f"{c.of}, 95 %") if c.of and c.of not in kept else c for c in columns
         ]
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for index, column in enumerate(columns):
+    for column in columns:
         justify: Literal["left", "right"] = "left" if column.left else "right"
         shown.add_column(
-            ("  " if index == 0 else "") + column.title,
+            column.title,
             justify=justify,
             no_wrap=not column.left,
             overflow="fold",
         )
     for row in range(len(table.rows)):
-        shown.add_row(
-            *(
-                Text(("  " if index == 0 else "") + column.texts[row], column.styles[row])
-                for index, column in enumerate(columns)
-            )
-        )
-    console.print(shown, highlight=False, markup=False)
+        shown.add_row(*(Text(column.texts[row], column.styles[row]) for column in columns))
+    indented = Padding(shown, (0, 0, 0, 2), expand=False)
+    console.print(indented, highlight=False, markup=False)
 
 
 def _columns(table: Table) -> list[_Texts]:

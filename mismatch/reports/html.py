@@ -10,11 +10,9 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports import (
-    fixes,
     gauge,
     normal,
     quantities,
-    routing,
     sides,
     summary,
 )
@@ -66,11 +64,8 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         steps=summary.next_steps(report),
         rows=summary.judged_rows(report) + summary.other_rows(report),
         comparisons=[(item, summary.all_rows(item)) for item in report.comparisons],
-        routing=summary.routing_rows(report),
-        experts=routing.section(report),
         noise=summary.noise_rows(report),
         sections=sections(report, tokens),
-        fixes=fixes.section(report),
         checks=summary.checks(report, "failed", "warning", "passed"),
         untested=summary.untested(report),
         ran=sides.what_ran(report),

@@ -6,11 +6,8 @@ import re
 from collections.abc import Iterable
 from html import escape
 
-from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.reports import (
-    fixes,
     normal,
-    routing,
     sides,
     summary,
 )
@@ -45,7 +42,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         *(f"- {plain(sentence)}" for sentence in normal.sentences(report)),
         "**Next**\n\n" + "\n".join(f"- {plain(step)}" for step in summary.next_steps(report)),
         _folded(_checks_title(report), _checks_table(report)),
-        _folded("Experts chosen", _routing_table(report)),
+        shown.pop("routing", ""),
         shown.pop("beside", ""),
         _folded("How much of this is noise", _noise_table(report)),
         shown.pop("engines", ""),
@@ -54,7 +51,7 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
         shown.pop("forecast", ""),
         shown.pop("kernels", ""),
         shown.pop("exact", ""),
-        _fixes(report),
+        shown.pop("fixes", ""),
         shown.pop("corrections", ""),
         *shown.values(),
         _folded("What really ran", _ran_table(report)),
@@ -168,63 +165,12 @@ def _names(elsewhere: Elsewhere, metric: str) -> str:
     )
 
 
-def _routing_table(report: Report) -> str:
-    rows = [
-        [plain(row.words.label), row.value, row.interval] for row in summary.routing_rows(report)
-    ]
-    said = [f"- {plain(sentence)}" for sentence in routing.sentences(summary.headline(report))]
-    made = table(["", "value:", "95 % interval:"], rows)
-    return "\n".join(said) + "\n\n" + made if said else made
-
-
 def _noise_table(report: Report) -> str:
     rows = [
         [plain(row.words.label), row.mean, row.largest, row.share, plain(row.words.meaning)]
         for row in summary.noise_rows(report)
     ]
     return table(["", "mean \\|delta\\|:", "largest:", "of headline:", ""], rows)
-
-
-def _fixes(report: Report) -> str:
-    """What follows stands open, the tables are folded away."""
-    made = report.result("fixes")
-    if made is None:
-        return ""
-    said = "\n".join(f"- {plain(text)}" for text in fixes.sentences(report))
-    titles = ["fix", "k3:", "mean \\|delta\\|:", "99.9 % of \\|delta\\|:", "other experts:",
-              "change of k3:", "p:", "result", "took:", "verdict"]  # fmt: skip
-    rows = [
-        [_code(row.id), row.k3.both, row.mean.both, row.tail.both, row.routes.both,
-         f"{row.change} ({row.interval})", plain(row.p), f"{row.mark} {row.result}",
-         " ".join((row.seconds, row.memory)).strip(), row.verdict]
-        for row in fixes.measured_rows(made)
-    ]  # fmt: skip
-    losses = [
-        [_code(row.id), plain(row.label), row.kept, row.ess, row.bias, plain(row.remark)]
-        for row in fixes.loss_rows(report)
-    ]
-    notes = [f"- {_code(row.id)}: {row.result}: {plain(row.reason)}" for row in
-             fixes.other_rows(made)]  # fmt: skip
-    notes += [f"- {plain(reason)}" for reason in (*made.left_out, made.method) if reason]
-    parts = [plain(fixes.LEAD), table(titles, rows), _advice(report)]
-    parts.append(table(["fix of the loss", "", "kept:", "size:", "residual bias:", ""], losses))
-    parts.append("\n".join(notes))
-    folded = _folded("Every fix, as measured", "\n\n".join(part for part in parts if part))
-    return f"**{fixes.TITLE}**\n\n{said}\n\n{folded}"
-
-
-def _advice(report: Report) -> str:
-    parts = []
-    for one in fixes.advice(report.result("fixes")) if report.result("fixes") else ():
-        parts.append(f"To use {_code(one.id)}: {_code(one.command)}")
-        parts += [_recipe(recipe) for _, known in one.recipes for recipe in known]
-    return "\n\n".join(parts)
-
-
-def _recipe(recipe: Recipe) -> str:
-    remark = "; ".join(part for part in (recipe.remark, recipe.source) if part)
-    block = "\n\n```\n" + "\n".join(recipe.lines) + "\n```" if recipe.lines else ""
-    return f"{plain(recipe.framework)}: {plain(remark)}{block}"
 
 
 def _ran_table(report: Report) -> str:

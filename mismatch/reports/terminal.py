@@ -8,10 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mismatch.reports import normal, quantities, routing, sides, summary
+from mismatch.reports import normal, quantities, sides, summary
 from mismatch.reports.analyses import print_analyses, print_in_short
 from mismatch.reports.console import columns, heading, paragraph, print_section, say
-from mismatch.reports.fixes_terminal import print_fixes
 from mismatch.reports.sections import sections
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS
@@ -44,12 +43,10 @@ def print_report(
     _metrics(report, console)
     _names(report, console, elsewhere)
     _normal(report, console)
-    _routing(report, console)
     _noise(report, console)
     for section in sections(report):
         if not section.short:
-            print_section(section, console)
-    print_fixes(report, console)
+            print_section(section, console, details)
     (print_analyses if details else print_in_short)(report, console)
     _what_ran(report, console)
     _checks(report, console)
@@ -141,19 +138,6 @@ def _normal(report: Report, console: Console) -> None:
 
 def _rung(rung: normal.Rung) -> str:
     return f"{rung.who} ({rung.source})" if rung.source else rung.who
-
-
-def _routing(report: Report, console: Console) -> None:
-    rows = routing.core_rows(report)
-    if not rows:
-        return
-    heading(console, "Experts chosen", "does the trainer's router pick the engine's experts?")
-    table = columns(("", False, 26), ("value", True, 7), ("95 % interval", True, 17))
-    for row in rows:
-        table.add_row(f"  {row.words.label}", row.value, row.interval)
-    console.print(table, highlight=False, markup=False)
-    for sentence in routing.sentences(summary.headline(report)):
-        paragraph(console, sentence, style="dim")
 
 
 def _noise(report: Report, console: Console) -> None:
