@@ -6,12 +6,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mismatch.cli import session
+from mismatch.doctor import plan
+from mismatch.doctor.plan import Memory
 from mismatch.errors import MismatchError
+from mismatch.experiments.passes import training_passes
+from mismatch.pipeline.build import without_room
 from mismatch.processes import stages
+from mismatch.run.messages import pass_label, write_error
+from mismatch.specs import CheckSpec, TrainSpec
 from mismatch.training.distributed import require_usable_gpus
 
 MIB = 1 << 20
@@ -78,3 +86,29 @@ def test_the_trainer_waits_until_the_engines_memory_is_free(
     smi("echo 9000")
     assert stages.still_held([80000 * MIB], timeout_s=0.1) == 71000 * MIB
     assert stages.still_held([]) == 0  # no GPU
+
+
+def test_a_pass_without_room_is_not_tested_and_says_why(tmp_path: Path) -> None:
+    spec = CheckSpec(train=TrainSpec(model="m"))
+    names = {one.name for one in training_passes(spec)}
+    write_error(tmp_path, pass_label("reference:fp32"), MismatchError("50 GiB needed", "--offload"))
+    (missing,) = without_room(tmp_path, spec, names - {"reference:fp32", "fsdp:grad"})
+    assert (missing.what, missing.reason, missing.how) == (
+        "reference:fp32", "50 GiB needed", "--offload",
+    )  # fmt: skip
+    assert list(without_room(tmp_path, spec, names)) == []  # an earlier attempt's reason
+
+
+def test_what_cannot_fit_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = Memory(("fsdp: too large",), ("fsdp: too large",), {"reference:fp32": "too large"})
+    monkeypatch.setattr(plan, "memory_of", lambda spec: memory)
+    with pytest.raises(MismatchError, match="fsdp: too large") as caught:
+        session.passes_without_room(CheckSpec(), force=False)
+    assert "--force" in caught.value.fix
+    assert session.passes_without_room(CheckSpec(), force=True) == {}
+    assert "fsdp: too large" in capsys.readouterr().out
+    monkeypatch.setattr(plan, "memory_of", lambda spec: replace(memory, refused=()))
+    left_out = session.passes_without_room(CheckSpec(), force=False)
+    assert left_out == {"reference:fp32": "too large"}
