@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Sentinels: colours that appear nowhere else, each standing for a CSS variable of report.css.
 INK, FAINT, GRID = "#010203", "#010204", "#010205"
 ACCENT, SECOND, BAND = "#010206", "#010207", "#010208"
+HEALTHY, WARN, BAD = "#010209", "#01020a", "#01020b"
 _VARIABLES = {
     INK: "--ink",
     FAINT: "--faint",
@@ -26,6 +27,9 @@ _VARIABLES = {
     ACCENT: "--accent",
     SECOND: "--second",
     BAND: "--band",
+    HEALTHY: "--healthy-soft",
+    WARN: "--warn-soft",
+    BAD: "--critical-soft",
 }
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",

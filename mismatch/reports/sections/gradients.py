@@ -38,8 +38,9 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
+from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.reports.words import Tone
 from mismatch.types import Report
 
 if TYPE_CHECKING:
