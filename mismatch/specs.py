@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from mismatch.codec import from_json
+from mismatch.errors import MismatchError
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
@@ -31,6 +32,37 @@ MODEL, PROMPTS, ENGINE, SERVERS, TRAIN, FIXES, OUTPUT = (
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a flag takes; never NaN.
+
+    Attributes:
+        above: ``low`` itself is outside.
+
+    >>> str(Range(0, 1, above=True)), 0 in Range(0, 1, above=True), 1 in Range(0, 1)
+    ('above 0, at most 1', False, True)
+    """
+
+    low: float
+    high: float
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.above and value == self.low)
+
+    def __str__(self) -> str:
+        if self.above:
+            return f"above {self.low:g}, at most {self.high:,.15g}"
+        return f"from {self.low:g} to {self.high:,.15g}"
+
+
+MANY = 10**9  # more of anything than a run can have
+SEEDS = Range(0, 2**32 - 1)  # what numpy, torch and the engines all take
+RANKS = Range(1, 4096)
+SHARE = Range(0, 1, above=True)
+WEEK_S = Range(0, 7 * 86400, above=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Flag:
     """The flag that sets a field, as an annotation of it; mismatch/cli/flags.py reads it.
 
@@ -39,7 +71,7 @@ class Flag:
         name: with underscores; "": the field's own.
         kind: type of the flag's value where it is not the field's: the command converts it, and
             the flag's default is None.
-        positive: above zero and finite.
+        range: of numbers, the flag's and the field's.
         switch: has no --no-NAME.
     """
 
@@ -47,7 +79,7 @@ class Flag:
     help: str = ""
     name: str = ""
     kind: Any = None
-    positive: bool = False
+    range: Range | None = None
     switch: bool = False
 
 
@@ -59,11 +91,13 @@ class Sampling:
     False
     """
 
-    temperature: Annotated[float, Flag(PROMPTS)] = 1.0
-    top_p: Annotated[float, Flag(PROMPTS, "1: off.")] = 1.0
-    top_k: Annotated[int, Flag(PROMPTS, "0: off.")] = 0
-    max_tokens: Annotated[int, Flag(PROMPTS, "Longest response.")] = 128
-    samples_per_prompt: Annotated[int, Flag(PROMPTS, "Samples of each prompt.")] = 4
+    temperature: Annotated[float, Flag(PROMPTS, range=Range(0, 100))] = 1.0
+    top_p: Annotated[float, Flag(PROMPTS, "1: off.", range=SHARE)] = 1.0
+    top_k: Annotated[int, Flag(PROMPTS, "0: off.", range=Range(0, MANY))] = 0
+    max_tokens: Annotated[int, Flag(PROMPTS, "Longest response.", range=Range(1, 10**7))] = 128
+    samples_per_prompt: Annotated[
+        int, Flag(PROMPTS, "Samples of each prompt.", range=Range(1, 10**5))
+    ] = 4
     seed: int = 0
 
     @property
@@ -96,9 +130,9 @@ class EngineSpec:
     model: str = ""
     revision: Annotated[str | None, Flag(MODEL, "Revision of a hub model.")] = None
     dtype: Annotated[Dtype, Flag(ENGINE, "Of the engine.")] = "bf16"
-    tensor_parallel_size: Annotated[int, Flag(ENGINE)] = 1
-    max_model_len: Annotated[int | None, Flag(ENGINE)] = None
-    gpu_memory_utilization: Annotated[float | None, Flag(ENGINE)] = None
+    tensor_parallel_size: Annotated[int, Flag(ENGINE, range=RANKS)] = 1
+    max_model_len: Annotated[int | None, Flag(ENGINE, range=Range(2, MANY))] = None
+    gpu_memory_utilization: Annotated[float | None, Flag(ENGINE, range=SHARE)] = None
     args: Annotated[
         tuple[tuple[str, Any], ...],
         Flag(
@@ -134,11 +168,11 @@ class EngineSpec:
         str | None, Flag(SERVERS, "The model's name on the servers, where it is another.")
     ] = None
     server_concurrency: Annotated[
-        int, Flag(SERVERS, "Requests at a time, per server.", positive=True)
+        int, Flag(SERVERS, "Requests at a time, per server.", range=Range(1, 4096))
     ] = 32
     server_timeout_s: Annotated[
         float,
-        Flag(SERVERS, "Seconds that one request may take.", name="server_timeout", positive=True),
+        Flag(SERVERS, "Seconds that one request may take.", name="server_timeout", range=WEEK_S),
     ] = 600.0
 
 
@@ -162,9 +196,15 @@ class PromptSpec:
         ),
     ] = None
     num_prompts: Annotated[
-        int, Flag(PROMPTS, "Default: 64, or all of a --prompts file.", kind=int | None)
+        int,
+        Flag(
+            PROMPTS,
+            "Default: 64, or all of a --prompts file.",
+            kind=int | None,
+            range=Range(1, MANY),
+        ),
     ] = 64
-    seed: Annotated[int, Flag(PROMPTS, "Of prompts, sampling and intervals.")] = 0
+    seed: Annotated[int, Flag(PROMPTS, "Of prompts, sampling and intervals.", range=SEEDS)] = 0
     dataset: Annotated[
         str | None,
         Flag(PROMPTS, "Hub id, file (jsonl, json, parquet, csv) or save_to_disk directory."),
@@ -187,10 +227,20 @@ class RolloutSpec:
     prompts: PromptSpec = field(default_factory=PromptSpec)
     sampling: Sampling = field(default_factory=Sampling)
     exact_kl: Annotated[
-        int, Flag(ENGINE, "Tokens at which whole distributions are kept, for exact KL; 0: off.")
+        int,
+        Flag(
+            ENGINE,
+            "Tokens at which whole distributions are kept, for exact KL; 0: off.",
+            range=Range(0, 10**7),
+        ),
     ] = 512
     exact_kl_top_k: Annotated[
-        int, Flag(ENGINE, "Ids kept of each, where the vocabulary has over 4,096.")
+        int,
+        Flag(
+            ENGINE,
+            "Ids kept of each, where the vocabulary has over 4,096.",
+            range=Range(1, 10**6),
+        ),
     ] = 64
 
 
@@ -240,7 +290,7 @@ class TrainSpec:
     ] = "auto"
     head_dtype: Annotated[Dtype | None, Flag(TRAIN, "Of the LM head.")] = None
     router_dtype: Annotated[Dtype | None, Flag(TRAIN, "Of the routers.")] = None
-    micro_batch_tokens: Annotated[int, Flag(TRAIN)] = 4096
+    micro_batch_tokens: Annotated[int, Flag(TRAIN, range=Range(1, MANY))] = 4096
     layout: Annotated[
         Literal["padding", "packing"], Flag(TRAIN, "One sequence per row, or several.")
     ] = "padding"
@@ -278,6 +328,7 @@ class CheckSpec:
     Attributes:
         preset: the framework whose trainer ``train`` imitates, with the version read; or "".
         not_reproduced: what that framework does and this run does not, one sentence each.
+        quick: leave out the passes that only the square needs, see experiments.square.
         forecast_length: response length that importance weights are forecast at, tokens.
         two_passes: the trainer's "old" against its "new" pass. None: from passes that are made
             anyway; True: with what router replay does to them; False: leave it out.
@@ -292,7 +343,7 @@ class CheckSpec:
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
     nproc_per_node: Annotated[
-        int, Flag(TRAIN, "Ranks; default: GPUs, or 2 on a CPU.", kind=int | None)
+        int, Flag(TRAIN, "Ranks; default: GPUs, or 2 on a CPU.", kind=int | None, range=RANKS)
     ] = 2
     noise_floor: Annotated[bool, Flag(TRAIN, "Also measure what noise alone does.")] = True
     seed: int = 0  # of the bootstrap
@@ -300,8 +351,21 @@ class CheckSpec:
     not_reproduced: tuple[str, ...] = ()
     forecast_length: Annotated[
         int,
-        Flag(OUTPUT, "Planned response length, to forecast importance weights at.", positive=True),
+        Flag(
+            OUTPUT,
+            "Planned response length, to forecast importance weights at.",
+            range=Range(1, 10**7),
+        ),
     ] = 16_384
+    quick: Annotated[
+        bool,
+        Flag(
+            TRAIN,
+            "Leave out plain passes and the engine in float32: nothing then tells a fault from "
+            "rounding; docs/square.md.",
+            switch=True,
+        ),
+    ] = False
     two_passes: Annotated[
         bool | None,
         Flag(
@@ -336,7 +400,11 @@ class CheckSpec:
     ] = ()
     budget_minutes: Annotated[
         float | None,
-        Flag(FIXES, "That fixes may take beyond the check; default: no limit.", positive=True),
+        Flag(
+            FIXES,
+            "That fixes may take beyond the check; default: no limit.",
+            range=Range(0, MANY, above=True),
+        ),
     ] = None
     verdict: Annotated[
         VerdictFrom, Flag(FIXES, "Take verdict and exit code as-is, or after the best fixes.")
@@ -352,11 +420,27 @@ class CheckSpec:
         ),
     ] = False
     gradient_prompts: Annotated[
-        int, Flag(TRAIN, "Prompts of that batch, at most.", positive=True)
+        int, Flag(TRAIN, "Prompts of that batch, at most.", range=Range(1, MANY))
     ] = 16
 
 
 T = TypeVar("T")
+
+
+def require_ranges(*specs: Any) -> None:
+    """Every number of these specs is in the range of its flag, wherever the specs came from.
+
+    Raises:
+        MismatchError: one is not.
+    """
+    for spec in specs:
+        for name, hint in get_type_hints(type(spec), include_extras=True).items():
+            value = getattr(spec, name)
+            for note in get_args(hint)[1:]:
+                bounds = note.range if isinstance(note, Flag) else None
+                if bounds is not None and value is not None and value not in bounds:
+                    flag = f"--{(note.name or name).replace('_', '-')}"
+                    raise MismatchError(f"{flag} is {value}", f"give a number {bounds}")
 
 
 def to_dict(spec: Any) -> dict[str, Any]:

@@ -26,7 +26,9 @@ def check(flags: Flags) -> int:
             session.say(note)
     levels = session.levels(flags)
     if flags["dry_run"]:
-        return session.dry_run(spec)
+        code = session.dry_run(spec)
+        preflight(spec, reach=False)
+        return code
     preflight(spec)
     session.warn_of_memory(spec)
     run_dir = session.open_run("check", spec, flags)

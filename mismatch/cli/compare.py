@@ -7,7 +7,7 @@ from pathlib import Path
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import CONFIG, FAIL_ON, FORECAST, LEVELS, NAME_FLAGS, RUN
-from mismatch.specs import OUTPUT
+from mismatch.specs import OUTPUT, Range
 
 OTHER_RUN = Option(
     "other",
@@ -29,6 +29,7 @@ AGAINST = (
         OUTPUT,
         "Share by which RUN may be worse than --against before that fails.",
         default=0.1,
+        range=Range(0, 1000),
     ),
 )
 SIDES = (
@@ -53,12 +54,15 @@ def compare(flags: Flags) -> int:
     Exit code 0: not worse by more than --margin. 1: worse, or critical. 2: not comparable.
     """
     from mismatch.cli import session
+    from mismatch.errors import MismatchError
     from mismatch.pipeline.commands import run_compare
     from mismatch.reports.files import write_report
 
     run, levels = flags["run"], session.levels(flags)
     if flags["against"] is not None:
         return _against(flags)
+    if "margin" in flags.explicit:
+        raise MismatchError("--margin without --against", "mismatch compare NEW --against OLD")
     length = flags["forecast_length"] if "forecast_length" in flags.explicit else None
     if flags["other"] is None and not flags["left"] and not flags["right"]:
         report = run_compare(
@@ -95,8 +99,6 @@ def _against(flags: Flags) -> int:
             f"--against compares two whole runs: {', '.join(clash)} has no place in it",
             "mismatch compare NEW --against OLD",
         )
-    if not flags["margin"] >= 0:
-        raise MismatchError(f"--margin is {flags['margin']:g}", "use a share, 0 or more: 0.1")
     if new.resolve() == old.resolve():
         raise MismatchError(f"{new} against itself", "mismatch compare NEW --against OLD")
     fail_on = flags["fail_on"]

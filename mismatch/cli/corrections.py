@@ -10,7 +10,7 @@ import typer
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import JSON, RUN
-from mismatch.specs import OUTPUT
+from mismatch.specs import MANY, OUTPUT, Range
 
 BOUNDS = "Bounds, as ratios"
 PAIR = tuple[float, float]
@@ -37,7 +37,13 @@ TARGET = Option(
     "Rank by the ratio of the token or of the sequence.",
     default="token",
 )
-BATCH = Option("batch", int | None, "", "Sequences of a training batch; default: those of the run.")
+BATCH = Option(
+    "batch",
+    int | None,
+    "",
+    "Sequences of a training batch; default: those of the run.",
+    range=Range(1, MANY),
+)
 SCORING = Option("scoring", str, OUTPUT, "The trainer's scoring.", default="fsdp")
 
 

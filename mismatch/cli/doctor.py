@@ -15,7 +15,12 @@ from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampl
 AS_OF_CHECK = (
     *flags_of(CheckSpec, "nproc_per_node"),
     *flags_of(EngineSpec, "tensor_parallel_size"),
-    Option("num_prompts", int, "", "Prompts of the check.", default=PromptSpec().num_prompts),
+    replace(
+        flags_of(PromptSpec, "num_prompts")[0],
+        kind=int,
+        help="Prompts of the check.",
+        default=PromptSpec().num_prompts,
+    ),
     *flags_of(Sampling, "samples_per_prompt max_tokens"),
     *flags_of(TrainSpec, "micro_batch_tokens"),
 )

@@ -7,7 +7,6 @@ listed in mismatch/cli/options.py; both become parameters of typer here.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from mismatch.errors import MismatchError
-from mismatch.specs import DTYPES, Dtype, Flag
+from mismatch.specs import DTYPES, Dtype, Flag, Range
 
 AUTO = "auto"  # a dtype: that of the checkpoint, mismatch/cli/to_spec.py
 DTYPE_NAMES = {  # as vLLM spells them
@@ -55,6 +54,7 @@ class Option:
         name: with underscores.
         kind: type of its value: bool, int, float, str, Path, a Literal, a list or a tuple of
             them, or one of these and None.
+        range: of a number, or of each in a list.
         default: REQUIRED for an argument that has none.
         argument: positional.
         spelling: the flag as typed, where it is not --NAME.
@@ -67,7 +67,7 @@ class Option:
     panel: str
     help: str = ""
     default: Any = None
-    positive: bool = False
+    range: Range | None = None
     switch: bool = False
     argument: bool = False
     spelling: str = ""
@@ -92,7 +92,7 @@ class Option:
         """One value, from text (command line) or from a TOML value.
 
         Raises:
-            MismatchError: it is of another type, no choice of the flag, or not positive.
+            MismatchError: it is of another type, no choice of the flag, or outside of its range.
         """
         item, wanted, near = self.item, NAMES_OF_TYPES.get(self.item, "a path"), []
         if get_origin(item) is Literal:
@@ -109,11 +109,9 @@ class Option:
                 return value
         elif item in (int, float):
             number = _number(value, item)
-            if number is not None and not self.positive:
+            if number is not None and (self.range is None or number in self.range):
                 return number
-            if number is not None and 0 < number < math.inf:
-                return number
-            wanted += " above 0" if self.positive else ""
+            wanted += f" {self.range}" if self.range is not None else ""
         elif isinstance(value, str | Path):
             return item(value)
         guess = f"did you mean {near[0]}? " if near else ""
@@ -160,7 +158,7 @@ def _number(value: Any, kind: type) -> Any:
         return None
     try:
         return kind(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -180,7 +178,7 @@ def _fields(spec: type) -> Mapping[str, tuple[Option, bool]]:
                     default=field.default if same else None,
                     panel=note.panel,
                     help=note.help,
-                    positive=note.positive,
+                    range=note.range,
                     switch=note.switch,
                 )
                 options[field.name] = option, same

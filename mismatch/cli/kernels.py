@@ -16,7 +16,7 @@ from mismatch.cli.command import with_flags
 from mismatch.cli.flags import DTYPE_NAMES, Flags, Option
 from mismatch.cli.options import JSON, MODEL_FLAGS, TRUST_RUN
 from mismatch.errors import MismatchError
-from mismatch.specs import MODEL, OUTPUT
+from mismatch.specs import MODEL, OUTPUT, SEEDS, WEEK_S
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,9 +65,9 @@ AUDIT_FLAGS = (
         AUDIT,
         "Seconds for one implementation; then it is ended.",
         default=900.0,
-        positive=True,
+        range=WEEK_S,
     ),
-    Option("seed", int, AUDIT, "Of the inputs.", default=0),
+    Option("seed", int, AUDIT, "Of the inputs.", default=0, range=SEEDS),
 )
 AUDIT_OUTPUT = (
     Option(

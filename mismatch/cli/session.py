@@ -50,7 +50,7 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
         spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
         if "server" in flags.explicit:  # said again
             asked = replace(spec, rollout=replace(spec.rollout, engine=replace(engine, servers=())))
-    require_trust(Path(resume), asked, flags["trust_run"])
+    require_trust(Path(resume), asked, bool(flags.get("trust_run")))
     if flags.explicit & FIX_NAMES:
         fields = fix_fields(flags, spec.fixes)
         kept = set() if "fix" in flags.explicit else FIX_NAMES - flags.explicit

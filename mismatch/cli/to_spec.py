@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
-from mismatch.cli.options import SERVER_FLAGS
+from mismatch.cli.options import CHECK, SERVER_FLAGS
 from mismatch.errors import MismatchError
-from mismatch.specs import EngineSpec
+from mismatch.specs import MANY, EngineSpec
 
 if TYPE_CHECKING:
     from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
@@ -17,17 +17,43 @@ if TYPE_CHECKING:
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
 FIX_FIELDS = "fixes budget_minutes verdict"
 GRADIENT_FIELDS = "gradients gradient_prompts"
-ALL_OF_A_FILE = 10**9  # prompts
+ALL_OF_A_FILE = MANY  # prompts
 
 # Where servers are, and not what is run: a resumed run may go on elsewhere.
 SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
-WEEK_S = 7 * 86400.0
 # What only an engine that mismatch starts can be told.
 OURS = (
     *("engine_python", "vllm_python", "sglang_python", "tensor_parallel_size", "max_model_len"),
     "engine_arg",
     *("gpu_memory_utilization", "rollout_weights", "verl_config", "other_engine_arg"),
 )
+
+
+# Flags that do nothing without another one.
+COMPANIONS = {
+    "dataset_config": "dataset",
+    "dataset_split": "dataset",
+    "prompt_column": "dataset",
+    "answer_column": "dataset",
+    "budget_minutes": "fix",
+    "gradient_prompts": "gradients",
+    "exact_kl_top_k": "exact_kl",
+}
+
+
+def require_companions(flags: Flags) -> None:
+    """No flag is set that has no effect.
+
+    Raises:
+        MismatchError: one is. A file of all flags (``--print-config``) may hold their defaults.
+    """
+    defaults = {option.name: option.default for option in CHECK}
+    for name, needed in COMPANIONS.items():
+        asked = name in flags.explicit and flags[name] != defaults[name]
+        if asked and not flags.get(needed):
+            raise MismatchError(
+                f"{_flag(name)} without {_flag(needed)} does nothing", f"add {_flag(needed)}"
+            )
 
 
 def check_spec(flags: Flags) -> CheckSpec:
@@ -58,7 +84,7 @@ def training_fields(flags: Flags) -> dict[str, Any]:
     return {
         "nproc_per_node": (local_gpus() or 2) if ranks is None else ranks,
         "inject": parse_injections(flags["inject"]),
-        **spec_values(CheckSpec, flags, "noise_floor two_passes weights_effect"),
+        **spec_values(CheckSpec, flags, "noise_floor quick two_passes weights_effect"),
     }
 
 
@@ -74,6 +100,8 @@ def fix_fields(flags: Flags, stored: tuple[str, ...] = ()) -> dict[str, Any]:
     from mismatch.specs import CheckSpec
 
     fixes = parse_requests(flags["fix"] or ()) or stored
+    if "fix" in flags.explicit and flags["fix"] and not fixes:
+        raise MismatchError("--fix names no fix", "mismatch fixes lists them; --fix all")
     if flags["verdict"] == "after-fixes" and not fixes:
         raise MismatchError("--verdict after-fixes without fixes", "name some: --fix all")
     return {"fixes": fixes, **spec_values(CheckSpec, flags, FIX_FIELDS)}
@@ -99,6 +127,7 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     """The engine's side; ``model`` is resolved already."""
     from mismatch.specs import PromptSpec, RolloutSpec, Sampling
 
+    require_companions(flags)
     names = engine_names(flags)
     for engine_name in engine_pythons(flags):
         if engine_name not in names:
@@ -188,10 +217,6 @@ def server_addresses(flags: Flags) -> tuple[str, ...]:
                 "settings",
                 f"drop {_flag(name)}, or --server",
             )
-    if flags["server_timeout"] > WEEK_S:
-        raise MismatchError(
-            f"--server-timeout is {flags['server_timeout']:g}", "give seconds, a week's at most"
-        )
     return tuple(parse_address(text).text for text in flags["server"])
 
 

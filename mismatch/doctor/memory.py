@@ -23,6 +23,7 @@ from mismatch.types import Sampling
 
 GIB = 1 << 30
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+PLAIN_BLOCK = 256  # queries at a time, as mismatch/training/attention has it; a test compares them
 EXPERTS = {  # implementation: name of the part, formula (see mismatch.doctor.experts)
     "eager": ("expert by expert", "N·K·E·8 + N·(H + 9I)·b at most"),
     "grouped_mm": ("experts workspace", "N·K·max(H + 9I, 5H)·b"),
@@ -182,14 +183,17 @@ def _scores(
 ) -> tuple[int, int, int]:
     """Bytes of whole scores at the worst line, as returned, and of [B, 1, T, T] masks.
 
-    Fused kernels have none of them, but a mask for packed rows. The eager kernel holds scores with
-    the sink's column and less their maximum, or in the spec's dtype and in float32 twice.
+    Fused kernels have none of them, but a mask for packed rows, and the plain kernel a block of
+    scores. The eager kernel holds scores with the sink's column and less their maximum, or in the
+    spec's dtype and in float32 twice.
     """
     square = rows * longest**2
     if spec.attention == "eager":
         copies = 3 * b if shape.sinks else (b + 8 if b == 2 else 2 * b)
         once = square * shape.heads
         return once * copies, once * b, square * b * (2 if shape.window else 1)
+    if spec.attention.startswith("plain"):  # a block of queries, in float32 and in its own dtype
+        return rows * min(PLAIN_BLOCK, longest) * longest * shape.heads * (8 + 2 * b), 0, 0
     fused = spec.attention in ("auto", "transformers", "sdpa")
     return 0, 0, square if fused and not shape.sinks and spec.layout == "packing" else 0
 

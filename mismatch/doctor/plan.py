@@ -209,9 +209,13 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
 
 
 def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
+    from mismatch.experiments.square import float32_engine, wants_square
+
     engine = spec.rollout.engine
     prefill = ", then rescores the same tokens by prefill" if engine.prefill else ""
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
+    again = not engine.servers and wants_square(spec) and float32_engine(spec.rollout) is not None
+    float32 = Stage("rollout in float32", f"1 × {engine.engine}, float32", "scores the same tokens")
     return (
         Stage(
             "rollout",
@@ -219,6 +223,7 @@ def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
             or f"1 × {engine.engine}, tensor parallel {engine.tensor_parallel_size}",
             f"samples{prefill}",
         ),
+        *([float32] if again else []),
         Stage("score", f"torchrun, {ranks}, FSDP2", f"passes: {', '.join(passes)}"),
         Stage("compare", "this process", "metrics with intervals, semantic checks, noise floor"),
         Stage("report", "this process", "report.html, report.json, report.md, tokens.parquet"),
@@ -280,6 +285,8 @@ def _not_measured(spec: CheckSpec, shape: ModelConfig, machine: Machine) -> list
         missing.append("the engine's own noise (decode against prefill): --no-prefill")
     elif spec.rollout.sampling.truncates:
         missing.append("prefill under truncation: prefill logprobs are of the whole distribution")
+    if spec.quick or not spec.noise_floor:
+        missing.append(f"rounding or fault: {'--quick' if spec.quick else '--no-noise-floor'}")
     if not spec.noise_floor:
         missing.append("the trainer's own noise and float32: --no-noise-floor")
     return missing

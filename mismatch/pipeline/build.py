@@ -16,14 +16,17 @@ from mismatch.analysis.exact_kl import exact_checks, exact_reason
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.analysis.registry import Measured, analyses
 from mismatch.analysis.routing_tables import flipped_layers
+from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
 from mismatch.experiments.kernels.verdict import of_run
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
+from mismatch.processes.square import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
+from mismatch.run.messages import read_error
 from mismatch.run.provenance import provenance
-from mismatch.run.scorings import REFERENCE, REPLAYED, TRAIN, WEIGHTS
+from mismatch.run.scorings import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import Check, Comparison, NotTested, Report, Rollout, Scoring, SidePair
 
@@ -107,7 +110,8 @@ def build_report(
         checks += exact_checks(comparisons[0])
     column = column_for(found.decode.fingerprint, found.train.fingerprint)
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
-    results, unseen = measured(spec, found, comparisons)
+    results, unseen = measured(run_dir, spec, found, comparisons)
+    checks += square_checks(results.get("square"))
     missing = not_tested(spec, found.rollout, found.scorings, checks) + unseen
     gradients, unseen = check_of_run(run_dir, asked=spec.gradients)
     results |= {"kernels": of_run(run_dir), "gradients": gradients}
@@ -125,7 +129,7 @@ def build_report(
 
 
 def measured(
-    spec: CheckSpec, found: Artefacts, comparisons: list[Comparison]
+    run_dir: Path, spec: CheckSpec, found: Artefacts, comparisons: list[Comparison]
 ) -> tuple[dict[str, Any], list[str]]:
     """The results of all analyses by id, and what they could not see.
 
@@ -136,6 +140,8 @@ def measured(
     beside = {n: s for n, s in found.scorings.items() if n not in (found.decode.name, TRAIN)}
     refused = {name: reason for name, one in beside.items() if (reason := flaw(one))}
     usable = {name: one for name, one in found.scorings.items() if name not in refused}
+    if (error := read_error(run_dir, FLOAT32_ENGINE)) is not None:
+        refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
     run = Measured(found.rollout, found.decode, found.train, comparisons[0], usable, refused)
     results: dict[str, Any] = {}
     missing: list[str] = []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
 from mismatch.experiments.passes import training_passes
+from mismatch.experiments.square import wants_square
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.stages import Narrator, Stages
 from mismatch.run import store
@@ -46,7 +47,7 @@ def run_check(
         MismatchError: a stage failed; what was written before stays, to be resumed.
     """
     with at_work(run_dir, "check", spec, command) as journal:
-        stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec))
+        stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec), wants_square(spec))
         if spec.other_engine is not None:
             from mismatch.pipeline.engine_pair import measure_two
 

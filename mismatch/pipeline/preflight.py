@@ -18,7 +18,15 @@ from mismatch.engines.registry import check_machine, engine_info, require_engine
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.interpreters import interpreter_environment, own_python
-from mismatch.specs import AS_STORED, CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from mismatch.run.machine import local_gpus
+from mismatch.specs import (
+    AS_STORED,
+    CheckSpec,
+    EngineSpec,
+    RolloutSpec,
+    TrainSpec,
+    require_ranges,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,21 +48,25 @@ OFFLINE = (
 )
 
 
-def preflight(spec: CheckSpec) -> None:
+def preflight(spec: CheckSpec, *, reach: bool = True) -> None:
     """Before a whole check: both sides.
+
+    Args:
+        reach: False leaves out whether the hub can be reached, for a plan without a network.
 
     Raises:
         MismatchError: engine not installed, prompts file malformed, nothing to sample …
     """
-    preflight_rollout(spec.rollout)
+    require_ranges(spec)
+    preflight_rollout(spec.rollout, reach=reach)
     if spec.other_engine is not None:
-        preflight_rollout(replace(spec.rollout, engine=spec.other_engine))
-    preflight_training(spec.train, spec.nproc_per_node)
+        preflight_rollout(replace(spec.rollout, engine=spec.other_engine), reach=reach)
+    preflight_training(spec.train, spec.nproc_per_node, reach=reach)
     require_routes(spec, weight_givers())
     require_forms(spec)
 
 
-def preflight_rollout(spec: RolloutSpec) -> None:
+def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
     """Before the engine's process starts.
 
     Raises:
@@ -62,30 +74,19 @@ def preflight_rollout(spec: RolloutSpec) -> None:
     """
     from mismatch.prompts.sources import read_prompts
 
+    require_ranges(spec, spec.engine, spec.prompts, spec.sampling)
     if own_python(spec.engine) is None:
         require_engine(spec.engine.engine)
     else:
         require_interpreter(spec.engine, dataset=spec.prompts.dataset is not None)
-    sampling = spec.sampling
-    _positive("--samples-per-prompt", sampling.samples_per_prompt)
-    _positive("--max-tokens", sampling.max_tokens)
-    _positive("--num-prompts", spec.prompts.num_prompts)
-    if not 0 <= sampling.temperature <= 100:
-        raise MismatchError(f"--temperature is {sampling.temperature}", "use 0 (greedy) to 100")
-    if not 0 < sampling.top_p <= 1:
-        raise MismatchError(f"--top-p is {sampling.top_p}", "use a share above 0, up to 1 (off)")
-    if spec.exact_kl < 0:
-        raise MismatchError(f"--exact-kl is {spec.exact_kl}", "use 0 (off) or a positive number")
-    _positive("--exact-kl-top-k", spec.exact_kl_top_k)
-    if sampling.top_k < 0:
-        raise MismatchError(f"--top-k is {sampling.top_k}", "use 0 (off) or a positive number")
     read_prompts(spec.prompts)
     require_form(spec.engine)
     check_machine(spec.engine)
-    require_reachable(spec.engine.model, spec.engine.revision)
+    if reach:
+        require_reachable(spec.engine.model, spec.engine.revision)
 
 
-def preflight_training(spec: TrainSpec, nproc_per_node: int) -> None:
+def preflight_training(spec: TrainSpec, nproc_per_node: int, *, reach: bool = True) -> None:
     """Before the training world starts.
 
     Raises:
@@ -97,10 +98,16 @@ def preflight_training(spec: TrainSpec, nproc_per_node: int) -> None:
             f"{' and '.join(missing)} not installed: the training side needs them",
             "pip install 'train-infer-mismatch[score]', or `make env` in a clone",
         )
-    _positive("--nproc-per-node", nproc_per_node)
-    _positive("--micro-batch-tokens", spec.micro_batch_tokens)
+    require_ranges(spec)
+    gpus = local_gpus()
+    if gpus and nproc_per_node > gpus:
+        raise MismatchError(
+            f"--nproc-per-node is {nproc_per_node}, this machine has {gpus} GPUs",
+            f"one rank needs one GPU: --nproc-per-node {gpus}, or fewer",
+        )
     require_free_port(os.environ)
-    require_reachable(spec.model, spec.revision)
+    if reach:
+        require_reachable(spec.model, spec.revision)
 
 
 def require_form(spec: EngineSpec) -> None:
@@ -117,11 +124,6 @@ def require_form(spec: EngineSpec) -> None:
         return
     if spec.weights not in (AS_STORED, "mxfp4" if is_mxfp4(directory) else "bf16"):
         require_derived(directory, spec.weights)  # what it is stored in can always be served
-
-
-def _positive(flag: str, value: int) -> None:
-    if value < 1:
-        raise MismatchError(f"{flag} is {value}", f"use a positive number: {flag} 1")
 
 
 # ---------------------------------------------------------------- the machine

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mismatch.errors import MismatchError
 from mismatch.processes.interpreters import engine_python, interpreter_environment, own_python
 from mismatch.processes.launch import Worker, finish, started
+from mismatch.processes.square import score_in_float32
 from mismatch.run import resume, store
 from mismatch.run.directory import Journal
 from mismatch.run.machine import local_gpus
 from mismatch.run.messages import SCORED, error_path, write_error
-from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict, weights_key
+from mismatch.specs import CheckSpec, Pass, RolloutSpec, TrainSpec, to_dict, weights_key
 
 if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
@@ -108,6 +109,7 @@ class Stages:
     narrator: Narrator
     journal: Journal
     gradients: GradientPlan | None = None  # taken by the training world after its passes
+    square: bool = False  # whether the engine is started once more, in float32
 
     def measure(
         self, passes: list[Pass], sample: bool = True, beside: Beside | None = None
@@ -135,11 +137,13 @@ class Stages:
             train = stack.enter_context(self._world(jobs, plan)) if jobs or plan else None
             with_train = [train] if train else []
             if sample and not (sampled and self._rescored()):
-                with self._engine() as engine:
+                with self.engine(self.spec.rollout) as engine:
                     title = f"rollout: {self.spec.rollout.engine.engine} samples"
-                    self._await(engine, "rollout", title, *with_train)
+                    self.wait(engine, "rollout", title, *with_train)
             elif sample:
                 self.narrator.note("rollout: there already")
+            if sample and self.square:
+                score_in_float32(self, *with_train)
             go: dict[str, Any] = {}
             if beside is not None:
                 go = beside.prepare(*with_train)
@@ -166,7 +170,7 @@ class Stages:
         from mismatch.experiments.gradients.files import ALL_PASSES, failure_label
 
         try:
-            self._await(train, "score", self._title(passes, plan))
+            self.wait(train, "score", self._title(passes, plan))
         except MismatchError as error:
             if plan is None or SCORED not in train.timings:
                 raise
@@ -186,10 +190,11 @@ class Stages:
         done = resume.rollout_done(self.run_dir, spec) and self._rescored()
         if done and not also:
             return
-        with self._engine(also) as engine:
+        job = {"also": [str(place) for place in also]} if also else {}
+        with self.engine(spec, job=job) as engine:
             verb = "rescores" if done else "samples"
             title = f"rollout: {spec.engine.engine} {verb}, {self.run_dir.name}"
-            self._await(engine, "rescore" if done else "rollout", title, *beside)
+            self.wait(engine, "rescore" if done else "rollout", title, *beside)
 
     def _rescored(self) -> bool:
         spec = self.spec.rollout
@@ -202,14 +207,19 @@ class Stages:
         return f"score: FSDP2, {ranks}, {passes} pass{'' if passes == 1 else 'es'}{then}"
 
     @contextmanager
-    def _engine(self, also: Sequence[Path] = ()) -> Iterator[Worker]:
-        spec = self.spec.rollout
-        job: dict[str, Any] = {"run_dir": str(self.run_dir), "spec": to_dict(spec)}
-        job |= {"also": [str(place) for place in also]} if also else {}
-        path = store.write_json(self.run_dir / "jobs" / "engine.json", job)
+    def engine(
+        self, spec: RolloutSpec, label: str = "engine", job: dict[str, Any] | None = None
+    ) -> Iterator[Worker]:
+        """An engine's process at work.
+
+        Args:
+            job: what it is asked beyond the spec, see mismatch/processes/workers/engine.py.
+        """
+        asked = {"run_dir": str(self.run_dir), "spec": to_dict(spec), **(job or {})}
+        path = store.write_json(self.run_dir / "jobs" / f"{label}.json", asked)
         command = [engine_python(spec.engine), "-m", "mismatch.processes.workers.engine", str(path)]
         env = interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
-        with started("engine", command, self.run_dir, env=env) as worker:
+        with started(label, command, self.run_dir, env=env) as worker:
             yield worker
 
     @contextmanager
@@ -232,7 +242,7 @@ class Stages:
         with started("train", command, self.run_dir, env=env) as worker:
             yield worker
 
-    def _await(self, worker: Worker, key: str, title: str, *beside: Worker) -> None:
+    def wait(self, worker: Worker, key: str, title: str, *beside: Worker) -> None:
         """Show a worker's progress until it ends, and note its times."""
         with self.timed(key, title) as progress:
             worker.on_progress = progress

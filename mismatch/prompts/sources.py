@@ -23,6 +23,7 @@ from mismatch.prompts.arithmetic import arithmetic_problems
 from mismatch.prompts.prompt import Prompt
 from mismatch.specs import PromptSpec
 
+MOST_PROBLEMS = 1_000_000  # of the built-in task; they are made in memory
 KINDS = ("prompt", "messages", "prompt_token_ids")
 EXAMPLE = 'one JSON object per line, such as {"messages": [{"role": "user", "content": "Hi"}]}'
 
@@ -31,7 +32,8 @@ def read_prompts(spec: PromptSpec) -> list[Prompt]:
     """The prompts that a spec names: ``num_prompts`` of the task, or the file's first so many.
 
     Raises:
-        MismatchError: unknown task, or a file that is missing, empty or malformed (with the line).
+        MismatchError: unknown task, too many problems of it, or a file that is missing, empty or
+            malformed (with the line).
     """
     if spec.dataset is not None:
         from mismatch.prompts.datasets import read_dataset
@@ -42,6 +44,11 @@ def read_prompts(spec: PromptSpec) -> list[Prompt]:
     if spec.task != "arithmetic":
         raise MismatchError(
             f"unknown task {spec.task!r}", "use arithmetic, or a file of prompts: --prompts FILE"
+        )
+    if spec.num_prompts > MOST_PROBLEMS:
+        raise MismatchError(
+            f"--num-prompts is {spec.num_prompts:,}, the built-in task has {MOST_PROBLEMS:,}",
+            "give fewer, or a file of prompts: --prompts FILE",
         )
     problems = arithmetic_problems(spec.num_prompts, spec.seed)
     return [

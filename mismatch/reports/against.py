@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from mismatch.experiments.regression.types import Against, AgainstRow, Changed, RunSide
 from mismatch.reports import quantities
-from mismatch.reports.fixes import interval, signed
+from mismatch.reports.formatting import interval, signed
 from mismatch.reports.summary import Row
 from mismatch.reports.text import line
 from mismatch.reports.words import MARKS, words_for
@@ -77,8 +78,8 @@ def _line(row: AgainstRow) -> Line:
         meaning=words.meaning,
         old=before.value,
         new=after.value,
-        change=signed(row.change),
-        interval=interval(row.change),
+        change=signed(row.change.value, 2),
+        interval=interval(row.change, partial(signed, digits=2)),
         p=_p_value(row.p_value),
         result=result,
         mark=SIGNS[row.outcome],

@@ -142,7 +142,8 @@ def print_table(table: Table, console: Console) -> None:
         )
     for row in range(len(table.rows)):
         shown.add_row(*(Text(column.texts[row], column.styles[row]) for column in columns))
-    console.print(Padding(shown, (0, 0, 0, 2)), highlight=False, markup=False)
+    indented = Padding(shown, (0, 0, 0, 2), expand=False)
+    console.print(indented, highlight=False, markup=False)
 
 
 def _columns(table: Table) -> list[_Texts]:

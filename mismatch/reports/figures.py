@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.reports.formatting import number
+from mismatch.reports.formatting import thousands
 from mismatch.reports.section import Figure
 from mismatch.reports.summary import Row
 from mismatch.reports.svg import (
@@ -30,16 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One figure of a section that is not ported yet."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
 
 
 def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
@@ -263,7 +252,7 @@ def _bars(axes: Axes, labels: list[str], mean: Array, count: Array) -> None:
     axes.set_ylim(0, top * 1.15)
     for position, value, tokens in zip(x, height, count, strict=True):
         if tokens:
-            text = f"{tokens:,}" if tokens < 10_000 else f"{number(tokens / 1000)}k"
             axes.text(
-                float(position), value + top * 0.02, text, ha="center", color=FAINT, fontsize=9.5
-            )
+                float(position), value + top * 0.02, thousands(tokens),
+                ha="center", color=FAINT, fontsize=9.5,
+            )  # fmt: skip

@@ -12,9 +12,10 @@ from mismatch.reports.words import MARKS
 from mismatch.types import Estimate
 
 __all__ = [
-    "MISSING", "Format", "badge", "bound", "brief", "cosine", "count", "interval",
-    "line", "memory", "near_one", "number", "percent", "plural", "seconds", "signed",
-    "small_percent", "tenths", "text", "times", "token_text", "visible",
+    "MISSING", "Format", "badge", "bound", "brief", "chance", "cosine", "count",
+    "interval",
+    "line", "memory", "near_one", "number", "percent", "plural", "points", "seconds", "signed",
+    "small_percent", "tenths", "text", "thousands", "times", "token_text", "visible",
 ]  # fmt: skip
 
 Format = Callable[..., str]
@@ -34,13 +35,22 @@ def small_percent(share: float | None) -> str:
     return "< 0.001 %" if share is not None and 0.0 < share < 1e-5 else percent(share)
 
 
-def signed(value: float) -> str:
+def signed(value: float, digits: int = 3) -> str:
     """A difference, with its sign.
 
     >>> signed(0.25), signed(-0.25), signed(0.0)
     ('+0.250', '-0.250', '0')
     """
-    return ("+" if value > 0 else "") + number(value)
+    return ("+" if value > 0 else "") + number(value, digits)
+
+
+def chance(p: float) -> str:
+    """A p-value.
+
+    >>> chance(2e-5), chance(0.04)
+    ('< 0.001', '0.040')
+    """
+    return "< 0.001" if p < 0.001 else brief(p)
 
 
 def brief(value: float | None) -> str:
@@ -70,6 +80,24 @@ def memory(size: float | None) -> str:
     if size is None:
         return MISSING
     return f"{brief(size / 2**30)} GiB" if size >= 2**30 else f"{number(size / 2**20)} MiB"
+
+
+def points(share: float) -> str:
+    """A difference of shares, with its sign.
+
+    >>> points(0.012), points(-0.5)
+    ('+1.2 %', '-50 %')
+    """
+    return f"{'+' if share > 0 else '-' if share < 0 else ''}{percent(abs(share))}"
+
+
+def thousands(value: int) -> str:
+    """A count in a picture.
+
+    >>> thousands(9_999), thousands(12_345)
+    ('9,999', '12.3k')
+    """
+    return count(value) if value < 10_000 else f"{number(value / 1000)}k"
 
 
 def near_one(value: float | None) -> str:

@@ -6,7 +6,6 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from mismatch.reports import fixes, routing, summary
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import line
 from mismatch.reports.section import Page, cell_interval, cell_text
@@ -26,18 +25,12 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         tokens: one row per action token, as in tokens.parquet.
         framework: whose names the metrics have in the column of aliases; None: everybody's.
     """
-    return show_page(
-        page(report, tokens, Elsewhere(tokens, framework)),
-        routing=summary.routing_rows(report),
-        experts=routing.section(report),
-        fixes=fixes.section(report),
-    )
+    return show_page(page(report, tokens, Elsewhere(tokens, framework)))
 
 
-def show_page(shown: Page, **legacy: Any) -> str:
+def show_page(shown: Page) -> str:
     """A page with its verdict first, a list of contents, and every section."""
-    words = {"routing": None, "fixes": None, **legacy}
-    return template("page.html").render(page=shown, css=packaged("report.css"), **words)
+    return template("page.html").render(page=shown, css=packaged("report.css"))
 
 
 @cache

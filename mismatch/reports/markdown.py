@@ -6,14 +6,8 @@ import re
 from collections.abc import Iterable
 from html import escape
 
-from mismatch.analysis.corrections.recipes import Recipe
-from mismatch.reports import (
-    fixes,
-    routing,
-    summary,
-)
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.formatting import badge
+from mismatch.reports.formatting import badge, line, visible
 from mismatch.reports.section import (
     Block,
     Cell,
@@ -25,7 +19,6 @@ from mismatch.reports.section import (
     cell_text,
 )
 from mismatch.reports.sections import page
-from mismatch.reports.text import line, visible
 from mismatch.reports.words import MARKS
 from mismatch.types import Report
 
@@ -39,11 +32,10 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
     Args:
         elsewhere: a framework's names, for a table of their own.
     """
-    legacy = [_folded("Experts chosen", _routing_table(report)), _fixes(report)]
-    return show_page(page(report, names=elsewhere), legacy)
+    return show_page(page(report, names=elsewhere))
 
 
-def show_page(shown: Page, legacy: list[str] | None = None) -> str:
+def show_page(shown: Page) -> str:
     """The verdict first, then every section."""
     facts = " · ".join(plain(fact) for fact in shown.facts)
     steps = "\n".join(f"- {plain(step)}" for step in shown.steps)
@@ -53,7 +45,6 @@ def show_page(shown: Page, legacy: list[str] | None = None) -> str:
         plain(shown.lead),
         f"**Next**\n\n{steps}" if steps else "",
         *(show_section(section) for section in shown.sections),
-        *(legacy or []),
         f"<sub>{_code(shown.command)}</sub>" if shown.command else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -137,57 +128,6 @@ def _cell(cell: Cell, column: Column) -> Iterable[str]:
     yield f"{shown} ({plain(cell.note)})" if cell.note else shown
     if column.interval is not None:
         yield plain(cell_interval(cell, column))
-
-
-def _routing_table(report: Report) -> str:
-    rows = [
-        [plain(row.words.label), row.value, row.interval] for row in summary.routing_rows(report)
-    ]
-    said = [f"- {plain(sentence)}" for sentence in routing.sentences(summary.headline(report))]
-    made = table(["", "value:", "95 % interval:"], rows)
-    return "\n".join(said) + "\n\n" + made if said else made
-
-
-def _fixes(report: Report) -> str:
-    """What follows stands open, the tables are folded away."""
-    made = report.result("fixes")
-    if made is None:
-        return ""
-    said = "\n".join(f"- {plain(text)}" for text in fixes.sentences(report))
-    titles = ["fix", "k3:", "mean \\|delta\\|:", "99.9 % of \\|delta\\|:", "other experts:",
-              "change of k3:", "p:", "result", "took:", "verdict"]  # fmt: skip
-    rows = [
-        [_code(row.id), row.k3.both, row.mean.both, row.tail.both, row.routes.both,
-         f"{row.change} ({row.interval})", plain(row.p), f"{row.mark} {row.result}",
-         " ".join((row.seconds, row.memory)).strip(), row.verdict]
-        for row in fixes.measured_rows(made)
-    ]  # fmt: skip
-    losses = [
-        [_code(row.id), plain(row.label), row.kept, row.ess, row.bias, plain(row.remark)]
-        for row in fixes.loss_rows(report)
-    ]
-    notes = [f"- {_code(row.id)}: {row.result}: {plain(row.reason)}" for row in
-             fixes.other_rows(made)]  # fmt: skip
-    notes += [f"- {plain(reason)}" for reason in (*made.left_out, made.method) if reason]
-    parts = [plain(fixes.LEAD), table(titles, rows), _advice(report)]
-    parts.append(table(["fix of the loss", "", "kept:", "size:", "residual bias:", ""], losses))
-    parts.append("\n".join(notes))
-    folded = _folded("Every fix, as measured", "\n\n".join(part for part in parts if part))
-    return f"**{fixes.TITLE}**\n\n{said}\n\n{folded}"
-
-
-def _advice(report: Report) -> str:
-    parts = []
-    for one in fixes.advice(report.result("fixes")) if report.result("fixes") else ():
-        parts.append(f"To use {_code(one.id)}: {_code(one.command)}")
-        parts += [_recipe(recipe) for _, known in one.recipes for recipe in known]
-    return "\n\n".join(parts)
-
-
-def _recipe(recipe: Recipe) -> str:
-    remark = "; ".join(part for part in (recipe.remark, recipe.source) if part)
-    block = "\n\n```\n" + "\n".join(recipe.lines) + "\n```" if recipe.lines else ""
-    return f"{plain(recipe.framework)}: {plain(remark)}{block}"
 
 
 def _folded(title: str, body: str) -> str:

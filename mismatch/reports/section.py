@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch.reports.formatting import MISSING, Format, interval, line, number, text
-from mismatch.reports.words import TONES, Tone
+from mismatch.reports.words import TONES
+from mismatch.reports.words import Tone as Tone
 from mismatch.types import Estimate
 
 

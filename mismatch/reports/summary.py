@@ -8,7 +8,6 @@ from pathlib import PurePath
 
 from mismatch.reports.formatting import (
     bound,
-    interval,
     line,
     near_one,
     number,
@@ -38,10 +37,6 @@ class Row:
     @property
     def value(self) -> str:
         return self.write(self.estimate.value)
-
-    @property
-    def interval(self) -> str:
-        return interval(self.estimate, self.write)
 
     @property
     def cell(self) -> Cell:

@@ -8,9 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mismatch.reports import routing, summary
-from mismatch.reports.console import TONES, columns, heading, paragraph, print_section, say
-from mismatch.reports.fixes_terminal import print_fixes
+from mismatch.reports.console import TONES, heading, paragraph, print_section, say
 from mismatch.reports.formatting import line
 from mismatch.reports.section import Page, Section
 from mismatch.reports.sections import page
@@ -37,12 +35,7 @@ def print_report(
         elsewhere: a framework's names, for a table of their own.
         details: every section in full, not one line of those that have one.
     """
-    shown = page(report, names=elsewhere)
-    _head(shown, console)
-    _routing(report, console)
-    print_fixes(report, console)
-    _body(shown, console, details)
-    _tail(shown, console, run_dir)
+    print_page(page(report, names=elsewhere), console, run_dir, details)
 
 
 def print_page(
@@ -100,16 +93,3 @@ def _tail(shown: Page, console: Console, place: Path | str | None) -> None:
     style = TONES[shown.tone]
     verdict = f"verdict: {shown.word.upper()} – {line(shown.reason)}"
     say(console, verdict, style if "bold" in style else f"{style} bold")
-
-
-def _routing(report: Report, console: Console) -> None:
-    rows = routing.core_rows(report)
-    if not rows:
-        return
-    heading(console, "Experts chosen", "does the trainer's router pick the engine's experts?")
-    table = columns(("", False, 26), ("value", True, 7), ("95 % interval", True, 17))
-    for row in rows:
-        table.add_row(f"  {row.words.label}", row.value, row.interval)
-    console.print(table, highlight=False, markup=False)
-    for sentence in routing.sentences(summary.headline(report)):
-        paragraph(console, sentence, style="dim")

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
+from mismatch.run.scorings import PLAIN
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel, resident_share
@@ -27,7 +28,7 @@ def fingerprint(
     spec, scorer = job.spec, loaded.scorer
     shares = world.gather((resident_share(scorer), loaded.peak_bytes)) or []
     facts: Fingerprint = {
-        "mode": "reference" if job.name.startswith("reference") else "train",
+        "mode": _mode(job.name),
         "backend": "fsdp2",
         "model": spec.model,
         "revision": spec.revision,
@@ -67,6 +68,12 @@ def fingerprint(
     if loaded.peak_bytes is not None:
         facts["load_peak_bytes"] = [peak for _, peak in shares]
     return facts
+
+
+def _mode(name: str) -> str:
+    """What a pass is for: "reference", "plain" (a yardstick), or "train"."""
+    kind = name.partition(":")[0]
+    return kind if kind in ("reference", PLAIN) else "train"
 
 
 def _contents(world: World, loaded: LoadedModel) -> Fingerprint:

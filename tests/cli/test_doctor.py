@@ -90,8 +90,8 @@ def test_the_plan_counts_what_the_run_would_do():
     assert found.tokens["sampled at most"] == 8 * 100
     longest = found.tokens["longest sequence"]
     assert longest > 100
-    # the trainer, regrouped, repeated, with gradients, and float32
-    assert found.tokens["scored by the trainer at most"] == 8 * longest * 5
+    # the trainer, regrouped, repeated, with gradients, float32, and a plain bf16 forward
+    assert found.tokens["scored by the trainer at most"] == 8 * longest * 6
     assert [side.prediction.side for side in found.sides] == [
         "engine",
         "fsdp",
@@ -99,7 +99,13 @@ def test_the_plan_counts_what_the_run_would_do():
         "fsdp:repeated",
         "fsdp:grad",
         "reference:fp32",
+        "plain:bf16",
     ]
+    assert [stage.name for stage in found.stages][:2] == ["rollout", "rollout in float32"]
+    quick = plan(replace(spec(max_tokens=100), quick=True), machine())
+    assert quick.tokens["scored by the trainer at most"] == 8 * longest * 5
+    assert "rollout in float32" not in [stage.name for stage in quick.stages]
+    assert any("--quick" in line for line in quick.not_measured)
     quick = plan(replace(spec(max_tokens=100), noise_floor=False), machine())
     assert quick.tokens["scored by the trainer at most"] == 8 * longest
     assert any("--no-noise-floor" in line for line in quick.not_measured)

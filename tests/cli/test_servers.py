@@ -55,7 +55,6 @@ def flags(**given: object) -> Flags:
         ("max_model_len", 64),
         ("rollout_weights", "bf16"),
         ("verl_config", Path("x.yaml")),
-        ("server_timeout", 1e9),
     ],
 )
 def test_flags_of_an_engine_of_ours_are_refused(name: str, value: object) -> None:

@@ -112,7 +112,7 @@ def work(directory: Path, spec: RolloutSpec) -> subprocess.CompletedProcess[str]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=540,
     )
 
 

@@ -65,7 +65,7 @@ def wait_for_file(path: Path) -> None:
 
 
 def assert_ended(process: subprocess.Popen[str], directory: Path, *expected: str) -> None:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=540)
     assert process.returncode == 2, output
     assert "Traceback" not in output.split("its last lines")[0]
     for text in expected:

@@ -87,7 +87,7 @@ def test_a_cpu_engine_refuses_mxfp4_before_anything_starts(tmp_path: Path) -> No
         ["--model", "tiny-gpt-oss", "--rollout-weights", "mxfp4"],
     ):
         command = check_command(tmp_path / "run", *flags)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=540)
         assert done.returncode == 2
         assert "MXFP4" in done.stderr
         assert "--rollout-weights bf16" in done.stderr

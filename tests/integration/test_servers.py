@@ -267,7 +267,7 @@ def test_a_run_outlives_the_loss_of_its_servers(
     process = start("rollout", *FP32, *LONG, *few, "--server", lost.url, "--out", str(out))
     await_sequences(out, process, 6, lost.url)
     lost.vanish()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=540)
     kept = journal(out)
     assert process.returncode == 2, output
     assert f"{len(kept)} finished" in output
@@ -278,7 +278,7 @@ def test_a_run_outlives_the_loss_of_its_servers(
     process = start("rollout", "--resume", str(out), *few, *both)
     await_sequences(out, process, 2, goes.url)
     goes.kill()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=540)
     assert process.returncode == 0, output
     assert f"{goes.url} is dropped" in (out / "logs" / "engine.log").read_text()
     require_whole(out, prompts=20)

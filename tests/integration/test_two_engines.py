@@ -46,7 +46,7 @@ def test_vllm_stands_apart_from_two_that_share_a_framework(both: Run) -> None:
 def test_what_is_there_is_not_made_again(both: Run) -> None:
     before = {path: path.stat().st_mtime_ns for path in both.directory.rglob("*.parquet")}
     resume = [sys.executable, "-m", "mismatch", "check", "--resume", str(both.directory)]
-    done = subprocess.run(resume, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(resume, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rescores" not in done.stdout
     after = {path: path.stat().st_mtime_ns for path in both.directory.rglob("*.parquet")}
@@ -58,7 +58,7 @@ def test_one_engine_as_the_upgrade_of_the_other(both: Run, tmp_path: Path) -> No
     out = tmp_path / "against"
     line = ["compare", str(new), "--against", str(both.directory), "--out", str(out)]
     done = subprocess.run(
-        [sys.executable, "-m", "mismatch", *line], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "mismatch", *line], capture_output=True, text=True, timeout=540
     )
     made = json.loads((out / "against.json").read_text())
     assert done.returncode == int(made["fails"])

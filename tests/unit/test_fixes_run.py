@@ -19,7 +19,7 @@ from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.fixes import FixRun, sampling_spec
 from mismatch.processes.stages import Job, Stages, by_load
-from mismatch.reports.fixes_said import sentences
+from mismatch.reports.sections.fixes import sentences
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.run.messages import pass_label, write_error
@@ -208,7 +208,7 @@ def test_a_run_that_cannot_be_compared_says_how_it_ends_with_a_fix(run_dir: Path
     assert not row.measured
     assert "cannot be compared" in row.reason
     assert row.verdict_after is not None
-    said = " ".join(sentences(made))
+    said = " ".join(sentences(made.result("fixes")))
     assert f"fp32 ({row.verdict_after.status})" in said
     assert "not measured: fp16." in said
 
@@ -217,7 +217,7 @@ def test_fixes_of_the_loss_alone_are_no_failure(run_dir: Path) -> None:
     fixed(run_dir, "tis")
     spec = spec_of("tis")
     made = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
-    assert sentences(made) == [
+    assert sentences(made.result("fixes")) == [
         "Only fixes of the loss were asked for: they change no log-probability."
     ]
 

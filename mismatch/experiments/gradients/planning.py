@@ -190,10 +190,12 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
     from mismatch.run.scorings import NEW, REFERENCE, REGROUPED, TRAIN
 
     made = {one.name: one.spec for one in training_passes(spec)}
+    # The plain kernels keep every score for the backward pass.
+    reference = replace(reference_of(spec.train), attention="auto", experts="auto")
     passes = [
         Planned(
             Trainer(REFERENCE, "reference", "reference", "float32 reference"),
-            _with_gradients(reference_of(spec.train)),
+            _with_gradients(reference),
         ),
         Planned(
             Trainer(TRAIN, "baseline", "baseline", "the trainer as it is"),

@@ -4,7 +4,8 @@ JOB: ``{"run_dir": …, "spec": RolloutSpec as a dict}``. Samples, writes ``roll
 texts of its tokens and the scoring ``<engine>:decode`` (with the routed experts), then the engine's
 own rescoring of the same tokens as ``<engine>:prefill``. What lies there already is not made again.
 With ``"also": [RUN, …]`` it rescores the tokens of those runs likewise, into their directories.
-A failure is left in ``errors/engine.json``.
+With ``"score": NAME`` it samples nothing: it scores the run's tokens, as a scoring of that name.
+A failure is left in ``errors/<label>.json``, label being the job's "label" or "engine".
 """
 
 from __future__ import annotations
@@ -49,19 +50,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one job; 0, or 1 with the error left for the parent."""
     (path,) = sys.argv[1:] if arguments is None else arguments
     job = store.read_json(Path(path))
-    run_dir = Path(job["run_dir"])
+    run_dir, label = Path(job["run_dir"]), job.get("label", "engine")
+    spec = from_dict(RolloutSpec, job["spec"])
     try:
-        also = [Path(place) for place in job.get("also", ())]
-        run(run_dir, from_dict(RolloutSpec, job["spec"]), also)
+        if "score" in job:
+            score(run_dir, spec, job["score"])
+        else:
+            run(run_dir, spec, [Path(place) for place in job.get("also", ())])
     except MismatchError as error:
         traceback.print_exc()
-        write_error(run_dir, "engine", error)
+        write_error(run_dir, label, error)
         return 1
     except Exception as error:
         traceback.print_exc()
         what = f"the engine failed: {type(error).__name__}: {first_line(error)}"
-        log = run_dir / "logs" / "engine.log"
-        write_error(run_dir, "engine", MismatchError(what, f"the whole story is in {log}"))
+        log = run_dir / "logs" / f"{label}.log"
+        write_error(run_dir, label, MismatchError(what, f"the whole story is in {log}"))
         return 1
     return 0
 
@@ -103,6 +107,32 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
         for place in also:
             if not resume.rescored(place, run_dir, spec):
                 rescore(place, spec, engine)
+
+
+def score(run_dir: Path, spec: RolloutSpec, name: str) -> None:
+    """Score the tokens of a run by prefill, with an engine that need not have sampled them.
+
+    Raises:
+        MismatchError: an engine that cannot rescore at the law that sampled, or runs in another
+            dtype than was asked for.
+    """
+    start = time.monotonic()
+    kind = engine_class(spec.engine.engine)
+    capabilities = kind.capabilities(spec.engine, spec.sampling)
+    if not wants_prefill(spec, capabilities):
+        reason = capabilities.reasons.get("prefill", "it cannot rescore these tokens")
+        raise MismatchError(f"{spec.engine.engine}: {reason}")
+    rollout = store.load_rollout(run_dir)
+    longest = int(np.diff(rollout.offsets).max())
+    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
+        report_ready()
+        with timed("prefill"):
+            scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
+    facts = scoring.fingerprint
+    if facts["dtype"] != spec.engine.dtype:
+        raise MismatchError(f"{engine.name} runs in {facts['dtype']}, not in {spec.engine.dtype}")
+    facts |= {"model": spec.engine.model, "seconds": round(time.monotonic() - start, 3)}
+    store.save_scoring(run_dir, replace(scoring, name=name), rollout, made_by=spec)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ give one section, several, or None.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from mismatch.analysis import registry
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
     from mismatch.reports.elsewhere import Elsewhere
 
 ORDER = (
-    "headline", "normal", "tokens", "where", "routing", "beside", "engines", "budget", "two_passes",
-    "forecast", "kernels", "exact", "fixes", "corrections", "gradients", "checks", "ran",
+    "headline", "normal", "square", "tokens", "where", "routing", "beside", "engines", "budget",
+    "two_passes", "forecast", "kernels", "exact", "fixes", "corrections", "gradients", "checks",
+    "ran",
 )  # fmt: skip
 Sections = Section | tuple[Section, ...] | None
 
@@ -73,8 +73,6 @@ def _sections(
     id: str, report: Report, tokens: pd.DataFrame | None, names: Elsewhere | None
 ) -> Sections:
     place, _, name = registry.section_of(id).partition(":")
-    if not name and find_spec(place) is None:  # told elsewhere
-        return None
     module = import_module(place)
     made: Sections = None
     if not name and hasattr(module, "of_report"):

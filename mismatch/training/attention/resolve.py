@@ -26,6 +26,8 @@ OUR_KERNELS = {
     "sink-flex": "mismatch_sinks_flex",
     "no-sinks": "mismatch_no_sinks",
 }
+# For any model, with sinks or without; see mismatch/training/attention/plain.py.
+YARDSTICKS = {"plain": "mismatch_plain", "plain-fp8-kv": "mismatch_plain_fp8_kv"}
 NAMES = (
     *("auto", "transformers", "eager", "sdpa", "sink-sdpa", "sink-flex", "no-sinks"),
     *("flash_attention_2", "flash_attention_3", "package.module:function"),
@@ -58,7 +60,7 @@ class ResolvedAttention:
             return PLANTED
         if is_user_kernel(self.requested):
             return self.requested
-        ours = {registered: name for name, registered in OUR_KERNELS.items()}
+        ours = {registered: name for name, registered in {**OUR_KERNELS, **YARDSTICKS}.items()}
         return ours.get(self.implementation, self.implementation)
 
 
@@ -98,6 +100,8 @@ def resolve_for(
         return _user_kernel(name, model, sinks, place)
     if name == "transformers":  # what from_pretrained takes when nobody names a kernel
         name = "sdpa" if model._supports_sdpa else "eager"
+    if name in YARDSTICKS:
+        return _yardstick(name, model, sinks)
     if name in OUR_KERNELS:
         if not sinks:
             raise MismatchError(
@@ -148,6 +152,26 @@ def _automatic(model: PreTrainedModel, sinks: bool, place: Place | None) -> Reso
         candidates["sink-flex"] = partial(str, OUR_KERNELS["sink-flex"])
     chosen, tried = first_passing(candidates, geometry_of(model, sinks), *place)
     return ResolvedAttention("auto", chosen or OUR_KERNELS["sink-sdpa"], True, tried)
+
+
+def _yardstick(name: str, model: PreTrainedModel, sinks: bool) -> ResolvedAttention:
+    """Plain attention by blocks of queries; whole, by the family's eager code, where it must be."""
+    honours = True if sinks else None
+    if _passes_masks_through(model) and (sinks or _has_eager(model)):
+        return ResolvedAttention(name, YARDSTICKS[name], honours)
+    if name == "plain":
+        return ResolvedAttention(name, "eager", honours)
+    raise MismatchError(
+        f"--attention {name} cannot run {_family(model)}: its keys and values are out of reach",
+        "use --attention plain",
+    )
+
+
+def _has_eager(model: PreTrainedModel) -> bool:
+    """Whether the family's attention goes through a function that can be called from outside."""
+    import sys
+
+    return hasattr(sys.modules[type(model).__module__], "eager_attention_forward")
 
 
 def _user_kernel(
@@ -233,6 +257,7 @@ def register_kernels() -> None:
     """Register our kernels with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from mismatch.training.attention.plain import plain_attention, plain_fp8_attention
     from mismatch.training.attention.sink_flex import flex_mask, sink_flex_attention
     from mismatch.training.attention.sink_sdpa import (
         blocked_mask,
@@ -244,8 +269,10 @@ def register_kernels() -> None:
         "sink-sdpa": (sink_attention, blocked_mask),
         "sink-flex": (sink_flex_attention, flex_mask),
         "no-sinks": (sinkless_attention, blocked_mask),
+        "plain": (plain_attention, blocked_mask),
+        "plain-fp8-kv": (plain_fp8_attention, blocked_mask),
     }
-    for name, registered in OUR_KERNELS.items():
+    for name, registered in {**OUR_KERNELS, **YARDSTICKS}.items():
         kernel, mask = kernels[name]
         AttentionInterface.register(registered, kernel)
         AttentionMaskInterface.register(registered, mask)
