@@ -145,14 +145,14 @@ class ConsoleNarrator:
         return show
 
 
-def dry_run(spec: CheckSpec) -> int:
-    """Print what would be run. Exit code 0 if it fits on this machine, else 2."""
+def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
+    """Print what would be run. Exit code 0 if it fits on this machine, or on ``gpus``, else 2."""
     from rich.console import Console
 
     from mismatch.doctor.plan import plan
     from mismatch.doctor.show import print_plan
 
-    planned = plan(spec)
+    planned = plan(spec, gpus=gpus or "")
     print_plan(planned, Console())
     if spec.other_engine is not None:
         from mismatch.pipeline.engine_pair import dry_run_lines as two_engines
@@ -172,12 +172,23 @@ def dry_run(spec: CheckSpec) -> int:
     return 0 if planned.fits else 2
 
 
-def warn_of_memory(spec: CheckSpec) -> None:
-    """Say before anything starts what will probably not fit, and what would help."""
-    from mismatch.doctor.plan import memory_warnings
+def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
+    """Say before anything starts what will probably not fit, and what would help.
 
-    for warning in memory_warnings(spec):
+    Returns:
+        Passes that are left out because they cannot fit, and why; none with ``force``.
+
+    Raises:
+        MismatchError: the engine or the trainer cannot fit, and ``force`` is not set.
+    """
+    from mismatch.doctor.plan import memory_of
+
+    memory = memory_of(spec)
+    if memory.refused and not force:
+        raise MismatchError("\n    ".join(memory.refused), "to start all the same: --force")
+    for warning in memory.warnings:
         say(f"memory warning: {warning}")
+    return {} if force else memory.left_out
 
 
 def say(text: str) -> None:

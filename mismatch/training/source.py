@@ -32,14 +32,19 @@ def read_config(spec: TrainSpec) -> Any:
         ) from error
 
 
-def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
-    """The model on the meta device: its modules and names, no memory."""
+def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | None = None) -> Any:
+    """The model on the meta device: its modules and names, no memory.
+
+    Args:
+        dtype: that it is built in; None: its configuration's.
+    """
     from transformers import AutoModelForCausalLM
 
     build: Any = AutoModelForCausalLM.from_config
     try:
         with torch.device("meta"):
-            return build(config, trust_remote_code=trust_remote_code)
+            options = {} if dtype is None else {"dtype": dtype}
+            return build(config, trust_remote_code=trust_remote_code, **options)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise MismatchError(
             f"architecture {config.model_type!r} is not supported: {first_line(error)}",

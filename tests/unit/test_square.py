@@ -261,7 +261,7 @@ def test_one_plain_pass_for_each_precision_in_use() -> None:
     spec = replace(SPEC, rollout=replace(SPEC.rollout, engine=engine))
     made = {one.name: one.spec for one in plain_passes(spec)}
     assert made.keys() == {"plain:bf16", "plain:fp16-fp8kv"}
-    assert (made["plain:bf16"].dtype, made["plain:bf16"].master_dtype) == ("bf16", "bf16")
+    assert (made["plain:bf16"].dtype, made["plain:bf16"].master_dtype) == ("bf16", "auto")
     assert made["plain:bf16"].attention == "plain"
     assert made["plain:fp16-fp8kv"].attention == "plain-fp8-kv"
     assert [one.name for one in training_passes(SPEC)].count("plain:bf16") == 1

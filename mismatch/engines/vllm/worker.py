@@ -17,6 +17,7 @@ from mismatch.captures import narrowest
 from mismatch.engines.distribution_capture import Wanted, Watcher
 from mismatch.engines.fused_weights import NO_DIGESTS
 from mismatch.engines.routed_experts import Packed, join_steps, pack
+from mismatch.engines.vllm import capture_guard
 from mismatch.engines.vllm.capture import RunnerWatch
 from mismatch.engines.vllm.weights import loaded_digests
 from mismatch.types import Sampling
@@ -42,6 +43,7 @@ def _digest_before_repacking() -> None:
 
 
 _digest_before_repacking()
+capture_guard.install()
 
 
 class WorkerExtension:
@@ -88,6 +90,7 @@ class WorkerExtension:
             "device": str(runner.device),
             "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
             "model_class": type(self._mismatch_model()).__name__,
+            "capture_refused": getattr(self._mismatch_model(), capture_guard.REFUSED, ""),
         }
 
     # ------------------------------------------------------------ tempered prefill

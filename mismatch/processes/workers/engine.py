@@ -42,6 +42,7 @@ from mismatch.run.messages import leave, report_ready, report_timing, say, write
 from mismatch.specs import RolloutSpec, from_dict, spec_hash
 from mismatch.types import Rollout, Scoring
 
+NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
 PROGRESS_INTERVAL_S = 0.5
 REASONS = {"distributions": "exact KL: it gives no whole distributions"}  # where it gives no other
 
@@ -185,7 +186,7 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     store.save_vocabulary(run_dir, texts)
     if ready.capabilities.routed_experts:
         try:
-            decode = replace(decode, routing=decode_routing(engine, samples, rollout))
+            decode = with_routes(engine, samples, decode, rollout)
         except CorruptCapture as error:
             raise keep_without_routes(run_dir, decode, rollout, error) from error
     store.save_scoring(run_dir, decode, rollout, made_by=spec)
@@ -213,6 +214,28 @@ def with_distributions(
         missing = [*facts["not_tested"], f"{engine.name}: exact KL: {error.message}"]
         return replace(decode, fingerprint=facts | {"not_tested": missing})
     return replace(decode, distributions=made)
+
+
+def with_routes(
+    engine: Engine, samples: Sequence[Sequence[Sample]], decode: Scoring, rollout: Rollout
+) -> Scoring:
+    """The scoring with its routed experts, or with the reason why the engine has none.
+
+    Raises:
+        CorruptCapture: as :func:`decode_routing`.
+    """
+    if not never_written(samples):
+        return replace(decode, routing=decode_routing(engine, samples, rollout))
+    reason = f"{engine.name}: routed experts: {NEVER_WRITTEN}"
+    missing = [*decode.fingerprint["not_tested"], reason]
+    return replace(decode, fingerprint=decode.fingerprint | {"not_tested": missing})
+
+
+def never_written(samples: Sequence[Sequence[Sample]]) -> bool:
+    """Whether every id of every sequence is 0: a buffer that the MoE kernel does not fill."""
+    routed = [sample.routed for group in samples for sample in group]
+    several = any(rows is not None and rows.shape[-1] > 1 for rows in routed)
+    return several and all(rows is not None and not rows.any() for rows in routed)
 
 
 def keep_without_routes(
