@@ -29,7 +29,7 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
+from mismatch.reports.section import Cell, Column, Figure, Page, Section, Table, Value
 from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, rows_of, to_svg
 from mismatch.types import Report
 
@@ -325,28 +325,25 @@ def _harm(report: AuditReport) -> Section:
     return Section("kernels-harm", "On the model", ON_MODEL, tables=(table,), folded=False)
 
 
-def page(result: AuditReport) -> str:
-    """The audit as one self-contained HTML file. The same input gives the same bytes.
+def page(result: AuditReport) -> Page:
+    """The audit as a page of its own.
 
     Raises:
         MismatchError: nothing was audited.
     """
-    from mismatch.reports import html
-
     verdict = judge(result)
+    created = result.facts.get("created", "")
     facts = tuple((name, _fact(value)) for name, value in result.facts.items())
     table = Table((Column("", text), Column("", text)), facts)
-    return html.page(
-        [section(result), Section("audit", "This audit", tables=(table,))],
-        "kernels.json",
-        title=f"kernels of {result.model}",
-        brand="audit of kernels",
-        created=result.facts.get("created", ""),
+    return Page(
+        kind="audit of kernels" + (f" · {created}" if created else ""),
+        word="wrong" if verdict.code else "sound",
         tone="critical" if verdict.code else "healthy",
-        word="Wrong" if verdict.code else "Sound",
         reason=verdict.reason,
-        model=result.model,
-        remarks=[f"{_shape(result)}; on {result.device}"],
+        title=result.model,
+        facts=(f"{_shape(result)}; on {result.device}",),
+        sections=(section(result), Section("audit", "This audit", tables=(table,))),
+        file="kernels",
     )
 
 
