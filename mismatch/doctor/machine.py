@@ -21,7 +21,8 @@ NO_OWN_MEMORY = "[N/A]"  # of a GPU that shares the host's (GB10)
 OPTIONAL = ("flash_attn", "flash_attn_interface", "kernels", "triton", "datasets")
 _TORCH_FACTS = (
     "\nimport json; gpu = torch.cuda.is_available(); print('FACTS' + json.dumps({"
-    "'cuda': torch.version.cuda, 'hip': torch.version.hip, 'gpus': torch.cuda.device_count() if gpu else 0, "
+    "'cuda': torch.version.cuda, 'hip': torch.version.hip, "
+    "'gpus': torch.cuda.device_count() if gpu else 0, "
     "'fsdp': torch.distributed.is_available()}))"
 )
 
@@ -203,7 +204,7 @@ def parse_gpus(
     """GPUs out of nvidia-smi's lines ``name, total MiB, free MiB, driver``, as many as visible.
 
     Args:
-        shared: (total, free) bytes of the host's memory, for a GPU that has none of its own: "[N/A]".
+        shared: (total, free) bytes of the host's memory, for a GPU without its own: "[N/A]".
     """
     gpus = []
     for line in listing.splitlines():

@@ -16,7 +16,7 @@ from mismatch.specs import EngineSpec, RolloutSpec, to_dict
 # As vLLM 0.32 logged it, shortened.
 LOG = """\
 (EngineCore pid=30313) INFO 11-22 07:06:57 [core.py:110] Initializing a V1 LLM engine
-(Worker pid=30462) ERROR 11-22 07:07:46 [multiproc_executor.py:1063] Traceback (most recent call last):
+(Worker pid=30462) ERROR 11-22 07:07:46 [multiproc_executor.py:1063] Traceback (most recent):
 (Worker pid=30462) ERROR 11-22 07:07:46 [multiproc_executor.py:1063] ValueError: Available memory \
 on node 0 (16.93/21.59 GiB) is less than requested memory for kv (900000.0 GiB).
 (EngineCore pid=30313) ERROR 11-22 07:07:46 [core.py:1510] RuntimeError: Worker failed with error \
@@ -24,7 +24,10 @@ on node 0 (16.93/21.59 GiB) is less than requested memory for kv (900000.0 GiB).
 Traceback (most recent call last):
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """
-CAUSE = "Available memory on node 0 (16.93/21.59 GiB) is less than requested memory for kv (900000.0 GiB)."
+CAUSE = (
+    "Available memory on node 0 (16.93/21.59 GiB) is less than requested memory for kv "
+    "(900000.0 GiB)."
+)
 
 
 @pytest.mark.parametrize(
