@@ -143,6 +143,24 @@ class Section:
     page_only: bool = False
     short: str = ""
 
+    def __post_init__(self) -> None:
+        """What is empty is not shown: a sentence "", a table without rows, a part of only those."""
+        kept = {
+            "warnings": filter(None, self.warnings),
+            "sentences": filter(None, self.sentences),
+            "tables": (table for table in self.tables if table.rows),
+            "notes": filter(None, self.notes),
+            "parts": (part for part in self.parts if part.holds),
+        }
+        for name, items in kept.items():
+            object.__setattr__(self, name, tuple(items))
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is anything below the lead."""
+        lists = self.warnings, self.sentences, self.tables, self.figures, self.blocks, self.notes
+        return any(lists) or any(self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
