@@ -189,7 +189,7 @@ def _own_fault(error: Exception) -> NoReturn:
 
 
 def _complain(message: str, fix: str) -> NoReturn:
-    from mismatch.reports.text import plain_lines
+    from mismatch.reports.formatting import plain_lines
     from mismatch.run.secrets import redact
 
     print(f"error: {plain_lines(redact(message))}", file=sys.stderr)

@@ -15,7 +15,7 @@ from mismatch.cli.flags import Flags, spec_values
 from mismatch.cli.options import AROUND_A_RUN, FIX_FLAGS, GRADIENT_FLAGS
 from mismatch.cli.to_spec import SERVER_NAMES, moved
 from mismatch.errors import MismatchError
-from mismatch.reports.text import plain_lines
+from mismatch.reports.formatting import plain_lines
 
 if TYPE_CHECKING:
     import pandas as pd
