@@ -128,6 +128,9 @@ def _trainer(machine: Machine) -> Ability:
         built = torch.facts.get("cuda") or "no CUDA"
         why = f"there are GPUs, but torch {torch.version} (built for {built}) cannot use them"
         return Ability("trainer", False, why, "install a torch for this driver's CUDA version")
+    if torch.facts.get("hip"):
+        why = f"torch {torch.version} is built for ROCm {torch.facts['hip']}: never run by mismatch"
+        return Ability("trainer", False, why, "use NVIDIA GPUs, or the CPU build of torch")
     if torch.facts.get("fsdp") is False:
         return Ability("trainer", False, "this torch has no torch.distributed", TRAINER_FIX)
     return Ability("trainer", True)

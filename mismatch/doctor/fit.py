@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from mismatch.doctor.engine import UTILISATION, Demand, predict_engine
+from mismatch.doctor.engine import UTILISATION, Demand, batch_class, predict_engine
 from mismatch.doctor.machine import Machine
 from mismatch.doctor.memory import GIB, Moment, Prediction, Work, host_shard, predict_trainer
 from mismatch.errors import MismatchError
@@ -126,24 +126,25 @@ def engine_fit(spec: CheckSpec, shape: ModelConfig, demand: Demand, machine: Mac
             f"use at most {len(machine.gpus)}",
         )
     size = min(gpu.memory_bytes for gpu in machine.gpus)
+    batches = min(batch_class(gpu.name, gpu.memory_bytes) for gpu in machine.gpus)
     free = min(gpu.free_bytes for gpu in machine.gpus)
     if engine.engine != "vllm":
-        return fits(predict_engine(shape, engine, demand, "cuda", size), free, GPU_RESERVE)
+        return fits(predict_engine(shape, engine, demand, "cuda", batches), free, GPU_RESERVE)
     # vLLM makes do with less cache than all sequences want: they wait for one another.
     least = Demand(1, demand.longest, demand.sampling)
     asked = int((engine.gpu_memory_utilization or UTILISATION) * size)
     if free < asked:
-        return _taken(predict_engine(shape, engine, least, "cuda", size), asked, free, size)
+        return _taken(predict_engine(shape, engine, least, "cuda", batches), asked, free, size)
     capacity = asked
 
     def split() -> str:
         for count in SPLITS:
             wider = replace(engine, tensor_parallel_size=count)
-            if predict_engine(shape, wider, least, "cuda", size).peak_bytes <= capacity:
+            if predict_engine(shape, wider, least, "cuda", batches).peak_bytes <= capacity:
                 return f"--tensor-parallel-size {count}"
         return ""
 
-    return fits(predict_engine(shape, engine, least, "cuda", size), capacity, 0, split)
+    return fits(predict_engine(shape, engine, least, "cuda", batches), capacity, 0, split)
 
 
 def _taken(prediction: Prediction, asked: int, free: int, size: int) -> Fit:

@@ -107,8 +107,13 @@ def require_usable_gpus() -> None:
     """GPUs that nvidia-smi lists can be used; without them a CPU would be taken in silence.
 
     Raises:
-        MismatchError: torch was built without CUDA, or for a newer driver.
+        MismatchError: torch was built without CUDA, for a newer driver, or for ROCm.
     """
+    if torch.version.hip is not None and torch.cuda.is_available():
+        raise MismatchError(
+            "this torch is built for ROCm, and mismatch was never run on AMD GPUs",
+            "use NVIDIA GPUs, or the CPU build of torch",
+        )
     count = local_gpus()
     if not count or torch.cuda.is_available():
         return

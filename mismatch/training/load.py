@@ -39,8 +39,10 @@ from mismatch.training.routing.interventions import checkpoint_contexts
 from mismatch.training.routing.probe import require_interventions_possible
 from mismatch.training.scorer import Scorer, torch_dtype
 from mismatch.training.source import (
+    dequantising,
     first_line,
     model_directory,
+    quantisation_of,
     read_config,
     require_tokenizer,
     skeleton,
@@ -191,7 +193,8 @@ def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any)
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    options: dict[str, Any] = dict(_dequantised(spec, config))
+    _require_readable_weights(spec, config)
+    options = dequantising(config)
     if spec.experts != "auto":
         options["experts_implementation"] = spec.experts
     try:
@@ -216,20 +219,13 @@ def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any)
         ) from error
 
 
-def _dequantised(spec: TrainSpec, config: Any) -> Iterator[tuple[str, Any]]:
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is None:
-        return
-    method = quantised["quant_method"] if isinstance(quantised, dict) else quantised.quant_method
-    method = getattr(method, "value", method)
-    if method != "mxfp4":
+def _require_readable_weights(spec: TrainSpec, config: Any) -> None:
+    method = quantisation_of(config)
+    if method not in ("", "mxfp4"):
         raise MismatchError(
             f"{spec.model} is quantised ({method}); a trainer needs weights in full precision",
             "give the unquantised checkpoint",
         )
-    from transformers.utils.quantization_config import Mxfp4Config
-
-    yield "quantization_config", Mxfp4Config(dequantize=True)
 
 
 @contextmanager

@@ -52,6 +52,24 @@ def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | 
         ) from error
 
 
+def quantisation_of(config: Any) -> str:
+    """The method that a checkpoint is quantised with; "": none."""
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return ""
+    method = quantised["quant_method"] if isinstance(quantised, dict) else quantised.quant_method
+    return str(getattr(method, "value", method))
+
+
+def dequantising(config: Any) -> dict[str, Any]:
+    """Options of ``from_pretrained`` that dequantise MXFP4, rather than run kernels of a hub."""
+    if quantisation_of(config) != "mxfp4":
+        return {}
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
 def model_directory(spec: TrainSpec) -> Path | None:
     """Directory of the model's files, in the hub's cache if need be."""
     from transformers.utils.hub import cached_file

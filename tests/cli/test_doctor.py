@@ -7,6 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from mismatch.doctor.engine import Demand, batch_class, predict_engine, vllm_batch
 from mismatch.doctor.examine import examine
 from mismatch.doctor.gpus import parse as parse_kind
 from mismatch.doctor.machine import (
@@ -399,3 +400,32 @@ def test_what_another_job_holds_of_a_gpu_is_not_there():
     assert full.sides[1].level == "fits"
     assert shared.sides[1].level == "does not fit"
     assert {side.capacity for side in shared.sides} == {16 * GIB}
+
+
+def test_a_gpu_that_shares_the_hosts_memory_is_a_gpu():
+    (gpu,) = parse_gpus("NVIDIA GB10, [N/A], [N/A], 580.1", None, (120 * GIB, 90 * GIB))
+    assert (gpu.memory_bytes, gpu.free_bytes) == (120 * GIB, 90 * GIB)
+
+
+def test_a_torch_for_rocm_is_a_problem():
+    amd = machine()
+    amd.packages["torch"] = package("torch", "2.13", hip="7.0", gpus=8)
+    found = examine(spec(), with_model=False, machine=amd)
+    assert any("ROCm" in problem.why for problem in found.problems)
+
+
+def test_vllm_takes_smaller_batches_on_an_a100():
+    engine = EngineSpec(model="m")
+    assert vllm_batch(engine, 512, "cuda", batch_class("H100", 80 * GIB)) == (16384, 1024)
+    small = batch_class("NVIDIA A100-SXM4-80GB", 80 * GIB)
+    assert vllm_batch(engine, 512, "cuda", small) == (8192, 256)
+
+
+def test_prompt_logprobs_are_taken_in_chunks_on_a_gpu():
+    shape = find_config(resolve_model("gpt-oss-20b")).model.require_counts()
+    engine = EngineSpec(model="m")
+    short, long = (
+        predict_engine(shape, engine, Demand(1, tokens), "cuda").moments[-1].parts[-1].bytes
+        for tokens in (1024, 16384)
+    )
+    assert short == long

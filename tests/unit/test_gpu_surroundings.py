@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,3 +113,40 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
     monkeypatch.setattr(plan, "memory_of", lambda spec: replace(memory, refused=()))
     left_out = session.passes_without_room(CheckSpec(), force=False)
     assert left_out == {"reference:fp32": "too large"}
+
+
+def test_the_environment_for_gpus_has_what_that_for_cpus_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    make_env = runpy.run_path("tools/make_env.py")
+    install = make_env["install_cuda"]
+    monkeypatch.setitem(install.__globals__, "pip", lambda python, *args: asked.extend(args))
+    install(Path("python"))
+    extras = asked[-1].partition("[")[2].rstrip("]").split(",")
+    assert {"vllm", "datasets", "dev"} <= set(extras)
+
+
+def test_the_transformers_engine_dequantises_mxfp4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the package kernels it would run a kernel of the hub, whose routes are not seen."""
+    import transformers
+
+    from mismatch.engines.transformers.engine import TransformersEngine
+    from mismatch.specs import EngineSpec
+    from mismatch.types import Sampling
+    from tests.checkpoints import make_mxfp4
+
+    model = make_mxfp4(tmp_path / "released", tmp_path / "plain")
+    given: dict[str, object] = {}
+
+    def stop(*_: object, **options: object) -> None:
+        given.update(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", stop)
+    spec = EngineSpec("transformers", str(model))
+    with pytest.raises(MismatchError, match="enough"):
+        TransformersEngine(spec, Sampling(), 64).__enter__()
+    assert given["quantization_config"].dequantize is True  # type: ignore[attr-defined]

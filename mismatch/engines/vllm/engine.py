@@ -21,7 +21,13 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.distribution_capture import Wanted
 from mismatch.engines.fingerprint import checkpoint_names, model_facts, short_dtype
-from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
+from mismatch.engines.model_info import (
+    CauseInLog,
+    ModelInfo,
+    first_line,
+    load_fix,
+    read_model_info,
+)
 from mismatch.engines.routed_experts import unpack
 from mismatch.engines.sequences import require_starts, sample_seed
 from mismatch.engines.vllm.arguments import (
@@ -36,6 +42,8 @@ from mismatch.engines.vllm.arguments import (
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
+
+CHILD_FAILED = "See root cause above"  # vLLM's words where its engine's process failed
 
 
 class VllmEngine:
@@ -85,6 +93,8 @@ class VllmEngine:
         except MismatchError:
             raise
         except Exception as error:
+            if CHILD_FAILED in str(error):
+                raise CauseInLog(f"vLLM cannot load {self.spec.model}", load_fix(error)) from error
             raise MismatchError(
                 f"vLLM cannot load {self.spec.model}: {first_line(error)}", load_fix(error)
             ) from error

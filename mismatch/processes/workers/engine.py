@@ -31,7 +31,13 @@ from mismatch.engines.artefacts import (
 )
 from mismatch.engines.base import Capabilities, Engine, Journaling, Sample, Watching
 from mismatch.engines.distribution_capture import Wanted, build_distributions, reported_law
-from mismatch.engines.model_info import ModelInfo, first_line, load_tokenizer, read_model_info
+from mismatch.engines.model_info import (
+    CauseInLog,
+    ModelInfo,
+    first_line,
+    load_tokenizer,
+    read_model_info,
+)
 from mismatch.engines.registry import engine_class
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.derived import in_form
@@ -43,6 +49,7 @@ from mismatch.specs import RolloutSpec, from_dict, spec_hash
 from mismatch.types import Rollout, Scoring
 
 NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
+LOG_DELAY_S = 1.0  # for the lines on their way to the log
 PROGRESS_INTERVAL_S = 0.5
 REASONS = {"distributions": "exact KL: it gives no whole distributions"}  # where it gives no other
 
@@ -60,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run(run_dir, spec, [Path(place) for place in job.get("also", ())])
     except MismatchError as error:
         traceback.print_exc()
+        if isinstance(error, CauseInLog):
+            error = error.explained(own_log(run_dir, label))
         write_error(run_dir, label, error)
         return 1
     except Exception as error:
@@ -69,6 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_error(run_dir, label, MismatchError(what, f"the whole story is in {log}"))
         return 1
     return 0
+
+
+def own_log(run_dir: Path, label: str) -> str:
+    """What this process and its children have said so far; the parent writes it down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(LOG_DELAY_S)
+    path = run_dir / "logs" / f"{label}.log"
+    return path.read_text("utf-8", "replace") if path.exists() else ""
 
 
 @dataclass(frozen=True)
