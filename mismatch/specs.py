@@ -10,6 +10,7 @@ from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+MasterDtype = Literal["auto", "bf16", "fp16", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 TemperatureIn = Literal["fp32", "logits", "logits-rounded"]
 ReplayMode = Literal["ids", "ids+weights"]
@@ -263,6 +264,9 @@ class TrainSpec:
 
     Attributes:
         dtype: FSDP's ``param_dtype``: the dtype of the computation.
+        master_dtype: of parameters at rest; "auto": bf16 where every value of the checkpoint is
+            one, so that what a layer gathers is bit for bit what float32 would give, else fp32.
+        offload: FSDP2's CPU offload: shards rest in host memory, each layer is copied when used.
         autocast: dtype of an enclosing ``torch.autocast``, or None.
         head_dtype: dtype of the LM head's matmul; None: that of the computation.
         experts: transformers' experts implementation; "auto" is transformers' own choice.
@@ -283,7 +287,13 @@ class TrainSpec:
     model: str = ""
     revision: str | None = None
     dtype: Annotated[Dtype, Flag(TRAIN, "Of the computation.", name="train_dtype")] = "bf16"
-    master_dtype: Annotated[Dtype, Flag(TRAIN, "Of the sharded parameters.")] = "fp32"
+    master_dtype: Annotated[
+        MasterDtype,
+        Flag(TRAIN, "Of the sharded parameters; auto: the checkpoint's, where it is the same."),
+    ] = "auto"
+    offload: Annotated[
+        bool, Flag(TRAIN, "Keep the sharded parameters in host memory.", switch=True)
+    ] = False
     autocast: Annotated[Dtype | None, Flag(TRAIN, "Run under torch.autocast, as verl does.")] = None
     attention: Annotated[
         str,
@@ -477,6 +487,7 @@ def weights_key(spec: TrainSpec) -> tuple[Any, ...]:
         spec.revision,
         spec.dtype,
         spec.master_dtype,
+        spec.offload,
         spec.weights,
         spec.trust_remote_code,
     )

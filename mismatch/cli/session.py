@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -14,13 +15,14 @@ from mismatch.cli.flags import Flags, spec_values
 from mismatch.cli.options import AROUND_A_RUN, FIX_FLAGS, GRADIENT_FLAGS
 from mismatch.cli.to_spec import SERVER_NAMES, moved
 from mismatch.errors import MismatchError
+from mismatch.reports.formatting import plain_lines
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
     from mismatch.analysis.levels import Thresholds
-    from mismatch.specs import CheckSpec, TrainSpec
+    from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
     from mismatch.types import Report
 
 # What a finished run may be asked for as well, by the flags' names.
@@ -121,8 +123,10 @@ class ConsoleNarrator:
     def stage(self, title: str) -> Iterator[Callable[[str], None]]:
         start = time.monotonic()
         if self.console.is_terminal:
-            with self.console.status(title) as status:
-                yield lambda line: status.update(f"{title}: {line}")
+            from rich.markup import escape
+
+            with self.console.status(escape(title)) as status:
+                yield lambda line: status.update(f"{escape(title)}: {escape(plain_lines(line))}")
         else:
             self.console.print(f"{title} …", highlight=False)
             yield self._plain_lines()
@@ -131,7 +135,7 @@ class ConsoleNarrator:
 
     def note(self, text: str) -> None:
         """One line between stages."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(plain_lines(text), highlight=False, markup=False)
 
     def _plain_lines(self) -> Callable[[str], None]:
         last = time.monotonic()
@@ -140,19 +144,19 @@ class ConsoleNarrator:
             nonlocal last
             if time.monotonic() - last >= PLAIN_INTERVAL_S:
                 last = time.monotonic()
-                self.console.print(f"  {line}", highlight=False, markup=False)
+                self.console.print(f"  {plain_lines(line)}", highlight=False, markup=False)
 
         return show
 
 
-def dry_run(spec: CheckSpec) -> int:
-    """Print what would be run. Exit code 0 if it fits on this machine, else 2."""
+def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
+    """Print what would be run. Exit code 0 if it fits on this machine, or on ``gpus``, else 2."""
     from rich.console import Console
 
     from mismatch.doctor.plan import plan
     from mismatch.doctor.show import print_plan
 
-    planned = plan(spec)
+    planned = plan(spec, gpus=gpus or "")
     print_plan(planned, Console())
     if spec.other_engine is not None:
         from mismatch.pipeline.engine_pair import dry_run_lines as two_engines
@@ -172,23 +176,46 @@ def dry_run(spec: CheckSpec) -> int:
     return 0 if planned.fits else 2
 
 
-def warn_of_memory(spec: CheckSpec) -> None:
-    """Say before anything starts what will probably not fit, and what would help."""
-    from mismatch.doctor.plan import memory_warnings
+def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
+    """Say before anything starts what will probably not fit, and what would help.
 
-    for warning in memory_warnings(spec):
+    Returns:
+        Passes that are left out because they cannot fit, and why; none with ``force``.
+
+    Raises:
+        MismatchError: the engine or the trainer cannot fit, and ``force`` is not set.
+    """
+    from mismatch.doctor.plan import memory_of
+
+    memory = memory_of(spec)
+    if memory.refused and not force:
+        raise MismatchError("\n    ".join(memory.refused), "to start all the same: --force")
+    for warning in memory.warnings:
         say(f"memory warning: {warning}")
+    return {} if force else memory.left_out
+
+
+def warn_of_key(spec: RolloutSpec) -> None:
+    """Say before it is sent that a key of servers can be read on its way."""
+    from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
+
+    addresses = [parse_address(text) for text in spec.engine.servers]
+    open_ones = [address.text for address in addresses if unprotected(address)]
+    if open_ones and os.environ.get(KEY_VARIABLE):
+        say(f"warning: {KEY_VARIABLE} goes to {', '.join(open_ones)} unencrypted: use https")
 
 
 def say(text: str) -> None:
     from rich.console import Console
 
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+    Console().print(plain_lines(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def command() -> str:
-    """The command line, as it would be typed again."""
-    return shlex.join(["mismatch", *sys.argv[1:]])
+    """The command line, as it would be typed again; without secrets."""
+    from mismatch.run.secrets import redacted_command
+
+    return shlex.join(["mismatch", *redacted_command(sys.argv[1:])])
 
 
 def conclude(

@@ -127,7 +127,7 @@ def predict_trainer(
     head = spec.head_dtype
     copy = shape.vocab * shape.hidden * BYTES[head] if head not in (None, spec.dtype) else 0
     stays = (
-        _shard(shape, world, BYTES[spec.master_dtype]),
+        shard_part(shape, spec, world),
         Part("unsharded embedding and head", shape.root_parameters * b, "(2·V·H + H)·b"),
         # FSDP2 keeps a block's all-gather result until the next block has been copied out.
         Part("all-gather result in flight", layer if world > 1 else 0, "P_layer·b"),
@@ -170,8 +170,16 @@ def predict_trainer(
     )
 
 
-def _shard(shape: ModelConfig, world: int, m: int) -> Part:
-    """Parameters at rest. Experts are cut along E: more ranks than experts share no further."""
+def shard_part(shape: ModelConfig, spec: TrainSpec, world: int) -> Part:
+    """Parameters at rest; with offloading none on the device."""
+    if spec.offload:
+        return Part("sharded parameters", 0, "in host memory")
+    return host_shard(shape, spec, world)
+
+
+def host_shard(shape: ModelConfig, spec: TrainSpec, world: int) -> Part:
+    """Parameters at rest, wherever. Experts are cut along E: more ranks share no further."""
+    m = BYTES[shape.rests_in(spec.master_dtype)]
     per_rank = -(-shape.experts // world) / shape.experts if shape.experts else 1 / world
     experts = shape.layers * shape.expert_parameters
     count = (shape.parameters - experts) / world + experts * per_rank

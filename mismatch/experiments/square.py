@@ -41,7 +41,7 @@ def plain_of(train: TrainSpec, dtype: Dtype, fp8_kv: bool = False) -> TrainSpec:
     return replace(
         train,
         dtype=dtype,
-        master_dtype=dtype,
+        master_dtype="auto",  # the same numbers, in half the memory for bf16 weights
         autocast=None,
         head_dtype=None,
         router_dtype=None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,12 @@ from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
 from mismatch.experiments.kernels.verdict import of_run
+from mismatch.experiments.passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.processes.square import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
-from mismatch.run.messages import read_error
+from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
 from mismatch.run.scorings import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, require_a_law, spec_hash, to_dict
@@ -123,6 +124,7 @@ def build_report(
     checks += square_checks(results.get("square"))
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
     missing = not_tested(spec, found.rollout, found.scorings, checks) + unseen
+    missing += [str(one) for one in without_room(run_dir, spec, found.scorings)]
     gradients, unseen = check_of_run(run_dir, asked=spec.gradients)
     results |= {"kernels": of_run(run_dir), "gradients": gradients}
     report = Report(
@@ -307,7 +309,7 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
         yield NotTested("decode against prefill", "the prefill rescoring was switched off")
     if not spec.noise_floor:
         yield NotTested("noise floor", "switched off")
-    elif REFERENCE not in scorings:
+    elif REFERENCE not in {one.name for one in training_passes(spec)}:
         yield NotTested("float32 reference", "the trainer itself is the float32 reference")
     yield from _without_routes(spec, train.fingerprint)
     servers = decode.fingerprint.get("servers")
@@ -320,6 +322,14 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
     if rollout.turn.max() <= 1:
         yield NotTested("multi-turn rollouts", "every sequence has one turn")
     yield NotTested("weight synchronisation", "both sides loaded from disk, no refit took place")
+
+
+def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:
+    """Passes that are missing because memory did not suffice, and why."""
+    for one in training_passes(spec):
+        reason = None if one.name in scorings else read_error(run_dir, pass_label(one.name))
+        if reason is not None:
+            yield NotTested(one.name, reason.message, reason.fix)
 
 
 def _without_exact_kl(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:

@@ -21,17 +21,21 @@ from mismatch.processes.launch import Worker, finish, started
 from mismatch.processes.square import score_in_float32
 from mismatch.run import resume, store
 from mismatch.run.directory import Journal
-from mismatch.run.machine import local_gpus
-from mismatch.run.messages import SCORED, error_path, write_error
+from mismatch.run.machine import free_gpu_bytes, gib, local_gpus
+from mismatch.run.messages import SCORED, error_path, pass_label, write_error
 from mismatch.specs import CheckSpec, Pass, RolloutSpec, TrainSpec, to_dict, weights_key
 
 if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
 
+# What containers set to have TF32 in place of float32 (NVIDIA's NGC images).
+EXACT = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
 GO = "jobs/train.go"  # appears when the engine is done; the training world waits for it
 # What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
 # with a copy on its way; and what two Python processes with torch take by themselves.
 EARLY_FACTOR, EARLY_BYTES = 8, 6 * 2**30
+# The driver gives an ended process's memory back a moment later; contexts of others come and go.
+FREE_AGAIN_S, FREE_POLL_S, FREE_SLACK_BYTES = 60.0, 0.5, 2**30
 
 
 class Narrator(Protocol):
@@ -51,17 +55,20 @@ class Job:
     Attributes:
         place: run directory whose rollout it scores.
         optional: the others go on where it fails.
+        side: a check can do without it: the others go on where memory does not suffice.
     """
 
     place: Path
     one: Pass
     optional: bool = False
+    side: bool = False
 
     def entry(self, run_dir: Path) -> dict[str, Any]:
         """As the worker reads it."""
         entry: dict[str, Any] = {"name": self.one.name, "spec": to_dict(self.one.spec)}
         entry |= {"run_dir": str(self.place)} if self.place != run_dir else {}
-        return entry | ({"optional": True} if self.optional else {})
+        marks = {"optional": self.optional, "side": self.side}
+        return entry | {name: True for name, value in marks.items() if value}
 
 
 class Beside(Protocol):
@@ -127,7 +134,10 @@ class Stages:
         sampled = not sample or resume.rollout_done(self.run_dir, self.spec.rollout)
         if sampled:
             passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
-        jobs = [Job(self.run_dir, one) for one in passes]
+        main = wanted[0].name if wanted else ""
+        jobs = [Job(self.run_dir, one, side=one.name != main) for one in passes]
+        for one in passes:  # what kept it out before is forgotten
+            error_path(self.run_dir, pass_label(one.name)).unlink(missing_ok=True)
         jobs = by_load([*jobs, *(beside.jobs if beside else [])])
         if beside is not None:
             beside.jobs = [job for job in jobs if job.optional]  # in the order they will run in
@@ -210,7 +220,7 @@ class Stages:
     def engine(
         self, spec: RolloutSpec, label: str = "engine", job: dict[str, Any] | None = None
     ) -> Iterator[Worker]:
-        """An engine's process at work.
+        """An engine's process at work; behind the block the GPUs' memory is free again.
 
         Args:
             job: what it is asked beyond the spec, see mismatch/processes/workers/engine.py.
@@ -219,8 +229,13 @@ class Stages:
         path = store.write_json(self.run_dir / "jobs" / f"{label}.json", asked)
         command = [engine_python(spec.engine), "-m", "mismatch.processes.workers.engine", str(path)]
         env = interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
+        before = free_gpu_bytes()
         with started(label, command, self.run_dir, env=env) as worker:
             yield worker
+        if held := still_held(before):
+            self.narrator.note(
+                f"{gib(held)} of GPU memory are still held though the engine has ended"
+            )
 
     @contextmanager
     def _world(self, jobs: list[Job], plan: GradientPlan | None) -> Iterator[Worker]:
@@ -238,7 +253,7 @@ class Stages:
             *("--nproc-per-node", str(world), "-m", "mismatch.processes.workers.train", str(path)),
         ]
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-        env = {"OMP_NUM_THREADS": threads}
+        env = {"OMP_NUM_THREADS": threads, **EXACT}
         with started("train", command, self.run_dir, env=env) as worker:
             yield worker
 
@@ -261,6 +276,19 @@ class Stages:
         with self.narrator.stage(title) as progress:
             yield progress
         self.journal.seconds[key] = round(time.monotonic() - start, 2)
+
+
+def still_held(before: list[int], timeout_s: float = FREE_AGAIN_S) -> int:
+    """Wait until the GPUs have as much memory free as ``before``; bytes that are still held."""
+    end = time.monotonic() + timeout_s
+    while True:
+        now = free_gpu_bytes()
+        held = max((old - new for old, new in zip(before, now, strict=False)), default=0)
+        if held <= FREE_SLACK_BYTES:
+            return 0
+        if time.monotonic() > end:
+            return held
+        time.sleep(FREE_POLL_S)
 
 
 def may_load_early(train: TrainSpec) -> bool:

@@ -46,15 +46,6 @@ ROUTING = (
     "experts_load_peak_rollout",
     "experts_load_peak_train",
 )
-MARKS = {"healthy": "✓", "warn": "!", "critical": "✕"}  # by tone
-TONES = {
-    "healthy": "healthy",
-    "tolerable": "warn",
-    "inconclusive": "warn",
-    "unfit": "critical",
-    "broken": "critical",
-}  # by status
-MARKS |= {status: MARKS[tone] for status, tone in TONES.items()} | {"inconclusive": "?"}
 
 
 def words_for(name: str, *, sampled_by_left: bool = True) -> Words:

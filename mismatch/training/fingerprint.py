@@ -35,7 +35,8 @@ def fingerprint(
         "revision": spec.revision,
         "weights_form": spec.weights,
         "dtype": spec.dtype,
-        "master_dtype": spec.master_dtype,
+        "master_dtype": loaded.master_dtype,
+        "offload": spec.offload,
         "autocast": spec.autocast,
         "head_dtype": spec.head_dtype or spec.autocast or spec.dtype,
         "router_dtype": spec.router_dtype,
@@ -55,6 +56,8 @@ def fingerprint(
         "logprobs_truncated": False,
         "world_size": world.size,
         "device": _device_name(world.device),
+        "float32_matmul": torch.get_float32_matmul_precision(),
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -62,7 +65,7 @@ def fingerprint(
         },
         "resident_fraction": [share for share, _ in shares],
         **_contents(world, loaded),
-        "weights_comparable": comparable(spec.master_dtype),
+        "weights_comparable": comparable(loaded.master_dtype),
     }
     if loaded.attention.tried:  # kernels that were run before one was trusted
         facts["attention_candidates"] = list(loaded.attention.tried)

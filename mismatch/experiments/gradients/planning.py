@@ -261,4 +261,6 @@ def _variants(spec: CheckSpec, context: Context | None) -> tuple[list[Variant], 
 
 
 def _with_gradients(spec: TrainSpec) -> TrainSpec:
-    return replace(spec, grad=True, routing=False)
+    # FSDP2 keeps a gradient in the dtype of its parameter at rest: float32, as frameworks do.
+    master = "fp32" if spec.master_dtype == "auto" else spec.master_dtype
+    return replace(spec, grad=True, routing=False, master_dtype=master)

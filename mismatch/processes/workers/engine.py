@@ -31,7 +31,13 @@ from mismatch.engines.artefacts import (
 )
 from mismatch.engines.base import Capabilities, Engine, Journaling, Sample, Watching
 from mismatch.engines.distribution_capture import Wanted, build_distributions, reported_law
-from mismatch.engines.model_info import ModelInfo, first_line, load_tokenizer, read_model_info
+from mismatch.engines.model_info import (
+    CauseInLog,
+    ModelInfo,
+    first_line,
+    load_tokenizer,
+    read_model_info,
+)
 from mismatch.engines.registry import engine_class
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.derived import in_form
@@ -42,6 +48,8 @@ from mismatch.run.messages import leave, report_ready, report_timing, say, write
 from mismatch.specs import RolloutSpec, from_dict, spec_hash
 from mismatch.types import Rollout, Scoring
 
+NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
+LOG_DELAY_S = 1.0  # for the lines on their way to the log
 PROGRESS_INTERVAL_S = 0.5
 REASONS = {"distributions": "exact KL: it gives no whole distributions"}  # where it gives no other
 
@@ -59,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run(run_dir, spec, [Path(place) for place in job.get("also", ())])
     except MismatchError as error:
         traceback.print_exc()
+        if isinstance(error, CauseInLog):
+            error = error.explained(own_log(run_dir, label))
         write_error(run_dir, label, error)
         return 1
     except Exception as error:
@@ -68,6 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_error(run_dir, label, MismatchError(what, f"the whole story is in {log}"))
         return 1
     return 0
+
+
+def own_log(run_dir: Path, label: str) -> str:
+    """What this process and its children have said so far; the parent writes it down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(LOG_DELAY_S)
+    path = run_dir / "logs" / f"{label}.log"
+    return path.read_text("utf-8", "replace") if path.exists() else ""
 
 
 @dataclass(frozen=True)
@@ -185,7 +204,7 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     store.save_vocabulary(run_dir, texts)
     if ready.capabilities.routed_experts:
         try:
-            decode = replace(decode, routing=decode_routing(engine, samples, rollout))
+            decode = with_routes(engine, samples, decode, rollout)
         except CorruptCapture as error:
             raise keep_without_routes(run_dir, decode, rollout, error) from error
     store.save_scoring(run_dir, decode, rollout, made_by=spec)
@@ -213,6 +232,28 @@ def with_distributions(
         missing = [*facts["not_tested"], f"{engine.name}: exact KL: {error.message}"]
         return replace(decode, fingerprint=facts | {"not_tested": missing})
     return replace(decode, distributions=made)
+
+
+def with_routes(
+    engine: Engine, samples: Sequence[Sequence[Sample]], decode: Scoring, rollout: Rollout
+) -> Scoring:
+    """The scoring with its routed experts, or with the reason why the engine has none.
+
+    Raises:
+        CorruptCapture: as :func:`decode_routing`.
+    """
+    if not never_written(samples):
+        return replace(decode, routing=decode_routing(engine, samples, rollout))
+    reason = f"{engine.name}: routed experts: {NEVER_WRITTEN}"
+    missing = [*decode.fingerprint["not_tested"], reason]
+    return replace(decode, fingerprint=decode.fingerprint | {"not_tested": missing})
+
+
+def never_written(samples: Sequence[Sequence[Sample]]) -> bool:
+    """Whether every id of every sequence is 0: a buffer that the MoE kernel does not fill."""
+    routed = [sample.routed for group in samples for sample in group]
+    several = any(rows is not None and rows.shape[-1] > 1 for rows in routed)
+    return several and all(rows is not None and not rows.any() for rows in routed)
 
 
 def keep_without_routes(

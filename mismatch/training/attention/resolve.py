@@ -9,8 +9,7 @@ sinks is refused, and the only way to run one is the planted fault by its name (
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mismatch.errors import MismatchError
@@ -88,8 +87,7 @@ def resolve_for(
 
     Args:
         device, dtype: of the computation. With both, kernels that are not known to be right are
-            tried on a few tokens, and ``auto`` takes the fastest that passes; all ranks must call
-            it. Without, nothing runs.
+            tried on a few tokens, on a GPU that of ``auto`` too. Without, nothing runs.
     """
     register_kernels()
     sinks = has_sinks(model)
@@ -137,21 +135,17 @@ def resolve_for(
 def _automatic(model: PreTrainedModel, sinks: bool, place: Place | None) -> ResolvedAttention:
     """One kernel for all lengths: a pass must not mix two (docs/decisions, number 4).
 
-    On a CPU only one is right forward and backward in bounded memory.
+    On a GPU it is tried first; which others are faster there is not measured yet (decision 7).
     """
     if not sinks:
         return ResolvedAttention("auto", "sdpa" if model._supports_sdpa else "eager", None)
     if not _passes_masks_through(model):
         return ResolvedAttention("auto", "eager", True)
+    # Until others were measured on GPUs: right forward and backward, in bounded memory.
+    kernel = OUR_KERNELS["sink-sdpa"]
     if place is None or place[0].type != "cuda":
-        return ResolvedAttention("auto", OUR_KERNELS["sink-sdpa"], True)
-    from mismatch.training.attention.trial import FLASH, first_passing, geometry_of
-
-    candidates = {FLASH: partial(_transformers_choice, FLASH, model)}
-    if model._supports_flex_attn:
-        candidates["sink-flex"] = partial(str, OUR_KERNELS["sink-flex"])
-    chosen, tried = first_passing(candidates, geometry_of(model, sinks), *place)
-    return ResolvedAttention("auto", chosen or OUR_KERNELS["sink-sdpa"], True, tried)
+        return ResolvedAttention("auto", kernel, True)
+    return replace(_tried("sink-sdpa", kernel, model, sinks, place), requested="auto")
 
 
 def _yardstick(name: str, model: PreTrainedModel, sinks: bool) -> ResolvedAttention:
@@ -201,7 +195,8 @@ def _tried(
         without = " (the model has attention sinks: are they used?)" if sinks else ""
         raise MismatchError(
             f"--attention {name}: {trial.fault}, against float64 on random tokens{without}",
-            "mend the kernel, or use --attention auto; `mismatch kernels` looks at it closely",
+            f"mend the kernel, or use --attention {'eager' if name == 'sink-sdpa' else 'auto'}; "
+            "`mismatch kernels` looks at it closely",
         )
     tried = f"{name}: {trial.backward_fault or 'passed'}"
     return ResolvedAttention(name, implementation, True if sinks else None, (tried,))
