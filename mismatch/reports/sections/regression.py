@@ -13,9 +13,9 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.section import Cell, Column, Page, Section, Table, Value
+from mismatch.reports.section import Cell, Column, Page, Section, Table, Tone, Value
 from mismatch.reports.summary import Row
-from mismatch.reports.words import Tone, words_for
+from mismatch.reports.words import words_for
 from mismatch.types import Estimate
 
 WORDS = {
@@ -25,6 +25,11 @@ WORDS = {
     "none": "no significant difference",
 }
 RESULTS: dict[str | None, str] = {
+    "worse": "worse",
+    "better": "better",
+    "none": "not significant",
+    None: "",
+}
     "worse": "worse",
     "better": "better",
     "none": "not significant",
