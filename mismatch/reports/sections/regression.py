@@ -30,11 +30,6 @@ RESULTS: dict[str | None, str] = {
     "none": "not significant",
     None: "",
 }
-    "worse": "worse",
-    "better": "better",
-    "none": "not significant",
-    None: "",
-}
 LEAD = (
     "Each run compares its own engine with its own trainer. The change is new minus old, in nats "
     "unless it is a share. For the metrics that decide, below 0 is better."
