@@ -107,6 +107,19 @@ class Sampling:
         return self.top_p < 1.0 or self.top_k > 0
 
 
+def require_a_law(sampling: Sampling) -> None:
+    """Tokens that were sampled, so that there is a law to compare with.
+
+    Raises:
+        MismatchError: greedy sampling: its tokens have probability 1, and no divergence.
+    """
+    if sampling.temperature == 0:
+        raise MismatchError(
+            "--temperature 0: greedy tokens follow no law, so there is nothing to measure",
+            "sample at the temperature of training: --temperature 1",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One inference engine.

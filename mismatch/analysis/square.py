@@ -277,10 +277,10 @@ class _Corners:
         exact = self.engine_in_float32()
         what = f"implementation gap of {self.engine}"
         if exact is None:
-            reason = self.run.refused.get(
-                self.float32_name, f"the run holds no scoring {self.float32_name}"
-            )
-            self.missing.append(NotTested(what, reason))
+            reason = self.run.refused.get(self.float32_name)
+            absent = f"the run holds no scoring {self.float32_name}"
+            how = "" if reason else "mismatch check makes it"
+            self.missing.append(NotTested(what, reason or absent, how))
         elif _law(exact) != _law(self.reference):
             self.missing.append(NotTested(what, "its logprobs are of another law than float32's"))
         elif not self.same_values(exact):

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.square import float32_engine
-from mismatch.processes.interpreters import own_python
 from mismatch.processes.launch import Worker
 from mismatch.run import manifest, store
 from mismatch.run.machine import gib, local_gpus
@@ -73,7 +72,7 @@ def require_memory(spec: RolloutSpec) -> None:
     import psutil
 
     files = [*Path(spec.engine.model).glob("*.safetensors")]
-    if (own_python(spec.engine) is None and local_gpus()) or not files:
+    if local_gpus() or not files:
         return
     needed = FACTOR * sum(file.stat().st_size for file in files) // 2 + RESERVE
     free = psutil.virtual_memory().available

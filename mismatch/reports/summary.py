@@ -58,10 +58,11 @@ class Row:
         """What a reader has to know before trusting the number."""
         known = {
             "heavy-tail": "a few tokens carry it, so the interval may be too narrow",
+            "heavy-prompts": "a few prompts carry it, so the interval may be too narrow",
             "few-prompts": "few prompts, so the interval may be too narrow",
             "one-prompt": "one prompt only, hence no interval",
             "few-tokens": "too few tokens for an interval",
-            "no-events": "no such token was seen; the true share need not be 0",
+            "no-events": "no such token was seen: the upper end is a one-sided bound",
             "overflow": "too large for a number",
         }
         notes = [known.get(flag, line(flag)) for flag in self.estimate.flags]
@@ -298,8 +299,15 @@ def next_steps(report: Report) -> list[str]:
         if row.judgement and row.judgement.inconclusive
     ]
     if report.verdict.status == "warn" and wanted:
-        number = f"--num-prompts {max(wanted)}" if max(wanted) else "a larger --num-prompts"
-        steps.append(f"Measure more: {number} would narrow the interval enough to decide")
+        if all(wanted):
+            step = f"Measure more: --num-prompts {max(wanted)} would narrow the interval enough"
+            steps.append(f"{step} to decide")
+        elif any(check.id == "enough-data" for check in checks(report, "warning")):
+            pass  # its fix says so
+        else:
+            steps.append(
+                "More prompts alone will not decide this: look at the worst tokens and prompts"
+            )
     steps += _fixes(report)
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
     known = any(check.id == "weights-as-loaded" for check in checks(report, "warning"))

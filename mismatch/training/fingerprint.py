@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.run.scorings import PLAIN
@@ -98,15 +99,17 @@ def loaded_digests(world: World, loaded: LoadedModel) -> dict[str, Digest]:
     digests = []
     for tensor in tensors.values():
         if isinstance(tensor, DTensor):
-            digests.append(digest_tensor(tensor.to_local()))
+            _, start = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            digests.append(digest_tensor(tensor.to_local(), start))
         elif tensor.is_floating_point() and world.rank == 0:  # buffers are the same on all ranks
             digests.append(digest_tensor(tensor))
         else:
             digests.append(ZERO)
     totals = world.sum(torch.tensor(digests, dtype=torch.int64))
     return {
-        name: (int(row[0]), int(row[1]), int(row[2]))
-        for name, row in zip(tensors, totals, strict=True)
+        name: tuple(int(value) for value in row) for name, row in zip(tensors, totals, strict=True)
     }
 
 

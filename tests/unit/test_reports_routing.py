@@ -13,10 +13,10 @@ import pytest
 from mismatch.analysis.comparison import compare
 from mismatch.metrics.routing_pairs import RouterNoise
 from mismatch.reports.figures import comparable
-from mismatch.reports.heatmap import OPACITIES, heatmap
 from mismatch.reports.section import Section
 from mismatch.reports.sections import routing
 from mismatch.reports.sections.tokens import worst_tokens
+from mismatch.reports.svg import OPACITIES
 from mismatch.reports.words import ROUTING
 from mismatch.types import Comparison, Estimate, Report
 from tests.reports_fixture import make_report, make_tokens
@@ -182,53 +182,38 @@ def test_layers_and_experts() -> None:
     assert len(moved) == routing.MOST_MOVED
 
 
-def cells(svg: str) -> list[int]:
-    """Rectangles per shade, from the faintest."""
-    return [
-        sum(path.count("M") for path in re.findall(rf'd="([^"]+)" style="[^"]*:{opacity}"', svg))
-        for opacity in OPACITIES
-    ]
-
-
-def drawn(share: np.ndarray) -> str:
-    rows = [str(row) for row in range(len(share))]
-    edges = list(range(share.shape[1] + 1))
-    return heatmap(share, rows, edges, "map", "A map", ("place", "layer"), "nothing")
+def cells(share: np.ndarray) -> list[int]:
+    """Cells per shade, from the faintest."""
+    level, _ = routing.shade_levels(share)
+    return [int((level == shade).sum()) for shade in range(1, len(OPACITIES) + 1)]
 
 
 def test_heat_map_shades_are_equal_steps() -> None:
     share = np.array([[0.0, 0.1, 0.2], [0.4, 0.6, 1.0]])
-    assert cells(drawn(share)) == [2, 1, 1, 0, 1]  # ≤ 20, 40, 60, 80, 100 %; 0 is the ground
-    assert "≤ 60" in drawn(share)
+    assert cells(share) == [2, 1, 1, 0, 1]  # ≤ 20, 40, 60, 80, 100 %; 0 is the ground
+    assert routing.shade_levels(share)[1] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
 def test_heat_map_shows_the_rest_beside_one_broken_row() -> None:
     share = np.full((3, 10), 0.03)
     share[1] = 1.0
-    assert cells(drawn(share)) == [20, 0, 0, 0, 10]  # fine steps near 0: up to 4 %
+    assert cells(share) == [20, 0, 0, 0, 10]  # fine steps near 0: up to 4 %
     share[0] = 0.1
-    assert cells(drawn(share)) == [10, 10, 0, 0, 10]
+    assert cells(share) == [10, 10, 0, 0, 10]
 
 
-def test_heat_map_puts_the_first_row_at_the_bottom() -> None:
-    share = np.array([[1.0], [0.0], [0.0]])
-    top = float(re.findall(r'd="M[\d.]+ ([\d.]+)', drawn(share))[0])
-    labels = {
-        words: float(y)
-        for y, words in re.findall(r'y="([\d.]+)" style="[^"]*:end;[^"]*">(\d)<', drawn(share))
-    }
-    assert labels["0"] > labels["2"]
-    assert top < labels["0"] < top + 26
-
-
-def test_heat_map_escapes_and_joins_small_cells() -> None:
-    share = np.ones((80, 32))
-    svg = heatmap(share, ["<b>"] * 80, range(33), "map", "<i>", ("a", "b"), "")
-    assert "<b>" not in svg
-    assert "<i>" not in svg
-    assert cells(svg) == [0, 0, 0, 0, 80]  # a row of equal cells is one rectangle
-    assert 'd="M' not in drawn(np.zeros((2, 2)))
-    assert "nothing" in drawn(np.zeros((2, 2)))
+def test_heat_map_puts_the_first_row_at_the_bottom_and_joins_equal_cells() -> None:
+    table = {"layer": [0, 0, 1, 1], "disagree": [1.0, 1.0, 0.0, 0.5], "start": [0, 8, 0, 8],
+             "end": [8, 16, 8, 16]}  # fmt: skip
+    (figure,) = routing.figures({"routing_layer_position": table})
+    found = re.findall(
+        r'd="([^"]+)"[^>]*style="fill: var\(--accent\)(?:; opacity: ([\d.]+))?', figure.draw()
+    )
+    half, full = found[:2]  # the legend's swatches follow
+    assert (half[1], full[1]) == (str(OPACITIES[2]), "")
+    assert half[0].count("M") == full[0].count("M") == 1  # two equal cells are one rectangle
+    below, above = (float(re.findall(r"M[\d.]+ ([\d.]+)", path)[0]) for path in (full[0], half[0]))
+    assert below > above  # y grows downwards
 
 
 def test_worst_tokens_name_their_layers() -> None:

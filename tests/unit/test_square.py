@@ -5,6 +5,8 @@ Synthetic scorings with known roundings; real passes are in tests/integration.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,9 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.passes import training_passes
 from mismatch.experiments.square import float32_engine, plain_of, plain_passes
 from mismatch.pipeline.build import build_report
-from mismatch.processes.square import LABEL
+from mismatch.processes.square import LABEL, score_in_float32
 from mismatch.run import store
-from mismatch.run.messages import write_error
+from mismatch.run.messages import read_error, write_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import NotTested, Rollout, Sampling, Scoring
 from tests.made_run import make_run
@@ -311,3 +313,70 @@ def test_the_reason_why_the_engine_did_not_start_in_float32_is_in_the_report(
     assert "excess-engine" in {check.id for check in report.checks}
     pairs = [(one.rollout, one.train) for one in report.comparisons]
     assert not any("plain" in name for pair in pairs for name in pair)
+
+
+# ---------------------------------------------------------------- the engine in float32
+
+
+class Starter:
+    """Starts no engine; notes what would be started, and fails where it is told to."""
+
+    def __init__(self, run_dir: Path, spec: CheckSpec, error: MismatchError | None = None) -> None:
+        self.run_dir, self.spec, self.error = run_dir, spec, error
+        self.started: list[RolloutSpec] = []
+        self.notes: list[str] = []
+        self.narrator = self
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    @contextmanager
+    def engine(self, spec: RolloutSpec, label: str, job: dict[str, Any]) -> Iterator[Any]:
+        self.started.append(spec)
+        yield None
+
+    def wait(self, worker: Any, key: str, title: str, *beside: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_an_engine_that_cannot_run_in_float32_is_no_failure_of_the_check(tmp_path: Path) -> None:
+    starter = Starter(tmp_path, SPEC, MismatchError("no kernels for float32"))
+    score_in_float32(starter)
+    assert [spec.engine.dtype for spec in starter.started] == ["fp32"]
+    left = read_error(tmp_path, LABEL)
+    assert left is not None
+    assert left.message == "no kernels for float32"
+    starter.error = None
+    score_in_float32(starter)
+    assert read_error(tmp_path, LABEL) is None  # an earlier reason is forgotten
+
+
+def test_what_is_scored_in_float32_already_starts_no_engine(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    spec = replace(made_spec(), noise_floor=True)
+    exact = float32_engine(spec.rollout)
+    assert exact is not None
+    scoring = replace(store.load_scoring(run, "fsdp"), name="transformers:fp32")
+    store.save_scoring(run, scoring, store.load_rollout(run), made_by=exact)
+    starter = Starter(run, spec)
+    score_in_float32(starter)
+    assert starter.started == []
+    other = replace(spec.rollout, engine=replace(spec.rollout.engine, model="other"))
+    again = Starter(run, replace(spec, rollout=other))
+    score_in_float32(again)
+    assert len(again.started) == 1
+
+
+def test_too_little_memory_starts_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setattr("mismatch.processes.square.local_gpus", lambda: 0)
+    monkeypatch.setattr("mismatch.processes.square.RESERVE", 1 << 60)
+    engine = replace(SPEC.rollout.engine, model=str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    starter = Starter(tmp_path, replace(SPEC, rollout=replace(SPEC.rollout, engine=engine)))
+    score_in_float32(starter)
+    assert starter.started == []
+    assert read_error(tmp_path, LABEL) is not None

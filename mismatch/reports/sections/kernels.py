@@ -30,7 +30,7 @@ from mismatch.reports.formatting import (
     times,
 )
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
-from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, rows_of, to_svg
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -423,10 +423,7 @@ def _bars(kind: Kind, ran: Sequence[Audit], worst: dict[tuple[str, str], float])
         axes.set_xlim(lowest, max(2.0, 2 * max(worst.values())))
         axes.xaxis.set_major_formatter(lambda value, _: bound(value))
         axes.minorticks_off()
-        axes.set_yticks(range(len(ran)), [_label(audit) for audit in ran])
-        axes.invert_yaxis()
-        axes.grid(axis="x")
-        axes.grid(False, axis="y")
+        rows_of(axes, [_label(audit) for audit in ran])
         axes.set_xlabel("largest relative error against float64 (log)")
         axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(dtypes))
         return to_svg(figure, f"{kind}-errors", f"{kind}: largest error per dtype")

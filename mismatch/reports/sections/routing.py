@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.reports.figures import Array
 from mismatch.reports.formatting import (
     MISSING,
+    count,
     interval,
     line,
     number,
@@ -21,14 +21,27 @@ from mismatch.reports.formatting import (
     plural,
     points,
     text,
-    thousands,
     times,
 )
-from mismatch.reports.heatmap import heatmap
 from mismatch.reports.section import Column, Figure, Section, Value
 from mismatch.reports.section import Table as Rows
 from mismatch.reports.summary import headline, metric_table, routing_rows
-from mismatch.reports.svg import ACCENT, FAINT, GRID, INK, SECOND, drawing, to_svg
+from mismatch.reports.svg import (
+    ACCENT,
+    CROWDED,
+    FAINT,
+    GRID,
+    INK,
+    OPACITIES,
+    SECOND,
+    Array,
+    bars,
+    drawing,
+    segments,
+    shades,
+    ticks,
+    to_svg,
+)
 from mismatch.types import Comparison, Estimate, Report
 
 if TYPE_CHECKING:
@@ -220,8 +233,6 @@ def _facts(comparison: Comparison, wanted: str) -> list[str]:
 
 # ---------------------------------------------------------------- figures
 
-CROWDED = 24  # bars beyond which labels are thinned out and whiskers have no caps
-
 
 def figures(tables: dict[str, Table]) -> Iterable[Figure]:
     """All that the tables allow, in reading order."""
@@ -284,7 +295,7 @@ def figures(tables: dict[str, Table]) -> Iterable[Figure]:
     rows = [row for row, layer in enumerate(table.get("layer", [])) if layer is not None]
     if rows:
         untouched = [row for row in range(len(table["layer"])) if row not in rows]
-        level = table["mean_abs_delta"][untouched[0]] if untouched else None
+        levels = [(table["mean_abs_delta"][row], "no such layer") for row in untouched[:1]]
         table = {name: [values[row] for row in rows] for name, values in table.items()}
         yield Figure(
             "routing-harm-by-layer",
@@ -295,7 +306,7 @@ def figures(tables: dict[str, Table]) -> Iterable[Figure]:
                 _bars, "routing-harm-by-layer", "Mean |delta| by first differing layer", table,
                 "mean_abs_delta", table["layer"],
                 ("first layer of the token that chose other experts", "mean |delta|, nats"),
-                level=level,
+                level=levels[0] if levels else None,
             ),
         )  # fmt: skip
     table = tables.get("routing_load", {})
@@ -305,56 +316,58 @@ def figures(tables: dict[str, Table]) -> Iterable[Figure]:
         )
 
 
+def shade_levels(share: Array) -> tuple[Array, Array]:
+    """Shade of each share, [R, C] from 0 (none) on, and the shares up to which the shades reach.
+
+    Equal steps; finer ones near 0 where one cell stands out.
+    """
+    top, some = float(share.max()) or 1.0, share[share > 0.0]
+    steps = np.arange(1, len(OPACITIES) + 1) / len(OPACITIES)
+    bounds = top * (steps**2 if len(some) and np.median(some) < 0.2 * top else steps)
+    return np.where(share > 0.0, np.searchsorted(bounds, share * (1 - 1e-12)) + 1, 0), bounds
+
+
 def _map(table: Table) -> str:
-    """Layer by position in the response."""
+    """Layer by position in the response, the first layer at the bottom."""
+    from matplotlib.patches import Patch
+
     layers = list(dict.fromkeys(table["layer"]))
     share = np.array(table["disagree"], dtype=np.float64).reshape(len(layers), -1)
-    columns = share.shape[1]
-    return heatmap(
-        share,
-        rows=[str(layer) for layer in layers],
-        edges=[*table["start"][:columns], table["end"][columns - 1]],
-        name="routing-map",
-        title="Share of tokens with other experts, by layer and position",
-        axes=("sampled token of the sequence", "layer"),
-        empty="no token has other experts in any layer",
-    )
+    rows, columns = share.shape
+    level, bounds = shade_levels(share)
+    edges = [*table["start"][:columns], table["end"][columns - 1]]
+    with drawing(6.0, 1.1 + min(0.36 * rows, 2.5)) as (figure, axes):
+        axes.grid(False)
+        axes.set_facecolor(GRID)
+        axes.patch.set_alpha(0.4)
+        shades(axes, level, np.arange(columns + 1), np.arange(rows + 1) - 0.5)
+        axes.set(xlim=(0, columns), ylim=(-0.5, rows - 0.5))
+        ticks(axes.xaxis, [count(edge) for edge in edges], 8)
+        ticks(axes.yaxis, layers, max(1, min(rows, 13)))
+        axes.set_xlabel("sampled token of the sequence")
+        axes.set_ylabel("layer")
+        if share.any():
+            swatches = [Patch(facecolor=ACCENT, alpha=opacity) for opacity in OPACITIES]
+            names = [f"≤ {percent(bound)}" for bound in bounds]
+            axes.legend(
+                swatches, names, ncols=len(names), handlelength=1.0, loc="lower center",
+                bbox_to_anchor=(0.5, 1.0),
+            )  # fmt: skip
+        else:
+            words = "no token has other experts in any layer"
+            axes.text(columns / 2, (rows - 1) / 2, words, ha="center", va="center", color=FAINT)
+        title = "Share of tokens with other experts, by layer and position"
+        return to_svg(figure, "routing-map", title)
 
 
 def _bars(
-    name: str,
-    title: str,
-    table: Table,
-    value: str,
-    labels: Sequence[object],
-    words: tuple[str, str],
-    *,
-    colours: Sequence[str] = (),
-    counts: Sequence[int] = (),
-    level: float | None = None,
-) -> str:
-    """Bars with their intervals.
-
-    Args:
-        value: the column; shares are drawn in percent.
-        words: under the bars, beside them.
-        counts: how many each bar stands for, above it.
-        level: of tokens that have no bar.
-    """
+    name: str, title: str, table: Table, value: str, labels: Sequence[object],
+    words: tuple[str, str], **options: Any,
+) -> str:  # fmt: skip
+    """Shares are drawn in percent."""
     scale = 100.0 if value == "disagree" else 1.0
-    height, low, high = (_column(table, column, scale) for column in (value, "low", "high"))
-    with drawing() as (figure, axes):
-        _blocks_with_whiskers(axes, height, low, high, colours or [ACCENT] * len(height))
-        if counts:
-            _counts(axes, height, high, counts)
-        _ticks(axes, labels)
-        if level is not None:
-            axes.axhline(level, color=SECOND, linewidth=1.4, dashes=(4, 2), label="no such layer")
-            axes.set_ylim(top=max(axes.get_ylim()[1], level * 1.1) * 1.12)
-            axes.legend(loc="upper right")
-        axes.set_xlabel(words[0])
-        axes.set_ylabel(words[1])
-        return to_svg(figure, name, title)
+    ends = (_column(table, column, scale) for column in (value, "low", "high"))
+    return bars(name, title, labels, words, *ends, **options)
 
 
 def _load_words(table: Table) -> str:
@@ -379,7 +392,7 @@ def _load(table: Table) -> str:
     with drawing() as (figure, axes):
         axes.axhline(1.0, color=FAINT, linewidth=0.8, dashes=(4, 3))
         (_load_lines if len(table["layer"]) > CROWDED else _load_candles)(axes, table)
-        _ticks(axes, table["layer"])
+        ticks(axes.xaxis, table["layer"])
         axes.set_ylim(bottom=0)
         axes.set_ylim(top=axes.get_ylim()[1] * 1.14)
         axes.legend(loc="upper right", ncols=2)
@@ -390,17 +403,18 @@ def _load(table: Table) -> str:
 
 def _load_candles(axes: Axes, table: Table) -> None:
     x = np.arange(len(table["layer"]))
+    margin = max(0.6, (5 - len(x)) / 2)  # a single layer does not fill the drawing
     thick = max(3.0, min(9.0, 120.0 / len(x)))
     for side, colour, shift in (("rollout", ACCENT, -0.19), ("train", SECOND, 0.19)):
         least, p10, median, p90, most = (
             _column(table, f"{side}_{name}") for name in ("least", "p10", "median", "p90", "most")
         )
         at = (x + shift, x + shift)
-        _segments(axes, at, (least, most), color=colour, linewidth=1)
-        _segments(axes, at, (p10, p90), color=colour, linewidth=thick, label=side)
+        segments(axes, at, (least, most), color=colour, linewidth=1)
+        segments(axes, at, (p10, p90), color=colour, linewidth=thick, label=side)
         ends = (x + shift - 0.17, x + shift + 0.17)
-        _segments(axes, ends, (median, median), color=INK, linewidth=1.4, zorder=3)
-    axes.set_xlim(*_reach(len(x)))
+        segments(axes, ends, (median, median), color=INK, linewidth=1.4, zorder=3)
+    axes.set_xlim(-margin, len(x) - 1 + margin)
 
 
 def _load_lines(axes: Axes, table: Table) -> None:
@@ -421,64 +435,3 @@ def _column(table: Table, name: str, scale: float = 1.0) -> Array:
     """A column as numbers, NaN where there is none; reports of earlier versions lack some."""
     values = table.get(name) or [None] * len(next(iter(table.values())))
     return scale * np.array([np.nan if value is None else value for value in values], np.float64)
-
-
-def _blocks_with_whiskers(
-    axes: Axes, height: Array, low: Array, high: Array, colours: Sequence[str]
-) -> None:
-    """The highest bar sets the scale, not the widest interval."""
-    x = np.arange(len(height))
-    paint = np.array(colours)
-    for colour in dict.fromkeys(paint):
-        _blocks(axes, x[paint == colour], np.nan_to_num(height)[paint == colour], str(colour))
-    axes.set_xlim(*_reach(len(x)))
-    known = ~np.isnan(low) & ~np.isnan(high)
-    at, low, high = x[known], low[known], high[known]
-    _segments(axes, (at, at), (low, high), color=INK, linewidth=1)
-    if len(x) <= CROWDED:
-        for ends in (low, high):
-            _segments(axes, (at - 0.09, at + 0.09), (ends, ends), color=INK, linewidth=1)
-    top = max(float(np.nanmax(height)), 1e-12)
-    reach = float(high.max()) if known.any() else top
-    axes.set_ylim(0, 1.15 * min(max(top, reach), 1.6 * top))
-
-
-def _reach(count: int) -> tuple[float, float]:
-    """Limits of the horizontal axis: a single bar does not fill the drawing."""
-    margin = max(0.6, (5 - count) / 2)
-    return -margin, count - 1 + margin
-
-
-def _blocks(axes: Axes, x: Array, height: Array, colour: str) -> None:
-    """Bars as one path: a bar each would cost more bytes than everything else."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
-    corners = [(-0.35, 0), (-0.35, 1), (0.35, 1), (0.35, 0)]
-    bars = np.stack([np.stack([x + dx, height * up], axis=1) for dx, up in corners], axis=1)
-    path = Path.make_compound_path(*[Path(bar, closed=False) for bar in bars])
-    axes.add_patch(PathPatch(path, facecolor=colour, linewidth=0))
-
-
-def _segments(axes: Axes, x: tuple[Array, Array], y: tuple[Array, Array], **style: Any) -> None:
-    """Straight lines as one path, from (x[0], y[0]) to (x[1], y[1])."""
-    gap = np.full(len(x[0]), np.nan)
-    lines = [np.stack([*ends, gap], axis=1).ravel() for ends in (x, y)]
-    axes.plot(lines[0], lines[1], solid_capstyle="butt", **style)
-
-
-def _counts(axes: Axes, height: Array, high: Array, count: Sequence[int]) -> None:
-    """The number of tokens above every bar and its interval."""
-    ceiling = axes.get_ylim()[1]
-    for x, (value, end, tokens) in enumerate(zip(height, high, count, strict=True)):
-        above = float(np.nanmax([value, end]))
-        cut = above > 0.93 * ceiling  # the interval leaves the drawing: beside it, not on it
-        left, up = (x + 0.05, 0.945 * ceiling) if cut else (x, above + 0.015 * ceiling)
-        side = "left" if cut else "center"
-        axes.text(left, up, thousands(tokens), ha=side, color=FAINT, fontsize=9.5)
-
-
-def _ticks(axes: Axes, labels: Sequence[object]) -> None:
-    """Labels along the bottom, thinned out where there are many."""
-    step = max(1, -(-len(labels) // 16))
-    axes.set_xticks(np.arange(len(labels))[::step], [str(label) for label in labels][::step])
