@@ -7,10 +7,9 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.formatting import line
+from mismatch.reports.formatting import MARKS, line
 from mismatch.reports.section import Page, cell_interval, cell_text
 from mismatch.reports.sections import page
-from mismatch.reports.words import MARKS
 from mismatch.types import Report
 
 if TYPE_CHECKING:

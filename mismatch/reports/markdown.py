@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from html import escape
 
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.formatting import badge, line, visible
+from mismatch.reports.formatting import MARKS, badge, line, visible
 from mismatch.reports.section import (
     Block,
     Cell,
@@ -19,7 +19,6 @@ from mismatch.reports.section import (
     cell_text,
 )
 from mismatch.reports.sections import page
-from mismatch.reports.words import MARKS
 from mismatch.types import Report
 
 # What Markdown, its HTML and its mentions would act upon.

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mismatch.reports.formatting import MISSING, Format, interval, line, number, text
-from mismatch.reports.words import TONES
-from mismatch.reports.words import Tone as Tone
+from mismatch.reports.formatting import MISSING, TONES, Format, interval, line, number, text
+from mismatch.reports.formatting import Tone as Tone
 from mismatch.types import Estimate
 
 

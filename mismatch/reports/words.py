@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from mismatch.metrics import METRICS
 from mismatch.types import SidePair
-
-Tone = Literal["", "dim", "strong", "code", "bar", "healthy", "warn", "critical"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +46,6 @@ ROUTING = (
     "experts_load_peak_rollout",
     "experts_load_peak_train",
 )
-# How a status looks: the tone of every rendering. Statuses of verdicts, then those of checks.
-TONES: dict[str, Tone] = {
-    "healthy": "healthy",
-    "warn": "warn",
-    "critical": "critical",
-    "passed": "healthy",
-    "warning": "warn",
-    "failed": "critical",
-}
-MARKS = {"healthy": "✓", "warn": "!", "critical": "✕"}  # of tones, so that colour is not needed
 
 
 def words_for(name: str, *, sampled_by_left: bool = True) -> Words:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from mismatch.analysis import registry
 from mismatch.reports import summary
+from mismatch.reports.formatting import TONES
 from mismatch.reports.section import Page, Section
-from mismatch.reports.words import TONES
 from mismatch.types import Report
 
 if TYPE_CHECKING:
