@@ -1,6 +1,6 @@
 """One :class:`mismatch.types.Report`, told four ways: terminal, Markdown, HTML, JSON.
 
-``section`` the model of a page · ``sections`` one file a section · ``formatting`` how values and
-foreign strings are written · ``words`` metrics in plain words · ``summary`` facts that several
-sections tell · ``terminal``, ``markdown``, ``html`` the renderings · ``figures``, ``svg`` pictures.
+``section`` what a report is made of · ``sections`` one file each · ``formatting`` how numbers and
+foreign strings are written, ``words`` metrics in plain words · ``terminal``, ``markdown``, ``html``
+the renderings · ``figures``, ``svg`` their pictures · ``files`` what a run directory holds.
 """

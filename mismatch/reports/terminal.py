@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
     from mismatch.reports.elsewhere import Elsewhere
 
+WRAP = 28  # characters of a column of text
+TONES = {
+    "healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold", "dim": "dim",
+}  # fmt: skip
+
 
 def print_report(
     report: Report,
@@ -122,12 +127,6 @@ def paragraph(console: Console, text: str, indent: int = 2, style: str = "") -> 
         break_on_hyphens=False,
     )
     say(console, wrapped, style)
-
-
-WRAP = 28  # characters of a column of text
-TONES = {
-    "healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold", "dim": "dim",
-}  # fmt: skip
 
 
 def print_section(section: Section, console: Console, details: bool = True) -> None:
