@@ -42,6 +42,7 @@ BLOCK, DRAWS = 64, 20  # prompts of a block; further blocks drawn from each clea
 PAGE = ROOT / "docs" / "calibration.md"
 PICTURE = ROOT / "docs" / "images" / "calibration.svg"
 MARK = "<!-- measured -->"
+KEYS = ("excess engine", "excess trainer", "gap engine")
 FEW = ("--samples-per-prompt", "2", "--max-tokens", "64", "--exact-kl", "0")
 FP8_KV = ("--engine-arg", "kv_cache_dtype=fp8")
 
@@ -88,6 +89,7 @@ CASES = (
     *(Case(f"fault-epsilon-{s}", fault=f"epsilon:{s}") for s in ("3", "10", "100")),
     *(Case(f"fault-rope-{s}", fault=f"rope:{s}") for s in ("1.02", "4")),
     *(Case(f"fault-no-sinks-{s}", fault=f"no-sinks:{s}") for s in ("0.05", "30")),
+    Case("fault-trainer-no-sinks", flags=("--attention", "no-sinks"), fault="trainer"),
     Case("fault-swapped-experts", fault="swapped-experts:1"),
     Case("fault-window-halved", flags=("--engine-arg", 'hf_overrides={"sliding_window": 16}'),
          fault="window"),
@@ -271,7 +273,10 @@ def summary(case: Case, place: Path) -> dict[str, Any]:
     for one in apart + drawn:
         for finding in one.findings:
             values.setdefault(f"{finding.evidence} {finding.side}", []).append(finding.value.value)
-    alarms = [{f.evidence for f in one.findings if f.standing == "beyond"} for one in apart + drawn]
+    alarms = [
+        {f"{f.evidence} ({f.side})" for f in one.findings if f.standing == "beyond"}
+        for one in apart + drawn
+    ]
     delta = np.abs(run.train.logprobs - run.decode.logprobs).mean()
     return {
         "prompts": int(run.rollout.n_prompts),
@@ -324,13 +329,13 @@ def write(found: dict[str, dict[str, Any]], cases: dict[str, Case]) -> None:
         "",
         "Two numbers in a cell: lowest and highest block.",
         "",
-        "| planted in the engine | mean abs delta | of the clean run's | excess of the engine | "
-        "float32 gap | found by |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
+        "| planted | mean abs delta | of the clean run's | excess of the engine | "
+        "excess of the trainer | float32 gap | found by |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for name, one in faults.items():
         times = f"{one['mean'] / base:.2f}×" if base else "–"
-        cells = [_number(one["whole"].get(key)) for key in ("excess engine", "gap engine")]
+        cells = [_number(one["whole"].get(key)) for key in KEYS]
         by = ", ".join(one["evidence"]) or "not found"
         label = name.removeprefix("fault-") + (
             f", against {cases[name].yardstick}" if cases[name].yardstick else ""
