@@ -107,10 +107,10 @@ def levels(flags: Flags) -> Thresholds | None:
     return load_thresholds(flags["thresholds"]) if flags["thresholds"] else None
 
 
-def narrator() -> ConsoleNarrator:
+def narrator(silent: bool = False) -> ConsoleNarrator:
     from rich.console import Console
 
-    return ConsoleNarrator(Console())
+    return ConsoleNarrator(Console(quiet=silent))
 
 
 class ConsoleNarrator:

@@ -28,6 +28,7 @@ from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.processes.square import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
+from mismatch.run.damage import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
 from mismatch.run.scorings import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
@@ -196,7 +197,8 @@ def compare_artefacts(
         store.save_tokens(run_dir, tokens, **entry)
         store.save_document(run_dir, COMPARISON, document, schema=COMPARISON_SCHEMA, **entry)
     # Always through the file: a resumed run reports the numbers that an uninterrupted one does.
-    return comparisons_from_json(store.load_document(run_dir, COMPARISON))
+    with damage_named(run_dir / COMPARISON):
+        return comparisons_from_json(store.load_document(run_dir, COMPARISON))
 
 
 def compare_all(
