@@ -103,6 +103,6 @@ def test_a_config_that_is_none_is_refused(content, tmp_path, monkeypatch, capsys
 
 
 def test_a_page_cannot_be_given_a_base_or_a_form():
-    page = (Path(reports.__file__).parent / "templates" / "head.html").read_text()
+    page = (Path(reports.__file__).parent / "templates" / "page.html").read_text()
     assert "base-uri 'none'" in page
     assert "form-action 'none'" in page
