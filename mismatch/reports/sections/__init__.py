@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ORDER = (
-    "tokens", "where", "routing", "beside", "engines", "budget", "two_passes", "forecast",
+    "causes", "tokens", "where", "routing", "beside", "engines", "budget", "two_passes", "forecast",
     "kernels", "exact", "fixes", "corrections", "gradients",
 )  # fmt: skip
 
