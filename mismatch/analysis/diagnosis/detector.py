@@ -45,11 +45,13 @@ class Repair:
 
     Attributes:
         kept: tokens that still have a partner; None: all.
+        exact: nothing of the cause is left; a fitted curve leaves its misfit behind.
     """
 
     left: Floats
     right: Floats
     kept: Bools | None = None
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ NEGLIGIBLE = 1e-5  # nats of mean |delta|, below which there is nothing to expla
 TIER = 10  # detectors of one tens digit look for causes that are equally specific
 TERMINAL = 40  # where a side computes another function, its rest says nothing about a second cause
 KINDS = ("function-differs", "weights-differ", "side-off")  # of cause, where none is named
+FUNCTION = 50  # detectors from here on ask only how far a side is off
 SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
 
 Status = Literal["suspected", "confirmed"]
@@ -103,6 +104,8 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
             assert repair is not None
             # What is more specific was not there before, and a repair can only imitate it.
             left = [d for d in left if d.order // TIER >= place.order // TIER]
+            if not repair.exact:  # its misfit looks like another function
+                left = [d for d in left if d.order < FUNCTION]
             left = [] if place.order >= TERMINAL else left
             rest = rest.repaired(repair.left, repair.right, repair.kept)
             again = _look(rest, left, failures)
@@ -119,7 +122,10 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
     )
     named = {cause.id for cause in causes}
     return Causes(
-        tuple(causes),
+        tuple(
+            replace(cause, consequences=tuple(id for id in cause.consequences if id not in named))
+            for cause in causes
+        ),
         tuple(
             RuledOut(detector.id, detector.causes, look.evidence)
             for detector in detectors

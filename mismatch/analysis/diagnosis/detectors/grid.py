@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
 from mismatch.types import Floats, NotTested
 
 BITS = {"bf16": 8, "fp16": 11}  # of the significand
@@ -42,9 +42,17 @@ def grid(case: Case) -> Look | NotTested:
         lost = step / 4  # mean |error| of rounding to the nearest
         effect = case.share(np.maximum(np.abs(case.delta) - lost, 0.0))
         if above(effect, 0.05):
+            part = np.clip(case.delta, -lost, lost)
+            at_left = Repair(case.left + part, case.right, exact=False)
+            at_right = Repair(case.left, case.right - part, exact=False)
             findings.append(
                 Finding(
-                    "bf16-logprobs", side, effect, tuple(evidence[-1:]), alike=("bf16-lm-head",)
+                    "bf16-logprobs",
+                    side,
+                    effect,
+                    tuple(evidence[-1:]),
+                    alike=("bf16-lm-head",),
+                    repair=at_left if side == "engine" else at_right,
                 )
             )
     return Look(tuple(evidence), tuple(findings))

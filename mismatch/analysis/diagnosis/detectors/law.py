@@ -6,12 +6,10 @@ delta names the side that is not it: below 0 the trainer, above 0 the engine.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above, below
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
+from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
 from mismatch.captures import Distributions
 from mismatch.types import Floats, NotTested
 
@@ -57,25 +55,36 @@ def temperature(case: Case) -> Look | NotTested:
     enough = above(effect, 0.3 if expected else 0.6) and above(beyond, 0.15)
     if not (low > 1.02 or high < 0.98) or not enough:
         return Look(tuple(evidence))
+    side = off_law(case)
+    repair = _taken_out(case, side, whole, exact=False)
     raw = case.trainer.extra.get("logprobs_untempered")
     confirmed = False
     if raw is not None:
         remeasured = case.share(raw - case.left)
         confirmed = above(remeasured, 0.5)
         evidence.append(Evidence("share gone against the untempered trainer", remeasured.value))
+    if raw is not None and confirmed:
+        effect, repair = remeasured, _taken_out(case, side, case.right - raw)
     finding = Finding(
         "temperature-semantics",
-        off_law(case),
+        side,
         effect,
         tuple(evidence),
         confirmed=confirmed,
         alike=() if expected else ("logit-softcap", "yarn-attention-factor"),
-        repair=Repair(case.left, case.right - whole),
+        repair=repair,
     )
     return Look(tuple(evidence), (finding,))
 
 
-def off_law(case: Case) -> Literal["engine", "trainer", "either"]:
+def _taken_out(case: Case, side: Side, part: Floats, exact: bool = True) -> Repair:
+    """The side at fault moved by what explains delta, so that the other keeps its rounding."""
+    if side == "engine":
+        return Repair(case.left + part, case.right, exact=exact)
+    return Repair(case.left, case.right - part, exact=exact)
+
+
+def off_law(case: Case) -> Side:
     """Which side is not the law that sampled, by the sign of mean delta."""
     mean = case.mean(case.delta)
     if above(mean, 0.0):
@@ -159,7 +168,7 @@ def truncation(case: Case) -> Look | NotTested:
         tuple(evidence),
         confirmed=confirmed,
         alike=("implicit-generation-config",),
-        repair=Repair(case.left, case.right - fitted),
+        repair=_taken_out(case, "engine", fitted, exact=kept_mass is not None),
     )
     return Look(tuple(evidence), (finding,))
 
@@ -204,6 +213,9 @@ def sampling_law(case: Case) -> Look | NotTested:
         return NotTested(
             "the law that sampled", f"needs {NEEDS}", "score with an entropy per token"
         )
+    if case.kept.sum() < MIN_TOKENS or case.n_prompts < FEW_PROMPTS:
+        reason = f"needs {MIN_TOKENS} tokens of {FEW_PROMPTS} prompts"
+        return NotTested("the law that sampled", reason)
     surplus = case.mean(case.right + entropy)
     size = float(np.abs(case.delta[case.kept]).mean())
     evidence = (Evidence("mean log p + entropy of the trainer's law, nats", surplus.value, "0"),)

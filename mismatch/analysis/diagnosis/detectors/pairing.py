@@ -15,6 +15,7 @@ HEAD = 32  # tokens by which rows are compared
 MIN_HEAD = 6
 BETTER = 0.25  # distance to another row, as a share of that to the own one
 SUSPECTS = 512  # rows that are tried against all others
+APART = 0.1  # nats of mean |delta|, from which a row is held against others
 CLEAR = 0.5  # share of the mismatch that must go with a re-pairing
 NEAR_CERTAIN = float(np.log(0.99))
 
@@ -94,19 +95,19 @@ def rows(case: Case) -> Look | NotTested:
     own = _distance(heads_left, heads_right, width, width)
     order = np.argsort(own)[::-1]
     typical = float(np.median(own))
-    tried = order[: min(SUSPECTS, len(order))]
+    tried = [row for row in order[:SUSPECTS] if own[row] > APART]
     partner: dict[int, int] = {}
     for row in tried:
         distances = _distance(heads_left[row], heads_right, width[row], width)
         distances[row] = np.inf
         best = int(distances.argmin())
-        outlier = own[row] > max(4 * float(distances[best]), 0.1)
+        outlier = own[row] > 4 * float(distances[best])
         if outlier and distances[best] < BETTER * own[row]:
             partner[int(row)] = best
-    share = len(partner) / len(tried)
+    share = len(partner) / len(order)
     evidence = (
         Evidence("rows that another row fits better", len(partner), "0"),
-        Evidence("of rows tried", len(tried)),
+        Evidence("of rows that are far off", len(tried)),
         Evidence("typical distance of a row, nats", typical),
     )
     if len(partner) < 2 or (share < 0.02 and len(partner) < 3):

@@ -9,7 +9,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
-from mismatch.types import NotTested
+from mismatch.types import Floats, NotTested
 
 REGROUPED, GRAD, REPEATED = "fsdp:regrouped", "fsdp:grad", "fsdp:repeated"
 PASSES = {
@@ -17,7 +17,7 @@ PASSES = {
     GRAD: "train-eval-paths",
     REPEATED: "nondeterminism",
 }
-OWN = 1.5  # times its distance from float32, that a side may move against itself
+OWN = 1.6  # times its own rounding, that a side may move against itself; two roundings: 1.4
 CLEAR = 0.3
 
 
@@ -28,20 +28,20 @@ def trainer_itself(case: Case) -> Look | NotTested:
         return NotTested("the trainer against itself", "no second pass", "drop --no-noise-floor")
     evidence: list[Evidence] = []
     findings: list[Finding] = []
-    own = None if case.reference is None else np.abs(case.trainer.logprobs - case.reference)
     for name, other in passes.items():
         moved = other.logprobs - case.trainer.logprobs
         of_gap = case.ratio(np.abs(moved), np.abs(case.delta) + 1e-12)
         evidence.append(Evidence(f"mean |{name} - trainer| over mean |delta|", of_gap.value))
+        own = _own_rounding(case, other.logprobs)
         if own is None:
             loud = above(of_gap, 1.0)
         else:
             of_rounding = case.ratio(np.abs(moved), own + 1e-12)
             evidence.append(
                 Evidence(
-                    "the same over the trainer's distance from float32",
+                    "the same over the nearer pass's distance from float32",
                     of_rounding.value,
-                    "below 1.5",
+                    "below 1.4",
                 )
             )
             loud = above(of_rounding, OWN)
@@ -61,6 +61,14 @@ def trainer_itself(case: Case) -> Look | NotTested:
             )
         )
     return Look(tuple(evidence), tuple(findings))
+
+
+def _own_rounding(case: Case, other: Floats) -> Floats | None:
+    """|distance from float32| of the trainer's pass or of the other one, whichever is nearer."""
+    if case.reference is None:
+        return None
+    legs = np.abs(case.trainer.logprobs - case.reference), np.abs(other - case.reference)
+    return min(legs, key=lambda leg: float(leg[case.kept].mean()))
 
 
 def decode_path(case: Case) -> Look | NotTested:
