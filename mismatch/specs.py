@@ -10,6 +10,7 @@ from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+MasterDtype = Literal["auto", "bf16", "fp16", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 TemperatureIn = Literal["fp32", "logits", "logits-rounded"]
 ReplayMode = Literal["ids", "ids+weights"]
@@ -104,6 +105,19 @@ class Sampling:
     def truncates(self) -> bool:
         """Whether the tail of the distribution is cut before sampling."""
         return self.top_p < 1.0 or self.top_k > 0
+
+
+def require_a_law(sampling: Sampling) -> None:
+    """Tokens that were sampled, so that there is a law to compare with.
+
+    Raises:
+        MismatchError: greedy sampling: its tokens have probability 1, and no divergence.
+    """
+    if sampling.temperature == 0:
+        raise MismatchError(
+            "--temperature 0: greedy tokens follow no law, so there is nothing to measure",
+            "sample at the temperature of training: --temperature 1",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +264,9 @@ class TrainSpec:
 
     Attributes:
         dtype: FSDP's ``param_dtype``: the dtype of the computation.
+        master_dtype: of parameters at rest; "auto": bf16 where every value of the checkpoint is
+            one, so that what a layer gathers is bit for bit what float32 would give, else fp32.
+        offload: FSDP2's CPU offload: shards rest in host memory, each layer is copied when used.
         autocast: dtype of an enclosing ``torch.autocast``, or None.
         head_dtype: dtype of the LM head's matmul; None: that of the computation.
         experts: transformers' experts implementation; "auto" is transformers' own choice.
@@ -270,7 +287,13 @@ class TrainSpec:
     model: str = ""
     revision: str | None = None
     dtype: Annotated[Dtype, Flag(TRAIN, "Of the computation.", name="train_dtype")] = "bf16"
-    master_dtype: Annotated[Dtype, Flag(TRAIN, "Of the sharded parameters.")] = "fp32"
+    master_dtype: Annotated[
+        MasterDtype,
+        Flag(TRAIN, "Of the sharded parameters; auto: the checkpoint's, where it is the same."),
+    ] = "auto"
+    offload: Annotated[
+        bool, Flag(TRAIN, "Keep the sharded parameters in host memory.", switch=True)
+    ] = False
     autocast: Annotated[Dtype | None, Flag(TRAIN, "Run under torch.autocast, as verl does.")] = None
     attention: Annotated[
         str,
@@ -328,6 +351,7 @@ class CheckSpec:
     Attributes:
         preset: the framework whose trainer ``train`` imitates, with the version read; or "".
         not_reproduced: what that framework does and this run does not, one sentence each.
+        quick: leave out the passes that only the square needs, see experiments.square.
         forecast_length: response length that importance weights are forecast at, tokens.
         two_passes: the trainer's "old" against its "new" pass. None: from passes that are made
             anyway; True: with what router replay does to them; False: leave it out.
@@ -356,6 +380,15 @@ class CheckSpec:
             range=Range(1, 10**7),
         ),
     ] = 16_384
+    quick: Annotated[
+        bool,
+        Flag(
+            TRAIN,
+            "Leave out plain passes and the engine in float32: nothing then tells a fault from "
+            "rounding; docs/square.md.",
+            switch=True,
+        ),
+    ] = False
     two_passes: Annotated[
         bool | None,
         Flag(
@@ -454,6 +487,7 @@ def weights_key(spec: TrainSpec) -> tuple[Any, ...]:
         spec.revision,
         spec.dtype,
         spec.master_dtype,
+        spec.offload,
         spec.weights,
         spec.trust_remote_code,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -16,12 +17,15 @@ from mismatch.analysis.comparison import compare
 from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.corrections.types import Corrections
 from mismatch.analysis.levels import judge, verdict
+from mismatch.analysis.square import Gap as Float32Gap
+from mismatch.analysis.square import Leg, Square, judged
 from mismatch.metrics.budget import Budget, Gap, error_budget
 from mismatch.metrics.forecast import Forecast, length_forecast
 from mismatch.types import (
     Check,
     Comparison,
     Estimate,
+    NotTested,
     Report,
     Rollout,
     Sampling,
@@ -156,6 +160,7 @@ CHECKS = (
         "raise --max-tokens above 128",
     ),
 )
+SOUND = (*CHECKS[:-1], Check("special-tokens", "passed", "61 sequences stopped"))
 FAILED = Check(
     "attention-sinks",
     "failed",
@@ -267,8 +272,36 @@ def forecast_of(tokens: pd.DataFrame) -> Forecast:
     )
 
 
-def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = CHECKS) -> Report:
-    """A healthy bf16 run of the small MoE, with one warning."""
+def square_of(excess: float = 1.01, gap: float = 2.1e-7) -> Square:
+    """A square whose engine rounds ``excess`` times as much as a plain forward."""
+
+    def near(value: float) -> Estimate:
+        return Estimate(value, 0.97 * value, 1.03 * value, 3072, SEQUENCES, PROMPTS)
+
+    def leg(side: Literal["engine", "trainer"], name: str, exact: str, over: float) -> Leg:
+        rms, size = near(0.0102 * over), near(0.0052 * over)
+        return Leg(side, name, exact, "plain:bf16", rms, size, near(over), near(0.99 * over))
+
+    legs = (
+        leg("engine", "vllm:decode", "vllm:fp32", excess),
+        leg("trainer", "fsdp", "reference:fp32", 1.003),
+    )
+    sizes = near(gap), near(gap**2), near(60 * gap)
+    apart = Float32Gap("engine", "vllm:fp32", "reference:fp32", *sizes, 9e-8)
+    return Square(
+        device="cpu",
+        calibrated=True,
+        legs=legs,
+        gaps=(apart,),
+        correlation=near(0.51),
+        findings=(*(judged(leg, 1.2) for leg in legs), judged(apart, 1e-5)),
+        not_judged=(NotTested("excess of fsdp:grad", "the run holds no such scoring"),),
+        seconds={"plain:bf16": 8.9, "reference:fp32": 6.9, "vllm:fp32": 12.5},
+    )
+
+
+def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = SOUND) -> Report:
+    """A healthy bf16 run of the small MoE."""
     tokens = make_tokens() if tokens is None else tokens
     metrics = metrics_of(tokens)
     measured = routed(tokens)
@@ -304,6 +337,7 @@ def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = 
         budget=budget_of(tokens),
         forecast=forecast_of(tokens),
         gradients=make_check(),
+        square=square_of(),
     )
 
 
@@ -318,7 +352,8 @@ def make_failing_report() -> tuple[Report, pd.DataFrame]:
     tokens = make_tokens(seed=1, scale=20.0)
     report = make_report(tokens, (*CHECKS, FAILED))
     trainer = TRAINER | {"attention": "no-sinks", "honours_sinks": False}
-    return replace(report, fingerprints=report.fingerprints | {"fsdp": trainer}), tokens
+    report = replace(report, fingerprints=report.fingerprints | {"fsdp": trainer})
+    return report.with_analyses(square=square_of(1.9, 6.8e-3)), tokens
 
 
 def make_empty_report() -> tuple[Report, pd.DataFrame]:

@@ -92,7 +92,7 @@ def install_cpu(python: Path) -> None:
 
 
 def install_cuda(python: Path) -> None:
-    pip(python, "install", "-e", f"{ROOT}[vllm,dev]")
+    pip(python, "install", "-e", f"{ROOT}[vllm,datasets,dev]")
 
 
 def install_sglang_cpu(python: Path) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mismatch.experiments.engine_pair.types import TRAINER, Triangle
 from mismatch.pipeline.document import report_from_json
+from mismatch.reports.formatting import number, percent, plural
 from mismatch.reports.markdown import plain, show_table, table
-from mismatch.reports.quantities import number, percent, plural
 from mismatch.reports.sections.engines import party, section, sentences
 from mismatch.run import store
 from mismatch.types import Report

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mismatch.analysis.published_values import REFERENCES, Reference, references_for
@@ -20,7 +21,15 @@ from mismatch.analysis.thresholds import (
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.inference import prompts_needed
-from mismatch.types import Check, Comparison, Estimate, Fingerprint, Judgement, Status, Verdict
+from mismatch.types import (
+    Check,
+    Comparison,
+    Estimate,
+    Fingerprint,
+    Judgement,
+    Status,
+    Verdict,
+)
 
 __all__ = [
     "COLUMNS",
@@ -37,40 +46,60 @@ __all__ = [
     "verdict",
 ]
 
+NO_COLUMN = "not judged"
+TAILS = {"heavy-tail", "heavy-prompts"}
+MOST_PROMPTS = 10_000  # advice beyond this is none
 FAIL_ON = ("critical", "warn")
 SEVERITY: dict[Status, int] = {"healthy": 0, "warn": 1, "critical": 2}
 PRECISION = ("fp32", "fp16", "bf16")  # falling: 24, 11 and 8 significant bits
 LONG_NAMES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-NOT_QUANTISED = {None, "", "auto", "none", "as-stored", *PRECISION, *LONG_NAMES}
+AS_STORED = "as-stored"
+NOT_QUANTISED = {None, "", "auto", "none", AS_STORED, *PRECISION, *LONG_NAMES}
+# Stored so, and dequantised by the trainer as it loads them: both sides hold the same values.
+DEQUANTISED = frozenset(("mxfp4", "gpt_oss_mxfp4"))
 
 
-def column_for(rollout: Fingerprint, train: Fingerprint) -> str:
+def column_for(rollout: Fingerprint, train: Fingerprint) -> str | None:
     """The column of the levels table: the class of the less precise side.
 
-    "quantised" where either side has quantised weights or KV cache; otherwise the lowest precision
-    that either computes in (autocast counts), bf16 split into dense and MoE.
+    "quantised" where the two sides compute with other values: a quantised KV cache, or weights that
+    one side alone holds quantised. A checkpoint that is stored quantised and that the trainer
+    dequantised holds the same values on both sides. Otherwise the lowest precision that either
+    computes in (autocast counts), bf16 split into dense and MoE.
+
+    Returns:
+        None: a side does not say what it computes in, so that no level applies.
 
     Raises:
         MismatchError: a dtype that the table does not know.
     """
     sides = (rollout, train)
-    for facts in sides:
-        if any(_name(facts.get(key)) not in NOT_QUANTISED for key in _QUANTISABLE):
-            return "quantised"
+    if _other_values(rollout, train):
+        return "quantised"
+    if any(facts.get("dtype") is None for facts in sides):
+        return None
     dtypes = [_name(facts.get(key)) for facts in sides for key in ("dtype", "autocast")]
-    lowest = max((_precision(name) for name in dtypes if name is not None), default=None)
-    if lowest is None:
-        raise MismatchError(
-            "neither side's fingerprint says its dtype: no levels apply",
-            "score again with this version of mismatch",
-        )
+    lowest = max(_precision(name) for name in dtypes if name is not None)
     dtype = PRECISION[lowest]
     if dtype != "bf16":
         return dtype
     return "bf16 MoE" if any(facts.get("moe") for facts in sides) else "bf16 dense"
 
 
-_QUANTISABLE = ("quantization", "kv_cache_dtype", "weights_form")
+def _other_values(rollout: Fingerprint, train: Fingerprint) -> bool:
+    """Whether one side alone rounds weights or KV cache to a quantised format."""
+    sides = (rollout, train)
+    if any(_quantised(side, "kv_cache_dtype") for side in sides):
+        return True
+    forms = [_name(side.get("weights_form")) or AS_STORED for side in sides]
+    if forms[0] != forms[1]:
+        return any(form not in NOT_QUANTISED for form in forms)
+    return any(_quantised(side, "quantization", DEQUANTISED) for side in sides)
+
+
+def _quantised(side: Fingerprint, key: str, same: frozenset[str] = frozenset()) -> bool:
+    name = _name(side.get(key) or None)
+    return name not in NOT_QUANTISED and name not in same
 
 
 def _name(value: Any) -> str | None:
@@ -87,7 +116,7 @@ def _precision(name: str) -> int:
 
 
 def judge(
-    comparison: Comparison, column: str, thresholds: Thresholds | None = None
+    comparison: Comparison, column: str | None, thresholds: Thresholds | None = None
 ) -> tuple[Judgement, ...]:
     """Every metric of the comparison that has a level in the column, in the table's order."""
     table = default_thresholds() if thresholds is None else thresholds
@@ -95,8 +124,37 @@ def judge(
     return tuple(
         judge_one(metric, measured[metric], columns[column])
         for metric, columns in table.items()
-        if column in columns and metric in measured
+        if column is not None and column in columns and metric in measured
     )
+
+
+def require_applied(
+    comparison: Comparison, column: str | None, thresholds: Thresholds | None
+) -> None:
+    """Every metric that the user gave levels for was judged by one of them.
+
+    Raises:
+        MismatchError: a metric that this run could not measure, or with levels for other classes
+            of stack only.
+    """
+    measured = {**comparison.metrics, **comparison.routing}
+    lost = []
+    for metric, columns in (thresholds or {}).items():
+        yours = [name for name, level in columns.items() if level.yours]
+        if not yours:
+            continue
+        if column is None:
+            lost.append(f"{metric}: a side does not say its dtype, so no column applies")
+        elif column not in yours:
+            given = ", ".join(f'"{name}"' for name in yours)
+            lost.append(f'{metric}: given for {given}, this run is "{column}"')
+        elif metric not in measured:
+            lost.append(f"{metric}: not measured in this run")
+    if lost:
+        raise MismatchError(
+            f"{len(lost)} of your levels could not be applied: {'; '.join(lost)}",
+            "mend or drop them in the --thresholds file, then: mismatch compare RUN --thresholds …",
+        )
 
 
 def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
@@ -104,21 +162,21 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
 
     Critical if the whole interval is beyond the critical bound, or the value is no number; healthy
     if all of it is within the healthy bound, otherwise warn. An interval that spans a bound is also
-    inconclusive, with the number of prompts that would decide. Without an interval the value stands
-    for it.
+    inconclusive, with the number of prompts that would decide. A maximum has no interval: its
+    value stands for it. Where one exists in principle but not from this run, nothing is healthy.
     """
     # A metric that is good when high is judged mirrored, so that "above" always means worse.
     sign = -1.0 if METRICS[metric].good == "high" else 1.0
     ends = [estimate.value if end is None else end for end in (estimate.low, estimate.high)]
     low, high = sorted(sign * end for end in ends)
     healthy, critical = sign * level.healthy, sign * level.critical
-    status: Status = "warn"
-    if low > critical or math.isnan(estimate.value):
-        status = "critical"
-    elif high <= healthy:
-        status = "healthy"
     spanned = [bound for bound in (level.healthy, level.critical) if low <= sign * bound < high]
-    blind = "one-prompt" in estimate.flags  # an interval exists in principle, not from this run
+    blind = estimate.low is None and METRICS[metric].kind != "extreme"
+    status: Status = "warn"
+    if not math.isfinite(estimate.value) or (low > critical and not blind):
+        status, blind = "critical", False
+    elif high <= healthy and not blind:
+        status = "healthy"
     return Judgement(
         metric,
         status,
@@ -134,43 +192,65 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
 def _deciding(
     estimate: Estimate, level: Level, sign: float, spanned: Iterable[float]
 ) -> int | None:
-    """Prompts that would put every bound that matters outside the interval.
+    """Prompts that would put every bound that matters outside the interval; None: no number would.
 
     Beyond one outer bound the other is settled with it: a value in the healthy zone only has to
-    clear the healthy bound, one in the critical zone the critical bound.
+    clear the healthy bound, one in the critical zone the critical bound. Where few tokens or
+    prompts carry the value, its interval does not shrink with the root of the prompts.
     """
     if sign * estimate.value <= sign * level.healthy:
         spanned = [bound for bound in spanned if bound == level.healthy]
     elif sign * estimate.value > sign * level.critical:
         spanned = [bound for bound in spanned if bound == level.critical]
+    if TAILS & set(estimate.flags):
+        return None
     needed = [prompts_needed(estimate, bound) for bound in spanned]
-    known = [count for count in needed if count is not None]
+    known = [count for count in needed if count is not None and count <= MOST_PROMPTS]
     return max(known) if known and len(known) == len(needed) else None
 
 
-def verdict(judgements: Sequence[Judgement], checks: Sequence[Check], column: str) -> Verdict:
-    """The run's verdict: a failed check is critical, otherwise the worst judgement counts.
+def verdict(
+    judgements: Sequence[Judgement], checks: Sequence[Check], column: str | None
+) -> Verdict:
+    """The run's verdict: a failed check is critical, a warning at least a warning; otherwise the
+    worst judgement counts.
 
     Raises:
         MismatchError: nothing was judged and no check failed; nothing measured never passes.
     """
     failed = [check for check in checks if check.status == "failed"]
+    warned = [check for check in checks if check.status == "warning"]
+    name = column or NO_COLUMN
     if failed:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         reason = f"check {failed[0].id} failed{more}: {failed[0].detail}"
         beyond = sum(item.status == "critical" for item in judgements)
         if beyond:
             reason += f"; {beyond} of {len(judgements)} judged metrics are critical as well"
-        return Verdict("critical", reason, column, tuple(judgements))
+        return Verdict("critical", reason, name, tuple(judgements))
+    if column is None:
+        reason = "not judged: a side does not say in which dtype it computes"
+        return Verdict("warn", reason, name, tuple(judgements))
     if not judgements:
         raise MismatchError(
             "nothing measured: no metric has a level for this run, so there is no verdict",
             f'set levels for the column "{column}" with --thresholds FILE.toml',
         )
     status = max((item.status for item in judgements), key=SEVERITY.__getitem__)
+    if warned and status == "healthy":
+        more = f" (and {len(warned) - 1} more)" if len(warned) > 1 else ""
+        reason = f"check {warned[0].id} warns{more}: {warned[0].detail}"
+        return Verdict("warn", reason, name, tuple(judgements))
     deciding = [item for item in judgements if item.status == status]
     deciding.sort(key=lambda item: item.inconclusive)  # what is certain comes first
-    return Verdict(status, _reason(status, deciding, len(judgements)), column, tuple(judgements))
+    return Verdict(status, _reason(status, deciding, len(judgements)), name, tuple(judgements))
+
+
+def worse(first: Verdict, second: Verdict | None, name: str) -> Verdict:
+    """The first verdict, or the second one's status where that is worse: ``name`` is its pass."""
+    if second is None or SEVERITY[second.status] <= SEVERITY[first.status]:
+        return first
+    return replace(first, status=second.status, reason=f"{name}: {second.reason}")
 
 
 def _reason(status: Status, deciding: list[Judgement], total: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 
+SHIPPED = "levels.toml"
 COLUMNS = ("fp32", "fp16", "bf16 dense", "bf16 MoE", "quantised")
 
 
@@ -33,6 +34,7 @@ class Level:
     healthy: float
     critical: float
     source: str
+    yours: bool = False  # of the user's file: one that cannot be applied is an error
 
 
 Thresholds = Mapping[str, Mapping[str, Level]]  # metric -> column -> cell
@@ -42,7 +44,7 @@ Thresholds = Mapping[str, Mapping[str, Level]]  # metric -> column -> cell
 def default_thresholds() -> Thresholds:
     """The levels table that ships with the package."""
     text = resources.files("mismatch.analysis").joinpath("levels.toml").read_text(encoding="utf-8")
-    return _cells(tomllib.loads(text), text, "levels.toml", {})
+    return _cells(tomllib.loads(text), text, SHIPPED, {})
 
 
 def load_thresholds(path: str | Path) -> Thresholds:
@@ -119,7 +121,8 @@ def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, wh
             f"{place}: healthy {bounds[0]:g} is worse than critical {bounds[1]:g}",
             f"{metric} is good when {METRICS[metric].good}: healthy lies {order} critical",
         )
-    return Level(bounds[0], bounds[1], str(cell.get("source", f"your thresholds ({where})")))
+    source = str(cell.get("source", f"your thresholds ({where})"))
+    return Level(bounds[0], bounds[1], source, yours=where != SHIPPED)
 
 
 def _line(text: str, *names: str) -> int:

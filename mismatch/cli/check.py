@@ -5,6 +5,7 @@ from __future__ import annotations
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
+from mismatch.errors import MismatchError
 
 
 @with_flags(CHECK)
@@ -25,13 +26,21 @@ def check(flags: Flags) -> int:
         for note in notes:
             session.say(note)
     levels = session.levels(flags)
+    session.warn_of_key(spec.rollout)
     if flags["dry_run"]:
-        code = session.dry_run(spec)
-        preflight(spec, reach=False)
+        code = session.dry_run(spec, flags["gpus"])
+        if not flags["gpus"]:  # else this is not the machine
+            preflight(spec, reach=False)
         return code
+    if flags["gpus"]:
+        raise MismatchError(
+            "--gpus plans for other GPUs than these, and nothing can run there", "add --dry-run"
+        )
     preflight(spec)
-    session.warn_of_memory(spec)
+    left_out = session.passes_without_room(spec, flags["force"])
     run_dir = session.open_run("check", spec, flags)
     told = session.narrator()
-    report = run_check(spec, run_dir, told, levels, session.command(), write_report)
+    report = run_check(
+        spec, run_dir, told, levels, session.command(), write_report, left_out=left_out
+    )
     return session.conclude(report, run_dir, flags)

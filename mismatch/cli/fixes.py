@@ -168,7 +168,7 @@ def _about(entry: Entry) -> Any:
     """What it changes, what it costs, and whether it can be tried."""
     from rich.text import Text
 
-    from mismatch.reports.text import line
+    from mismatch.reports.formatting import line
 
     text = Text(entry.fix.summary)
     if entry.applies is not False:
@@ -186,7 +186,7 @@ def _print_fix(entry: Entry, console: Console) -> None:
     from rich.text import Text
 
     from mismatch.experiments.fixes.pages import SIDES, guide_of, sentence, trials
-    from mismatch.reports.text import line
+    from mismatch.reports.formatting import line
 
     fix, guide = entry.fix, guide_of(entry.fix.id)
 

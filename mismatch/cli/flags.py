@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from mismatch.errors import MismatchError
-from mismatch.specs import DTYPES, Dtype, Flag, Range
+from mismatch.specs import DTYPES, Dtype, Flag, MasterDtype, Range
 
 AUTO = "auto"  # a dtype: that of the checkpoint, mismatch/cli/to_spec.py
 DTYPE_NAMES = {  # as vLLM spells them
@@ -96,7 +96,11 @@ class Option:
         """
         item, wanted, near = self.item, NAMES_OF_TYPES.get(self.item, "a path"), []
         if get_origin(item) is Literal:
-            names = DTYPE_NAMES if item == Dtype else {name: name for name in get_args(item)}
+            names = (
+                DTYPE_NAMES
+                if item in (Dtype, MasterDtype)
+                else {name: name for name in get_args(item)}
+            )
             choices = tuple(dict.fromkeys(names.values()))
             if value in names:
                 return names[value]
@@ -128,7 +132,7 @@ class Option:
             about |= {"callback": callback, "is_eager": True}
         if self.item not in (bool, str, Path):
             about["parser"] = lambda text: self.convert(text, self.flag)
-        if self.item == Dtype:
+        if self.item in (Dtype, MasterDtype):
             about["metavar"] = f"<{'|'.join((*DTYPES, AUTO))}>"
         if self.metavar:
             about["metavar"] = self.metavar

@@ -256,11 +256,12 @@ def _place(out: Path | None, model: str) -> Iterator[Path]:
 def save(report: AuditReport, out: Path) -> None:
     """Write kernels.json and kernels.html."""
     from mismatch.experiments.kernels.verdict import FILE, kernels_to_json
+    from mismatch.reports.html import show_page
     from mismatch.reports.sections.kernels import page
     from mismatch.run import store
 
     store.write_json(out / FILE, kernels_to_json(report))
-    store.write_text(out / "kernels.html", page(report))
+    store.write_text(out / "kernels.html", show_page(page(report)))
 
 
 def save_in_run(report: AuditReport, run: Path) -> None:

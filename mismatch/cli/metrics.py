@@ -135,7 +135,7 @@ _UNITS = {"token": "action token", "sequence": "sequence with at least one actio
 def levels(metric: Metric) -> Iterator[str]:
     """The cells of the levels table for a metric, each with its source."""
     from mismatch.analysis.levels import default_thresholds
-    from mismatch.reports.quantities import bound
+    from mismatch.reports.formatting import bound
 
     cells = default_thresholds().get(metric.name, {})
     for column, level in cells.items():

@@ -95,11 +95,13 @@ TRAIN_FLAGS = (
         TRAIN,
         "Run what a framework's FSDP trainer runs: verl, verl-legacy, trl, skyrl.",
     ),
-    *flags_of(TrainSpec, "dtype master_dtype autocast attention experts head_dtype router_dtype"),
+    *flags_of(
+        TrainSpec, "dtype master_dtype offload autocast attention experts head_dtype router_dtype"
+    ),
     *flags_of(TrainSpec, "temperature_in logprobs_dtype micro_batch_tokens weights"),
     *flags_of(CheckSpec, "weights_effect"),
     *flags_of(TrainSpec, "layout replay_routing"),
-    *flags_of(CheckSpec, "noise_floor two_passes inject"),
+    *flags_of(CheckSpec, "noise_floor quick two_passes inject"),
 )
 VERL_FLAGS = (
     Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
@@ -157,6 +159,12 @@ DRY_RUN = Option(
     default=False,
     switch=True,
 )
+GPUS = Option(
+    "gpus", str | None, OUTPUT, "With --dry-run: plan for GPUs like 8xH100-80GB instead of these."
+)
+FORCE = Option(
+    "force", bool, OUTPUT, "Start although memory cannot suffice.", default=False, switch=True
+)
 CONFIG = (
     Option(
         "config",
@@ -192,9 +200,14 @@ CHECK = (
     *NEW_RUN,
     TRUST_RUN,
     DRY_RUN,
+    GPUS,
+    FORCE,
     *CONFIG,
 )
 # Flags of a check that say nothing of what is run.
 AROUND_A_RUN = frozenset(
-    option.name for option in (LEVELS, *NAME_FLAGS, FAIL_ON, *NEW_RUN, TRUST_RUN, DRY_RUN, *CONFIG)
+    option.name
+    for option in (
+        *(LEVELS, *NAME_FLAGS, FAIL_ON, *NEW_RUN, TRUST_RUN, DRY_RUN, GPUS, FORCE, *CONFIG),
+    )
 )

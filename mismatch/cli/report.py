@@ -11,15 +11,17 @@ from mismatch.cli.options import FAIL_ON, NAME_FLAGS, RUN
 def report(flags: Flags) -> int:
     """Print the report of a run, write its HTML and Markdown again.
 
-    Exit code as `check`. A run that cannot be written is printed all the same.
+    Refused where a scoring is newer than the report: `mismatch compare RUN` judges it. Exit code as
+    `check`. A run that cannot be written is printed all the same.
     """
     from mismatch.cli import session
     from mismatch.errors import MismatchError
     from mismatch.pipeline.document import report_from_json
-    from mismatch.reports.files import write_rendered
+    from mismatch.reports.files import require_fresh, write_rendered
     from mismatch.run import store
 
     run, names = flags["run"], flags["names"]
+    require_fresh(run)
     document = report_from_json(store.load_document(run, "report.json"))
     tokens = store.load_tokens(run)
     try:

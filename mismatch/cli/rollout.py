@@ -39,6 +39,7 @@ def rollout(flags: Flags) -> int:
         model = resolve_model(require_model(flags))
         train = TrainSpec(model=model, **flags.pick("revision trust_remote_code"))
         spec = CheckSpec(rollout=rollout_spec(flags, model), train=train, seed=flags["seed"])
+    session.warn_of_key(spec.rollout)
     preflight_rollout(spec.rollout)
     run_dir = session.open_run("rollout", spec, flags)
     run_rollout(spec, run_dir, session.narrator(), session.command())

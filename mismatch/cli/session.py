@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mismatch.analysis.levels import Thresholds
-    from mismatch.specs import CheckSpec, TrainSpec
+    from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
     from mismatch.types import Report
 
 # What a finished run may be asked for as well, by the flags' names.
@@ -145,14 +146,14 @@ class ConsoleNarrator:
         return show
 
 
-def dry_run(spec: CheckSpec) -> int:
-    """Print what would be run. Exit code 0 if it fits on this machine, else 2."""
+def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
+    """Print what would be run. Exit code 0 if it fits on this machine, or on ``gpus``, else 2."""
     from rich.console import Console
 
     from mismatch.doctor.plan import plan
     from mismatch.doctor.show import print_plan
 
-    planned = plan(spec)
+    planned = plan(spec, gpus=gpus or "")
     print_plan(planned, Console())
     if spec.other_engine is not None:
         from mismatch.pipeline.engine_pair import dry_run_lines as two_engines
@@ -172,12 +173,33 @@ def dry_run(spec: CheckSpec) -> int:
     return 0 if planned.fits else 2
 
 
-def warn_of_memory(spec: CheckSpec) -> None:
-    """Say before anything starts what will probably not fit, and what would help."""
-    from mismatch.doctor.plan import memory_warnings
+def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
+    """Say before anything starts what will probably not fit, and what would help.
 
-    for warning in memory_warnings(spec):
+    Returns:
+        Passes that are left out because they cannot fit, and why; none with ``force``.
+
+    Raises:
+        MismatchError: the engine or the trainer cannot fit, and ``force`` is not set.
+    """
+    from mismatch.doctor.plan import memory_of
+
+    memory = memory_of(spec)
+    if memory.refused and not force:
+        raise MismatchError("\n    ".join(memory.refused), "to start all the same: --force")
+    for warning in memory.warnings:
         say(f"memory warning: {warning}")
+    return {} if force else memory.left_out
+
+
+def warn_of_key(spec: RolloutSpec) -> None:
+    """Say before it is sent that a key of servers can be read on its way."""
+    from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
+
+    addresses = [parse_address(text) for text in spec.engine.servers]
+    open_ones = [address.text for address in addresses if unprotected(address)]
+    if open_ones and os.environ.get(KEY_VARIABLE):
+        say(f"warning: {KEY_VARIABLE} goes to {', '.join(open_ones)} unencrypted: use https")
 
 
 def say(text: str) -> None:

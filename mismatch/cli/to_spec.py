@@ -81,10 +81,14 @@ def training_fields(flags: Flags) -> dict[str, Any]:
     from mismatch.specs import CheckSpec
 
     ranks = flags["nproc_per_node"]
+    if ranks is None and flags.get("gpus"):
+        from mismatch.doctor.gpus import parse
+
+        ranks, _ = parse(flags["gpus"])
     return {
         "nproc_per_node": (local_gpus() or 2) if ranks is None else ranks,
         "inject": parse_injections(flags["inject"]),
-        **spec_values(CheckSpec, flags, "noise_floor two_passes weights_effect"),
+        **spec_values(CheckSpec, flags, "noise_floor quick two_passes weights_effect"),
     }
 
 

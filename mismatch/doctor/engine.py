@@ -13,7 +13,9 @@ from mismatch.types import Sampling
 
 # vLLM 0.32/0.33: vllm/config/cache.py, and vllm/engine/arg_utils.py get_batch_defaults (LLM class).
 UTILISATION = 0.92
+LARGE_BYTES = 70 * GIB  # from here on larger batches, but on A100s: see batch_class
 CPU_KV_BYTES = GIB  # VLLM_CPU_KVCACHE_SPACE as mismatch sets it
+PROMPT_CHUNK = 1024  # tokens whose prompt logprobs the GPU model runner takes at a time
 TRANSFORMERS_BATCH = 64  # max_num_seqs of mismatch's own engine
 
 
@@ -61,6 +63,11 @@ def weight_bytes(shape: ModelConfig, spec: EngineSpec, keeps_mxfp4: bool) -> int
     return int((plain + packed * MXFP4_BITS / 8) / spec.tensor_parallel_size)
 
 
+def batch_class(name: str, size: int) -> int:
+    """The memory that vLLM's default batches go by: an A100's counts as small."""
+    return min(size, LARGE_BYTES - 1) if "a100" in name.lower() else size
+
+
 def vllm_batch(
     spec: EngineSpec, longest: int, device: str, device_bytes: int | None
 ) -> tuple[int, int]:
@@ -68,7 +75,7 @@ def vllm_batch(
     args = dict(spec.args)
     if device == "cpu":  # mismatch switches chunked prefill off there
         tokens, sequences = max(8192, spec.max_model_len or longest), 256
-    elif (device_bytes or 80 * GIB) >= 70 * GIB:
+    elif (device_bytes or 80 * GIB) >= LARGE_BYTES:
         tokens, sequences = 16384, 1024
     else:
         tokens, sequences = 8192, 256
@@ -107,7 +114,7 @@ def _vllm(
         ),
     ]
     if spec.prefill:
-        scored = min(demand.longest, batched)
+        scored = min(demand.longest, batched, batched if device == "cpu" else PROMPT_CHUNK)
         size = scored * shape.vocab * (b + 8)
         part = Part("logits of the prefill", size, f"tokens·V·(b + 8), {scored} tokens")
         moments.append(Moment("prefill rescoring", (weights, cache, part)))

@@ -8,7 +8,7 @@ from typing import Any
 from mismatch.doctor.choices import expert_warnings
 from mismatch.doctor.engine import weight_bytes
 from mismatch.doctor.machine import Machine, Package, look
-from mismatch.doctor.plan import Plan, plan
+from mismatch.doctor.plan import Plan, plan, refused
 from mismatch.engines.registry import engine_info, engine_infos
 from mismatch.errors import MismatchError
 from mismatch.models.config import find_config, offline
@@ -88,13 +88,10 @@ def examine(spec: CheckSpec, with_model: bool, machine: Machine | None = None) -
             problems.append(Ability("plan", False, error.message, error.fix))
         else:
             problems += [
-                Ability("memory", False, side.warnings[0])
-                for side in planned.sides
-                if side.level == "does not fit"
+                Ability("memory", False, side.warnings[0]) for side in refused(planned.sides)
             ]
-            warnings += [
-                text for side in planned.sides if side.level == "tight" for text in side.warnings
-            ]
+            lost = refused(planned.sides)
+            warnings += [text for s in planned.sides if s not in lost for text in s.warnings]
             warnings += expert_warnings(planned.experts)
             problems += _weights(spec, machine)
     return Diagnosis(
@@ -131,6 +128,9 @@ def _trainer(machine: Machine) -> Ability:
         built = torch.facts.get("cuda") or "no CUDA"
         why = f"there are GPUs, but torch {torch.version} (built for {built}) cannot use them"
         return Ability("trainer", False, why, "install a torch for this driver's CUDA version")
+    if torch.facts.get("hip"):
+        why = f"torch {torch.version} is built for ROCm {torch.facts['hip']}: never run by mismatch"
+        return Ability("trainer", False, why, "use NVIDIA GPUs, or the CPU build of torch")
     if torch.facts.get("fsdp") is False:
         return Ability("trainer", False, "this torch has no torch.distributed", TRAINER_FIX)
     return Ability("trainer", True)

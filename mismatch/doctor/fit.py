@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from mismatch.doctor.engine import UTILISATION, Demand, predict_engine
+from mismatch.doctor.engine import UTILISATION, Demand, batch_class, predict_engine
 from mismatch.doctor.machine import Machine
-from mismatch.doctor.memory import GIB, Prediction, Work, predict_trainer
+from mismatch.doctor.memory import GIB, Moment, Prediction, Work, host_shard, predict_trainer
 from mismatch.errors import MismatchError
 from mismatch.models.config import ModelConfig
 from mismatch.run.machine import gib
@@ -35,7 +35,7 @@ REMEDIES = {
     "expert by expert": "--experts-implementation bounded",
     "MLP": _FEWER,
     "attention states": _FEWER,
-    "sharded parameters": "--master-dtype bf16, or more memory in all",
+    "sharded parameters": "--master-dtype auto, --offload, or more GPUs",
     "logits of the prefill": "--no-prefill, or a smaller --max-tokens",
     "KV cache": "a smaller --max-tokens or --max-model-len, or --engine-arg max_num_seqs=64",
     "weights": "a larger --tensor-parallel-size",
@@ -54,6 +54,7 @@ class Fit:
         needed: predicted peak and reserve, bytes.
         capacity: bytes that one process may take.
         warnings: what is wrong, each with the setting that mends it.
+        certain: it can never fit here. A CPU's memory that others hold now may be free later.
     """
 
     prediction: Prediction
@@ -61,6 +62,7 @@ class Fit:
     capacity: int
     level: Level
     warnings: tuple[str, ...] = field(default=())
+    certain: bool = False
 
 
 def fits(
@@ -68,12 +70,14 @@ def fits(
     capacity: int,
     reserve: int,
     smaller: Callable[[], str] | None = None,
+    most: int = 0,
 ) -> Fit:
     """Compare a prediction with the memory of one device.
 
     Args:
         reserve: what the process takes beside its tensors.
         smaller: called where it does not surely fit; names a setting that would (or "").
+        most: what there would be if nobody else took any; 0: the same.
     """
     needed = prediction.peak_bytes + reserve
     level: Level = "fits"
@@ -88,7 +92,7 @@ def fits(
         f"{prediction.side}: {gib(needed)} needed at its highest ({prediction.moment}), "
         f"{gib(capacity)} there: {level}. What would help: {'; '.join(r for r in remedies if r)}"
     )
-    return Fit(prediction, needed, capacity, level, (text,))
+    return Fit(prediction, needed, capacity, level, (text,), needed > max(most, capacity))
 
 
 def remedies_of(prediction: Prediction) -> list[str]:
@@ -114,28 +118,45 @@ def engine_fit(spec: CheckSpec, shape: ModelConfig, demand: Demand, machine: Mac
         )
     if machine.device == "cpu":
         prediction = predict_engine(shape, engine, demand, "cpu")
-        return fits(prediction, machine.ram_free_bytes, CPU_ENGINE_RESERVE)
+        free, most = machine.ram_free_bytes, machine.ram_bytes
+        return fits(prediction, free, CPU_ENGINE_RESERVE, most=most)
     if engine.tensor_parallel_size > len(machine.gpus):
         raise MismatchError(
             f"--tensor-parallel-size {engine.tensor_parallel_size}: {len(machine.gpus)} GPUs here",
             f"use at most {len(machine.gpus)}",
         )
     size = min(gpu.memory_bytes for gpu in machine.gpus)
+    batches = min(batch_class(gpu.name, gpu.memory_bytes) for gpu in machine.gpus)
     free = min(gpu.free_bytes for gpu in machine.gpus)
     if engine.engine != "vllm":
-        return fits(predict_engine(shape, engine, demand, "cuda", size), free, GPU_RESERVE)
+        return fits(predict_engine(shape, engine, demand, "cuda", batches), free, GPU_RESERVE)
     # vLLM makes do with less cache than all sequences want: they wait for one another.
     least = Demand(1, demand.longest, demand.sampling)
-    capacity = min(int((engine.gpu_memory_utilization or UTILISATION) * size), free)
+    asked = int((engine.gpu_memory_utilization or UTILISATION) * size)
+    if free < asked:
+        return _taken(predict_engine(shape, engine, least, "cuda", batches), asked, free, size)
+    capacity = asked
 
     def split() -> str:
         for count in SPLITS:
             wider = replace(engine, tensor_parallel_size=count)
-            if predict_engine(shape, wider, least, "cuda", size).peak_bytes <= capacity:
+            if predict_engine(shape, wider, least, "cuda", batches).peak_bytes <= capacity:
                 return f"--tensor-parallel-size {count}"
         return ""
 
-    return fits(predict_engine(shape, engine, least, "cuda", size), capacity, 0, split)
+    return fits(predict_engine(shape, engine, least, "cuda", batches), capacity, 0, split)
+
+
+def _taken(prediction: Prediction, asked: int, free: int, size: int) -> Fit:
+    """vLLM refuses to start where less is free than its share of the GPU's whole memory."""
+    share = int(100 * free / size) / 100 - 0.01
+    text = (
+        f"engine: {gib(free)} of the GPU's {gib(size)} are free, vLLM asks for {gib(asked)} and "
+        "refuses: does not fit. What would help: end what holds the GPU"
+    )
+    if prediction.peak_bytes <= share * size:
+        text += f", or --gpu-memory-utilization {share:.2f}"
+    return Fit(prediction, asked, free, "does not fit", (text,), certain=True)
 
 
 def trainer_fits(
@@ -144,9 +165,9 @@ def trainer_fits(
     """One per pass, on one rank; a CPU's memory is shared by the ranks."""
     gpu, world = machine.device == "cuda", spec.nproc_per_node
     reserve = GPU_RESERVE if gpu else CPU_TRAINER_RESERVE
-    capacity = machine.ram_free_bytes // world
+    capacity, most = machine.ram_free_bytes // world, machine.ram_bytes // world
     if gpu:
-        capacity = min(gpu.free_bytes for gpu in machine.gpus)
+        capacity = most = min(gpu.free_bytes for gpu in machine.gpus)
 
     def predict(item: Pass, ranks: int) -> Prediction:
         return predict_trainer(shape, item.spec, ranks, work, machine.device, item.name)
@@ -157,9 +178,23 @@ def trainer_fits(
             for ranks in WORLDS
             if gpu and ranks > world and predict(item, ranks).peak_bytes + reserve <= capacity
         )
-        less = "--no-noise-floor, which leaves this pass out" if item is not passes[0] else ""
-        return "; ".join(filter(None, (next(enough, ""), less)))
+        host = "" if item.spec.offload or not gpu else "--offload"
+        rested = replace(item, spec=replace(item.spec, offload=True))
+        if host and predict(rested, world).peak_bytes + reserve > capacity:
+            host = ""
+        return "; ".join(filter(None, (next(enough, ""), host)))
 
-    return tuple(
-        fits(predict(item, world), capacity, reserve, partial(settings, item)) for item in passes
-    )
+    def fit(item: Pass) -> Fit:
+        return fits(predict(item, world), capacity, reserve, partial(settings, item), most)
+
+    sides = tuple(fit(item) for item in passes)
+    return sides if not (gpu and spec.train.offload) else (*sides, _host(spec, shape, machine))
+
+
+def _host(spec: CheckSpec, shape: ModelConfig, machine: Machine) -> Fit:
+    """Shards of all ranks in the host's memory."""
+    world = spec.nproc_per_node
+    one = host_shard(shape, spec.train, world)
+    shards = replace(one, bytes=one.bytes * world)
+    prediction = Prediction("host memory", (Moment.of("all the time", shards),))
+    return fits(prediction, machine.ram_free_bytes, world * CPU_TRAINER_RESERVE)

@@ -17,10 +17,12 @@ from typing import Any
 from mismatch.engines.registry import engine_infos
 
 IMPORT_TIMEOUT_S = 180.0
+NO_OWN_MEMORY = "[N/A]"  # of a GPU that shares the host's (GB10)
 OPTIONAL = ("flash_attn", "flash_attn_interface", "kernels", "triton", "datasets")
 _TORCH_FACTS = (
     "\nimport json; gpu = torch.cuda.is_available(); print('FACTS' + json.dumps({"
-    "'cuda': torch.version.cuda, 'gpus': torch.cuda.device_count() if gpu else 0, "
+    "'cuda': torch.version.cuda, 'hip': torch.version.hip, "
+    "'gpus': torch.cuda.device_count() if gpu else 0, "
     "'fsdp': torch.distributed.is_available()}))"
 )
 
@@ -182,6 +184,8 @@ def _quiet_environment(distribution: str) -> dict[str, str]:
 
 def find_gpus() -> tuple[Gpu, ...]:
     """NVIDIA GPUs that a process here may use, by nvidia-smi; none where it is missing or fails."""
+    import psutil
+
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version"]
     try:
         done = subprocess.run(
@@ -189,16 +193,26 @@ def find_gpus() -> tuple[Gpu, ...]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    memory = psutil.virtual_memory()
+    shared = (memory.total, memory.available)
+    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"), shared)
 
 
-def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
-    """GPUs out of nvidia-smi's lines ``name, total MiB, free MiB, driver``, as many as visible."""
+def parse_gpus(
+    listing: str, visible: str | None, shared: tuple[int, int] = (0, 0)
+) -> tuple[Gpu, ...]:
+    """GPUs out of nvidia-smi's lines ``name, total MiB, free MiB, driver``, as many as visible.
+
+    Args:
+        shared: (total, free) bytes of the host's memory, for a GPU without its own: "[N/A]".
+    """
     gpus = []
     for line in listing.splitlines():
         fields = [field.strip() for field in line.rsplit(",", 3)]
         if len(fields) == 4 and fields[1].isdigit() and fields[2].isdigit():
             gpus.append(Gpu(fields[0], int(fields[1]) << 20, int(fields[2]) << 20, fields[3]))
+        elif len(fields) == 4 and fields[1] == NO_OWN_MEMORY:
+            gpus.append(Gpu(fields[0], *shared, fields[3]))
     if visible is None:
         return tuple(gpus)
     chosen = [item.strip() for item in visible.split(",") if item.strip() not in ("", "-1")]

@@ -23,6 +23,7 @@ from mismatch.types import Sampling
 
 GIB = 1 << 30
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+PLAIN_BLOCK = 256  # queries at a time, as mismatch/training/attention has it; a test compares them
 EXPERTS = {  # implementation: name of the part, formula (see mismatch.doctor.experts)
     "eager": ("expert by expert", "N·K·E·8 + N·(H + 9I)·b at most"),
     "grouped_mm": ("experts workspace", "N·K·max(H + 9I, 5H)·b"),
@@ -126,7 +127,7 @@ def predict_trainer(
     head = spec.head_dtype
     copy = shape.vocab * shape.hidden * BYTES[head] if head not in (None, spec.dtype) else 0
     stays = (
-        _shard(shape, world, BYTES[spec.master_dtype]),
+        shard_part(shape, spec, world),
         Part("unsharded embedding and head", shape.root_parameters * b, "(2·V·H + H)·b"),
         # FSDP2 keeps a block's all-gather result until the next block has been copied out.
         Part("all-gather result in flight", layer if world > 1 else 0, "P_layer·b"),
@@ -169,8 +170,16 @@ def predict_trainer(
     )
 
 
-def _shard(shape: ModelConfig, world: int, m: int) -> Part:
-    """Parameters at rest. Experts are cut along E: more ranks than experts share no further."""
+def shard_part(shape: ModelConfig, spec: TrainSpec, world: int) -> Part:
+    """Parameters at rest; with offloading none on the device."""
+    if spec.offload:
+        return Part("sharded parameters", 0, "in host memory")
+    return host_shard(shape, spec, world)
+
+
+def host_shard(shape: ModelConfig, spec: TrainSpec, world: int) -> Part:
+    """Parameters at rest, wherever. Experts are cut along E: more ranks share no further."""
+    m = BYTES[shape.rests_in(spec.master_dtype)]
     per_rank = -(-shape.experts // world) / shape.experts if shape.experts else 1 / world
     experts = shape.layers * shape.expert_parameters
     count = (shape.parameters - experts) / world + experts * per_rank
@@ -182,14 +191,17 @@ def _scores(
 ) -> tuple[int, int, int]:
     """Bytes of whole scores at the worst line, as returned, and of [B, 1, T, T] masks.
 
-    Fused kernels have none of them, but a mask for packed rows. The eager kernel holds scores with
-    the sink's column and less their maximum, or in the spec's dtype and in float32 twice.
+    Fused kernels have none of them, but a mask for packed rows, and the plain kernel a block of
+    scores. The eager kernel holds scores with the sink's column and less their maximum, or in the
+    spec's dtype and in float32 twice.
     """
     square = rows * longest**2
     if spec.attention == "eager":
         copies = 3 * b if shape.sinks else (b + 8 if b == 2 else 2 * b)
         once = square * shape.heads
         return once * copies, once * b, square * b * (2 if shape.window else 1)
+    if spec.attention.startswith("plain"):  # a block of queries, in float32 and in its own dtype
+        return rows * min(PLAIN_BLOCK, longest) * longest * shape.heads * (8 + 2 * b), 0, 0
     fused = spec.attention in ("auto", "transformers", "sdpa")
     return 0, 0, square if fused and not shape.sinks and spec.layout == "packing" else 0
 

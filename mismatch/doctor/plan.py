@@ -7,6 +7,7 @@ that ships for an alias). Nothing is loaded and no process is started.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 from mismatch.doctor.choices import ExpertChoice, expert_choices, expert_warnings
 from mismatch.doctor.engine import Demand
 from mismatch.doctor.fit import Fit, engine_fit, trainer_fits
+from mismatch.doctor.gpus import machine_with, minutes, parse
 from mismatch.doctor.machine import Machine
 from mismatch.doctor.memory import Work
 from mismatch.errors import MismatchError
 from mismatch.models.config import FoundConfig, ModelConfig, find_config
+from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec, PromptSpec
 
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
@@ -61,6 +64,8 @@ class Plan:
         experts: what each way of running the experts would need; () for a dense model.
         not_measured: what this run cannot show here, and why.
         notes: assumptions.
+        minutes: that it may take, fewest and most, an estimate; None where nothing is known of it.
+        gpus: those that the plan is for, where they are not here.
     """
 
     model: str
@@ -73,6 +78,8 @@ class Plan:
     not_measured: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
     experts: tuple[ExpertChoice, ...] = field(default=())
+    minutes: tuple[float, float] | None = None
+    gpus: str = ""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -80,7 +87,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return all(side.level != "does not fit" for side in self.sides)
+        """Whether the check could run; passes beside the trainer's own may be left out."""
+        return not refused(self.sides)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -91,11 +99,12 @@ class Plan:
         return {"schema": "mismatch.plan/1", **data, "fits": self.fits, "warnings": self.warnings}
 
 
-def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
+def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Plan:
     """Plan a check.
 
     Args:
         machine: where it would run; None: this machine (imports are not tried).
+        gpus: GPUs in place of the machine's own, e.g. "8xH100-80GB"; see mismatch.doctor.gpus.
 
     Raises:
         MismatchError: no config.json offline, a family whose memory cannot be predicted, prompts
@@ -104,7 +113,10 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
     from mismatch.doctor.machine import look
     from mismatch.experiments.passes import training_passes
 
-    machine = machine or look(try_imports=False)
+    machine, kind = machine or look(try_imports=False), None
+    if gpus:
+        count, kind = parse(gpus)
+        machine = machine_with(machine, count, kind)
     found = find_config(spec.train.model, spec.train.revision)
     shape = found.model.require_counts()
     prompts, longest_prompt, notes = _prompts(spec.rollout.prompts)
@@ -112,6 +124,9 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
     passes = training_passes(spec)
     if spec.train.autocast:
         notes.append("the copies of the weights that autocast makes are not counted")
+    if kind is not None:
+        notes.append(f"{kind.name}: {kind.supported}")
+    sequences = prompts * spec.rollout.sampling.samples_per_prompt
     sides, experts = _sides(spec, shape, prompts, longest, machine)
     return Plan(
         model=spec.rollout.engine.model,
@@ -124,21 +139,58 @@ def plan(spec: CheckSpec, machine: Machine | None = None) -> Plan:
         not_measured=tuple(_not_measured(spec, shape, machine)),
         notes=tuple(notes),
         experts=experts,
+        minutes=minutes(spec, shape, passes, longest, sequences, kind) if kind else None,
+        gpus=gpus,
     )
 
 
-def memory_warnings(spec: CheckSpec) -> tuple[str, ...]:
-    """What :func:`plan` would warn of, alone and fast; () where nothing can be predicted."""
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What memory allows of a check, known before anything starts.
+
+    Attributes:
+        warnings: as of a plan.
+        refused: why it cannot run at all, one sentence each.
+        left_out: passes beside the trainer's own that cannot fit, and why.
+    """
+
+    warnings: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def refused(sides: Sequence[Fit], certain: bool = False) -> list[Fit]:
+    """Of the engine, the trainer's own pass and the host's memory those that do not fit.
+
+    Args:
+        certain: only what can never fit here.
+    """
+    own = [side for side in sides if side.prediction.side not in side_passes(sides)]
+    return [s for s in own if s.level == "does not fit" and (s.certain or not certain)]
+
+
+def side_passes(sides: Sequence[Fit]) -> set[str]:
+    """Names of the passes that a check can do without."""
+    return {side.prediction.side for side in sides} - {"engine", TRAIN, "host memory"}
+
+
+def memory_of(spec: CheckSpec) -> Memory:
+    """What :func:`plan` would say of memory, alone and fast; empty where nothing is predicted."""
     from mismatch.doctor.machine import look
 
     try:
         shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
         prompts, longest_prompt, _ = _prompts(spec.rollout.prompts)
         longest = longest_prompt + spec.rollout.sampling.max_tokens
-        found = _sides(spec, shape, prompts, longest, look(try_imports=False))
+        sides, experts = _sides(spec, shape, prompts, longest, look(try_imports=False))
     except MismatchError:
-        return ()
-    return _warnings(*found)
+        return Memory()
+    out = [s for s in sides if s.prediction.side in side_passes(sides) and s.certain]
+    return Memory(
+        _warnings(sides, experts),
+        tuple(text for side in refused(sides, certain=True) for text in side.warnings),
+        {side.prediction.side: " ".join(side.warnings) for side in out},
+    )
 
 
 def _warnings(sides: tuple[Fit, ...], experts: tuple[ExpertChoice, ...]) -> tuple[str, ...]:
@@ -209,9 +261,13 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
 
 
 def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
+    from mismatch.experiments.square import float32_engine, wants_square
+
     engine = spec.rollout.engine
     prefill = ", then rescores the same tokens by prefill" if engine.prefill else ""
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
+    again = not engine.servers and wants_square(spec) and float32_engine(spec.rollout) is not None
+    float32 = Stage("rollout in float32", f"1 × {engine.engine}, float32", "scores the same tokens")
     return (
         Stage(
             "rollout",
@@ -219,6 +275,7 @@ def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
             or f"1 × {engine.engine}, tensor parallel {engine.tensor_parallel_size}",
             f"samples{prefill}",
         ),
+        *([float32] if again else []),
         Stage("score", f"torchrun, {ranks}, FSDP2", f"passes: {', '.join(passes)}"),
         Stage("compare", "this process", "metrics with intervals, semantic checks, noise floor"),
         Stage("report", "this process", "report.html, report.json, report.md, tokens.parquet"),
@@ -231,7 +288,8 @@ def _kernels(spec: CheckSpec, found: FoundConfig, device: str) -> dict[str, str]
         "engine": "the servers' own"
         if spec.rollout.engine.servers
         else f"{spec.rollout.engine.engine}, {spec.rollout.engine.dtype}",
-        "trainer": f"{train.dtype}, parameters at rest {train.master_dtype}"
+        "trainer": f"{train.dtype}, parameters at rest {found.model.rests_in(train.master_dtype)}"
+        + (" in host memory" if train.offload else "")
         + (f", autocast {train.autocast}" if train.autocast else ""),
     }
     if found.model.require_counts().experts:
@@ -250,7 +308,7 @@ def _attention(name: str, found: FoundConfig, device: str) -> str:
             return f"{name} (not resolved: torch is not installed)"
         return _resolved_attention(name, found.values)
     if name == "auto" and label == "sink-sdpa" and device != "cpu":
-        label += ", or a faster kernel that passes a trial on the GPU"
+        label += ", once it passed a trial on the GPU"
     return f"{label}, honours the sinks" if model.sinks else label
 
 
@@ -280,6 +338,8 @@ def _not_measured(spec: CheckSpec, shape: ModelConfig, machine: Machine) -> list
         missing.append("the engine's own noise (decode against prefill): --no-prefill")
     elif spec.rollout.sampling.truncates:
         missing.append("prefill under truncation: prefill logprobs are of the whole distribution")
+    if spec.quick or not spec.noise_floor:
+        missing.append(f"rounding or fault: {'--quick' if spec.quick else '--no-noise-floor'}")
     if not spec.noise_floor:
         missing.append("the trainer's own noise and float32: --no-noise-floor")
     return missing

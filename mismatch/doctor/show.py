@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mismatch.doctor.fit import Fit
+from mismatch.doctor.plan import side_passes
 from mismatch.run.machine import gib
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print a dry run; the last line says whether it fits."""
-    _say(console, f"plan for {plan.model} on {plan.device} (config.json: {plan.config_source})")
+    place = plan.gpus or plan.device
+    _say(console, f"plan for {plan.model} on {place} (config.json: {plan.config_source})")
     _table(console, "stages", [(s.name, s.processes, s.work) for s in plan.stages])
     _table(console, "tokens", [(name, f"{count:,}") for name, count in plan.tokens.items()])
     _table(console, "what would run", list(plan.kernels.items()))
@@ -29,6 +31,12 @@ def print_plan(plan: Plan, console: Console) -> None:
     _list(console, "assumed", plan.notes)
     _list(console, "warnings", plan.warnings)
     _say(console, "")
+    if plan.minutes is not None:
+        fewest, most = plan.minutes
+        _say(console, f"time: {fewest:.0f} to {most:.0f} minutes (estimate, never measured)")
+    out = sorted(side_passes(plan.sides) & {s.prediction.side for s in plan.sides if s.certain})
+    if out and plan.fits:
+        _say(console, f"left out, for want of memory: {', '.join(out)}")
     _say(console, "it fits" if plan.fits else "it does not fit: see the warnings")
 
 

@@ -1,8 +1,9 @@
 """Digests of an engine's parameters under the checkpoint's names, before kernels repack them.
 
 vLLM and SGLang fuse q, k and v into one matrix, gate and up into another, and all experts of a
-layer into two; they pad with zero rows, and tensor-parallel ranks hold slices. Digests are additive
-and ignore order and zeros, so only names and slices have to be undone, not layouts.
+layer into two; they pad with zero rows, and tensor-parallel ranks hold slices. Digests add up and
+ignore zeros, so names and slices are undone here. Layouts are not: of what the engine packs only
+the order of the experts is known, and a rank's slices have none.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def loaded_digests(model: Any, owned: Owned | None = None) -> Digests:
 
 
 def _digests(model: Any, owned: Owned | None) -> Digests:
-    from mismatch.models.digests import digest_tensor
+    from mismatch.models.digests import OF_EXPERTS, UNORDERED, digest_tensor
 
     digests: dict[str, list[int]] = {}
     unknown: list[str] = []
@@ -57,12 +58,13 @@ def _digests(model: Any, owned: Owned | None) -> Digests:
         path, _, leaf = name.rpartition(".")
         if leaf in EXPERT_LEAVES:  # of all ranks: each holds a share of its own
             own_name = f"{path.removesuffix('.routed_experts')}.{EXPERT_LEAVES[leaf]}"
-            digests[own_name] = list(digest_tensor(parameter.data))
+            digests[own_name] = list(digest_tensor(parameter.data)[:OF_EXPERTS])
             continue
         module = modules[path]
+        known = UNORDERED if getattr(module, "tp_size", 1) > 1 else None
         for part, tensor in _parts(path, parameter.data, module, packed):
             if owned is None or owned(module, part.rpartition(".")[2], leaf):
-                digests[f"{part}.{leaf}".lstrip(".")] = list(digest_tensor(tensor))
+                digests[f"{part}.{leaf}".lstrip(".")] = list(digest_tensor(tensor)[:known])
     return digests, unknown
 
 

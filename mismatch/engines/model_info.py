@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,11 @@ from mismatch.errors import MismatchError
 from mismatch.models.config import ModelConfig
 from mismatch.specs import EngineSpec
 
+# "(EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:9] KindError: text", as vLLM's children log.
+LOGGED_ERROR = re.compile(
+    r"\([\w ]+pid=\d+\)\s+(?:ERROR \S+ \S+ \[\S+\]\s+)?"
+    r"[A-Za-z_][\w.]*(?:Error|Exception): (?P<text>.+)"
+)
 GENERATIVE = ("CausalLM", "ConditionalGeneration", "LMHead")
 REQUIRED_FILES = {
     "config.json": ["config.json"],
@@ -112,6 +118,35 @@ def read_model_info(spec: EngineSpec) -> ModelInfo:
         num_experts=model.experts + model.extra_experts if model.top_k else 0,
         top_k=model.top_k,
     )
+
+
+class CauseInLog(MismatchError):
+    """A process that the engine started has failed, and only the log of this worker says why."""
+
+    def explained(self, log: str) -> MismatchError:
+        """With the cause, where the log has it."""
+        cause = logged_cause(log)
+        return (
+            MismatchError(f"{self.message}: {cause}", load_fix(ValueError(cause)))
+            if cause
+            else self
+        )
+
+
+def logged_cause(log: str) -> str:
+    """The last error that a child process wrote with its traceback, in one line; "": none.
+
+    Errors that only point to another one ("see root cause above") are passed over.
+
+    >>> logged_cause("(EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:9] ValueError: no room")
+    'no room'
+    """
+    causes = [
+        match["text"]
+        for line in log.splitlines()
+        if (match := LOGGED_ERROR.fullmatch(line.strip())) and "root cause" not in match["text"]
+    ]
+    return textwrap.shorten(causes[-1], 400, placeholder=" …") if causes else ""
 
 
 def first_line(error: BaseException) -> str:

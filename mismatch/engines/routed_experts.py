@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 Packed = tuple[tuple[int, ...], str, bytes]
 
@@ -41,3 +44,12 @@ def join_steps(parts: list[tuple[int, NDArray[Any]]]) -> NDArray[Any]:
     if not known.all():
         raise ValueError(f"no experts for position {int(np.flatnonzero(~known)[0])}")
     return joined
+
+
+def stable_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Ids of the k largest logits of each row, [T, E] -> [T, k]; of equal ones the lower id wins.
+
+    The tie rule of the package triton_kernels (``topk_details/_topk_forward.py``), whose fused
+    kernels say no ids. ``torch.topk`` promises none, and router logits in bf16 do tie.
+    """
+    return logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]

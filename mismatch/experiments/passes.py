@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mismatch.experiments.square import plain_of, plain_passes
 from mismatch.models.config import is_moe
 from mismatch.run.scorings import NEW, NEW_REPLAYED, REFERENCE, REGROUPED, REPLAYED, TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, Pass, TrainSpec
@@ -26,7 +27,7 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
     reference = reference_of(train)
     if replace(reference, micro_batch_tokens=train.micro_batch_tokens) != train:
         passes.append(Pass(REFERENCE, reference))
-    return passes
+    return passes + plain_passes(spec)
 
 
 def second_passes(spec: CheckSpec) -> list[Pass]:
@@ -60,21 +61,5 @@ def regrouped(train: TrainSpec) -> TrainSpec:
 
 
 def reference_of(train: TrainSpec) -> TrainSpec:
-    """The float32 forward of the same weights, with a kernel that honours the model."""
-    return replace(
-        train,
-        dtype="fp32",
-        master_dtype="fp32",
-        autocast=None,
-        head_dtype=None,
-        router_dtype=None,
-        temperature_in="fp32",
-        logprobs_dtype=None,
-        attention="auto",
-        experts="auto",
-        layout="padding",
-        grad=False,
-        replay_routing=None,
-        replay_source=None,
-        inject=(),
-    )
+    """The plain forward of the same weights in float32."""
+    return plain_of(train, "fp32")

@@ -7,6 +7,7 @@ processor's cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,6 +37,7 @@ from mismatch.metrics.sequence import Ordered
 from mismatch.types import Estimate, Floats, Ints
 
 RESAMPLES = 1000
+LARGEST = 0.01  # share of the tokens by which clustering of rare events is told
 CHUNK = 1 << 16  # tokens whose terms are computed at a time
 FEW_CHUNKS = 4  # of so few tokens all large terms are kept, not those above a sample's
 KEPT = 1 << 23  # counts of draws that are kept for the next metric: 64 MiB
@@ -230,7 +232,8 @@ class Estimator:
                 f"{name} has {tokens} tokens, sequence has {self.n_tokens}",
                 "give one entry per action token in every array",
             )
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        infinite = array == np.inf if name.startswith("exact_kl") else False  # the worst value
+        if array.dtype.kind == "f" and not (np.isfinite(array) | infinite).all():
             bad = np.argwhere(~np.isfinite(array))[0]
             raise MismatchError(
                 f"{name} is {array[tuple(bad)]} at action token {int(bad[0])}",
@@ -369,10 +372,31 @@ class Estimator:
         if self.n_prompts < 2:
             return self._bare(value, "one-prompt")
         flags = [*self._few, *(["heavy-tail"] if found.heavy else [])]
-        if metric.unit == "share" and "delta" in metric.needs and not found.sums.any():
-            # [0, 0] is no bound on rarer events where the sides differ.
-            flags += ["no-events"] if ready["delta"].any() else []
+        flags += ["heavy-prompts"] if prompt_sums.heavy else []
+        of_events = metric.unit == "share" and "delta" in metric.needs
+        if of_events and not found.sums.any() and ready["delta"].any():
+            bare = self._bare(0.0, *self._few, "no-events")
+            return replace(bare, low=0.0, high=self._unseen(metric, ready))
         return _Smooth(metric, found.sums, prompt_sums, value, flags)
+
+    def _unseen(self, metric: Metric, ready: Mapping[str, Array]) -> float:
+        """One-sided 95 % bound on the share of an event that was not seen.
+
+        3/n (the rule of three), with n the number of independent tokens: all of them over the
+        factor by which prompts cluster the tokens of largest |delta|, from which such events come;
+        at least as many as there are prompts. Of events of sequences n is the number of prompts.
+        """
+        units = prompts = float(self.n_prompts)
+        if metric.reduction == "token":
+            size = np.abs(ready["delta"])
+            top = size >= np.quantile(size, 1.0 - LARGEST)
+            share = float(top.mean())
+            sums = self._of_runs(np.add.reduceat(top, self._runs, dtype=np.float64))
+            away = sums - share * self._counts["token"]
+            error = prompts / (prompts - 1) * float((away**2).sum()) / self.n_tokens**2
+            independent = share * (1.0 - share) / error if error > 0.0 else math.inf
+            units = max(min(independent, float(self.n_tokens)), prompts)
+        return float(1.0 - 0.05 ** (1.0 / units))
 
     def _with_intervals(self, several: Sequence[_Smooth]) -> dict[str, Estimate]:
         intervals: dict[str, Interval | None] = {}

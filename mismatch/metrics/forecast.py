@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -157,7 +158,7 @@ def _forecast(bare: Forecast, delta: Floats, sequence: Ints, prompt: Ints, seed:
     fit = Fit.of(lines, of_prompt, min(longest // 2, target - 1))
     check = _held_back(lines, of_sequence, prompt, longest, seed)
     lengths_shown = grid(longest, target)
-    wanted = [*_of_tokens(fit), *(m for n in lengths_shown for m in _at(fit, n, bare.floor))]
+    wanted = [*_of_tokens(fit), *(m for n in lengths_shown for m in _at(fit, n))]
     made = estimator.all(wanted, {"terms": fit.terms})
     if len(made) < len(wanted):
         raise Unfit("not enough: the fit gives no positive variance at every length")
@@ -179,7 +180,7 @@ def _forecast(bare: Forecast, delta: Floats, sequence: Ints, prompt: Ints, seed:
         tail_index=index if math.isfinite(index) else None,
         check=check,
         observed=_observed(lines, lengths, longest),
-        rows=tuple(_row(made, length, bare.floor) for length in lengths_shown),
+        rows=_falling(tuple(_row(made, fit, length, bare.floor) for length in lengths_shown)),
         flags=(*made["mean"].flags, *(flag for flag, set_ in flags.items() if set_)),
     )
 
@@ -246,9 +247,19 @@ def _of_tokens(fit: Fit) -> list[Metric]:
     ]
 
 
-def _at(fit: Fit, length: int, floor: float) -> list[Metric]:
-    """What a row needs, each a function of the mean and the variance of S at one length."""
+def _of_sums(length: int) -> dict[str, Callable[[Floats, Floats], Floats]]:
+    """Shares of a row, each a function of the mean and the variance of S at one length."""
     edge, low, high = math.log(CAP), *(length * math.log(end) for end in GEO_BAND)
+    return {
+        "ess": capped_ess,
+        "truncated": lambda m, v: 1 - below(edge, m, v),
+        "outside": lambda m, v: 1 - below(edge, m, v) + below(-edge, m, v),
+        "geo_rejected": lambda m, v: 1 - below(high, m, v) + below(low, m, v),
+    }
+
+
+def _at(fit: Fit, length: int) -> list[Metric]:
+    """What a row needs."""
 
     def of(name: str, value: Callable[[Floats, Floats], Floats], bounds: Bounds = SHARE) -> Metric:
         def combine(means: Floats) -> Floats:
@@ -257,13 +268,8 @@ def _at(fit: Fit, length: int, floor: float) -> list[Metric]:
 
         return _metric(f"{name}@{length}", combine, bounds)
 
-    return [
-        of("log_variance", lambda _, v: _log(v), REAL),
-        of("ess", capped_ess, (floor, 1.0)),
-        of("truncated", lambda m, v: 1 - below(edge, m, v)),
-        of("outside", lambda m, v: 1 - below(edge, m, v) + below(-edge, m, v)),
-        of("geo_rejected", lambda m, v: 1 - below(high, m, v) + below(low, m, v)),
-    ]
+    shares = [of(name, value) for name, value in _of_sums(length).items()]
+    return [of("log_variance", lambda _, v: _log(v), REAL), *shares]
 
 
 def _counted(made: Estimate, fit: Fit) -> Estimate:
@@ -289,14 +295,60 @@ def _through(estimate: Estimate, turn: Callable[[float], float]) -> Estimate:
     return replace(estimate, value=value, low=min(low, high), high=max(low, high))
 
 
-def _row(made: dict[str, Estimate], length: int, floor: float) -> Row:
+def _row(made: dict[str, Estimate], fit: Fit, length: int, floor: float) -> Row:
+    """One length. Where no common part b could be told from 0, the intervals reach to what its own
+    upper limit would give: it grows with the square of the length, so that a b too small to be
+    seen may rule a long response."""
     log_variance = made[f"log_variance@{length}"]
-    return Row(
+    spread = _through(log_variance, math.sqrt)
+    row = Row(
         length,
-        spread=_through(log_variance, math.sqrt),
+        spread=spread,
         ess_untruncated=_through(log_variance, lambda v: max(math.exp(-v), floor)),
         **{name: made[f"{name}@{length}"] for name in ("ess", "truncated", "outside")},
         geo_rejected=made[f"geo_rejected@{length}"],
+    )
+    if spread.high is None or fit.unseen == 0.0:
+        return row
+    lags = min(fit.lags, length - 1)
+    most = spread.high**2 + fit.unseen * (length - lags) * (length - lags - 1)
+    mean, variance = np.array(made["mean"].value * length), np.array(most)
+    ends: dict[str, float] = {
+        "spread": math.sqrt(most),
+        "ess_untruncated": max(math.exp(-most), floor),
+    } | {name: float(value(mean, variance)) for name, value in _of_sums(length).items()}
+    moved: dict[str, Any] = {name: _reaching(getattr(row, name), end) for name, end in ends.items()}
+    return replace(row, **moved)
+
+
+def _reaching(estimate: Estimate, end: float) -> Estimate:
+    """The estimate, its interval with ``end`` inside."""
+    if estimate.low is None or estimate.high is None:
+        return estimate
+    return replace(estimate, low=min(estimate.low, end), high=max(estimate.high, end))
+
+
+def _falling(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Effective shares never grow with the length: a longer response has all that a shorter has."""
+    kept: list[Row] = []
+    for row in rows:
+        last = kept[-1] if kept else row
+        lower: dict[str, Any] = {
+            name: _at_most(getattr(row, name), getattr(last, name))
+            for name in ("ess", "ess_untruncated")
+        }
+        kept.append(replace(row, **lower))
+    return tuple(kept)
+
+
+def _at_most(estimate: Estimate, other: Estimate) -> Estimate:
+    if estimate.low is None or other.low is None or estimate.high is None or other.high is None:
+        return replace(estimate, value=min(estimate.value, other.value))
+    return replace(
+        estimate,
+        value=min(estimate.value, other.value),
+        low=min(estimate.low, other.low),
+        high=min(estimate.high, other.high),
     )
 
 

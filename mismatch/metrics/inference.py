@@ -39,6 +39,9 @@ EXHAUSTIVE = 12  # prompts up to which all swaps are tried
 SWAPS, CHUNK = 20_000, 2_000  # random swaps; worked on at once
 RARE_PROMPTS = 10  # with events; below, resamples without any would stretch bootstrap-t to [0, 1]
 FEW_PROMPTS = 16
+FARTHEST = 3.0  # arms of Student's t that an end of bootstrap-t may lie away
+HEAVY_FROM = 12  # prompts; of fewer, chance alone makes some that carry most
+QUANTILE_PROMPTS = 12.0  # effective number, of those that hold the rarer side of a quantile
 DRAWN = 1 << 17  # prompts drawn at a time: what they are counted in stays in the cache
 ROUNDING = 1e-9  # of the standard error: a resample with less spread than this has none
 STEP = 1e-3  # of a mean's own standard deviation, for numeric gradients
@@ -173,6 +176,18 @@ class PromptSums:
         return replace(made, residual=residual)
 
     @property
+    def heavy(self) -> bool:
+        """Whether few prompts carry the variation: then others would have given another number.
+
+        The effective number of prompts, (sum r²)² / sum r⁴ of their residuals r, is a third of all
+        of them where they are alike.
+        """
+        square = self.residual**2
+        if len(square) < HEAVY_FROM or not square.any():
+            return False
+        return bool(square.sum() ** 2 / (square**2).sum() < 3.0 + len(square) / 24.0)
+
+    @property
     def value(self) -> float:
         with np.errstate(all="ignore"):
             return float(self.combine(self.centre))
@@ -239,12 +254,14 @@ def bootstrap_t(sums: PromptSums, weights: Floats) -> Interval | None:
     with np.errstate(all="ignore"):
         pivot = np.where(values == sums.value, 0.0, (values - sums.value) / errors)
     pivots = central(pivot)
+    arm = student(len(sums.count) - 1) * error
     if pivots is None or not np.isfinite(pivots).all():
         # Resamples without spread: few prompts, or one that carries everything.
-        arm = student(len(sums.count) - 1) * error
         wide = percentile or (sums.value, sums.value)
         return min(sums.value - arm, wide[0]), max(sums.value + arm, wide[1])
-    return sums.value - pivots[1] * error, sums.value - pivots[0] * error
+    # One prompt that carries most of the number makes pivots of any size: of resamples without it.
+    down, up = min(pivots[1] * error, FARTHEST * arm), min(-pivots[0] * error, FARTHEST * arm)
+    return sums.value - down, sums.value + up
 
 
 def central(values: Floats) -> Interval | None:
@@ -288,7 +305,8 @@ def woodruff(values: Floats, cluster: Ints, probability: float) -> Interval | No
 
     The share of values at or under the quantile has a standard error over prompts; the interval
     of that share, taken on the logit scale to stay in (0, 1), is read off the order statistics.
-    None where its upper end lies beyond the sample: then the data bound the quantile only below.
+    None where its upper end lies beyond the sample: then the data bound the quantile only below;
+    and where too few prompts hold the values beyond the quantile to say how these vary.
 
     Args:
         values: [U].
@@ -308,8 +326,15 @@ def woodruff_ends(
         return float(ordered[0]), float(ordered[0])
     total, prompts = len(ordered), len(count)
     residual = under - under.sum() / total * count
+    rare = under if probability < 0.5 else count - under
+    effective = rare.sum() ** 2 / max((rare**2).sum(), 1e-300)
+    if effective < QUANTILE_PROMPTS:
+        return None
+    # The standard error rests on the prompts of the rarer side, and is the less sure the fewer
+    # they are: half their number as degrees of freedom covers what is simulated in benchmarks.
+    freedom = max(math.floor((min(effective, prompts) - 1.0) / 2.0), 1)
     error = math.sqrt(prompts / (prompts - 1) * float((residual**2).sum())) / total
-    arm = student(prompts - 1) * error / (probability * (1.0 - probability))
+    arm = student(freedom) * error / (probability * (1.0 - probability))
     centre = math.log(probability / (1.0 - probability))
     low, high = (1.0 / (1.0 + math.exp(-(centre + side * arm))) for side in (-1, 1))
     if high * total > total - 1:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
@@ -18,6 +17,7 @@ MOST_LAGS = 256
 LEAST_LAGS = 8  # counted in any case: choosing by their size would make the interval too narrow
 QUIET = 2.5  # standard errors under which an autocovariance counts as 0
 PERSISTENT = 3.0  # standard errors from which what a sequence has in common is counted
+LIMIT = 1.96  # standard errors
 CAP = 2.0  # of the truncated weights, as in ess_seq
 
 
@@ -74,6 +74,8 @@ class Fit:
             2 k g(k); of products beyond the lags (scaled to be read per token).
         lags: K.
         beyond: b; counted only where ``persistent``.
+        unseen: upper 95 % limit of b where it is not counted, else 0: what may be there all the
+            same.
     """
 
     terms: Floats
@@ -81,6 +83,7 @@ class Fit:
     beyond: float
     persistent: bool
     centre: float
+    unseen: float = 0.0
 
     @classmethod
     def of(cls, lines: Lines, prompt: Ints, most: int) -> Fit:
@@ -116,7 +119,8 @@ class Fit:
             [floats(lengths), lines.sums(lines.away), square, near, slope, far], axis=1
         )
         persistent = beyond > PERSISTENT * error
-        return cls(terms, lags, beyond, persistent, lines.centre)
+        unseen = 0.0 if persistent else max(beyond + LIMIT * error, 0.0)
+        return cls(terms, lags, beyond, persistent, lines.centre, unseen)
 
     def moments(self, means: Floats, length: int) -> tuple[Floats, Floats]:
         """(mu, V(length)) from means of the terms, [..., 6] -> [...] each."""
@@ -134,28 +138,26 @@ class Fit:
 
 
 def capped_ess(mean: Floats, variance: Floats, cap: float = CAP) -> Floats:
-    """(E w)² / E w² of w = min(exp(S), cap), S normal. Closed form: partial log-normal moments."""
+    """(E w)² / E w² of w = min(exp(S), cap), S normal. Partial log-normal moments, by logarithms:
+    right down to the smallest positive number."""
+    first, second = (_log_moment(power, mean, variance, cap) for power in (1.0, 2.0))
+    return floats(np.exp(np.minimum(2.0 * first - second, 0.0)))
+
+
+def _log_moment(power: float, mean: Floats, variance: Floats, cap: float) -> Floats:
+    """log E[min(exp(S), cap)^power] of a normal S."""
+    from scipy.special import log_ndtr
+
     edge = math.log(cap)
-    over = 1.0 - below(edge, mean, variance)
-    first = _partial(1.0, edge, mean, variance) + cap * over
-    second = _partial(2.0, edge, mean, variance) + cap * cap * over
-    return floats(np.clip(first**2 / second, 0.0, 1.0))
-
-
-def _partial(power: float, edge: float, mean: Floats, variance: Floats) -> Floats:
-    """E[exp(power S); S < edge] of a normal S."""
-    size = np.exp(np.minimum(power * mean + power**2 * variance / 2.0, 700.0))
-    return floats(size * below(edge, mean + power * variance, variance))
+    deviation = np.sqrt(np.where(variance > 0.0, variance, np.nan))
+    under = log_ndtr((edge - mean - power * variance) / deviation)
+    over = log_ndtr((mean - edge) / deviation)
+    size = power * mean + power**2 * variance / 2.0
+    return floats(np.logaddexp(size + under, power * edge + over))
 
 
 def below(edge: float, mean: Floats, variance: Floats) -> Floats:
     """P(S < edge) of a normal S; NaN where the variance is not positive."""
-    away = (edge - mean) / np.sqrt(np.where(variance > 0.0, variance, np.nan))
-    return floats(np.interp(away, *_normal()))
+    from scipy.special import ndtr
 
-
-@cache
-def _normal() -> tuple[Floats, Floats]:
-    """The normal distribution function in steps of 1/1024: between them a line is off by 3e-8."""
-    grid = np.arange(-9 * 1024, 9 * 1024 + 1) / 1024.0
-    return grid, np.array([0.5 * math.erfc(-x / math.sqrt(2.0)) for x in grid])
+    return floats(ndtr((edge - mean) / np.sqrt(np.where(variance > 0.0, variance, np.nan))))

@@ -193,6 +193,15 @@ class ModelConfig:
         """How the released weights are stored: the quantisation method, or their dtype."""
         return self.quantised or self.dtype
 
+    def rests_in(self, master: str) -> str:
+        """The dtype of a trainer's parameters at rest, as config.json lets one expect it.
+
+        What "auto" takes is decided by the files: mismatch/training/master.py.
+        """
+        if master != "auto":
+            return master
+        return "bf16" if self.quantised == "mxfp4" or self.dtype == "bfloat16" else "fp32"
+
     @property
     def q_width(self) -> int:
         """All heads' dimensions together."""

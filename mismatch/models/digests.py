@@ -1,8 +1,9 @@
 """Do both sides hold the same weights? Digests of tensors as loaded, and of their files.
 
-An engine fuses, transposes, shards and pads what a trainer keeps apart, so a digest must not care
-about order or grouping. Ours is a sum over elements: fused tensors have the sum of the digests of
-their parts, shards add up to the whole, and padding with +0.0 adds nothing.
+An engine fuses, shards and pads what a trainer keeps apart, so digests add up: shards to the whole,
+and padding with +0.0 adds nothing. Three sums ignore order; one more for each axis weighs every
+element by its index there, so that swapped experts, permuted rows or a transposed matrix show. Who
+does not know the order of an axis (a rank's slice, experts that were packed) leaves these out.
 
 Every value is first rounded to bfloat16 and then read as its bit pattern: exact for checkpoints in
 bf16 however they are held (bf16 or fp32), and for fp32 checkpoints the same rounding on both sides.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,50 +22,89 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-Digest = tuple[int, int, int]
-ZERO: Digest = (0, 0, 0)
-CHUNK = 1 << 22  # elements per step: bounds the extra memory to about 100 MB
+Digest = tuple[int, ...]  # three sums, then up to three of axes
+ZERO: Digest = (0, 0, 0, 0, 0, 0)
+UNORDERED, OF_EXPERTS = 3, 4  # sums of those that know no order, or that of the first axis alone
+CHUNK = 1 << 20  # elements per step: what is made of them stays in the cache
 PATTERNS = 1 << 16
 SOURCE_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
 
 
-def digest_tensor(tensor: torch.Tensor) -> Digest:
+def digest_tensor(tensor: torch.Tensor, start: Sequence[int] = ()) -> Digest:
     """Digest of a tensor of any shape and floating dtype, on any device.
 
+    Args:
+        start: index in the whole tensor of this part's first element, per axis; 0 by default.
+
     Returns:
-        Three sums over all elements x (bf16 bit patterns, 16 bits, signed), in wrapping int64:
-        of x, of x², and of a nonlinear mix h(x) with h(0) = 0. Equal multisets of values have
-        equal digests; a swapped, missing or altered value changes at least one of the sums.
+        Six sums over all elements x (bf16 bit patterns, 16 bits, signed), in wrapping int64: of x,
+        of x², of a nonlinear mix h(x) with h(0) = 0, and of h(x) times a mix of the index on the
+        first, the second and all further axes (0 where there is none). Equal multisets of values
+        have the same first three; a swapped, missing or altered value changes at least one of
+        these, and a moved one changes the others.
     """
     import torch
 
-    counts = torch.zeros(PATTERNS, dtype=torch.int64, device=tensor.device)
-    flat = tensor.detach().reshape(-1)
-    for start in range(0, flat.numel(), CHUNK):
-        bits = flat[start : start + CHUNK].to(torch.bfloat16).view(torch.int16)
-        counts += torch.bincount(bits.to(torch.int32) + PATTERNS // 2, minlength=PATTERNS)
-    # At most 65,536 different values exist: counting them is cheaper than hashing every element.
-    sums = [int((counts.cpu() * column).sum()) for column in _columns()]
-    return sums[0], sums[1], sums[2]
+    whole = tensor.detach()
+    whole = whole.flatten(2) if whole.dim() > 3 else whole
+    axes = whole.dim()
+    whole = whole.reshape(*whole.shape, *(1,) * (3 - axes))
+    offset = [*start[:3], 0, 0, 0][:3]
+    table = _table().to(whole.device)
+    sums = torch.zeros(6, dtype=torch.int64, device=whole.device)
+    for rows, columns in _tiles(whole.shape):
+        bits = whole[rows, columns].to(torch.bfloat16).contiguous().view(torch.int16)
+        x = bits.to(torch.int32)
+        mixed = table.index_select(0, (x + PATTERNS // 2).flatten()).view(x.shape)
+        lines = mixed.sum(2)  # [rows, columns]: two axes and the whole are sums of it
+        along = lines.sum(1), lines.sum(0), mixed.sum((0, 1)) if axes > 2 else None
+        sums[:3] += torch.stack((bits.sum(), (x * x).sum(), along[0].sum()))
+        first = offset[0] + (rows.start or 0), offset[1] + (columns.start or 0), offset[2]
+        for axis, values in enumerate(along[:axes]):
+            if values is not None:
+                sums[3 + axis] += (values * _of_index(values, axis, first[axis])).sum()
+    return tuple(int(value) for value in sums.cpu())
+
+
+def _tiles(shape: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Slices of the first two axes of about CHUNK elements."""
+    if 0 in shape:
+        return
+    wide = min(max(CHUNK // shape[2], 1), shape[1])
+    high = max(CHUNK // (wide * shape[2]), 1)
+    for row in range(0, shape[0], high):
+        for column in range(0, shape[1], wide):
+            yield slice(row, row + high), slice(column, column + wide)
+
+
+def _of_index(values: torch.Tensor, axis: int, first: int) -> torch.Tensor:
+    """A mix of the indices of values along an axis, from ``first``; another one for each axis."""
+    import torch
+
+    index = torch.arange(first, first + len(values), dtype=torch.int64, device=values.device)
+    return _scrambled((index + 1) * 8 + axis)
+
+
+def _scrambled(x: torch.Tensor) -> torch.Tensor:
+    """A nonlinear mix of int64 numbers; 0 stays 0."""
+    mixed = x * 0x1E3779B97F4A7C15
+    mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * 0x3F58476D1CE4E5B9
+    return mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
 
 
 @lru_cache(1)
-def _columns() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _table() -> torch.Tensor:
+    """h(x) of every bit pattern."""
     import torch
 
-    # vLLM loads weights under a default device: these are added up on the CPU, whatever that is.
+    # vLLM loads weights under a default device: this is made on the CPU, whatever that is.
     x = torch.arange(PATTERNS, dtype=torch.int64, device="cpu") - PATTERNS // 2
-    mixed = (x & 0xFFFF) * 0x1E3779B97F4A7C15
-    mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * 0x3F58476D1CE4E5B9
-    return x, x * x, mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+    return _scrambled(x & 0xFFFF)
 
 
 def combine(digests: Iterable[Digest]) -> Digest:
-    """Digest of the tensors together: the wrapping sums of their digests."""
-    totals = [0, 0, 0]
-    for digest in digests:
-        totals = [_wrap(total + part) for total, part in zip(totals, digest, strict=True)]
-    return totals[0], totals[1], totals[2]
+    """Digest of the tensors together: the wrapping sums of their digests, as far as all go."""
+    return tuple(_wrap(sum(column)) for column in zip(*digests, strict=False))
 
 
 def _wrap(value: int) -> int:

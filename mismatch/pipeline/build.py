@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,20 +11,27 @@ import numpy as np
 
 from mismatch import __version__
 from mismatch.analysis.comparison import compare, is_sampling_law, paired_routing
+from mismatch.analysis.diagnosis.declared import sharding_checks
+from mismatch.analysis.diagnosis.passes import not_finite, pass_checks
+from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
-from mismatch.analysis.levels import column_for, judge, verdict
+from mismatch.analysis.levels import column_for, judge, require_applied, verdict
 from mismatch.analysis.registry import Measured, analyses
 from mismatch.analysis.routing_tables import flipped_layers
+from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
 from mismatch.experiments.kernels.verdict import of_run
+from mismatch.experiments.passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
+from mismatch.processes.square import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
+from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
-from mismatch.run.scorings import REFERENCE, REPLAYED, TRAIN, WEIGHTS
-from mismatch.specs import CheckSpec, spec_hash, to_dict
+from mismatch.run.scorings import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
+from mismatch.specs import CheckSpec, require_a_law, spec_hash, to_dict
 from mismatch.types import Check, Comparison, NotTested, Report, Rollout, Scoring, SidePair
 
 if TYPE_CHECKING:
@@ -99,16 +106,24 @@ def build_report(
         The report, and the token table (one row per action token).
     """
     found = Artefacts.load(run_dir, spec)
+    require_a_law(found.rollout.sampling)
     checks = input_checks(found.rollout, found.decode, found.train)
     comparisons, floor = compare_artefacts(run_dir, spec, found, checks, again)
     if comparisons:
         ratio = comparisons[0].metrics["ratio_mean"]
         checks += semantic_checks(found.rollout, found.decode, found.train, ratio)
         checks += exact_checks(comparisons[0])
+        checks += routing_checks(found.rollout, found.decode, found.train)
+        checks += pass_checks(found.rollout, found.decode, found.train, found.scorings)
+        checks += sharding_checks(spec.nproc_per_node, found.train.fingerprint)
     column = column_for(found.decode.fingerprint, found.train.fingerprint)
+    if comparisons:
+        require_applied(comparisons[0], column, thresholds)
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
-    results, unseen = measured(spec, found, comparisons)
+    results, unseen = measured(run_dir, spec, found, comparisons)
+    checks += square_checks(results.get("square"))
     missing = not_tested(spec, found.rollout, found.scorings, checks) + unseen
+    missing += [str(one) for one in without_room(run_dir, spec, found.scorings)]
     gradients, unseen = check_of_run(run_dir, asked=spec.gradients)
     results |= {"kernels": of_run(run_dir), "gradients": gradients}
     report = Report(
@@ -125,7 +140,7 @@ def build_report(
 
 
 def measured(
-    spec: CheckSpec, found: Artefacts, comparisons: list[Comparison]
+    run_dir: Path, spec: CheckSpec, found: Artefacts, comparisons: list[Comparison]
 ) -> tuple[dict[str, Any], list[str]]:
     """The results of all analyses by id, and what they could not see.
 
@@ -134,8 +149,10 @@ def measured(
     if not comparisons:
         return {}, []
     beside = {n: s for n, s in found.scorings.items() if n not in (found.decode.name, TRAIN)}
-    refused = {name: reason for name, one in beside.items() if (reason := flaw(one))}
+    refused = {name: reason for name, one in beside.items() if (reason := not_finite(one))}
     usable = {name: one for name, one in found.scorings.items() if name not in refused}
+    if (error := read_error(run_dir, FLOAT32_ENGINE)) is not None:
+        refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
     run = Measured(found.rollout, found.decode, found.train, comparisons[0], usable, refused)
     results: dict[str, Any] = {}
     missing: list[str] = []
@@ -175,14 +192,14 @@ def compare_all(
     rollout, decode, prefill = found.rollout, found.decode, found.prefill
     lawful = is_sampling_law(rollout, decode)
     pairs = [(decode, found.train, lawful)]
-    if prefill is not None and not flaw(prefill):
+    if prefill is not None and not not_finite(prefill):
         pairs.append((prefill, found.train, False))
-    pairs += [(decode, other, lawful) for other in found.others if not flaw(other)]
+    pairs += [(decode, other, lawful) for other in found.others if not not_finite(other)]
     replayed = found.scorings.get(REPLAYED)
-    if replayed is not None and not flaw(replayed):
+    if replayed is not None and not not_finite(replayed):
         pairs.append((decode, replayed, lawful))
     other = found.scorings.get(WEIGHTS)
-    if other is not None and not flaw(other):
+    if other is not None and not not_finite(other):
         pairs += [(found.train, other, False), (decode, other, lawful)]
     steady = [found.scorings.get(name) for name in (f"{TRAIN}:regrouped", REFERENCE)]
     noise = router_noise(rollout, found.train, [s for s in steady if s is not None])
@@ -195,18 +212,6 @@ def compare_all(
 
 def _sound(checks: list[Check]) -> bool:
     return all(check.status == "passed" for check in checks)
-
-
-def flaw(scoring: Scoring) -> str:
-    """Why no comparison can be made of a scoring; empty where one can.
-
-    The two scorings of the headline have :func:`input_checks` for this. One that stands beside them
-    is left out and named, so that it cannot keep the verdict from being reached.
-    """
-    for what, values in (("logprobs", scoring.logprobs), ("entropies", scoring.entropy)):
-        if values is not None and not np.isfinite(values).all():
-            return f"{int((~np.isfinite(values)).sum())} of {len(values)} {what} are not finite"
-    return ""
 
 
 def noise_floor(
@@ -228,7 +233,7 @@ def noise_floor(
             compare(rollout, left, right, sampled_by_left=False, seed=seed, headline_only=True)
         )
         for left, right in pairs
-        if not flaw(left) and not flaw(right)
+        if not not_finite(left) and not not_finite(right)
     ]
 
 
@@ -282,7 +287,7 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
     engine = spec.rollout.engine
     decode, train = scorings[f"{engine.engine}:decode"], scorings[TRAIN]
     for name, scoring in scorings.items():
-        if name not in (decode.name, TRAIN) and (reason := flaw(scoring)):
+        if name not in (decode.name, TRAIN) and (reason := not_finite(scoring)):
             reason = f"left out of every comparison, because {reason}"
             yield NotTested(name, reason)
     yield from _without_exact_kl(spec, decode, train)
@@ -290,7 +295,7 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
         yield NotTested("decode against prefill", "the prefill rescoring was switched off")
     if not spec.noise_floor:
         yield NotTested("noise floor", "switched off")
-    elif REFERENCE not in scorings:
+    elif REFERENCE not in {one.name for one in training_passes(spec)}:
         yield NotTested("float32 reference", "the trainer itself is the float32 reference")
     yield from _without_routes(spec, train.fingerprint)
     servers = decode.fingerprint.get("servers")
@@ -303,6 +308,14 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
     if rollout.turn.max() <= 1:
         yield NotTested("multi-turn rollouts", "every sequence has one turn")
     yield NotTested("weight synchronisation", "both sides loaded from disk, no refit took place")
+
+
+def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:
+    """Passes that are missing because memory did not suffice, and why."""
+    for one in training_passes(spec):
+        reason = None if one.name in scorings else read_error(run_dir, pass_label(one.name))
+        if reason is not None:
+            yield NotTested(one.name, reason.message, reason.fix)
 
 
 def _without_exact_kl(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
 from mismatch.experiments.passes import training_passes
+from mismatch.experiments.square import wants_square
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.stages import Narrator, Stages
 from mismatch.run import store
 from mismatch.run.directory import Journal, at_work, load_spec
+from mismatch.run.messages import pass_label, write_error
 from mismatch.run.resume import differences
 from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
@@ -35,10 +37,12 @@ def run_check(
     thresholds: Thresholds | None = None,
     command: str = "",
     write: Writer | None = None,
+    left_out: Mapping[str, str] | None = None,
 ) -> Report:
     """After :func:`preflight`: run every stage that is not done, write every artefact.
 
     Args:
+        left_out: passes beside the trainer's own that are not run, and why.
         write: called with the run directory, the report and the token table while the directory
             is still held; None: the report is only returned.
 
@@ -46,17 +50,20 @@ def run_check(
         MismatchError: a stage failed; what was written before stays, to be resumed.
     """
     with at_work(run_dir, "check", spec, command) as journal:
-        stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec))
+        stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec), wants_square(spec))
+        passes = [one for one in training_passes(spec) if one.name not in (left_out or {})]
         if spec.other_engine is not None:
             from mismatch.pipeline.engine_pair import measure_two
 
-            measure_two(stages, training_passes(spec))
+            measure_two(stages, passes)
         if spec.fixes:
             from mismatch.pipeline.fixes import measure_with_fixes
 
-            measure_with_fixes(stages, training_passes(spec))
+            measure_with_fixes(stages, passes)
         elif spec.other_engine is None:
-            stages.measure(training_passes(spec))
+            stages.measure(passes)
+        for name, reason in (left_out or {}).items():
+            write_error(run_dir, pass_label(name), MismatchError(reason))
         return conclude(stages, thresholds, write)
 
 

@@ -25,6 +25,7 @@ from mismatch.specs import (
     EngineSpec,
     RolloutSpec,
     TrainSpec,
+    require_a_law,
     require_ranges,
 )
 
@@ -79,6 +80,7 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
         require_engine(spec.engine.engine)
     else:
         require_interpreter(spec.engine, dataset=spec.prompts.dataset is not None)
+    require_a_law(spec.sampling)
     read_prompts(spec.prompts)
     require_form(spec.engine)
     check_machine(spec.engine)

@@ -178,7 +178,7 @@ GAPS: tuple[KeyGap, ...] = (
     KeyGap(
         f"{_ROLLOUT}.do_sample",
         lambda value: value is False,
-        "tokens are sampled here; greedy is --temperature 0",
+        "tokens are sampled here: greedy ones follow no law to compare",
     ),
     *(KeyGap(key, _is_on, what) for key, what in _SWITCHED_ON.items()),
     *(KeyGap(key, _above_one, what) for key, what in _SEVERAL.items()),

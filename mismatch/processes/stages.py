@@ -18,19 +18,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mismatch.errors import MismatchError
 from mismatch.processes.interpreters import engine_python, interpreter_environment, own_python
 from mismatch.processes.launch import Worker, finish, started
+from mismatch.processes.square import score_in_float32
 from mismatch.run import resume, store
 from mismatch.run.directory import Journal
-from mismatch.run.machine import local_gpus
-from mismatch.run.messages import SCORED, error_path, write_error
-from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict, weights_key
+from mismatch.run.machine import free_gpu_bytes, gib, local_gpus
+from mismatch.run.messages import SCORED, error_path, pass_label, write_error
+from mismatch.specs import CheckSpec, Pass, RolloutSpec, TrainSpec, to_dict, weights_key
 
 if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
 
+# What containers set to have TF32 in place of float32 (NVIDIA's NGC images).
+EXACT = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
 GO = "jobs/train.go"  # appears when the engine is done; the training world waits for it
 # What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
 # with a copy on its way; and what two Python processes with torch take by themselves.
 EARLY_FACTOR, EARLY_BYTES = 8, 6 * 2**30
+# The driver gives an ended process's memory back a moment later; contexts of others come and go.
+FREE_AGAIN_S, FREE_POLL_S, FREE_SLACK_BYTES = 60.0, 0.5, 2**30
 
 
 class Narrator(Protocol):
@@ -50,17 +55,20 @@ class Job:
     Attributes:
         place: run directory whose rollout it scores.
         optional: the others go on where it fails.
+        side: a check can do without it: the others go on where memory does not suffice.
     """
 
     place: Path
     one: Pass
     optional: bool = False
+    side: bool = False
 
     def entry(self, run_dir: Path) -> dict[str, Any]:
         """As the worker reads it."""
         entry: dict[str, Any] = {"name": self.one.name, "spec": to_dict(self.one.spec)}
         entry |= {"run_dir": str(self.place)} if self.place != run_dir else {}
-        return entry | ({"optional": True} if self.optional else {})
+        marks = {"optional": self.optional, "side": self.side}
+        return entry | {name: True for name, value in marks.items() if value}
 
 
 class Beside(Protocol):
@@ -108,6 +116,7 @@ class Stages:
     narrator: Narrator
     journal: Journal
     gradients: GradientPlan | None = None  # taken by the training world after its passes
+    square: bool = False  # whether the engine is started once more, in float32
 
     def measure(
         self, passes: list[Pass], sample: bool = True, beside: Beside | None = None
@@ -125,7 +134,10 @@ class Stages:
         sampled = not sample or resume.rollout_done(self.run_dir, self.spec.rollout)
         if sampled:
             passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
-        jobs = [Job(self.run_dir, one) for one in passes]
+        main = wanted[0].name if wanted else ""
+        jobs = [Job(self.run_dir, one, side=one.name != main) for one in passes]
+        for one in passes:  # what kept it out before is forgotten
+            error_path(self.run_dir, pass_label(one.name)).unlink(missing_ok=True)
         jobs = by_load([*jobs, *(beside.jobs if beside else [])])
         if beside is not None:
             beside.jobs = [job for job in jobs if job.optional]  # in the order they will run in
@@ -135,11 +147,13 @@ class Stages:
             train = stack.enter_context(self._world(jobs, plan)) if jobs or plan else None
             with_train = [train] if train else []
             if sample and not (sampled and self._rescored()):
-                with self._engine() as engine:
+                with self.engine(self.spec.rollout) as engine:
                     title = f"rollout: {self.spec.rollout.engine.engine} samples"
-                    self._await(engine, "rollout", title, *with_train)
+                    self.wait(engine, "rollout", title, *with_train)
             elif sample:
                 self.narrator.note("rollout: there already")
+            if sample and self.square:
+                score_in_float32(self, *with_train)
             go: dict[str, Any] = {}
             if beside is not None:
                 go = beside.prepare(*with_train)
@@ -166,7 +180,7 @@ class Stages:
         from mismatch.experiments.gradients.files import ALL_PASSES, failure_label
 
         try:
-            self._await(train, "score", self._title(passes, plan))
+            self.wait(train, "score", self._title(passes, plan))
         except MismatchError as error:
             if plan is None or SCORED not in train.timings:
                 raise
@@ -186,10 +200,11 @@ class Stages:
         done = resume.rollout_done(self.run_dir, spec) and self._rescored()
         if done and not also:
             return
-        with self._engine(also) as engine:
+        job = {"also": [str(place) for place in also]} if also else {}
+        with self.engine(spec, job=job) as engine:
             verb = "rescores" if done else "samples"
             title = f"rollout: {spec.engine.engine} {verb}, {self.run_dir.name}"
-            self._await(engine, "rescore" if done else "rollout", title, *beside)
+            self.wait(engine, "rescore" if done else "rollout", title, *beside)
 
     def _rescored(self) -> bool:
         spec = self.spec.rollout
@@ -202,15 +217,25 @@ class Stages:
         return f"score: FSDP2, {ranks}, {passes} pass{'' if passes == 1 else 'es'}{then}"
 
     @contextmanager
-    def _engine(self, also: Sequence[Path] = ()) -> Iterator[Worker]:
-        spec = self.spec.rollout
-        job: dict[str, Any] = {"run_dir": str(self.run_dir), "spec": to_dict(spec)}
-        job |= {"also": [str(place) for place in also]} if also else {}
-        path = store.write_json(self.run_dir / "jobs" / "engine.json", job)
+    def engine(
+        self, spec: RolloutSpec, label: str = "engine", job: dict[str, Any] | None = None
+    ) -> Iterator[Worker]:
+        """An engine's process at work; behind the block the GPUs' memory is free again.
+
+        Args:
+            job: what it is asked beyond the spec, see mismatch/processes/workers/engine.py.
+        """
+        asked = {"run_dir": str(self.run_dir), "spec": to_dict(spec), **(job or {})}
+        path = store.write_json(self.run_dir / "jobs" / f"{label}.json", asked)
         command = [engine_python(spec.engine), "-m", "mismatch.processes.workers.engine", str(path)]
         env = interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
-        with started("engine", command, self.run_dir, env=env) as worker:
+        before = free_gpu_bytes()
+        with started(label, command, self.run_dir, env=env) as worker:
             yield worker
+        if held := still_held(before):
+            self.narrator.note(
+                f"{gib(held)} of GPU memory are still held though the engine has ended"
+            )
 
     @contextmanager
     def _world(self, jobs: list[Job], plan: GradientPlan | None) -> Iterator[Worker]:
@@ -228,11 +253,11 @@ class Stages:
             *("--nproc-per-node", str(world), "-m", "mismatch.processes.workers.train", str(path)),
         ]
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-        env = {"OMP_NUM_THREADS": threads}
+        env = {"OMP_NUM_THREADS": threads, **EXACT}
         with started("train", command, self.run_dir, env=env) as worker:
             yield worker
 
-    def _await(self, worker: Worker, key: str, title: str, *beside: Worker) -> None:
+    def wait(self, worker: Worker, key: str, title: str, *beside: Worker) -> None:
         """Show a worker's progress until it ends, and note its times."""
         with self.timed(key, title) as progress:
             worker.on_progress = progress
@@ -251,6 +276,19 @@ class Stages:
         with self.narrator.stage(title) as progress:
             yield progress
         self.journal.seconds[key] = round(time.monotonic() - start, 2)
+
+
+def still_held(before: list[int], timeout_s: float = FREE_AGAIN_S) -> int:
+    """Wait until the GPUs have as much memory free as ``before``; bytes that are still held."""
+    end = time.monotonic() + timeout_s
+    while True:
+        now = free_gpu_bytes()
+        held = max((old - new for old, new in zip(before, now, strict=False)), default=0)
+        if held <= FREE_SLACK_BYTES:
+            return 0
+        if time.monotonic() > end:
+            return held
+        time.sleep(FREE_POLL_S)
 
 
 def may_load_early(train: TrainSpec) -> bool:

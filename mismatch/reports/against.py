@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from mismatch.experiments.regression.types import Against, AgainstRow, Changed, RunSide
-from mismatch.reports import quantities
-from mismatch.reports.formatting import interval, signed
+from mismatch.reports import formatting
+from mismatch.reports.formatting import MARKS, interval, line, signed
 from mismatch.reports.summary import Row
-from mismatch.reports.text import line
-from mismatch.reports.words import MARKS, words_for
+from mismatch.reports.words import words_for
 
 WORDS = {
     "worse": "Worse",
@@ -90,13 +89,13 @@ def _line(row: AgainstRow) -> Line:
 def _p_value(value: float | None) -> str:
     if value is None:
         return ""
-    return "< 0.001" if value < 0.001 else quantities.number(value, 2)
+    return "< 0.001" if value < 0.001 else formatting.number(value, 2)
 
 
 def side(one: RunSide) -> str:
     """A run in one line."""
-    tokens = quantities.plural(one.tokens, "token")
-    size = f"{tokens}, {quantities.plural(one.sequences, 'sequence')}"
+    tokens = formatting.plural(one.tokens, "token")
+    size = f"{tokens}, {formatting.plural(one.sequences, 'sequence')}"
     own = f"{MARKS[one.verdict.status]} {one.verdict.status}" if one.verdict else "not judged"
     engine = f"{line(one.engine)} {line(one.version)}".strip()
     return f"{line(one.run)}: {engine}, {size}, by itself {own}"
@@ -108,8 +107,8 @@ def sentences(made: Against) -> list[str]:
         tokens = "Both runs hold the same tokens: every change is of the same tokens."
     else:
         tokens = (
-            f"{quantities.count(made.same_sequences)} of "
-            f"{quantities.plural(made.old.sequences, 'sequence')} are the same in both runs; the "
+            f"{formatting.count(made.same_sequences)} of "
+            f"{formatting.plural(made.old.sequences, 'sequence')} are the same in both runs; the "
             "engines sampled tokens of their own, so changes are by prompt."
         )
     notes = [f"{line(note)}." for note in made.notes]
@@ -123,8 +122,8 @@ def engines(made: Against) -> list[str]:
     known = made.engines.metrics
     mean, most = known["logprob_abs_diff_mean"].value, known["logprob_abs_diff_max"].value
     return [
-        f"New engine against old engine on these tokens: mean |delta| {quantities.number(mean)}, "
-        f"largest {quantities.number(most)}."
+        f"New engine against old engine on these tokens: mean |delta| {formatting.number(mean)}, "
+        f"largest {formatting.number(most)}."
     ]
 
 

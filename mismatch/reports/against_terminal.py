@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mismatch.experiments.regression.types import Against
 from mismatch.reports import against
 from mismatch.reports.console import columns, heading, paragraph, say
-from mismatch.reports.text import line
+from mismatch.reports.formatting import line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -54,7 +54,9 @@ def columns(*specs: tuple[str, bool, int]) -> RichTable:
 
 
 WRAP = 28  # characters of a column of text
-TONES = {"healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold"}
+TONES = {
+    "healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold", "dim": "dim",
+}  # fmt: skip
 
 
 def print_section(section: Section, console: Console, details: bool = True) -> None:
@@ -79,7 +81,8 @@ def _contents(section: Section, console: Console, details: bool) -> None:
     for table in section.tables:
         print_table(table, console)
     for block in section.blocks:
-        paragraph(console, line(block.title))
+        if block.title:
+            paragraph(console, line(block.title))
         for text in block.lines:
             say(console, f"      {visible(text)}")
     for note in section.notes:
@@ -99,11 +102,13 @@ class _Texts:
 
     Attributes:
         of: title of the column whose intervals these are; "" for values.
+        wraps: names to be copied do not.
     """
 
     title: str
     of: str
     left: bool
+    wraps: bool
     priority: int
     texts: list[str]
     styles: list[str]
@@ -132,7 +137,7 @@ def print_table(table: Table, console: Console) -> None:
         shown.add_column(
             column.title,
             justify=justify,
-            no_wrap=not column.left,
+            no_wrap=not column.wraps,
             overflow="fold",
         )
     for row in range(len(table.rows)):
@@ -145,21 +150,21 @@ def _columns(table: Table) -> list[_Texts]:
     rows, columns = table.cells(), []
     for index, column in enumerate(table.columns):
         cells = [row[index] for row in rows]
-        styles = [TONES.get(cell.tone, "dim" if cell.tone == "dim" else "") for cell in cells]
+        styles = [TONES.get(cell.tone, "") for cell in cells]
         texts = [(badge(cell.tone) + cell_text(cell, column)).rstrip() for cell in cells]
-        columns.append(
-            _Texts(column.narrow or column.title, "", column.left, column.priority, texts, styles)
-        )
+        title = column.narrow or line(column.title)
+        wraps = column.left and not all(cell.tone == "code" for cell in cells)
+        columns.append(_Texts(title, "", column.left, wraps, column.priority, texts, styles))
         if column.interval is not None:
             texts = [cell_interval(cell, column) for cell in cells]
             plain = [""] * len(texts)
             columns.append(
-                _Texts("95 % interval", column.title, False, column.interval, texts, plain)
+                _Texts("95 % interval", title, False, False, column.interval, texts, plain)
             )
     return columns
 
 
 def _width(columns: list[_Texts]) -> int:
     """Characters of a line, were text to wrap beyond ``WRAP``."""
-    widths = [min(c.width, WRAP) if c.left else c.width for c in columns]
+    widths = [min(c.width, WRAP) if c.wraps else c.width for c in columns]
     return 2 + sum(widths) + len(columns) - 1

@@ -11,8 +11,8 @@ from mismatch.metrics import METRICS, names
 from mismatch.metrics.conventions import value_of
 from mismatch.reports import summary
 from mismatch.reports.figures import comparable
-from mismatch.reports.words import words_for
-from mismatch.types import Estimate, Report
+from mismatch.reports.formatting import Format
+from mismatch.types import Report
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,14 +26,19 @@ class Other:
 
     Attributes:
         remark: how it differs; "" where it is the same number.
-        value: the number by the framework's convention, as text; "" where ours is it, or where the
-            tokens to compute it from are not there.
+        value: the number by the framework's convention; None where ours is it, or where the tokens
+            to compute it from are not there.
     """
 
     label: str
     name: str
     remark: str
-    value: str
+    value: float | None
+
+    def told(self, write: Format) -> str:
+        """Name, value and remark; ``write`` is the metric's format."""
+        value = "" if self.value is None else f" = {write(self.value)}"
+        return f"{self.label}{value}" + (f" ({self.remark})" if self.remark else "")
 
 
 class Elsewhere:
@@ -68,7 +73,7 @@ class Elsewhere:
                 alias.label,
                 alias.name,
                 alias.remark(reduction),
-                self._value(metric, alias) if values else "",
+                self._value(alias) if values else None,
             )
             for alias in names.of(metric, self.framework)
         ]
@@ -78,13 +83,8 @@ class Elsewhere:
         found = summary.all_rows(summary.headline(report))
         return [(row, other) for row in found for other in self.of(row.metric)]
 
-    def _value(self, metric: str, alias: names.Alias) -> str:
-        if alias.value is None or not self._arrays:
-            return ""
-        value = value_of(alias.value, self._arrays)
-        if value is None:
-            return ""
-        return summary.Row(metric, words_for(metric), Estimate(value, None, None, 0, 0, 0)).value
+    def _value(self, alias: names.Alias) -> float | None:
+        return value_of(alias.value, self._arrays) if alias.value and self._arrays else None
 
 
 def _arrays(tokens: pd.DataFrame) -> dict[str, Any]:

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mismatch.reports.formatting import number
 from mismatch.reports.section import Figure
-from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.reports.summary import Row
+from mismatch.reports.svg import (
+    ACCENT,
+    BAD,
+    BAND,
+    FAINT,
+    HEALTHY,
+    INK,
+    OPACITIES,
+    SECOND,
+    WARN,
+    Array,
+    bars,
+    drawing,
+    shades,
+    to_svg,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
-
-Array = NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One figure of a section that is not ported yet."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
 
 
 def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
@@ -87,6 +88,48 @@ def of_tokens(tokens: pd.DataFrame) -> tuple[Figure, ...]:
     )
 
 
+LEAST, MOST = 1e-2, 1e2  # healthy bounds: the ends of the scale
+
+
+def scales(rows: Sequence[tuple[Row, Sequence[float]]]) -> str:
+    """A line for each judged metric, over the zones of its level.
+
+    Args:
+        rows: each with values of the same metric that others measured.
+    """
+    with drawing(6.4, 0.6 + 0.42 * len(rows)) as (figure, axes):
+        for place, (row, others) in enumerate(rows):
+            assert row.judgement is not None
+            critical = _at(row, row.judgement.critical)
+            for start, end, zone in (
+                (LEAST, 1, HEALTHY),
+                (1, critical, WARN),
+                (critical, MOST, BAD),
+            ):
+                axes.barh(place, end - start, left=start, color=zone, height=0.5)
+            axes.plot([_at(row, other) for other in others], [place] * len(others), "D", ms=4,
+                      markerfacecolor="none", markeredgecolor=INK)  # fmt: skip
+            value = row.estimate.value
+            ends = [value if end is None else end for end in (row.estimate.low, row.estimate.high)]
+            axes.plot([_at(row, end) for end in ends], [place] * 2, color=INK, lw=2)
+            beyond = (row.distance(value) or 0.0) > MOST
+            axes.plot(_at(row, value), place, ">" if beyond else "o", color=INK, ms=6)
+        axes.set(xscale="log", xlim=(LEAST, MOST))
+        axes.set_yticks(range(len(rows)), [f"{row.words.label}: {row.value}" for row, _ in rows])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+        axes.minorticks_off()
+        axes.grid(False)
+        axes.invert_yaxis()
+        axes.set_xlabel("distance from agreement, in healthy bounds (log)")
+        return to_svg(figure, "scales", "Each judged metric beside its level")
+
+
+def _at(row: Row, value: float) -> float:
+    """Its place on the scale, held within its ends."""
+    distance = row.distance(value)
+    return MOST if distance is None or distance != distance else min(max(distance, LEAST), MOST)
+
+
 def histogram(tokens: pd.DataFrame) -> str:
     """Counts of delta on a logarithmic axis: the tail is what hurts."""
     delta = tokens["delta"].to_numpy(dtype=np.float64)
@@ -114,7 +157,8 @@ def probabilities(tokens: pd.DataFrame, bins: int = 64) -> str:
     counts, edges = probability_grid(tokens, bins)
     with drawing() as (figure, axes):
         axes.plot([0, 1], [0, 1], color=FAINT, linewidth=0.8, dashes=(4, 3))
-        _squares(axes, counts, edges)
+        shade = np.ceil(len(OPACITIES) * np.log1p(counts) / np.log1p(max(counts.max(), 1)))
+        shades(axes, shade.T, edges, edges)
         axes.set(xlim=(0, 1), ylim=(0, 1))
         axes.set_xlabel("probability, rollout")
         axes.set_ylabel("probability, train")
@@ -129,29 +173,6 @@ def probability_grid(tokens: pd.DataFrame, bins: int = 64) -> tuple[Array, Array
     return counts, edges
 
 
-def _squares(axes: Axes, counts: Array, edges: Array, shades: int = 5) -> None:
-    """Filled cells of a grid in a few opacities of one colour, so that CSS can recolour them."""
-    from matplotlib.collections import PolyCollection
-
-    step = edges[1] - edges[0]
-    level = np.ceil(shades * np.log1p(counts) / np.log1p(max(counts.max(), 1)))
-    for shade in range(1, shades + 1):
-        cells = np.argwhere(level == shade)
-        if not len(cells):
-            continue
-        x, y = edges[cells[:, 0]], edges[cells[:, 1]]
-        corners = [(0, 0), (step, 0), (step, step), (0, step)]
-        squares = np.stack([np.stack([x + dx, y + dy], axis=1) for dx, dy in corners], axis=1)
-        axes.add_collection(
-            PolyCollection(
-                list(squares),
-                facecolor=ACCENT,
-                edgecolor="none",
-                alpha=0.15 + 0.85 * shade / shades,
-            )
-        )
-
-
 def by_probability(tokens: pd.DataFrame) -> str:
     """Mean |delta| by the probability that the engine gave: unlikely tokens are off by more."""
     edges = np.array([0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0 + 1e-9])
@@ -159,11 +180,11 @@ def by_probability(tokens: pd.DataFrame) -> str:
     bucket = np.clip(np.searchsorted(edges, probability, side="right") - 1, 0, len(edges) - 2)
     labels = ["<.01", ".01", ".05", ".1", ".25", ".5", ".75", ".9", "≥.99"]
     mean, count = bucket_means(bucket, tokens, len(labels))
-    with drawing() as (figure, axes):
-        _bars(axes, labels, mean, count)
-        axes.set_xlabel("probability that the engine gave the token, from")
-        axes.set_ylabel("mean |delta|, nats")
-        return to_svg(figure, "by-probability", "Mean |delta| by the engine's probability")
+    return bars(
+        "by-probability", "Mean |delta| by the engine's probability", labels,
+        ("probability that the engine gave the token, from", "mean |delta|, nats"), mean,
+        counts=count,
+    )  # fmt: skip
 
 
 def by_position(tokens: pd.DataFrame, buckets: int = 32) -> str:
@@ -196,19 +217,3 @@ def bucket_means(bucket: Array, tokens: pd.DataFrame, size: int) -> tuple[Array,
     count = np.bincount(bucket, minlength=size)
     total = np.bincount(bucket, weights=delta, minlength=size)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan), count
-
-
-def _bars(axes: Axes, labels: list[str], mean: Array, count: Array) -> None:
-    """Bars with the number of tokens above each; an empty bucket has neither."""
-    x = np.arange(len(labels))
-    height = np.nan_to_num(mean)
-    axes.bar(x, height, color=ACCENT, width=0.7)
-    axes.set_xticks(x, labels)
-    top = float(height.max()) or 1e-12
-    axes.set_ylim(0, top * 1.15)
-    for position, value, tokens in zip(x, height, count, strict=True):
-        if tokens:
-            text = f"{tokens:,}" if tokens < 10_000 else f"{number(tokens / 1000)}k"
-            axes.text(
-                float(position), value + top * 0.02, text, ha="center", color=FAINT, fontsize=9.5
-            )

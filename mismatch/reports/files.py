@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mismatch.errors import MismatchError
 from mismatch.pipeline.build import COMPARISON, COMPARISON_SCHEMA
 from mismatch.pipeline.document import SCHEMA, comparisons_to_json, report_to_json
 from mismatch.run import manifest, store
@@ -13,11 +14,42 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     import pandas as pd
 
+REPORT = "report.json"
+
 
 def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
     """Write report.html, report.md, and last report.json: where that is, the rest is."""
     write_rendered(run_dir, report, tokens)
-    store.save_document(run_dir, "report.json", report_to_json(report), schema=SCHEMA)
+    store.save_document(
+        run_dir, REPORT, report_to_json(report), schema=SCHEMA, inputs=report_inputs(run_dir)
+    )
+
+
+def report_inputs(run_dir: Path) -> list[str]:
+    """The recorded artefacts that a report of this directory is made from."""
+    return [
+        name
+        for name in manifest.entries(run_dir)
+        if name in (store.ROLLOUT, COMPARISON) or name.startswith("scores/")
+    ]
+
+
+def require_fresh(run_dir: Path) -> None:
+    """What ``report.json`` was made from is what lies there now.
+
+    Raises:
+        MismatchError: a scoring was made, or made again, since.
+    """
+    known = manifest.entries(run_dir)
+    now = {name: known[name]["sha256"] for name in report_inputs(run_dir)}
+    before = known.get(REPORT, {}).get("inputs", {})
+    changed = sorted(name for name in now.keys() | before.keys()
+                     if now.get(name) != before.get(name))  # fmt: skip
+    if REPORT in known and changed:
+        raise MismatchError(
+            f"the report of {run_dir} is older than {', '.join(changed[:3])}",
+            f"judge what lies there now: mismatch compare {run_dir}",
+        )
 
 
 def write_rendered(

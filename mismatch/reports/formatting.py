@@ -2,23 +2,103 @@
 
 from __future__ import annotations
 
+import math
+import unicodedata
 from collections.abc import Callable
-from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
-from mismatch.reports.quantities import MISSING, bound, count, number, percent, plural, times
-from mismatch.reports.text import line, token_text, visible
-from mismatch.reports.words import MARKS
 from mismatch.types import Estimate
 
-__all__ = [
-    "MISSING", "Format", "badge", "bound", "brief", "chance", "cosine", "count",
-    "interval",
-    "line", "memory", "near_one", "number", "percent", "plural", "seconds", "signed",
-    "small_percent", "tenths", "text", "times", "token_text", "visible",
-]  # fmt: skip
-
 Format = Callable[..., str]
+MISSING = "–"
+Tone = Literal["", "dim", "strong", "code", "bar", "healthy", "warn", "critical"]
+# How a status looks: the tone of every rendering. Statuses of verdicts, then those of checks.
+TONES: dict[str, Tone] = {
+    "healthy": "healthy",
+    "warn": "warn",
+    "critical": "critical",
+    "passed": "healthy",
+    "warning": "warn",
+    "failed": "critical",
+}
+MARKS = {"healthy": "✓", "warn": "!", "critical": "✕"}  # of tones, so that colour is not needed
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A value to ``digits`` significant digits.
+
+    >>> number(0.011123), number(3.1e-4), number(12345.6), number(0.0)
+    ('0.0111', '3.10e-4', '12,346', '0')
+    """
+    if value is None or not math.isfinite(value):
+        return MISSING if value is None or math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e7 or abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    rounded = float(f"{value:.{digits}g}")
+    if abs(rounded) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
+    return f"{value:.{decimals}f}"
+
+
+def bound(value: float) -> str:
+    """A bound of a level, without trailing zeros.
+
+    >>> bound(0.03), bound(1e-5), bound(0.002), bound(0.013)
+    ('0.03', '1e-5', '0.002', '0.013')
+    """
+    if value != 0 and abs(value) < 1e-3:
+        mantissa, exponent = f"{value:e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:g}"
+
+
+def percent(share: float | None, digits: int = 2) -> str:
+    """A share as percent.
+
+    >>> percent(0.0373), percent(0.0), percent(0.998), percent(0.00021)
+    ('3.7 %', '0 %', '99.80 %', '0.021 %')
+    """
+    if share is None or not math.isfinite(share):
+        return MISSING
+    scaled = share * 100
+    if abs(scaled) >= 100:
+        return f"{scaled:,.0f} %"
+    if scaled >= 90:  # what is missing to 100 % is what matters
+        missing = number(100 - scaled, digits)
+        decimals = len(missing.partition(".")[2]) if "e" not in missing else 2
+        return f"{scaled:.{min(decimals, 2)}f} %"
+    return f"{number(scaled, digits)} %"
+
+
+def count(value: int) -> str:
+    """A whole number with thousands separated.
+
+    >>> count(8192)
+    '8,192'
+    """
+    return f"{value:,}"
+
+
+def plural(value: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> plural(1, "token"), plural(2048, "token")
+    ('1 token', '2,048 tokens')
+    """
+    return f"{value:,} {noun}" + ("" if value == 1 else "s")
+
+
+def times(factor: float) -> str:
+    """A ratio of two values.
+
+    >>> times(0.63), times(12.4), times(137.0)
+    ('0.63×', '12×', '137×')
+    """
+    return f"{number(factor, 2 if abs(factor) < 100 else 3)}×"
 
 
 def text(value: object) -> str:
@@ -82,6 +162,24 @@ def memory(size: float | None) -> str:
     return f"{brief(size / 2**30)} GiB" if size >= 2**30 else f"{number(size / 2**20)} MiB"
 
 
+def points(share: float) -> str:
+    """A difference of shares, with its sign.
+
+    >>> points(0.012), points(-0.5)
+    ('+1.2 %', '-50 %')
+    """
+    return f"{'+' if share > 0 else '-' if share < 0 else ''}{percent(abs(share))}"
+
+
+def thousands(value: int) -> str:
+    """A count in a picture.
+
+    >>> thousands(9_999), thousands(12_345)
+    ('9,999', '12.3k')
+    """
+    return count(value) if value < 10_000 else f"{number(value / 1000)}k"
+
+
 def near_one(value: float | None) -> str:
     """A factor; close to 1 three significant digits hide what matters.
 
@@ -97,7 +195,7 @@ def tenths(share: float) -> str:
     >>> tenths(0.6), tenths(-1e-9)
     ('60.0 %', '0 %')
     """
-    if not isfinite(share):
+    if not math.isfinite(share):
         return MISSING
     text = f"{100.0 * share:.1f}"
     return f"{'0' if text in ('-0.0', '0.0') else text} %"
@@ -134,3 +232,62 @@ def cosine(value: float) -> str:
     while digits < 8 and gap < 10.0 ** (1 - digits):
         digits += 1
     return f"{value:.{digits}f}"
+
+
+# ---------------------------------------------------------------- foreign text
+
+# A sampled token can be anything: a newline, an escape sequence that recolours the terminal, a
+# right-to-left override that reorders the line around it. Whatever cannot be seen, or moves its
+# surroundings, is written as a visible sign.
+_SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥"}
+# Control, format (bidi, zero width, tags), surrogate, private, unassigned, line separators.
+_INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+_DOTTED_CIRCLE = "\u25cc"
+
+
+def visible(text: str) -> str:
+    """``text`` with everything invisible or disruptive spelled out.
+
+    >>> visible("a\\tb\\x1b[31m\\u202e")
+    'a⇥b⟨1B⟩[31m⟨202E⟩'
+    """
+    if text and unicodedata.combining(text[0]):
+        text = _DOTTED_CIRCLE + text  # else the mark would sit on the character before the token
+    return "".join(_visible_character(character) for character in text)
+
+
+def _visible_character(character: str) -> str:
+    if character in _SIGNS:
+        return _SIGNS[character]
+    category = unicodedata.category(character)
+    if category in _INVISIBLE:
+        return f"⟨{ord(character):X}⟩"
+    if category == "Zs" and character != " ":
+        return f"⟨{ord(character):X}⟩"
+    return character
+
+
+def token_text(text: str, limit: int = 80) -> str:
+    """One token as it is shown: visible, spaces marked at its edges, never longer than ``limit``.
+
+    >>> token_text(" the"), token_text("  "), token_text("")
+    ('␣the', '␣␣', '(empty)')
+    """
+    if not text:
+        return "(empty)"
+    shown = visible(text[: limit + 1])
+    if len(shown) > limit:
+        shown = shown[: limit - 1] + "…"
+    stripped = shown.lstrip(" ")
+    shown = "␣" * (len(shown) - len(stripped)) + stripped
+    stripped = shown.rstrip(" ")
+    return stripped + "␣" * (len(shown) - len(stripped))
+
+
+def line(text: object) -> str:
+    """Any text on one line, safe for a terminal: details of checks, names, paths.
+
+    >>> line("killed\\n  by signal 9\\x1b[0m")
+    'killed by signal 9⟨1B⟩[0m'
+    """
+    return visible(" ".join(str(text).split()))

@@ -6,18 +6,19 @@ import re
 from collections.abc import Iterable
 from html import escape
 
-from mismatch.reports import (
-    normal,
-    routing,
-    sides,
-    summary,
-)
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.formatting import badge
-from mismatch.reports.section import Block, Cell, Column, Section, Table, cell_interval, cell_text
-from mismatch.reports.sections import sections
-from mismatch.reports.text import line, visible
-from mismatch.reports.words import MARKS
+from mismatch.reports.formatting import MARKS, badge, line, visible
+from mismatch.reports.section import (
+    Block,
+    Cell,
+    Column,
+    Page,
+    Section,
+    Table,
+    cell_interval,
+    cell_text,
+)
+from mismatch.reports.sections import page
 from mismatch.types import Report
 
 # What Markdown, its HTML and its mentions would act upon.
@@ -28,38 +29,23 @@ def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
     """GitHub-flavoured Markdown; foreign text is escaped, so that it stays text.
 
     Args:
-        elsewhere: a framework's names, for a column of their own.
+        elsewhere: a framework's names, for a table of their own.
     """
-    comparison = summary.headline(report)
-    status = report.verdict.status
-    shown = {section.id: show_section(section) for section in sections(report)}
+    return show_page(page(report, names=elsewhere))
+
+
+def show_page(shown: Page) -> str:
+    """The verdict first, then every section."""
+    facts = " · ".join(plain(fact) for fact in shown.facts)
+    steps = "\n".join(f"- {plain(step)}" for step in shown.steps)
     parts = [
-        f"### {MARKS[status]} {status.upper()}: {plain(report.verdict.reason)}",
-        f"**{plain(summary.model_name(report))}** · {plain(comparison.rollout)} against "
-        f"{plain(comparison.train)} · {summary.size(report)} · levels for "
-        f"{plain(report.verdict.levels)}",
-        plain(summary.in_plain_words(report)),
-        _headline_table(report, elsewhere),
-        *(f"- {plain(sentence)}" for sentence in normal.sentences(report)),
-        "**Next**\n\n" + "\n".join(f"- {plain(step)}" for step in summary.next_steps(report)),
-        _folded(_checks_title(report), _checks_table(report)),
-        _folded("Experts chosen", _routing_table(report)),
-        shown.pop("beside", ""),
-        _folded("How much of this is noise", _noise_table(report)),
-        shown.pop("engines", ""),
-        shown.pop("budget", ""),
-        shown.pop("two_passes", ""),
-        shown.pop("forecast", ""),
-        shown.pop("kernels", ""),
-        shown.pop("exact", ""),
-        shown.pop("fixes", ""),
-        shown.pop("corrections", ""),
-        *shown.values(),
-        _folded("What really ran", _ran_table(report)),
-        _folded("Not tested", "\n".join(f"- {plain(item)}" for item in summary.untested(report))),
+        f"### {MARKS[shown.tone]} {plain(shown.word.upper())}: {plain(shown.reason)}",
+        f"**{plain(shown.title)}** · {facts}",
+        plain(shown.lead),
+        f"**Next**\n\n{steps}" if steps else "",
+        *(show_section(section) for section in shown.sections),
+        f"<sub>{_code(shown.command)}</sub>" if shown.command else "",
     ]
-    if summary.command(report):
-        parts.append(f"<sub>{_code(summary.command(report))}</sub>")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -74,7 +60,7 @@ def plain(text: object) -> str:
 
 
 def _code(text: str) -> str:
-    return "`" + text.replace("`", "'") + "`"
+    return "`" + line(text).replace("`", "'") + "`"
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -141,69 +127,6 @@ def _cell(cell: Cell, column: Column) -> Iterable[str]:
     yield f"{shown} ({plain(cell.note)})" if cell.note else shown
     if column.interval is not None:
         yield plain(cell_interval(cell, column))
-
-
-def _headline_table(report: Report, elsewhere: Elsewhere | None) -> str:
-    rows = []
-    named = [] if elsewhere is None else [plain(elsewhere.title)]
-    for row in summary.judged_rows(report) + summary.other_rows(report):
-        status = f"{MARKS[row.status]} {row.status}" if row.status else ""
-        remark = "; ".join([status, *row.notes] if status else row.notes)
-        name = f"{plain(row.words.label)} ({_code(row.metric)})"
-        others = [] if elsewhere is None else [_names(elsewhere, row.metric)]
-        levels = [row.healthy, plain(row.critical)]
-        rows.append([name, row.value, row.interval, *levels, *others, plain(remark)])
-    return table(["", "value:", "95 % interval:", "healthy:", "critical:", *named, ""], rows)
-
-
-def _names(elsewhere: Elsewhere, metric: str) -> str:
-    """A framework's names of a metric, each with its value there and how it differs."""
-    return "; ".join(
-        _code(other.name)
-        + (f" = {other.value}" if other.value else "")
-        + (f" ({plain(other.remark)})" if other.remark else "")
-        for other in elsewhere.of(metric)
-    )
-
-
-def _routing_table(report: Report) -> str:
-    rows = [
-        [plain(row.words.label), row.value, row.interval] for row in summary.routing_rows(report)
-    ]
-    said = [f"- {plain(sentence)}" for sentence in routing.sentences(summary.headline(report))]
-    made = table(["", "value:", "95 % interval:"], rows)
-    return "\n".join(said) + "\n\n" + made if said else made
-
-
-def _noise_table(report: Report) -> str:
-    rows = [
-        [plain(row.words.label), row.mean, row.largest, row.share, plain(row.words.meaning)]
-        for row in summary.noise_rows(report)
-    ]
-    return table(["", "mean \\|delta\\|:", "largest:", "of headline:", ""], rows)
-
-
-def _ran_table(report: Report) -> str:
-    comparison = summary.headline(report)
-    rows = [[aspect, plain(left), plain(right)] for aspect, left, right in sides.what_ran(report)]
-    return table(["", plain(comparison.rollout), plain(comparison.train)], rows)
-
-
-def _checks_title(report: Report) -> str:
-    counts = {
-        status: len(summary.checks(report, status)) for status in ("failed", "warning", "passed")
-    }
-    words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return f"Checks: {words}" if words else "Checks"
-
-
-def _checks_table(report: Report) -> str:
-    marks = {"failed": "✕ failed", "warning": "! warning", "passed": "✓ passed"}
-    rows = [
-        [plain(check.id), marks[check.status], plain(check.detail), plain(check.fix)]
-        for check in summary.checks(report, "failed", "warning", "passed")
-    ]
-    return table(["check", "result", "found", "fix"], rows)
 
 
 def _folded(title: str, body: str) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from mismatch.reports.formatting import MISSING, Format, interval, line, number, text
+from mismatch.reports.formatting import MISSING, TONES, Format, interval, line, number, text
+from mismatch.reports.formatting import Tone as Tone
 from mismatch.types import Estimate
-
-Tone = Literal["", "dim", "strong", "code", "bar", "healthy", "warn", "critical"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +141,59 @@ class Section:
     folded: bool = True
     page_only: bool = False
     short: str = ""
+
+    def __post_init__(self) -> None:
+        """What is empty is not shown: a sentence "", a table without rows, a part of only those."""
+        kept = {
+            "warnings": filter(None, self.warnings),
+            "sentences": filter(None, self.sentences),
+            "tables": (table for table in self.tables if table.rows),
+            "notes": filter(None, self.notes),
+            "parts": (part for part in self.parts if part.holds),
+        }
+        for name, items in kept.items():
+            object.__setattr__(self, name, tuple(items))
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is anything below the lead."""
+        lists = self.warnings, self.sentences, self.tables, self.figures, self.blocks, self.notes
+        return any(lists) or any(self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A whole report: what is read first, then its sections.
+
+    Attributes:
+        kind: of the report, and when it was made.
+        word: the verdict.
+        tone: how it looks.
+        reason: of the verdict.
+        title: what was measured, a model.
+        facts: which sides, how much, by which levels; a line each.
+        lead: what the numbers say, in one sentence.
+        steps: what to do next, most urgent first.
+        file: its name as a page; the numbers are in the file of that name that ends in .json.
+        command: that made it; "" where it is not known.
+    """
+
+    kind: str
+    word: str
+    tone: Tone
+    reason: str
+    title: str
+    facts: tuple[str, ...]
+    sections: tuple[Section, ...]
+    lead: str = ""
+    steps: tuple[str, ...] = ()
+    file: str = "report"
+    command: str = ""
+
+
+def status_cell(status: str) -> Cell:
+    """A status as a badge."""
+    return Cell(status, TONES[status])
 
 
 def cell_text(cell: Cell, column: Column) -> str:

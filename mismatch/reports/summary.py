@@ -1,4 +1,4 @@
-"""What every rendering says: rows, sides, noise and next steps, as text without a layout."""
+"""Facts of a report that several sections tell: rows of metrics, noise, next steps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import math
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mismatch.reports import quantities
-from mismatch.reports.formatting import text
+from mismatch.reports.formatting import (
+    bound,
+    line,
+    near_one,
+    number,
+    percent,
+    plural,
+    text,
+    times,
+)
 from mismatch.reports.section import Cell, Column, Table
-from mismatch.reports.text import line
 from mismatch.reports.words import ROUTING, Words, noise_words, words_for
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report
 
@@ -20,7 +27,7 @@ UNJUDGED = ("kl", "ratio_mean", "ess_token", "logprob_abs_diff_p99", "logprob_ab
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One metric as a line of a table. All texts; "–" where there is nothing to say."""
+    """One metric as a line of a table, with its level where it has one."""
 
     metric: str
     words: Words
@@ -32,45 +39,48 @@ class Row:
         return self.write(self.estimate.value)
 
     @property
-    def interval(self) -> str:
-        """The 95 % interval."""
-        low, high = self.estimate.low, self.estimate.high
-        if low is None or high is None:
-            return quantities.MISSING
-        return f"{self.write(low)} … {self.write(high)}"
+    def cell(self) -> Cell:
+        """Value and interval, as this metric is written."""
+        return Cell(self.estimate, format=self.write)
 
-    @property
-    def status(self) -> str:
-        return self.judgement.status if self.judgement else ""
-
-    @property
-    def healthy(self) -> str:
+    def healthy(self, bound: float) -> str:
         """The healthy bound with its direction."""
-        return self._bound(("≤", "≥"), self.judgement.healthy) if self.judgement else ""
+        return f"{'≥' if self.low_is_bad else '≤'} {self._bound(bound)}"
 
-    @property
-    def critical(self) -> str:
+    def critical(self, bound: float) -> str:
         """The critical bound with its direction."""
-        return self._bound((">", "<"), self.judgement.critical) if self.judgement else ""
+        return f"{'<' if self.low_is_bad else '>'} {self._bound(bound)}"
+
+    def distance(self, value: float) -> float | None:
+        """How far a value is from perfect agreement, in units of the healthy bound.
+
+        None without levels, and where the healthy bound is agreement itself.
+        """
+        if self.judgement is None:
+            return None
+        agreement = 1.0 if self.low_is_bad or self.metric in _FACTORS else 0.0
+        unit = abs(self.judgement.healthy - agreement)
+        return (
+            (agreement - value if self.low_is_bad else value - agreement) / unit if unit else None
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader has to know before trusting the number."""
         known = {
             "heavy-tail": "a few tokens carry it, so the interval may be too narrow",
+            "heavy-prompts": "a few prompts carry it, so the interval may be too narrow",
             "few-prompts": "few prompts, so the interval may be too narrow",
             "one-prompt": "one prompt only, hence no interval",
             "few-tokens": "too few tokens for an interval",
-            "no-events": "no such token was seen; the true share need not be 0",
+            "no-events": "no such token was seen: the upper end is a one-sided bound",
             "overflow": "too large for a number",
         }
         notes = [known.get(flag, line(flag)) for flag in self.estimate.flags]
         judgement = self.judgement
         if judgement and judgement.inconclusive:
             wanted = judgement.deciding_prompts
-            decides = (
-                f"; about {quantities.plural(wanted, 'prompt')} would decide" if wanted else ""
-            )
+            decides = f"; about {plural(wanted, 'prompt')} would decide" if wanted else ""
             notes.append(f"the interval spans a level{decides}")
         return tuple(notes)
 
@@ -78,17 +88,16 @@ class Row:
     def low_is_bad(self) -> bool:
         return self.judgement is not None and self.judgement.healthy > self.judgement.critical
 
-    def _bound(self, signs: tuple[str, str], value: float) -> str:
-        text = f"{100 * value:g} %" if self.words.share else quantities.bound(value)
-        return f"{signs[self.low_is_bad]} {text}"
+    def _bound(self, value: float) -> str:
+        return f"{100 * value:g} %" if self.words.share else bound(value)
 
     def write(self, value: float) -> str:
         if self.words.share:
-            return quantities.percent(value)
-        near_one = 0.9 < value < 1.1 and self.metric in _AROUND_ONE
-        return f"{value:.4f}" if near_one else quantities.number(value)
+            return percent(value)
+        return (near_one if self.metric in _AROUND_ONE else number)(value)
 
 
+_FACTORS = {"token_mult_prob_error", "seq_mult_prob_error_max"}
 # Close to 1 three significant digits hide everything that matters.
 _AROUND_ONE = {
     "token_mult_prob_error",
@@ -168,13 +177,7 @@ def metric_table(rows: list[Row]) -> Table:
     columns = (Column("metric", text), Column("value", interval=0))
     return Table(
         columns,
-        tuple(
-            (
-                Cell(row.words.label, note=row.words.meaning),
-                Cell(row.estimate, format=row.write),
-            )
-            for row in rows
-        ),
+        tuple((Cell(row.words.label, note=row.words.meaning), row.cell) for row in rows),
     )
 
 
@@ -191,7 +194,7 @@ def size(report: Report) -> str:
         "sequence": estimate.n_sequences,
         "prompt": estimate.n_prompts,
     }
-    return ", ".join(quantities.plural(value, noun) for noun, value in counts.items())
+    return ", ".join(plural(value, noun) for noun, value in counts.items())
 
 
 def in_plain_words(report: Report) -> str:
@@ -202,12 +205,12 @@ def in_plain_words(report: Report) -> str:
     if estimate.value == 0:
         return "Both sides give every token exactly the same probability."
     gap = math.expm1(min(estimate.value, 700.0))
-    amount = quantities.percent(gap) if gap < 1 else f"a factor of {quantities.number(gap + 1, 2)}"
+    amount = percent(gap) if gap < 1 else f"a factor of {number(gap + 1, 2)}"
     sentence = f"The two sides' probabilities of a token typically differ by {amount}"
     far = headline(report).metrics.get("ratio_outside_2")
     if far is None:
         return sentence + "."
-    share = "no token" if far.value == 0 else f"{quantities.percent(far.value)} of the tokens"
+    share = "no token" if far.value == 0 else f"{percent(far.value)} of the tokens"
     return f"{sentence}; {share} by more than a factor of 2."
 
 
@@ -216,30 +219,30 @@ class Noise:
     """One pair of the noise floor beside the headline's mean |delta|.
 
     Attributes:
+        mean, largest: |delta|; None where it was not measured.
         relative: its mean |delta| over the headline's; None where that cannot be said.
     """
 
     words: Words
     pair: str
-    mean: str
-    largest: str
+    mean: Estimate | None
+    largest: Estimate | None
     relative: float | None
 
     @property
     def beside(self) -> str:
         """Its size against the headline's, as a phrase."""
-        of = "of" if self.relative is not None and self.relative < 1 else ""
-        return f"{self.share} {of} the headline's mean |delta|".replace("  ", " ")
+        of = " of" if self.relative is not None and self.relative < 1 else ""
+        return f"{relative(self.relative)}{of} the headline's mean |delta|"
 
-    @property
-    def share(self) -> str:
-        if self.relative is None:
-            return quantities.MISSING
-        return (
-            quantities.percent(self.relative)
-            if self.relative < 1
-            else quantities.times(self.relative)
-        )
+
+def relative(share: float | None) -> str:
+    """Percent below 1, a factor above.
+
+    >>> relative(0.25), relative(2.0)
+    ('25 %', '2.0×')
+    """
+    return percent(share) if share is None or share < 1 else times(share)
 
 
 def noise_rows(report: Report) -> list[Noise]:
@@ -248,15 +251,14 @@ def noise_rows(report: Report) -> list[Noise]:
     rows = []
     for pair in report.noise_floor:
         mean = pair.metrics.get(HEADLINE)
-        largest = pair.metrics.get("logprob_abs_diff_max")
-        relative = mean.value / whole.value if mean and whole and whole.value > 0 else None
+        share = mean.value / whole.value if mean and whole and whole.value > 0 else None
         rows.append(
             Noise(
                 noise_words(pair),
-                f"{line(pair.left)} / {line(pair.right)}",
-                quantities.number(mean.value if mean else None),
-                quantities.number(largest.value if largest else None),
-                relative,
+                f"{pair.left} / {pair.right}",
+                mean,
+                pair.metrics.get("logprob_abs_diff_max"),
+                share,
             )
         )
     return rows
@@ -298,8 +300,15 @@ def next_steps(report: Report) -> list[str]:
         if row.judgement and row.judgement.inconclusive
     ]
     if report.verdict.status == "warn" and wanted:
-        number = f"--num-prompts {max(wanted)}" if max(wanted) else "a larger --num-prompts"
-        steps.append(f"Measure more: {number} would narrow the interval enough to decide")
+        if all(wanted):
+            step = f"Measure more: --num-prompts {max(wanted)} would narrow the interval enough"
+            steps.append(f"{step} to decide")
+        elif any(check.id == "enough-data" for check in checks(report, "warning")):
+            pass  # its fix says so
+        else:
+            steps.append(
+                "More prompts alone will not decide this: look at the worst tokens and prompts"
+            )
     steps += _fixes(report)
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
     known = any(check.id == "weights-as-loaded" for check in checks(report, "warning"))
@@ -337,14 +346,6 @@ def _where_to_look(report: Report) -> str:
         f"Look first at “{largest.words.label}” ({largest.words.meaning}): it alone is "
         f"{largest.beside}"
     )
-
-
-def verdict_line(report: Report) -> str:
-    """The last line of the terminal's output, and the first of every other rendering.
-
-    Example: "verdict: HEALTHY – mean |delta| 0.0111 nats, within the level for bf16 MoE".
-    """
-    return f"verdict: {report.verdict.status.upper()} – {line(report.verdict.reason)}"
 
 
 def command(report: Report) -> str:

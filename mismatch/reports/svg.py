@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch.reports.formatting import thousands
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+
+Array = NDArray[Any]
 
 # Sentinels: colours that appear nowhere else, each standing for a CSS variable of report.css.
 INK, FAINT, GRID = "#010203", "#010204", "#010205"
 ACCENT, SECOND, BAND = "#010206", "#010207", "#010208"
+HEALTHY, WARN, BAD = "#010209", "#01020a", "#01020b"
 _VARIABLES = {
     INK: "--ink",
     FAINT: "--faint",
@@ -26,6 +35,9 @@ _VARIABLES = {
     ACCENT: "--accent",
     SECOND: "--second",
     BAND: "--band",
+    HEALTHY: "--healthy-soft",
+    WARN: "--warn-soft",
+    BAD: "--critical-soft",
 }
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -104,8 +116,136 @@ def embed(document: str, name: str, title: str) -> str:
     body = opening + body[body.index(">") + 1 :]
     body = re.sub(rf'\bid="(?!{name}-title)', f'id="{name}-', body)
     body = body.replace("url(#", f"url(#{name}-").replace('xlink:href="#', f'href="#{name}-')
+    body = re.sub(r'(?<= d=")[^"]+', _short, body)
     body = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", body)
     body = re.sub(r" ?font-family: [^;\"]+;?", "", body)
     for sentinel, variable in _VARIABLES.items():
         body = body.replace(sentinel, f"var({variable})")
     return re.sub(r"\n\s*", "\n", body).strip()
+
+
+def _short(path: re.Match[str]) -> str:
+    """A path to a hundredth of a unit, without spaces around letters, rectangles by their sides."""
+    rounded = re.sub(r"(\.\d\d)\d+", r"\1", path[0])
+    tight = re.sub(r"\s*([A-Za-z])\s*", r"\1", rounded).strip()
+    return re.sub(r"M(\S+) (\S+)L\1 (\S+)L(\S+) \3L\4 \2z", r"M\1 \2V\3H\4V\2z", tight)
+
+
+# ---------------------------------------------------------------- what several figures draw
+
+# Opacities of one colour differ in lightness alone, which every eye and a black-and-white printer
+# can tell apart.
+OPACITIES = (0.16, 0.36, 0.57, 0.78, 1.0)
+CROWDED = 24  # bars beyond which whiskers have no caps
+
+
+def rectangles(axes: Axes, x: Any, y: Any, width: Any, height: Any, **style: Any) -> None:
+    """N rectangles as one path: a patch each would cost more bytes than everything else.
+
+    Args:
+        x, y: lower left corners; [N] each, as are the sizes, or one value for all.
+    """
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    x, y, width, height = np.broadcast_arrays(x, y, width, height)
+    corners = [(x, y), (x, y + height), (x + width, y + height), (x + width, y), (x, y)]
+    vertices = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1).reshape(-1, 2)
+    codes = np.tile([Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY], len(x))
+    axes.add_patch(PathPatch(Path(vertices, codes), linewidth=0, **style))
+
+
+def segments(axes: Axes, x: tuple[Array, Array], y: tuple[Array, Array], **style: Any) -> None:
+    """Straight lines as one path, from (x[0], y[0]) to (x[1], y[1])."""
+    gap = np.full(len(x[0]), np.nan)
+    lines = [np.stack([*ends, gap], axis=1).ravel() for ends in (x, y)]
+    axes.plot(lines[0], lines[1], solid_capstyle="butt", **style)
+
+
+def shades(axes: Axes, level: Array, x: Array, y: Array) -> None:
+    """Cells of a grid in the opacities of one colour; equal neighbours are one rectangle.
+
+    Args:
+        level: [R, C], from 0 (none) to ``len(OPACITIES)``.
+        x, y: edges, [C + 1] and [R + 1].
+    """
+    for shade, opacity in enumerate(OPACITIES, 1):
+        change = np.diff(np.pad((level == shade).astype(np.int8), ((0, 0), (1, 1))), axis=1)
+        rows, first = np.nonzero(change == 1)
+        _, last = np.nonzero(change == -1)
+        size = x[last] - x[first], y[rows + 1] - y[rows]
+        rectangles(axes, x[first], y[rows], *size, facecolor=ACCENT, alpha=opacity)
+
+
+def ticks(axis: Axis, labels: Sequence[object], most: int = 16) -> None:
+    """Labels at 0, 1, 2 …, thinned out where there are many."""
+    step = max(1, -(-len(labels) // most))
+    axis.set_ticks(np.arange(len(labels))[::step], [str(label) for label in labels][::step])
+
+
+def rows_of(axes: Axes, labels: Sequence[str]) -> None:
+    """Names beside horizontal rows, the first on top."""
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.grid(axis="x")
+    axes.grid(False, axis="y")
+
+
+def bars(
+    name: str,
+    title: str,
+    labels: Sequence[object],
+    words: tuple[str, str],
+    height: Array,
+    low: Array | None = None,
+    high: Array | None = None,
+    *,
+    colours: Sequence[str] = (),
+    counts: Iterable[int] = (),
+    level: tuple[float, str] | None = None,
+) -> str:
+    """Bars with their intervals; the highest bar sets the scale, not the widest interval.
+
+    Args:
+        words: under the bars, beside them.
+        height: [N]; NaN: no bar. ``low`` and ``high`` likewise, NaN where there is no interval.
+        counts: how many each bar stands for, above it.
+        level: a dashed line and what it is.
+    """
+    x, paint = np.arange(len(height)), np.array(colours or [ACCENT] * len(height))
+    none = np.full(len(height), np.nan)
+    low, high = none if low is None else low, none if high is None else high
+    with drawing() as (figure, axes):
+        for colour in dict.fromkeys(paint):
+            tops = np.nan_to_num(height)[paint == colour]
+            rectangles(axes, x[paint == colour] - 0.35, 0.0, 0.7, tops, facecolor=str(colour))
+        margin = max(0.6, (5 - len(x)) / 2)  # a single bar does not fill the drawing
+        axes.set_xlim(-margin, len(x) - 1 + margin)
+        known = ~np.isnan(low) & ~np.isnan(high)
+        at, ends = x[known], (low[known], high[known])
+        segments(axes, (at, at), ends, color=INK, linewidth=1)
+        for end in ends if len(x) <= CROWDED else ():
+            segments(axes, (at - 0.09, at + 0.09), (end, end), color=INK, linewidth=1)
+        top = max(float(np.nanmax(height)), 1e-12)
+        reach = float(ends[1].max()) if known.any() else top
+        axes.set_ylim(0, 1.15 * min(max(top, reach), 1.6 * top))
+        _counts(axes, np.fmax(height, high), counts)
+        ticks(axes.xaxis, labels)
+        if level is not None:
+            axes.axhline(level[0], color=SECOND, linewidth=1.4, dashes=(4, 2), label=level[1])
+            axes.set_ylim(top=max(axes.get_ylim()[1], level[0] * 1.1) * 1.12)
+            axes.legend(loc="upper right")
+        axes.set_xlabel(words[0])
+        axes.set_ylabel(words[1])
+        return to_svg(figure, name, title)
+
+
+def _counts(axes: Axes, tops: Array, counts: Iterable[int]) -> None:
+    """The number of tokens above every bar and its interval; none where there is no bar."""
+    ceiling = axes.get_ylim()[1]
+    for x, (top, count) in enumerate(zip(tops, counts, strict=False)):
+        cut = top > 0.93 * ceiling  # the interval leaves the drawing: beside it, not on it
+        left, up = (x + 0.05, 0.945 * ceiling) if cut else (x, top + 0.015 * ceiling)
+        if np.isfinite(top):
+            side = "left" if cut else "center"
+            axes.text(left, up, thousands(count), ha=side, color=FAINT, fontsize=9.5)

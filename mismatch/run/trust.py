@@ -15,7 +15,7 @@ from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec, TrainSpec
 
 FLAG = "--trust-run"
-KEY_VARIABLE = "MISMATCH_API_KEY"
+KEY_VARIABLE = "MISMATCH_API_KEY"  # as in mismatch.engines.servers.address
 
 
 def require_trust(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:

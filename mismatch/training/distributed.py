@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mismatch.errors import MismatchError
+from mismatch.run.machine import local_gpus
 
 TIMEOUT = timedelta(minutes=30)
 MEET_TIMEOUT = timedelta(minutes=5)  # rank 0 saves a large scoring in less
@@ -38,6 +39,7 @@ class World:
     def start(cls) -> World:
         """Join the world that torchrun's environment describes; without it, a world of one."""
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        pin_precision()
         device = _device()
         backend = "nccl" if device.type == "cuda" else "gloo"
         if "MASTER_ADDR" in os.environ:
@@ -94,7 +96,38 @@ class World:
         dist.destroy_process_group()
 
 
+def pin_precision() -> None:
+    """Float32 products are float32: containers (NVIDIA's NGC) switch TF32 on by the environment."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def require_usable_gpus() -> None:
+    """GPUs that nvidia-smi lists can be used; without them a CPU would be taken in silence.
+
+    Raises:
+        MismatchError: torch was built without CUDA, for a newer driver, or for ROCm.
+    """
+    if torch.version.hip is not None and torch.cuda.is_available():
+        raise MismatchError(
+            "this torch is built for ROCm, and mismatch was never run on AMD GPUs",
+            "use NVIDIA GPUs, or the CPU build of torch",
+        )
+    count = local_gpus()
+    if not count or torch.cuda.is_available():
+        return
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    raise MismatchError(
+        f"nvidia-smi lists {count} GPUs, but torch {torch.__version__}, built {built}, cannot use "
+        "them",
+        "a CUDA 13 build needs a driver of 580 or newer; install a torch for this driver, or run "
+        "on the CPU: CUDA_VISIBLE_DEVICES= mismatch …",
+    )
+
+
 def _device() -> torch.device:
+    require_usable_gpus()
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", 0))

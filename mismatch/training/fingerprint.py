@@ -7,8 +7,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
+from mismatch.run.scorings import PLAIN
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel, resident_share
@@ -27,13 +29,14 @@ def fingerprint(
     spec, scorer = job.spec, loaded.scorer
     shares = world.gather((resident_share(scorer), loaded.peak_bytes)) or []
     facts: Fingerprint = {
-        "mode": "reference" if job.name.startswith("reference") else "train",
+        "mode": _mode(job.name),
         "backend": "fsdp2",
         "model": spec.model,
         "revision": spec.revision,
         "weights_form": spec.weights,
         "dtype": spec.dtype,
-        "master_dtype": spec.master_dtype,
+        "master_dtype": loaded.master_dtype,
+        "offload": spec.offload,
         "autocast": spec.autocast,
         "head_dtype": spec.head_dtype or spec.autocast or spec.dtype,
         "router_dtype": spec.router_dtype,
@@ -53,6 +56,8 @@ def fingerprint(
         "logprobs_truncated": False,
         "world_size": world.size,
         "device": _device_name(world.device),
+        "float32_matmul": torch.get_float32_matmul_precision(),
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -60,13 +65,19 @@ def fingerprint(
         },
         "resident_fraction": [share for share, _ in shares],
         **_contents(world, loaded),
-        "weights_comparable": comparable(spec.master_dtype),
+        "weights_comparable": comparable(loaded.master_dtype),
     }
     if loaded.attention.tried:  # kernels that were run before one was trusted
         facts["attention_candidates"] = list(loaded.attention.tried)
     if loaded.peak_bytes is not None:
         facts["load_peak_bytes"] = [peak for _, peak in shares]
     return facts
+
+
+def _mode(name: str) -> str:
+    """What a pass is for: "reference", "plain" (a yardstick), or "train"."""
+    kind = name.partition(":")[0]
+    return kind if kind in ("reference", PLAIN) else "train"
 
 
 def _contents(world: World, loaded: LoadedModel) -> Fingerprint:
@@ -88,15 +99,17 @@ def loaded_digests(world: World, loaded: LoadedModel) -> dict[str, Digest]:
     digests = []
     for tensor in tensors.values():
         if isinstance(tensor, DTensor):
-            digests.append(digest_tensor(tensor.to_local()))
+            _, start = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            digests.append(digest_tensor(tensor.to_local(), start))
         elif tensor.is_floating_point() and world.rank == 0:  # buffers are the same on all ranks
             digests.append(digest_tensor(tensor))
         else:
             digests.append(ZERO)
     totals = world.sum(torch.tensor(digests, dtype=torch.int64))
     return {
-        name: (int(row[0]), int(row[1]), int(row[2]))
-        for name, row in zip(tensors, totals, strict=True)
+        name: tuple(int(value) for value in row) for name, row in zip(tensors, totals, strict=True)
     }
 
 

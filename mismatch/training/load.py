@@ -16,25 +16,33 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from mismatch.errors import MismatchError
 from mismatch.models import mxfp4
 from mismatch.models.derived import in_form
-from mismatch.specs import TrainSpec, weights_key
+from mismatch.specs import MasterDtype, TrainSpec, weights_key
 from mismatch.training.attention.resolve import ResolvedAttention, resolve_for
 from mismatch.training.experts import NAME as BOUNDED
 from mismatch.training.experts import implementations_for
 from mismatch.training.experts import register as register_bounded
+from mismatch.training.master import resolve_master
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.routing.capture import require_readable
 from mismatch.training.routing.interventions import checkpoint_contexts
 from mismatch.training.routing.probe import require_interventions_possible
 from mismatch.training.scorer import Scorer, torch_dtype
 from mismatch.training.source import (
+    dequantising,
     first_line,
     model_directory,
+    quantisation_of,
     read_config,
     require_tokenizer,
     skeleton,
@@ -50,7 +58,9 @@ class LoadedModel:
     Attributes:
         directory: of the model's files; None if unknown.
         experts: the experts implementation that runs; None for a dense model.
+        master_dtype: of the parameters at rest.
         peak_bytes: most memory that loading took on this rank; None if not measured.
+        device: of the computation.
         probed: cached results of :meth:`once` for these weights and kernels.
     """
 
@@ -58,8 +68,10 @@ class LoadedModel:
     spec: TrainSpec
     attention: ResolvedAttention
     experts: str | None
+    master_dtype: MasterDtype
     directory: Path | None
     peak_bytes: int | None
+    device: torch.device
     probed: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def once(self, key: Any, probe: Callable[[], T]) -> T:
@@ -80,6 +92,8 @@ def load(
 ) -> LoadedModel:
     """Load ``spec.model`` sharded over ``mesh``, parameters at rest in ``spec.master_dtype``.
 
+    With ``spec.offload`` they rest in host memory; buffers, which are small, do not.
+
     Args:
         measure: also measure the peak memory of loading.
 
@@ -90,11 +104,14 @@ def load(
     files = in_form(spec)
     config, attention = require_runnable(files, device)
     directory = model_directory(files)
-    with MemoryPeak(device, measure) as peak, _our_sharding(spec, mesh, device) as wrapped:
+    master = resolve_master(files, config)
+    files = replace(files, master_dtype=master)
+    with MemoryPeak(device, measure) as peak, _our_sharding(files, mesh, device) as wrapped:
         model, info = _from_pretrained(files, attention, config)
     _require_complete(spec, info)
     scorer = wrapped[0]
-    _settle_dtype(scorer, torch_dtype(spec.master_dtype))
+    _settle_dtype(scorer, torch_dtype(master))
+    _move_buffers(scorer, device)
     running = model.config._attn_implementation
     if running != attention.implementation:
         raise MismatchError(
@@ -102,7 +119,7 @@ def load(
             "name the kernel: --attention eager or sink-sdpa",
         )
     experts = model.config._experts_implementation if scorer.moe else None
-    return LoadedModel(scorer, spec, attention, experts, directory, peak.bytes)
+    return LoadedModel(scorer, spec, attention, experts, master, directory, peak.bytes, device)
 
 
 def switched(loaded: LoadedModel, spec: TrainSpec) -> LoadedModel | None:
@@ -118,7 +135,7 @@ def switched(loaded: LoadedModel, spec: TrainSpec) -> LoadedModel | None:
         return None
     model: Any = loaded.scorer.model
     _require_experts(spec.experts, model)
-    device = next(iter(loaded.scorer.parameters())).device
+    device = loaded.device
     attention = resolve_for(spec.attention, model, device, computing_dtype(spec))
     experts = None if spec.experts == "auto" else spec.experts
     if attention.implementation != model.config._attn_implementation:
@@ -176,7 +193,8 @@ def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any)
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    options: dict[str, Any] = dict(_dequantised(spec, config))
+    _require_readable_weights(spec, config)
+    options = dequantising(config)
     if spec.experts != "auto":
         options["experts_implementation"] = spec.experts
     try:
@@ -201,20 +219,13 @@ def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any)
         ) from error
 
 
-def _dequantised(spec: TrainSpec, config: Any) -> Iterator[tuple[str, Any]]:
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is None:
-        return
-    method = quantised["quant_method"] if isinstance(quantised, dict) else quantised.quant_method
-    method = getattr(method, "value", method)
-    if method != "mxfp4":
+def _require_readable_weights(spec: TrainSpec, config: Any) -> None:
+    method = quantisation_of(config)
+    if method not in ("", "mxfp4"):
         raise MismatchError(
             f"{spec.model} is quantised ({method}); a trainer needs weights in full precision",
             "give the unquantised checkpoint",
         )
-    from transformers.utils.quantization_config import Mxfp4Config
-
-    yield "quantization_config", Mxfp4Config(dequantize=True)
 
 
 @contextmanager
@@ -228,7 +239,7 @@ def _our_sharding(
     wrapped: list[Scorer] = []
 
     def prepare(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
-        return config, device, None
+        return config, torch.device("cpu") if spec.offload else device, None
 
     def distribute(cls: Any, model: Any, config: Any, mesh_manager: Any) -> Any:
         wrapped.append(shard(model, spec, mesh))
@@ -261,6 +272,8 @@ def shard(model: Any, spec: TrainSpec, mesh: DeviceMesh) -> Scorer:
     """Wrap a model that has no weights yet: FSDP2 per decoder layer, and at the root."""
     scorer = Scorer(model)
     policy = MixedPrecisionPolicy(param_dtype=torch_dtype(spec.dtype), reduce_dtype=torch.float32)
+    rest = CPUOffloadPolicy(mesh.device_type == "cuda") if spec.offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": rest}
     blocks = set(model._no_split_modules or ())
     layers = [m for m in scorer.decoder.modules() if type(m).__name__ in blocks]
     if not layers:
@@ -269,14 +282,14 @@ def shard(model: Any, spec: TrainSpec, mesh: DeviceMesh) -> Scorer:
             "use an architecture of transformers that declares _no_split_modules",
         )
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(layer, reshard_after_forward=True, **options)
     if model.supports_gradient_checkpointing:
         # In train mode only: a forward with gradients then keeps one hidden state per layer.
         # The context function applies interventions on routers again when a layer is recomputed.
-        options = {"use_reentrant": False, "context_fn": checkpoint_contexts}
-        model.gradient_checkpointing_enable(options)
+        recompute = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+        model.gradient_checkpointing_enable(recompute)
     # The root is resharded after each pass too: embedding and head are a large share.
-    fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(scorer, reshard_after_forward=True, **options)
     return scorer
 
 
@@ -291,6 +304,14 @@ def _settle_dtype(scorer: Scorer, dtype: torch.dtype) -> None:
                 cast = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 setattr(module, name, cast)
     scorer.model.tie_weights(recompute_mapping=False)
+
+
+def _move_buffers(scorer: Scorer, device: torch.device) -> None:
+    """With offloading all was loaded to the CPU; FSDP2 moves parameters alone."""
+    for module in scorer.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)
 
 
 def _require_experts(name: str, bare: Any) -> None:

@@ -32,19 +32,42 @@ def read_config(spec: TrainSpec) -> Any:
         ) from error
 
 
-def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
-    """The model on the meta device: its modules and names, no memory."""
+def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | None = None) -> Any:
+    """The model on the meta device: its modules and names, no memory.
+
+    Args:
+        dtype: that it is built in; None: its configuration's.
+    """
     from transformers import AutoModelForCausalLM
 
     build: Any = AutoModelForCausalLM.from_config
     try:
         with torch.device("meta"):
-            return build(config, trust_remote_code=trust_remote_code)
+            options = {} if dtype is None else {"dtype": dtype}
+            return build(config, trust_remote_code=trust_remote_code, **options)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise MismatchError(
             f"architecture {config.model_type!r} is not supported: {first_line(error)}",
             "a causal language model of transformers is needed; upgrade transformers for new ones",
         ) from error
+
+
+def quantisation_of(config: Any) -> str:
+    """The method that a checkpoint is quantised with; "": none."""
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return ""
+    method = quantised["quant_method"] if isinstance(quantised, dict) else quantised.quant_method
+    return str(getattr(method, "value", method))
+
+
+def dequantising(config: Any) -> dict[str, Any]:
+    """Options of ``from_pretrained`` that dequantise MXFP4, rather than run kernels of a hub."""
+    if quantisation_of(config) != "mxfp4":
+        return {}
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def model_directory(spec: TrainSpec) -> Path | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mismatch.reports.html import show_page
 from mismatch.reports.sections.kernels import page as page_of
 from tests.browser.chromium import Browser, find_chromium
 from tests.browser.test_html_report import CONTRAST
@@ -17,7 +18,7 @@ BINARY = find_chromium()
 @pytest.mark.skipif(BINARY is None, reason="needs Chromium: apt-get install -y chromium")
 def test_it_loads_alone_and_can_be_read_everywhere(tmp_path: Path) -> None:
     page = tmp_path / "kernels.html"
-    page.write_text(page_of(make_audit_report()), encoding="utf-8")
+    page.write_text(show_page(page_of(make_audit_report())), encoding="utf-8")
     assert BINARY
     with Browser(BINARY) as browser:
         for dark in (False, True):

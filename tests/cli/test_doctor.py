@@ -7,7 +7,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from mismatch.doctor.engine import Demand, batch_class, predict_engine, vllm_batch
 from mismatch.doctor.examine import examine
+from mismatch.doctor.gpus import parse as parse_kind
 from mismatch.doctor.machine import (
     Gpu,
     Machine,
@@ -16,7 +18,7 @@ from mismatch.doctor.machine import (
     parse_gpus,
     version_clash,
 )
-from mismatch.doctor.plan import PLAIN_KERNELS, plan
+from mismatch.doctor.plan import PLAIN_KERNELS, plan, refused
 from mismatch.doctor.show import print_diagnosis, print_plan
 from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED, resolve_model
@@ -90,8 +92,8 @@ def test_the_plan_counts_what_the_run_would_do():
     assert found.tokens["sampled at most"] == 8 * 100
     longest = found.tokens["longest sequence"]
     assert longest > 100
-    # the trainer, regrouped, repeated, with gradients, and float32
-    assert found.tokens["scored by the trainer at most"] == 8 * longest * 5
+    # the trainer, regrouped, repeated, with gradients, float32, and a plain bf16 forward
+    assert found.tokens["scored by the trainer at most"] == 8 * longest * 6
     assert [side.prediction.side for side in found.sides] == [
         "engine",
         "fsdp",
@@ -99,7 +101,13 @@ def test_the_plan_counts_what_the_run_would_do():
         "fsdp:repeated",
         "fsdp:grad",
         "reference:fp32",
+        "plain:bf16",
     ]
+    assert [stage.name for stage in found.stages][:2] == ["rollout", "rollout in float32"]
+    quick = plan(replace(spec(max_tokens=100), quick=True), machine())
+    assert quick.tokens["scored by the trainer at most"] == 8 * longest * 5
+    assert "rollout in float32" not in [stage.name for stage in quick.stages]
+    assert any("--quick" in line for line in quick.not_measured)
     quick = plan(replace(spec(max_tokens=100), noise_floor=False), machine())
     assert quick.tokens["scored by the trainer at most"] == 8 * longest
     assert any("--no-noise-floor" in line for line in quick.not_measured)
@@ -128,12 +136,96 @@ def test_a_large_model_is_planned_from_the_shipped_config():
 
 
 def test_too_few_gpus_are_told_how_many_would_do():
-    found = plan(spec("gpt-oss-20b", ranks=1), machine(gpus=1))
+    found = plan(spec("gpt-oss-20b", ranks=1, master_dtype="fp32"), machine(gpus=1))
     levels = {side.prediction.side: side.level for side in found.sides}
     assert levels["engine"] == "fits"
     assert levels["fsdp"] == "does not fit"
     assert any("--nproc-per-node 2" in line for line in found.warnings)
+    assert any("--master-dtype auto" in line for line in found.warnings)
+    assert any("--offload" in line for line in found.warnings)
     assert text_of(print_plan, found).rstrip().endswith("see the warnings")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"), [("gpt-oss-20b", "1xH100-80GB"), ("gpt-oss-120b", "8xA100-80GB")]
+)
+def test_released_models_are_checked_whole_on_their_machines(model, gpus):
+    """With what a check has by default: 64 prompts of 4, float32 reference and gradients too."""
+    ranks = int(gpus[0])
+    asked = replace(
+        spec(model, ranks=ranks), rollout=RolloutSpec(engine=EngineSpec(model=resolve_model(model)))
+    )
+    if model == "gpt-oss-120b":
+        asked = replace(asked, nproc_per_node=8)
+    found = plan(asked, machine(), gpus)
+    assert {side.prediction.side: side.level for side in found.sides}.keys() >= {
+        "engine",
+        "fsdp",
+        "fsdp:grad",
+        "reference:fp32",
+    }
+    assert [s.prediction.side for s in found.sides if s.level == "does not fit"] == []
+    assert found.fits
+    fewest, most = found.minutes
+    assert 1 < fewest < most < 120
+    assert "estimate" in text_of(print_plan, found)
+
+
+def test_passes_that_cannot_fit_are_left_out_and_the_check_goes_on():
+    big = plan(spec("qwen3-8b", ranks=1), machine(gpus=1, gib=21))
+    assert {side.prediction.side for side in refused(big.sides)} <= {"engine", "fsdp"}
+    reference = [side for side in big.sides if side.prediction.side == "reference:fp32"]
+    assert reference[0].level == "does not fit"
+    assert reference[0] not in refused(big.sides)
+    only = replace(big, sides=(*[s for s in big.sides if s.level != "does not fit"], *reference))
+    assert only.fits
+    assert "left out, for want of memory: reference:fp32" in text_of(print_plan, only)
+
+
+@pytest.mark.parametrize("gpus", ["8xH900", "0xH100", "A100", "", "x"])
+def test_gpus_that_nobody_knows_are_refused(gpus):
+    with pytest.raises(MismatchError, match="--gpus"):
+        parse_kind(gpus)
+
+
+@pytest.mark.parametrize("gpus", ["H100", "1xh100", "1 x H100-80GB", "1xH100-80gb"])
+def test_a_kind_of_gpu_has_a_few_spellings(gpus):
+    assert (parse_kind(gpus)[0], parse_kind(gpus)[1].name) == (1, "H100-80GB")
+
+
+def test_offloading_moves_the_shards_to_the_host():
+    plain, moved = (
+        plan(spec("gpt-oss-20b", ranks=1, offload=offload), machine(gpus=1, ram_gib=128))
+        for offload in (False, True)
+    )
+    assert moved.sides[1].needed < plain.sides[1].needed - 35 * GIB
+    host = moved.sides[-1]
+    assert (host.prediction.side, host.level) == ("host memory", "fits")
+    small = plan(spec("gpt-oss-20b", ranks=1, offload=True), machine(gpus=1, ram_gib=32))
+    assert not small.fits
+
+
+def test_vllm_refuses_a_gpu_that_is_not_free_and_so_does_the_plan():
+    held = replace(machine(gpus=1), gpus=(Gpu("H100", 80 * GIB, 70 * GIB, "580"),))
+    found = plan(spec("qwen3-8b", ranks=1), held)
+    engine = found.sides[0]
+    assert (engine.prediction.side, engine.level) == ("engine", "does not fit")
+    assert "--gpu-memory-utilization 0.86" in engine.warnings[0]
+    asked = spec("qwen3-8b", ranks=1)
+    lower = replace(asked.rollout.engine, gpu_memory_utilization=0.86)
+    lower = replace(asked, rollout=replace(asked.rollout, engine=lower))
+    assert plan(lower, held).sides[0].level == "fits"
+
+
+def test_a_dry_run_for_other_gpus_needs_none_here(tmp_path):
+    command = ("check", "--dry-run", "--model", "gpt-oss-120b", "--gpus")
+    fits = mismatch(*command, "8xH100-80GB", cwd=tmp_path)
+    assert fits.returncode == 0, fits.stdout + fits.stderr
+    assert "estimate" in fits.stdout
+    assert mismatch(*command, "1xL40S", cwd=tmp_path).returncode == 2
+    nowhere = mismatch("check", "--model", "tiny-gpt-oss", "--gpus", "H100", cwd=tmp_path)
+    assert nowhere.returncode == 2
+    assert "--dry-run" in nowhere.stdout + nowhere.stderr
 
 
 def test_the_eager_kernel_at_length_is_warned_about():
@@ -303,8 +395,37 @@ def test_the_flag_shows_the_plan_and_starts_nothing(tmp_path):
 
 def test_what_another_job_holds_of_a_gpu_is_not_there():
     full = plan(spec("qwen3-8b", ranks=1), machine(gpus=1, gib=80))
-    taken = replace(machine(gpus=1, gib=80), gpus=(Gpu("H100", 80 * GIB, 20 * GIB, "580"),))
+    taken = replace(machine(gpus=1, gib=80), gpus=(Gpu("H100", 80 * GIB, 16 * GIB, "580"),))
     shared = plan(spec("qwen3-8b", ranks=1), taken)
     assert full.sides[1].level == "fits"
     assert shared.sides[1].level == "does not fit"
-    assert {side.capacity for side in shared.sides} == {20 * GIB}
+    assert {side.capacity for side in shared.sides} == {16 * GIB}
+
+
+def test_a_gpu_that_shares_the_hosts_memory_is_a_gpu():
+    (gpu,) = parse_gpus("NVIDIA GB10, [N/A], [N/A], 580.1", None, (120 * GIB, 90 * GIB))
+    assert (gpu.memory_bytes, gpu.free_bytes) == (120 * GIB, 90 * GIB)
+
+
+def test_a_torch_for_rocm_is_a_problem():
+    amd = machine()
+    amd.packages["torch"] = package("torch", "2.13", hip="7.0", gpus=8)
+    found = examine(spec(), with_model=False, machine=amd)
+    assert any("ROCm" in problem.why for problem in found.problems)
+
+
+def test_vllm_takes_smaller_batches_on_an_a100():
+    engine = EngineSpec(model="m")
+    assert vllm_batch(engine, 512, "cuda", batch_class("H100", 80 * GIB)) == (16384, 1024)
+    small = batch_class("NVIDIA A100-SXM4-80GB", 80 * GIB)
+    assert vllm_batch(engine, 512, "cuda", small) == (8192, 256)
+
+
+def test_prompt_logprobs_are_taken_in_chunks_on_a_gpu():
+    shape = find_config(resolve_model("gpt-oss-20b")).model.require_counts()
+    engine = EngineSpec(model="m")
+    short, long = (
+        predict_engine(shape, engine, Demand(1, tokens), "cuda").moments[-1].parts[-1].bytes
+        for tokens in (1024, 16384)
+    )
+    assert short == long

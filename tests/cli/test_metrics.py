@@ -132,14 +132,14 @@ def run(tmp_path_factory):
     store.save_scoring(directory, train, rollout, made_by=made.train)
     shown = inside("compare", str(directory), "--names", "verl")
     assert "rollout_corr/rollout_is_mean" in shown
-    assert "in verl" in (directory / "report.html").read_text(encoding="utf-8")
+    assert "In verl" in (directory / "report.html").read_text(encoding="utf-8")
     return directory, gap, rollout.sequence_of_token[rollout.actions]
 
 
 def test_names_on_an_existing_run_in_the_terminal(run):
     directory, gap, sequence = run
     shown = inside("report", str(directory), "--names", "trl")
-    section = shown.partition("\nIn TRL")[2].partition("\n\n")[0]
+    section = shown.partition("\n  In TRL")[2].partition("\n\n")[0]
     assert max(map(len, section.splitlines())) <= 80
     theirs = conventions.trl_ratio_max(gap, sequence)
     assert theirs != pytest.approx(float(np.exp(gap.max())), rel=0.01)
@@ -157,11 +157,12 @@ def test_names_in_html_and_markdown_and_without_them(run):
     markdown = (directory / "report.md").read_text(encoding="utf-8")
     value = f"{conventions.trl_ratio_mean(gap, sequence):.3f}"
     assert value[:4] != f"{np.exp(gap).mean():.3f}"[:4]  # not our number
-    for text in (html, markdown.replace("`", "")):
-        assert "in TRL" in text
+    for text in (html, markdown):
+        assert "In TRL" in text
         assert "rollout_corr/" not in text
         assert "SkyRL policy" not in text
-        assert f"sampling/importance_sampling_ratio/mean = {value[:4]}" in text
+    assert f"sampling/importance_sampling_ratio/mean = {value[:4]}" in html
+    assert f"`sampling/importance_sampling_ratio/mean` | {value[:4]}" in markdown
     inside("report", str(directory))
     html = (directory / "report.html").read_text(encoding="utf-8")
     assert "known elsewhere as" in html
@@ -175,7 +176,7 @@ def test_a_pair_takes_names_with_and_without_a_directory(run, tmp_path):
     pair = ("compare", str(directory), "--left", "transformers:decode", "--right", "fsdp")
     assert "mean_seq_mult_prob_error" in inside(*pair, "--names", "nemo-rl")
     inside(*pair, "--names", "nemo-rl", "--out", str(tmp_path / "pair"))
-    assert "in NeMo-RL" in (tmp_path / "pair" / "report.html").read_text(encoding="utf-8")
+    assert "In NeMo-RL" in (tmp_path / "pair" / "report.html").read_text(encoding="utf-8")
 
 
 def test_an_unknown_framework_is_refused(run):

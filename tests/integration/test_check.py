@@ -28,6 +28,8 @@ ARTEFACTS = (
     "spec.json",
     "scores/vllm-decode.parquet",
     "scores/vllm-prefill.parquet",
+    "scores/vllm-fp32.parquet",
+    "scores/plain-bf16.parquet",
     "scores/fsdp.parquet",
     "routing/vllm-decode.safetensors",
     "routing/fsdp.safetensors",
@@ -108,7 +110,32 @@ def test_all_semantic_checks_pass_on_a_clean_run(default_run):
     bad = {id: status for id, status in default_run.checks.items() if status != "passed"}
     assert bad.keys() <= {"importance-ratio"}, bad  # a 99.7 % test, so a warning may happen
     assert "failed" not in bad.values()
-    assert len(default_run.checks) == 14
+    assert len(default_run.checks) == 23
+
+
+def test_a_clean_run_rounds_as_a_plain_forward_does(default_run):
+    square = default_run.report["square"]
+    assert {finding["standing"] for finding in square["findings"]} == {"within"}
+    for leg in square["legs"]:
+        assert 0.9 < leg["excess"]["value"] < 1.1, leg["scoring"]
+    (gap,) = square["gaps"]
+    assert gap["left"] == "vllm:fp32"
+    assert gap["size"]["value"] < 1e-6
+    assert square["seconds"].keys() == {"plain:bf16", "reference:fp32", "vllm:fp32"}
+
+
+@pytest.mark.grid
+def test_a_wrong_window_is_named_as_the_engine_s(tmp_path):
+    """A setting of the engine alone: files, weights and the trainer are right."""
+    few = ("--num-prompts", "24", "--samples-per-prompt", "2", "--max-tokens", "80")
+    override = 'hf_overrides={"sliding_window": 16}'
+    run = run_check(tmp_path / "run", *few, "--exact-kl", "0", "--engine-arg", override)
+    assert run.code == 1
+    assert "implementation-gap" in run.failed
+    assert not run.failed & {"excess-engine", "excess-trainer", "weights-as-loaded"}
+    (gap,) = run.report["square"]["gaps"]
+    assert gap["side"] == "engine"
+    assert gap["size"]["value"] > 1e-3
 
 
 def test_fingerprints_hold_what_ran(default_run):

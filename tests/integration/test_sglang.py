@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ import psutil
 import pytest
 
 from mismatch.engines.sglang import cpu as sglang_cpu
+from mismatch.processes.interpreters import interpreter_environment, own_python
 from mismatch.run import store
+from mismatch.specs import EngineSpec
 from tests import checkpoints, families
 from tests.conftest import grid
 from tests.contract.conftest import MAKE, installed
@@ -143,3 +148,37 @@ def test_a_bad_argument_is_refused_with_its_reason(
     assert says in " ".join(run.output.split())
     assert "fix:" in run.output
     assert "Traceback" not in run.output
+
+
+def test_the_branch_of_triton_kernels_is_captured_too() -> None:
+    """SGLang's router as shipped, on the branch that runs gpt-oss on a GPU, with its kernel out."""
+    script = """
+    from mismatch.engines.sglang import cpu, child
+    cpu.prepare()
+    import types
+    import torch
+    from sglang.srt.layers.moe import topk
+
+    router = topk.TopK.__new__(topk.TopK)
+    torch.nn.Module.__init__(router)
+    router.layer_id = 5
+    router.topk_config = topk.TopKConfig(top_k=3, layer_id=5, renormalize=True)
+    router.topk_config.output_format = topk.TopKOutputFormat.TRITON_KERNEL
+    router._resolve_routing_inputs = lambda *given: (None, None)
+    topk.routing = lambda logits, k, **given: (None, None, None, None, k)
+    taken = []
+    capturer = types.SimpleNamespace(capture=lambda **given: taken.append(given))
+    topk.get_global_experts_capturer = lambda: capturer
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]])
+    router.forward_cuda(torch.ones(1, 2), logits)
+    assert taken == []  # if SGLang captures here by itself now, drop the wrapper
+    child._capture_triton_routes()
+    assert router.forward_cuda(torch.ones(1, 2), logits).n_expts_act == 3
+    (given,) = taken
+    assert given["layer_id"] == 5 and given["topk_indices"].tolist() == [[1, 2, 4]]
+    """
+    python = own_python(EngineSpec("sglang"))
+    command = [python or sys.executable, "-c", textwrap.dedent(script)]
+    environment = os.environ | interpreter_environment(python)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]

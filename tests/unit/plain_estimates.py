@@ -52,12 +52,25 @@ def _interval(metric, terms, cluster, prompts, arrays, value):
     else:
         interval = _means(metric, terms, cluster, prompts)
         flags += ["heavy-tail"] if heavy_tail(terms) else []
+        flags += ["heavy-prompts"] if _heavy_prompts(metric, terms, cluster, prompts) else []
         unseen = metric.unit == "share" and "delta" in metric.needs and not terms.any()
-        flags += ["no-events"] if unseen and arrays["delta"].any() else []
+        if unseen and arrays["delta"].any():
+            return 0.0, rule_of_three(metric, arrays["delta"], cluster, prompts), [
+                *(flag for flag in flags if flag == "few-prompts"), "no-events"]  # fmt: skip
     if interval is None:
         return None, None, flags
     low, high = np.clip(interval, *metric.bounds)
     return min(float(low), value), max(float(high), value), flags
+
+
+def rule_of_three(metric, delta, cluster, prompts):
+    """Bound on a share of which no event was seen: 3 / n, n of independent tokens."""
+    if metric.reduction == "sequence":
+        return 1.0 - 0.05 ** (1.0 / prompts)
+    top = np.abs(delta) >= np.quantile(np.abs(delta), 0.99)
+    sums = PromptSums.of(columns(floats(top)), cluster, prompts, lambda means: means[..., 0])
+    n = sums.value * (1 - sums.value) / sums.error**2 if sums.error else np.inf
+    return 1.0 - 0.05 ** (1.0 / max(min(n, len(delta)), prompts))
 
 
 def _means(metric, terms, cluster, prompts):
@@ -78,4 +91,13 @@ def _means(metric, terms, cluster, prompts):
     if pivots is None or not np.isfinite(pivots).all():
         wide, arm = central(values) or (sums.value, sums.value), student(prompts - 1) * sums.error
         return min(sums.value - arm, wide[0]), max(sums.value + arm, wide[1])
-    return sums.value - pivots[1] * sums.error, sums.value - pivots[0] * sums.error
+    most = 3.0 * student(prompts - 1)
+    low, high = min(pivots[1], most), max(pivots[0], -most)
+    return sums.value - low * sums.error, sums.value - high * sums.error
+
+
+def _heavy_prompts(metric, terms, cluster, prompts):
+    square = PromptSums.of(columns(terms), cluster, prompts, metric.combine).residual ** 2
+    if prompts < 12 or not square.any():
+        return False
+    return square.sum() ** 2 / (square**2).sum() < 3 + prompts / 24

@@ -47,7 +47,7 @@ def mentioned(report: Report, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_scoring_beside_the_headline_that_is_not_finite_is_left_out_and_named(
+def test_a_scoring_beside_the_headline_that_is_not_finite_is_left_out_and_fails_its_check(
     name: str, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path / "run")
@@ -60,7 +60,10 @@ def test_a_scoring_beside_the_headline_that_is_not_finite_is_left_out_and_named(
     report = report_of(run)
     assert pairs(report) == [pair for pair in pairs(sound) if name not in pair]
     assert report.comparisons[0] == sound.comparisons[0]
-    assert report.verdict == sound.verdict
+    assert report.verdict.judgements == sound.verdict.judgements
+    checks = [{check.id: check.status for check in one.checks} for one in (sound, report)]
+    assert checks[0]["passes-finite"] == "passed"
+    assert checks[1]["passes-finite"] == ("warning" if name == "fp32" else "failed")
     (reason,) = mentioned(report, name)
     assert reason.endswith("2 of 96 logprobs are not finite")
 

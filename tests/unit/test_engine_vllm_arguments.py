@@ -20,6 +20,9 @@ MOE = ModelInfo("gpt_oss", 100, 4096, (2,), num_experts=8, top_k=2)
 DENSE = dataclasses.replace(MOE, num_experts=0, top_k=0)
 
 
+REFUSES: list[str] = []  # arguments that the stand-in refuses, in words of its own
+
+
 @dataclasses.dataclass
 class EngineArgs:
     model: str = ""
@@ -33,6 +36,12 @@ class EngineArgs:
     logprobs_mode: str = "raw_logprobs"
     generation_config: str = "auto"
     worker_extension_cls: str = ""
+    enable_return_routed_experts: bool = False
+
+    def create_engine_config(self) -> None:
+        for name in REFUSES:
+            if getattr(self, name):
+                raise ValueError(f"no {name} here")
 
 
 @pytest.fixture(autouse=True)
@@ -228,3 +237,23 @@ def test_a_broken_capture_costs_no_sample(monkeypatch: pytest.MonkeyPatch) -> No
         sample = engine._sample("a", Request(np.zeros((4, layers, 1))), None, (0, 0))
         assert sample.routed.shape == (4, kept, 1)
         assert sample.token_ids == [3]
+
+
+CAPTURING = {"model": "m", vllm_args.CAPTURE: True}
+
+
+@pytest.mark.parametrize(
+    ("refused", "left", "reason"),
+    [
+        ([], CAPTURING, False),
+        ([vllm_args.CAPTURE], {"model": "m"}, True),
+        (["model"], CAPTURING, False),  # not the capture's fault: vLLM says so itself
+    ],
+)
+def test_a_capture_that_vllm_refuses_is_left_out(
+    refused: list[str], left: dict[str, Any], reason: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "REFUSES", refused)
+    arguments, why = vllm_args.without_refused_capture(CAPTURING)
+    assert arguments == left
+    assert bool(why) is reason

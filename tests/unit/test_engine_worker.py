@@ -18,7 +18,7 @@ from mismatch.processes.workers import engine as worker
 from mismatch.prompts.prompt import Prompt
 from mismatch.run import resume, store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
-from mismatch.types import Sampling
+from mismatch.types import NotTested, Sampling
 from tests.made_run import scoring
 
 SPEC = RolloutSpec(EngineSpec("stub"), sampling=Sampling(max_tokens=2, samples_per_prompt=2))
@@ -33,6 +33,7 @@ class Stub:
     name = "stub"
     can = Capabilities()
     missing: tuple[int, ...] = ()
+    unwritten = False
     started = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None: ...
@@ -49,7 +50,8 @@ class Stub:
 
     def generate(self, prompts: Sequence[list[int]], progress: Any) -> list[list[Sample]]:
         def sample(index: int, prompt: list[int]) -> Sample:
-            rows = np.tile(np.array([0, 3], np.uint16), (len(prompt) + 1, 1, 1))
+            experts = [0, 0] if self.unwritten else [0, 3]
+            rows = np.tile(np.array(experts, np.uint16), (len(prompt) + 1, 1, 1))
             routed = None if index in self.missing else rows
             return Sample([11, 2], np.array([-0.5, -1.5]), "stop", routed)
 
@@ -138,6 +140,17 @@ def test_a_broken_capture_is_an_error_that_loses_no_sample(
     assert decode.routing is None
     (reason,) = routing_reasons(tmp_path)
     assert "2 of 4 sequences" in reason
+
+
+def test_a_buffer_that_no_kernel_writes_costs_the_routes_alone(
+    kind: type[Stub], tmp_path: Path
+) -> None:
+    kind.unwritten = True
+    worker.run(tmp_path, SPEC)
+    assert store.load_scoring(tmp_path, "stub:decode").routing is None
+    (reason,) = routing_reasons(tmp_path)
+    assert NotTested.fields_of(reason)[:2] == ["stub", "routed experts"]
+    assert resume.rollout_done(tmp_path, SPEC)
 
 
 def test_resuming_after_a_broken_capture_samples_again(kind: type[Stub], tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.processes.workers.train import Item, _Passes
 from mismatch.run.messages import pass_label, read_error
 from mismatch.specs import Pass, TrainSpec
@@ -36,6 +37,8 @@ os._exit(0)
 
 class Ranks:
     """A world of which only the meeting is real."""
+
+    rank = 0
 
     def __init__(self, parted: bool) -> None:
         self.parted = parted
@@ -67,6 +70,43 @@ def test_a_failure_of_all_ranks_is_noted_and_the_world_goes_on(tmp_path: Path) -
     assert noted is not None
     assert noted.message == "RuntimeError: out of memory"
     assert len(set(world.places)) == 2  # every meeting has a name of its own
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (OutOfMemory("rank 0 is out of GPU memory while it loads", "--offload"), True),
+        (RuntimeError("a fault"), False),
+        (MismatchError("refused"), False),
+    ],
+)
+def test_a_side_pass_may_lack_memory_and_nothing_else(
+    tmp_path: Path, error: Exception, goes_on: bool
+) -> None:
+    made, _ = passes(tmp_path, Ranks(parted=False), fails=False)
+    made.loaded = object()  # type: ignore[assignment]
+    scored = []
+
+    def one(item: Item) -> None:
+        if item.one.name == "reference:fp32":
+            raise error
+        scored.append(item.one.name)
+
+    made.one = one  # type: ignore[method-assign]
+    made.load = lambda one: None  # type: ignore[method-assign]
+    names = ("fsdp", "reference:fp32", "fsdp:grad")
+    items = [Item(Pass(n, TrainSpec()), tmp_path, side=n != "fsdp") for n in names]
+    noted = pass_label("reference:fp32")
+    if not goes_on:
+        with pytest.raises(type(error)):
+            made.score(items)
+        assert read_error(tmp_path, noted) is None
+        return
+    made.score(items)
+    assert scored == ["fsdp", "fsdp:grad"]
+    assert made.loaded is None  # what is half gathered is not used again
+    assert read_error(tmp_path, noted) is not None
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -107,6 +107,44 @@ def test_capped_ess_in_closed_form() -> None:
     assert math.isnan(float(below(0.0, np.array(0.0), np.array(0.0))))
 
 
+@pytest.mark.parametrize("variance", [1.0, 27.0, 300.0, 6200.0, 1e4])
+@pytest.mark.parametrize("drift", [-0.5, -0.4, 0.0])
+def test_capped_ess_is_right_where_hardly_anything_is_left(variance, drift) -> None:
+    """Against sums of logarithms over a grid: values down to 1e-1000 come out as what they are."""
+    mean = drift * variance
+    away = np.linspace(-3 * variance - 60, 3 * variance + 60, 400_001)
+    size = -((away - mean) ** 2) / (2 * variance)
+    log_weight = np.minimum(away, math.log(2))
+    moments = [np.logaddexp.reduce(size + k * log_weight) for k in (0, 1, 2)]
+    exact = 2 * moments[1] - moments[2] - moments[0]
+    found = float(capped_ess(np.array(mean), np.array(variance)))
+    assert found == pytest.approx(math.exp(exact), rel=1e-3, abs=1e-300)
+
+
+def test_effective_shares_never_grow_with_the_length() -> None:
+    for seed, offset in enumerate((-0.3, -0.02, 0.0, 0.05)):
+        got = forecast(ar1(seed, 0.5) * 20 + offset)
+        for name in ("ess", "ess_untruncated"):
+            values = [getattr(row, name) for row in got.rows]
+            for part in ("value", "low", "high"):
+                ends = np.array([getattr(value, part) for value in values])
+                assert (np.diff(ends) <= 0).all(), (name, part)
+
+
+def test_intervals_reach_to_a_common_part_that_is_too_small_to_be_seen() -> None:
+    """Whole responses are off by 2.5e-4 a token: nothing at 128 tokens, everything at 16,384."""
+    size, common, covered = 0.005, 2.5e-4, 0
+    truth = math.sqrt(16_384 * size**2 + (common * 16_384) ** 2)
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        delta = size * rng.normal(size=(PROMPTS * SAMPLES, TOKENS))
+        delta += common * rng.normal(size=(PROMPTS * SAMPLES, 1)) - 0.5 * size**2
+        last = forecast(delta, target=16_384).rows[-1]
+        covered += last.spread.low <= truth <= last.spread.high
+        assert last.ess_untruncated.low <= 0.05
+    assert covered >= 10
+
+
 def test_a_sample_never_shows_less_than_one_sequence() -> None:
     got = forecast(20 * ar1(0, 0.8))
     floor = 1 / (PROMPTS * SAMPLES)

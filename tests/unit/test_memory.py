@@ -72,9 +72,12 @@ def test_an_unknown_family_is_refused_not_guessed():
 
 def test_shards_divide_by_the_ranks_and_double_with_the_master_dtype():
     name = "sharded parameters"
-    one = part(train(GPT), "attention", name)
+    one = part(train(GPT, master_dtype="fp32"), "attention", name)
     assert one == GPT.parameters * 4
-    assert part(train(GPT, 8), "attention", name) == pytest.approx(one / 8, rel=1e-9)
+    eighth = part(train(GPT, 8, master_dtype="fp32"), "attention", name)
+    assert eighth == pytest.approx(one / 8, rel=1e-9)
+    assert part(train(GPT), "attention", name) == one / 2  # MXFP4 dequantises to bf16
+    assert part(train(GPT, offload=True), "attention", name) == 0
     assert part(train(GPT, master_dtype="bf16"), "attention", name) == one / 2
 
 
@@ -224,14 +227,14 @@ def test_predictions_are_within_a_fifth_of_what_was_measured(name):
 
 
 def test_a_check_warns_before_memory_runs_out_and_stays_silent_where_it_does_not():
-    from mismatch.doctor.plan import memory_warnings
+    from mismatch.doctor.plan import memory_of
     from mismatch.models import resolve_model
     from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
     def warnings(name: str) -> tuple[str, ...]:
         model = resolve_model(name)
         rollout = RolloutSpec(engine=EngineSpec(model=model))
-        return memory_warnings(CheckSpec(rollout=rollout, train=TrainSpec(model=model)))
+        return memory_of(CheckSpec(rollout=rollout, train=TrainSpec(model=model))).warnings
 
     assert warnings("tiny-gpt-oss") == ()
     assert any("does not fit" in text and "help" in text for text in warnings("gpt-oss-120b"))

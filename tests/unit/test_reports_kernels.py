@@ -25,6 +25,7 @@ from mismatch.experiments.kernels.verdict import (
     schema,
 )
 from mismatch.pipeline import document
+from mismatch.reports.html import show_page
 from mismatch.reports.section import Cell
 from mismatch.reports.sections import kernels, sections
 from mismatch.reports.sections.kernels import section
@@ -244,15 +245,15 @@ def test_the_largest_error_of_a_gradient_has_its_own_column():
 
 
 def test_the_page_escapes_what_is_foreign_and_asks_for_nothing():
-    page = kernels.page(make_audit_report())
+    page = show_page(kernels.page(make_audit_report()))
     assert "<script" not in page
     assert "my.&lt;script&gt;alert(1)" in page
     assert "\x1b" not in page
     for fetched in (" src=", "@import", "url(http", 'href="http', "mathdefault"):
         assert fetched not in page
     assert page.count("<figure") == 4  # errors, time, memory of attention; errors of experts
-    assert kernels.page(make_audit_report()) == page
-    assert "✓ Sound" in kernels.page(sound_report())
+    assert show_page(kernels.page(make_audit_report())) == page
+    assert "✓ Sound" in show_page(kernels.page(sound_report()))
     assert "✕ Wrong" in page
 
 

@@ -12,12 +12,13 @@ import pytest
 
 from mismatch.analysis.comparison import compare
 from mismatch.metrics.routing_pairs import RouterNoise
-from mismatch.reports import routing, routing_figures
-from mismatch.reports.heatmap import OPACITIES, heatmap
-from mismatch.reports.markdown import to_markdown
+from mismatch.reports.figures import comparable
+from mismatch.reports.section import Section
+from mismatch.reports.sections import routing
+from mismatch.reports.sections.tokens import worst_tokens
+from mismatch.reports.svg import OPACITIES
 from mismatch.reports.words import ROUTING
-from mismatch.reports.worst import comparable, worst_tokens
-from mismatch.types import Comparison, Report
+from mismatch.types import Comparison, Estimate, Report
 from tests.reports_fixture import make_report, make_tokens
 from tests.routing_fixture import rollout_of, routing_pair, with_routing
 
@@ -39,8 +40,20 @@ def report() -> Report:
     return make_report(TOKENS)
 
 
-def shown(comparison: Comparison) -> routing.Section:
-    return routing.section(replace(report(), comparisons=(comparison,)))
+def shown(comparison: Comparison) -> Section:
+    section = routing.of_report(replace(report(), comparisons=(comparison,)))
+    assert section is not None
+    return section
+
+
+def drawn_figures(comparison: Comparison) -> dict[str, str]:
+    return {figure.name: figure.draw() for figure in shown(comparison).figures}
+
+
+def rows(section: Section, part: str) -> list[list[object]]:
+    """Bare values of the table of a part; none where there is no such part."""
+    tables = [item.tables[0] for item in section.parts if item.id == f"routing-{part}"]
+    return [[cell.value for cell in row] for table in tables for row in table.cells()]
 
 
 def some(layers: int, share: float = 0.05) -> np.ndarray:
@@ -53,39 +66,40 @@ def svg_numbers(svg: str) -> list[str]:
 
 
 def test_every_picture_is_there_and_names_no_token_twice() -> None:
-    section = shown(compared(some(3)))
-    assert [picture.name for picture in section.pictures] == NAMES
-    ids = re.findall(r'\bid="([^"]+)"', "".join(picture.svg for picture in section.pictures))
+    drawn = drawn_figures(compared(some(3)))
+    assert list(drawn) == NAMES
+    ids = re.findall(r'\bid="([^"]+)"', "".join(drawn.values()))
     assert len(ids) == len(set(ids))
 
 
 def test_counts_above_the_bars_are_the_tables() -> None:
     comparison = compared(some(3, 0.2))
-    drawn = {item.name: item.svg for item in shown(comparison).pictures}
     counts = comparison.breakdowns["routing_harm"]["count"]
-    assert svg_numbers(drawn["routing-harm"])[-4:] == [f"{count:,}" for count in counts]
+    drawn = drawn_figures(comparison)["routing-harm"]
+    assert svg_numbers(drawn)[-4:] == [f"{count:,}" for count in counts]
 
 
 @pytest.mark.parametrize(("layers", "experts", "top_k"), [(61, 256, 8), (94, 128, 8)])
 def test_large_models_stay_small(layers: int, experts: int, top_k: int) -> None:
-    section = shown(compared(some(layers), experts=experts, top_k=top_k))
-    assert [picture.name for picture in section.pictures] == NAMES
-    assert sum(len(picture.svg.encode()) for picture in section.pictures) < MOST_BYTES
+    drawn = drawn_figures(compared(some(layers), experts=experts, top_k=top_k))
+    assert list(drawn) == NAMES
+    assert sum(len(svg.encode()) for svg in drawn.values()) < MOST_BYTES
 
 
 def test_one_layer_one_expert_without_flips_says_so() -> None:
-    section = shown(compared(np.zeros((len(TOKENS), 1), bool), top_k=1))
-    assert "No layer of any of the 5,142 tokens" in section.sentences[0]
-    assert [picture.name for picture in section.pictures] == ["routing-map", "routing-load"]
-    assert "no token has other experts in any layer" in section.pictures[0].svg
-    assert "Both sides load every expert alike." in section.pictures[1].caption
-    assert section.experts == []
+    comparison = compared(np.zeros((len(TOKENS), 1), bool), top_k=1)
+    section, drawn = shown(comparison), drawn_figures(comparison)
+    assert section.sentences[0].startswith("No layer of any of the 5,142 tokens")
+    assert list(drawn) == ["routing-map", "routing-load"]
+    assert "no token has other experts in any layer" in drawn["routing-map"]
+    assert "Both sides load every expert alike." in section.figures[1].caption
+    assert rows(section, "moved") == []
 
 
 def test_all_flips_says_so() -> None:
     section = shown(compared(np.ones((len(TOKENS), 2), bool)))
     assert "Every token has a layer with other experts" in section.sentences[0]
-    assert [picture.name for picture in section.pictures] == NAMES
+    assert [figure.name for figure in section.figures] == NAMES
 
 
 def test_harm_is_told_from_no_harm() -> None:
@@ -126,7 +140,6 @@ def test_a_replayed_side_is_labelled() -> None:
     facts = right.fingerprint | {"replay": {"mode": "ids", "source": "vllm:decode"}}
     right = replace(right, fingerprint=facts)
     section = shown(compare(ROLLOUT, left, right, sampled_by_left=True, noise=noise))
-    assert section.replayed == "fsdp replays the ids of vllm:decode"
     assert section.sentences[0].startswith("Replayed: fsdp replays the ids of vllm:decode.")
     assert not any("no harm to measure" in sentence for sentence in section.sentences)
 
@@ -139,101 +152,85 @@ def test_reports_of_earlier_versions_still_render() -> None:
     }  # fmt: skip
     earlier = replace(report().comparisons[0], breakdowns=old)
     section = shown(earlier)
-    assert [item.name for item in section.pictures] == ["routing-by-layer", "routing-harm"]
-    assert len(section.layers) == 2
-    dense = shown(replace(earlier, breakdowns={}, routing={}))
-    assert (dense.pictures, dense.sentences, dense.core, dense.layers) == ([], [], [], [])
+    assert [figure.name for figure in section.figures] == ["routing-by-layer", "routing-harm"]
+    assert all("<svg" in figure.draw() for figure in section.figures)
+    assert len(rows(section, "layers")) == 2
+    dense = replace(earlier, breakdowns={}, routing={})
+    assert routing.of_report(replace(report(), comparisons=(dense,))) is None
 
 
 def test_the_core_and_the_rest_are_all_rows() -> None:
-    section = routing.section(report())
-    names = [row.metric for row in section.core + section.rest]
-    assert sorted(names) == sorted(report().comparisons[0].routing)
+    section = shown(report().comparisons[0])
+    core = section.tables[0].cells()
+    assert len(core) + len(rows(section, "rest")) == len(report().comparisons[0].routing)
     assert set(routing.CORE) <= set(ROUTING)
-    assert section.core[0].metric == "routing_disagree_layer"
+    assert core[0][1].value == report().comparisons[0].routing["routing_disagree_layer"]
 
 
-def test_layers_and_experts_in_words() -> None:
+def test_layers_and_experts() -> None:
     tables = report().comparisons[0].breakdowns
-    section = routing.section(report())
-    assert [row.layer for row in section.layers] == ["0", "1", "2", "3"]
-    assert section.layers[0].near_tie == "–"  # no flip in this layer: no share of flips
-    moved = np.subtract(
-        tables["routing_by_expert"]["train"], tables["routing_by_expert"]["rollout"]
-    )
-    first = section.experts[0]
-    assert first.difference.startswith("+" if moved[0] > 0 else "-")
-    assert " … " in first.interval
-    assert len(section.experts) == routing.MOST_MOVED
+    section = shown(report().comparisons[0])
+    layers = rows(section, "layers")
+    assert [row[0] for row in layers] == ["0", "1", "2", "3"]
+    assert layers[0][4] is None  # no flip in this layer: no share of flips
+    moved = rows(section, "moved")
+    by_expert = tables["routing_by_expert"]
+    difference = moved[0][4]
+    assert isinstance(difference, Estimate)
+    assert difference.value == by_expert["train"][0] - by_expert["rollout"][0]
+    assert difference.low == by_expert["difference_low"][0]
+    assert len(moved) == routing.MOST_MOVED
 
 
-def test_markdown_says_the_same() -> None:
-    text = to_markdown(report())
-    assert "Tokens with other experts in some layer" in text
-
-
-def cells(svg: str) -> list[int]:
-    """Rectangles per shade, from the faintest."""
-    return [
-        sum(path.count("M") for path in re.findall(rf'd="([^"]+)" style="[^"]*:{opacity}"', svg))
-        for opacity in OPACITIES
-    ]
-
-
-def drawn(share: np.ndarray) -> str:
-    rows = [str(row) for row in range(len(share))]
-    edges = list(range(share.shape[1] + 1))
-    return heatmap(share, rows, edges, "map", "A map", ("place", "layer"), "nothing")
+def cells(share: np.ndarray) -> list[int]:
+    """Cells per shade, from the faintest."""
+    level, _ = routing.shade_levels(share)
+    return [int((level == shade).sum()) for shade in range(1, len(OPACITIES) + 1)]
 
 
 def test_heat_map_shades_are_equal_steps() -> None:
     share = np.array([[0.0, 0.1, 0.2], [0.4, 0.6, 1.0]])
-    assert cells(drawn(share)) == [2, 1, 1, 0, 1]  # ≤ 20, 40, 60, 80, 100 %; 0 is the ground
-    assert "≤ 60" in drawn(share)
+    assert cells(share) == [2, 1, 1, 0, 1]  # ≤ 20, 40, 60, 80, 100 %; 0 is the ground
+    assert routing.shade_levels(share)[1] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
 def test_heat_map_shows_the_rest_beside_one_broken_row() -> None:
     share = np.full((3, 10), 0.03)
     share[1] = 1.0
-    assert cells(drawn(share)) == [20, 0, 0, 0, 10]  # fine steps near 0: up to 4 %
+    assert cells(share) == [20, 0, 0, 0, 10]  # fine steps near 0: up to 4 %
     share[0] = 0.1
-    assert cells(drawn(share)) == [10, 10, 0, 0, 10]
+    assert cells(share) == [10, 10, 0, 0, 10]
 
 
-def test_heat_map_puts_the_first_row_at_the_bottom() -> None:
-    share = np.array([[1.0], [0.0], [0.0]])
-    top = float(re.findall(r'd="M[\d.]+ ([\d.]+)', drawn(share))[0])
-    labels = {
-        words: float(y)
-        for y, words in re.findall(r'y="([\d.]+)" style="[^"]*:end;[^"]*">(\d)<', drawn(share))
-    }
-    assert labels["0"] > labels["2"]
-    assert top < labels["0"] < top + 26
-
-
-def test_heat_map_escapes_and_joins_small_cells() -> None:
-    share = np.ones((80, 32))
-    svg = heatmap(share, ["<b>"] * 80, range(33), "map", "<i>", ("a", "b"), "")
-    assert "<b>" not in svg
-    assert "<i>" not in svg
-    assert cells(svg) == [0, 0, 0, 0, 80]  # a row of equal cells is one rectangle
-    assert 'd="M' not in drawn(np.zeros((2, 2)))
-    assert "nothing" in drawn(np.zeros((2, 2)))
+def test_heat_map_puts_the_first_row_at_the_bottom_and_joins_equal_cells() -> None:
+    table = {"layer": [0, 0, 1, 1], "disagree": [1.0, 1.0, 0.0, 0.5], "start": [0, 8, 0, 8],
+             "end": [8, 16, 8, 16]}  # fmt: skip
+    (figure,) = routing.figures({"routing_layer_position": table})
+    found = re.findall(
+        r'd="([^"]+)"[^>]*style="fill: var\(--accent\)(?:; opacity: ([\d.]+))?', figure.draw()
+    )
+    half, full = found[:2]  # the legend's swatches follow
+    assert (half[1], full[1]) == (str(OPACITIES[2]), "")
+    assert half[0].count("M") == full[0].count("M") == 1  # two equal cells are one rectangle
+    below, above = (float(re.findall(r"M[\d.]+ ([\d.]+)", path)[0]) for path in (full[0], half[0]))
+    assert below > above  # y grows downwards
 
 
 def test_worst_tokens_name_their_layers() -> None:
     tokens = comparable(make_tokens())
-    tokens.loc[tokens["delta"].abs().idxmax(), "routing_flipped_layers"] = "0, 3, 5-7"
-    first = worst_tokens(tokens)[0]
-    assert first.layers == "layers 0, 3, 5–7"
-    many = tokens.assign(routing_flipped_layers=", ".join(str(n) for n in range(0, 60, 2)))
-    assert worst_tokens(many)[0].layers == "layers 0, 2, 4, 6, 8, 10 …"
-    alone = tokens.assign(routing_flipped_layers="12")
-    assert worst_tokens(alone)[0].layers == "layer 12"
-    for silent in ("", pd.NA):
-        assert worst_tokens(tokens.assign(routing_flipped_layers=silent))[0].layers == ""
-    assert worst_tokens(tokens.drop(columns="routing_flipped_layers"))[0].layers == ""
+
+    def named(layers: object) -> list[str]:
+        first = worst_tokens(tokens.assign(routing_flipped_layers=layers)).tables[0].cells()[0]
+        return [cell.note for cell in first if cell.note.startswith("layer")]
+
+    assert named("0, 3, 5-7") == ["layers 0, 3, 5–7"]
+    assert named("12") == ["layer 12"]
+    many = ", ".join(str(n) for n in range(0, 60, 2))
+    assert named(many) == ["layers 0, 2, 4, 6, 8, 10 …"]
+    assert named("") == named(pd.NA) == []
+    bare = worst_tokens(tokens.drop(columns="routing_flipped_layers")).tables[0].cells()[0]
+    assert not [cell for cell in bare if cell.note.startswith("layer")]
 
 
 def test_pictures_of_nothing() -> None:
-    assert routing_figures.pictures({}) == []
+    assert list(routing.figures({})) == []

@@ -20,7 +20,7 @@ from mismatch.reports.console import print_table
 from mismatch.reports.formatting import number, text
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import show_table, to_markdown
-from mismatch.reports.section import Cell, Column, Table
+from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.reports.sections import sections
 from mismatch.reports.terminal import print_report
 from mismatch.types import Estimate, Report
@@ -109,3 +109,14 @@ def test_a_row_has_a_cell_for_every_column() -> None:
 def test_every_section_has_its_own_id() -> None:
     ids = [section.id for section in sections(make_report())]
     assert len(ids) == len(set(ids))
+
+
+def test_what_is_empty_is_not_shown() -> None:
+    bare = Section(
+        "a", "A", "lead", ("",), ("", "Word."), (Table((Column("x"),), ()),), notes=("",),
+        parts=(Section("b", "B", "lead", sentences=("",)),),
+    )  # fmt: skip
+    assert (bare.warnings, bare.sentences, bare.tables) == ((), ("Word.",), ())
+    assert (bare.notes, bare.parts) == ((), ())
+    assert bare.holds
+    assert not Section("c", "C", "lead").holds

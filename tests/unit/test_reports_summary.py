@@ -8,15 +8,19 @@ import pytest
 
 from mismatch.analysis.published_values import Reference
 from mismatch.metrics import METRICS as DECLARED
-from mismatch.reports import normal, sides, summary, words
-from mismatch.reports.gauge import CRITICAL_AT, HEALTHY_AT, gauge_of, place
+from mismatch.reports import figures, summary, words
+from mismatch.reports.elsewhere import Elsewhere
+from mismatch.reports.section import cell_interval, cell_text
+from mismatch.reports.sections import checks, headline, normal, ran
 from mismatch.types import Check, Comparison, Judgement, Report, Verdict
 from tests.reports_fixture import (
     estimate,
     make_failing_report,
     make_report,
+    make_tokens,
     noise_pair,
 )
+from tests.tables import values
 
 
 def row(value: float, healthy: float, critical: float, metric: str = "k3_kl") -> summary.Row:
@@ -40,11 +44,52 @@ def test_without_the_sampling_law_there_is_no_kl() -> None:
 
 def test_bounds_point_the_way_that_is_bad() -> None:
     high = row(0.01, 0.002, 0.013)
-    assert (high.healthy, high.critical) == ("≤ 0.002", "> 0.013")
+    assert (high.healthy(0.002), high.critical(0.013)) == ("≤ 0.002", "> 0.013")
     low = row(0.98, 0.99, 0.97, "probs_pearson")
-    assert (low.healthy, low.critical, low.value) == ("≥ 0.99", "< 0.97", "0.9800")
+    assert (low.healthy(0.99), low.critical(0.97)) == ("≥ 0.99", "< 0.97")
     share = row(0.004, 0.002, 0.01, "ratio_outside_2")
-    assert (share.value, share.healthy, share.critical) == ("0.40 %", "≤ 0.2 %", "> 1 %")
+    assert (share.healthy(0.002), share.critical(0.01)) == ("≤ 0.2 %", "> 1 %")
+    assert [item.write(item.estimate.value) for item in (low, share)] == ["0.9800", "0.40 %"]
+
+
+def test_the_table_has_value_interval_level_and_status() -> None:
+    report = make_report()
+    shown = headline.of_names(report, None)
+    assert shown is not None
+    rows = {item["name"]: item for item in values(shown.tables[0])}
+    for judgement in report.verdict.judgements:
+        item = rows[judgement.metric]
+        assert item["value"] == report.comparisons[0].metrics[judgement.metric]
+        assert (item["healthy"], item["critical"]) == (judgement.healthy, judgement.critical)
+        assert item["level"] == judgement.status
+    assert (rows["kl"]["healthy"], rows["kl"]["level"]) == (None, "")
+    cells = shown.tables[0].cells()[1]
+    assert cell_text(cells[3], shown.tables[0].columns[3]) == "≤ 0.002"
+    assert " … " in cell_interval(cells[2], shown.tables[0].columns[2])
+
+
+def test_a_note_that_concerns_every_metric_is_said_once() -> None:
+    report = make_report()
+    first = report.comparisons[0]
+    flagged = {k: replace(v, flags=("few-prompts",)) for k, v in first.metrics.items()}
+    shown = headline.of_names(replace(report, comparisons=(replace(first, metrics=flagged),)), None)
+    assert shown is not None
+    assert len(shown.warnings) == 1
+    assert shown.warnings[0].startswith("all: few prompts")
+    (tail,) = headline.of_names(report, None).warnings  # type: ignore[union-attr]
+    assert tail.startswith("k3 KL: a few tokens carry it")
+
+
+def test_a_frameworks_names_are_a_table_with_its_values() -> None:
+    shown = headline.of_names(make_report(), Elsewhere(make_tokens(), "miles"))
+    assert shown is not None
+    (names,) = [part for part in shown.parts if part.id == "names"]
+    by_name = {item["name there"]: item for item in values(names.tables[0])}
+    assert by_name["train_rollout_kl"]["there"] == pytest.approx(
+        by_name["train_rollout_kl"]["ours"], rel=0.2
+    )
+    assert any("train_rollout_kl" in note for note in names.notes)
+    assert headline.of_names(make_report(), None).parts[0].id == "levels"  # type: ignore[union-attr]
 
 
 def test_an_inconclusive_metric_says_how_many_prompts_decide() -> None:
@@ -90,7 +135,7 @@ def test_noise_is_named_and_set_against_the_headline() -> None:
         noise_pair("fsdp", "reference:fp32", mean, 0.1),
     )
     rows = summary.noise_rows(replace(report, noise_floor=pairs))
-    assert [(item.words.label, item.share) for item in rows] == [
+    assert [(item.words.label, summary.relative(item.relative)) for item in rows] == [
         ("engine: prefill / decode", "0 %"),
         ("trainer: regrouped", "25 %"),
         ("engine vs float32", "2.0×"),
@@ -135,12 +180,12 @@ def test_untested_names_each_reason_once() -> None:
 
 
 def test_what_ran_is_what_the_fingerprints_resolved() -> None:
-    ran = {aspect: (left, right) for aspect, left, right in sides.what_ran(make_report())}
-    assert ran["attention"] == ("CPU_ATTN", "sink-sdpa, honours sinks")
-    assert ran["experts"] == ("cpu_fused_moe", "grouped_mm")
-    assert ran["software"][1] == "fsdp2 × 2, torch 2.13.0, transformers 5.19.0"
-    assert ran["precision"] == ("bf16", "bf16, master fp32")
-    failing = {row[0]: row for row in sides.what_ran(make_failing_report()[0])}
+    resolved = {aspect: (left, right) for aspect, left, right in ran.what_ran(make_report())}
+    assert resolved["attention"] == ("CPU_ATTN", "sink-sdpa, honours sinks")
+    assert resolved["experts"] == ("cpu_fused_moe", "grouped_mm")
+    assert resolved["software"][1] == "fsdp2 × 2, torch 2.13.0, transformers 5.19.0"
+    assert resolved["precision"] == ("bf16", "bf16, master fp32")
+    failing = {row[0]: row for row in ran.what_ran(make_failing_report()[0])}
     assert failing["attention"][2] == "no-sinks, ignores sinks"
 
 
@@ -150,46 +195,63 @@ def test_local_paths_are_not_a_models_name() -> None:
     assert summary.model_name(replace(report, model="openai/gpt-oss-20b")) == "openai/gpt-oss-20b"
 
 
-def test_gauge_zones_are_the_levels() -> None:
-    item = row(2e-3, 2e-3, 0.013)
-    assert place(item, 2e-3) == pytest.approx(HEALTHY_AT)
-    assert place(item, 0.013) == pytest.approx(CRITICAL_AT)
-    assert place(item, 0.0) == 0.01
-    assert place(item, 1e9) == 0.99
-    assert place(item, 2e-4) == pytest.approx(HEALTHY_AT / 2)  # one of two decades
-    assert place(item, 1e-4) < place(item, 1e-3) < HEALTHY_AT < place(item, 5e-3) < CRITICAL_AT
+def test_the_distance_is_in_healthy_bounds_from_agreement() -> None:
+    high, low = row(4e-3, 2e-3, 0.013), row(0.98, 0.99, 0.97, "probs_pearson")
+    factor = row(1.06, 1.03, 1.08, "token_mult_prob_error")
+    assert high.distance(4e-3) == pytest.approx(2.0)
+    assert low.distance(0.98) == pytest.approx(2.0)
+    assert factor.distance(1.06) == pytest.approx(2.0)
+    assert row(1e-4, 0.0, 5e-4).distance(1e-4) is None  # no room for a logarithm
+    assert summary.Row("kl", words.words_for("kl"), estimate(0.1)).distance(0.1) is None
 
 
-def test_gauge_of_a_correlation_runs_the_other_way() -> None:
-    item = row(0.98, 0.99, 0.97, "probs_pearson")
-    assert place(item, 0.999) < HEALTHY_AT < place(item, 0.98) < CRITICAL_AT < place(item, 0.5)
-
-
-def test_gauge_without_room_for_a_logarithm() -> None:
-    item = row(1e-4, 0.0, 5e-4, "ratio_outside_2")
-    assert HEALTHY_AT < place(item, 1e-4) < CRITICAL_AT < place(item, 1e-2)
-
-
-def test_gauge_carries_interval_and_marks() -> None:
-    drawn = gauge_of(row(5e-3, 2e-3, 0.013), [(2e-3, "elsewhere")])
-    assert drawn is not None
-    assert drawn.low < drawn.value < drawn.high
-    assert drawn.marks == ((pytest.approx(HEALTHY_AT), "elsewhere"),)
+def test_the_scales_draw_what_lies_beyond_their_ends() -> None:
+    drawn = figures.scales([(row(1e9, 2e-3, 0.013), [1e-9]), (row(0.0, 2e-3, 0.013), [])])
+    assert drawn.startswith("<svg")
+    assert all(colour in drawn for colour in ("--healthy-soft", "--warn-soft", "--critical-soft"))
 
 
 def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = (1.0, 1e-9)
-    known = tuple(Reference("m", "s", summary.HEADLINE, v, "bf16 MoE", "src") for v in values)
+    known = tuple(
+        Reference("m", "s", summary.HEADLINE, value, "bf16 MoE", "src") for value in (1.0, 1e-9)
+    )
     monkeypatch.setattr("mismatch.analysis.published_values.REFERENCES", known)
-    (ladder,) = normal.ladders(make_report())
-    assert [rung.ours for rung in ladder.rungs] == [False, True, False]
+    section, noise = normal.of_report(make_report())
+    assert [item["source"] for item in values(section.tables[0])] == ["src", None, "src"]
+    ours = section.tables[0].cells()[1]
+    assert [cell.tone for cell in ours] == ["strong", "strong", ""]
+    assert (noise.id, len(noise.tables[0].rows)) == ("noise", len(make_report().noise_floor))
 
 
 def test_a_class_of_stack_without_references_says_so() -> None:
     report = make_report()
-    other = replace(report, verdict=replace(report.verdict, levels="fp64"))
-    assert normal.ladders(other) == []
-    assert "No published mean |delta|" in normal.sentences(other)[0]
+    other = replace(report, verdict=replace(report.verdict, levels="fp64"), noise_floor=())
+    (section,) = normal.of_report(other)
+    assert (section.tables, section.notes) == ((), ())
+    assert "fp64" in section.sentences[0]
+
+
+def test_failed_checks_come_first_with_their_fix() -> None:
+    checked, unseen = checks.of_report(make_failing_report()[0])
+    results = [item["result"] for item in values(checked.tables[0])]
+    assert results == ["failed", "warning", *["passed"] * 5]
+    assert checked.tables[0].cells()[0][1].tone == "critical"
+    assert "attention-sinks" in checked.warnings[0]
+    assert "fix: mismatch check --attention auto" in checked.warnings[0]
+    assert len(checked.warnings) == 2
+    assert unseen.sentences == tuple(summary.untested(make_failing_report()[0]))
+
+
+def test_everything_measured_is_in_one_table_a_comparison() -> None:
+    report = make_report()
+    _, everything = ran.of_names(report, Elsewhere(None))
+    tables = [part.tables[0] for part in everything.parts]
+    assert len(tables) == len(report.comparisons) + 1
+    first = report.comparisons[0]
+    named = [item["name"] for item in values(tables[0])]
+    assert named == [*first.metrics, *first.routing]
+    facts = dict(tuple(item.value for item in cells) for cells in tables[-1].cells())
+    assert facts["command"] == summary.command(report)
 
 
 def test_weights_in_two_forms_are_the_step_and_no_other_place_is_named() -> None:

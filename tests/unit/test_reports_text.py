@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mismatch.reports.quantities import bound, number, percent, plural, times
-from mismatch.reports.text import line, token_text, visible
+from mismatch.reports.formatting import (
+    bound,
+    line,
+    number,
+    percent,
+    plural,
+    times,
+    token_text,
+    visible,
+)
 
 MOVING = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mismatch.analysis.diagnosis.declared import weights_as_loaded
 from mismatch.engines import fused_weights
 from mismatch.engines.fused_weights import NO_DIGESTS, loaded_digests
 from mismatch.models import digests
@@ -24,12 +25,52 @@ torch.manual_seed(0)
 WEIGHT = torch.randn(24, 16).to(torch.bfloat16)
 
 
-def test_layout_does_not_matter() -> None:
+def test_three_sums_ignore_order_and_padding_adds_nothing() -> None:
     digest = digest_tensor(WEIGHT)
-    assert digest_tensor(WEIGHT.t().contiguous()) == digest
-    assert digest_tensor(WEIGHT[torch.randperm(24)].reshape(4, -1)) == digest
+    for other in (WEIGHT.t(), WEIGHT[torch.randperm(24)].reshape(4, -1)):
+        assert digest_tensor(other)[:3] == digest[:3]
     assert digest_tensor(torch.nn.functional.pad(WEIGHT, (0, 5, 0, 3))) == digest
-    assert combine(digest_tensor(part) for part in WEIGHT.chunk(5)) == digest
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("chunk", [1 << 22, 7])
+def test_parts_that_know_where_they_lie_add_up(axis, chunk, monkeypatch) -> None:
+    whole = digest_tensor(WEIGHT)
+    monkeypatch.setattr(digests, "CHUNK", chunk)
+    parts = WEIGHT.chunk(5, axis)
+    starts = [sum(part.shape[axis] for part in parts[:i]) for i in range(len(parts))]
+    places = [(0, start) if axis else (start, 0) for start in starts]
+    pieces = zip(parts, places, strict=True)
+    assert combine(digest_tensor(part, place) for part, place in pieces) == whole
+
+
+EXPERTS = torch.randn(8, 24, 16).to(torch.bfloat16)
+HALVES = torch.cat([WEIGHT[::2], WEIGHT[1::2]])
+MOVED = {
+    "two experts swapped": (EXPERTS, EXPERTS[[1, 0, *range(2, 8)]]),
+    "gate and up de-interleaved": (WEIGHT, HALVES),
+    "transposed": (WEIGHT[:16], WEIGHT[:16].t()),
+    "rows permuted": (WEIGHT, WEIGHT.roll(1, 0)),
+    "inside an expert": (EXPERTS, EXPERTS.roll(1, 2)),
+}
+
+
+@pytest.mark.parametrize("fault", MOVED)
+def test_moved_values_show(fault: str) -> None:
+    before, after = (digest_tensor(tensor) for tensor in MOVED[fault])
+    assert before[:3] == after[:3]
+    assert before != after
+    sides = (
+        {"weights": {"layers.0.w": before, "layers.1.w": before}},
+        {"weights": {"layers.0.w": after, "layers.1.w": before}},
+    )
+    check = weights_as_loaded(*sides)
+    assert (check.status, "layers.0.w" in check.detail) == ("failed", True)
+    # A side that knows the values alone, or a layout of the engine's in every layer: no fault.
+    bare = {"weights": {name: digest[:3] for name, digest in sides[1]["weights"].items()}}
+    assert weights_as_loaded(sides[0], bare).status == "passed"
+    everywhere = {"weights": {"layers.0.w": after, "layers.1.w": after}}
+    assert weights_as_loaded(sides[0], everywhere).status == "passed"
 
 
 def test_holding_bf16_values_in_fp32_does_not_matter() -> None:
@@ -63,6 +104,7 @@ def test_nothing_is_zero_and_sums_wrap() -> None:
     assert digest_tensor(torch.zeros(9)) == ZERO
     huge = (2**63 - 1, 0, 0)
     assert combine([huge, (1, 0, 0)]) == (-(2**63), 0, 0)
+    assert combine([huge, (1, 0, 0, 5)]) == (-(2**63), 0, 0)  # as far as all go
 
 
 def test_source_files_are_hashed_by_content(tmp_path: Path) -> None:
@@ -84,12 +126,12 @@ def test_hub_blobs_named_by_their_hash_are_not_read(tmp_path: Path) -> None:
 def test_a_default_device_does_not_matter() -> None:
     """vLLM loads its weights within ``with torch.device("cuda")``."""
     digest = digest_tensor(WEIGHT)
-    digests._columns.cache_clear()
+    digests._table.cache_clear()
     try:
         with torch.device("meta"):
             assert digest_tensor(WEIGHT) == digest
     finally:
-        digests._columns.cache_clear()
+        digests._table.cache_clear()
 
 
 def test_digests_of_a_model_under_a_default_device() -> None:

@@ -8,10 +8,10 @@ from functools import cached_property
 import numpy as np
 
 from mismatch.metrics.inference import jackknife_error, student
+from mismatch.run.scorings import REFERENCE
 from mismatch.types import Bools, Estimate, Floats, Ints, Rollout, Scoring
 
 FEW_PROMPTS = 8
-REFERENCE = "reference:fp32"
 NOTABLE = 5e-3  # nats of mean |delta|, where no pass says what rounding costs
 
 

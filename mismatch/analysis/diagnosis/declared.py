@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
-from mismatch.types import Check, Fingerprint, Rollout, Scoring
+from mismatch.types import Check, CheckStatus, Fingerprint, Rollout, Scoring
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+UNORDERED = 3  # sums of a digest that do not see order
+MOST_UNCOMPARED = 0.5  # share of the parameters beyond which equality of the rest says nothing
 
 
 def failed(id: str, detail: str, fix: str) -> Check:
@@ -103,6 +109,9 @@ def _stop_token_gap(stop: np.ndarray, left: Scoring, right: Scoring, stopped: in
             detail = f"mean |delta| is {on_stop:.3g} on stop tokens, {elsewhere:.3g} elsewhere"
             fix = "was the EOS sampled, or appended by a framework? mask an appended one"
             return failed("special-tokens", detail, fix)
+    if not stopped:
+        detail = "nothing to check: every sequence ended at the length limit"
+        return Check("special-tokens", "not_tested", detail)
     detail = f"{stopped} sequences stopped, each in a sampled stop token"
     return Check("special-tokens", "passed", detail)
 
@@ -112,12 +121,50 @@ def source_files(left: Fingerprint, right: Fingerprint) -> Check:
     a, b = left.get("source_files"), right.get("source_files")
     if not a or not b:
         return Check("source-files", "not_tested", "a side did not hash the files it loaded")
-    differ = sorted(name for name in a.keys() & b.keys() if a[name] != b[name])
-    only = sorted(name for name in a.keys() ^ b.keys() if name.endswith(".safetensors"))
-    if differ or only:
+    common = a.keys() & b.keys()
+    differ = sorted(name for name in common if a[name] != b[name])
+    only = sorted(name for name in a.keys() ^ b.keys() if name.endswith(WEIGHT_FILES))
+    both = all(any(name.endswith(WEIGHT_FILES) for name in side) for side in (a, b))
+    if differ or (only and (common or both)):
         detail = f"{', '.join((differ + only)[:5])} differ between the two sides"
         return failed("source-files", detail, "point engine and trainer at the same checkpoint")
-    return Check("source-files", "passed", f"{len(a.keys() & b.keys())} files equal by sha256")
+    if not common:
+        detail = "nothing to check: the two sides hashed no file of the same name"
+        return Check("source-files", "not_tested", detail)
+    return Check("source-files", "passed", f"{len(common)} files equal by sha256")
+
+
+def sharding_checks(asked: int, train: Fingerprint) -> list[Check]:
+    """The trainer ran on as many ranks as were asked for; none where it does not say."""
+    ranks = train.get("world_size")
+    if ranks is None:
+        return []
+    if ranks < asked:
+        detail = f"{asked} ranks were asked for, the trainer ran on {ranks}"
+        return [Check("sharding", "warning", detail, "score again: --nproc-per-node")]
+    if ranks == 1:
+        detail = "one rank: nothing was sharded, so FSDP2's gathers and reductions did not run"
+        return [Check("sharding", "not_tested", detail)]
+    return [Check("sharding", "passed", f"{ranks} ranks")]
+
+
+def _moved(pairs: dict[str, tuple[list[int], list[int]]]) -> tuple[list[str], list[str]]:
+    """Of parameters with equal values: those whose order differs, and kinds laid out otherwise.
+
+    Only what both digests say of the order counts (see mismatch.models.digests). A kind of
+    parameter that has another order in every layer is an engine's layout; in some layers, a fault.
+    """
+    moved: dict[str, list[str]] = {}
+    members: dict[str, int] = {}
+    for name, (left, right) in pairs.items():
+        kind = re.sub(r"\.\d+(?=\.|$)", ".N", name)
+        members[kind] = members.get(kind, 0) + 1
+        known = min(len(left), len(right))
+        if list(left[UNORDERED:known]) != list(right[UNORDERED:known]):
+            moved.setdefault(kind, []).append(name)
+    layouts = [kind for kind, names in moved.items() if 1 < members[kind] == len(names)]
+    faults = [name for kind, names in moved.items() if kind not in layouts for name in names]
+    return faults, layouts
 
 
 def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
@@ -134,7 +181,8 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     common = sorted(a.keys() & b.keys())
     if not common:
         return Check("weights-as-loaded", "not_tested", "no parameter name could be mapped")
-    differ = [name for name in common if list(a[name]) != list(b[name])]
+    differ = [name for name in common if list(a[name][:UNORDERED]) != list(b[name][:UNORDERED])]
+    moved, layouts = _moved({name: (a[name], b[name]) for name in common if name not in differ})
     unmapped = sorted((a.keys() ^ b.keys()) | set(left.get("unmapped_weights", ())))
     rest = f"; not compared: {', '.join(unmapped[:6])}" if unmapped else ""
     rest += f" and {len(unmapped) - 6} more" if len(unmapped) > 6 else ""
@@ -149,4 +197,13 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
         detail = f"{len(differ)} of {len(common)} parameters differ: {', '.join(differ[:4])}{rest}"
         fix = "the weight sync lost them, or they were loaded from another checkpoint: reload"
         return failed("weights-as-loaded", detail, fix)
-    return Check("weights-as-loaded", "passed", f"{len(common)} parameters equal{rest}")
+    if moved:
+        detail = f"{len(moved)} of {len(common)} parameters hold the same values in another order"
+        fix = "experts, rows or columns were permuted as they were loaded: look at the loader"
+        return failed("weights-as-loaded", f"{detail}: {', '.join(moved[:4])}", fix)
+    if layouts:
+        rest += f"; order not compared: {', '.join(layouts[:4])}, laid out otherwise in the engine"
+    total = len(common) + len(unmapped)
+    detail = f"{len(common)} of {total} parameters equal{rest}"
+    status: CheckStatus = "not_tested" if len(unmapped) > MOST_UNCOMPARED * total else "passed"
+    return Check("weights-as-loaded", status, detail)

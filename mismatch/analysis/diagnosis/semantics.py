@@ -186,6 +186,9 @@ def importance_ratio(
     """mean(exp(delta)) must be 1 if the left side is the law that sampled (or the kept mass)."""
     if rollout.sampling.temperature == 0:
         return Check("importance-ratio", "not_tested", "greedy sampling has no importance ratio")
+    if not np.isfinite(ratio_mean.value):
+        detail = "the mean ratio is too large for a number: a token is e^700 times likelier there"
+        return failed("importance-ratio", detail, "look for overflow, masked or padded tokens")
     if ratio_mean.low is None or ratio_mean.high is None:
         return Check("importance-ratio", "not_tested", "needs at least two prompts")
     kept = right.extra.get("kept_mass")
@@ -206,9 +209,16 @@ def importance_ratio(
         detail = f"{found} excludes {name}: the left logprobs are not of the law that sampled"
         fix = "look at temperature, truncation and penalties of the engine; then at alignment"
         return failed("importance-ratio", detail, fix)
-    reason = "only weakly" if one_sided else "but ratios spread both ways, as a mismatch makes them"
-    detail = f"{found} excludes {name}, {'a few tokens decide' if heavy else reason}"
-    return Check("importance-ratio", "warning", detail, "sample more prompts: --num-prompts")
+    if heavy:
+        reason, fix = "a few tokens decide", "look at the worst tokens"
+    elif one_sided:
+        reason, fix = "only weakly", "mend the mismatch first; then: --num-prompts"
+    else:
+        reason, fix = (
+            "as a large mismatch makes it",
+            "mend the mismatch: more prompts will not help",
+        )
+    return Check("importance-ratio", "warning", f"{found} excludes {name}, {reason}", fix)
 
 
 def zero_logprobs(left: Scoring, right: Scoring) -> Check:

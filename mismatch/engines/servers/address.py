@@ -42,6 +42,8 @@ def parse_address(text: str) -> Address:
         parts = urlsplit(text.strip())
         port = parts.port
         (parts.hostname or "").encode("idna")
+        if not text.strip().isprintable() or " " in text.strip():
+            raise ValueError
     except ValueError:  # UnicodeError is one
         raise MismatchError(f"--server {redacted(text)}: no address", fix) from None
     if "@" in parts.netloc or parts.query or parts.fragment:
@@ -55,6 +57,12 @@ def parse_address(text: str) -> Address:
     path = parts.path.rstrip("/").removesuffix("/v1")
     default = 443 if parts.scheme == "https" else 80
     return Address(parts.scheme, parts.hostname, default if port is None else port, path)
+
+
+def unprotected(address: Address) -> bool:
+    """Whether a key sent there can be read on its way: plain http to another machine."""
+    here = address.host == "localhost" or address.host.startswith("127.") or address.host == "::1"
+    return address.scheme == "http" and not here
 
 
 def redacted(text: str) -> str:

@@ -22,6 +22,7 @@ from mismatch.engines.fingerprint import model_facts
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.sequences import require_ids, require_starts, sample_seed
 from mismatch.engines.servers.discovery import ServerGroup, discover
+from mismatch.engines.servers.http import Unavailable
 from mismatch.engines.servers.journal import Journal
 from mismatch.engines.servers.probing import (
     SAME_WEIGHTS,
@@ -176,7 +177,10 @@ class ServerEngine:
         tokens = 0
 
         def ask(server: Server, job: int) -> Floats:
-            return server.api.score(sequences[job], starts[job])
+            scored = server.api.score(sequences[job], starts[job])
+            if not np.isfinite(scored).all():
+                raise Unavailable("logprobs that are no numbers")
+            return scored
 
         def done(job: int, state: ServerState, answer: Floats) -> None:
             nonlocal tokens

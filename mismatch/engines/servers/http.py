@@ -1,6 +1,8 @@
 """One HTTP request to one server: API key, TLS, deadline, size limit, and what failures mean.
 
-``http.client``, a connection per request: beside seconds of sampling a handshake costs nothing.
+``http.client``, a connection per request: beside seconds of sampling a handshake costs nothing. A
+timer shuts the connection at the deadline, whatever is being waited for; what cannot be read is
+:class:`Unavailable`, by :func:`usable_answer` and nowhere else.
 Discovery and probes retry here; :mod:`mismatch.engines.servers.scheduler` decides about the work,
 which may go to another server.
 """
@@ -9,10 +11,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import random
+import socket
 import ssl
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal
 
@@ -21,7 +28,9 @@ from mismatch.errors import MismatchError
 
 CONNECT_S = 10.0
 CHUNK = 1 << 16
-LARGEST_ANSWER = 1 << 30  # bytes
+LARGEST_ANSWER = 1 << 30  # bytes of a sample with its routed experts
+LARGEST_OTHER = 16 << 20  # of what a server says about itself, and of an error
+HIDDEN_FROM = 8  # characters: a shorter key is a word that answers hold anyway
 # Statuses after which the same request may succeed later or on another server. Proxies have 5xx
 # statuses of their own; 501 alone is final.
 TEMPORARY = frozenset({408, 425, 429, *range(500, 600)}) - {501}
@@ -65,6 +74,25 @@ class Refused(Exception):
         super().__init__(f"HTTP {status}: {reason}")
         self.status = status
         self.reason = reason
+
+
+@contextmanager
+def usable_answer() -> Iterator[None]:
+    """Around all that reads an answer; also a decorator. The one place where faults get a name.
+
+    Raises:
+        Unavailable: the answer is not what its kind of server gives, whatever is wrong with it.
+    """
+    try:
+        yield
+    except (Unavailable, Refused, MismatchError):
+        raise
+    except Exception as error:
+        # The words of other errors may repeat the server's, and those a key.
+        lacks = f" {error}" if isinstance(error, KeyError) else ""
+        raise Unavailable(
+            f"an answer that cannot be used ({type(error).__name__}{lacks})"
+        ) from error
 
 
 def api_key() -> str | None:
@@ -117,7 +145,7 @@ class Client:
 
     def get(self, path: str, timeout_s: float | None = None) -> Any:
         """The JSON at ``path``; see :meth:`post`."""
-        return _parse(self._send("GET", path, None, timeout_s))
+        return self._parse(self._send("GET", path, None, timeout_s), _no_number)
 
     def text(self, path: str, timeout_s: float | None = None) -> str:
         """The text at ``path``; see :meth:`post`."""
@@ -131,7 +159,29 @@ class Client:
             Refused: it will not.
             MismatchError: key or certificate are not accepted.
         """
-        return _parse(self._send("POST", path, json.dumps(body).encode(), None))
+        return self._parse(self._send("POST", path, json.dumps(body).encode(), None))
+
+    @usable_answer()
+    def _parse(self, data: bytes, constant: Callable[[str], Any] = float) -> Any:
+        """JSON without the key, however that is spelt; ``constant`` reads NaN and infinity."""
+        try:
+            answer = json.loads(data, parse_constant=constant)
+        except ValueError as error:
+            raise Unavailable(f"the answer is no JSON ({len(data)} bytes)") from error
+        return self._without_key(answer) if self._key and b"\\" in data else answer
+
+    def _without_key(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._hide(value)
+        if isinstance(value, list):
+            return [self._without_key(item) for item in value]
+        if isinstance(value, dict):
+            return {self._hide(name): self._without_key(item) for name, item in value.items()}
+        return value
+
+    def _hide(self, text: str) -> str:
+        hidden = self._key is not None and len(self._key) >= HIDDEN_FROM
+        return text.replace(str(self._key), HIDDEN) if hidden else text
 
     def _send(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> bytes:
         for failures in range(1, self._attempts):
@@ -148,39 +198,57 @@ class Client:
     ) -> bytes:
         allowed = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + allowed
-        connection = self._connection(min(CONNECT_S, allowed))
-        connected = False
-        try:
-            connection.connect()
-            connected = True
-            sock = connection.sock  # the response may take it off the connection
-            sock.settimeout(_remaining(deadline))
-            connection.request(method, self.address.path + path, body, self._headers(body))
-            response = connection.getresponse()
-            data = _read(response, sock, deadline)
-        except ssl.SSLCertVerificationError as error:
-            raise MismatchError(
-                f"{self.address.text}: its certificate is not accepted: {error.verify_message}",
-                "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …",
-            ) from error
-        except TimeoutError as error:
-            if connected:
-                raise Unavailable(f"no answer in {allowed:g} s", "slow") from error
-            reason = f"no connection in {min(CONNECT_S, allowed):g} s"
-            raise Unavailable(reason, "absent") from error
-        except (OSError, http.client.HTTPException) as error:
-            kind: Literal["failed", "absent"] = "failed" if connected else "absent"
-            raise Unavailable(self._one_line(_describe(error)), kind) from error
-        finally:
-            connection.close()
+        sock = self._socket(min(CONNECT_S, allowed))
+        connection = http.client.HTTPConnection(self.address.host, self.address.port)
+        expired = threading.Event()
+        with closing_at(sock, deadline, expired):
+            try:
+                connection.sock = self._secure(sock, min(CONNECT_S, allowed))
+                connection.sock.settimeout(allowed)
+                connection.request(method, self.address.path + path, body, self._headers(body))
+                response = connection.getresponse()
+                limit = LARGEST_ANSWER if body and response.status == 200 else LARGEST_OTHER
+                data = _read(response, limit)
+            except ssl.SSLCertVerificationError as error:
+                raise MismatchError(
+                    f"{self.address.text}: its certificate is not accepted: {error.verify_message}",
+                    "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …",
+                ) from error
+            except Unavailable:
+                raise
+            except Exception as error:
+                if expired.is_set() or isinstance(error, TimeoutError):
+                    raise Unavailable(f"no answer in {allowed:g} s", "slow") from error
+                raise Unavailable(self._one_line(_describe(error))) from error
+            finally:
+                connection.close()
+        if expired.is_set():
+            raise Unavailable(f"no answer in {allowed:g} s", "slow")
+        if self._key and len(self._key) >= HIDDEN_FROM:
+            data = data.replace(self._key.encode(), HIDDEN.encode())
         self._require_ok(response, data)
         return data
 
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        host, port = self.address.host, self.address.port
+    def _socket(self, timeout_s: float) -> socket.socket:
+        """A connection.
+
+        Raises:
+            Unavailable: none came about.
+        """
+        try:
+            return socket.create_connection((self.address.host, self.address.port), timeout_s)
+        except TimeoutError as error:
+            raise Unavailable(f"no connection in {timeout_s:g} s", "absent") from error
+        except (OSError, ValueError) as error:
+            raise Unavailable(self._one_line(_describe(error)), "absent") from error
+
+    def _secure(self, sock: socket.socket, timeout_s: float) -> socket.socket:
         if self._tls is None:
-            return http.client.HTTPConnection(host, port, timeout=timeout_s)
-        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
+            return sock
+        try:
+            return self._tls.wrap_socket(sock, server_hostname=self.address.host)
+        except TimeoutError as error:
+            raise Unavailable(f"no connection in {timeout_s:g} s", "absent") from error
 
     def _headers(self, body: bytes | None) -> dict[str, str]:
         headers = {"Accept": "application/json", "Connection": "close"}
@@ -206,7 +274,7 @@ class Client:
             kind: Literal["failed", "busy"] = "busy" if status in BUSY else "failed"
             raise Unavailable(f"HTTP {status}: {message}", kind, wait)
         if 300 <= status < 400:
-            target = redacted(response.getheader("Location") or "elsewhere")
+            target = self._one_line(redacted(response.getheader("Location") or "elsewhere"))
             raise Refused(status, f"moved to {target}; redirections are not followed")
         raise Refused(status, message)
 
@@ -216,35 +284,45 @@ class Client:
         return " ".join(shown.split())[:300]
 
 
-def _parse(data: bytes) -> Any:
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+@contextmanager
+def closing_at(sock: socket.socket, deadline: float, expired: threading.Event) -> Iterator[None]:
+    """Shut a connection at the deadline, whatever waits on it: a handshake, headers, chunks."""
+    guard = sock.dup()  # TLS takes the socket itself away
+
+    def shut() -> None:
+        expired.set()
+        with suppress(OSError):
+            guard.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), shut)
+    timer.daemon = True
+    timer.start()
     try:
-        return json.loads(data)
-    except ValueError as error:
-        raise Unavailable(f"the answer is no JSON ({len(data)} bytes)") from error
+        yield
+    finally:
+        timer.cancel()
+        guard.close()
+        sock.close()
 
 
-def _read(response: http.client.HTTPResponse, sock: Any, deadline: float) -> bytes:
-    """The whole body, in chunks: the deadline holds for a server that sends a byte a minute too."""
+def _read(response: http.client.HTTPResponse, limit: int) -> bytes:
+    """The whole body, in chunks."""
     data = bytearray()
     while not response.isclosed():  # newer Pythons close it, and the socket, with the last byte
-        sock.settimeout(_remaining(deadline))
         chunk = response.read1(CHUNK)
         if not chunk:
             break
         data += chunk
-        if len(data) > LARGEST_ANSWER:
-            raise http.client.HTTPException(f"the answer has more than {LARGEST_ANSWER} bytes")
+        if len(data) > limit:
+            raise http.client.HTTPException(f"the answer has more than {limit} bytes")
     length = response.getheader("Content-Length") or ""
-    if length.isdigit() and len(data) < int(length):
-        raise http.client.IncompleteRead(bytes(data), int(length) - len(data))
+    if length.isascii() and length.isdigit() and len(data) < int(length[:18]):
+        raise http.client.IncompleteRead(bytes(data), int(length[:18]) - len(data))
     return bytes(data)
-
-
-def _remaining(deadline: float) -> float:
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError
-    return remaining
 
 
 def _describe(error: Exception) -> str:
@@ -267,7 +345,7 @@ def _error_message(data: bytes) -> str:
     text = data[:2000].decode("utf-8", "replace")
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     for key in ("error", "message", "detail"):
         while isinstance(body, dict) and key in body:
@@ -280,10 +358,10 @@ def _retry_after(value: str | None) -> float | None:
     if value is None:
         return None
     try:
-        return max(0.0, float(value))
+        seconds = float(value)
     except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (TypeError, ValueError):
-        return None
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            return None
+    return None if math.isnan(seconds) else max(0.0, seconds)

@@ -56,8 +56,15 @@ class Journal:
             path.unlink(missing_ok=True)
             return cls(path, {"schema": SCHEMA, "asked": asked})
         journal = cls(path, header)
-        for line in lines[1:]:
-            journal._take(line)
+        for number, line in enumerate(lines[1:], start=2):
+            try:
+                journal._take(line)
+            except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
+                raise MismatchError(
+                    f"{path}:{number} holds no sequence",
+                    "copy the run directory again, or delete this file: its sequences are sampled "
+                    "anew",
+                ) from error
         return journal
 
     @property
@@ -127,18 +134,27 @@ class Journal:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal; what was cut short is taken off the file."""
+    """The whole lines of a journal; a last one that was cut short is taken off the file.
+
+    Raises:
+        MismatchError: another line is damaged: what it held cannot be known.
+    """
     if not path.exists():
         return []
     data = path.read_bytes()
     found, end = [], 0
-    for raw in data.splitlines(keepends=True):
+    for number, raw in enumerate(data.splitlines(keepends=True), start=1):
+        if not raw.endswith(b"\n"):
+            break
         try:
-            line = json.loads(raw) if raw.endswith(b"\n") else None
-        except ValueError:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
             line = None
         if not isinstance(line, dict):
-            break
+            raise MismatchError(
+                f"{path}:{number} is damaged",
+                "copy the run directory again, or delete this file: its sequences are sampled anew",
+            )
         found.append(line)
         end += len(raw)
     if end < len(data):

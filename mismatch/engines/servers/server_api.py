@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.servers.http import Client
 from mismatch.types import Floats, Sampling
 
+LARGEST_ID = 1 << 31
 ABSENT_LOGPROB = -9998.0  # servers write -9999 for minus infinity, which JSON does not have
 
 
@@ -60,13 +63,40 @@ class Answer:
     identity: str | None = None
 
 
+def checked(sample: Sample) -> Sample:
+    """A sample whose ids and logprobs can be true.
+
+    Raises:
+        ValueError: ids that are none, or logprobs that are no finite numbers.
+    """
+    if not all(type(token) is int and 0 <= token < LARGEST_ID for token in sample.token_ids):
+        raise ValueError("ids that are none")
+    if len(sample.logprobs) != len(sample.token_ids) or not np.isfinite(sample.logprobs).all():
+        raise ValueError("logprobs that are no numbers")
+    return sample
+
+
+def context_length(value: Any) -> int | None:
+    """Tokens of the longest sequence; None: the server does not say.
+
+    Raises:
+        ValueError: that is no length.
+    """
+    if value is None:
+        return None
+    length = int(value)
+    if length < 1:
+        raise ValueError("a context of no tokens")
+    return length
+
+
 @dataclass(frozen=True, slots=True)
 class ServerAPI(ABC):
     """The API of one kind of server. Stateless.
 
     Every method that asks raises ``Unavailable``, ``Refused`` or ``MismatchError`` as
     :meth:`mismatch.engines.servers.http.Client.post` does; an answer that lacks what was asked for
-    is ``Unavailable`` too.
+    is ``Unavailable`` too, by :func:`mismatch.engines.servers.http.usable_answer` around them.
     """
 
     kind: ClassVar[str]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.fingerprint import short_dtype
-from mismatch.engines.servers.http import Client, Refused, Unavailable
-from mismatch.engines.servers.server_api import Answer, ServerAPI, ServerFacts
+from mismatch.engines.servers.http import Client, Refused, Unavailable, usable_answer
+from mismatch.engines.servers.server_api import (
+    Answer,
+    ServerAPI,
+    ServerFacts,
+    checked,
+    context_length,
+)
 from mismatch.engines.sglang import wire
 from mismatch.engines.sglang.arguments import SPARE_TOKENS
-from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
 
 DESCRIBE_S = 30.0
@@ -35,6 +42,7 @@ class SglangAPI(ServerAPI):
     kind: ClassVar[str] = "sglang"
 
     @classmethod
+    @usable_answer()
     def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
         """``/model_info`` is SGLang's alone; ``/server_info`` has its settings."""
         try:
@@ -71,6 +79,7 @@ class SglangAPI(ServerAPI):
     def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
         return wire.sampling_parameters(law, stop_ids)
 
+    @usable_answer()
     def generate(
         self,
         ids: Sequence[int],
@@ -81,26 +90,20 @@ class SglangAPI(ServerAPI):
         body = wire.generate_request(ids, settings, routes=layout is not None, seed=seed)
         answer = _one(self.client.post("/generate", body))
         routed = None
-        try:
-            if layout is not None and wire.has_routes(answer):
-                forwarded = len(ids) + len(answer["output_ids"]) - 1
-                routed = wire.parse_routes(
-                    answer, forwarded, layout.layers, layout.top_k, A_SEQUENCE
-                )
+        if layout is not None and wire.has_routes(answer):
+            forwarded = len(ids) + len(answer["output_ids"]) - 1
+            routed = wire.parse_routes(answer, forwarded, layout.layers, layout.top_k, A_SEQUENCE)
+        with _again_elsewhere():
             sample = wire.parse_sample(answer, A_SEQUENCE, routed)
-        except CorruptCapture:
-            raise
-        except (MismatchError, KeyError, TypeError, IndexError) as error:
-            raise Unavailable(_short(error)) from error
-        return Answer(sample, _text(answer["meta_info"].get("weight_version")))
+        return Answer(checked(sample), _text(answer["meta_info"].get("weight_version")))
 
+    @usable_answer()
     def score(self, ids: Sequence[int], start: int) -> Floats:
         answer = _one(self.client.post("/generate", wire.prefill_request(ids, start)))
-        try:
+        with _again_elsewhere():
             return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
-        except (MismatchError, TypeError, IndexError) as error:
-            raise Unavailable(_short(error)) from error
 
+    @usable_answer()
     def top_logprobs(
         self,
         ids: Sequence[int],
@@ -109,11 +112,17 @@ class SglangAPI(ServerAPI):
     ) -> dict[int, float]:
         body = wire.generate_request(ids, settings | {"max_new_tokens": 1}, routes=False)
         answer = _one(self.client.post("/generate", body | {"top_logprobs_num": count}))
-        try:
-            entries = answer["meta_info"]["output_top_logprobs"][0]
-            return {int(entry[1]): float(entry[0]) for entry in entries if entry[0] is not None}
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise Unavailable("an answer without output_top_logprobs") from error
+        entries = answer["meta_info"]["output_top_logprobs"][0]
+        return {int(entry[1]): float(entry[0]) for entry in entries if entry[0] is not None}
+
+
+@contextmanager
+def _again_elsewhere() -> Iterator[None]:
+    """What ends an engine of ours is, of a server, an answer to be had from another one."""
+    try:
+        yield
+    except MismatchError as error:
+        raise Unavailable(error.headline) from error
 
 
 def _one(answer: Any) -> dict[str, Any]:
@@ -128,9 +137,9 @@ def _context(client: Client, info: dict[str, Any]) -> int | None:
     """Tokens of the longest sequence; /v1/models says it, whatever the flags were."""
     try:
         found = client.get("/v1/models", DESCRIBE_S)["data"][0].get("max_model_len")
-    except (Refused, Unavailable, KeyError, IndexError, TypeError, AttributeError):
+    except (Refused, Unavailable, KeyError, IndexError):
         found = info.get("context_length")
-    return int(found) if found else None
+    return context_length(found)
 
 
 def _dtype(name: Any) -> str | None:
@@ -146,7 +155,3 @@ def _started(took: Any) -> float | None:
 
 def _text(value: Any) -> str | None:
     return None if value is None else str(value)
-
-
-def _short(error: Exception) -> str:
-    return error.message if isinstance(error, MismatchError) else f"an answer without {error}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import re
 from collections.abc import Sequence
@@ -14,8 +13,14 @@ from numpy.typing import NDArray
 
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.fingerprint import short_dtype
-from mismatch.engines.servers.http import Client, Refused, Unavailable
-from mismatch.engines.servers.server_api import Answer, ServerAPI, ServerFacts
+from mismatch.engines.servers.http import Client, Refused, Unavailable, usable_answer
+from mismatch.engines.servers.server_api import (
+    Answer,
+    ServerAPI,
+    ServerFacts,
+    checked,
+    context_length,
+)
 from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
 
@@ -30,6 +35,7 @@ class VllmAPI(ServerAPI):
     kind: ClassVar[str] = "vllm"
 
     @classmethod
+    @usable_answer()
     def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
         """``/v1/models`` says whose it is; ``/metrics`` and ``/server_info`` may say more."""
         try:
@@ -37,8 +43,6 @@ class VllmAPI(ServerAPI):
             version = str(client.get("/version", DESCRIBE_S)["version"])
         except Refused:
             return None
-        except (KeyError, TypeError) as error:
-            raise Unavailable(f"/v1/models or /version without {error}") from error
         if not cards or not all(isinstance(card, dict) and "id" in card for card in cards):
             return None
         if any(card.get("owned_by") != "vllm" for card in cards):
@@ -60,7 +64,7 @@ class VllmAPI(ServerAPI):
             version=version,
             model=str(card["id"]),
             names=tuple(str(card[key]) for key in ("id", "root") if card.get(key)),
-            max_model_len=card.get("max_model_len") or base[0].get("max_model_len"),
+            max_model_len=context_length(card.get("max_model_len") or base[0].get("max_model_len")),
             dtype=short_dtype(model["dtype"]) if model.get("dtype") else None,
             started=float(started[1]) if started else None,
             details={key: value for key, value in details.items() if value is not None},
@@ -82,6 +86,7 @@ class VllmAPI(ServerAPI):
             "ignore_eos": False,
         }
 
+    @usable_answer()
     def generate(
         self,
         ids: Sequence[int],
@@ -104,8 +109,10 @@ class VllmAPI(ServerAPI):
             finish_reason=str(choice.get("finish_reason")),
             routed=_experts(choice.get("routed_experts"), layout),
         )
-        return Answer(sample, answer.get("system_fingerprint"))
+        identity = answer.get("system_fingerprint")
+        return Answer(checked(sample), None if identity is None else str(identity))
 
+    @usable_answer()
     def score(self, ids: Sequence[int], start: int) -> Floats:
         """vLLM samples one token at least; it is thrown away."""
         settings = self.settings(Sampling(temperature=0.0, max_tokens=1), ())
@@ -114,12 +121,10 @@ class VllmAPI(ServerAPI):
         rows = choice.get("prompt_logprobs")
         if not isinstance(rows, list) or len(rows) != len(ids):
             raise Unavailable("an answer without prompt_logprobs")
-        try:
-            found = [rows[at][str(ids[at])]["logprob"] for at in range(start, len(ids))]
-            return np.asarray(found, np.float64)
-        except (KeyError, TypeError, ValueError) as error:
-            raise Unavailable(f"prompt_logprobs without {error}") from error
+        scored = [float(rows[at][str(ids[at])]["logprob"]) for at in range(start, len(ids))]
+        return np.asarray(scored, np.float64)
 
+    @usable_answer()
     def top_logprobs(
         self,
         ids: Sequence[int],
@@ -128,11 +133,8 @@ class VllmAPI(ServerAPI):
     ) -> dict[int, float]:
         body = _body(self.facts, ids) | settings | {"logprobs": count, "max_tokens": 1}
         choice = _choice(self.client.post("/v1/completions", body), ids)
-        try:
-            found = choice["logprobs"]["top_logprobs"][0]
-            return {int(text.removeprefix(ID_TEXT)): float(lp) for text, lp in found.items()}
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise Unavailable("an answer without top_logprobs") from error
+        top = choice["logprobs"]["top_logprobs"][0]
+        return {int(text.removeprefix(ID_TEXT)): float(lp) for text, lp in top.items()}
 
 
 def _body(facts: ServerFacts, ids: Sequence[int]) -> dict[str, Any]:
@@ -148,11 +150,8 @@ def _body(facts: ServerFacts, ids: Sequence[int]) -> dict[str, Any]:
 
 def _choice(answer: Any, ids: Sequence[int]) -> dict[str, Any]:
     """The one choice of an answer to these prompt tokens."""
-    try:
-        (choice,) = answer["choices"]
-        prompt = choice.get("prompt_token_ids")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Unavailable("an answer without its one choice") from error
+    (choice,) = answer["choices"]
+    prompt = choice.get("prompt_token_ids")
     if prompt is not None and list(prompt) != list(ids):
         raise MismatchError(
             f"the server changed the prompt: {len(ids)} tokens sent, {len(prompt)} used",
@@ -172,21 +171,18 @@ def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
         tokens = [int(str(name).removeprefix(ID_TEXT)) for name in names]
     if not tokens or len(logprobs) != len(tokens) or None in logprobs:
         raise Unavailable(f"{len(logprobs)} logprobs for {len(tokens)} tokens")
-    return [int(token) for token in tokens], [float(value) for value in logprobs]
+    return list(tokens), [float(value) for value in logprobs]
 
 
 def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | None:
     """Routed experts [rows, L, K]: an .npy file in base64, with a column for every layer."""
     if packed is None or layout is None:
         return None
-    try:
-        data = io.BytesIO(base64.b64decode(packed, validate=True))
-        found = np.asarray(np.load(data, allow_pickle=False))
-        if found.ndim == 3 and found.shape[1] > max(layout.layers):
-            return found[:, list(layout.layers)]
-        return found  # another shape is refused once all is saved
-    except (binascii.Error, ValueError, EOFError) as error:
-        raise Unavailable("routed experts that cannot be read") from error
+    data = io.BytesIO(base64.b64decode(packed, validate=True))
+    experts = np.asarray(np.load(data, allow_pickle=False))
+    if experts.ndim == 3 and experts.shape[1] > max(layout.layers):
+        return experts[:, list(layout.layers)]
+    return experts  # another shape is refused once all is saved
 
 
 # ---------------------------------------------------------------- what only some servers say
@@ -195,10 +191,10 @@ def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | 
 def _server_info(client: Client) -> dict[str, Any]:
     """The whole configuration, which vLLM shows in its development mode alone."""
     try:
-        found = client.get("/server_info?config_format=json", DESCRIBE_S)["vllm_config"]
-    except (Refused, Unavailable, KeyError, TypeError):
+        answer = client.get("/server_info?config_format=json", DESCRIBE_S)
+    except (Refused, Unavailable):
         return {}
-    return found if isinstance(found, dict) else {}
+    return dict(answer["vllm_config"])
 
 
 def _metrics(client: Client) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.engines.fused_weights import NO_DIGESTS, loaded_digests
+from mismatch.engines.routed_experts import stable_top_k
 from mismatch.engines.sglang import cpu as sglang_cpu
 
 # A file that the scheduler leaves its last error in: its own log says it to a person only.
@@ -33,6 +34,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     _keep_errors()
     _one_dtype()
     _digest_before_repacking()
+    _capture_triton_routes()
     _describe(scheduler.Scheduler)
     scheduler.run_scheduler_process(*args, **kwargs)
 
@@ -94,6 +96,27 @@ def _digest_before_repacking() -> None:
         return result
 
     DefaultModelLoader.load_weights_only = staticmethod(load_then_digest)
+
+
+def _capture_triton_routes() -> None:
+    """Capture routes on the branch of SGLang's router that never does: triton_kernels.
+
+    It is what runs gpt-oss where that package is installed; the buffer of routes would stay zero.
+    With ``renormalize`` it takes the top k of the logits themselves.
+    """
+    from sglang.srt.layers.moe import topk
+
+    forward = topk.TopK.forward_cuda
+
+    def forward_then_capture(self: Any, hidden: Any, logits: Any, **kwargs: Any) -> Any:
+        output = forward(self, hidden, logits, **kwargs)
+        config = self.topk_config
+        if output.format is topk.TopKOutputFormat.TRITON_KERNEL and config.renormalize:
+            ids = stable_top_k(logits, config.top_k)
+            topk.capture_routed_experts_if_allowed(config, self.layer_id, ids)
+        return output
+
+    topk.TopK.forward_cuda = forward_then_capture
 
 
 def _describe(scheduler: Any) -> None:

@@ -181,4 +181,4 @@ def _values(entries: Sequence[Sequence[Any]], where: str) -> Floats:
     values = [entry[0] for entry in entries]
     if any(value is None for value in values):  # JSON has no other word for nan
         raise MismatchError(f"SGLang gave a token no logprob ({where})", LOG_FIX)
-    return np.asarray(values, np.float64)
+    return np.asarray([float(value) for value in values], np.float64)

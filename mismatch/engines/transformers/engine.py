@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -87,8 +88,12 @@ class TransformersEngine:
         import torch
         from transformers import AutoModelForCausalLM
 
+        from mismatch.training.source import dequantising
+
         chosen = self.options["experts_implementation"]
         extra = {} if chosen is None else {"experts_implementation": chosen}
+        if self.device.type == "cuda" and find_spec("accelerate") is not None:
+            extra["device_map"] = self.device  # MXFP4 is dequantised there, not on the host
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 self.spec.model,
@@ -98,6 +103,7 @@ class TransformersEngine:
                 attn_implementation=self._attention.implementation,
                 trust_remote_code=self.spec.trust_remote_code,
                 **extra,
+                **dequantising(config),
             )
             return model.to(self.device).eval()
         except Exception as error:  # transformers and safetensors raise many kinds here

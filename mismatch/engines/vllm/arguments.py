@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mismatch.engines.model_info import ModelInfo
+from mismatch.engines.model_info import ModelInfo, first_line
 from mismatch.errors import MismatchError
 from mismatch.run.machine import SHARED_BYTES
 from mismatch.specs import AS_STORED, TORCH_NAMES, EngineSpec
@@ -28,6 +28,7 @@ OWN_OPTIONS = {
     "seed": "--seed",
     "trust_remote_code": "--trust-remote-code",
 }
+CAPTURE = "enable_return_routed_experts"
 LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -147,7 +148,7 @@ def engine_arguments(
         if capture:
             arguments["enable_prefix_caching"] = False  # a cached prefix is not routed again
     elif capture:
-        arguments["enable_return_routed_experts"] = True
+        arguments[CAPTURE] = True
     if capture and is_cpu_build() and user.get("enable_prefix_caching"):
         raise MismatchError(
             "routed experts cannot be captured with prefix caching on a CPU: cached tokens are not "
@@ -155,6 +156,27 @@ def engine_arguments(
             "drop --engine-arg enable_prefix_caching=true, or run without routing: --no-routing",
         )
     return arguments | user
+
+
+def without_refused_capture(arguments: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The arguments without the capture of routes where vLLM's own checks refuse it, and why.
+
+    These checks need no weights, so that it costs seconds to know.
+    """
+    if not arguments.get(CAPTURE):
+        return arguments, ""
+    from vllm import EngineArgs
+
+    try:
+        EngineArgs(**arguments).create_engine_config()
+    except Exception as error:
+        less = {name: value for name, value in arguments.items() if name != CAPTURE}
+        try:
+            EngineArgs(**less).create_engine_config()
+        except Exception:
+            return arguments, ""  # it is not the capture: vLLM says so itself
+        return less, first_line(error)
+    return arguments, ""
 
 
 def no_capture(spec: EngineSpec) -> str | None:

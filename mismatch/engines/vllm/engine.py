@@ -21,7 +21,13 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.distribution_capture import Wanted
 from mismatch.engines.fingerprint import checkpoint_names, model_facts, short_dtype
-from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
+from mismatch.engines.model_info import (
+    CauseInLog,
+    ModelInfo,
+    first_line,
+    load_fix,
+    read_model_info,
+)
 from mismatch.engines.routed_experts import unpack
 from mismatch.engines.sequences import require_starts, sample_seed
 from mismatch.engines.vllm.arguments import (
@@ -31,10 +37,13 @@ from mismatch.engines.vllm.arguments import (
     no_capture,
     sampling_arguments,
     set_environment,
+    without_refused_capture,
 )
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
+
+CHILD_FAILED = "See root cause above"  # vLLM's words where its engine's process failed
 
 
 class VllmEngine:
@@ -50,6 +59,7 @@ class VllmEngine:
         self._arguments = engine_arguments(spec, sampling, self.info, longest)
         self._capture = captures_routes(spec, self.info)
         self._sent: dict[str, Any] = {}
+        self._refused = ""  # why vLLM does not capture routes that were asked for
         self._prefill_temperature = 1.0
         self._next_id = 0
         self._wanted: Wanted | None = None
@@ -78,15 +88,20 @@ class VllmEngine:
         try:
             from vllm import LLM
 
-            self.llm = LLM(**self._arguments)
+            arguments, self._refused = without_refused_capture(self._arguments)
+            self.llm = LLM(**arguments)
         except MismatchError:
             raise
         except Exception as error:
+            if CHILD_FAILED in str(error):
+                raise CauseInLog(f"vLLM cannot load {self.spec.model}", load_fix(error)) from error
             raise MismatchError(
                 f"vLLM cannot load {self.spec.model}: {first_line(error)}", load_fix(error)
             ) from error
         self.config = self.llm.llm_engine.vllm_config
         self._facts: dict[str, Any] = self._call("mismatch_describe")[0]
+        self._refused = self._refused or self._facts["capture_refused"]
+        self._capture = self._capture and not self._refused
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -190,7 +205,7 @@ class VllmEngine:
                 "look into the engine's log for the reason",
             )
         logprobs = [entry[token].logprob for entry, token in zip(entries, ids, strict=True)]
-        if routed is None and getattr(completion, "routed_experts", None) is not None:
+        if self._capture and getattr(completion, "routed_experts", None) is not None:
             routed = np.asarray(completion.routed_experts)
             layers = list(self._facts["moe_layers"])
             if routed.ndim == 3 and routed.shape[1] > max(layers, default=0):
@@ -318,6 +333,7 @@ class VllmEngine:
             "generation_config": model.generation_config,
             "sampling": self._sent,
             "engine_args": dict(self.spec.args),
+            "not_tested": [f"{self.name}: routed experts: {self._refused}"] * bool(self._refused),
         }
 
     def _call(self, method: str, *args: Any) -> list[Any]:

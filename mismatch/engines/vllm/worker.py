@@ -17,6 +17,7 @@ from mismatch.captures import narrowest
 from mismatch.engines.distribution_capture import Wanted, Watcher
 from mismatch.engines.fused_weights import NO_DIGESTS
 from mismatch.engines.routed_experts import Packed, join_steps, pack
+from mismatch.engines.vllm import capture_guard
 from mismatch.engines.vllm.capture import RunnerWatch
 from mismatch.engines.vllm.weights import loaded_digests
 from mismatch.types import Sampling
@@ -42,6 +43,7 @@ def _digest_before_repacking() -> None:
 
 
 _digest_before_repacking()
+capture_guard.install()
 
 
 class WorkerExtension:
@@ -88,6 +90,7 @@ class WorkerExtension:
             "device": str(runner.device),
             "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
             "model_class": type(self._mismatch_model()).__name__,
+            "capture_refused": getattr(self._mismatch_model(), capture_guard.REFUSED, ""),
         }
 
     # ------------------------------------------------------------ tempered prefill
@@ -106,7 +109,7 @@ class WorkerExtension:
 
         def tempered(*args: Any, **kwargs: Any) -> Any:
             logits = compute(*args, **kwargs)
-            return None if logits is None else logits.float() / temperature
+            return None if logits is None else tempered_in_place(logits, temperature)
 
         vars(model)["compute_logits"] = tempered
 
@@ -190,6 +193,14 @@ def _recorder(current: dict[int, np.ndarray], layer: int, router: Any) -> Callab
         current[layer] = found.astype(small if possible else np.uint16)
 
     return record
+
+
+def tempered_in_place(logits: Any, temperature: float) -> Any:
+    """Logits in float32, divided: one buffer beside them, none where they are float32 already.
+
+    vLLM's profile of memory knows of neither.
+    """
+    return logits.float().div_(temperature)
 
 
 def _moe_kernel(module: Any) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mismatch.analysis.comparison import compare, is_sampling_law
-from mismatch.analysis.levels import default_thresholds
+from mismatch.analysis.levels import default_thresholds, worse
 from mismatch.analysis.sides import Sides
 from mismatch.experiments.engine_pair.types import (
     TRAINER,
@@ -150,7 +150,7 @@ class Corner:
 def with_engines(
     report: Report, run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = None
 ) -> Report:
-    """The report with its triangle; the verdict stays that of the first engine."""
+    """The report with its triangle; the verdict is that of the worse engine."""
     made = triangle(run_dir, spec, thresholds)
     second = made.sides[1]
     name = f"{second.engine}:decode"
@@ -160,6 +160,7 @@ def with_engines(
     missing += tuple(one for one in facts.get("not_tested", ()) if one not in said)
     return replace(
         report,
+        verdict=worse(report.verdict, second.verdict, second.engine),
         analyses=report.analyses | {"engines": made},
         fingerprints=report.fingerprints | {name: facts},
         not_tested=(*report.not_tested, *missing),

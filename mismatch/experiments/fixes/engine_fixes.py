@@ -84,7 +84,22 @@ def _head(context: Context) -> str:
     return _vllm(context)
 
 
+def _serves_mxfp4(context: Context) -> bool:
+    """Whether vLLM's own MXFP4 kernels run, which compute in bf16."""
+    engine = context.spec.rollout.engine
+    stored = engine.weights == AS_STORED and context.model.stored_dtype == "mxfp4"
+    return engine.engine == "vllm" and (stored or engine.weights == "mxfp4")
+
+
+def _other_dtype(context: Context) -> str:
+    if _serves_mxfp4(context):
+        return "vLLM's MXFP4 experts compute in bf16 alone; with --rollout-weights bf16 it can run"
+    return _started(context)
+
+
 def _batch_invariant(context: Context) -> str:
+    if _serves_mxfp4(context):
+        return "vLLM's MXFP4 kernels for this are not batch invariant"
     reason = _on_gpu("vLLM has batch-invariant kernels")(context)
     capability = context.machine.capability
     if reason or capability is None or capability >= (8, 0):
@@ -188,7 +203,7 @@ ENGINE_FIXES = (
         cost="none in speed; large activations overflow",
         flags=Flags(set=(("--dtype", "fp16"),)),
         apply=engine(dtype="fp16"),
-        applies=_started,
+        applies=_other_dtype,
     ),
     Fix(
         id="engine-fp32",
@@ -198,7 +213,7 @@ ENGINE_FIXES = (
         cost="twice the memory, several times the time on a GPU",
         flags=Flags(set=(("--dtype", "fp32"),)),
         apply=engine(dtype="fp32"),
-        applies=_started,
+        applies=_other_dtype,
     ),
     Fix(
         id="batch-invariant",

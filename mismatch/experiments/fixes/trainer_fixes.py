@@ -129,7 +129,7 @@ TRAIN_FIXES = (
         effect="removes the trainer's rounding; the engine's stays",
         cost="twice the memory of activations, several times the time on a GPU",
         flags=Flags(set=(("--train-dtype", "fp32"),)),
-        apply=train(dtype="fp32", master_dtype="fp32", autocast=None),
+        apply=train(dtype="fp32", master_dtype="auto", autocast=None),
     ),
     Fix(
         id="no-autocast",

@@ -190,10 +190,12 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
     from mismatch.run.scorings import NEW, REFERENCE, REGROUPED, TRAIN
 
     made = {one.name: one.spec for one in training_passes(spec)}
+    # The plain kernels keep every score for the backward pass.
+    reference = replace(reference_of(spec.train), attention="auto", experts="auto")
     passes = [
         Planned(
             Trainer(REFERENCE, "reference", "reference", "float32 reference"),
-            _with_gradients(reference_of(spec.train)),
+            _with_gradients(reference),
         ),
         Planned(
             Trainer(TRAIN, "baseline", "baseline", "the trainer as it is"),
@@ -259,4 +261,6 @@ def _variants(spec: CheckSpec, context: Context | None) -> tuple[list[Variant], 
 
 
 def _with_gradients(spec: TrainSpec) -> TrainSpec:
-    return replace(spec, grad=True, routing=False)
+    # FSDP2 keeps a gradient in the dtype of its parameter at rest: float32, as frameworks do.
+    master = "fp32" if spec.master_dtype == "auto" else spec.master_dtype
+    return replace(spec, grad=True, routing=False, master_dtype=master)

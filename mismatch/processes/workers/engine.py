@@ -4,7 +4,8 @@ JOB: ``{"run_dir": …, "spec": RolloutSpec as a dict}``. Samples, writes ``roll
 texts of its tokens and the scoring ``<engine>:decode`` (with the routed experts), then the engine's
 own rescoring of the same tokens as ``<engine>:prefill``. What lies there already is not made again.
 With ``"also": [RUN, …]`` it rescores the tokens of those runs likewise, into their directories.
-A failure is left in ``errors/engine.json``.
+With ``"score": NAME`` it samples nothing: it scores the run's tokens, as a scoring of that name.
+A failure is left in ``errors/<label>.json``, label being the job's "label" or "engine".
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from mismatch.engines.artefacts import (
 )
 from mismatch.engines.base import Capabilities, Engine, Journaling, Sample, Watching
 from mismatch.engines.distribution_capture import Wanted, build_distributions, reported_law
-from mismatch.engines.model_info import ModelInfo, first_line, load_tokenizer, read_model_info
+from mismatch.engines.model_info import (
+    CauseInLog,
+    ModelInfo,
+    first_line,
+    load_tokenizer,
+    read_model_info,
+)
 from mismatch.engines.registry import engine_class
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.derived import in_form
@@ -41,6 +48,8 @@ from mismatch.run.messages import leave, report_ready, report_timing, say, write
 from mismatch.specs import RolloutSpec, from_dict, spec_hash
 from mismatch.types import Rollout, Scoring
 
+NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
+LOG_DELAY_S = 1.0  # for the lines on their way to the log
 PROGRESS_INTERVAL_S = 0.5
 REASONS = {"distributions": "exact KL: it gives no whole distributions"}  # where it gives no other
 
@@ -49,21 +58,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one job; 0, or 1 with the error left for the parent."""
     (path,) = sys.argv[1:] if arguments is None else arguments
     job = store.read_json(Path(path))
-    run_dir = Path(job["run_dir"])
+    run_dir, label = Path(job["run_dir"]), job.get("label", "engine")
+    spec = from_dict(RolloutSpec, job["spec"])
     try:
-        also = [Path(place) for place in job.get("also", ())]
-        run(run_dir, from_dict(RolloutSpec, job["spec"]), also)
+        if "score" in job:
+            score(run_dir, spec, job["score"])
+        else:
+            run(run_dir, spec, [Path(place) for place in job.get("also", ())])
     except MismatchError as error:
         traceback.print_exc()
-        write_error(run_dir, "engine", error)
+        if isinstance(error, CauseInLog):
+            error = error.explained(own_log(run_dir, label))
+        write_error(run_dir, label, error)
         return 1
     except Exception as error:
         traceback.print_exc()
         what = f"the engine failed: {type(error).__name__}: {first_line(error)}"
-        log = run_dir / "logs" / "engine.log"
-        write_error(run_dir, "engine", MismatchError(what, f"the whole story is in {log}"))
+        log = run_dir / "logs" / f"{label}.log"
+        write_error(run_dir, label, MismatchError(what, f"the whole story is in {log}"))
         return 1
     return 0
+
+
+def own_log(run_dir: Path, label: str) -> str:
+    """What this process and its children have said so far; the parent writes it down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(LOG_DELAY_S)
+    path = run_dir / "logs" / f"{label}.log"
+    return path.read_text("utf-8", "replace") if path.exists() else ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +126,32 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
         for place in also:
             if not resume.rescored(place, run_dir, spec):
                 rescore(place, spec, engine)
+
+
+def score(run_dir: Path, spec: RolloutSpec, name: str) -> None:
+    """Score the tokens of a run by prefill, with an engine that need not have sampled them.
+
+    Raises:
+        MismatchError: an engine that cannot rescore at the law that sampled, or runs in another
+            dtype than was asked for.
+    """
+    start = time.monotonic()
+    kind = engine_class(spec.engine.engine)
+    capabilities = kind.capabilities(spec.engine, spec.sampling)
+    if not wants_prefill(spec, capabilities):
+        reason = capabilities.reasons.get("prefill", "it cannot rescore these tokens")
+        raise MismatchError(f"{spec.engine.engine}: {reason}")
+    rollout = store.load_rollout(run_dir)
+    longest = int(np.diff(rollout.offsets).max())
+    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
+        report_ready()
+        with timed("prefill"):
+            scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
+    facts = scoring.fingerprint
+    if facts["dtype"] != spec.engine.dtype:
+        raise MismatchError(f"{engine.name} runs in {facts['dtype']}, not in {spec.engine.dtype}")
+    facts |= {"model": spec.engine.model, "seconds": round(time.monotonic() - start, 3)}
+    store.save_scoring(run_dir, replace(scoring, name=name), rollout, made_by=spec)
 
 
 @contextmanager
@@ -155,7 +204,7 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     store.save_vocabulary(run_dir, texts)
     if ready.capabilities.routed_experts:
         try:
-            decode = replace(decode, routing=decode_routing(engine, samples, rollout))
+            decode = with_routes(engine, samples, decode, rollout)
         except CorruptCapture as error:
             raise keep_without_routes(run_dir, decode, rollout, error) from error
     store.save_scoring(run_dir, decode, rollout, made_by=spec)
@@ -183,6 +232,28 @@ def with_distributions(
         missing = [*facts["not_tested"], f"{engine.name}: exact KL: {error.message}"]
         return replace(decode, fingerprint=facts | {"not_tested": missing})
     return replace(decode, distributions=made)
+
+
+def with_routes(
+    engine: Engine, samples: Sequence[Sequence[Sample]], decode: Scoring, rollout: Rollout
+) -> Scoring:
+    """The scoring with its routed experts, or with the reason why the engine has none.
+
+    Raises:
+        CorruptCapture: as :func:`decode_routing`.
+    """
+    if not never_written(samples):
+        return replace(decode, routing=decode_routing(engine, samples, rollout))
+    reason = f"{engine.name}: routed experts: {NEVER_WRITTEN}"
+    missing = [*decode.fingerprint["not_tested"], reason]
+    return replace(decode, fingerprint=decode.fingerprint | {"not_tested": missing})
+
+
+def never_written(samples: Sequence[Sequence[Sample]]) -> bool:
+    """Whether every id of every sequence is 0: a buffer that the MoE kernel does not fill."""
+    routed = [sample.routed for group in samples for sample in group]
+    several = any(rows is not None and rows.shape[-1] > 1 for rows in routed)
+    return several and all(rows is not None and not rows.any() for rows in routed)
 
 
 def keep_without_routes(

@@ -10,6 +10,7 @@ JOB.json::
      "passes": [{"name": "fsdp", "spec": {…TrainSpec…}}, {"name": "reference:fp32", "spec": {…}}],
      "wait_for": "runs/x/jobs/train.go", "load_first": true}
 
+A "side" pass that runs out of memory leaves its reason like an optional one, and the others go on.
 A pass may have a "run_dir" of its own, whose rollout it scores, and be "optional": one that cannot
 run leaves its reason in ``errors/pass-<name>.json`` of the job's run directory and the others go
 on; "optional_s" is the time that optional passes may take, and those that would exceed it are left
@@ -92,17 +93,19 @@ class Item:
     Attributes:
         run_dir: whose rollout it scores.
         optional: the others go on where it fails.
+        side: the others go on where it runs out of memory.
     """
 
     one: Pass
     run_dir: Path
     optional: bool = False
+    side: bool = False
 
     @classmethod
     def of(cls, entry: dict[str, Any], job: dict[str, Any]) -> Item:
         made = Pass(entry["name"], from_dict(TrainSpec, entry["spec"]))
         place = Path(entry.get("run_dir", job["run_dir"]))
-        return cls(made, place, bool(entry.get("optional")))
+        return cls(made, place, bool(entry.get("optional")), bool(entry.get("side")))
 
 
 def run(job: dict[str, Any]) -> None:
@@ -118,12 +121,13 @@ def run(job: dict[str, Any]) -> None:
     import torch
     import transformers
 
-    from mismatch.training.distributed import World
+    from mismatch.training.distributed import World, require_usable_gpus
 
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if "wait_for" in job:
+        require_usable_gpus()
         items = runnable(items, job)
         if not job.get("load_first"):
             wait_for(Path(job["wait_for"]))
@@ -159,12 +163,13 @@ class _Passes:
         self.world, self.job = world, job
         self.loaded: LoadedModel | None = None
         self.seconds: list[float] = []  # of the optional passes so far
+        self.attempts = 0
         self.rollouts: dict[Path, Rollout] = {}
         self.began = time.monotonic()
 
     def score(self, items: list[Item]) -> None:
         first = items[0] if items else None
-        if first is not None and not first.optional:
+        if first is not None and not (first.optional or first.side):
             self.load(first.one)
         if self.world.rank == 0:
             report_ready()
@@ -174,7 +179,9 @@ class _Passes:
             self.job = self.job | (json.loads(told) if told.strip() else {})
             self.began = time.monotonic()
         for item in items:
-            if not item.optional:
+            if item.side:
+                self.attempt(item)
+            elif not item.optional:
                 self.one(item)
             elif (item.run_dir / ROLLOUT).exists() and not self.late():
                 self.attempt(item)
@@ -186,22 +193,35 @@ class _Passes:
         numbers would mix.
         """
         start = time.monotonic()
+        self.attempts += 1
         failed: Exception | None = None
         try:
             self.one(item)
         except Exception as error:
+            if item.side and not is_out_of_memory(error):
+                raise
             traceback.print_exc()
             leave_out(self.job, item, error)
             failed = error
+            if is_out_of_memory(error):
+                self.drop(error)
         try:
-            self.world.meet(f"{len(self.seconds)}:{item.one.name}")
+            self.world.meet(f"{self.attempts}:{item.one.name}")
         except RuntimeError as lost:
             if failed is not None:
                 leave_out(self.job, item, failed, any_rank=True)
             raise MismatchError(
                 f"the ranks parted in the pass {item.one.name}", "see logs/train.log"
             ) from lost
-        self.seconds.append(time.monotonic() - start)
+        if item.optional:
+            self.seconds.append(time.monotonic() - start)
+
+    def drop(self, error: Exception) -> None:
+        """Give back what a pass without enough memory holds: weights half gathered, its frames."""
+        self.loaded = None
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        _free()
 
     def late(self) -> bool:
         """Whether one more optional pass would exceed their time; all ranks say the same."""
@@ -290,13 +310,28 @@ def leave_out(job: dict[str, Any], item: Item, error: Exception, *, any_rank: bo
 
 
 def _load(world: World, one: Pass, job: dict[str, Any]) -> LoadedModel:
+    import torch
+
     from mismatch.training.load import load
 
     start = time.monotonic()
-    loaded = load(one.spec, world.mesh, world.device, bool(job.get("resident_report")))
+    try:
+        loaded = load(one.spec, world.mesh, world.device, bool(job.get("resident_report")))
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"rank {world.rank} is out of GPU memory while it loads the weights of {one.name}: "
+            f"{str(error).splitlines()[0]}",
+            "--master-dtype auto, --offload, or more GPUs: --nproc-per-node",
+        ) from error
     if world.rank == 0:
         report_timing(f"load:{one.name}", time.monotonic() - start)
     return loaded
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    return isinstance(error, (torch.OutOfMemoryError, OutOfMemory))
 
 
 def validate(passes: list[Pass]) -> None:

@@ -46,7 +46,7 @@ def section(result: Budget, report: Report) -> Section:
         id="budget",
         title="Error budget",
         lead=LEAD,
-        sentences=(largest_step,) if largest_step else (),
+        sentences=(largest_step,),
         tables=(Table(_columns("of the spread"), _chain(result)),),
         figures=_figures(result),
         notes=tuple(remarks(result)),

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from mismatch.experiments.engine_pair.edges import FLOOR, FLOOR_TEXT
 from mismatch.experiments.engine_pair.types import TRAINER, Edge, Triangle
-from mismatch.reports.formatting import line, number, percent, signed, text
+from mismatch.reports.formatting import MARKS, line, number, percent, signed, text
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
 from mismatch.reports.svg import ACCENT, BAND, INK, SECOND, drawing, to_svg
-from mismatch.reports.words import MARKS, words_for
+from mismatch.reports.words import words_for
 from mismatch.types import Report
 
 if TYPE_CHECKING:

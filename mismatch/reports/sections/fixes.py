@@ -100,8 +100,8 @@ def section(result: FixTable, report: Report) -> Section:
         lead=LEAD,
         sentences=(*sentences(result), *_commands(result)),
         tables=tables,
-        notes=(result.method,) if result.method else (),
-        parts=(*_losses(result, report), *_settings(result), *_others(result)),
+        notes=(result.method,),
+        parts=(_losses(result, report), *_settings(result), _others(result)),
         folded=False,
     )
 
@@ -141,13 +141,11 @@ def _changes(result: FixTable, row: FixOutcome) -> tuple[Cell | Value, ...]:
     )
 
 
-def _losses(result: FixTable, report: Report) -> Iterable[Section]:
+def _losses(result: FixTable, report: Report) -> Section:
     """The fixes of the loss; they are never ranked among the others."""
     preview = report.result("corrections")
-    rows = tuple(_loss(fix, preview) for fix in result.estimators)
-    if rows:
-        table = Table(LOSSES, rows)
-        yield Section("fixes-loss", "Fixes of the loss", ON_LOSS, tables=(table,), folded=False)
+    table = Table(LOSSES, tuple(_loss(fix, preview) for fix in result.estimators))
+    return Section("fixes-loss", "Fixes of the loss", ON_LOSS, tables=(table,), folded=False)
 
 
 def _loss(fix: EstimatorFix, corrections: Corrections | None) -> tuple[Cell | Value, ...]:
@@ -191,18 +189,15 @@ def _settings(result: FixTable) -> Iterable[Section]:
     for place, label in enumerate(dict.fromkeys(best)):
         recipes = settings_of(label.partition("=")[0])
         blocks = tuple(recipe_block(recipe) for recipe in recipes)
-        if blocks:
-            yield Section(f"fixes-settings-{place}", f"How to set {label}", blocks=blocks)
+        yield Section(f"fixes-settings-{place}", f"How to set {label}", blocks=blocks)
 
 
-def _others(result: FixTable) -> Iterable[Section]:
+def _others(result: FixTable) -> Section:
     """What does not apply here, failed while it ran, or was left out; each with its reason."""
-    rows = [(row.id, row.reason) for row in result.outcomes if not row.measured]
-    if rows or result.left_out:
-        table = Table((Column("fix", text), Column("not measured, because", text)), tuple(rows))
-        tables = (table,) if rows else ()
-        notes = result.left_out
-        yield Section("fixes-others", "Not measured", tables=tables, notes=notes, folded=False)
+    rows = tuple((row.id, row.reason) for row in result.outcomes if not row.measured)
+    tables = (Table((Column("fix", text), Column("not measured, because", text)), rows),)
+    notes = result.left_out
+    return Section("fixes-others", "Not measured", tables=tables, notes=notes, folded=False)
 
 
 # ---------------------------------------------------------------- sentences

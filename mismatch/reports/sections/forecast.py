@@ -56,9 +56,7 @@ def section(result: Forecast, report: Report) -> Section:
         title="At a longer response",
         lead=LEAD,
         sentences=tuple(said),
-        tables=(Table(COLUMNS, tuple(_row(result, row) for row in result.rows)),)
-        if result.rows
-        else (),
+        tables=(Table(COLUMNS, tuple(_row(result, row) for row in result.rows)),),
         figures=_figures(result) if len(result.rows) > 1 else (),
         short=said[0],
     )

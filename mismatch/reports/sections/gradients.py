@@ -39,7 +39,7 @@ from mismatch.reports.formatting import (
     times,
 )
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
-from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, rows_of, to_svg
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -263,10 +263,7 @@ def _directions(rows: Sequence[GradientRow]) -> str:
         axes.set_xlim(LEAST * 0.7, 260.0)
         axes.set_xticks(TICKS, ["≤ 0.001°", "0.01°", "0.1°", "1°", "10°", "90°"])
         axes.minorticks_off()
-        axes.set_yticks(range(len(groups)), groups)
-        axes.set_ylim(len(groups) - 0.4, -0.6)
-        axes.grid(axis="x")
-        axes.grid(False, axis="y")
+        rows_of(axes, groups)
         axes.set_xlabel("angle to the float32 reference's gradient (log)")
         axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
         return to_svg(figure, "gradient-directions", "Angle to the reference's gradient, by group")
@@ -300,14 +297,11 @@ def _lengths(rows: Sequence[GradientRow]) -> str:
             if ratio.low is not None and ratio.high is not None:
                 axes.plot([ratio.low, ratio.high], [place, place], color=colour, lw=2)
             axes.plot([ratio.value], [place], "o", color=colour, ms=6)
-        axes.set_yticks(range(len(shown)), [line(row.id) for row, _ in shown])
-        axes.set_ylim(len(shown) - 0.4, -0.6)
+        rows_of(axes, [line(row.id) for row, _ in shown])
         ends = [
             end for _, one in shown for end in (one.low, one.value, one.high) if end is not None
         ]
         reach = max(0.02, *(abs(end - 1.0) for end in ends))
         axes.set_xlim(1.0 - 1.15 * min(reach, 0.95), 1.0 + 1.15 * min(reach, 4.0))
-        axes.grid(axis="x")
-        axes.grid(False, axis="y")
         axes.set_xlabel("length of the gradient over the reference's")
         return to_svg(figure, "gradient-lengths", "Length of the gradient over the reference's")

@@ -29,8 +29,8 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
-from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.reports.section import Cell, Column, Figure, Page, Section, Table, Value
+from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, rows_of, to_svg
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -112,10 +112,10 @@ def section(result: AuditReport, report: Report | None = None) -> Section:
         id="kernels",
         title="Kernels",
         lead=f"{LEAD}{shapes} on {result.device}.",
-        warnings=(f"kernels: {about}",) if verdict.code else (),
+        warnings=(f"kernels: {about}" if verdict.code else "",),
         sentences=tuple(said),
         notes=tuple(f"Not tested: {reason}" for reason in result.not_tested),
-        parts=tuple(part for part in (*_kinds(result), _harm(result)) if part),
+        parts=(*_kinds(result), _harm(result)),
         short=f"kernels: {said[0] if verdict.code else about}",
     )
 
@@ -184,22 +184,22 @@ def _kinds(report: AuditReport) -> Iterable[Section]:
         audits = [audit for audit in report.audits if audit.kind == kind]
         ran = [audit for audit in audits if answered(audit)]
         others = [audit for audit in audits if not answered(audit)]
-        if not audits:
-            continue
         columns = [Column(WORDS[name][0], text, narrow=WORDS[name][1]) for name in names]
         marks = Table(
             (Column("implementation", text), *columns),
             tuple((_name(a), *(mark(a.finding(name)) for name in names)) for a in ran),
         )
         unusable = [a.name for a in others if a.origin != "yours" and not ended(a)]
-        notes = [LEGEND] if ran else []
         yield Section(
             f"kernels-{kind}",
             title,
-            tables=(marks,) if ran else (),
+            tables=(marks,),
             figures=tuple(_figures(kind, ran[:MOST])),
-            notes=(*notes, f"Not usable here: {', '.join(unusable)}.") if unusable else (*notes,),
-            parts=tuple(part for part in _details(kind, title, ran, others) if part.tables),
+            notes=(
+                LEGEND if ran else "",
+                f"Not usable here: {', '.join(unusable)}." if unusable else "",
+            ),
+            parts=tuple(_details(kind, title, ran, others)),
             folded=False,
         )
 
@@ -239,20 +239,20 @@ def _details(
     yield Section(
         f"kernels-{kind}-findings",
         f"{title}: what differs, and what was not tested",
-        tables=(Table(FINDING_COLUMNS, findings),) if findings else (),
+        tables=(Table(FINDING_COLUMNS, findings),),
     )
     yield Section(
         f"kernels-{kind}-errors",
         f"{title}: errors per dtype",
         "Relative, in the 2-norm, against float64. The floor is what rounding inputs and output "
         "alone gives.",
-        tables=_errors(ran),
+        tables=(_errors(ran),),
     )
     yield Section(
         f"kernels-{kind}-costs",
         f"{title}: time and memory",
         "One layer, forward and backward, one sequence.",
-        tables=_costs(ran),
+        tables=(_costs(ran),),
         notes=tuple(
             f"{short(audit)}, {count(cost.tokens)} tokens: {cost.note}"
             for audit in ran
@@ -264,13 +264,11 @@ def _details(
     yield Section(
         f"kernels-{kind}-others",
         f"{title}: not run here, or not to the end",
-        tables=(Table((Column("implementation", text), Column("why", text)), rows),)
-        if rows
-        else (),
+        tables=(Table((Column("implementation", text), Column("why", text)), rows),),
     )
 
 
-def _errors(ran: Sequence[Audit]) -> tuple[Table, ...]:
+def _errors(ran: Sequence[Audit]) -> Table:
     """Every gradient has a column; the largest one has its own, which a terminal keeps."""
     known = {name for audit in ran for error in audit.errors for name in error.gradients}
     names = [name for name in GRADIENTS if name in known] + sorted(known - set(GRADIENTS))
@@ -287,10 +285,10 @@ def _errors(ran: Sequence[Audit]) -> tuple[Table, ...]:
         Column("largest gradient", brief), Column("of", text),
         *(Column(name, brief, 1, detail="gradient") for name in names), Column("floor", brief),
     )  # fmt: skip
-    return (Table(columns, tuple(rows)),) if rows else ()
+    return Table(columns, tuple(rows))
 
 
-def _costs(ran: Sequence[Audit]) -> tuple[Table, ...]:
+def _costs(ran: Sequence[Audit]) -> Table:
     """By length; the best of each length that is sound, if any is, has factor 1.
 
     One that leaves something out has less to do.
@@ -307,14 +305,14 @@ def _costs(ran: Sequence[Audit]) -> tuple[Table, ...]:
              _over(cost.peak_bytes, least))
             for audit, cost in here
         ]  # fmt: skip
-    return (Table(COST_COLUMNS, tuple(rows)),) if rows else ()
+    return Table(COST_COLUMNS, tuple(rows))
 
 
 def _over(value: float | None, best: float | None) -> float | None:
     return value / best if value is not None and best else None
 
 
-def _harm(report: AuditReport) -> Section | None:
+def _harm(report: AuditReport) -> Section:
     """Each that was tried on the model, and below them the kernel the trainer takes by itself."""
     harmed = [(short(audit), audit.harm) for audit in report.audits if audit.harm is not None]
     usual = next((harm.baseline for _, harm in harmed if harm.baseline is not None), None)
@@ -323,34 +321,29 @@ def _harm(report: AuditReport) -> Section | None:
          harm.gradient_cosine, harm.sink_gradient_error)
         for name, harm in [*harmed, *([("what auto takes", usual)] if usual is not None else [])]
     )  # fmt: skip
-    if not rows:
-        return None
     table = Table(HARM_COLUMNS, rows)
     return Section("kernels-harm", "On the model", ON_MODEL, tables=(table,), folded=False)
 
 
-def page(result: AuditReport) -> str:
-    """The audit as one self-contained HTML file. The same input gives the same bytes.
+def page(result: AuditReport) -> Page:
+    """The audit as a page of its own.
 
     Raises:
         MismatchError: nothing was audited.
     """
-    from mismatch.reports import html
-
     verdict = judge(result)
+    created = result.facts.get("created", "")
     facts = tuple((name, _fact(value)) for name, value in result.facts.items())
     table = Table((Column("", text), Column("", text)), facts)
-    return html.page(
-        [section(result), Section("audit", "This audit", tables=(table,))],
-        "kernels.json",
-        title=f"kernels of {result.model}",
-        brand="audit of kernels",
-        created=result.facts.get("created", ""),
+    return Page(
+        kind="audit of kernels" + (f" · {created}" if created else ""),
+        word="wrong" if verdict.code else "sound",
         tone="critical" if verdict.code else "healthy",
-        word="Wrong" if verdict.code else "Sound",
         reason=verdict.reason,
-        model=result.model,
-        remarks=[f"{_shape(result)}; on {result.device}"],
+        title=result.model,
+        facts=(f"{_shape(result)}; on {result.device}",),
+        sections=(section(result), Section("audit", "This audit", tables=(table,))),
+        file="kernels",
     )
 
 
@@ -423,10 +416,7 @@ def _bars(kind: Kind, ran: Sequence[Audit], worst: dict[tuple[str, str], float])
         axes.set_xlim(lowest, max(2.0, 2 * max(worst.values())))
         axes.xaxis.set_major_formatter(lambda value, _: bound(value))
         axes.minorticks_off()
-        axes.set_yticks(range(len(ran)), [_label(audit) for audit in ran])
-        axes.invert_yaxis()
-        axes.grid(axis="x")
-        axes.grid(False, axis="y")
+        rows_of(axes, [_label(audit) for audit in ran])
         axes.set_xlabel("largest relative error against float64 (log)")
         axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(dtypes))
         return to_svg(figure, f"{kind}-errors", f"{kind}: largest error per dtype")

@@ -73,8 +73,9 @@ def worst_tokens(tokens: pd.DataFrame, most: int = 20, reach: int = 16) -> Secti
     return Section(
         id="worst",
         title="Worst tokens",
-        lead=LEAD.format(n=len(order)) if order else f"{none}.",
-        tables=(Table(COLUMNS, tuple(_row(tokens, row, reach) for row in order)),) if order else (),
+        lead=LEAD.format(n=len(order)) if order else "",
+        sentences=("" if order else f"{none}.",),
+        tables=(Table(COLUMNS, tuple(_row(tokens, row, reach) for row in order)),),
         folded=False,
     )
 

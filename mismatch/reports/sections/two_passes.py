@@ -33,13 +33,12 @@ COLUMNS = (
 
 def section(result: TwoPasses, report: Report) -> Section:
     """Every variant as a row; what was injected on purpose is a warning."""
-    warning = injected(result)
     said = sentences(result)
     return Section(
         id="two_passes",
         title="Two forward passes",
         lead=LEAD,
-        warnings=(warning,) if warning else (),
+        warnings=(injected(result),),
         sentences=tuple(said),
         tables=(Table(COLUMNS, tuple(_row(result, variant) for variant in result.variants)),),
         figures=(_figure(result),),

@@ -43,7 +43,7 @@ def of_report(report: Report) -> Section | None:
         id="where",
         title="Where and when",
         lead=LEAD,
-        sentences=(carried,) if carried else (),
+        sentences=(carried,),
         parts=tuple(parts),
         page_only=True,
     )

@@ -9,8 +9,7 @@ sinks is refused, and the only way to run one is the planted fault by its name (
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mismatch.errors import MismatchError
@@ -26,6 +25,8 @@ OUR_KERNELS = {
     "sink-flex": "mismatch_sinks_flex",
     "no-sinks": "mismatch_no_sinks",
 }
+# For any model, with sinks or without; see mismatch/training/attention/plain.py.
+YARDSTICKS = {"plain": "mismatch_plain", "plain-fp8-kv": "mismatch_plain_fp8_kv"}
 NAMES = (
     *("auto", "transformers", "eager", "sdpa", "sink-sdpa", "sink-flex", "no-sinks"),
     *("flash_attention_2", "flash_attention_3", "package.module:function"),
@@ -58,7 +59,7 @@ class ResolvedAttention:
             return PLANTED
         if is_user_kernel(self.requested):
             return self.requested
-        ours = {registered: name for name, registered in OUR_KERNELS.items()}
+        ours = {registered: name for name, registered in {**OUR_KERNELS, **YARDSTICKS}.items()}
         return ours.get(self.implementation, self.implementation)
 
 
@@ -86,8 +87,7 @@ def resolve_for(
 
     Args:
         device, dtype: of the computation. With both, kernels that are not known to be right are
-            tried on a few tokens, and ``auto`` takes the fastest that passes; all ranks must call
-            it. Without, nothing runs.
+            tried on a few tokens, on a GPU that of ``auto`` too. Without, nothing runs.
     """
     register_kernels()
     sinks = has_sinks(model)
@@ -98,6 +98,8 @@ def resolve_for(
         return _user_kernel(name, model, sinks, place)
     if name == "transformers":  # what from_pretrained takes when nobody names a kernel
         name = "sdpa" if model._supports_sdpa else "eager"
+    if name in YARDSTICKS:
+        return _yardstick(name, model, sinks)
     if name in OUR_KERNELS:
         if not sinks:
             raise MismatchError(
@@ -133,21 +135,37 @@ def resolve_for(
 def _automatic(model: PreTrainedModel, sinks: bool, place: Place | None) -> ResolvedAttention:
     """One kernel for all lengths: a pass must not mix two (docs/decisions, number 4).
 
-    On a CPU only one is right forward and backward in bounded memory.
+    On a GPU it is tried first; which others are faster there is not measured yet (decision 7).
     """
     if not sinks:
         return ResolvedAttention("auto", "sdpa" if model._supports_sdpa else "eager", None)
     if not _passes_masks_through(model):
         return ResolvedAttention("auto", "eager", True)
+    # Until others were measured on GPUs: right forward and backward, in bounded memory.
+    kernel = OUR_KERNELS["sink-sdpa"]
     if place is None or place[0].type != "cuda":
-        return ResolvedAttention("auto", OUR_KERNELS["sink-sdpa"], True)
-    from mismatch.training.attention.trial import FLASH, first_passing, geometry_of
+        return ResolvedAttention("auto", kernel, True)
+    return replace(_tried("sink-sdpa", kernel, model, sinks, place), requested="auto")
 
-    candidates = {FLASH: partial(_transformers_choice, FLASH, model)}
-    if model._supports_flex_attn:
-        candidates["sink-flex"] = partial(str, OUR_KERNELS["sink-flex"])
-    chosen, tried = first_passing(candidates, geometry_of(model, sinks), *place)
-    return ResolvedAttention("auto", chosen or OUR_KERNELS["sink-sdpa"], True, tried)
+
+def _yardstick(name: str, model: PreTrainedModel, sinks: bool) -> ResolvedAttention:
+    """Plain attention by blocks of queries; whole, by the family's eager code, where it must be."""
+    honours = True if sinks else None
+    if _passes_masks_through(model) and (sinks or _has_eager(model)):
+        return ResolvedAttention(name, YARDSTICKS[name], honours)
+    if name == "plain":
+        return ResolvedAttention(name, "eager", honours)
+    raise MismatchError(
+        f"--attention {name} cannot run {_family(model)}: its keys and values are out of reach",
+        "use --attention plain",
+    )
+
+
+def _has_eager(model: PreTrainedModel) -> bool:
+    """Whether the family's attention goes through a function that can be called from outside."""
+    import sys
+
+    return hasattr(sys.modules[type(model).__module__], "eager_attention_forward")
 
 
 def _user_kernel(
@@ -177,7 +195,8 @@ def _tried(
         without = " (the model has attention sinks: are they used?)" if sinks else ""
         raise MismatchError(
             f"--attention {name}: {trial.fault}, against float64 on random tokens{without}",
-            "mend the kernel, or use --attention auto; `mismatch kernels` looks at it closely",
+            f"mend the kernel, or use --attention {'eager' if name == 'sink-sdpa' else 'auto'}; "
+            "`mismatch kernels` looks at it closely",
         )
     tried = f"{name}: {trial.backward_fault or 'passed'}"
     return ResolvedAttention(name, implementation, True if sinks else None, (tried,))
@@ -233,6 +252,7 @@ def register_kernels() -> None:
     """Register our kernels with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from mismatch.training.attention.plain import plain_attention, plain_fp8_attention
     from mismatch.training.attention.sink_flex import flex_mask, sink_flex_attention
     from mismatch.training.attention.sink_sdpa import (
         blocked_mask,
@@ -244,8 +264,10 @@ def register_kernels() -> None:
         "sink-sdpa": (sink_attention, blocked_mask),
         "sink-flex": (sink_flex_attention, flex_mask),
         "no-sinks": (sinkless_attention, blocked_mask),
+        "plain": (plain_attention, blocked_mask),
+        "plain-fp8-kv": (plain_fp8_attention, blocked_mask),
     }
-    for name, registered in OUR_KERNELS.items():
+    for name, registered in {**OUR_KERNELS, **YARDSTICKS}.items():
         kernel, mask = kernels[name]
         AttentionInterface.register(registered, kernel)
         AttentionMaskInterface.register(registered, mask)

@@ -4,23 +4,20 @@ A kernel may be fast and wrong: one that takes no ``s_aux`` is called without it
 drops the sinks; one may have them in its forward pass and not in its backward pass. So a kernel is
 run on a few random tokens and compared with the definition in float64 before it is used.
 
-``--attention auto`` takes the first candidate that passes, in the order of their speed, forward and
-backward, at the model's geometry. One kernel then serves all passes of its dtype, with gradients
-and without, at any length (docs/decisions, number 4).
+One kernel then serves all passes of its dtype, with gradients and without, at any length
+(docs/decisions, number 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import distributed
 
-FLASH = "kernels-community/vllm-flash-attn3"
 TOKENS = 200  # more than a kernel's tile, and no multiple of it
 WINDOW = 48
 # Relative error, 2-norm. A right kernel stays below a third of these; dropping the sinks doubles
@@ -126,45 +123,6 @@ def cached_trial(
 ) -> Trial:
     """:func:`try_kernel`, once per process."""
     return try_kernel(implementation, geometry, device, dtype)
-
-
-def first_passing(
-    candidates: Mapping[str, Callable[[], str]],
-    geometry: Geometry,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[str | None, tuple[str, ...]]:
-    """The first candidate that passes on every rank.
-
-    Args:
-        candidates: name -> function that returns its registered name, or raises if it cannot run.
-
-    Returns:
-        The registered name, None if none passes; the outcome of each trial, one line each.
-    """
-    tried: list[str] = []
-    for name, register in candidates.items():
-        implementation = ""
-        try:
-            implementation = register()
-        except Exception as error:  # not installed, not downloadable, not for this family
-            fault = getattr(error, "message", None) or str(error).strip() or type(error).__name__
-        else:
-            outcome = cached_trial(implementation, geometry, device, dtype)
-            fault = outcome.fault or outcome.backward_fault
-        if _everywhere(not fault, device):
-            return implementation, (*tried, f"{name}: passed")
-        tried.append(f"{name}: {fault.splitlines()[0] if fault else 'failed on another rank'}")
-    return None, tuple(tried)
-
-
-def _everywhere(passed: bool, device: torch.device) -> bool:
-    """Whether ``passed`` holds on all ranks: they must run the same kernel."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return passed
-    vote = torch.tensor(int(passed), device=device)
-    distributed.all_reduce(vote, distributed.ReduceOp.MIN)
-    return bool(vote)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +265,7 @@ def _call(
             kv_length=TOKENS,
             mask_function=case.mask_function,
             allow_is_causal_skip=False,
+            local_size=case.arguments["sliding_window"],
             dtype=dtype,
             device=inputs[0].device,
             config=layer.config,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import REFERENCE, Case, above
+from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.run.scorings import REFERENCE
 from mismatch.types import Bools, Floats, NotTested
 
 CONFIDENT = (0.5, 0.9)

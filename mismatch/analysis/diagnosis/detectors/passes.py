@@ -9,13 +9,13 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
+from mismatch.run.scorings import REGROUPED, TRAIN
 from mismatch.types import Floats, NotTested
 
-REGROUPED, GRAD, REPEATED = "fsdp:regrouped", "fsdp:grad", "fsdp:repeated"
 PASSES = {
     REGROUPED: "microbatch-dependence",
-    GRAD: "train-eval-paths",
-    REPEATED: "nondeterminism",
+    f"{TRAIN}:grad": "train-eval-paths",
+    f"{TRAIN}:repeated": "nondeterminism",
 }
 OWN = 1.6  # times its own rounding, that a side may move against itself; two roundings: 1.4
 CLEAR = 0.3

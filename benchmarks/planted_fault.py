@@ -1,0 +1,87 @@
+"""Faults planted in vLLM's weights and kernels after loading: ``PLANTED_FAULT=NAME:STRENGTH``.
+
+A plugin of vLLM (entry-point group vllm.general_plugins), put on the path by
+benchmarks/calibration.py. The files on disk, and so the trainer, stay right.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+LAYER = 1
+
+
+def register() -> None:
+    """Called by vLLM in every process."""
+    name, _, strength = os.environ.get("PLANTED_FAULT", "").partition(":")
+    if not name:
+        return
+    import vllm.model_executor.model_loader.base_loader as loader
+
+    finish = loader.process_weights_after_loading
+
+    def planted(model: Any, *rest: Any) -> None:
+        FAULTS[name](model, float(strength))
+        finish(model, *rest)
+
+    loader.process_weights_after_loading = planted
+
+
+def layer_noise(model: Any, strength: float) -> None:
+    """Every matrix of one layer, multiplied by 1 + strength x noise."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in model.named_parameters():
+        if f".{LAYER}." in name and tensor.ndim > 1:
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.data.copy_(tensor.float() * (1 + strength * noise))
+
+
+def swapped_experts(model: Any, strength: float) -> None:
+    """The first two experts of one layer change places, their router does not."""
+    for name, tensor in model.named_parameters():
+        if f".{LAYER}." in name and ".experts" in name:
+            tensor.data[:2] = tensor.data[:2].flip(0).clone()
+
+
+def epsilon(model: Any, strength: float) -> None:
+    """The epsilon of every norm, times the strength."""
+    for module in _modules(model, "RMSNorm"):
+        module.variance_epsilon *= strength
+
+
+def rope(model: Any, strength: float) -> None:
+    """Rotations of positions that are stretched by the strength."""
+    import torch
+
+    seen = set()
+    for module in model.modules():
+        cache = getattr(module, "cos_sin_cache", None)
+        if cache is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        places = (torch.arange(len(cache)) * strength).round().long().clamp(max=len(cache) - 1)
+        cache.copy_(cache[places].clone())
+
+
+def no_sinks(model: Any, strength: float) -> None:
+    """Sinks lowered by the strength, nats: 30 takes them out."""
+    for name, tensor in model.named_parameters():
+        if name.endswith("sinks"):
+            tensor.data.sub_(strength)
+
+
+def _modules(model: Any, kind: str) -> Iterator[Any]:
+    return (module for module in model.modules() if type(module).__name__ == kind)
+
+
+FAULTS = {
+    "layer-noise": layer_noise,
+    "swapped-experts": swapped_experts,
+    "epsilon": epsilon,
+    "rope": rope,
+    "no-sinks": no_sinks,
+}

@@ -1,0 +1,141 @@
+"""Checks of the passes beside the headline: enough data, finite values, sides that agree with
+themselves.
+
+The headline compares one pass of the engine with one of the trainer. Training runs others (with
+gradients, in other batches), and their faults are as real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from mismatch.analysis.diagnosis.declared import failed
+from mismatch.metrics import METRICS
+from mismatch.metrics.estimator import Estimator
+from mismatch.run.scorings import TRAIN
+from mismatch.types import Check, Estimate, Pair, Rollout, Scoring
+
+# Under these a run says nothing about a training run of thousands of prompts.
+LEAST_PROMPTS, LEAST_SEQUENCES, LEAST_TOKENS = 4, 8, 256
+MOST_EMPTY = 0.1  # share of sequences without an action token
+SELF = ("repeated", "regrouped", "grad", "new")  # the trainer's passes that should agree with it
+CLIPPED = (1e-3, 1e-2)  # share of tokens that PPO would clip at step 0: warning, failure
+APART = 2.0  # times the headline; a GPU trainer's own batches differ by as much as the headline
+MEAN = "logprob_abs_diff_mean"
+
+
+def pass_checks(
+    rollout: Rollout, decode: Scoring, train: Scoring, scorings: Mapping[str, Scoring]
+) -> list[Check]:
+    """All of them, on scorings of which ``decode`` and ``train`` passed the input checks."""
+    sound = {name: one for name, one in scorings.items() if not not_finite(one)}
+    found = [enough_data(rollout), passes_finite(decode, scorings)]
+    found.append(trainer_agreement(rollout, decode, train, sound))
+    prefill = sound.get(decode.name.replace(":decode", ":prefill"))
+    return [*found, *([] if prefill is None else [engine_agreement(rollout, decode, prefill)])]
+
+
+def not_finite(scoring: Scoring) -> str:
+    """How many logprobs or entropies of a scoring are no numbers, as a phrase; "": none."""
+    for what, values in (("logprobs", scoring.logprobs), ("entropies", scoring.entropy)):
+        if values is not None and not np.isfinite(values).all():
+            return f"{int((~np.isfinite(values)).sum())} of {len(values)} {what} are not finite"
+    return ""
+
+
+def enough_data(rollout: Rollout) -> Check:
+    """Prompts, sequences and tokens suffice to say anything; few sequences are empty."""
+    actions = rollout.actions
+    sequences = np.unique(rollout.sequence_of_token[actions])
+    sizes = {
+        "prompts": (len(np.unique(rollout.prompt_index[sequences])), LEAST_PROMPTS),
+        "sequences": (len(sequences), LEAST_SEQUENCES),
+        "action tokens": (len(actions), LEAST_TOKENS),
+    }
+    short = [f"{have} {what}, at least {least}" for what, (have, least) in sizes.items()
+             if have < least]  # fmt: skip
+    empty = rollout.n_sequences - len(sequences)
+    if short:
+        return Check("enough-data", "warning", f"too little: {'; '.join(short)}", MORE)
+    said = f"{empty} of {rollout.n_sequences} sequences hold no action token"
+    if empty > MOST_EMPTY * rollout.n_sequences:
+        return Check("enough-data", "warning", said, "look at the action mask and the prompts")
+    detail = ", ".join(f"{have} {what}" for what, (have, _) in sizes.items())
+    return Check("enough-data", "passed", detail + (f"; {said}" if empty else ""))
+
+
+MORE = "measure more: --num-prompts, --max-tokens"
+
+
+def passes_finite(decode: Scoring, scorings: Mapping[str, Scoring]) -> Check:
+    """No pass beside the headline has a NaN; one under settings of the user's own may warn."""
+    beside = {name: one for name, one in scorings.items() if name not in (decode.name, TRAIN)}
+    broken = {name: text for name, one in beside.items() if (text := not_finite(one))}
+    if not beside:
+        return Check("passes-finite", "not_tested", "nothing to check: no other pass")
+    if not broken:
+        return Check("passes-finite", "passed", f"{len(beside)} other passes, all values finite")
+    detail = "; ".join(f"{name}: {text}" for name, text in broken.items())
+    fix = "a NaN is often overflow: try --train-dtype bf16 or fp32"
+    own = [name for name in broken if not _user_named(name, scorings[name])]
+    return failed("passes-finite", detail, fix) if own else Check(
+        "passes-finite", "warning", detail, fix
+    )  # fmt: skip
+
+
+def _user_named(name: str, scoring: Scoring) -> bool:
+    return scoring.fingerprint.get("mode") == "train" and ":" not in name
+
+
+def trainer_agreement(
+    rollout: Rollout, decode: Scoring, train: Scoring, scorings: Mapping[str, Scoring]
+) -> Check:
+    """The trainer's own passes agree within PPO's clip range, and better than with the engine."""
+    id = "trainer-self-agreement"
+    again = [
+        scoring
+        for kind in SELF
+        if (scoring := scorings.get(f"{TRAIN}:{kind}")) is not None
+        and not scoring.fingerprint.get("injected")
+    ]
+    if not again:
+        return Check(id, "not_tested", "nothing to check: the trainer made one pass")
+    headline = float(np.abs(train.logprobs - decode.logprobs).mean())
+    apart = {one.name: _apart(rollout, train, one) for one in again}
+    name = max(apart, key=lambda one: (apart[one][0].value, apart[one][1].value))
+    clipped, mean = apart[name]
+    low = clipped.value if clipped.low is None else clipped.low
+    detail = (
+        f"{name} against {train.name}: {clipped.value:.3g} of the tokens lie beyond PPO's clip "
+        f"range, mean |delta| {mean.value:.3g} nats ({headline:.3g} in the headline)"
+    )
+    fix = "find out what the passes do differently: batch, gradients, dropout, kernels, overflow"
+    if low > CLIPPED[1]:
+        return failed(id, detail, fix)
+    if low > CLIPPED[0] or (mean.low or 0.0) > max(APART * headline, 1e-4):
+        return Check(id, "warning", detail, fix)
+    return Check(id, "passed", detail)
+
+
+def engine_agreement(rollout: Rollout, decode: Scoring, prefill: Scoring) -> Check:
+    """What the engine said while it sampled is what it says of the same tokens read at once."""
+    clipped, mean = _apart(rollout, decode, prefill)
+    detail = (
+        f"decode against prefill: {clipped.value:.3g} of the tokens lie beyond PPO's clip range, "
+        f"mean |delta| {mean.value:.3g} nats"
+    )
+    if (clipped.value if clipped.low is None else clipped.low) > CLIPPED[1]:
+        fix = "look at the KV cache's dtype, prefix caching and the engine's batch invariance"
+        return Check("engine-self-agreement", "warning", detail, fix)
+    return Check("engine-self-agreement", "passed", detail)
+
+
+def _apart(rollout: Rollout, left: Scoring, right: Scoring) -> tuple[Estimate, Estimate]:
+    """Share of tokens that PPO would clip, and mean |delta|."""
+    pair = Pair.of(rollout, left, right)
+    made = Estimator(pair.sequence, pair.prompt).all(
+        [METRICS["clip_fraction"], METRICS[MEAN]], {"delta": pair.delta}
+    )
+    return made["clip_fraction"], made[MEAN]

@@ -1,0 +1,405 @@
+"""Is a side broken, or is it the rounding of its precision? Four scorings of the same tokens.
+
+    engine as it runs     engine in float32       (its own implementation, started in float32)
+    trainer as it runs    reference in float32    (a plain forward of the trainer's weights)
+    plain forward at each precision in use
+
+``excess`` of a side: spread(side - its float32) / spread(plain at its precision - plain float32).
+About 1 where rounding is all that happens; a broken kernel, setting or cache rounds more. The
+``implementation gap``, engine in float32 against reference in float32, is free of rounding at the
+precision of the run: it sees other weights and other functions at a ten-thousandth of its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
+from mismatch.analysis.registry import Analysis, Measured
+from mismatch.analysis.square_levels import LEVELS, UNCALIBRATED, device_class
+from mismatch.metrics import METRICS
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.registry import POSITIVE, REAL, Bounds, Combine, Metric, floats
+from mismatch.run.scorings import FLOAT32, PLAIN, REFERENCE, TRAIN
+from mismatch.specs import CheckSpec
+from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
+
+Side = Literal["engine", "trainer", "either"]
+Evidence = Literal["excess", "gap"]
+Standing = Literal["within", "undecided", "uncalibrated", "beyond"]
+FP8_KV = "-fp8kv"
+FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
+BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of a significand
+WINSOR = 0.995  # quantile of both sides' |differences| together, above which they are cut
+SAME_VALUES = frozenset(("as-stored", "bf16"))  # forms of one checkpoint that hold equal values
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One scoring against its own float32, and what a plain forward at its precision costs.
+
+    Attributes:
+        exact: the float32 scoring that it is measured from.
+        plain: the plain forward at its precision.
+        rms, size: root mean square and mean of |scoring - exact|, nats.
+        excess, excess_size: the same over the plain forward's.
+    """
+
+    side: Side
+    scoring: str
+    exact: str
+    plain: str
+    rms: Estimate
+    size: Estimate
+    excess: Estimate
+    excess_size: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Two implementations of one function in float32.
+
+    Attributes:
+        side: which is off where they differ; "either": they loaded different files.
+        size, k3, largest: of right - left, nats.
+        floor: mean |delta| that float32 rounding is expected to cost: that of a plain forward at
+            the run's precision, scaled by the ratio of their roundings. None: no such forward.
+    """
+
+    side: Side
+    left: str
+    right: str
+    size: Estimate
+    k3: Estimate
+    largest: Estimate
+    floor: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One number of the square against its level.
+
+    Attributes:
+        level: None where none is calibrated on this device.
+    """
+
+    side: Side
+    evidence: Evidence
+    scoring: str
+    value: Estimate
+    level: float | None
+    standing: Standing
+
+
+@dataclass(frozen=True, slots=True)
+class Square:
+    """The square of one run.
+
+    Attributes:
+        device: class of devices whose levels apply.
+        calibrated: there are levels for it.
+        correlation: of the roundings of engine and trainer; near 0 they add up in quadrature.
+        findings: every excess and gap, judged.
+        not_judged: sides and corners that could not be measured, and why.
+        seconds: of each pass that only the square needs.
+    """
+
+    device: str
+    calibrated: bool
+    legs: tuple[Leg, ...]
+    gaps: tuple[Gap, ...]
+    correlation: Estimate | None
+    findings: tuple[Finding, ...]
+    not_judged: tuple[NotTested, ...]
+    seconds: dict[str, float]
+
+
+def measure(run: Measured, spec: CheckSpec) -> Square | NotTested:
+    """The square of the scorings that a run holds."""
+    what = "rounding or fault (the square)"
+    if spec.quick:
+        return NotTested(what, "left out by --quick")
+    if not spec.noise_floor:
+        return NotTested(what, "its float32 reference was switched off: --no-noise-floor")
+    if REFERENCE not in run.usable:
+        reason = run.refused.get(REFERENCE, "the run holds no float32 reference")
+        return NotTested(what, reason)
+    square = _Corners(run, spec).square()
+    if not square.findings:
+        return NotTested(what, ", ".join(f"{one.what} ({one.reason})" for one in square.not_judged))
+    return square
+
+
+def precision_of(facts: Fingerprint | dict[str, Any]) -> str | None:
+    """The precision that a side computes in: "bf16", "fp16", "fp32", or with "-fp8kv".
+
+    None where it is not known, or where no plain forward rounds as it does (quantised activations,
+    other caches). Weights in MXFP4 are dequantised before they are multiplied.
+    """
+    dtype = _short(facts.get("autocast")) or _short(facts.get("dtype"))
+    cache, weights = _short(facts.get("kv_cache_dtype")), _short(facts.get("quantization"))
+    if dtype not in PRECISION or weights not in (*NOT_QUANTISED, "mxfp4"):
+        return None
+    if cache in NOT_QUANTISED:
+        return dtype
+    return f"{dtype}{FP8_KV}" if cache in FP8_NAMES else None
+
+
+def _short(value: Any) -> str | None:
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.").lower()
+    return LONG_NAMES.get(name, name)
+
+
+class _Corners:
+    """The scorings of a run by their place in the square."""
+
+    def __init__(self, run: Measured, spec: CheckSpec) -> None:
+        self.run, self.usable = run, run.usable
+        self.reference = run.usable[REFERENCE]
+        self.engine = run.decode.name.partition(":")[0]
+        actions = run.rollout.actions
+        self.estimator = Estimator(
+            run.rollout.sequence_of_token[actions], run.rollout.prompt_index, seed=spec.seed
+        )
+        self.missing: list[NotTested] = []
+        self.device = device_class(run.decode.fingerprint, run.train.fingerprint)
+
+    def square(self) -> Square:
+        legs, gaps = tuple(self.legs()), tuple(self.gaps())
+        levels = LEVELS.get(self.device)
+        excess, size = (levels.excess, levels.gap) if levels else (None, None)
+        findings = [judged(leg, excess) for leg in legs]
+        findings += [judged(gap, size) for gap in gaps]
+        return Square(
+            device=self.device,
+            calibrated=levels is not None,
+            legs=legs,
+            gaps=gaps,
+            correlation=self.correlation(legs),
+            findings=tuple(findings),
+            not_judged=tuple(self.missing),
+            seconds={
+                name: float(scoring.fingerprint["seconds"])
+                for name, scoring in self.usable.items()
+                if name.startswith(f"{PLAIN}:") or name in (REFERENCE, self.float32_name)
+                if "seconds" in scoring.fingerprint
+            },
+        )
+
+    @property
+    def float32_name(self) -> str:
+        return f"{self.engine}:{FLOAT32}"
+
+    # ------------------------------------------------------------ excess
+
+    def legs(self) -> Iterator[Leg]:
+        """Every side that rounds, once: passes that agree bit for bit are one."""
+        exact = self.engine_in_float32() or self.reference
+        for side, names, its_float32 in (
+            ("engine", (self.run.decode.name, f"{self.engine}:prefill"), exact),
+            ("trainer", (TRAIN, f"{TRAIN}:regrouped", f"{TRAIN}:grad"), self.reference),
+        ):
+            seen: list[Floats] = []
+            for name in names:
+                scoring = self.usable.get(name)
+                if scoring is None or any(np.array_equal(scoring.logprobs, s) for s in seen):
+                    continue
+                seen.append(scoring.logprobs)
+                leg = self.leg(side, scoring, its_float32)  # type: ignore[arg-type]
+                if leg is not None:
+                    yield leg
+
+    def leg(self, side: Side, scoring: Scoring, exact: Scoring) -> Leg | None:
+        precision = precision_of(scoring.fingerprint)
+        what = f"excess of {scoring.name}"
+        if precision == "fp32":
+            return None  # its distance from the reference is an implementation gap
+        if precision is None:
+            why = "no plain forward rounds as it does"
+            if scoring.fingerprint.get("dtype") is None:
+                why = "it does not say its dtype"
+            self.missing.append(NotTested(what, why))
+            return None
+        plain = self.usable.get(f"{PLAIN}:{precision}")
+        if plain is None:
+            name = f"{PLAIN}:{precision}"
+            reason = self.run.refused.get(name, f"the run holds no scoring {name}")
+            self.missing.append(NotTested(what, reason))
+            return None
+        if len({_law(one) for one in (scoring, exact, plain, self.reference)}) > 1:
+            self.missing.append(NotTested(what, "its logprobs are of another law than float32's"))
+            return None
+        away = scoring.logprobs - exact.logprobs
+        yardstick = plain.logprobs - self.reference.logprobs
+        if not yardstick.any():
+            self.missing.append(NotTested(what, f"{plain.name} equals {REFERENCE}: no yardstick"))
+            return None
+        terms = excess_terms(away, yardstick)
+        made = self.estimator.all((RMS, SIZE, EXCESS, EXCESS_SIZE), {"terms": terms})
+        return Leg(
+            side, scoring.name, exact.name, plain.name,
+            made[RMS.name], made[SIZE.name], made[EXCESS.name], made[EXCESS_SIZE.name],
+        )  # fmt: skip
+
+    def correlation(self, legs: tuple[Leg, ...]) -> Estimate | None:
+        """Of the two sides' roundings, from the first leg of each; None without both."""
+        firsts = [next((leg for leg in legs if leg.side == side), None) for side in SIDES]
+        if None in firsts:
+            return None
+        one, other = (
+            self.usable[leg.scoring].logprobs - self.usable[leg.exact].logprobs
+            for leg in firsts
+            if leg is not None
+        )
+        one, other = _winsorised(one, one), _winsorised(other, other)
+        terms = np.stack([one, other, one * other, one * one, other * other], axis=1)
+        return self.estimator.one(CORRELATION, {"terms": terms})
+
+    # ------------------------------------------------------------ implementation gap
+
+    def engine_in_float32(self) -> Scoring | None:
+        """The engine's implementation in float32: started so, or because it always runs so."""
+        if self.float32_name in self.usable:
+            return self.usable[self.float32_name]
+        for name in (self.run.decode.name, f"{self.engine}:prefill"):
+            scoring = self.usable.get(name)
+            if scoring is not None and precision_of(scoring.fingerprint) == "fp32":
+                return scoring
+        return None
+
+    def gaps(self) -> Iterator[Gap]:
+        exact = self.engine_in_float32()
+        what = f"implementation gap of {self.engine}"
+        if exact is None:
+            reason = self.run.refused.get(self.float32_name)
+            absent = f"the run holds no scoring {self.float32_name}"
+            how = "" if reason else "mismatch check makes it"
+            self.missing.append(NotTested(what, reason or absent, how))
+        elif _law(exact) != _law(self.reference):
+            self.missing.append(NotTested(what, "its logprobs are of another law than float32's"))
+        elif not self.same_values(exact):
+            self.missing.append(NotTested(what, "the two sides hold weights in different forms"))
+        else:
+            facts = [
+                (s.fingerprint.get("model"), s.fingerprint.get("revision"))
+                for s in (exact, self.reference)
+            ]
+            yield self.gap("engine" if facts[0] == facts[1] else "either", exact)
+        if precision_of(self.run.train.fingerprint) == "fp32":
+            yield self.gap("trainer", self.run.train)
+
+    def gap(self, side: Side, scoring: Scoring) -> Gap:
+        delta = self.reference.logprobs - scoring.logprobs
+        names = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
+        made = self.estimator.all([METRICS[name] for name in names], {"delta": delta})
+        size, k3, largest = (made[name] for name in names)
+        return Gap(side, scoring.name, REFERENCE, size, k3, largest, self.floor())
+
+    def floor(self) -> float | None:
+        """What float32 is expected to cost, from what the lowest precision costs."""
+        for dtype in reversed(PRECISION[1:]):
+            plain = self.usable.get(f"{PLAIN}:{dtype}")
+            if plain is not None:
+                cost = float(np.abs(plain.logprobs - self.reference.logprobs).mean())
+                return cost * 2.0 ** (BITS[dtype] - BITS["fp32"])
+        return None
+
+    def same_values(self, exact: Scoring) -> bool:
+        forms = {s.fingerprint.get("weights_form") or "as-stored" for s in (exact, self.reference)}
+        return len(forms) == 1 or forms <= SAME_VALUES
+
+
+SIDES: tuple[Side, ...] = ("engine", "trainer")
+
+
+def _law(scoring: Scoring) -> tuple[float | None, bool]:
+    """Temperature of the logprobs, and whether they are renormalised over kept tokens."""
+    temperature = scoring.fingerprint.get("logprobs_temperature")
+    rounded = None if temperature is None else round(float(temperature), 9)
+    return rounded, bool(scoring.fingerprint.get("logprobs_truncated"))
+
+
+def judged(found: Leg | Gap, level: float | None) -> Finding:
+    """Beyond its level where the whole interval is; undecided where only the value is."""
+    if isinstance(found, Leg):
+        return Finding(
+            found.side, "excess", found.scoring, found.excess, level,
+            _standing(found.excess, level, UNCALIBRATED),
+        )  # fmt: skip
+    return Finding(
+        found.side, "gap", found.left, found.size, level,
+        _standing(found.size, level, None),
+    )  # fmt: skip
+
+
+def _standing(value: Estimate, level: float | None, anywhere: float | None) -> Standing:
+    bound = anywhere if level is None else level
+    if bound is None:
+        return "uncalibrated"
+    if value.low is not None and value.low > bound:
+        return "beyond"
+    if level is None:
+        return "uncalibrated"
+    return "undecided" if value.value > bound else "within"
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def excess_terms(away: Floats, yardstick: Floats) -> Floats:
+    """Terms of the metrics below, [A, 4], of both differences cut at one quantile of both."""
+    side, plain = _winsorised(away, yardstick), _winsorised(yardstick, away)
+    return floats(np.stack([side * side, plain * plain, np.abs(side), np.abs(plain)], axis=1))
+
+
+def _winsorised(values: Floats, others: Floats) -> Floats:
+    """``values`` cut to the ``WINSOR`` quantile of both arrays' sizes together."""
+    cut = float(np.quantile(np.abs(np.concatenate([values, others])), WINSOR))
+    return floats(np.clip(values, -cut, cut))
+
+
+def _terms(terms: Floats) -> Floats:
+    return terms
+
+
+def _rms(means: Floats) -> Floats:
+    return floats(np.sqrt(means[..., 0]))
+
+
+def _size(means: Floats) -> Floats:
+    return floats(means[..., 2])
+
+
+def _rms_ratio(means: Floats) -> Floats:
+    return floats(np.sqrt(means[..., 0] / means[..., 1]))
+
+
+def _size_ratio(means: Floats) -> Floats:
+    return floats(means[..., 2] / means[..., 3])
+
+
+def _correlation(means: Floats) -> Floats:
+    one, other, product, square, square_other = np.moveaxis(means, -1, 0)
+    spread = (square - one * one) * (square_other - other * other)
+    return np.where(spread > 0.0, (product - one * other) / np.sqrt(spread), np.nan)
+
+
+def _metric(name: str, combine: Combine, unit: str, bounds: Bounds = POSITIVE) -> Metric:
+    """A number of the square alone: outside the registry, because no comparison has it."""
+    return Metric(name, _terms, "ratio", unit, combine=combine, bounds=bounds)
+
+
+RMS = _metric("square_rms", _rms, "nats")
+SIZE = _metric("square_size", _size, "nats")
+EXCESS = _metric("square_excess", _rms_ratio, "ratio")
+EXCESS_SIZE = _metric("square_excess_size", _size_ratio, "ratio")
+CORRELATION = _metric("square_correlation", _correlation, "correlation", REAL)
+ANALYSIS = Analysis(
+    "square", Square, measure, unseen=lambda made: tuple(map(str, made.not_judged)), order=0
+)

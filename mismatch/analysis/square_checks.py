@@ -1,0 +1,61 @@
+"""What the square says, as semantic checks: a side beyond its level has failed."""
+
+from __future__ import annotations
+
+from mismatch.analysis.square import Finding, Square, Standing
+from mismatch.types import Check, CheckStatus
+
+STATUS: dict[Standing, CheckStatus] = {
+    "within": "passed",
+    "undecided": "warning",
+    "uncalibrated": "warning",
+    "beyond": "failed",
+}
+ORDER: tuple[Standing, ...] = ("within", "uncalibrated", "undecided", "beyond")
+FIXES = {
+    "engine": "look at the engine's kernels, KV cache and quantisation: mismatch fixes",
+    "trainer": "look at the trainer's attention and experts: mismatch kernels",
+    "either": "load the same files on both sides",
+}
+
+
+def square_checks(square: Square | None) -> list[Check]:
+    """One check for each side's rounding and one for each gap; none without a square.
+
+    Of several passes of a side the worst counts.
+    """
+    if square is None:
+        return []
+    worst: dict[str, Finding] = {}
+    for finding in square.findings:
+        id = check_id(finding)
+        if id not in worst or ORDER.index(finding.standing) > ORDER.index(worst[id].standing):
+            worst[id] = finding
+    return [
+        Check(
+            id,
+            STATUS[finding.standing],
+            detail(finding),
+            FIXES[finding.side] if finding.standing == "beyond" else "",
+        )
+        for id, finding in worst.items()
+    ]
+
+
+def check_id(finding: Finding) -> str:
+    """ "excess-engine", "excess-trainer", "implementation-gap", "implementation-gap-trainer"."""
+    if finding.evidence == "excess":
+        return f"excess-{finding.side}"
+    return "implementation-gap" + ("-trainer" if finding.side == "trainer" else "")
+
+
+def detail(finding: Finding) -> str:
+    """The number, its interval and its level."""
+    value = finding.value
+    found = f"{value.value:.3g}"
+    if value.low is not None and value.high is not None:
+        found += f" [{value.low:.3g}, {value.high:.3g}]"
+    level = "not calibrated on this device" if finding.level is None else f"level {finding.level:g}"
+    if finding.evidence == "excess":
+        return f"{finding.scoring} rounds {found} times as much as a plain forward ({level})"
+    return f"{finding.scoring} is {found} nats from the float32 reference ({level})"

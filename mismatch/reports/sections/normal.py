@@ -1,0 +1,110 @@
+"""“Is this normal?”: this run beside others' measurements and beside its own noise."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from mismatch.analysis.published_values import Reference, references_for
+from mismatch.reports.formatting import line, number, plural, text, times
+from mismatch.reports.section import Cell, Column, Section, Table, Value
+from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows, relative
+from mismatch.reports.words import words_for
+from mismatch.types import Report
+
+COMPARED = (HEADLINE, "k3_kl")
+ORDERS = "Other models, lengths and reductions: orders of magnitude, no levels."
+NOISE = (
+    "Passes that should agree with each other, measured on the same tokens. The last column "
+    "compares with the headline's mean |delta|; the parts are no shares and do not add up."
+)
+PASSES = (
+    Column("pass", text),
+    Column("mean |delta|"),
+    Column("largest"),
+    Column("of headline", relative),
+)
+
+
+def of_report(report: Report) -> tuple[Section, ...]:
+    """Values published for stacks of this class; then passes that should agree."""
+    ladders = [ladder for metric in COMPARED if (ladder := _ladder(report, metric))]
+    rest = Section("ladders", "Measured elsewhere", tables=tuple(ladders[1:]), page_only=True)
+    normal = Section(
+        id="normal",
+        title="Is this normal?",
+        sentences=tuple(sentences(report)),
+        tables=tuple(ladders[:1]),
+        notes=(ORDERS,) if ladders else (),
+        parts=(rest,) if rest.tables else (),
+        folded=False,
+    )
+    rows = tuple(_row(row) for row in noise_rows(report))
+    noise = Section("noise", "How much of this is noise?", NOISE, tables=(Table(PASSES, rows),))
+    return (normal, noise) if rows else (normal,)
+
+
+def _row(row: Noise) -> tuple[Cell | Value, ...]:
+    name = Cell(row.words.label, note=f"{row.words.meaning} · {row.pair}")
+    return name, row.mean, row.largest, Cell(row.relative, "bar")
+
+
+def published(report: Report, metric: str) -> tuple[Reference, ...]:
+    """Values of a metric on working stacks of the same class."""
+    return references_for(metric, report.verdict.levels)
+
+
+def _ladder(report: Report, metric: str) -> Table | None:
+    """This run among published values of one metric, largest first."""
+    others = published(report, metric)
+    estimate = headline(report).metrics.get(metric)
+    if not others or estimate is None:
+        return None
+    rows: list[tuple[Cell | Value, ...]] = [
+        (other.value, Cell(f"{other.model}, {other.stack}", note=other.note), other.source)
+        for other in others
+    ]
+    ours = Cell(f"this run: {model_name(report)}", "strong")
+    rows.append((Cell(estimate.value, "strong"), ours, None))
+    rows.sort(key=lambda row: -_number(row[0]))
+    columns = (
+        Column(words_for(metric).label, number),
+        Column("measured on", text),
+        Column("source", text, 1),
+    )
+    return Table(columns, tuple(rows))
+
+
+def _number(cell: Cell | Value) -> float:
+    value = cell.value if isinstance(cell, Cell) else cell
+    assert isinstance(value, float)
+    return value
+
+
+def sentences(report: Report) -> list[str]:
+    """Against others, and against this run's own noise."""
+    others = published(report, HEADLINE)
+    estimate = headline(report).metrics.get(HEADLINE)
+    stack = line(report.verdict.levels)
+    said = []
+    if others and estimate is not None:
+        ratio = times(estimate.value / median(other.value for other in others))
+        values = plural(len(others), "value")
+        said.append(f"mean |delta| is {ratio} the median of {values} published for {stack}.")
+    elif estimate is not None:
+        said.append(f"No published mean |delta| for stacks of this class ({stack}) is known to us.")
+    else:
+        said.append("Unknown: there is no mean |delta| to set beside others'.")
+    return said + _beside_noise(report)
+
+
+def _beside_noise(report: Report) -> list[str]:
+    noise = [row for row in noise_rows(report) if row.relative is not None]
+    if not noise:
+        return []
+    largest = max(noise, key=lambda row: row.relative or 0.0)
+    if not largest.relative:
+        return ["This run's own noise is 0: every pass that should agree with another one does."]
+    return [
+        f"Of this run's passes that should agree, “{largest.words.label}” are furthest apart: "
+        f"{largest.beside}."
+    ]

@@ -1,0 +1,204 @@
+"""What really ran on each side, and everything that was measured."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mismatch.models import injections
+from mismatch.reports.elsewhere import Elsewhere
+from mismatch.reports.formatting import MISSING, bound, line, number, plural, text
+from mismatch.reports.section import Block, Cell, Column, Section, Table
+from mismatch.reports.summary import all_rows, command, headline
+from mismatch.types import Comparison, Report
+
+LONG = 40  # entries of a fingerprint beyond which it says how many there are
+LEAD = "Resolved by each side while it ran, not what was asked for."
+
+
+def of_names(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
+    """Aspect by aspect; then every number, folded away.
+
+    Args:
+        names: what others call the metrics; None: no such column.
+    """
+    comparison = headline(report)
+    columns = (
+        Column("", text),
+        Column(comparison.rollout, text),
+        Column(comparison.train, text),
+    )
+    ran = Section(
+        id="ran",
+        title="What really ran",
+        lead=LEAD,
+        tables=(Table(columns, tuple(what_ran(report))),),
+        parts=tuple(_fingerprint(*side) for side in report.fingerprints.items()),
+    )
+    parts = [_everything(place, item, names) for place, item in enumerate(report.comparisons)]
+    everything = Section(
+        id="everything",
+        title="Everything measured",
+        parts=(*parts, _this_run(report)),
+        page_only=True,
+    )
+    return ran, everything
+
+
+def _fingerprint(name: str, side: dict[str, Any]) -> Section:
+    """As JSON, its long tables (weights, source files) as their length."""
+    short = {
+        key: f"{len(value)} entries, see report.json"
+        if isinstance(value, dict | list | tuple) and len(value) > LONG
+        else value
+        for key, value in side.items()
+    }
+    shown = json.dumps(short, indent=2, ensure_ascii=True, sort_keys=True, default=str)
+    block = Block("", tuple(shown.splitlines()))
+    return Section(f"side-{name}", f"Everything about {name}", blocks=(block,), page_only=True)
+
+
+def _everything(place: int, item: Comparison, names: Elsewhere | None) -> Section:
+    """Every metric of a comparison; values by others' conventions are the headline's alone."""
+    rows = all_rows(item)
+    known = [] if names is None else [names.of(row.metric, values=not place) for row in rows]
+    columns = (Column("metric", text), Column("name", text), Column("value", interval=0))
+    title = () if names is None else (Column(names.title, text),)
+    lead = "" if item.sampled_by_left else "{} is not the law that sampled: its KL are scores."
+    return Section(
+        id=f"everything-{place}",
+        title=f"All {len(rows)} numbers of {item.rollout} against {item.train}",
+        lead=lead.format(item.rollout),
+        tables=(
+            Table(
+                (*columns, *title),
+                tuple(
+                    (
+                        Cell(row.words.label, note=row.words.meaning),
+                        Cell(row.metric, "code"),
+                        row.cell,
+                        *(("; ".join(other.told(row.write) for other in others),) if names else ()),
+                    )
+                    for row, others in zip(rows, known or [[]] * len(rows), strict=True)
+                ),
+            ),
+        ),
+    )
+
+
+def _this_run(report: Report) -> Section:
+    seconds, versions = report.run.get("seconds"), report.run.get("versions")
+    facts = {
+        "command": command(report),
+        "time": ", ".join(
+            f"{stage} {number(float(value))} s"
+            for stage, value in (seconds if isinstance(seconds, dict) else {}).items()
+        ),
+        "versions": ", ".join(
+            f"{name} {version}"
+            for name, version in (versions if isinstance(versions, dict) else {}).items()
+        ),
+        "model": report.model,
+        "levels": report.verdict.levels,
+    }
+    rows = tuple(
+        (name, Cell(fact, "code" if name == "command" else ""))
+        for name, fact in facts.items()
+        if fact
+    )
+    table = Table((Column("", text), Column("", text)), rows)
+    return Section("this-run", "This run", tables=(table,))
+
+
+def what_ran(report: Report) -> list[tuple[str, str, str]]:
+    """(aspect, rollout side, train side): what was resolved, not what was asked for."""
+    comparison = headline(report)
+    sides = [report.fingerprints.get(name, {}) for name in (comparison.rollout, comparison.train)]
+    rows = []
+    for aspect, describe in _ASPECTS.items():
+        left, right = (line(describe(side)) or MISSING for side in sides)
+        if (left, right) != (MISSING, MISSING):
+            rows.append((aspect, left, right))
+    preset = (report.run.get("spec") or {}).get("preset")
+    return rows + ([("settings of", MISSING, line(preset))] if preset else [])
+
+
+def _software(side: dict[str, Any]) -> str:
+    name = side.get("served_by") or side.get("engine") or side.get("backend") or ""
+    world = side.get("world_size")
+    if servers := side.get("servers"):
+        name = f"{plural(len(servers), 'server')}: {name}"
+    parts = [f"{name} {side.get('version') or ''}".strip() + (f" × {world}" if world else "")]
+    versions = side.get("versions") or {}
+    parts += [f"{key} {versions[key]}" for key in ("torch", "transformers") if versions.get(key)]
+    return ", ".join(part for part in parts if part)
+
+
+def _precision(side: dict[str, Any]) -> str:
+    parts = [str(side.get("dtype") or "")]
+    for key, name in (
+        ("master_dtype", "master"),
+        ("head_dtype", "head"),
+        ("autocast", "autocast"),
+        ("kv_cache_dtype", "KV cache"),
+        ("quantization", "quantised"),
+    ):
+        if side.get(key) not in (None, "", "auto"):
+            parts.append(f"{name} {side[key]}")
+    return ", ".join(part for part in parts if part)
+
+
+def _attention(side: dict[str, Any]) -> str:
+    honours = side.get("honours_sinks")
+    sinks = "" if honours is None else ", honours sinks" if honours else ", ignores sinks"
+    return f"{side['attention']}{sinks}" if side.get("attention") else ""
+
+
+def _experts(side: dict[str, Any]) -> str:
+    return str(side.get("experts") or side.get("moe_backend") or "")
+
+
+def _logprobs(side: dict[str, Any]) -> str:
+    temperature = side.get("logprobs_temperature")
+    parts = [str(side.get("logprobs_mode") or "")]
+    if temperature is not None:
+        parts.append(f"at temperature {bound(float(temperature))}")
+    if side.get("logprobs_truncated"):
+        parts.append("renormalised over the kept tokens")
+    return ", ".join(part for part in parts if part)
+
+
+def _layout(side: dict[str, Any]) -> str:
+    parts = [str(side.get("device") or "")]
+    if (side.get("tensor_parallel_size") or 1) > 1:
+        parts.append(f"tensor parallel {side['tensor_parallel_size']}")
+    if side.get("enforce_eager") is not None:
+        parts.append("eager" if side["enforce_eager"] else "compiled")
+    if side.get("layout"):
+        parts.append(str(side["layout"]))
+    if side.get("micro_batch_tokens"):
+        parts.append(f"micro-batches of {plural(int(side['micro_batch_tokens']), 'token')}")
+    return ", ".join(part for part in parts if part)
+
+
+def _routes(side: dict[str, Any]) -> str:
+    parts = []
+    if replay := side.get("replay"):
+        own = int(replay["rows_own"])
+        parts.append(f"replayed: {replay['mode']} of {replay['source']}")
+        parts += [f"{plural(own, 'token')} without a route"] if own else []
+    if injected := dict(side.get("injected") or {}):
+        seed = injected.pop("seed", None)
+        parts.append(f"injected: {injections.describe(tuple(injected.items()), seed)}")
+    return ", ".join(parts)
+
+
+_ASPECTS = {
+    "software": _software,
+    "precision": _precision,
+    "attention": _attention,
+    "experts": _experts,
+    "routes": _routes,
+    "logprobs": _logprobs,
+    "layout": _layout,
+}

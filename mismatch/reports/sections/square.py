@@ -1,0 +1,186 @@
+"""Rounding or fault: each side's distance from its own float32, and the two float32s apart."""
+
+from __future__ import annotations
+
+from mismatch.analysis.square import Finding, Gap, Leg, Square, Standing
+from mismatch.reports.formatting import bound, count, interval, line, number, text, times
+from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
+from mismatch.reports.svg import ACCENT, INK, SECOND, drawing, to_svg
+from mismatch.types import Report
+
+LEAD = (
+    "Excess: how far a side is from float32, over how far a plain forward at its precision is. "
+    "About 1 is rounding; a broken kernel, cache or setting rounds more. Two implementations in "
+    "float32 differ by next to nothing, unless weights or functions differ."
+)
+SHARED = (
+    "The float32 reference is the trainer's model code: a fault that both share would look like "
+    "the engine's."
+)
+TONES: dict[Standing, Tone] = {
+    "within": "healthy",
+    "undecided": "warn",
+    "uncalibrated": "dim",
+    "beyond": "critical",
+}
+WORDS: dict[Standing, str] = {
+    "within": "within",
+    "undecided": "undecided",
+    "uncalibrated": "not calibrated",
+    "beyond": "beyond",
+}
+EXCESS = (
+    Column("side", text),
+    Column("from float32", number, 2, detail="root mean square, nats"),
+    Column("excess", number, interval=1, detail="root mean square"),
+    Column("of mean |delta|", number, 3),
+    Column("level", bound, 2),
+    Column("", text),
+)
+GAP = (
+    Column("in float32", text),
+    Column("mean |delta|", number, interval=2, detail="nats"),
+    Column("rounding", number, 1, detail="expected of float32"),
+    Column("k3", number, 3),
+    Column("largest", number, 4),
+    Column("level", bound, 2),
+    Column("", text),
+)
+
+
+def section(result: Square, report: Report) -> Section:
+    """Both tables, and which side is off."""
+    told = sentences(result)
+    excess, gap = _tables(result)
+    return Section(
+        id="square",
+        title="Rounding or fault",
+        lead=LEAD,
+        sentences=tuple(told),
+        tables=tuple(table for table in (excess, gap) if table.rows),
+        figures=(_figure(result),) if result.legs else (),
+        notes=tuple(_notes(result)),
+        short=told[0],
+    )
+
+
+def sentences(result: Square) -> list[str]:
+    """Which side is off and by what evidence; whether the two sides round alike."""
+    beyond = [finding for finding in result.findings if finding.standing == "beyond"]
+    told = [_off(result, finding) for finding in beyond]
+    if not beyond:
+        told.append(_clean(result))
+    elif any(f.evidence == "gap" and f.side == "engine" for f in beyond):
+        told.append(SHARED)
+    if result.correlation is not None:
+        told.append(
+            f"The roundings of the two sides correlate by {number(result.correlation.value, 2)} "
+            f"({interval(result.correlation)}): where they round at the same places they cancel."
+        )
+    return told
+
+
+def _off(result: Square, finding: Finding) -> str:
+    name, value = line(finding.scoring), finding.value
+    if finding.evidence == "excess":
+        whose = "engine" if finding.side == "engine" else "trainer"
+        return (
+            f"The {whose} is off: {name} is {times(value.value)} as far from its own float32 as a "
+            f"plain forward at its precision ({interval(value, times)})."
+        )
+    gap = next(gap for gap in result.gaps if gap.left == finding.scoring)
+    times_floor = count(round(value.value / gap.floor)) if gap.floor else ""
+    over = f", {times_floor} times the rounding that is expected" if times_floor else ""
+    subject = {
+        "engine": "The engine computes another function than the float32 reference",
+        "trainer": "The trainer computes another function than the float32 reference",
+        "either": "The two sides loaded different files and compute different functions",
+    }[finding.side]
+    return f"{subject}: mean |delta| {number(value.value)} nats in float32{over}."
+
+
+def _clean(result: Square) -> str:
+    if not result.findings:
+        return "Neither side could be told from a faulty one: see what was not tested."
+    if any(finding.standing == "undecided" for finding in result.findings):
+        return "A value lies beyond its level, but its interval does not decide."
+    measured = {finding.evidence for finding in result.findings}
+    parts = []
+    if "excess" in measured:
+        parts.append("each side rounds as a plain forward at its precision does")
+    if "gap" in measured:
+        parts.append("the implementations agree in float32")
+    said = " and ".join(parts)
+    sentence = f"{said[0].upper()}{said[1:]}"
+    if not result.calibrated:
+        return f"{sentence}, as far as levels go: none is calibrated on {line(result.device)}."
+    return f"{sentence}: what is measured here is rounding."
+
+
+def _notes(result: Square) -> list[str]:
+    notes = [line(str(entry)) for entry in result.not_judged]
+    if result.seconds:
+        took = ", ".join(f"{line(name)} {number(s, 2)} s" for name, s in result.seconds.items())
+        notes.append(f"Time of these passes: {took} (--quick leaves all but the reference out).")
+    return notes
+
+
+def _tables(result: Square) -> tuple[Table, Table]:
+    judged = {(f.evidence, f.scoring): f for f in result.findings}
+    legs = [_leg(leg, judged["excess", leg.scoring]) for leg in result.legs]
+    gaps = [_gap(gap, judged["gap", gap.left]) for gap in result.gaps]
+    return Table(EXCESS, tuple(legs)), Table(GAP, tuple(gaps))
+
+
+def _leg(leg: Leg, finding: Finding) -> tuple[Cell | Value, ...]:
+    return (
+        Cell(leg.scoring, note=f"from {leg.exact}; yardstick {leg.plain}"),
+        leg.rms,
+        Cell(leg.excess, "strong"),
+        leg.excess_size,
+        finding.level,
+        _standing(finding),
+    )
+
+
+def _gap(gap: Gap, finding: Finding) -> tuple[Cell | Value, ...]:
+    return (
+        Cell(gap.left, note=f"against {gap.right}"),
+        Cell(gap.size, "strong"),
+        gap.floor,
+        gap.k3,
+        gap.largest,
+        finding.level,
+        _standing(finding),
+    )
+
+
+def _standing(finding: Finding) -> Cell:
+    return Cell(WORDS[finding.standing], TONES[finding.standing])
+
+
+def _figure(result: Square) -> Figure:
+    return Figure(
+        "square-excess",
+        "Excess over rounding",
+        "A bar per side, with its 95 % interval by prompt; 1 is a plain forward at the same "
+        "precision, the dashed line the level that clean runs stay below.",
+        lambda: _bars(result),
+    )
+
+
+def _bars(result: Square) -> str:
+    levels = {f.level for f in result.findings if f.evidence == "excess" and f.level is not None}
+    with drawing() as (figure, axes):
+        places = list(range(len(result.legs)))
+        axes.barh(places, [leg.excess.value for leg in result.legs], color=ACCENT, height=0.5)
+        for place, leg in zip(places, result.legs, strict=True):
+            if leg.excess.low is not None and leg.excess.high is not None:
+                axes.plot([leg.excess.low, leg.excess.high], [place, place], color=INK, lw=1.4)
+        axes.axvline(1.0, color=INK, lw=0.8)
+        for level in levels:
+            axes.axvline(level, color=SECOND, lw=1.2, dashes=(4, 3))
+        axes.set_yticks(places, [line(leg.scoring) for leg in result.legs])
+        axes.invert_yaxis()
+        axes.set_xlabel("excess over a plain forward")
+        return to_svg(figure, "square-excess", "Excess over rounding, a bar per side")

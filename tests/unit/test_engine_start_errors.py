@@ -1,0 +1,63 @@
+"""An engine that cannot start says why: vLLM's own process knows, and only its log tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mismatch.engines.model_info import CauseInLog, logged_cause
+from mismatch.errors import MismatchError
+from mismatch.processes.workers import engine as worker
+from mismatch.run import store
+from mismatch.run.messages import read_error
+from mismatch.specs import EngineSpec, RolloutSpec, to_dict
+
+# As vLLM 0.32 logged it, shortened.
+LOG = """\
+(EngineCore pid=30313) INFO 11-22 07:06:57 [core.py:110] Initializing a V1 LLM engine
+(Worker pid=30462) ERROR 11-22 07:07:46 [multiproc_executor.py:1063] Traceback (most recent):
+(Worker pid=30462) ERROR 11-22 07:07:46 [multiproc_executor.py:1063] ValueError: Available memory \
+on node 0 (16.93/21.59 GiB) is less than requested memory for kv (900000.0 GiB).
+(EngineCore pid=30313) ERROR 11-22 07:07:46 [core.py:1510] RuntimeError: Worker failed with error \
+'Available memory', please check the stack trace above for the root cause
+Traceback (most recent call last):
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+CAUSE = (
+    "Available memory on node 0 (16.93/21.59 GiB) is less than requested memory for kv "
+    "(900000.0 GiB)."
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (LOG, CAUSE),
+        ("", ""),
+        ("ValueError: of a library, while it was tried\nINFO fine", ""),
+        ("(EngineCore pid=7) torch.OutOfMemoryError: CUDA out of memory.", "CUDA out of memory."),
+    ],
+)
+def test_the_cause_is_the_childs_own_error(log: str, cause: str) -> None:
+    assert logged_cause(log) == cause
+
+
+@pytest.mark.parametrize("log", [LOG, ""])
+def test_a_start_error_carries_it_to_the_user(
+    log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise CauseInLog("vLLM cannot load m", "look into logs/engine.log")
+
+    monkeypatch.setattr(worker, "run", fails)
+    monkeypatch.setattr(worker, "LOG_DELAY_S", 0.0)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "engine.log").write_text(log)
+    job = {"run_dir": str(tmp_path), "spec": to_dict(RolloutSpec(EngineSpec("vllm", "m")))}
+    path = store.write_json(tmp_path / "job.json", job)
+    assert worker.main([str(path)]) == 1
+    error = read_error(tmp_path, "engine")
+    assert isinstance(error, MismatchError)
+    assert (CAUSE in error.message) == bool(log)
+    assert ("--gpu-memory-utilization" in error.fix) == bool(log)

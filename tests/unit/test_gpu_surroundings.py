@@ -1,0 +1,152 @@
+"""What stands around a GPU, played by an nvidia-smi of ours: TF32, drivers, memory given back."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mismatch.cli import session
+from mismatch.doctor import plan
+from mismatch.doctor.plan import Memory
+from mismatch.errors import MismatchError
+from mismatch.experiments.passes import training_passes
+from mismatch.pipeline.build import without_room
+from mismatch.processes import stages
+from mismatch.run.messages import pass_label, write_error
+from mismatch.specs import CheckSpec, TrainSpec
+from mismatch.training.distributed import require_usable_gpus
+
+MIB = 1 << 20
+Smi = Callable[[str], None]
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
+    """Put a shell script in the place of nvidia-smi."""
+
+    def write(script: str) -> None:
+        path = tmp_path / "bin" / "nvidia-smi"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return write
+
+
+def test_float32_is_float32_whatever_the_container_sets() -> None:
+    script = """
+import torch
+assert torch.get_float32_matmul_precision() == "high"  # or there is nothing to pin
+from mismatch.training.distributed import World
+World.start()
+assert torch.get_float32_matmul_precision() == "highest"
+assert not torch.backends.cuda.matmul.allow_tf32
+assert not torch.backends.cudnn.allow_tf32
+"""
+    env = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_take_the_cpu(smi: Smi) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("torch can use the GPUs here")
+    smi("echo 'GPU 0: NVIDIA H100 80GB HBM3'; echo 'GPU 1: NVIDIA H100 80GB HBM3'")
+    with pytest.raises(MismatchError, match="lists 2 GPUs") as caught:
+        require_usable_gpus()
+    assert "580" in caught.value.fix
+    smi("exit 9")
+    require_usable_gpus()
+
+
+def test_a_cpu_that_is_asked_for_is_taken(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi("echo 'GPU 0: NVIDIA H100 80GB HBM3'")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    require_usable_gpus()
+
+
+def test_the_trainer_waits_until_the_engines_memory_is_free(
+    smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "FREE_POLL_S", 0.01)
+    asked = tmp_path / "asked"
+    smi(f"echo x >> {asked}; [ $(wc -l < {asked}) -ge 4 ] && echo 80000 || echo 9000")
+    assert stages.still_held([80000 * MIB], timeout_s=20) == 0
+    assert len(asked.read_text().split()) >= 4
+    smi("echo 9000")
+    assert stages.still_held([80000 * MIB], timeout_s=0.1) == 71000 * MIB
+    assert stages.still_held([]) == 0  # no GPU
+
+
+def test_a_pass_without_room_is_not_tested_and_says_why(tmp_path: Path) -> None:
+    spec = CheckSpec(train=TrainSpec(model="m"))
+    names = {one.name for one in training_passes(spec)}
+    write_error(tmp_path, pass_label("reference:fp32"), MismatchError("50 GiB needed", "--offload"))
+    (missing,) = without_room(tmp_path, spec, names - {"reference:fp32", "fsdp:grad"})
+    assert (missing.what, missing.reason, missing.how) == (
+        "reference:fp32", "50 GiB needed", "--offload",
+    )  # fmt: skip
+    assert list(without_room(tmp_path, spec, names)) == []  # an earlier attempt's reason
+
+
+def test_what_cannot_fit_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = Memory(("fsdp: too large",), ("fsdp: too large",), {"reference:fp32": "too large"})
+    monkeypatch.setattr(plan, "memory_of", lambda spec: memory)
+    with pytest.raises(MismatchError, match="fsdp: too large") as caught:
+        session.passes_without_room(CheckSpec(), force=False)
+    assert "--force" in caught.value.fix
+    assert session.passes_without_room(CheckSpec(), force=True) == {}
+    assert "fsdp: too large" in capsys.readouterr().out
+    monkeypatch.setattr(plan, "memory_of", lambda spec: replace(memory, refused=()))
+    left_out = session.passes_without_room(CheckSpec(), force=False)
+    assert left_out == {"reference:fp32": "too large"}
+
+
+def test_the_environment_for_gpus_has_what_that_for_cpus_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    make_env = runpy.run_path("tools/make_env.py")
+    install = make_env["install_cuda"]
+    monkeypatch.setitem(install.__globals__, "pip", lambda python, *args: asked.extend(args))
+    install(Path("python"))
+    extras = asked[-1].partition("[")[2].rstrip("]").split(",")
+    assert {"vllm", "datasets", "dev"} <= set(extras)
+
+
+def test_the_transformers_engine_dequantises_mxfp4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the package kernels it would run a kernel of the hub, whose routes are not seen."""
+    import transformers
+
+    from mismatch.engines.transformers.engine import TransformersEngine
+    from mismatch.specs import EngineSpec
+    from mismatch.types import Sampling
+    from tests.checkpoints import make_mxfp4
+
+    model = make_mxfp4(tmp_path / "released", tmp_path / "plain")
+    given: dict[str, object] = {}
+
+    def stop(*_: object, **options: object) -> None:
+        given.update(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", stop)
+    spec = EngineSpec("transformers", str(model))
+    with pytest.raises(MismatchError, match="enough"):
+        TransformersEngine(spec, Sampling(), 64).__enter__()
+    assert given["quantization_config"].dequantize is True  # type: ignore[attr-defined]

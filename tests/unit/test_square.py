@@ -1,0 +1,405 @@
+"""The square: rounding gives an excess of 1, a fault on one side more, and that side is named.
+
+Synthetic scorings with known roundings; real passes are in tests/integration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import calibration
+from benchmarks.planted_fault import FAULTS
+from mismatch.analysis.registry import Measured
+from mismatch.analysis.square import Square, excess_terms, measure, precision_of
+from mismatch.analysis.square_checks import square_checks
+from mismatch.analysis.square_levels import LEVELS
+from mismatch.errors import MismatchError
+from mismatch.experiments.passes import training_passes
+from mismatch.experiments.square import float32_engine, plain_of, plain_passes
+from mismatch.pipeline.build import build_report
+from mismatch.processes.square import LABEL, score_in_float32
+from mismatch.run import store
+from mismatch.run.messages import read_error, write_error
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from mismatch.types import NotTested, Rollout, Sampling, Scoring
+from tests.made_run import make_run
+from tests.made_run import spec as made_spec
+
+PROMPTS, SAMPLES, RESPONSE = 64, 2, 40
+ENGINE = {"mode": "decode", "engine": "vllm", "dtype": "bf16", "kv_cache_dtype": "bf16"}
+COMMON = {"device": "cpu", "logprobs_temperature": 1.0, "model": "m"}
+SPEC = CheckSpec(rollout=RolloutSpec(engine=EngineSpec(model="m")), train=TrainSpec(model="m"))
+NAMES = {
+    "vllm:decode": ENGINE,
+    "vllm:fp32": ENGINE | {"mode": "prefill", "dtype": "fp32", "kv_cache_dtype": "fp32"},
+    "fsdp": {"mode": "train", "dtype": "bf16", "autocast": None},
+    "reference:fp32": {"mode": "reference", "dtype": "fp32", "seconds": 2.5},
+    "plain:bf16": {"mode": "plain", "dtype": "bf16", "seconds": 1.5},
+}
+
+
+def rollout() -> Rollout:
+    n = PROMPTS * SAMPLES
+    mask = np.tile(np.arange(RESPONSE + 1) > 0, n)
+    return Rollout(
+        token_ids=np.zeros(len(mask), np.int64),
+        offsets=np.arange(n + 1) * (RESPONSE + 1),
+        action_mask=mask,
+        turn=mask.astype(np.int64),
+        prompt_index=np.repeat(np.arange(PROMPTS), SAMPLES),
+        finish_reason=("length",) * n,
+        sampling=Sampling(),
+        fingerprint={"engine": "vllm"},
+    )
+
+
+def run_of(
+    size: dict[str, float] | None = None, facts: dict[str, dict[str, Any]] | None = None
+) -> Measured:
+    """A run whose scorings are float32 plus rounding of one size; bf16 sides share half of it.
+
+    Args:
+        size: scoring -> factor on its own rounding.
+        facts: scoring -> further entries of its fingerprint.
+    """
+    made, rng = rollout(), np.random.default_rng(3)
+    exact = -rng.gamma(0.5, 0.7, made.n_actions)
+    shared = rng.standard_t(5, made.n_actions)
+    scorings = {}
+    for name, fingerprint in NAMES.items():
+        own = rng.standard_t(5, made.n_actions)
+        scale = 2e-7 if fingerprint["dtype"] == "fp32" else 0.005
+        noise = scale * (size or {}).get(name, 1.0) * (shared + own)
+        given = COMMON | fingerprint | (facts or {}).get(name, {})
+        scorings[name] = Scoring(name, made.token_ids[made.actions], exact + noise, given)
+    decode, train = scorings["vllm:decode"], scorings["fsdp"]
+    return Measured(made, decode, train, None, scorings, {})  # type: ignore[arg-type]
+
+
+def square(run: Measured, spec: CheckSpec = SPEC) -> Square:
+    found = measure(run, spec)
+    assert isinstance(found, Square)
+    return found
+
+
+def standings(found: Square) -> dict[str, str]:
+    return {f"{f.evidence}-{f.side}": f.standing for f in found.findings}
+
+
+def test_rounding_alone_is_within_on_both_sides() -> None:
+    found = square(run_of())
+    assert standings(found) == dict.fromkeys(
+        ("excess-engine", "excess-trainer", "gap-engine"), "within"
+    )
+    for leg in found.legs:
+        assert leg.excess.value == pytest.approx(1.0, abs=0.06)
+        assert leg.excess.low is not None
+        assert leg.excess.low < 1.0 < (leg.excess.high or 0)
+        assert leg.excess.n_prompts == PROMPTS
+    assert {check.status for check in square_checks(found)} == {"passed"}
+    assert found.correlation is not None
+    assert found.correlation.value == pytest.approx(0.5, abs=0.06)
+    assert found.seconds == {"reference:fp32": 2.5, "plain:bf16": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "check"),
+    [
+        ("vllm:decode", 1.5, "excess-engine"),
+        ("fsdp", 1.5, "excess-trainer"),
+        ("vllm:fp32", 1000.0, "implementation-gap"),
+    ],
+)
+def test_a_side_that_rounds_more_is_named_and_no_other(
+    name: str, factor: float, check: str
+) -> None:
+    found = square(run_of({name: factor}))
+    failed = [one.id for one in square_checks(found) if one.status == "failed"]
+    assert failed == [check]
+    beyond = next(f for f in found.findings if f.standing == "beyond")
+    assert beyond.scoring == name
+
+
+def test_a_lower_yardstick_would_be_seen_as_both_sides_off() -> None:
+    found = square(run_of({"plain:bf16": 0.5}))
+    assert standings(found)["excess-engine"] == standings(found)["excess-trainer"] == "beyond"
+
+
+def test_the_gap_has_the_floor_that_rounding_predicts() -> None:
+    run = run_of()
+    (gap,) = square(run).gaps
+    yardstick = run.usable["plain:bf16"].logprobs - run.usable["reference:fp32"].logprobs
+    assert gap.floor == pytest.approx(np.abs(yardstick).mean() / 2**16)
+    delta = run.usable["reference:fp32"].logprobs - run.usable["vllm:fp32"].logprobs
+    assert gap.size.value == pytest.approx(np.abs(delta).mean())
+    assert gap.largest.value == pytest.approx(np.abs(delta).max())
+
+
+def test_other_files_name_neither_side() -> None:
+    facts = {"vllm:fp32": {"model": "other"}}
+    found = square(run_of({"vllm:fp32": 1e3}, facts))
+    assert standings(found)["gap-either"] == "beyond"
+
+
+def test_without_levels_for_the_device_only_a_factor_of_two_is_beyond() -> None:
+    gpu = {name: {"device": "NVIDIA H100"} for name in NAMES}
+    found = square(run_of({"vllm:decode": 1.5, "fsdp": 2.5}, gpu))
+    assert not found.calibrated
+    assert standings(found) == {
+        "excess-engine": "uncalibrated", "excess-trainer": "beyond", "gap-engine": "uncalibrated"
+    }  # fmt: skip
+    assert "passed" not in {check.status for check in square_checks(found)}
+
+
+def test_a_value_above_its_level_within_its_interval_is_undecided() -> None:
+    run = run_of({"vllm:decode": 1.23})
+    few = replace(run.rollout, prompt_index=np.repeat(np.arange(4), PROMPTS * SAMPLES // 4))
+    engine = next(f for f in square(replace(run, rollout=few)).findings if f.side == "engine")
+    assert engine.value.low is not None
+    assert engine.value.low < LEVELS["cpu"].excess < engine.value.value
+    assert engine.standing == "undecided"
+
+
+def test_a_constant_shift_is_an_excess() -> None:
+    run = run_of()
+    shifted = replace(run.decode, logprobs=run.decode.logprobs - 0.02)
+    found = square(replace(run, usable=run.usable | {"vllm:decode": shifted}))
+    assert standings(found)["excess-engine"] == "beyond"
+
+
+@pytest.mark.parametrize(
+    ("facts", "judged"),
+    [
+        ({"vllm:decode": {"logprobs_temperature": 0.7}}, {"excess-trainer", "gap-engine"}),
+        ({"vllm:decode": {"logprobs_truncated": True}}, {"excess-trainer", "gap-engine"}),
+        ({"vllm:decode": {"dtype": None}}, {"excess-trainer", "gap-engine"}),
+        ({"vllm:decode": {"quantization": "fp8"}}, {"excess-trainer", "gap-engine"}),
+        ({"vllm:fp32": {"weights_form": "mxfp4-rounded"}}, {"excess-engine", "excess-trainer"}),
+        ({"vllm:fp32": {"logprobs_temperature": 0.7}}, {"excess-trainer"}),
+    ],
+)
+def test_what_has_no_yardstick_is_not_judged_and_not_healthy(
+    facts: dict[str, dict[str, Any]], judged: set[str]
+) -> None:
+    found = square(run_of(facts=facts))
+    assert standings(found).keys() == judged
+    assert len(found.not_judged) == 3 - len(judged)
+
+
+def test_each_precision_has_its_own_yardstick() -> None:
+    run = run_of(
+        {"vllm:decode": 0.125}, {"vllm:decode": {"dtype": "fp16", "kv_cache_dtype": "fp16"}}
+    )
+    assert "excess-engine" not in standings(square(run))
+    plain = run.usable["plain:bf16"]
+    exact = run.usable["reference:fp32"].logprobs
+    other = replace(plain, name="plain:fp16", logprobs=exact + (plain.logprobs - exact) / 8)
+    found = square(replace(run, usable=run.usable | {"plain:fp16": other}))
+    leg = next(leg for leg in found.legs if leg.side == "engine")
+    assert leg.plain == "plain:fp16"
+    assert leg.excess.value == pytest.approx(1.0, abs=0.06)
+
+
+def test_a_float32_trainer_is_judged_by_its_gap() -> None:
+    found = square(run_of({"fsdp": 1.0}, {"fsdp": {"dtype": "fp32"}}))
+    assert standings(found)["gap-trainer"] == "beyond"  # it rounds as bf16 does, and says float32
+    assert "excess-trainer" not in standings(found)
+
+
+def test_without_the_engine_in_float32_its_leg_starts_at_the_reference() -> None:
+    run = run_of({"vllm:decode": 1.5})
+    fewer = {name: one for name, one in run.usable.items() if name != "vllm:fp32"}
+    found = square(replace(run, usable=fewer, refused={"vllm:fp32": "no memory"}))
+    assert next(leg for leg in found.legs if leg.side == "engine").exact == "reference:fp32"
+    assert standings(found)["excess-engine"] == "beyond"
+    assert [one.reason for one in found.not_judged] == ["no memory"]
+
+
+@pytest.mark.parametrize("change", [{"quick": True}, {"noise_floor": False}])
+def test_what_was_switched_off_is_not_tested(change: dict[str, bool]) -> None:
+    assert isinstance(measure(run_of(), replace(SPEC, **change)), NotTested)
+    assert plain_passes(replace(SPEC, **change)) == []
+
+
+def test_a_spike_is_cut_alike_on_both_sides() -> None:
+    rng = np.random.default_rng(0)
+    away, plain = rng.normal(size=(2, 4000))
+    away[7] = 500.0
+    means = excess_terms(away, plain).mean(axis=0)
+    assert np.sqrt(means[0] / means[1]) == pytest.approx(1.0, abs=0.1)
+    swapped = excess_terms(plain, away).mean(axis=0)
+    np.testing.assert_allclose(swapped, means[[1, 0, 3, 2]])
+
+
+# ---------------------------------------------------------------- passes
+
+
+@pytest.mark.parametrize(
+    ("facts", "precision"),
+    [
+        ({"dtype": "bf16"}, "bf16"),
+        ({"dtype": "torch.float16", "kv_cache_dtype": "auto"}, "fp16"),
+        ({"dtype": "fp32", "autocast": "bf16"}, "bf16"),
+        ({"dtype": "bf16", "kv_cache_dtype": "fp8"}, "bf16-fp8kv"),
+        ({"dtype": "bf16", "kv_cache_dtype": "fp8_e5m2"}, None),
+        ({"dtype": "bf16", "quantization": "mxfp4"}, "bf16"),
+        ({"dtype": "bf16", "quantization": "fp8"}, None),
+        ({"dtype": None}, None),
+    ],
+)
+def test_precision_of_a_side(facts: dict[str, Any], precision: str | None) -> None:
+    assert precision_of(facts) == precision
+
+
+def test_one_plain_pass_for_each_precision_in_use() -> None:
+    engine = replace(SPEC.rollout.engine, dtype="fp16", args=(("kv-cache-dtype", "fp8"),))
+    spec = replace(SPEC, rollout=replace(SPEC.rollout, engine=engine))
+    made = {one.name: one.spec for one in plain_passes(spec)}
+    assert made.keys() == {"plain:bf16", "plain:fp16-fp8kv"}
+    assert (made["plain:bf16"].dtype, made["plain:bf16"].master_dtype) == ("bf16", "auto")
+    assert made["plain:bf16"].attention == "plain"
+    assert made["plain:fp16-fp8kv"].attention == "plain-fp8-kv"
+    assert [one.name for one in training_passes(SPEC)].count("plain:bf16") == 1
+
+
+def test_a_plain_forward_undoes_whatever_the_trainer_does() -> None:
+    odd = TrainSpec(
+        model="m", dtype="fp32", autocast="bf16", head_dtype="fp32", router_dtype="fp32",
+        layout="packing", temperature_in="logits", logprobs_dtype="bf16", replay_routing="ids",
+        attention="no-sinks", grad=True, inject=(("router-noise", 0.1),),
+    )  # fmt: skip
+    assert plain_of(odd, "bf16") == plain_of(TrainSpec(model="m"), "bf16")
+
+
+def test_the_engine_in_float32_keeps_all_but_its_precision() -> None:
+    args = (("kv_cache_dtype", "fp8"), ("hf_overrides", {"rms_norm_eps": 1e-3}))
+    engine = replace(SPEC.rollout.engine, args=args, routing=True)
+    exact = float32_engine(replace(SPEC.rollout, engine=engine))
+    assert exact is not None
+    assert exact.engine.dtype == "fp32"
+    assert exact.engine.args == args[1:]  # a fault in a setting stays, and shows in the gap
+    assert exact.sampling == SPEC.rollout.sampling
+
+
+def test_an_engine_in_float32_is_not_started_twice_and_servers_not_at_all() -> None:
+    engine = replace(SPEC.rollout.engine, dtype="fp32")
+    assert float32_engine(replace(SPEC.rollout, engine=engine)) is None
+    served = replace(SPEC.rollout.engine, servers=("http://localhost:1",))
+    with pytest.raises(MismatchError):
+        float32_engine(replace(SPEC.rollout, engine=served))
+
+
+def test_the_reason_why_the_engine_did_not_start_in_float32_is_in_the_report(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "run")
+    made = store.load_rollout(run)
+    for name, dtype in (("reference:fp32", "fp32"), ("plain:bf16", "bf16")):
+        base = store.load_scoring(run, "fsdp")
+        noise = 0.002 * np.random.default_rng(len(name)).normal(size=len(base.logprobs))
+        facts = base.fingerprint | {"dtype": dtype, "mode": name.partition(":")[0]}
+        scoring = replace(base, name=name, logprobs=base.logprobs + noise, fingerprint=facts)
+        store.save_scoring(run, scoring, made)
+    write_error(run, LABEL, MismatchError("no kernels for float32"))
+    report, _ = build_report(run, replace(made_spec(), noise_floor=True))
+    reasons = {one.what: one.reason for one in report.result("square").not_judged}
+    assert reasons["implementation gap of transformers"] == "no kernels for float32"
+    assert any("no kernels for float32" in line for line in report.not_tested)
+    assert "excess-engine" in {check.id for check in report.checks}
+    pairs = [(one.rollout, one.train) for one in report.comparisons]
+    assert not any("plain" in name for pair in pairs for name in pair)
+
+
+# ---------------------------------------------------------------- the engine in float32
+
+
+class Starter:
+    """Starts no engine; notes what would be started, and fails where it is told to."""
+
+    def __init__(self, run_dir: Path, spec: CheckSpec, error: MismatchError | None = None) -> None:
+        self.run_dir, self.spec, self.error = run_dir, spec, error
+        self.started: list[RolloutSpec] = []
+        self.notes: list[str] = []
+        self.narrator = self
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    @contextmanager
+    def engine(self, spec: RolloutSpec, label: str, job: dict[str, Any]) -> Iterator[Any]:
+        self.started.append(spec)
+        yield None
+
+    def wait(self, worker: Any, key: str, title: str, *beside: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_an_engine_that_cannot_run_in_float32_is_no_failure_of_the_check(tmp_path: Path) -> None:
+    starter = Starter(tmp_path, SPEC, MismatchError("no kernels for float32"))
+    score_in_float32(starter)
+    assert [spec.engine.dtype for spec in starter.started] == ["fp32"]
+    left = read_error(tmp_path, LABEL)
+    assert left is not None
+    assert left.message == "no kernels for float32"
+    starter.error = None
+    score_in_float32(starter)
+    assert read_error(tmp_path, LABEL) is None  # an earlier reason is forgotten
+
+
+def test_what_is_scored_in_float32_already_starts_no_engine(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    spec = replace(made_spec(), noise_floor=True)
+    exact = float32_engine(spec.rollout)
+    assert exact is not None
+    scoring = replace(store.load_scoring(run, "fsdp"), name="transformers:fp32")
+    store.save_scoring(run, scoring, store.load_rollout(run), made_by=exact)
+    starter = Starter(run, spec)
+    score_in_float32(starter)
+    assert starter.started == []
+    other = replace(spec.rollout, engine=replace(spec.rollout.engine, model="other"))
+    again = Starter(run, replace(spec, rollout=other))
+    score_in_float32(again)
+    assert len(again.started) == 1
+
+
+def test_too_little_memory_starts_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setattr("mismatch.processes.square.local_gpus", lambda: 0)
+    monkeypatch.setattr("mismatch.processes.square.RESERVE", 1 << 60)
+    engine = replace(SPEC.rollout.engine, model=str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    starter = Starter(tmp_path, replace(SPEC, rollout=replace(SPEC.rollout, engine=engine)))
+    score_in_float32(starter)
+    assert starter.started == []
+    assert read_error(tmp_path, LABEL) is not None
+
+
+# ---------------------------------------------------------------- calibration
+
+
+def test_a_block_of_prompts_is_a_run_of_its_own() -> None:
+    run, prompts = run_of(), np.array([3, 8, 60])
+    block = calibration.of_prompts(run, prompts)
+    assert block.rollout.n_prompts == 3
+    rows = np.isin(run.rollout.prompt_index[run.rollout.sequence_of_token], prompts)
+    rows = rows[run.rollout.actions]
+    np.testing.assert_array_equal(block.decode.logprobs, run.decode.logprobs[rows])
+    for finding in square(block).findings:
+        assert finding.value.n_prompts == 3
+    apart, drawn = calibration.squares(run, SPEC, run.rollout)
+    assert (len(apart), len(drawn)) == (1, 0)
+
+
+def test_every_planted_fault_is_in_the_calibration() -> None:
+    planted = {case.fault.partition(":")[0] for case in calibration.CASES if ":" in case.fault}
+    assert planted == set(FAULTS)

@@ -1,0 +1,476 @@
+"""What was healthy and was not: broken runs that an earlier verdict passed, each by the real path.
+
+Every run here is made of invented numbers with a known fault, written as the stages leave them,
+and judged by ``build_report``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mismatch.analysis.diagnosis.declared import (
+    sharding_checks,
+    source_files,
+    special_tokens,
+    weights_as_loaded,
+)
+from mismatch.analysis.diagnosis.routes import beyond_chance, routing_checks
+from mismatch.analysis.levels import column_for, exit_code, judge_one, verdict
+from mismatch.analysis.thresholds import Level, load_thresholds
+from mismatch.captures import Distributions
+from mismatch.errors import MismatchError
+from mismatch.metrics import METRICS
+from mismatch.metrics.estimator import Estimator
+from mismatch.pipeline.build import build_report
+from mismatch.reports.files import require_fresh, write_report
+from mismatch.run import store
+from mismatch.specs import CheckSpec, to_dict
+from mismatch.types import Check, Estimate, Report, Rollout, Routing, Sampling, Scoring
+from tests.made_run import spec
+
+SERIOUS = ("failed", "warning")
+
+
+def sampled(prompts: int = 64, samples: int = 4, response: int = 60, **changes: Any) -> Rollout:
+    """Prompts of three tokens, responses of the same length."""
+    length, n = response + 3, prompts * samples
+    mask = np.tile(np.arange(length) >= 3, n)
+    made = Rollout(
+        token_ids=np.random.default_rng(0).integers(5, 500, n * length),
+        offsets=np.arange(n + 1) * length,
+        action_mask=mask,
+        turn=mask.astype(np.int64),
+        prompt_index=np.repeat(np.arange(prompts), samples),
+        finish_reason=("length",) * n,
+        sampling=Sampling(max_tokens=response, samples_per_prompt=samples),
+        fingerprint={"engine": "transformers"},
+    )
+    return replace(made, **changes)
+
+
+def facts(mode: str, **changes: Any) -> dict[str, Any]:
+    side = {"engine": "transformers"} if mode == "decode" else {"backend": "fsdp2"}
+    base = {"mode": mode, "dtype": "bf16", "logprobs_temperature": 1.0, "world_size": 2}
+    return base | side | changes
+
+
+def likely(rollout: Rollout, seed: int = 1) -> np.ndarray:
+    return -2.0 - np.random.default_rng(seed).exponential(1.5, rollout.n_actions)
+
+
+def noise(rollout: Rollout, size: float, seed: int = 2) -> np.ndarray:
+    return size * np.random.default_rng(seed).normal(size=rollout.n_actions)
+
+
+def saved(
+    place: Path,
+    rollout: Rollout,
+    left: np.ndarray,
+    right: np.ndarray,
+    others: dict[str, np.ndarray] | None = None,
+    engine: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    settings: CheckSpec | None = None,
+    **sides: dict[str, Any],
+) -> Path:
+    """A run directory; ``others``: logprobs of further passes of the trainer by name."""
+    settings = settings or spec()
+    place.mkdir()
+    ids = rollout.token_ids[rollout.actions]
+    store.write_json(place / "spec.json", to_dict(settings))
+    store.save_rollout(place, rollout, made_by=settings.rollout)
+    store.save_vocabulary(place, {int(i): f"t{i}" for i in np.unique(rollout.token_ids)})
+    scorings = [
+        Scoring("transformers:decode", ids, left, facts("decode") | (engine or {}),
+                **sides.get("one", {})),
+        Scoring("fsdp", ids, right, facts("train") | (trainer or {}), **sides.get("two", {})),
+        *(Scoring(name, ids, values, facts("train")) for name, values in (others or {}).items()),
+    ]  # fmt: skip
+    for scoring in scorings:
+        made_by = settings.rollout if scoring.name.endswith("decode") else settings.train
+        store.save_scoring(place, scoring, rollout, made_by=made_by)
+    return place
+
+
+def report_of(place: Path, **how: Any) -> Report:
+    from mismatch.run.directory import load_spec
+
+    return build_report(place, load_spec(place), **how)[0]
+
+
+def serious(report: Report) -> set[str]:
+    return {check.id for check in report.checks if check.status in SERIOUS}
+
+
+def passes(report: Report) -> bool:
+    return report.verdict.status == "healthy"
+
+
+def test_a_sound_run_is_healthy(tmp_path):
+    rollout = sampled()
+    left = likely(rollout)
+    others = {"fsdp:grad": left + noise(rollout, 0.005, 3)}
+    report = report_of(saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), others))
+    assert passes(report)
+    assert not serious(report)
+
+
+# ---------------------------------------------------------------- every pass is judged
+
+
+@pytest.mark.parametrize("name", ["fsdp:grad", "fsdp:regrouped", "fsdp:repeated", "reference:fp32"])
+def test_a_pass_with_nan_fails_the_run(name, tmp_path):
+    rollout = sampled()
+    left = likely(rollout)
+    broken = left.copy()
+    broken[:50] = np.nan
+    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), {name: broken})
+    report = report_of(place)
+    assert report.verdict.status == "critical"
+    assert "passes-finite" in serious(report)
+    assert name in next(one.detail for one in report.checks if one.id == "passes-finite")
+
+
+def test_nan_under_settings_that_the_user_added_warns(tmp_path):
+    rollout = sampled()
+    left = likely(rollout)
+    broken = np.full(rollout.n_actions, np.nan)
+    report = report_of(saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005),
+                             {"my-fp16": broken}))  # fmt: skip
+    assert report.verdict.status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("size", "status"), [(1.0, "failed"), (0.1, "failed"), (0.066, "warning"), (0.004, "passed")]
+)
+def test_a_trainer_that_contradicts_itself_is_not_healthy(size, status, tmp_path):
+    rollout = sampled()
+    left = likely(rollout)
+    other = {"fsdp:regrouped": left + noise(rollout, size, 9)}
+    report = report_of(saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), other))
+    found = {check.id: check.status for check in report.checks}
+    assert found["trainer-self-agreement"] == status
+    assert passes(report) is (status == "passed")
+
+
+def test_noise_injected_into_the_second_pass_is_not_held_against_the_trainer(tmp_path):
+    rollout = sampled()
+    left = likely(rollout)
+    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
+    ids = rollout.token_ids[rollout.actions]
+    planted = Scoring("fsdp:new", ids, left + noise(rollout, 0.5, 4),
+                      facts("train", injected={"router-noise": 0.1, "seed": 0}))  # fmt: skip
+    store.save_scoring(place, planted, rollout, made_by=spec().train)
+    assert "trainer-self-agreement" not in serious(report_of(place))
+
+
+# ---------------------------------------------------------------- too little data
+
+
+def test_one_token_is_not_healthy(tmp_path):
+    rollout = sampled(prompts=1, samples=1, response=1)
+    left = likely(rollout)
+    report = report_of(saved(tmp_path / "a", rollout, left, left + 0.001))
+    assert not passes(report)
+    assert "enough-data" in serious(report)
+    assert all(item.status != "healthy" for item in report.verdict.judgements)
+
+
+def test_sequences_without_action_tokens_are_counted(tmp_path):
+    rollout = sampled(prompts=16, samples=2, response=40)
+    mask = rollout.action_mask.copy()
+    mask[rollout.offsets[2] :] = False
+    rollout = replace(rollout, action_mask=mask)
+    left = likely(rollout)
+    report = report_of(saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005)))
+    assert not passes(report)
+    assert "enough-data" in serious(report)
+    few = replace(sampled(), action_mask=sampled().action_mask.copy())
+    few.action_mask[few.offsets[-2] :] = False  # one of 256
+    left = likely(few)
+    place = saved(tmp_path / "b", few, left, left + noise(few, 0.005))
+    assert "1 of 256" in next(c.detail for c in report_of(place).checks if c.id == "enough-data")
+
+
+def test_no_event_in_few_tokens_is_no_proof(tmp_path):
+    rollout = sampled(prompts=16, samples=1, response=20)
+    left = likely(rollout)
+    report = report_of(saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005)))
+    share = report.comparisons[0].metrics["ratio_outside_2"]
+    assert (share.value, share.low) == (0.0, 0.0)
+    assert share.high >= 3 / 320 * 0.99
+    judged = {item.metric: item for item in report.verdict.judgements}["ratio_outside_2"]
+    assert judged.status != "healthy"
+    assert judged.inconclusive
+
+
+@pytest.mark.parametrize(("prompts", "least"), [(4, 0.95), (16, 0.95)])
+def test_the_bound_on_unseen_events_covers(prompts, least):
+    """Events at a rate that mostly shows none; heavier in some prompts than in others."""
+    n, rate, covered, unseen = prompts * 256, 3e-4, 0, 0
+    sequence, prompt = np.repeat(np.arange(prompts * 4), 64), np.repeat(np.arange(prompts), 4)
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        delta = 0.02 * np.repeat(np.exp(rng.normal(0, 0.4, prompts)), 256) * rng.normal(size=n)
+        delta[rng.random(n) < rate] = 1.0
+        made = Estimator(sequence, prompt, seed=0, resamples=50).one(
+            METRICS["ratio_outside_2"], {"delta": delta}
+        )
+        if made.value == 0.0:
+            unseen += 1
+            covered += made.high >= rate
+    assert unseen > 50
+    assert covered / unseen >= least
+
+
+# ---------------------------------------------------------------- levels of the user's own
+
+
+def levels(place: Path, text: str):
+    path = place / "levels.toml"
+    path.write_text(text)
+    return load_thresholds(path)
+
+
+@pytest.mark.parametrize(
+    ("cell", "named"),
+    [
+        (
+            '[routing_disagree_any."bf16 dense"]\nhealthy=0.01\ncritical=0.02',
+            "routing_disagree_any",
+        ),
+        ('[k3_kl."bf16 MoE"]\nhealthy=1e-4\ncritical=1e-3', '"bf16 dense"'),
+        ('[exact_kl."bf16 dense"]\nhealthy=1e-4\ncritical=1e-3', "exact_kl"),
+    ],
+)
+def test_a_level_that_cannot_be_applied_is_an_error(cell, named, tmp_path):
+    rollout = sampled(prompts=16)
+    left = likely(rollout)
+    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
+    with pytest.raises(MismatchError, match="could not be applied") as caught:
+        report_of(place, thresholds=levels(tmp_path, cell))
+    assert named in str(caught.value)
+
+
+def test_a_file_for_several_classes_is_applied_where_one_fits(tmp_path):
+    rollout = sampled(prompts=16)
+    left = likely(rollout)
+    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.05))
+    cells = '[k3_kl."bf16 MoE"]\nhealthy=1e-4\n[k3_kl."bf16 dense"]\nhealthy=1e-6\ncritical=1e-5'
+    judged = report_of(place, thresholds=levels(tmp_path, cells)).verdict
+    assert judged.status == "critical"
+
+
+def test_a_quantile_without_an_interval_is_not_healthy():
+    level = Level(0.05, 0.2, "test")
+    bare = Estimate(0.03, None, None, 100, 16, 8, ("few-tokens",))
+    judged = judge_one("logprob_abs_diff_p999", bare, level)
+    assert judged.status == "warn"
+    assert judged.inconclusive
+
+
+def with_laws(place: Path, infinite: bool) -> Path:
+    """A run whose trainer gives no probability to tokens that the engine allows."""
+    rollout = sampled(prompts=16, samples=2, response=40)
+    rng = np.random.default_rng(1)
+    n, size = rollout.n_actions, 50
+    law = np.log(rng.dirichlet(np.ones(size), n))
+    token = np.array([rng.choice(size, p=np.exp(row)) for row in law])
+    ids = rollout.token_ids.copy()
+    ids[rollout.actions] = token
+    rollout = replace(rollout, token_ids=ids)
+    other = law + 0.003 * rng.normal(size=law.shape)
+    positions = np.arange(0, n, 10)
+    if infinite:
+        for row in positions[:20]:
+            other[row, law[row].argmin() if law[row].argmin() != token[row] else 0] = -np.inf
+            other[row, token[row]] = law[row, token[row]]
+    other -= np.log(np.exp(other).sum(axis=1, keepdims=True))
+    laws = [Distributions(positions, side[positions].astype(np.float32), size)
+            for side in (law, other)]  # fmt: skip
+    return saved(place, rollout, law[np.arange(n), token], other[np.arange(n), token],
+                 one={"distributions": laws[0]}, two={"distributions": laws[1]})  # fmt: skip
+
+
+def test_an_infinite_exact_kl_is_the_worst_value(tmp_path):
+    cells = levels(tmp_path, '[exact_kl."bf16 dense"]\nhealthy=0.01\ncritical=0.1')
+    sound = report_of(with_laws(tmp_path / "a", infinite=False), thresholds=cells)
+    broken = report_of(with_laws(tmp_path / "b", infinite=True), thresholds=cells)
+    status = [{j.metric: j.status for j in one.verdict.judgements} for one in (sound, broken)]
+    assert status[0]["exact_kl"] == "healthy"
+    assert status[1]["exact_kl"] == "critical"
+    assert broken.verdict.status == "critical"
+    assert broken.comparisons[0].metrics["exact_kl"].value == np.inf
+
+
+# ---------------------------------------------------------------- checks with nothing to look at
+
+
+def test_checks_of_nothing_do_not_pass():
+    weights = {f"layers.{i}": [float(i), 1.0] for i in range(299)} | {"norm": [1.0, 2.0]}
+    few = weights_as_loaded({"weights": {"norm": [1.0, 2.0]}}, {"weights": weights})
+    assert few.status == "not_tested"
+    assert "1 of 300" in few.detail
+    disjoint = source_files(
+        {"source_files": {"config.json": "x"}}, {"source_files": {"tokenizer.json": "y"}}
+    )
+    assert disjoint.status == "not_tested"
+    one_sided = source_files(
+        {"source_files": {"config.json": "x"}},
+        {"source_files": {"config.json": "x", "pytorch_model.bin": "z"}},
+    )
+    assert one_sided.status == "failed"
+    rollout = sampled(prompts=4, samples=2, response=8)
+    left = Scoring("e:decode", rollout.token_ids[rollout.actions], likely(rollout),
+                   {"stop_token_ids": [2]})  # fmt: skip
+    assert special_tokens(rollout, left, left).status == "not_tested"
+
+
+def test_fewer_ranks_than_asked_for_are_said():
+    assert sharding_checks(2, {"world_size": 1})[0].status == "warning"
+    assert sharding_checks(1, {"world_size": 1})[0].status == "not_tested"
+    assert sharding_checks(2, {"world_size": 4})[0].status == "passed"
+
+
+# ---------------------------------------------------------------- routes
+
+
+LAYERS, TOP, EXPERTS = 4, 4, 32
+
+
+def routes(rollout: Rollout, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    scores = rng.random((len(rollout.token_ids), LAYERS, EXPERTS))
+    return scores.argsort(axis=-1)[..., :TOP].astype(np.uint8)
+
+
+def routed(ids: np.ndarray) -> Routing:
+    return Routing(tuple(range(LAYERS)), EXPERTS, ids, np.ones(len(ids), bool))
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [("none", "passed"), ("random", "failed"), ("shifted", "failed"),
+     ("one layer", "warning")],
+)  # fmt: skip
+def test_routes_are_held_against_chance_and_against_other_rows(fault, status, tmp_path):
+    rollout = sampled(prompts=16)
+    ids = routes(rollout, 0)
+    other = {
+        "none": ids,
+        "random": routes(rollout, 1),
+        "shifted": np.roll(ids, 1, axis=0),
+        "one layer": np.concatenate([routes(rollout, 1)[:, :1], ids[:, 1:]], axis=1),
+    }[fault]
+    left = likely(rollout)
+    moe = {"moe": True}
+    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), None, moe, moe,
+                  one={"routing": routed(ids)}, two={"routing": routed(other)})  # fmt: skip
+    report = report_of(place)
+    found = {check.id: check.status for check in report.checks}
+    assert found["routes-agree"] == status
+    assert (report.verdict.status == "critical") is (status == "failed")
+
+
+def test_replayed_routes_are_equal_by_construction_and_not_checked():
+    rollout = sampled(prompts=4)
+    left = Scoring("e:decode", rollout.token_ids[rollout.actions], likely(rollout), {},
+                   routing=routed(routes(rollout, 0)))  # fmt: skip
+    right = replace(left, fingerprint={"replay": {"mode": "ids", "source": "e:decode"}})
+    assert routing_checks(rollout, left, right) == []
+
+
+def test_agreement_beyond_chance_by_hand():
+    a = np.array([[[0, 1]], [[2, 3]]])
+    assert beyond_chance(a, a, 4)[0] == 1.0
+    # Loads are one half each: chance is 4 * 1/4 / 2 = 1/2. Sets exchanged between the two tokens.
+    assert beyond_chance(a, a[::-1], 4)[0] == pytest.approx((0.0 - 0.5) / 0.5)
+
+
+# ---------------------------------------------------------------- warnings, columns, stale reports
+
+
+def test_a_bias_of_one_percent_on_every_token_is_not_healthy(tmp_path):
+    rollout = sampled()
+    left = likely(rollout)
+    place = saved(tmp_path / "a", rollout, left, left - 0.0095 + noise(rollout, 0.001),
+                  engine={"logprobs_truncated": False})  # fmt: skip
+    report = report_of(place)
+    assert report.verdict.status == "warn"
+    assert "importance-ratio" in serious(report)
+    assert exit_code(report.verdict, "warn") == 1
+
+
+def test_a_warning_of_a_check_raises_the_verdict():
+    judged = judge_one("k3_kl", Estimate(1e-4, 9e-5, 1.1e-4, 9999, 256, 64), Level(1e-3, 1e-2, ""))
+    warned = Check("alignment", "warning", "weak")
+    assert verdict([judged], [], "bf16 dense").status == "healthy"
+    assert verdict([judged], [warned], "bf16 dense").status == "warn"
+
+
+def test_stored_mxfp4_that_the_trainer_dequantised_is_judged_by_its_computation():
+    engine = {"dtype": "bf16", "quantization": "mxfp4", "weights_form": "as-stored", "moe": True}
+    trainer = {"dtype": "bf16", "weights_form": "as-stored", "moe": True}
+    assert column_for(engine, trainer) == "bf16 MoE"
+    assert column_for(engine | {"weights_form": "mxfp4"}, trainer) == "quantised"
+    assert column_for(engine | {"quantization": "fp8"}, trainer) == "quantised"
+    assert column_for(engine | {"kv_cache_dtype": "fp8"}, trainer) == "quantised"
+    assert column_for(engine | {"quantization": False}, trainer) == "bf16 MoE"
+
+
+@pytest.mark.parametrize("trainer", ["fp32", "bf16"])
+def test_a_server_that_does_not_say_its_dtype_is_not_judged(trainer, tmp_path):
+    assert column_for({"engine": "server", "dtype": None}, {"dtype": trainer}) is None
+    rollout = sampled(prompts=16)
+    left = likely(rollout)
+    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), None,
+                  {"dtype": None}, {"dtype": trainer})  # fmt: skip
+    judged = report_of(place).verdict
+    assert (judged.status, judged.judgements, judged.levels) == ("warn", (), "not judged")
+
+
+def test_greedy_tokens_are_nothing_to_judge(tmp_path):
+    rollout = sampled(prompts=16, sampling=Sampling(temperature=0.0, max_tokens=60))
+    left = likely(rollout)
+    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
+    with pytest.raises(MismatchError, match="--temperature 0"):
+        report_of(place)
+
+
+def test_overflow_of_the_ratio_is_named(tmp_path):
+    rollout = sampled(prompts=16)
+    left = likely(rollout)
+    right = left + noise(rollout, 0.005)
+    left[0], right[0] = -900.0, -0.5
+    report = report_of(saved(tmp_path / "a", rollout, left, right))
+    check = next(one for one in report.checks if one.id == "importance-ratio")
+    assert check.status == "failed"
+    assert "prompts" not in check.detail
+
+
+def test_a_report_older_than_its_scorings_is_refused(tmp_path):
+    rollout = sampled(prompts=16)
+    left = likely(rollout)
+    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
+    write_report(place, *build_report(place, spec()))
+    require_fresh(place)
+    ids = rollout.token_ids[rollout.actions]
+    again = Scoring("fsdp", ids, left + noise(rollout, 0.5), facts("train"))
+    store.save_scoring(place, again, rollout, made_by=spec().train)
+    with pytest.raises(MismatchError, match=r"fsdp\.parquet"):
+        require_fresh(place)
+    write_report(place, *build_report(place, spec()))
+    require_fresh(place)
+
+
+def test_greedy_sampling_is_refused_before_an_engine_starts():
+    from mismatch.pipeline.preflight import preflight_rollout
+
+    greedy = replace(spec().rollout, sampling=Sampling(temperature=0.0))
+    with pytest.raises(MismatchError, match="--temperature 0"):
+        preflight_rollout(greedy)
