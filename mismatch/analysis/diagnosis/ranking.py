@@ -24,6 +24,7 @@ TIER = 10  # detectors of one tens digit look for causes that are equally specif
 TERMINAL = 40  # where a side computes another function, its rest says nothing about a second cause
 KINDS = ("function-differs", "weights-differ", "side-off")  # of cause, where none is named
 FUNCTION = 50  # detectors from here on ask only how far a side is off
+SURE = ("padding", "implementation")  # what these see is wrong, however little it costs
 SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
 
 Status = Literal["suspected", "confirmed"]
@@ -165,7 +166,7 @@ def _next(
         look = looks.get(detector.id)
         for finding in look.findings if isinstance(look, Look) else ():
             large = finding.effect is not None and finding.effect.value * before > SMALL
-            large |= finding.cause == "appended-eos"  # wrong on its face, however small
+            large |= detector.id in SURE
             if finding.cause not in named and finding.repair is not None and large:
                 return detector, finding
     return None
