@@ -23,7 +23,15 @@ from mismatch.analysis.registry import Analysis, Measured
 from mismatch.analysis.square_levels import LEVELS, UNCALIBRATED, device_class
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.registry import POSITIVE, REAL, Bounds, Combine, Metric, floats
+from mismatch.metrics.excess import (
+    CORRELATION,
+    EXCESS,
+    EXCESS_SIZE,
+    RMS,
+    SIZE,
+    correlation_terms,
+    excess_terms,
+)
 from mismatch.run.scorings import FLOAT32, PLAIN, REFERENCE, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
@@ -34,7 +42,6 @@ Standing = Literal["within", "undecided", "uncalibrated", "beyond"]
 FP8_KV = "-fp8kv"
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of a significand
-WINSOR = 0.995  # quantile of both sides' |differences| together, above which they are cut
 SAME_VALUES = frozenset(("as-stored", "bf16"))  # forms of one checkpoint that hold equal values
 
 
@@ -173,9 +180,8 @@ class _Corners:
     def square(self) -> Square:
         legs, gaps = tuple(self.legs()), tuple(self.gaps())
         levels = LEVELS.get(self.device)
-        excess, size = (levels.excess, levels.gap) if levels else (None, None)
-        findings = [judged(leg, excess) for leg in legs]
-        findings += [judged(gap, size) for gap in gaps]
+        findings = [judged(leg, levels.excess if levels else None) for leg in legs]
+        findings += [judged(gap, levels.gap_level(gap.floor) if levels else None) for gap in gaps]
         return Square(
             device=self.device,
             calibrated=levels is not None,
@@ -257,9 +263,7 @@ class _Corners:
             for leg in firsts
             if leg is not None
         )
-        one, other = _winsorised(one, one), _winsorised(other, other)
-        terms = np.stack([one, other, one * other, one * one, other * other], axis=1)
-        return self.estimator.one(CORRELATION, {"terms": terms})
+        return self.estimator.one(CORRELATION, {"terms": correlation_terms(one, other)})
 
     # ------------------------------------------------------------ implementation gap
 
@@ -349,57 +353,6 @@ def _standing(value: Estimate, level: float | None, anywhere: float | None) -> S
     return "undecided" if value.value > bound else "within"
 
 
-# ---------------------------------------------------------------- formulas
-
-
-def excess_terms(away: Floats, yardstick: Floats) -> Floats:
-    """Terms of the metrics below, [A, 4], of both differences cut at one quantile of both."""
-    side, plain = _winsorised(away, yardstick), _winsorised(yardstick, away)
-    return floats(np.stack([side * side, plain * plain, np.abs(side), np.abs(plain)], axis=1))
-
-
-def _winsorised(values: Floats, others: Floats) -> Floats:
-    """``values`` cut to the ``WINSOR`` quantile of both arrays' sizes together."""
-    cut = float(np.quantile(np.abs(np.concatenate([values, others])), WINSOR))
-    return floats(np.clip(values, -cut, cut))
-
-
-def _terms(terms: Floats) -> Floats:
-    return terms
-
-
-def _rms(means: Floats) -> Floats:
-    return floats(np.sqrt(means[..., 0]))
-
-
-def _size(means: Floats) -> Floats:
-    return floats(means[..., 2])
-
-
-def _rms_ratio(means: Floats) -> Floats:
-    return floats(np.sqrt(means[..., 0] / means[..., 1]))
-
-
-def _size_ratio(means: Floats) -> Floats:
-    return floats(means[..., 2] / means[..., 3])
-
-
-def _correlation(means: Floats) -> Floats:
-    one, other, product, square, square_other = np.moveaxis(means, -1, 0)
-    spread = (square - one * one) * (square_other - other * other)
-    return np.where(spread > 0.0, (product - one * other) / np.sqrt(spread), np.nan)
-
-
-def _metric(name: str, combine: Combine, unit: str, bounds: Bounds = POSITIVE) -> Metric:
-    """A number of the square alone: outside the registry, because no comparison has it."""
-    return Metric(name, _terms, "ratio", unit, combine=combine, bounds=bounds)
-
-
-RMS = _metric("square_rms", _rms, "nats")
-SIZE = _metric("square_size", _size, "nats")
-EXCESS = _metric("square_excess", _rms_ratio, "ratio")
-EXCESS_SIZE = _metric("square_excess_size", _size_ratio, "ratio")
-CORRELATION = _metric("square_correlation", _correlation, "correlation", REAL)
 ANALYSIS = Analysis(
     "square", Square, measure, unseen=lambda made: tuple(map(str, made.not_judged)), order=0
 )

@@ -15,19 +15,26 @@ class Levels:
 
     Attributes:
         excess: of a side's rounding over a plain forward's, root mean square.
-        gap: mean |delta| of two implementations in float32, nats.
+        gap: mean |delta| of two implementations in float32, times the rounding that is expected.
+        least_gap: nats under which no gap is beyond its level.
     """
 
     excess: float
     gap: float
+    least_gap: float
     source: str
+
+    def gap_level(self, floor: float | None) -> float:
+        """Nats; the rounding that is expected (None: not known) differs by model."""
+        return max(self.least_gap, self.gap * (floor or 0.0))
 
 
 LEVELS = {
     "cpu": Levels(
         excess=1.2,
-        gap=1e-5,
-        source="clean runs on CPUs: excess 0.93 to 1.02, float32 gap 2.3e-7",
+        gap=20.0,
+        least_gap=1e-5,
+        source="docs/calibration.md",
     ),
 }
 

@@ -88,8 +88,9 @@ def _against(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.errors import MismatchError
     from mismatch.experiments.regression.measure import against
-    from mismatch.reports.against_terminal import print_against
-    from mismatch.reports.regression_files import write_against
+    from mismatch.reports.files import write_regression
+    from mismatch.reports.sections.regression import page
+    from mismatch.reports.terminal import print_page
     from mismatch.run.directory import new_directory
 
     new, old = flags["run"], flags["against"]
@@ -106,6 +107,6 @@ def _against(flags: Flags) -> int:
     regression = against(old, new, margin=flags["margin"], thresholds=thresholds, fail_on=fail_on)
     out = None if flags["out"] is None else new_directory(flags["out"], "against")
     if out is not None:
-        write_against(out, regression)
-    print_against(regression, Console(), out)
+        write_regression(out, regression)
+    print_page(page(regression), Console(), out)
     return int(regression.fails)

@@ -34,7 +34,7 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
         raise MismatchError(
             f"config file {path}: {error.strerror}", "give a readable TOML file: --config FILE"
         ) from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise MismatchError(
             f"config file {path} is not TOML: {error}",
             'a line looks like: attention = "eager"; --print-config writes a whole file',
@@ -50,6 +50,10 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
             raise MismatchError(
                 f"config file {path}: unknown key {key!r}",
                 f"{guess}mismatch check --print-config lists all of them",
+            )
+        if name in values:
+            raise MismatchError(
+                f"config file {path}: {name} stands twice, with - and with _", "drop one of them"
             )
         option, where = readable[name], f"config file {path}, key {key!r}:"
         if option.is_list:  # most files name one engine: a string is a list of one

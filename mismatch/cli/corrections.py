@@ -84,8 +84,8 @@ def corrections(flags: Flags) -> int:
         return 0
     from rich.console import Console
 
-    from mismatch.reports.console import print_section
     from mismatch.reports.sections.corrections import shown
+    from mismatch.reports.terminal import print_section
 
     print_section(shown(tried), Console())
     return 0

@@ -128,8 +128,8 @@ def show(report: AuditReport, console: Console, out: Path | None = None, *, deta
         details: errors per dtype, costs and every finding too.
     """
     from mismatch.experiments.kernels.verdict import judge
-    from mismatch.reports.console import print_section, say
     from mismatch.reports.sections.kernels import section
+    from mismatch.reports.terminal import print_section, say
 
     verdict = judge(report)
     print_section(section(report), console, details)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import traceback
@@ -135,6 +136,9 @@ def _root(
 
 def main() -> NoReturn:
     """Exit codes: 0 healthy or warn, 1 critical or a failed check, 2 no verdict, or a crash."""
+    for stream in (sys.stdout, sys.stderr):  # of another encoding, or strings of half a character
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # TERM and HUP end the tool as Ctrl-C does: through every `finally`, so that no worker is left.
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
@@ -185,9 +189,12 @@ def _own_fault(error: Exception) -> NoReturn:
 
 
 def _complain(message: str, fix: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    from mismatch.reports.formatting import plain_lines
+    from mismatch.run.secrets import redact
+
+    print(f"error: {plain_lines(redact(message))}", file=sys.stderr)
     if fix:
-        print(f"  fix: {fix}", file=sys.stderr)
+        print(f"  fix: {plain_lines(redact(fix))}", file=sys.stderr)
     sys.exit(USAGE)
 
 

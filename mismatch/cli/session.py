@@ -15,6 +15,7 @@ from mismatch.cli.flags import Flags, spec_values
 from mismatch.cli.options import AROUND_A_RUN, FIX_FLAGS, GRADIENT_FLAGS
 from mismatch.cli.to_spec import SERVER_NAMES, moved
 from mismatch.errors import MismatchError
+from mismatch.reports.formatting import plain_lines
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -122,8 +123,10 @@ class ConsoleNarrator:
     def stage(self, title: str) -> Iterator[Callable[[str], None]]:
         start = time.monotonic()
         if self.console.is_terminal:
-            with self.console.status(title) as status:
-                yield lambda line: status.update(f"{title}: {line}")
+            from rich.markup import escape
+
+            with self.console.status(escape(title)) as status:
+                yield lambda line: status.update(f"{escape(title)}: {escape(plain_lines(line))}")
         else:
             self.console.print(f"{title} …", highlight=False)
             yield self._plain_lines()
@@ -132,7 +135,7 @@ class ConsoleNarrator:
 
     def note(self, text: str) -> None:
         """One line between stages."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(plain_lines(text), highlight=False, markup=False)
 
     def _plain_lines(self) -> Callable[[str], None]:
         last = time.monotonic()
@@ -141,7 +144,7 @@ class ConsoleNarrator:
             nonlocal last
             if time.monotonic() - last >= PLAIN_INTERVAL_S:
                 last = time.monotonic()
-                self.console.print(f"  {line}", highlight=False, markup=False)
+                self.console.print(f"  {plain_lines(line)}", highlight=False, markup=False)
 
         return show
 
@@ -205,12 +208,14 @@ def warn_of_key(spec: RolloutSpec) -> None:
 def say(text: str) -> None:
     from rich.console import Console
 
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+    Console().print(plain_lines(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def command() -> str:
-    """The command line, as it would be typed again."""
-    return shlex.join(["mismatch", *sys.argv[1:]])
+    """The command line, as it would be typed again; without secrets."""
+    from mismatch.run.secrets import redacted_command
+
+    return shlex.join(["mismatch", *redacted_command(sys.argv[1:])])
 
 
 def conclude(

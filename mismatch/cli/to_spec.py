@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
 from mismatch.cli.options import CHECK, SERVER_FLAGS
 from mismatch.errors import MismatchError
+from mismatch.run.secrets import require_no_secret
 from mismatch.specs import MANY, EngineSpec
 
 if TYPE_CHECKING:
@@ -296,10 +297,12 @@ def _engine_arg(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise MismatchError(f"--engine-arg {text!r} is not key=value", "--engine-arg seed=1")
+    name = key.strip().replace("-", "_")
+    require_no_secret("--engine-arg", name, value)
     try:
-        return key.strip().replace("-", "_"), json.loads(value)
-    except json.JSONDecodeError:
-        return key.strip().replace("-", "_"), value
+        return name, json.loads(value)
+    except (json.JSONDecodeError, RecursionError):
+        return name, value
 
 
 def with_trainer(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:

@@ -371,7 +371,7 @@ def offline() -> bool:
 def _read(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MismatchError(
             f"{path} cannot be read: {error}", "give a model directory with a valid config.json"
         ) from error

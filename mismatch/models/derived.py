@@ -295,7 +295,9 @@ def _names(source: Path) -> list[str]:
 def _config(directory: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError, RecursionError) as error:
         raise MismatchError(
             f"{directory}/config.json cannot be read: {error}", "give a complete checkpoint"
         ) from error

@@ -115,7 +115,7 @@ def _load(path: Path) -> Any:
         raise MismatchError(f"{where}: not UTF-8", "save the file as UTF-8") from error
     except OSError as error:  # OmegaConf's own, without strerror, where the file holds a scalar
         raise MismatchError(f"{where}: {error.strerror or error}", fix) from error
-    except YAMLError as error:
+    except (YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f"{path}:{mark.line + 1}" if mark else str(path)
         reason = getattr(error, "problem", None) or _first_line(error)

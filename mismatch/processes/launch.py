@@ -35,6 +35,7 @@ from mismatch.run.messages import (
     error_files,
     error_in,
 )
+from mismatch.run.secrets import redact
 
 TAIL_LINES = 12
 GRACE_S = 10.0  # between asking a process to end and ending it
@@ -162,7 +163,7 @@ class Worker:
         # A progress bar of a library ends its lines with \r; both ends count here.
         for raw in stream:
             for piece in raw.replace(b"\r", b"\n").splitlines():
-                line = piece.decode("utf-8", "replace")
+                line = redact(piece.decode("utf-8", "replace"))
                 self.lines += 1
                 # Nothing may stop the reading, no odd line, no terminal that is gone, no full
                 # disk: the worker would wait on its output for ever.

@@ -1,7 +1,6 @@
 """One :class:`mismatch.types.Report`, told four ways: terminal, Markdown, HTML, JSON.
 
-``document`` the JSON document · ``summary`` what every rendering says · ``words`` metrics in plain
-words · ``quantities`` and ``text`` how values and foreign strings are written · ``terminal``,
-``markdown``, ``html`` the renderings · ``figures``, ``svg``, ``gauge`` their pictures ·
-``worst`` the tokens that differ most.
+``section`` what a report is made of · ``sections`` one file each · ``formatting`` how numbers and
+foreign strings are written, ``words`` metrics in plain words · ``terminal``, ``markdown``, ``html``
+the renderings · ``figures``, ``svg`` their pictures · ``files`` what a run directory holds.
 """

@@ -14,6 +14,8 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     import pandas as pd
 
+    from mismatch.experiments.regression.types import Against
+
 REPORT = "report.json"
 
 
@@ -79,3 +81,23 @@ def write_pair(directory: Path, report: Report, tokens: pd.DataFrame) -> None:
     document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(report.comparisons, ())}
     store.save_document(directory, COMPARISON, document, schema=COMPARISON_SCHEMA)
     write_report(directory, report, tokens)
+
+
+def write_regression(directory: Path, result: Against) -> None:
+    """Write against.html, against.md, and last against.json: where that is, the rest is.
+
+    Raises:
+        MismatchError: the directory cannot be written.
+    """
+    from mismatch.experiments.regression.types import SCHEMA, against_to_json
+    from mismatch.reports import html, markdown
+    from mismatch.reports.sections.regression import page
+
+    shown = page(result)
+    for name, text in (
+        ("against.html", html.show_page(shown)),
+        ("against.md", markdown.show_page(shown)),
+    ):
+        store.write_text(directory / name, text)
+        manifest.record(directory, name, "")
+    store.save_document(directory, "against.json", against_to_json(result), schema=SCHEMA)

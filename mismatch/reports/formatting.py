@@ -284,6 +284,15 @@ def token_text(text: str, limit: int = 80) -> str:
     return stripped + "␣" * (len(shown) - len(stripped))
 
 
+def plain_lines(text: str) -> str:
+    """Text of several lines, safe for a terminal: messages that quote servers, logs, files.
+
+    >>> plain_lines("HTTP 500: \\x1b]0;title\\x07")
+    'HTTP 500: ⟨1B⟩]0;title⟨7⟩'
+    """
+    return "\n".join(visible(part) for part in text.split("\n"))
+
+
 def line(text: object) -> str:
     """Any text on one line, safe for a terminal: details of checks, names, paths.
 

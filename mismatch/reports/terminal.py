@@ -5,12 +5,13 @@ Nothing but text where the output is no terminal: no colour, no boxes, 80 column
 
 from __future__ import annotations
 
+import textwrap
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from mismatch.reports.console import TONES, heading, paragraph, print_section, say
-from mismatch.reports.formatting import line
-from mismatch.reports.section import Page, Section
+from mismatch.reports.formatting import badge, line, visible
+from mismatch.reports.section import Page, Section, Table, cell_interval, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Report
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mismatch.reports.elsewhere import Elsewhere
+
+WRAP = 28  # characters of a column of text
+TONES = {
+    "healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold", "dim": "dim",
+}  # fmt: skip
 
 
 def print_report(
@@ -93,3 +99,142 @@ def _tail(shown: Page, console: Console, place: Path | str | None) -> None:
     style = TONES[shown.tone]
     verdict = f"verdict: {shown.word.upper()} – {line(shown.reason)}"
     say(console, verdict, style if "bold" in style else f"{style} bold")
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """One line as it is: no markup in foreign text, no wrapping that breaks a path."""
+    console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def heading(console: Console, title: str, remark: str = "") -> None:
+    from rich.text import Text
+
+    say(console, "")
+    text = Text(title, "bold")
+    text.append(f"  {remark}" if remark else "", "dim")
+    console.print(text, highlight=False)
+
+
+def paragraph(console: Console, text: str, indent: int = 2, style: str = "") -> None:
+    """Wrapped text; a list's mark ("- ") stays left of the following lines."""
+    mark = text[:2] if text[:2] in {"- ", "✕ ", "! "} else ""
+    wrapped = textwrap.fill(
+        text,
+        width=console.width,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + len(mark)),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    say(console, wrapped, style)
+
+
+def print_section(section: Section, console: Console, details: bool = True) -> None:
+    """Title, what it says, its tables; pictures are a page's.
+
+    Args:
+        details: with the parts that other renderings fold away.
+    """
+    if section.page_only:
+        return
+    heading(console, line(section.title))
+    if section.lead:
+        paragraph(console, line(section.lead), style="dim")
+    _contents(section, console, details)
+
+
+def _contents(section: Section, console: Console, details: bool) -> None:
+    for warning in section.warnings:
+        paragraph(console, f"! {line(warning)}", style="yellow")
+    for sentence in section.sentences:
+        paragraph(console, f"- {line(sentence)}")
+    for table in section.tables:
+        print_table(table, console)
+    for block in section.blocks:
+        if block.title:
+            paragraph(console, line(block.title))
+        for text in block.lines:
+            say(console, f"      {visible(text)}")
+    for note in section.notes:
+        paragraph(console, f"- {line(note)}", style="dim")
+    for part in section.parts:
+        if part.page_only or (part.folded and not details):
+            continue
+        say(console, f"  {line(part.title)}", "bold")
+        if part.lead:
+            paragraph(console, line(part.lead), style="dim")
+        _contents(part, console, details)
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """One column as it is printed.
+
+    Attributes:
+        of: title of the column whose intervals these are; "" for values.
+        wraps: names to be copied do not.
+    """
+
+    title: str
+    of: str
+    left: bool
+    wraps: bool
+    priority: int
+    texts: list[str]
+    styles: list[str]
+
+    @property
+    def width(self) -> int:
+        return max(map(len, [*self.title.split("\n"), *self.texts]), default=0)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """As many columns as fit, those of priority 0 always; the first text column may wrap."""
+    from rich.padding import Padding
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    columns = _columns(table)
+    while _width(columns) > console.width and any(c.priority for c in columns):
+        columns.remove(max(reversed(columns), key=lambda c: c.priority))
+        kept = {column.title for column in columns}
+        columns = [
+            replace(c, title=f"{c.of}, 95 %") if c.of and c.of not in kept else c for c in columns
+        ]
+    shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column.left else "right"
+        shown.add_column(
+            column.title,
+            justify=justify,
+            no_wrap=not column.wraps,
+            overflow="fold",
+        )
+    for row in range(len(table.rows)):
+        shown.add_row(*(Text(column.texts[row], column.styles[row]) for column in columns))
+    indented = Padding(shown, (0, 0, 0, 2), expand=False)
+    console.print(indented, highlight=False, markup=False)
+
+
+def _columns(table: Table) -> list[_Texts]:
+    rows, columns = table.cells(), []
+    for index, column in enumerate(table.columns):
+        cells = [row[index] for row in rows]
+        styles = [TONES.get(cell.tone, "") for cell in cells]
+        texts = [(badge(cell.tone) + cell_text(cell, column)).rstrip() for cell in cells]
+        title = column.narrow or line(column.title)
+        wraps = column.left and not all(cell.tone == "code" for cell in cells)
+        columns.append(_Texts(title, "", column.left, wraps, column.priority, texts, styles))
+        if column.interval is not None:
+            texts = [cell_interval(cell, column) for cell in cells]
+            plain = [""] * len(texts)
+            columns.append(
+                _Texts("95 % interval", title, False, False, column.interval, texts, plain)
+            )
+    return columns
+
+
+def _width(columns: list[_Texts]) -> int:
+    """Characters of a line, were text to wrap beyond ``WRAP``."""
+    widths = [min(c.width, WRAP) if c.wraps else c.width for c in columns]
+    return 2 + sum(widths) + len(columns) - 1

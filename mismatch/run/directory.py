@@ -115,21 +115,42 @@ def new_directory(out: Path | None, model: str) -> Path:
     if out is None:
         name = Path(model).name or "model"
         stem = DEFAULT_PARENT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-        out, number = stem, 1
-        while out.exists():
-            number += 1
-            out = stem.with_name(f"{stem.name}-{number}")
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        return _first_free(stem)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         fix = "choose another --out, or delete it"
         if (out / SPEC).exists():
             fix = f"it holds another run: choose another --out, or go on with it: --resume {out}"
         raise MismatchError(f"{out} exists and is not empty", fix)
-    made = not out.exists()
+    return _created(out, exist_ok=True)
+
+
+def _first_free(stem: Path) -> Path:
+    """``stem``, or ``stem-2`` …: of two commands that begin in one second each gets its own."""
+    out, number = stem, 1
+    while True:
+        try:
+            return _created(out, exist_ok=False)
+        except FileExistsError:
+            number += 1
+            out = stem.with_name(f"{stem.name}-{number}")
+
+
+def _created(out: Path, *, exist_ok: bool) -> Path:
+    """The directory, for its owner alone; one that was there keeps its mode.
+
+    Raises:
+        FileExistsError: it exists and must not.
+        MismatchError: it cannot be made or written.
+    """
+    new = not out.exists()
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.mkdir(mode=0o700, exist_ok=exist_ok)
         (out / LOCK).touch()
     except OSError as error:
-        if made and out.is_dir():
+        if isinstance(error, FileExistsError) and not exist_ok and out.is_dir():
+            raise
+        if new and out.is_dir():
             out.rmdir()
         raise MismatchError(
             f"cannot create {out}: {error.strerror}", "choose a writable directory: --out DIR"

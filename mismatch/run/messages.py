@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mismatch.errors import MismatchError, OutOfMemory
+from mismatch.run.secrets import redact
 
 PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
 SCORED = "scored"  # timing of a training world that goes on with gradients: no scoring is missing
@@ -50,7 +51,7 @@ def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
     document = {"message": error.message, "fix": error.fix}
     if isinstance(error, OutOfMemory):
         document["kind"] = MEMORY
-    text = json.dumps(document)
+    text = redact(json.dumps(document))
     path = error_path(run_dir, label)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

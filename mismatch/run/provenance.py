@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.run.manifest import sha256
+from mismatch.run.secrets import NAME, redact
 
 DISTRIBUTIONS = (
     *("train-infer-mismatch", "numpy", "pyarrow", "safetensors", "torch", "transformers"),
@@ -27,7 +28,8 @@ ENVIRONMENT = re.compile(
     r"(VLLM|SGLANG|TORCH|PYTORCH|NCCL|CUDA|CUBLAS|OMP|MKL|TRITON|TRANSFORMERS)_\w+|HF_HUB_OFFLINE"
 )
 CHECKPOINT = (".safetensors", ".bin", ".json", ".model", ".jinja", ".py")
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
+# Machines, people and places; secrets besides, see mismatch.run.secrets.
+PRIVATE = re.compile(r"HOST|_IP($|_)|ADDR|HOME|PATH|DIR|CACHE|USER|PROXY|URL|ENDPOINT")
 
 
 def provenance(command: str, prompts: str | None = None) -> dict[str, Any]:
@@ -43,9 +45,10 @@ def provenance(command: str, prompts: str | None = None) -> dict[str, Any]:
         "versions": versions(),
         "platform": platform.platform(),
         "environment": {
-            name: value
+            name: redact(value)
             for name, value in sorted(os.environ.items())
-            if ENVIRONMENT.fullmatch(name) and not SECRET.search(name)
+            if ENVIRONMENT.fullmatch(name)
+            and not (NAME.search(name) or PRIVATE.search(name) or "/" in value)
         },
         "commits": {
             "mismatch": commit(Path(__file__).parents[1]),

@@ -33,6 +33,7 @@ from mismatch.run import distributions, manifest
 from mismatch.run.manifest import write_atomic
 from mismatch.run.provenance import checkpoint_digest, numeric_versions
 from mismatch.run.routing_files import read_arrays, write_arrays
+from mismatch.run.secrets import redact
 from mismatch.run.tables import (
     flat,
     missing_fix,
@@ -71,7 +72,9 @@ FIX_PREFIX = "fix:"  # of the trainer's scorings that belong to a fix: they have
 
 
 def write_text(path: Path, text: str) -> Path:
-    return write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
+    """Write a file of text, without what looks like a secret."""
+    safe = redact(text)
+    return write_atomic(path, lambda target: target.write_text(safe, encoding="utf-8"))
 
 
 def write_json(path: Path, data: Any) -> Path:

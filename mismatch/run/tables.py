@@ -10,6 +10,7 @@ import numpy as np
 
 from mismatch.errors import MismatchError
 from mismatch.run.manifest import write_atomic
+from mismatch.run.secrets import redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,7 @@ def write_table(path: Path, columns: dict[str, Any], schema: str, header: dict[s
     import pyarrow.parquet as pq
 
     table = pa.table(columns)
-    text = json.dumps(header, allow_nan=False, default=plain)
+    text = redact(json.dumps(header, allow_nan=False, default=plain))
     table = table.replace_schema_metadata({"schema": schema, "header": text})
     rows = _rows_per_group(table)
     return write_atomic(

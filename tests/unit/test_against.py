@@ -20,12 +20,14 @@ from rich.console import Console
 from mismatch.errors import MismatchError
 from mismatch.experiments.regression.measure import against
 from mismatch.experiments.regression.types import Against, against_to_json, schema
-from mismatch.reports.against import to_html, to_markdown
-from mismatch.reports.against_terminal import print_against
-from mismatch.reports.regression_files import write_against
+from mismatch.reports import html, markdown
+from mismatch.reports.files import write_regression
+from mismatch.reports.sections.regression import page
+from mismatch.reports.terminal import print_page
 from mismatch.run import store
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 from tests.command import mismatch
+from tests.tables import values
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 16, 4, 3, 24
 FACTS = {"engine": "vllm", "version": "1.0", "dtype": "bf16", "versions": {"vllm": "1.0"}}
@@ -150,7 +152,13 @@ def test_worse_within_the_margin_does_not_fail(tmp_path: Path) -> None:
     assert (made.outcome, made.fails) == ("worse", False)
     assert made.reason.endswith("within the margin of 10 %")
     assert strict.reason.endswith("more than the margin of 0.5 %")
-    assert "Margin: 0.5\u00a0%." in to_html(strict)
+    moved = page(strict).sections[0]
+    assert moved.notes[0].endswith("Margin: 0.5 %.")
+    tones = [{item["name"]: cells[-1].tone for item, cells in
+              zip(values(table), table.cells(), strict=True)}
+             for result in (made, strict) for table in page(result).sections[0].tables]  # fmt: skip
+    assert [tone["k3_kl"] for tone in tones] == ["warn", "critical"]
+    assert (page(made).tone, page(strict).tone) == ("warn", "critical")
     assert (strict.outcome, strict.fails) == ("worse", True)
 
 
@@ -313,7 +321,7 @@ def test_other_experts_decide_as_well(tmp_path: Path) -> None:
 
 def test_the_document_obeys_its_schema(tmp_path: Path) -> None:
     old, new = make_run(tmp_path / "old", tokens=1), make_run(tmp_path / "new", tokens=2)
-    write_against(tmp_path, against(old, new))
+    write_regression(tmp_path, against(old, new))
     document = json.loads((tmp_path / "against.json").read_text())
     jsonschema.validate(document, schema())
     assert document["metrics"]["k3_kl"]["outcome"] == "none"
@@ -325,11 +333,11 @@ def test_the_document_obeys_its_schema(tmp_path: Path) -> None:
 def test_foreign_text_stays_text(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, attention="<script>alert(1)</script>|`x`")
     made = against(old, make_run(tmp_path / "new", tokens=2))
-    page, text = to_html(made), to_markdown(made)
-    assert "<script>" not in page
-    assert "&lt;script&gt;" in page
+    document, text = html.show_page(page(made)), markdown.show_page(page(made))
+    assert "<script>" not in document
+    assert "&lt;script&gt;" in document
     assert "\\<script\\>" in text
-    assert page == to_html(made)
+    assert document == html.show_page(page(made))
 
 
 def test_names_of_runs_models_and_versions_are_foreign_text(tmp_path: Path) -> None:
@@ -338,21 +346,26 @@ def test_names_of_runs_models_and_versions_are_foreign_text(tmp_path: Path) -> N
     new = make_run(tmp_path / "new", tokens=2, version=evil, model=f"m{evil}")
     for made in (against(old, new), against(new, old)):
         console = Console(width=80, record=True, file=io.StringIO())
-        print_against(made, console)
+        print_page(page(made), console)
         terminal = console.export_text()
-        assert "\x1b" not in terminal + to_html(made) + to_markdown(made)
+        document = html.show_page(page(made))
+        assert "\x1b" not in terminal + document + markdown.show_page(page(made))
         assert "[bold]" in terminal
-        assert "<i>" not in to_html(made)
+        assert "<i>" not in document
         *lines, _ = terminal.splitlines()
         assert max(map(len, lines)) <= 80
 
 
-def test_pages_show_every_metric_and_the_verdict(tmp_path: Path) -> None:
+def test_the_page_has_every_metric_and_the_verdict(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, spread=0.005)
     made = against(old, make_run(tmp_path / "new", tokens=2, spread=0.01))
-    for text in (to_html(made), to_markdown(made)):
-        assert "Worse" in text
-        assert all(one.metric in text for one in made.rows)
+    shown = page(made)
+    assert (shown.word, shown.tone, shown.reason) == ("worse", "critical", made.reason)
+    rows = {item["name"]: item for item in values(shown.sections[0].tables[0])}
+    for one in made.rows:
+        item = rows[one.metric]
+        assert (item["old"], item["new"], item["change"]) == (one.old, one.new, one.change)
+    assert [item["p"] for item in rows.values()].index("") == 2  # those that decide come first
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:

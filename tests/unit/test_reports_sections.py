@@ -16,13 +16,12 @@ from rich.console import Console
 from mismatch.analysis import registry
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
-from mismatch.reports.console import print_table
 from mismatch.reports.formatting import number, text
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import show_table, to_markdown
 from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.reports.sections import sections
-from mismatch.reports.terminal import print_report
+from mismatch.reports.terminal import print_report, print_table
 from mismatch.types import Estimate, Report
 from tests.made_run import make_run, spec
 from tests.reports_fixture import make_report, make_tokens

@@ -17,12 +17,13 @@ import pytest
 from benchmarks import calibration
 from benchmarks.planted_fault import FAULTS
 from mismatch.analysis.registry import Measured
-from mismatch.analysis.square import Square, excess_terms, measure, precision_of
+from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.square_levels import LEVELS
 from mismatch.errors import MismatchError
 from mismatch.experiments.passes import training_passes
 from mismatch.experiments.square import float32_engine, plain_of, plain_passes
+from mismatch.metrics.excess import excess_terms
 from mismatch.pipeline.build import build_report
 from mismatch.processes.square import LABEL, score_in_float32
 from mismatch.run import store
@@ -140,6 +141,15 @@ def test_the_gap_has_the_floor_that_rounding_predicts() -> None:
     delta = run.usable["reference:fp32"].logprobs - run.usable["vllm:fp32"].logprobs
     assert gap.size.value == pytest.approx(np.abs(delta).mean())
     assert gap.largest.value == pytest.approx(np.abs(delta).max())
+
+
+def test_the_level_of_the_gap_follows_what_rounding_costs_the_model() -> None:
+    """Random Mixtral: bf16 costs 0.33 nats, float32 6e-6, which would be far off elsewhere."""
+    same = {"vllm:fp32": 30.0}
+    assert standings(square(run_of(same)))["gap-engine"] == "within"
+    assert standings(square(run_of({"vllm:fp32": 100.0})))["gap-engine"] == "beyond"
+    rough = dict.fromkeys(("vllm:decode", "fsdp", "plain:bf16"), 60.0)
+    assert standings(square(run_of({"vllm:fp32": 100.0} | rough)))["gap-engine"] == "within"
 
 
 def test_other_files_name_neither_side() -> None:

@@ -34,10 +34,10 @@ from mismatch.pipeline.commands import run_check
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.pipeline.engine_pair import SecondEngine, dry_run_lines
 from mismatch.processes.stages import Stages
-from mismatch.reports.console import print_section
 from mismatch.reports.html import to_html
 from mismatch.reports.section import Section, cell_text
 from mismatch.reports.sections import engines
+from mismatch.reports.terminal import print_section
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict

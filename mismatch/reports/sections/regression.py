@@ -1,0 +1,157 @@
+"""A new run against an old one: a page of its own."""
+
+from __future__ import annotations
+
+from mismatch.experiments.regression.types import Against, AgainstRow, RunSide
+from mismatch.reports.formatting import (
+    chance,
+    count,
+    line,
+    number,
+    plural,
+    points,
+    signed,
+    text,
+)
+from mismatch.reports.section import Cell, Column, Page, Section, Table, Tone, Value
+from mismatch.reports.summary import Row
+from mismatch.reports.words import words_for
+from mismatch.types import Estimate
+
+WORDS = {
+    "worse": "worse",
+    "better": "better",
+    "mixed": "mixed",
+    "none": "no significant difference",
+}
+RESULTS: dict[str | None, str] = {
+    "worse": "worse",
+    "better": "better",
+    "none": "not significant",
+    None: "",
+}
+LEAD = (
+    "Each run compares its own engine with its own trainer. The change is new minus old, in nats "
+    "unless it is a share. For the metrics that decide, below 0 is better."
+)
+CHANGED = "Versions, settings and kernels as the runs themselves say."
+MOVED = (
+    Column("metric", text),
+    Column("name", text, 9),
+    Column("old", interval=8),
+    Column("new", interval=8),
+    Column("change", signed, interval=1),
+    Column("p", chance, 2),
+    Column("result", text),
+)
+FACTS = (Column("where", text), Column("what", text), Column("old", text), Column("new", text))
+
+
+def page(result: Against) -> Page:
+    """What moved, and what has changed between the runs."""
+    old, new = result.old, result.new
+    return Page(
+        kind="a new run against an old one" + (f" · {new.created}" if new.created else ""),
+        word=WORDS[result.outcome],
+        tone=_tone(result),
+        reason=result.reason,
+        title=new.model,
+        facts=(
+            f"{new.run} (new) against {old.run} (old)",
+            _side(old),
+            _side(new),
+        ),
+        sections=(_moved(result), _changed(result)),
+        file="against",
+    )
+
+
+def _tone(result: Against) -> Tone:
+    """What fails is critical, what only moved is a warning."""
+    if result.fails:
+        return "critical"
+    return "warn" if result.outcome in ("worse", "mixed") else "healthy"
+
+
+def _moved(result: Against) -> Section:
+    """Deciding metrics first."""
+    rows = sorted(result.rows, key=lambda row: row.p_value is None)
+    return Section(
+        id="moved",
+        title="What moved",
+        lead=LEAD,
+        sentences=tuple(sentences(result)),
+        tables=(Table(MOVED, tuple(_row(row) for row in rows)),),
+        notes=(f"{result.method} Margin: {result.margin_text}.",),
+        folded=False,
+    )
+
+
+def _row(row: AgainstRow) -> tuple[Cell | Value, ...]:
+    words = words_for(row.metric)
+    metric = Row(row.metric, words, row.new)
+    outcome = row.outcome or ""
+    tones: dict[str, Tone] = {"worse": "critical" if row.beyond else "warn", "better": "healthy"}
+    return (
+        Cell(words.label, note=words.meaning),
+        Cell(row.metric, "code"),
+        Cell(row.old, format=metric.write),
+        Cell(row.new, format=metric.write),
+        Cell(row.change, "strong", format=points if words.share else signed),
+        "" if row.p_value is None else row.p_value,
+        Cell(_outcome(row), tones.get(outcome, "dim")),
+    )
+
+
+def _outcome(row: AgainstRow) -> str:
+    within = ", within the margin" if row.outcome == "worse" and not row.beyond else ""
+    return RESULTS[row.outcome] + within
+
+
+def _side(run: RunSide) -> str:
+    """A run in one line."""
+    size = f"{plural(run.tokens, 'token')}, {plural(run.sequences, 'sequence')}"
+    own = run.verdict.status if run.verdict else "not judged"
+    return f"{run.run}: {run.engine} {run.version}".rstrip() + f", {size}, by itself {own}"
+
+
+def sentences(result: Against) -> list[str]:
+    """What the numbers rest on."""
+    if result.same_tokens:
+        tokens = "Both runs hold the same tokens: every change is of the same tokens."
+    else:
+        tokens = (
+            f"{count(result.same_sequences)} of {plural(result.old.sequences, 'sequence')} are the "
+            "same in both runs; the engines sampled tokens of their own, so changes are by prompt."
+        )
+    notes = [f"{line(note)}." for note in result.notes]
+    decided = [
+        f"{words_for(row.metric).label}: {_outcome(row)}, p {chance(row.p_value)}."
+        for row in result.rows
+        if row.p_value is not None
+    ]
+    capital = (note[0].upper() + note[1:] for note in notes)
+    return [*decided, tokens, *_engines(result), *capital]
+
+
+def _engines(result: Against) -> list[str]:
+    """The two engines on the same tokens, in one sentence."""
+    if result.engines is None:
+        return []
+    values: dict[str, Estimate] = result.engines.metrics
+    mean, most = values["logprob_abs_diff_mean"].value, values["logprob_abs_diff_max"].value
+    return [
+        f"New engine against old engine on these tokens: mean |delta| {number(mean)}, "
+        f"largest {number(most)}."
+    ]
+
+
+def _changed(result: Against) -> Section:
+    rows = tuple((c.where, Cell(c.name, "code"), c.old, c.new) for c in result.changed)
+    return Section(
+        id="changed",
+        title="What changed",
+        lead=CHANGED if rows else "Nothing of what both runs say of themselves.",
+        tables=(Table(FACTS, rows),) if rows else (),
+        folded=False,
+    )

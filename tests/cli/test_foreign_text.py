@@ -1,0 +1,108 @@
+"""Text of others cannot steer a terminal or a page; odd streams and files give no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mismatch import reports
+from mismatch.cli import main as cli
+from mismatch.cli.session import ConsoleNarrator, say
+
+ESCAPES = "\x1b]0;pwned\x07 \x1b[31m \u202e \x9b31m"
+RAW = ("\x1b", "\x07", "\u202e", "\x9b")
+
+
+def test_errors_show_no_escapes(capsys):
+    with pytest.raises(SystemExit):
+        cli._complain(f"HTTP 500: {ESCAPES}", f"try {ESCAPES}\nor not")
+    shown = capsys.readouterr().err
+    assert not [character for character in RAW if character in shown]
+    assert shown.count("\n") == 3
+
+
+def test_notes_and_progress_show_no_escapes(capsys):
+    from rich.console import Console
+
+    say(ESCAPES)
+    narrator = ConsoleNarrator(Console())
+    narrator.note(ESCAPES)
+    with narrator.stage("rollout") as progress:
+        progress(ESCAPES)
+    shown = capsys.readouterr().out
+    assert not [character for character in RAW if character in shown]
+
+
+def test_progress_on_a_terminal_is_no_markup():
+    import io
+
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with ConsoleNarrator(console).stage("rollout [/red]") as progress:
+        progress("[/bold] 1/2 \x1b]0;x\x07")
+    assert "\x1b]0" not in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+    ids=["latin-1", "C"],
+)
+def test_a_stream_that_is_no_utf8_is_written_to(environment, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mismatch", "metrics"],
+        capture_output=True,
+        env={**os.environ, **environment},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+DEEP = "x = " + "[" * 5000 + "]" * 5000
+FILES = {
+    "deep config": ("--config", "c.toml", DEEP),
+    "deep levels": ("--thresholds", "t.toml", DEEP),
+    "deep verl config": ("--verl-config", "v.yaml", "a: " + "[" * 5000 + "]" * 5000),
+    "a flag twice": ("--config", "c.toml", "max_tokens = 3\nmax-tokens = 4\n"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_odd_files_are_refused_with_their_name(case, tmp_path, monkeypatch, capsys):
+    flag, name, text = FILES[case]
+    (tmp_path / name).write_text(text)
+    arguments = ["mismatch", "check", "--model", "tiny-gpt-oss", flag, str(tmp_path / name)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert name in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "3", "[" * 5000, '{"model_type": [1]}'])
+def test_a_config_that_is_none_is_refused(content, tmp_path, monkeypatch, capsys):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(content)
+    flags = ["--engine", "transformers", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["mismatch", "check", "--model", str(tmp_path / "m"), *flags])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "Traceback" not in shown, shown
+
+
+def test_a_page_cannot_be_given_a_base_or_a_form():
+    page = (Path(reports.__file__).parent / "templates" / "page.html").read_text()
+    assert "base-uri 'none'" in page
+    assert "form-action 'none'" in page

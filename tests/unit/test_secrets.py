@@ -1,0 +1,156 @@
+"""Secrets of many kinds are planted everywhere, and a whole run directory is searched for them."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from mismatch.cli.session import command
+from mismatch.cli.to_spec import _engine_arg
+from mismatch.errors import MismatchError
+from mismatch.processes.launch import run_worker
+from mismatch.reports.files import write_report
+from mismatch.run import store
+from mismatch.run.directory import Journal, new_directory
+from mismatch.run.messages import write_error
+from mismatch.run.provenance import provenance
+from mismatch.run.secrets import redact
+
+from ..made_run import make_run, rollout, scoring, spec
+from .test_launch import python
+
+PLANTED = {
+    "hub": "hf_AbCdEfGhIjKlMnOpQrStUv",
+    "openai": "sk-proj-0123456789abcdefABCDEF",
+    "github": "ghp_0123456789abcdefghijABCDEFGHIJ012345",
+    "gitlab": "glpat-0123456789abcdefXYZ",
+    "aws": "AKIA0123456789ABCDEF",
+    "google": "AIza0123456789abcdefghijABCDEFGHIJ01234",
+    "slack": "xoxb-0123456789-abcdef",
+    "jwt": "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.c2lnbmF0dXJl",
+    "password in an address": "https://user:hunter2secret@host/x",
+    "parameter of an address": "https://host/x?api_key=parametersecret",
+    "bearer": "Bearer c29tZXRva2VuMTIz",
+    "environment": "correct horse battery staple",
+    "private key": "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkq\n",
+}
+# What must not be found anywhere.
+SECRETS = [
+    *(PLANTED[name] for name in list(PLANTED)[:8]),
+    *("hunter2secret", "parametersecret", "c29tZXRva2VuMTIz", PLANTED["environment"]),
+    "MIIEvQIBADANBgkq",
+]
+ALL = "; ".join(PLANTED.values())
+LINE = ALL.replace("\n", "")  # logs are looked at line by line
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("MY_SERVICE_SECRET", PLANTED["environment"])
+    for name in ("VLLM_S3_URL", "SGLANG_PROXY_PASSWD", "TORCH_AUTH", "NCCL_X_PASS", "VLLM_X"):
+        monkeypatch.setenv(name, ALL.replace("\n", " "))
+    monkeypatch.setenv("VLLM_HOST_IP", "10.11.12.13")
+    monkeypatch.setenv("TORCH_HOME", "/home/alice/torch")
+
+
+def everything(folder) -> str:
+    """All bytes of a run, Parquet headers in plain."""
+    texts = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            texts.append(path.read_bytes().decode("latin-1"))
+        if path.suffix == ".parquet" and path.parent.name == "scores":
+            texts.append(json.dumps(store.scoring_header(folder, path.stem), default=str))
+    return "\n".join(texts)
+
+
+def test_no_secret_is_in_a_run_directory(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    asked, tokens = spec(), rollout()
+    monkeypatch.setattr(sys, "argv", ["mismatch", "check", "--note", ALL, "--hf-token", "hunter2x"])
+    Journal(run, "check", asked, command()).finish()
+    told = scoring("told", tokens, 0.0)
+    told.fingerprint["note"] = ALL
+    store.save_scoring(run, told, tokens)
+    write_error(run, "train", MismatchError(ALL, ALL))
+    with pytest.raises(MismatchError) as caught:
+        run_worker("engine", python(f"print({LINE!r}); raise SystemExit(1)"), run)
+    from mismatch.pipeline.build import build_report
+
+    report, table = build_report(run, asked)
+    report.run["command"] = ALL
+    report = replace(report, not_tested=(*report.not_tested, ALL))
+    write_report(run, report, table)
+    found = everything(run) + redact(caught.value.message)
+    assert not [secret for secret in (*SECRETS, "hunter2x") if secret in found]
+    assert "***" in found
+
+
+def test_provenance_tells_no_host_no_user_and_no_secret():
+    facts = json.dumps(provenance("mismatch"))
+    assert not [secret for secret in SECRETS if secret in facts]
+    for private in ("10.11.12.13", "alice"):
+        assert private not in facts
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hf_token=abcabc", "api-key=18273645", "password=hunter2x", f"note={PLANTED['openai']}"],
+)
+def test_a_secret_as_an_engine_argument_is_refused_and_not_repeated(text):
+    with pytest.raises(MismatchError) as caught:
+        _engine_arg(text)
+    assert text.partition("=")[2] not in str(caught.value)
+
+
+HARMLESS = [
+    "--max-tokens 128 --micro-batch-tokens=4096",
+    '{"token_ids": [1, 2], "pad_token": "<pad>", "key": "value"}',
+    "http://127.0.0.1:8000/v1?config_format=json",
+    "risk-weighted-averages-of-tokens and task-specific-something-long",
+    "user@example.com",
+]
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_what_is_no_secret_stays(text):
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_every_kind_is_known(name):
+    assert not [secret for secret in SECRETS if secret in redact(f"a {PLANTED[name]} b")]
+
+
+# ---------------------------------------------------------------- directories
+
+
+def test_a_new_run_is_its_owners_alone(tmp_path):
+    made = new_directory(tmp_path / "deep" / "run", "m")
+    assert made.stat().st_mode & 0o777 == 0o700
+
+
+def test_commands_that_begin_at_once_get_directories_of_their_own(tmp_path, monkeypatch):
+    code = (
+        "import os, time\n"
+        "from mismatch.run.directory import new_directory\n"
+        "time.sleep(max(0, {at} - time.time()))\n"
+        "print(new_directory(None, 'm'))\n"
+    )
+    import time
+
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", code.format(at=time.time() + 2)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    names = [process.communicate()[0].strip() for process in started]
+    assert len(set(names)) == 6, names
+    assert all(names)
+
+
+def test_a_run_is_made_again_where_a_copy_lost_its_mode(tmp_path):
+    run = make_run(tmp_path / "run")
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert store.load_rollout(copy).token_ids.size
