@@ -13,8 +13,10 @@ from mismatch.analysis.diagnosis.detectors.displacement import (
     spread_ratio,
 )
 from mismatch.analysis.diagnosis.detectors.position import first_token, onset
+from mismatch.analysis.levels import PRECISION
+from mismatch.analysis.square import BITS
 from mismatch.analysis.square_levels import LEVELS, device_class
-from mismatch.run.scorings import FLOAT32
+from mismatch.run.scorings import FLOAT32, PLAIN
 from mismatch.types import NotTested
 
 WHAT = "implementations in float32"
@@ -35,7 +37,7 @@ def implementation(case: Case) -> Look | NotTested:
         return NotTested(WHAT, f"no clean gap is known on {device}")
     gap = reference - exact.logprobs
     size = case.mean(np.abs(gap))
-    level = LEVELS[device].gap
+    level = LEVELS[device].gap_level(_floor(case))
     evidence: tuple[Evidence, ...] = (
         Evidence("mean |difference| in float32, nats", size.value, f"below {level:g}"),
     )
@@ -52,9 +54,20 @@ def implementation(case: Case) -> Look | NotTested:
     for look in (onset(pair), first_token(pair)):  # a place says more than a spread
         for finding in look.findings if isinstance(look, Look) else ():
             cause, alike, evidence = finding.cause, finding.alike, evidence + finding.evidence
-    effect = case.share(case.delta - gap)
+    removed = case.share(case.delta - gap)
+    effect = removed if removed.value > 0 else None  # drowned in the rounding of the precision
     repair = Repair(case.left + gap, case.right)
     return Look(evidence, (Finding(cause, "engine", effect, evidence, alike=alike, repair=repair),))
+
+
+def _floor(case: Case) -> float | None:
+    """What float32 is expected to cost: the cost of a plain forward, by its significant bits."""
+    for dtype in reversed(PRECISION[1:]):
+        plain = case.others.get(f"{PLAIN}:{dtype}")
+        if plain is not None and case.reference is not None:
+            cost = float(np.abs(plain.logprobs - case.reference).mean())
+            return cost * 2.0 ** (BITS[dtype] - BITS["fp32"])
+    return None
 
 
 DETECTORS = (
