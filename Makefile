@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Two processes, a file of tests at a time; directories in this order, so that engines start first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: check test test-fast test-rest test-all env env-sglang lint tiny-gpt-oss example bench clean help
+.PHONY: check test test-gpu test-fast test-rest test-all env env-sglang lint tiny-gpt-oss example bench clean help
 
 check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 world scores again
 	$(BIN)/mismatch check --model tiny-gpt-oss
@@ -26,6 +26,10 @@ env:  ## .venv at the root; CPU or CUDA flavour found by itself; does nothing wh
 
 env-sglang:  ## .venv-sglang at the root, for --engine sglang: its pins clash with vLLM's
 	@$(PYTHON) tools/make_env.py --sglang
+
+test-gpu: env  ## what only a GPU can show: tests/gpu, then a table (and gpu.json) of 10 minutes
+	$(BIN)/python -m pytest tests/gpu -rA
+	$(BIN)/python benchmarks/gpu_gpt_oss.py --json gpu.json
 
 lint: env  ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .

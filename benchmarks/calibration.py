@@ -249,11 +249,11 @@ def squares(run: Measured, spec: CheckSpec, rollout: Rollout) -> tuple[list[Squa
     order = np.random.default_rng(0)
     shuffled = order.permutation(prompts)
     apart = [shuffled[i : i + BLOCK] for i in range(0, len(prompts) - BLOCK + 1, BLOCK)]
-    drawn = [order.choice(prompts, BLOCK, replace=False) for _ in range(DRAWS)]
-    several = len(prompts) > BLOCK
+    several = DRAWS if len(prompts) > BLOCK else 0
+    drawn = [order.choice(prompts, BLOCK, replace=False) for _ in range(several)]
     return (
         [_square(of_prompts(run, block), spec) for block in apart or [prompts]],
-        [_square(of_prompts(run, block), spec) for block in (drawn if several else [])],
+        [_square(of_prompts(run, block), spec) for block in drawn],
     )
 
 
@@ -279,6 +279,7 @@ def summary(case: Case, place: Path) -> dict[str, Any]:
     ]
     delta = np.abs(run.train.logprobs - run.decode.logprobs).mean()
     return {
+        "engine": run.decode.name.partition(":")[0],
         "prompts": int(run.rollout.n_prompts),
         "tokens": int(run.rollout.n_actions),
         "mean": float(delta),
@@ -302,12 +303,14 @@ def write(found: dict[str, dict[str, Any]], cases: dict[str, Case]) -> None:
     clean = {name: one for name, one in found.items() if cases[name].clean}
     faults = {name: one for name, one in found.items() if not cases[name].clean}
     base = found.get("gpt-oss-bf16", {}).get("mean")
+    engines = " and ".join(sorted({one["engine"] for one in found.values()}))
+    absent = ", ".join(name for name in cases if name not in found)
     blocks = np.array([one["blocks"] for one in clean.values()]).sum(axis=0)
     alarms = sum(one["alarms"] for one in clean.values())
     lines = [
         MARK,
         "",
-        f"Measured {date.today().isoformat()} on a CPU (vLLM and transformers as engines, two "
+        f"Measured {date.today().isoformat()} on a CPU ({engines}, two "
         f"FSDP2 ranks); levels: excess {level.excess:g}, float32 gap {level.gap:g} times the "
         f"expected rounding and at least {level.least_gap:g} nats. Blocks of "
         f"{BLOCK} prompts: {blocks[0]} disjoint ones and {blocks[1]} drawn from the same runs; "
@@ -341,6 +344,7 @@ def write(found: dict[str, dict[str, Any]], cases: dict[str, Case]) -> None:
             f", against {cases[name].yardstick}" if cases[name].yardstick else ""
         )
         lines.append(f"| {label} | {_number(one['mean'])} | {times} | {' | '.join(cells)} | {by} |")
+    lines += ["", f"Not run yet: {absent}."] if absent else []
     lines += ["", "![Excess and float32 gap of clean and faulty runs](images/calibration.svg)", ""]
     PAGE.write_text(head + "\n".join(lines))
     draw(clean, faults)

@@ -1,4 +1,4 @@
-"""gpt-oss-20b at full shape on one GPU, without its weights: load, score, memory, tokens/s.
+"""gpt-oss-20b at full shape on one GPU, without its weights; and what only a GPU can answer.
 
     python benchmarks/gpu_gpt_oss.py [--tiny] [--json FILE] [--write docs/gpu-results.md]
 
@@ -7,6 +7,9 @@ straight on the device, shard by shard, so that neither a checkpoint on disk, no
 engine is needed; scoring is the product's own path: FSDP2 at world size 1, routing recorded,
 logprobs and entropies of every token. Random weights route more evenly than trained ones; nothing
 else about speed or memory depends on their values. Needs one GPU of 80 GB or more.
+
+Then the questions of benchmarks/gpu_parts.py are put, each answered yes, no or "not run" (with the
+reason). About ten minutes in all on one GPU.
 
 ``--tiny`` runs the same code on a model of a few thousand parameters, on a CPU as well.
 """
@@ -27,6 +30,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_parts import answers  # noqa: E402
 from mismatch.specs import Pass, TrainSpec  # noqa: E402
 from mismatch.training.attention.resolve import resolve_for  # noqa: E402
 from mismatch.training.distributed import World  # noqa: E402
@@ -112,7 +116,9 @@ def random_model(config: Any, spec: TrainSpec, world: World) -> LoadedModel:
             else:
                 local.normal_(std=1.0 if "sinks" in name else 0.02)
     experts = model.config._experts_implementation
-    return LoadedModel(scorer.eval(), spec, attention, experts, None, None)
+    return LoadedModel(
+        scorer.eval(), spec, attention, experts, spec.master_dtype, None, None, world.device
+    )
 
 
 def score(world: World, loaded: LoadedModel, name: str, lengths: list[int]) -> Measured:
@@ -169,15 +175,18 @@ def run(tiny: bool) -> dict[str, Any]:
         "experts": loaded.experts,
         "build_s": build_s,
         "build_peak_gib": (peak.bytes or 0) / GIB,
+        "date": time.strftime("%Y-%m-%d"),
         "scored": [{**asdict(one), "tokens_per_s": one.tokens_per_s} for one in measured],
     }
+    del loaded
+    facts["answers"] = [asdict(one) for one in answers(world)]
     world.close()
     return facts
 
 
 def markdown(facts: dict[str, Any]) -> str:
     lines = [
-        f"{facts['device']}, torch {facts['torch']}, Python {facts['python']}; "
+        f"{facts['date']}: {facts['device']}, torch {facts['torch']}, Python {facts['python']}; "
         f"{facts['parameters'] / 1e9:.1f} billion parameters ({facts['model']}), bf16, "
         f"attention {facts['attention']}, experts {facts['experts']}.",
         "",
@@ -191,6 +200,9 @@ def markdown(facts: dict[str, Any]) -> str:
             f"| {one['name']} | {one['seconds']:.2f} | {one['tokens_per_s']:.0f} | "
             f"{one['peak_gib']:.1f} GiB |"
         )
+    lines += ["", "| question | | |", "| --- | --- | --- |"]
+    for one in facts["answers"]:
+        lines.append(f"| {one['question']} | {one['state']} | {one['detail']} |")
     return "\n".join(lines)
 
 
@@ -211,10 +223,13 @@ def main() -> None:
     options = parser.parse_args()
     facts = run(options.tiny)
     print(markdown(facts))
+    gone_wrong = [one["question"] for one in facts["answers"] if one["state"] == "no"]
     if options.json:
         options.json.write_text(json.dumps(facts, indent=1))
     if options.write:
         write(options.write, markdown(facts))
+    if gone_wrong:
+        raise SystemExit(f"does not hold: {'; '.join(gone_wrong)}")
 
 
 if __name__ == "__main__":

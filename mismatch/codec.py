@@ -97,10 +97,12 @@ def fields_of(document: Any, schema: str, *, command: str) -> dict[str, Any]:
 
 @contextmanager
 def refused(schema: str, *, command: str, page: str) -> Iterator[None]:
-    """A :class:`Misfit` becomes an error that says how to make a new document."""
+    """A misfit (:class:`Misfit`, or what a part's own reader raises of a value of another kind)
+    becomes an error that says how to make a new document.
+    """
     try:
         yield
-    except Misfit as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise MismatchError(
             f"incomplete {schema} document: {error}",
             f"run `{command}` again; {page} lists the fields",

@@ -27,7 +27,7 @@ from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.specs import Sampling as Sampling
 
 Fingerprint = dict[str, Any]
-Status = Literal["healthy", "warn", "critical"]
+Status = Literal["healthy", "tolerable", "inconclusive", "unfit", "broken"]  # ever worse
 CheckStatus = Literal["passed", "warning", "failed", "not_tested"]
 
 
@@ -309,17 +309,34 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one of the verdict's two questions.
+
+    >>> Answer("broken", "check alignment failed: best lag is +1").status
+    'broken'
+    """
+
+    status: Status
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """The run's verdict: the worst judgement, or a failed check.
+    """The run's verdict: the worse of two answers.
 
     Attributes:
+        reason: of the worse answer.
         levels: the column of the levels table that applied, e.g. "bf16 MoE".
+        correctness: is something broken? By semantic checks and the square; never "unfit".
+        fitness: will training bear it? By the levels of the metrics; never "broken".
     """
 
     status: Status
     reason: str
     levels: str
     judgements: tuple[Judgement, ...]
+    correctness: Answer | None = None
+    fitness: Answer | None = None
 
 
 @dataclass(frozen=True, slots=True)

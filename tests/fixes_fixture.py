@@ -37,7 +37,7 @@ def outcome(id: str, k3: float, mean: float, effect: str, p: float, **more: obje
         "p_values": {K3: p, MEAN: min(1.0, 2 * p)},
         "significant": p < 0.05,
         "cost": FixCost(11.5, 3 * 2**30),
-        "verdict_after": verdict("critical", "k3 above the critical level"),
+        "verdict_after": verdict("unfit", "k3 above the critical level"),
     }
     return FixOutcome(id=id, outcome=effect, **{**fields, **more})  # type: ignore[arg-type]
 
@@ -70,7 +70,7 @@ def make_table(verdict_from: str = "as-is") -> FixTable:
         method="p adjusted by Holm's method for all fixes that were tried",
         verdict=verdict_from,  # type: ignore[arg-type]
         seconds=93.0,
-        verdict_as_is=verdict("critical", "as it was") if verdict_from == "after-fixes" else None,
+        verdict_as_is=verdict("unfit", "as it was") if verdict_from == "after-fixes" else None,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.inference import prompts_needed
 from mismatch.types import (
+    Answer,
     Check,
     Comparison,
     Estimate,
@@ -49,8 +50,12 @@ __all__ = [
 NO_COLUMN = "not judged"
 TAILS = {"heavy-tail", "heavy-prompts"}
 MOST_PROMPTS = 10_000  # advice beyond this is none
-FAIL_ON = ("critical", "warn")
-SEVERITY: dict[Status, int] = {"healthy": 0, "warn": 1, "critical": 2}
+FAIL_ON = ("tolerable", "inconclusive", "unfit", "broken")
+SEVERITY: dict[str, int] = {
+    status: rank
+    for rank, status in enumerate(("healthy", "tolerable", "inconclusive", "unfit", "broken"))
+}
+TOO_LITTLE = ("enough-data",)  # checks whose warning leaves both questions open
 PRECISION = ("fp32", "fp16", "bf16")  # falling: 24, 11 and 8 significant bits
 LONG_NAMES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 AS_STORED = "as-stored"
@@ -160,10 +165,11 @@ def require_applied(
 def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     """One metric against one cell.
 
-    Critical if the whole interval is beyond the critical bound, or the value is no number; healthy
-    if all of it is within the healthy bound, otherwise warn. An interval that spans a bound is also
-    inconclusive, with the number of prompts that would decide. A maximum has no interval: its
-    value stands for it. Where one exists in principle but not from this run, nothing is healthy.
+    Unfit if the whole interval is beyond the critical bound, or the value is infinite; inconclusive
+    if the interval spans that bound; healthy if all of it is within the healthy bound; otherwise
+    tolerable. ``inconclusive`` says of any status that the interval spans a bound, with the number
+    of prompts that would decide. A maximum has no interval: its value stands for it. Where one
+    exists in principle but not from this run, the metric is inconclusive.
     """
     # A metric that is good when high is judged mirrored, so that "above" always means worse.
     sign = -1.0 if METRICS[metric].good == "high" else 1.0
@@ -172,10 +178,12 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     healthy, critical = sign * level.healthy, sign * level.critical
     spanned = [bound for bound in (level.healthy, level.critical) if low <= sign * bound < high]
     blind = estimate.low is None and METRICS[metric].kind != "extreme"
-    status: Status = "warn"
+    status: Status = "tolerable"
     if not math.isfinite(estimate.value) or (low > critical and not blind):
-        status, blind = "critical", False
-    elif high <= healthy and not blind:
+        status, blind = "unfit", False
+    elif blind or level.critical in spanned:
+        status = "inconclusive"
+    elif high <= healthy:
         status = "healthy"
     return Judgement(
         metric,
@@ -210,40 +218,74 @@ def _deciding(
 
 
 def verdict(
-    judgements: Sequence[Judgement], checks: Sequence[Check], column: str | None
+    judgements: Sequence[Judgement],
+    checks: Sequence[Check],
+    column: str | None,
+    unmeasured: str = "",
 ) -> Verdict:
-    """The run's verdict: a failed check is critical, a warning at least a warning; otherwise the
-    worst judgement counts.
+    """The run's verdict: the worse of correctness (checks) and fitness (levels).
+
+    Args:
+        unmeasured: why correctness could not be measured by the square; "": it was, or nobody
+            asks here.
 
     Raises:
         MismatchError: nothing was judged and no check failed; nothing measured never passes.
     """
-    failed = [check for check in checks if check.status == "failed"]
-    warned = [check for check in checks if check.status == "warning"]
-    name = column or NO_COLUMN
-    if failed:
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        reason = f"check {failed[0].id} failed{more}: {failed[0].detail}"
-        beyond = sum(item.status == "critical" for item in judgements)
-        if beyond:
-            reason += f"; {beyond} of {len(judgements)} judged metrics are critical as well"
-        return Verdict("critical", reason, name, tuple(judgements))
-    if column is None:
-        reason = "not judged: a side does not say in which dtype it computes"
-        return Verdict("warn", reason, name, tuple(judgements))
-    if not judgements:
+    correct = _correctness(checks, unmeasured)
+    if not judgements and column is not None and correct.status != "broken":
         raise MismatchError(
             "nothing measured: no metric has a level for this run, so there is no verdict",
             f'set levels for the column "{column}" with --thresholds FILE.toml',
         )
-    status = max((item.status for item in judgements), key=SEVERITY.__getitem__)
-    if warned and status == "healthy":
+    fit = _fitness(judgements, checks, column)
+    status, reason = correct.status, correct.reason
+    if SEVERITY[fit.status] > SEVERITY[status] or status == "healthy":
+        status, reason = fit.status, fit.reason
+    elif status == "broken" and fit.status == "unfit":
+        beyond = sum(item.status == "unfit" for item in judgements)
+        reason += f"; {beyond} of {len(judgements)} judged metrics are unfit as well"
+    return Verdict(status, reason, column or NO_COLUMN, tuple(judgements), correct, fit)
+
+
+def _correctness(checks: Sequence[Check], unmeasured: str) -> Answer:
+    """Is something broken?"""
+    failed = [check for check in checks if check.status == "failed"]
+    warned = [check for check in checks if check.status == "warning"]
+    little = [check for check in warned if check.id in TOO_LITTLE]
+    if failed:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        return Answer("broken", f"check {failed[0].id} failed{more}: {failed[0].detail}")
+    if little:
+        return Answer("inconclusive", little[0].detail)
+    if unmeasured:
+        return Answer("inconclusive", f"not measured whether a side is broken: {unmeasured}")
+    if warned:
         more = f" (and {len(warned) - 1} more)" if len(warned) > 1 else ""
-        reason = f"check {warned[0].id} warns{more}: {warned[0].detail}"
-        return Verdict("warn", reason, name, tuple(judgements))
+        return Answer("tolerable", f"check {warned[0].id} warns{more}: {warned[0].detail}")
+    passed = sum(check.status == "passed" for check in checks)
+    return Answer("healthy", f"{passed} checks passed")
+
+
+def _fitness(
+    judgements: Sequence[Judgement], checks: Sequence[Check], column: str | None
+) -> Answer:
+    """Will training bear it?"""
+    if column is None:
+        reason = "not judged: a side does not say in which dtype it computes"
+        return Answer("inconclusive", reason)
+    if not judgements:
+        return Answer("inconclusive", "nothing could be compared")
+    status = max((item.status for item in judgements), key=SEVERITY.__getitem__)
     deciding = [item for item in judgements if item.status == status]
     deciding.sort(key=lambda item: item.inconclusive)  # what is certain comes first
-    return Verdict(status, _reason(status, deciding, len(judgements)), name, tuple(judgements))
+    little = [check for check in checks if check.id in TOO_LITTLE and check.status == "warning"]
+    if little and SEVERITY[status] < SEVERITY["inconclusive"]:
+        return Answer("inconclusive", little[0].detail)
+    if status == "healthy" and column == "quantised":
+        reason = "within the levels of a quantised rollout, which changes what is sampled"
+        return Answer("tolerable", reason)
+    return Answer(status, _reason(status, deciding, len(judgements)))
 
 
 def worse(first: Verdict, second: Verdict | None, name: str) -> Verdict:
@@ -257,30 +299,36 @@ def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
     if status == "healthy":
         return f"all {total} judged metrics are within their healthy bounds"
     names = ", ".join(item.metric for item in deciding[1:])
-    more = f"; so {'is' if len(deciding) == 2 else 'are'} {names}" if names else ""
     first = deciding[0]
-    if status == "critical":
-        text = f"{first.metric} {first.value:.3g} is beyond its critical bound {first.critical:g}"
-    elif first.inconclusive:
-        text = f"{first.metric} {first.value:.3g}: its interval does not decide"
+    text = f"{first.metric} {first.value:.3g}"
+    if status == "unfit":
+        more = f"; so {'is' if len(deciding) == 2 else 'are'} {names}" if names else ""
+        return f"{text} is beyond its critical bound {first.critical:g}{more}"
+    if status == "inconclusive" or first.inconclusive:
+        text += ": its interval does not decide"
         if first.deciding_prompts is not None:
             text += f" (about {first.deciding_prompts} prompts would decide)"
-        more = f"; not healthy either: {names}" if names else ""
     else:
-        text = f"{first.metric} {first.value:.3g} is beyond its healthy bound {first.healthy:g}"
-        more = f"; not healthy either: {names}" if names else ""
-    return text + more
+        text += f" is beyond its healthy bound {first.healthy:g}"
+    return text + (f"; not healthy either: {names}" if names else "")
 
 
-def exit_code(result: Verdict, fail_on: str = "critical") -> int:
-    """0 where the verdict passes, 1 where it does not. ``fail_on``: "critical" or "warn".
+def exit_code(result: Verdict, fail_on: str = "inconclusive") -> int:
+    """0 where the verdict passes, 1 where it is ``fail_on`` or worse.
 
     Raises:
         MismatchError: another ``fail_on``.
     """
     if fail_on not in FAIL_ON:
+        new = {"warn": "tolerable", "critical": "unfit"}.get(fail_on)
         raise MismatchError(
-            f"--fail-on {fail_on}: no such status", f"use one of {', '.join(FAIL_ON)}"
+            f"--fail-on {fail_on}: no such status",
+            f"it is called {new} now" if new else f"use one of {', '.join(FAIL_ON)}",
         )
-    failing = SEVERITY["warn" if fail_on == "warn" else "critical"]
-    return int(SEVERITY[result.status] >= failing)
+    return int(SEVERITY[result.status] >= SEVERITY[fail_on])
+
+
+def fails_on(asked: str | None, quick: bool) -> str:
+    """The status from which a command fails: what was asked for; by itself "inconclusive", and
+    after ``--quick``, which leaves correctness open, "unfit"."""
+    return asked or ("unfit" if quick else "inconclusive")

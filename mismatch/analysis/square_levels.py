@@ -32,7 +32,7 @@ class Levels:
 LEVELS = {
     "cpu": Levels(
         excess=1.2,
-        gap=20.0,
+        gap=50.0,
         least_gap=1e-5,
         source="docs/calibration.md",
     ),

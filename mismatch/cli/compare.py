@@ -102,7 +102,7 @@ def _against(flags: Flags) -> int:
         )
     if new.resolve() == old.resolve():
         raise MismatchError(f"{new} against itself", "mismatch compare NEW --against OLD")
-    fail_on = flags["fail_on"]
+    fail_on = flags["fail_on"] or "unfit"
     thresholds = session.levels(flags)
     regression = against(old, new, margin=flags["margin"], thresholds=thresholds, fail_on=fail_on)
     out = None if flags["out"] is None else new_directory(flags["out"], "against")

@@ -102,7 +102,7 @@ class Option:
                 else {name: name for name in get_args(item)}
             )
             choices = tuple(dict.fromkeys(names.values()))
-            if value in names:
+            if isinstance(value, str) and value in names:
                 return names[value]
             wanted = f"one of {', '.join(choices)}"
             from difflib import get_close_matches

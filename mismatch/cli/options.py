@@ -125,10 +125,9 @@ NAME_FLAGS = (
 FORECAST = flags_of(CheckSpec, "forecast_length")
 FAIL_ON = Option(
     "fail_on",
-    Literal["critical", "warn"],
+    Literal["tolerable", "inconclusive", "unfit", "broken"] | None,
     OUTPUT,
-    "Verdict from which the exit code is 1.",
-    default="critical",
+    "Verdict from which the exit code is 1; default: inconclusive, with --quick unfit.",
 )
 NEW_RUN = (
     OUT,

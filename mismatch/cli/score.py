@@ -30,7 +30,8 @@ def score(flags: Flags) -> int:
     """Score the tokens of a run under FSDP2.
 
     Passes that the run holds already are not run again. The run may come from another machine:
-    --model says where the checkpoint is here.
+    --model says where the checkpoint is here. Under torchrun, srun or Ray it joins the world that
+    is there, over any number of machines: docs/clusters.md.
     """
     import re
 
@@ -39,6 +40,7 @@ def score(flags: Flags) -> int:
     from mismatch.models import resolve_model
     from mismatch.pipeline.commands import run_score
     from mismatch.pipeline.preflight import preflight_training
+    from mismatch.processes.launched import launched
     from mismatch.run.directory import load_spec
     from mismatch.specs import CheckSpec
 
@@ -66,9 +68,14 @@ def score(flags: Flags) -> int:
         **(spec_values(CheckSpec, flags, GRADIENT_FIELDS) if asks_gradients else {}),
     )
     spec, notes = with_trainer(spec, flags)
+    place = launched()
+    if place is not None:
+        spec = replace(spec, nproc_per_node=place.size)
+    ranks = spec.nproc_per_node if place is None else place.local_size
+    preflight_training(spec.train, ranks, meets=place is None)
+    told = session.narrator(silent=place is not None and place.rank > 0)
     for note in notes:
-        session.say(note)
-    preflight_training(spec.train, spec.nproc_per_node)
-    run_score(spec, run, session.narrator(), flags["name"], session.command())
-    session.say(f"Compare: mismatch compare {run}")
+        told.note(note)
+    run_score(spec, run, told, flags["name"], session.command(), place)
+    told.note(f"Compare: mismatch compare {run}")
     return 0

@@ -107,10 +107,10 @@ def levels(flags: Flags) -> Thresholds | None:
     return load_thresholds(flags["thresholds"]) if flags["thresholds"] else None
 
 
-def narrator() -> ConsoleNarrator:
+def narrator(silent: bool = False) -> ConsoleNarrator:
     from rich.console import Console
 
-    return ConsoleNarrator(Console())
+    return ConsoleNarrator(Console(quiet=silent))
 
 
 class ConsoleNarrator:
@@ -229,7 +229,7 @@ def conclude(
     """
     from rich.console import Console
 
-    from mismatch.analysis.levels import exit_code
+    from mismatch.analysis.levels import exit_code, fails_on
     from mismatch.reports.terminal import print_report
 
     elsewhere = None
@@ -240,7 +240,8 @@ def conclude(
             tokens = written_with_names(report, run_dir, flags["names"])
         elsewhere = Elsewhere(tokens, flags["names"])
     print_report(report, Console(), run_dir, elsewhere, details=bool(flags.get("details")))
-    code: int = exit_code(report.verdict, flags["fail_on"])
+    quick = bool(report.run.get("spec", {}).get("quick"))
+    code: int = exit_code(report.verdict, fails_on(flags["fail_on"], quick))
     return code
 
 

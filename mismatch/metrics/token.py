@@ -7,6 +7,7 @@ Each metric here is callable on plain arrays and raises what :class:`Metric` say
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -26,6 +27,7 @@ from mismatch.metrics.registry import (
 )
 from mismatch.types import Floats, Ints
 
+FAR = 60.0  # nats beyond which log cosh(x / 2) is |x| / 2 - log 2 to the last bit
 CLAMP = 20.0  # nats; verl's bound on a log-ratio before it is squared
 TRUNCATION = 2.0  # of importance weights: TIS's usual C
 ORIGIN_TOKENS = 1 << 16  # from which a correlation's origin is taken: it only keeps digits
@@ -133,8 +135,10 @@ def js_divergence(delta: Floats) -> Floats:
     """
     # train - m and rollout - m are h - log cosh h and -h - log cosh h with h = delta / 2, and their
     # exponentials sum to 2: what remains is log cosh h = log(1 + sinh² h) / 2.
-    squared_sinh = np.expm1(delta) * np.expm1(-delta) / -4.0
-    return floats(0.5 * np.log1p(squared_sinh))
+    near = np.clip(delta, -FAR, FAR)
+    squared_sinh = np.expm1(near) * np.expm1(-near) / -4.0
+    size = np.abs(delta)
+    return np.where(size < FAR, 0.5 * np.log1p(squared_sinh), size / 2.0 - math.log(2.0))
 
 
 # ---------------------------------------------------------------- distances of log-probabilities

@@ -28,6 +28,7 @@ from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.processes.square import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
+from mismatch.run.damage import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
 from mismatch.run.scorings import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
@@ -122,13 +123,14 @@ def build_report(
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
     results, unseen = measured(run_dir, spec, found, comparisons)
     checks += square_checks(results.get("square"))
+    open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
     missing = not_tested(spec, found.rollout, found.scorings, checks) + unseen
     missing += [str(one) for one in without_room(run_dir, spec, found.scorings)]
     gradients, unseen = check_of_run(run_dir, asked=spec.gradients)
     results |= {"kernels": of_run(run_dir), "gradients": gradients}
     report = Report(
         model=spec.rollout.engine.model,
-        verdict=mark_injected(verdict(judgements, checks, column), found.scorings),
+        verdict=mark_injected(verdict(judgements, checks, column, open_question), found.scorings),
         fingerprints={name: scoring.fingerprint for name, scoring in found.scorings.items()},
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
@@ -137,6 +139,19 @@ def build_report(
         run=facts(spec, found.rollout, command),
     ).with_analyses(**results)
     return report, store.load_tokens(run_dir)
+
+
+def without_square(spec: CheckSpec, comparisons: list[Comparison], results: dict[str, Any]) -> str:
+    """Why there is no square, "" where there is one.
+
+    Between two sides in float32 the headline itself is the gap of the two implementations.
+    """
+    if "square" in results or not comparisons:
+        return ""
+    reason = "the float32 passes were left out (--quick)" if spec.quick else ""
+    if not reason and not spec.noise_floor:
+        reason = "the float32 reference was switched off (--no-noise-floor)"
+    return reason or "the run holds no float32 passes that could be used"
 
 
 def measured(
@@ -182,7 +197,8 @@ def compare_artefacts(
         store.save_tokens(run_dir, tokens, **entry)
         store.save_document(run_dir, COMPARISON, document, schema=COMPARISON_SCHEMA, **entry)
     # Always through the file: a resumed run reports the numbers that an uninterrupted one does.
-    return comparisons_from_json(store.load_document(run_dir, COMPARISON))
+    with damage_named(run_dir / COMPARISON):
+        return comparisons_from_json(store.load_document(run_dir, COMPARISON))
 
 
 def compare_all(

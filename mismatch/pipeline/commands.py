@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.passes import training_passes
 from mismatch.experiments.square import wants_square
 from mismatch.models.moe import require_forms, require_routes
+from mismatch.processes.launched import Launched
+from mismatch.processes.launched import score as score_launched
 from mismatch.processes.stages import Narrator, Stages
 from mismatch.run import store
 from mismatch.run.directory import Journal, at_work, load_spec
@@ -87,12 +90,18 @@ def run_rollout(spec: CheckSpec, run_dir: Path, narrator: Narrator, command: str
 
 
 def run_score(
-    spec: CheckSpec, run_dir: Path, narrator: Narrator, name: str = TRAIN, command: str = ""
+    spec: CheckSpec,
+    run_dir: Path,
+    narrator: Narrator,
+    name: str = TRAIN,
+    command: str = "",
+    place: Launched | None = None,
 ) -> None:
     """Add the trainer's scorings to a run that holds a rollout.
 
     Args:
         name: of the scoring; one that is not ``TRAIN`` is made without a noise floor of its own.
+        place: in a world that was launched for this process; None: a world is started.
 
     Raises:
         MismatchError: no rollout, another scoring of that name, or the training world failed.
@@ -123,6 +132,16 @@ def run_score(
     )
     if name != TRAIN:
         kept = replace(kept, train=known.train)
+    if place is not None:
+        if spec.gradients:
+            raise MismatchError(
+                "--gradients cannot be taken in a world of another launcher",
+                "drop --gradients, or score on one machine",
+            )
+        held = nullcontext() if place.rank else at_work(run_dir, "score", kept, command)
+        with held:
+            score_launched(run_dir.resolve(), passes, place, narrator.note)
+        return
     with at_work(run_dir, "score", kept, command) as journal:
         plan = gradients_of(spec) if name == TRAIN else None
         Stages(spec, run_dir, narrator, journal, plan).measure(passes, sample=False)

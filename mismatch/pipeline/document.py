@@ -1,18 +1,24 @@
-"""``report.json``: the report as plain data, schema ``mismatch.report/1``.
+"""``report.json``: the report as plain data, schema ``mismatch.report/2``.
 
 The field list with meanings is docs/report-json.md; the JSON Schema is generated (:func:`schema`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from mismatch.analysis.levels import exit_code, fails_on
 from mismatch.analysis.registry import analyses
 from mismatch.codec import Misfit, fields_of, from_json, refused, schema_of, to_json
-from mismatch.types import Check, Comparison, Report, SidePair, Verdict
+from mismatch.metrics import METRICS
+from mismatch.types import Check, Comparison, Report, SidePair, Status, Verdict
 
-SCHEMA = "mismatch.report/1"
+SCHEMA = "mismatch.report/2"
+JQ_NAMES = {"kl": "k1_kl"}  # and an underscore for the dot of "ratio_outside_1.02"
 COMMAND, PAGE = "mismatch check", "docs/report-json.md"
 
 # The fields of every report: key -> type, in their order; those of analyses follow.
@@ -42,17 +48,102 @@ def schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": SCHEMA,
         "type": "object",
-        "properties": {"schema": {"const": SCHEMA}, **properties},
-        "required": ["schema", *FIELDS],
-        "additionalProperties": False,
-        "$defs": definitions,
+        "properties": {
+            "schema": {"const": SCHEMA},
+            "headline": schema_of(Headline, definitions),
+            "next": {"type": "array", "items": {"type": "string"}},
+            **properties,
+        },
+        "required": ["schema", "headline", *FIELDS],
+        "$defs": _open(definitions),
     }
 
 
-def report_to_json(report: Report) -> dict[str, Any]:
-    """The report as JSON data: dicts, lists, strings, finite numbers, booleans and null."""
-    document = {"schema": SCHEMA, **{key: to_json(getattr(report, key)) for key in FIELDS}}
-    document |= comparisons_to_json(report.comparisons, report.noise_floor)
+def _open(schema: Any) -> Any:
+    """A schema under which objects may hold more than it names: readers stay valid."""
+    if isinstance(schema, dict):
+        return {
+            key: _open(value)
+            for key, value in schema.items()
+            if not (key == "additionalProperties" and value is False)
+        }
+    return [_open(item) for item in schema] if isinstance(schema, list) else schema
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The report in one flat object, for logs and one-liners.
+
+    Attributes:
+        side_at_fault: "engine", "trainer" or "either": which the square found beyond its level.
+        best_fix: id of the best fix or combination; None where none helped or was tried.
+        exit_code: of `mismatch check` without --fail-on.
+    """
+
+    model: str
+    status: Status
+    correctness: Status | None
+    fitness: Status | None
+    reason: str
+    side_at_fault: str | None
+    k3_kl: float | None
+    k3_kl_low: float | None
+    k3_kl_high: float | None
+    logprob_abs_diff_mean: float | None
+    routing_disagree_any: float | None
+    n_tokens: int | None
+    n_prompts: int | None
+    best_fix: str | None
+    exit_code: int
+
+
+def headline_of(report: Report) -> Headline:
+    """What most readers look up."""
+    first = report.comparisons[0] if report.comparisons else None
+    metrics = {} if first is None else {**first.metrics, **first.routing}
+    k3, verdict = metrics.get("k3_kl"), report.verdict
+    square, fixes = report.result("square"), report.result("fixes")
+    faults = [one.side for one in square.findings if one.standing == "beyond"] if square else []
+    quick = bool((report.run.get("spec") or {}).get("quick"))
+
+    def value(name: str) -> float | None:
+        return metrics[name].value if name in metrics else None
+
+    return Headline(
+        model=report.model,
+        status=verdict.status,
+        correctness=verdict.correctness.status if verdict.correctness else None,
+        fitness=verdict.fitness.status if verdict.fitness else None,
+        reason=verdict.reason,
+        side_at_fault=faults[0] if faults else None,
+        k3_kl=value("k3_kl"),
+        k3_kl_low=k3.low if k3 else None,
+        k3_kl_high=k3.high if k3 else None,
+        logprob_abs_diff_mean=value("logprob_abs_diff_mean"),
+        routing_disagree_any=value("routing_disagree_any"),
+        n_tokens=k3.n_tokens if k3 else None,
+        n_prompts=k3.n_prompts if k3 else None,
+        best_fix=fixes.best_together if fixes else None,
+        exit_code=exit_code(verdict, fails_on(None, quick)),
+    )
+
+
+def report_to_json(report: Report, next_steps: Sequence[str] = ()) -> dict[str, Any]:
+    """The report as JSON data: dicts, lists, strings, finite numbers, booleans and null.
+
+    Args:
+        next_steps: what to do now, as the renderings have it.
+    """
+    document = {
+        "schema": SCHEMA,
+        "headline": to_json(headline_of(report)),
+        "next": list(next_steps),
+        **{key: to_json(getattr(report, key)) for key in FIELDS},
+    }
+    document["fingerprints"] = {
+        name: _with_one_digest(side) for name, side in document["fingerprints"].items()
+    }
+    document |= _readable(comparisons_to_json(report.comparisons, report.noise_floor))
     for analysis in analyses():
         if (result := report.result(analysis.id)) is not None:
             document |= analysis.write(result)
@@ -70,7 +161,7 @@ def report_from_json(document: Any) -> Report:
         missing = [key for key in FIELDS if key not in fields]
         if missing:
             raise Misfit(f"field {missing[0]!r} is missing")
-        comparisons, noise_floor = comparisons_from_json(fields)
+        comparisons, noise_floor = comparisons_from_json(_own_names(fields))
         values = {
             key: from_json(kind, fields[key], key)
             for key, kind in FIELDS.items()
@@ -83,6 +174,51 @@ def report_from_json(document: Any) -> Report:
             noise_floor=tuple(noise_floor),
             analyses={id: result for id, result in results.items() if result is not None},
         )
+
+
+def _with_one_digest(side: dict[str, Any]) -> dict[str, Any]:
+    """A fingerprint with one digest of all its parameters, as a string: they are int64, which
+    readers of JSON round, and thousands."""
+    if not isinstance(side.get("weights"), dict):
+        return side
+    text = json.dumps(side["weights"], sort_keys=True)
+    return side | {
+        "weights": hashlib.sha256(text.encode()).hexdigest(),
+        "weights_parameters": len(side["weights"]),
+    }
+
+
+def _readable(document: dict[str, Any]) -> dict[str, Any]:
+    """Comparisons with names of metrics that jq reads without quotes, and that say k1."""
+    return {key: [_renamed(pair, _jq_name) for pair in pairs] for key, pairs in document.items()}
+
+
+def _own_names(document: dict[str, Any]) -> dict[str, Any]:
+    """The inverse."""
+    return {
+        key: [_renamed(pair, _own_name) for pair in document[key]]
+        for key in ("comparisons", "noise_floor")
+    }
+
+
+def _renamed(pair: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    tables = {
+        key: {rename(name): value for name, value in pair[key].items()}
+        for key in ("metrics", "routing")
+        if key in pair
+    }
+    return pair | tables
+
+
+def _jq_name(name: str) -> str:
+    return JQ_NAMES.get(name, name).replace(".", "_")
+
+
+def _own_name(name: str) -> str:
+    return _OWN.get(name, name)
+
+
+_OWN = {_jq_name(name): name for name in METRICS}
 
 
 def comparisons_to_json(

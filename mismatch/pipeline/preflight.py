@@ -88,8 +88,14 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
         require_reachable(spec.engine.model, spec.engine.revision)
 
 
-def preflight_training(spec: TrainSpec, nproc_per_node: int, *, reach: bool = True) -> None:
+def preflight_training(
+    spec: TrainSpec, nproc_per_node: int, *, reach: bool = True, meets: bool = True
+) -> None:
     """Before the training world starts.
+
+    Args:
+        nproc_per_node: ranks of this machine.
+        meets: they have to find each other; False: a launcher has seen to that.
 
     Raises:
         MismatchError: torch missing, nothing to run on, a port in use, the model out of reach.
@@ -107,7 +113,8 @@ def preflight_training(spec: TrainSpec, nproc_per_node: int, *, reach: bool = Tr
             f"--nproc-per-node is {nproc_per_node}, this machine has {gpus} GPUs",
             f"one rank needs one GPU: --nproc-per-node {gpus}, or fewer",
         )
-    require_free_port(os.environ)
+    if meets:
+        require_free_port(os.environ)
     if reach:
         require_reachable(spec.model, spec.revision)
 

@@ -18,6 +18,10 @@ TONES: dict[str, Tone] = {
     "warn": "warn",
     "critical": "critical",
     "passed": "healthy",
+    "tolerable": "warn",
+    "inconclusive": "warn",
+    "unfit": "critical",
+    "broken": "critical",
     "warning": "warn",
     "failed": "critical",
 }

@@ -299,7 +299,7 @@ def next_steps(report: Report) -> list[str]:
         for row in rows
         if row.judgement and row.judgement.inconclusive
     ]
-    if report.verdict.status == "warn" and wanted:
+    if report.verdict.status in ("tolerable", "inconclusive") and wanted:
         if all(wanted):
             step = f"Measure more: --num-prompts {max(wanted)} would narrow the interval enough"
             steps.append(f"{step} to decide")

@@ -13,6 +13,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.run import store
+from mismatch.run.damage import WRONG, damage_named
 from mismatch.run.manifest import sha256
 from mismatch.run.provenance import now, provenance
 from mismatch.run.resume import differences
@@ -173,7 +174,7 @@ def load_spec(run_dir: Path) -> CheckSpec:
     data = store.read_json(path)
     try:
         return from_dict(CheckSpec, data)
-    except (TypeError, ValueError, AttributeError) as error:
+    except WRONG as error:
         raise MismatchError(
             f"{path} is no spec that this version knows: {error}",
             "read the run with the version of mismatch that made it",
@@ -252,7 +253,18 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
             f"{run_dir / RUN} has schema {schema}, this version reads {RUN_SCHEMA}",
             "read the run with the version of mismatch that made it",
         )
-    found: list[dict[str, Any]] = document["invocations"]
+    with damage_named(run_dir / RUN):
+        found: list[dict[str, Any]] = list(document["invocations"])
+        for entry in found:
+            needed = [entry["verb"], entry["spec_hash"], entry["command"]]
+            needed += [entry["prompts_sha256"]] if "prompts_sha256" in entry else []
+            parts = (entry.get("seconds", {}), entry.get("timings", {}))
+            if not all(isinstance(text, str) for text in needed):
+                raise TypeError("an invocation")
+            if entry["finished"] is not None and not isinstance(entry["finished"], str):
+                raise TypeError("finished")
+            if not all(isinstance(part, dict) for part in parts):
+                raise TypeError("seconds")
     return found
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
+from mismatch.run.damage import WRONG
 
 NAME = "manifest.json"
 SCHEMA = "mismatch.manifest/1"
@@ -76,9 +77,11 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         schema, artefacts = document["schema"], document["artefacts"]
+        if schema == SCHEMA:
+            _require_entries(artefacts)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *WRONG) as error:
         raise MismatchError(
             f"{path} cannot be read: {error}",
             "delete it to read the artefacts unverified, or make the run again",
@@ -90,6 +93,15 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
         )
     found: dict[str, Entry] = artefacts
     return found
+
+
+def _require_entries(artefacts: Any) -> None:
+    """Raise TypeError or KeyError where entries are not as :func:`record` writes them."""
+    for name, entry in artefacts.items():
+        texts = [entry["sha256"], entry["schema"], entry["made_by"], *entry["inputs"].values()]
+        texts += [*entry.get("made_with", {}).values()]
+        if not all(isinstance(text, str) for text in texts) or type(entry["bytes"]) is not int:
+            raise TypeError(f"the entry of {name}")
 
 
 def record(

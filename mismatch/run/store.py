@@ -30,6 +30,7 @@ import numpy as np
 from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
 from mismatch.run import distributions, manifest
+from mismatch.run.damage import readable
 from mismatch.run.manifest import write_atomic
 from mismatch.run.provenance import checkpoint_digest, numeric_versions
 from mismatch.run.routing_files import read_arrays, write_arrays
@@ -87,7 +88,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MismatchError(f"{path} does not exist", missing_fix(path)) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MismatchError(f"{path} cannot be read: {error}", "run the stage again") from error
 
 
@@ -127,6 +128,7 @@ def save_rollout(run_dir: Path | str, rollout: Rollout, made_by: RolloutSpec | N
     return path
 
 
+@readable(ROLLOUT)
 def load_rollout(run_dir: Path | str) -> Rollout:
     """Read ``rollout.parquet``; MismatchError if absent, damaged or of another schema."""
     manifest.verify(run_dir, ROLLOUT)
@@ -192,6 +194,7 @@ def save_scoring(
     return path
 
 
+@readable(lambda name: scoring_file(name))
 def load_scoring(run_dir: Path | str, name: str) -> Scoring:
     """Read one scoring by its name, e.g. ``"vllm:decode"``."""
     run_dir = Path(run_dir)
@@ -212,16 +215,19 @@ def load_scoring(run_dir: Path | str, name: str) -> Scoring:
     )
 
 
+@readable(lambda name: distributions_file(name))
 def load_distributions(run_dir: Path | str, name: str) -> Distributions:
     """The whole distributions of a scoring; MismatchError where it has none."""
     return distributions.load(Path(run_dir), distributions_file(name))
 
 
+@readable(lambda name: scoring_file(name))
 def scoring_header(run_dir: Path | str, name: str) -> dict[str, Any]:
     """``name``, ``fingerprint`` and, where one was given, ``spec`` of a scoring."""
     return read_header(Path(run_dir) / scoring_file(name), SCORING_SCHEMA)
 
 
+@readable("scores")
 def scoring_names(run_dir: Path | str) -> list[str]:
     """Names of all scorings in a run directory, sorted."""
     files = sorted((Path(run_dir) / "scores").glob("*.parquet"))
@@ -288,6 +294,7 @@ def _save_routing(run_dir: Path, name: str, routing: Routing) -> None:
     manifest.record(run_dir, name, ROUTING_SCHEMA)
 
 
+@readable(lambda name: name)
 def _load_routing(run_dir: Path, name: str) -> Routing:
     path = run_dir / name
     require_file(path)
@@ -313,6 +320,7 @@ def save_vocabulary(run_dir: Path | str, texts: dict[int, str]) -> Path:
     return save_document(run_dir, VOCABULARY, data, schema=VOCABULARY_SCHEMA)
 
 
+@readable(VOCABULARY)
 def load_vocabulary(run_dir: Path | str) -> dict[int, str]:
     """Texts of the ids in the rollout; empty where none were saved."""
     if not (Path(run_dir) / VOCABULARY).exists():
@@ -328,6 +336,7 @@ def save_tokens(run_dir: Path | str, frame: pd.DataFrame, **entry: Any) -> Path:
     return path
 
 
+@readable(TOKENS)
 def load_tokens(run_dir: Path | str) -> pd.DataFrame:
     manifest.verify(run_dir, TOKENS)
     path = Path(run_dir) / TOKENS

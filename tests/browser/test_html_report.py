@@ -101,8 +101,8 @@ def test_the_map_of_layers_is_painted_in_its_shades(
 ) -> None:
     browser.open(report_url, width=width)
     cells = browser.evaluate(
-        "[...document.querySelectorAll('#routing-map path')].map(p => [p.getBBox().width, "
-        "getComputedStyle(p).fill, +getComputedStyle(p).fillOpacity])"
+        "[...document.querySelectorAll('#routing-map path[clip-path]')].map(p => "
+        "[p.getBBox().width, getComputedStyle(p).fill, +getComputedStyle(p).opacity])"
     )
     assert len(cells) >= 2
     assert {fill for _, fill, _ in cells} == {"rgb(43, 92, 196)"}  # --accent, never black

@@ -18,7 +18,7 @@ def scored(tmp_path, monkeypatch):
     spec = replace(CheckSpec(), rollout=RolloutSpec(engine=engine), train=train)
     store.write_json(tmp_path / "spec.json", to_dict(spec))
     seen = []
-    monkeypatch.setattr("mismatch.pipeline.preflight.preflight_training", lambda *args: None)
+    monkeypatch.setattr("mismatch.pipeline.preflight.preflight_training", lambda *args, **_: None)
     monkeypatch.setattr(
         "mismatch.pipeline.commands.run_score", lambda spec, *args: seen.append(spec)
     )

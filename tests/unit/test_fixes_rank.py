@@ -40,6 +40,37 @@ def row(name: str, k3: float, change: float, absolute: float = 1.0) -> FixOutcom
     )
 
 
+def tried(name: str, k3: float, absolute: float, p_k3: float, p_abs: float) -> FixOutcome:
+    """A fix of a mismatch with k3 1 and mean |delta| 1."""
+
+    def number(value: float) -> Estimate:
+        return Estimate(value, None, None, 10, 1, 1)
+
+    made = FixOutcome(
+        name,
+        "train",
+        "",
+        before={K3: number(1.0), ABS: number(1.0)},
+        after={K3: number(k3), ABS: number(absolute)},
+        changes={K3: number(k3 - 1.0), ABS: number(absolute - 1.0)},
+    )
+    return judged([made], {name: {K3: p_k3, ABS: p_abs}})[0]
+
+
+def test_a_certain_change_of_half_a_percent_helps_nobody() -> None:
+    small, enough = tried("a", 1.0, 0.996, 1.0, 1e-4), tried("b", 1.0, 0.94, 1.0, 1e-4)
+    assert (small.outcome, enough.outcome) == ("none", "better")
+    assert best_of([small]) == (None, None)
+    assert tried("c", 1.0, 1.03, 1.0, 1e-4).outcome == "none"
+    assert tried("d", 1.2, 1.0, 1e-4, 1.0).outcome == "worse"
+
+
+def test_a_k3_that_is_lower_by_luck_alone_does_not_rank() -> None:
+    """One spike less, against 60 % less everywhere."""
+    lucky, real = tried("lucky", 0.6, 0.9, 0.76, 1e-4), tried("real", 0.95, 0.4, 0.3, 1e-4)
+    assert [one.id for one in ranked([lucky, real])] == ["real", "lucky"]
+
+
 # ---------------------------------------------------------------- p-values
 
 

@@ -201,7 +201,7 @@ def test_a_run_that_cannot_be_compared_says_how_it_ends_with_a_fix(run_dir: Path
     fixed(run_dir, "fp32", "fp16", broken=frozenset({"fp16"}))
     spec = replace(spec_of("fp32", "fp16"), verdict="after-fixes")
     made = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
-    assert made.verdict.status == "critical"
+    assert made.verdict.status == "broken"
     assert made.result("fixes") is not None
     assert made.result("fixes").best is None
     row = made.result("fixes").outcome("fp32")

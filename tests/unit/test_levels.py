@@ -11,6 +11,7 @@ from mismatch.analysis.levels import (
     REFERENCES,
     column_for,
     exit_code,
+    fails_on,
     judge,
     judge_one,
     references_for,
@@ -19,7 +20,7 @@ from mismatch.analysis.levels import (
 from mismatch.analysis.thresholds import COLUMNS, Level, default_thresholds, load_thresholds
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
-from mismatch.types import Check, Comparison, Estimate, Judgement
+from mismatch.types import Check, Comparison, Estimate, Judgement, Verdict
 
 K3 = Level(1e-3, 1e-2, "test")
 PEARSON = Level(0.99, 0.97, "test")
@@ -34,14 +35,14 @@ def estimate(value: float, low=None, high=None, flags=()) -> Estimate:
     [
         (1e-4, 2e-4, 5e-4, "healthy", False),
         (1e-4, 5e-4, 1e-3, "healthy", False),  # high end exactly on the bound
-        (1e-4, 5e-4, 1.1e-3, "warn", True),  # spans healthy
-        (1e-3, 2e-3, 3e-3, "warn", True),  # low end on the bound: healthy is not excluded
-        (2e-3, 3e-3, 5e-3, "warn", False),
-        (2e-3, 5e-3, 1e-2, "warn", False),  # high end exactly on critical
-        (2e-3, 5e-3, 2e-2, "warn", True),  # spans critical
-        (1e-2, 2e-2, 3e-2, "warn", True),  # low end exactly on critical: not above
-        (1.1e-2, 2e-2, 3e-2, "critical", False),
-        (1e-4, 5e-3, 2e-2, "warn", True),  # spans both
+        (1e-4, 5e-4, 1.1e-3, "tolerable", True),  # spans healthy
+        (1e-3, 2e-3, 3e-3, "tolerable", True),  # low end on the bound: healthy is not excluded
+        (2e-3, 3e-3, 5e-3, "tolerable", False),
+        (2e-3, 5e-3, 1e-2, "tolerable", False),  # high end exactly on critical
+        (2e-3, 5e-3, 2e-2, "inconclusive", True),  # spans critical
+        (1e-2, 2e-2, 3e-2, "inconclusive", True),  # low end exactly on critical: not above
+        (1.1e-2, 2e-2, 3e-2, "unfit", False),
+        (1e-4, 5e-3, 2e-2, "inconclusive", True),  # spans both
     ],
 )
 def test_rule_for_low_is_good(low, value, high, status, inconclusive):
@@ -55,11 +56,11 @@ def test_rule_for_low_is_good(low, value, high, status, inconclusive):
     [
         (0.995, 0.998, 0.999, "healthy", False),
         (0.99, 0.995, 0.999, "healthy", False),
-        (0.985, 0.995, 0.999, "warn", True),
-        (0.975, 0.98, 0.985, "warn", False),
-        (0.96, 0.975, 0.98, "warn", True),
-        (0.5, 0.9, 0.96, "critical", False),
-        (0.5, 0.9, 0.97, "warn", True),
+        (0.985, 0.995, 0.999, "tolerable", True),
+        (0.975, 0.98, 0.985, "tolerable", False),
+        (0.96, 0.975, 0.98, "inconclusive", True),
+        (0.5, 0.9, 0.96, "unfit", False),
+        (0.5, 0.9, 0.97, "inconclusive", True),
     ],
 )
 def test_rule_for_high_is_good(low, value, high, status, inconclusive):
@@ -68,7 +69,8 @@ def test_rule_for_high_is_good(low, value, high, status, inconclusive):
 
 
 @pytest.mark.parametrize(
-    ("value", "status"), [(1e-3, "healthy"), (2e-3, "warn"), (1e-2, "warn"), (2e-2, "critical")]
+    ("value", "status"),
+    [(1e-3, "healthy"), (2e-3, "tolerable"), (1e-2, "tolerable"), (2e-2, "unfit")],
 )
 def test_without_an_interval_the_value_decides(value, status):
     got = judge_one("logprob_abs_diff_max", estimate(value), K3)
@@ -77,7 +79,7 @@ def test_without_an_interval_the_value_decides(value, status):
 
 def test_one_prompt_and_overflow():
     assert judge_one("k3_kl", estimate(1e-4, flags=("one-prompt",)), K3).inconclusive
-    assert judge_one("k3_kl", estimate(math.inf, flags=("overflow",)), K3).status == "critical"
+    assert judge_one("k3_kl", estimate(math.inf, flags=("overflow",)), K3).status == "unfit"
 
 
 def test_deciding_prompts_clear_the_bounds_that_matter():
@@ -171,7 +173,7 @@ def test_judge_takes_the_metrics_that_have_a_cell():
     )
     assert [j.metric for j in judge(numbers, "bf16 MoE")] == ["k3_kl"]
     in_fp32 = {j.metric: j.status for j in judge(numbers, "fp32")}
-    assert in_fp32 == {"logprob_abs_diff_max": "critical", "k3_kl": "warn"}
+    assert in_fp32 == {"logprob_abs_diff_max": "unfit", "k3_kl": "inconclusive"}
 
 
 def judged(*statuses: str) -> list[Judgement]:
@@ -187,34 +189,58 @@ PASSED, FAILED = Check("alignment", "passed", "lag 0"), Check("temperature", "fa
 
 def test_verdict_is_the_worst():
     assert verdict(judged("healthy", "healthy"), [PASSED], "fp32").status == "healthy"
-    assert verdict(judged("healthy", "warn"), [PASSED], "fp32").status == "warn"
-    worst = verdict(judged("warn", "critical", "healthy"), [PASSED], "bf16 MoE")
-    assert worst.status == "critical"
+    assert verdict(judged("healthy", "tolerable"), [PASSED], "fp32").status == "tolerable"
+    worst = verdict(judged("tolerable", "unfit", "inconclusive"), [PASSED], "bf16 MoE")
+    assert worst.status == "unfit"
     assert worst.levels == "bf16 MoE"
     assert worst.reason.startswith("probs_diff_mean 0.5 is beyond its critical bound 0.4")
     assert len(worst.judgements) == 3
 
 
-def test_a_failed_check_is_critical_whatever_the_numbers():
+def test_two_questions_have_their_own_answers():
+    warned = Check("eos", "warning", "3 of 64")
+    little = Check("enough-data", "warning", "1 prompt")
+    cases = {
+        # judgements, checks, reason of an unmeasured square -> correctness, fitness, verdict
+        ("healthy", PASSED, ""): ("healthy", "healthy", "healthy"),
+        ("unfit", PASSED, ""): ("healthy", "unfit", "unfit"),
+        ("healthy", FAILED, ""): ("broken", "healthy", "broken"),
+        ("unfit", FAILED, "quick"): ("broken", "unfit", "broken"),
+        ("healthy", warned, ""): ("tolerable", "healthy", "tolerable"),
+        ("inconclusive", warned, ""): ("tolerable", "inconclusive", "inconclusive"),
+        ("healthy", PASSED, "quick"): ("inconclusive", "healthy", "inconclusive"),
+        ("unfit", PASSED, "quick"): ("inconclusive", "unfit", "unfit"),
+        ("healthy", little, ""): ("inconclusive", "inconclusive", "inconclusive"),
+    }
+    for (status, check, unmeasured), want in cases.items():
+        got = verdict(judged(status), [check], "fp32", unmeasured)
+        assert (got.correctness.status, got.fitness.status, got.status) == want
+        assert got.reason
+
+
+def test_a_quantised_rollout_is_at_best_tolerable():
+    assert verdict(judged("healthy"), [PASSED], "quantised").status == "tolerable"
+    assert verdict(judged("unfit"), [PASSED], "quantised").status == "unfit"
+
+
+def test_a_failed_check_is_broken_whatever_the_numbers():
     got = verdict(judged("healthy"), [PASSED, FAILED], "fp32")
-    assert got.status == "critical"
+    assert got.status == "broken"
     assert "temperature" in got.reason
     assert "raw at 0.7" in got.reason
-    assert verdict([], [FAILED], "fp32").status == "critical"
-    warned = Check("eos", "warning", "3 of 64")
+    assert verdict([], [FAILED], "fp32").status == "broken"
     untested = Check("truncation", "not_tested", "off")
-    assert verdict(judged("healthy"), [warned, untested], "fp32").status == "warn"
     assert verdict(judged("healthy"), [untested], "fp32").status == "healthy"
 
 
 def test_a_failed_check_does_not_hide_what_the_numbers_say():
-    got = verdict(judged("healthy", "critical", "critical"), [FAILED], "fp32")
-    assert got.reason.endswith("2 of 3 judged metrics are critical as well")
+    got = verdict(judged("healthy", "unfit", "unfit"), [FAILED], "fp32")
+    assert got.reason.endswith("2 of 3 judged metrics are unfit as well")
 
 
-def test_a_value_that_is_no_number_is_critical():
-    assert judge_one("k3_kl", estimate(float("nan"), None, None), K3).status == "critical"
-    assert judge_one("k3_kl", estimate(float("inf"), None, None), K3).status == "critical"
+def test_a_value_that_is_no_number_is_unfit():
+    assert judge_one("k3_kl", estimate(float("nan"), None, None), K3).status == "unfit"
+    assert judge_one("k3_kl", estimate(float("inf"), None, None), K3).status == "unfit"
 
 
 def test_nothing_measured_never_passes():
@@ -232,13 +258,28 @@ def test_an_undecided_warning_says_how_many_prompts_decide():
 
 
 def test_exit_codes():
+    order = ("healthy", "tolerable", "inconclusive", "unfit", "broken")
     codes = {
-        status: [exit_code(verdict(judged(status), [], "fp32"), on) for on in ("critical", "warn")]
-        for status in ("healthy", "warn", "critical")
+        status: [exit_code(Verdict(status, "", "fp32", ()), on) for on in order[1:]]
+        for status in order
     }
-    assert codes == {"healthy": [0, 0], "warn": [0, 1], "critical": [1, 1]}
-    with pytest.raises(MismatchError, match="never"):
-        exit_code(verdict(judged("warn"), [], "fp32"), "never")
+    assert codes == {
+        "healthy": [0, 0, 0, 0],
+        "tolerable": [1, 0, 0, 0],
+        "inconclusive": [1, 1, 0, 0],
+        "unfit": [1, 1, 1, 0],
+        "broken": [1, 1, 1, 1],
+    }
+    for old, new in {"warn": "tolerable", "critical": "unfit", "never": "broken"}.items():
+        with pytest.raises(MismatchError) as caught:
+            exit_code(Verdict("unfit", "", "fp32", ()), old)
+        assert new in caught.value.fix
+
+
+def test_quick_lets_inconclusive_pass():
+    assert fails_on(None, quick=False) == "inconclusive"
+    assert fails_on(None, quick=True) == "unfit"
+    assert fails_on("broken", quick=True) == "broken"
 
 
 def written(folder, text: str):
@@ -259,7 +300,7 @@ def test_thresholds_replace_cells_and_only_those(tmp_path):
     assert "ess_token" not in ours
     numbers = comparison(k3_kl=estimate(1e-3, 9e-4, 1.1e-3))
     assert judge(numbers, "bf16 MoE")[0].status == "healthy"
-    assert judge(numbers, "bf16 MoE", mine)[0].status == "warn"
+    assert judge(numbers, "bf16 MoE", mine)[0].status == "tolerable"
 
 
 BAD_FILES = {

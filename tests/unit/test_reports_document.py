@@ -13,10 +13,17 @@ import jsonschema
 import numpy as np
 import pytest
 
+from mismatch.analysis.square import judged
 from mismatch.errors import MismatchError
-from mismatch.pipeline.document import SCHEMA, report_from_json, report_to_json, schema
+from mismatch.pipeline.document import SCHEMA, headline_of, report_from_json, report_to_json, schema
 from mismatch.types import Report
-from tests.reports_fixture import estimate, make_empty_report, make_failing_report, make_report
+from tests.reports_fixture import (
+    estimate,
+    make_empty_report,
+    make_failing_report,
+    make_report,
+    square_of,
+)
 
 
 def reports() -> list[Report]:
@@ -85,8 +92,8 @@ def test_numbers_are_finite_or_null() -> None:
 def broken() -> list[tuple[str, list[Any], Any]]:
     """(what, path to change, new value); ``...`` removes the entry."""
     return [
-        ("schema version", ["schema"], "mismatch.report/2"),
-        ("unknown field", ["surprise"], 1),
+        ("schema version", ["schema"], "mismatch.report/1"),
+        ("no headline", ["headline"], ...),
         ("no verdict", ["verdict"], ...),
         ("unknown status", ["verdict", "status"], "fine"),
         ("value as text", ["comparisons", 0, "metrics", "k3_kl", "value"], "0.1"),
@@ -110,17 +117,50 @@ def test_broken_documents_do_not_validate(what: str, path: list[Any], value: Any
         validate(document)
 
 
-@pytest.mark.parametrize("document", [None, [], {}, {"schema": "mismatch.report/2"}, "text"])
+@pytest.mark.parametrize("document", [None, [], {}, {"schema": "mismatch.report/1"}, "text"])
 def test_another_schema_is_refused_by_name(document: Any) -> None:
-    with pytest.raises(MismatchError, match=r"mismatch\.report/1") as error:
+    with pytest.raises(MismatchError, match=r"mismatch\.report/2") as error:
         report_from_json(document)
     assert error.value.fix
 
 
 def test_a_document_of_another_version_is_not_guessed_at() -> None:
-    document = report_to_json(make_report()) | {"schema": "mismatch.report/2"}
-    with pytest.raises(MismatchError, match=r"mismatch\.report/2"):
+    document = report_to_json(make_report()) | {"schema": "mismatch.report/1"}
+    with pytest.raises(MismatchError, match=r"mismatch\.report/1"):
         report_from_json(document)
+
+
+def test_additions_are_allowed_by_the_schema() -> None:
+    document = report_to_json(make_report()) | {"surprise": 1}
+    document["comparisons"][0]["more"] = 1
+    validate(document)
+
+
+def test_the_headline_is_flat_and_says_what_most_look_up() -> None:
+    report = make_failing_report()[0]
+    headline = report_to_json(report, ["do this"])["headline"]
+    assert not any(isinstance(value, dict | list) for value in headline.values())
+    k3 = report.comparisons[0].metrics["k3_kl"]
+    assert (headline["k3_kl"], headline["k3_kl_low"]) == (k3.value, k3.low)
+    assert (headline["status"], headline["exit_code"]) == (report.verdict.status, 1)
+    assert report_to_json(report, ["do this"])["next"] == ["do this"]
+    square = replace(square_of(), findings=(judged(square_of(3.0).legs[0], 1.2),))
+    assert headline_of(report.with_analyses(square=square)).side_at_fault == "engine"
+
+
+def test_names_can_be_read_by_jq_and_digests_by_javascript() -> None:
+    report = make_report()
+    first = report.comparisons[0]
+    odd = first.metrics | {"ratio_outside_1.02": estimate(0.1)}
+    fingerprints = {"fsdp": {"weights": {"w": [2**60 + 1, 0, 0]}, "dtype": "bf16"}}
+    report = replace(report, comparisons=(replace(first, metrics=odd),), fingerprints=fingerprints)
+    document = report_to_json(report)
+    names = set(document["comparisons"][0]["metrics"]) | set(first.routing)
+    assert {"k1_kl", "ratio_outside_1_02"} <= names
+    assert all(name.isidentifier() for name in names)
+    digest = document["fingerprints"]["fsdp"]["weights"]
+    assert isinstance(digest, str)
+    assert report_from_json(document).comparisons[0].metrics == odd
 
 
 @pytest.mark.parametrize("missing", ["verdict", "comparisons", "checks", "run"])

@@ -163,7 +163,7 @@ def test_what_was_not_measured_is_no_number():
 
 
 def test_the_verdict_after_fixes_says_so():
-    assert any("As it runs now: CRITICAL" in s for s in fixes.sentences(make_table("after-fixes")))
+    assert any("As it runs now: UNFIT" in s for s in fixes.sentences(make_table("after-fixes")))
     assert not any("As it runs now" in s for s in fixes.sentences(make_table()))
 
 

@@ -229,7 +229,7 @@ def test_bucket_means() -> None:
 def test_failing_and_empty_reports_render(make) -> None:  # type: ignore[no-untyped-def]
     report, tokens = make()
     page = Page(to_html(report, tokens))
-    assert "Critical" in page.words
+    assert "Broken" in page.words
     assert report.checks[-1].fix in page.words
     assert ("svg" in page.tags) == bool(report.comparisons)
 

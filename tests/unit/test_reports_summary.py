@@ -24,7 +24,7 @@ from tests.tables import values
 
 
 def row(value: float, healthy: float, critical: float, metric: str = "k3_kl") -> summary.Row:
-    judgement = Judgement(metric, "warn", value, healthy, critical, "source")
+    judgement = Judgement(metric, "tolerable", value, healthy, critical, "source")
     return summary.Row(metric, words.words_for(metric), estimate(value), judgement)
 
 
@@ -151,12 +151,12 @@ def test_next_steps_put_the_failed_check_first() -> None:
 
 
 def with_verdict(report: Report, *judgements: Judgement) -> Report:
-    status = "warn" if any(item.status == "warn" for item in judgements) else "healthy"
+    status = "tolerable" if any(item.status == "tolerable" for item in judgements) else "healthy"
     return replace(report, checks=(), verdict=Verdict(status, "because", "bf16 MoE", judgements))
 
 
 def test_next_steps_name_the_deciding_number_of_prompts() -> None:
-    base = Judgement("k3_kl", "warn", 2e-3, 2e-3, 0.013, "x", inconclusive=True)
+    base = Judgement("k3_kl", "tolerable", 2e-3, 2e-3, 0.013, "x", inconclusive=True)
     other = replace(base, metric="logprob_abs_diff_mean", deciding_prompts=90)
     steps = summary.next_steps(
         with_verdict(make_report(), replace(base, deciding_prompts=180), other)
@@ -255,7 +255,7 @@ def test_everything_measured_is_in_one_table_a_comparison() -> None:
 
 
 def test_weights_in_two_forms_are_the_step_and_no_other_place_is_named() -> None:
-    warned = Judgement("k3_kl", "warn", 3e-3, 2e-3, 0.013, "x")
+    warned = Judgement("k3_kl", "tolerable", 3e-3, 2e-3, 0.013, "x")
     report = with_verdict(make_report(), warned)
     assert any(step.startswith("Look") for step in summary.next_steps(report))
     asked_for = Check("weights-as-loaded", "warning", "asked for", "train in one form")

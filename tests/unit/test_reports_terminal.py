@@ -101,7 +101,7 @@ def test_without_details_a_section_keeps_one_line_and_its_warnings() -> None:
 
 def test_markdown_opens_with_the_verdict_and_folds_the_details() -> None:
     text = to_markdown(REPORTS["failing"])
-    assert text.startswith("### ✕ CRITICAL: check attention-sinks failed")
+    assert text.startswith("### ✕ BROKEN: check attention-sinks failed")
     assert text.index("| mean \\|delta\\|, nats") < text.index("<details>")
     assert text.count("<details>") == text.count("</details>") >= 6
 

@@ -246,7 +246,7 @@ def test_the_document_is_strict_and_reads_back(tmp_path: Path, unable: str) -> N
     document = json.loads(json.dumps(report_to_json(report), allow_nan=False))
     jsonschema.validate(document, schema())
     assert report_from_json(document).result("engines") == report.result("engines")
-    document["engines"]["edges"][0]["more"] = 1
+    del document["engines"]["edges"][0]["reason"]
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(document, schema())
 

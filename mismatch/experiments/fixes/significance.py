@@ -20,10 +20,12 @@ from mismatch.metrics.difference import Sample, difference, paired
 from mismatch.metrics.inference import LEVEL, exchange, holm
 from mismatch.types import Estimate, Floats, Ints
 
+LEAST = 0.05  # share of the mismatch that a change has to move to matter
 METHOD = (
     "A fix is significant where its change of k3 or of mean |delta| is: a permutation test that "
     "exchanges before and after within prompts, adjusted for all fixes and both metrics (Holm), "
-    "at 5 %. Intervals are 95 % each, not adjusted."
+    "at 5 %. A change by less than 5 % of what there was is negligible, whatever its p-value. "
+    "Intervals are 95 % each, not adjusted."
 )
 
 
@@ -93,15 +95,19 @@ def judged(rows: Sequence[FixOutcome], raw: Mapping[str, Mapping[str, float]]) -
 
 
 def _with_outcome(row: FixOutcome, p_values: dict[str, float]) -> FixOutcome:
-    signs = {
-        1 if row.changes[metric].value > 0 else -1
-        for metric, p in p_values.items()
-        if p <= LEVEL and row.changes[metric].value != 0
-    }
+    moved = [metric for metric, p in p_values.items() if p <= LEVEL and _matters(row, metric)]
+    signs = {1 if row.changes[metric].value > 0 else -1 for metric in moved}
     outcome: Effect = "none"
     if signs:
         outcome = "mixed" if len(signs) == 2 else "worse" if 1 in signs else "better"
     return replace(row, p_values=p_values, significant=bool(signs), outcome=outcome)
+
+
+def _matters(row: FixOutcome, metric: str) -> bool:
+    """Whether a change is at least ``LEAST`` of what there was before."""
+    change = row.changes[metric].value
+    before = row.before[metric].value if metric in row.before else 0.0
+    return change != 0 and not abs(change) < LEAST * abs(before)
 
 
 def ranked(rows: Sequence[FixOutcome]) -> tuple[FixOutcome, ...]:
@@ -111,9 +117,17 @@ def ranked(rows: Sequence[FixOutcome]) -> tuple[FixOutcome, ...]:
     def key(row: FixOutcome) -> tuple[float, ...]:
         if not row.measured:
             return (5 if row.applies is False else 4, 0.0, 0.0)
-        return (group[row.outcome], *(row.after[metric].value for metric in RANKED_BY))
+        # What chance alone may have lowered does not count for a rank.
+        left = (_certain(row, metric) for metric in RANKED_BY)
+        return (group[row.outcome], *left, *(row.after[metric].value for metric in RANKED_BY))
 
     return tuple(sorted(rows, key=key))
+
+
+def _certain(row: FixOutcome, metric: str) -> float:
+    """What is left of a metric, counting a change only where it is significant."""
+    sure = row.p_values.get(metric, 1.0) <= LEVEL or metric not in row.before
+    return (row.after if sure else row.before)[metric].value
 
 
 def best_of(rows: Sequence[FixOutcome]) -> tuple[str | None, str | None]:

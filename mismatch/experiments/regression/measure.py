@@ -102,7 +102,7 @@ def against(
     *,
     margin: float = MARGIN,
     thresholds: Thresholds | None = None,
-    fail_on: str = "critical",
+    fail_on: str = "unfit",
     seed: int = 0,
 ) -> Against:
     """Compare what two runs measured between their engine and their trainer.

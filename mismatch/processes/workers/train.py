@@ -28,6 +28,7 @@ or "train".
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import sys
@@ -132,6 +133,8 @@ def run(job: dict[str, Any]) -> None:
         if not job.get("load_first"):
             wait_for(Path(job["wait_for"]))
     world = World.start()
+    if job.get("same_on_all_ranks"):
+        require_same(world, job)
     try:
         passes = _Passes(world, job)
         passes.score(items)
@@ -143,6 +146,24 @@ def run(job: dict[str, Any]) -> None:
             "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node",
         ) from error
     world.close()
+
+
+def require_same(world: World, job: dict[str, Any]) -> None:
+    """Ranks that worked out the job for themselves agree on it.
+
+    Raises:
+        MismatchError: they do not: they see different files.
+    """
+    import torch
+
+    text = json.dumps(job, sort_keys=True, default=str)
+    own = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    if int(world.sum(torch.tensor(own))) != own * world.size:
+        raise MismatchError(
+            f"the ranks see different things in {job['run_dir']}",
+            "the run directory must be on a file system that all machines share, and the command "
+            "the same everywhere",
+        )
 
 
 def take_gradients(passes: _Passes, job: dict[str, Any]) -> None:

@@ -49,6 +49,14 @@ def page(
         facts=(
             f"{comparison.rollout} against {comparison.train}",
             f"{summary.size(report)}; levels for {report.verdict.levels}",
+            *(
+                f"{question} {answer.status}: {answer.reason}"
+                for question, answer in (
+                    ("Is something broken?", report.verdict.correctness),
+                    ("Will training bear it?", report.verdict.fitness),
+                )
+                if answer is not None
+            ),
         ),
         sections=tuple(sections(report, tokens, names)),
         lead=summary.in_plain_words(report),

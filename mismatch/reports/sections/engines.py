@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mismatch.experiments.engine_pair.edges import FLOOR, FLOOR_TEXT
 from mismatch.experiments.engine_pair.types import TRAINER, Edge, Triangle
-from mismatch.reports.formatting import MARKS, line, number, percent, signed, text
+from mismatch.reports.formatting import MARKS, TONES, line, number, percent, signed, text
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
 from mismatch.reports.svg import ACCENT, BAND, INK, SECOND, drawing, to_svg
 from mismatch.reports.words import words_for
@@ -91,13 +91,15 @@ def sentences(result: Triangle, report: Report) -> list[str]:
         if one.verdict is None:
             said.append(f"{name} against the trainer, on its own tokens: no level applies.")
         else:
-            mark = MARKS[one.verdict.status]
+            mark = MARKS[TONES[one.verdict.status]]
             said.append(
                 f"{name} against the trainer, on its own tokens: {mark} {one.verdict.status}, "
                 f"{line(one.verdict.reason)}."
             )
     first = line(result.sides[0].engine)
-    said.append(f"The verdict and all other parts of this report are about {first}.")
+    said.append(
+        f"The verdict is that of the worse engine; all other parts of this report are of {first}."
+    )
     return said
 
 

@@ -74,6 +74,7 @@ CHANGES = (
     Column("change of k3", change, interval=0),
     Column("p", chance),
     Column("change of mean |delta|", change, 2, interval=3),
+    Column("p, mean", chance, 2),
     Column("measured on", text, 1),
 )
 LOSSES = (
@@ -127,7 +128,7 @@ def _after(row: FixOutcome) -> tuple[Cell | Value, ...]:
 
 
 def _changes(result: FixTable, row: FixOutcome) -> tuple[Cell | Value, ...]:
-    """The p-value is the smaller of the metrics that decide; they are adjusted already."""
+    """Each p-value stands beside the change that it is of; they are adjusted already."""
     word, tone = RESULTS[row.outcome]
     if {metric for metric, p in row.p_values.items() if p <= LEVEL} == {MEAN}:
         word += " (mean)"  # the change of k3 alone would not be significant
@@ -135,8 +136,9 @@ def _changes(result: FixTable, row: FixOutcome) -> tuple[Cell | Value, ...]:
         Cell(_name(row.id), "strong" if row.id in (result.best, result.best_together) else ""),
         Cell(word, tone),
         row.paired or row.difference or row.changes.get(K3),
-        min(row.p_values.values(), default=None),
+        row.p_values.get(K3),
         row.changes.get(MEAN),
+        row.p_values.get(MEAN),
         "the same tokens" if row.paired else "sampled anew, by prompt",
     )
 

@@ -1,0 +1,61 @@
+"""Fuzz every reader, and go on where it stopped: ``python -m benchmarks.fuzz --trials 20000``.
+
+Trial N of every target has the seed N. Counts and faults go to ``--state`` after every 100 trials;
+run again with the same file to continue. The last line is a row for docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+
+from mismatch.run import store
+from mismatch.run.directory import RUN, RUN_SCHEMA
+from tests.fuzz import TARGETS
+from tests.made_run import make_run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=20_000, help="in all, over all targets")
+    parser.add_argument("--state", type=Path, default=Path("fuzz.json"))
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    asked = parser.parse_args()
+    state = {"done": 0, "refused": 0, "same": 0, "faults": []}
+    if asked.state.exists():
+        state = json.loads(asked.state.read_text())
+    end = time.monotonic() + 60 * asked.minutes
+    names = list(TARGETS)
+    with tempfile.TemporaryDirectory() as scratch:
+        run = make_run(Path(scratch) / "run")
+        entry = {"verb": "check", "spec_hash": "0", "finished": None, "command": "mismatch check"}
+        store.write_json(run / RUN, {"schema": RUN_SCHEMA, "invocations": [entry]})
+        while state["done"] < asked.trials and time.monotonic() < end:
+            seed, number = divmod(state["done"], len(names))
+            try:
+                state[TARGETS[names[number]](Random(seed), run)] += 1
+            except Exception:
+                last = traceback.format_exc().strip().splitlines()
+                state["faults"].append({"target": names[number], "seed": seed, "error": last[-1]})
+                print("\n".join(last[-5:]))
+            state["done"] += 1
+            if state["done"] % 100 == 0:
+                asked.state.write_text(json.dumps(state, indent=1))
+    asked.state.write_text(json.dumps(state, indent=1))
+    day = datetime.now(UTC).date()
+    seeds = f"0 to {max(0, state['done'] - 1) // len(names)}"
+    print(
+        f"| {day} | {state['done']:,} | {seeds} | {state['refused']:,} | {state['same']:,} "
+        f"| {len(state['faults'])} |"
+    )
+    return int(bool(state["faults"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,254 @@
+"""What a GPU has to show beside speed: one function a question, each with its answer or why not.
+
+Run by ``benchmarks/gpu_gpt_oss.py``; nothing here needs vLLM or a network, and the parts that would
+use vLLM say so where it is missing. On a CPU the same code runs on tiny sizes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mismatch.engines.routed_experts import stable_top_k
+from mismatch.models.digests import digest_tensor
+from mismatch.specs import Pass, TrainSpec
+from mismatch.training.attention.resolve import OUR_KERNELS, register_kernels
+from mismatch.training.attention.trial import Geometry, try_kernel
+from mismatch.training.batch import Batch
+from mismatch.training.distributed import World, pin_precision
+from mismatch.training.load import load
+from mismatch.training.packing import collate, plan_batches
+from mismatch.training.routing.capture import recording
+from mismatch.training.score import score_pass
+from mismatch.training.scorer import Scorer
+from tests.checkpoints import configuration, make, rollout
+
+MIB = 1 << 20
+HEADS = Geometry(64, 8, 64, 64, True, True, 0.125)  # gpt-oss-20b's
+FLASH = {
+    "FlashAttention 2": ("flash_attention_2", False),  # takes no sinks: it must be found out
+    "FlashAttention 3 with sinks": ("kernels-community/vllm-flash-attn3", True),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question.
+
+    Attributes:
+        state: "yes", "no", or "not run".
+    """
+
+    question: str
+    state: str
+    detail: str
+    seconds: float = 0.0
+
+
+class NotHere(Exception):
+    """What a part needs is not on this machine."""
+
+
+def ask(question: str, part: Callable[[], str]) -> Answer:
+    """Run one part; an AssertionError is a "no", anything else that is raised is told too."""
+    start = time.monotonic()
+    try:
+        state, detail = "yes", part()
+    except NotHere as reason:
+        state, detail = "not run", str(reason)
+    except AssertionError as error:
+        state, detail = "no", str(error) or "it does not hold"
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        state, detail = "no", f"{type(error).__name__}: {first}"
+    return Answer(question, state, detail, time.monotonic() - start)
+
+
+def answers(world: World) -> Iterator[Answer]:
+    """All parts, cheapest first."""
+    device = world.device
+    yield ask("weights are digested under a default device", lambda: digests(device))
+    yield ask("float32 is not TF32 whatever the container sets", lambda: tf32(device))
+    for name, (kernel, sinks) in FLASH.items():
+        yield ask(
+            f"{name}: its sinks are judged right", lambda k=kernel, s=sinks: flash(k, s, device)
+        )
+    yield ask("triton_kernels route by a stable descending sort", lambda: triton_ties(device))
+    for kernel in ("sink-sdpa", "sink-flex"):
+        yield ask(f"{kernel} runs all kinds of passes", lambda k=kernel: passes_with(k, device))
+    yield ask("bf16 at rest is float32 at rest, bit for bit", lambda: masters(world))
+    yield ask("vLLM: a whole check of tiny-gpt-oss", lambda: whole_check(device))
+
+
+def need_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise NotHere("no GPU here")
+
+
+def digests(device: torch.device) -> str:
+    values = torch.randn(1000, device=device).bfloat16()
+    digest = digest_tensor(values)
+    with torch.device(device if device.type == "cuda" else "meta"):
+        assert digest_tensor(values) == digest, "another digest under a default device"
+    assert digest_tensor(values.cpu()) == digest, "another digest on the CPU"
+    return "equal on the device, on the CPU and under a default device"
+
+
+def tf32(device: torch.device) -> str:
+    need_cuda(device)
+    left, right = (torch.randn(1024, 1024, device=device) for _ in range(2))
+    exact = left.double() @ right.double()
+
+    def error() -> float:
+        return float(((left @ right).double() - exact).norm() / exact.norm())
+
+    torch.set_float32_matmul_precision("high")
+    loose = error()
+    pin_precision()
+    pinned = error()
+    assert pinned < 1e-6, f"relative error {pinned:.1e}"
+    return f"relative error {loose:.1e} with TF32 allowed, {pinned:.1e} pinned"
+
+
+def flash(kernel: str, sinks: bool, device: torch.device) -> str:
+    need_cuda(device)
+    from transformers import AttentionInterface  # noqa: F401 (registers its own)
+
+    package = "flash_attn" if kernel == "flash_attention_2" else "kernels"
+    if importlib.util.find_spec(package) is None:
+        raise NotHere(f"the package {package} is not installed")
+    found = try_kernel(kernel, HEADS, device, torch.bfloat16)
+    if found.fault.startswith("it does not run"):
+        raise NotHere(found.fault)
+    told = f"output: {found.fault or 'right'}; gradients: {found.backward_fault or 'right'}"
+    assert bool(found.fault) != sinks, told
+    return told
+
+
+def triton_ties(device: torch.device) -> str:
+    need_cuda(device)
+    for name in ("vllm.third_party.triton_kernels.topk", "triton_kernels.topk"):
+        try:
+            topk = importlib.import_module(name).topk
+            break
+        except ImportError:
+            continue
+    else:
+        raise NotHere("no triton_kernels: neither vLLM nor the package is installed")
+    logits = torch.randn(4096, 32, device=device).bfloat16()
+    taken = topk(logits, 4, apply_softmax=True)
+    ids = (taken[1] if isinstance(taken, tuple) else taken.indx).long()
+    wanted = stable_top_k(logits, 4)
+    same = (ids.sort(1).values == wanted.sort(1).values).all(1)
+    tied = (logits.float().topk(5).values.diff(dim=1) == 0).any(1).sum()
+    other = (logits.topk(4).indices.sort(1).values != wanted.sort(1).values).any(1).sum()
+    assert bool(same.all()), f"{int((~same).sum())} of 4,096 rows differ, {int(tied)} hold ties"
+    return f"4,096 rows, {int(tied)} with ties; torch.topk differs in {int(other)}"
+
+
+@contextmanager
+def counted_graphs() -> Iterator[dict[str, int]]:
+    """Graphs that dynamo compiles within the block."""
+    from torch._dynamo.utils import counters
+
+    before, counted = counters["stats"]["unique_graphs"], {"graphs": 0}
+    yield counted
+    counted["graphs"] = counters["stats"]["unique_graphs"] - before
+
+
+def passes_with(kernel: str, device: torch.device) -> str:
+    """Padding and packing, recording or not, with gradients or not, in bf16 and fp32."""
+    if kernel == "sink-flex":
+        need_cuda(device)
+    from transformers import AutoModelForCausalLM
+
+    register_kernels()
+    config = configuration("gpt_oss", head_dim=64)
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(1, config.vocab_size, int(n)) for n in draw.integers(60, 200, 24)]
+    told = []
+    for dtype in (torch.bfloat16, torch.float32):
+        build: Any = AutoModelForCausalLM.from_config
+        with warnings.catch_warnings(record=True) as warned, counted_graphs() as counted:
+            warnings.simplefilter("always")
+            model = build(config, dtype=dtype, attn_implementation=OUR_KERNELS[kernel]).to(device)
+            scorer = Scorer(model.eval())
+            start = time.monotonic()
+            for layout, budget, record, grad in (
+                ("padding", 600, False, False),
+                ("padding", 200, True, False),
+                ("packing", 600, True, False),
+                ("padding", 600, False, True),
+            ):
+                for plan in plan_batches([len(row) for row in rows], budget, layout):
+                    batch = collate([rows[i] for i in plan.sequences], layout, device)
+                    run_one(scorer, batch, record, grad)
+            seconds = time.monotonic() - start
+        unfused = [str(w.message) for w in warned if "without" in str(w.message)]
+        assert not unfused, unfused[0]
+        told.append(f"{dtype}: {counted['graphs']} graphs, {seconds:.1f} s")
+    if device.type == "cuda":
+        told.append(f"peak {torch.cuda.max_memory_allocated() / MIB:.0f} MiB")
+    return "; ".join(told)
+
+
+def run_one(scorer: Scorer, batch: Batch, record: bool, grad: bool) -> None:
+    with torch.set_grad_enabled(grad), recording(scorer.moe) if record else nullcontext():
+        hidden = scorer.hidden(batch)
+    if grad:
+        hidden.float().square().mean().backward()
+        scorer.zero_grad()
+
+
+def masters(world: World) -> str:
+    """Two layers of full width on a GPU; and the first load's memory is given back."""
+    wide = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 8, "head_dim": 64}
+    shape = wide if world.device.type == "cuda" else {}
+    with tempfile.TemporaryDirectory() as place:
+        model = make("gpt_oss", Path(place) / "model", **shape)
+        told = []
+        for dtype in ("bf16", "fp32"):
+            spec = TrainSpec(model=str(model), dtype=dtype)  # type: ignore[arg-type]
+            scored = []
+            for master in ("auto", "fp32"):
+                one = replace(spec, master_dtype=master)  # type: ignore[arg-type]
+                loaded = load(one, world.mesh, world.device)
+                scored.append(score_pass(world, loaded, rollout(), Pass("fsdp", one)))
+                del loaded
+            left, right = scored
+            assert left is not None
+            assert right is not None
+            assert np.array_equal(left.logprobs, right.logprobs), f"{dtype}: other logprobs"
+            told.append(f"{dtype}: equal, at rest {left.fingerprint['master_dtype']} and fp32")
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        told.append(f"{torch.cuda.memory_allocated() / MIB:.0f} MiB held after all loads")
+    return "; ".join(told)
+
+
+def whole_check(device: torch.device) -> str:
+    need_cuda(device)
+    if importlib.util.find_spec("vllm") is None:
+        raise NotHere("vLLM is not installed")
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, "-m", "mismatch", "check", "--model", "tiny-gpt-oss"]
+        command += ["--out", f"{place}/run", "--engine-arg", "enforce_eager=true"]
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    assert done.returncode in (0, 1), last
+    return last

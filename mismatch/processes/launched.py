@@ -1,0 +1,103 @@
+"""A training world that somebody else started: torchrun over machines, srun, Ray.
+
+Every rank runs the same command; where a rank stands it reads in its environment. Rank 0 holds the
+run directory, which all ranks must see under the same path. Nothing is started here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mismatch.errors import MismatchError
+from mismatch.processes.stages import Job, by_load
+from mismatch.run import resume, store
+from mismatch.run.messages import clear_errors, error_path, pass_label
+from mismatch.specs import Pass
+
+PORT = "29500"  # torch's own default
+SLURM = {
+    "RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """This process's place in a world that was launched for it.
+
+    Attributes:
+        local_size: ranks of this machine.
+    """
+
+    rank: int
+    size: int
+    local_size: int
+
+
+def launched() -> Launched | None:
+    """The place that a launcher gave this process; None where it was started alone.
+
+    torchrun and Ray set RANK, WORLD_SIZE and MASTER_ADDR. Of srun's variables those of a step are
+    taken, and put under torch's names; MASTER_ADDR is the user's to set.
+
+    Raises:
+        MismatchError: a step of several tasks without MASTER_ADDR, or numbers that are none.
+    """
+    environment = os.environ
+    if "RANK" not in environment and int(environment.get(SLURM["WORLD_SIZE"], "1")) > 1:
+        if "MASTER_ADDR" not in environment:
+            raise MismatchError(
+                "srun started several ranks, and there is no MASTER_ADDR for them to meet at",
+                "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)",
+            )
+        environment.update({name: environment[given] for name, given in SLURM.items()})
+        environment.setdefault("MASTER_PORT", PORT)
+        tasks = environment.get("SLURM_NTASKS_PER_NODE", environment["WORLD_SIZE"])
+        environment.setdefault("LOCAL_WORLD_SIZE", tasks)
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
+        return None
+    try:
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return Launched(rank, size, int(environment.get("LOCAL_WORLD_SIZE", size)))
+    except ValueError as error:
+        raise MismatchError(
+            f"RANK or WORLD_SIZE is no number: {error}", "start it with torchrun, srun or Ray"
+        ) from error
+
+
+def score(run_dir: Path, passes: list[Pass], place: Launched, note: Callable[[str], None]) -> None:
+    """This rank's part in the passes that the run does not hold yet; all ranks must call it.
+
+    Args:
+        passes: the trainer's own first.
+
+    Raises:
+        MismatchError: see mismatch/processes/workers/train.py; another rank was lost.
+    """
+    from mismatch.processes.workers.train import run
+
+    missing = [p for p in passes if not resume.scoring_done(run_dir, p.name, p.spec)]
+    if not missing:
+        note("score: there already")
+        return
+    jobs = by_load([Job(run_dir, one, side=one.name != passes[0].name) for one in missing])
+    entries = [job.entry(run_dir) for job in jobs]
+    job = {"run_dir": str(run_dir), "passes": entries, "same_on_all_ranks": True}
+    if place.rank == 0:
+        clear_errors(run_dir, "train")
+        for one in missing:
+            error_path(run_dir, pass_label(one.name)).unlink(missing_ok=True)
+        store.write_json(run_dir / "jobs" / "train.json", job)
+        note(f"score: {place.size} ranks, {len(jobs)} passes")
+    try:
+        run(job)
+    except RuntimeError as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise MismatchError(
+            f"rank {place.rank} lost the others: {first}",
+            "the rank that failed first says why; the same command goes on with what is missing",
+        ) from error

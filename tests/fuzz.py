@@ -1,0 +1,205 @@
+"""What is fuzzed, one trial at a time: an input that is nearly right, and what may come of it.
+
+Each target takes a source of randomness and ends in one of three ways: ``"refused"`` (a
+MismatchError or exit code 2 with a message), ``"same"`` (nothing that counts was touched), or an
+exception, which is a fault. tests/unit/test_fuzz.py runs a thousand trials; ``python -m
+benchmarks.fuzz`` any number, and goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from mismatch.cli import main as cli
+from mismatch.cli.config import read_config
+from mismatch.cli.options import CHECK
+from mismatch.engines.servers.http import Refused, Unavailable
+from mismatch.errors import MismatchError
+from mismatch.pipeline.document import report_from_json
+from mismatch.run import directory, manifest, store
+
+from .unit import test_servers_hostile as servers
+
+GOLDENS = Path(__file__).parent / "goldens"
+JUNK: list[Any] = [
+    *(None, True, False, 0, -1, 10**30, 1.5, -1e308, float("nan"), "", "x", "../../x", "\x1b]0;x"),
+    *([], {}, [None], [[]], {"a": 1}, "9" * 30, ["x"], "bf16", "a:b", "\ud800"),
+]
+DELETED = object()
+Target = Callable[[Random, Path], str]
+
+
+def mutated(document: Any, random: Random) -> Any:
+    """A copy with one part replaced by junk, or left out."""
+    document = copy.deepcopy(document)
+    parent, key, place = None, None, document
+    while isinstance(place, dict | list) and place and (parent is None or random.random() < 0.8):
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        parent, key = place, random.choice(keys)
+        place = parent[key]
+    junk = random.choice([*JUNK, DELETED])
+    if parent is None:
+        return None if junk is DELETED else junk
+    if junk is DELETED:
+        del parent[key]
+    else:
+        parent[key] = copy.deepcopy(junk)
+    return document
+
+
+def mutated_bytes(data: bytes, random: Random) -> bytes:
+    """Flipped, cut, doubled or overwritten."""
+    at = random.randrange(len(data))
+    size = random.choice([1, 1, 4, 64])
+    kinds = [
+        data[:at] + bytes([data[at] ^ (1 << random.randrange(8))]) + data[at + 1 :],
+        data[:at],
+        data[:at] + data[at + size :],
+        data[:at] + data[at : at + size] * 2 + data[at + size :],
+        data[:at] + bytes(random.randrange(256) for _ in range(size)) + data[at + size :],
+    ]
+    return random.choice(kinds)
+
+
+# ---------------------------------------------------------------- artefacts
+
+
+def artefact(random: Random, run: Path) -> str:
+    """One file of a run, its content mutated; with or without the manifest that would tell."""
+    readers: dict[str, Callable[[], Any]] = {
+        "spec.json": lambda: directory.load_spec(run),
+        "run.json": lambda: directory.invocations(run),
+        "manifest.json": lambda: [
+            manifest.entries(run),
+            manifest.verify(run, store.ROLLOUT),
+            manifest.is_current(run, store.ROLLOUT, ""),
+        ],
+        "vocabulary.json": lambda: store.load_vocabulary(run),
+        "rollout.parquet": lambda: store.load_rollout(run),
+        "scores/fsdp.parquet": lambda: [store.load_scoring(run, "fsdp"), store.scoring_names(run)],
+    }
+    name = random.choice(list(readers))
+    path, listed = run / name, (run / "manifest.json").read_bytes()
+    before = path.read_bytes()
+    try:
+        if path.suffix == ".json" and random.random() < 0.7:
+            path.write_text(json.dumps(mutated(json.loads(before), random)))
+        else:
+            path.write_bytes(mutated_bytes(before, random))
+        if name != "manifest.json" and random.random() < 0.8:
+            (run / "manifest.json").unlink()
+        readers[name]()
+    except MismatchError:
+        return "refused"
+    finally:
+        path.write_bytes(before)
+        (run / "manifest.json").write_bytes(listed)
+    return "same"
+
+
+def report(random: Random, run: Path) -> str:
+    """A report.json with one thing wrong."""
+    names = ("healthy", "failing", "gradients", "engines", "fixes", "kernels")
+    text = (GOLDENS / f"{random.choice(names)}.report.json").read_text("utf-8")
+    try:
+        report_from_json(mutated(json.loads(text), random))
+    except MismatchError:
+        return "refused"
+    return "same"
+
+
+# ---------------------------------------------------------------- flags and files of flags
+
+WORDS = [
+    *("", "-", "--", "0", "-1", "1", "nan", "inf", "1e9", "9" * 40, "x", "a=b", "a:b", "=", "{}"),
+    *("[1", "tiny-gpt-oss", "none.jsonl", "../..", "\x1b[31m", "é\u202e", "true", "bf16", "2,3"),
+    *("http://x y", "http://h:99999", "http://u:p@h", "http://[::1", "all", "a+b", ",", "\ud800"),
+]
+
+
+def command_line(random: Random, run: Path) -> str:
+    """`mismatch check` with some flags, each right or not; nothing is started."""
+    flags = [option.flag for option in CHECK if option.flag not in ("--config", "--out")]
+    arguments = ["check", "--model", "tiny-gpt-oss", "--engine", "transformers"]
+    for _ in range(random.randrange(1, 4)):
+        arguments.append(random.choice(flags))
+        if random.random() < 0.9:
+            arguments.append(random.choice(WORDS))
+    return _main(arguments)
+
+
+def config(random: Random, run: Path) -> str:
+    """A file of flags, with lines that may be none."""
+    option = random.choice(CHECK)
+    values = [json.dumps(word) for word in WORDS if "\ud800" not in word] + ["1", "[1]", "{a=1}"]
+    lines = [f"{random.choice([option.name, 'x', 'a.b'])} = {random.choice(values)}"]
+    data = ('max_tokens = 3\n[t]\nx = "é"\n' + "\n".join(lines)).encode()
+    path = run.parent / "flags.toml"
+    path.write_bytes(mutated_bytes(data, random) if random.random() < 0.7 else lines[0].encode())
+    try:
+        read_config(path, CHECK)
+    except MismatchError:
+        return "refused"
+    return "same"
+
+
+def _main(arguments: list[str]) -> str:
+    """The command with preflight as its end; the exit code has to be 2, without a traceback."""
+    from mismatch.pipeline import preflight
+
+    class Enough(MismatchError):
+        pass
+
+    def enough(*rest: Any, **more: Any) -> None:
+        raise Enough("far enough")
+
+    kept, argv, real = io.StringIO(), sys.argv, preflight.preflight
+    preflight.preflight, sys.argv = enough, ["mismatch", *arguments]
+    try:
+        with contextlib.redirect_stderr(kept), contextlib.redirect_stdout(io.StringIO()):
+            cli.main()
+    except SystemExit as ended:
+        said = kept.getvalue()
+        if "Traceback" in said or ended.code not in (0, 2):
+            raise AssertionError(f"{arguments}: exit {ended.code}\n{said}") from None
+        return "same" if "far enough" in said or ended.code == 0 else "refused"
+    finally:
+        preflight.preflight, sys.argv = real, argv
+    raise AssertionError("no exit code")
+
+
+# ---------------------------------------------------------------- servers
+
+
+def server(random: Random, run: Path) -> str:
+    """An answer or the facts of a server with one thing wrong."""
+    try:
+        if random.random() < 0.7:
+            kind, what = random.choice(list(servers.GOOD))
+            servers.ask(kind, what, mutated(servers.GOOD[kind, what], random))
+        else:
+            kind = random.choice(list(servers.FACTS))
+            facts = servers.FACTS[kind]
+            path = random.choice(list(facts))
+            changed = {**facts, path: mutated(facts[path], random)}
+            kind.describe(servers.Canned(got=changed), None)
+    except (Unavailable, Refused, MismatchError):
+        return "refused"
+    return "same"
+
+
+TARGETS: dict[str, Target] = {
+    "artefact": artefact,
+    "report": report,
+    "command line": command_line,
+    "config": config,
+    "server": server,
+}

@@ -1,0 +1,144 @@
+"""`mismatch score` in a world that another launcher started: two torchrun agents play two nodes.
+
+The argument: a world of two nodes is a world of two ranks, so its scorings are those that
+`mismatch score` makes by itself with two ranks, to the last bit; and only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from mismatch.errors import MismatchError
+from mismatch.processes.launched import launched
+from mismatch.run import store
+
+from .conftest import TINY_SAMPLING
+
+pytestmark = pytest.mark.slow
+QUICK = ("--no-noise-floor", "--attention", "sink-sdpa")
+
+
+def environment() -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    return clean | {"OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def node(number: int, port: int, cwd: Path, *flags: str) -> subprocess.Popen[str]:
+    """One torchrun agent of two, with a rank of its own."""
+    meeting = ("--master-addr", "127.0.0.1", "--master-port", str(port))
+    place = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1", *meeting)
+    command = [sys.executable, "-m", "torch.distributed.run", *place, "-m", "mismatch", "score"]
+    return subprocess.Popen(
+        [*command, "run", *flags],
+        cwd=cwd, env=environment(), text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def ended(nodes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    return [(n.returncode, output) for n in nodes for output in [n.communicate(timeout=240)[0]]]
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("sampled")
+    command = (sys.executable, "-m", "mismatch", "rollout", *TINY_SAMPLING, "--out", "run")
+    subprocess.run(command, cwd=place, env=environment(), check=True, capture_output=True)
+    return place / "run"
+
+
+@pytest.fixture
+def place(sampled: Path, tmp_path: Path) -> Path:
+    shutil.copytree(sampled, tmp_path / "run")
+    return tmp_path
+
+
+def test_two_nodes_score_as_two_ranks_of_one_do(place: Path, sampled: Path) -> None:
+    port = free_port()
+    results = ended([node(number, port, place, *QUICK) for number in (0, 1)])
+    assert [code for code, _ in results] == [0, 0], results
+    assert "2 ranks" in results[0][1]
+    assert results[1][1].count("Compare:") == 0  # one speaker
+    scoring = store.load_scoring(place / "run", "fsdp")
+    assert scoring.fingerprint["world_size"] == 2
+    alone = shutil.copytree(sampled, place / "alone")
+    command = (sys.executable, "-m", "mismatch", "score", "alone", "--nproc-per-node", "2", *QUICK)
+    subprocess.run(command, cwd=place, env=environment(), check=True, capture_output=True)
+    assert np.array_equal(scoring.logprobs, store.load_scoring(alone, "fsdp").logprobs)
+
+
+def rank_of(agent: subprocess.Popen[str]) -> psutil.Process:
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        for child in psutil.Process(agent.pid).children():
+            if "mismatch" in " ".join(child.cmdline()):
+                return child
+        time.sleep(0.05)
+    raise AssertionError("no rank was started")
+
+
+def test_a_killed_rank_ends_the_others_and_the_same_command_goes_on(place: Path) -> None:
+    port = free_port()
+    flags = ("--attention", "sink-sdpa", "--micro-batch-tokens", "64")
+    nodes = [node(number, port, place, *flags) for number in (0, 1)]
+    victim = rank_of(nodes[1])
+    done = place / "run" / store.scoring_file("fsdp")
+    end = time.monotonic() + 200
+    while not done.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    victim.send_signal(signal.SIGKILL)
+    results = ended(nodes)
+    assert all(code != 0 for code, _ in results), results
+    assert "lost the others" in results[0][1] or "SIGTERM" in results[0][1], results[0][1][-3000:]
+    before = done.read_bytes()
+    port = free_port()
+    results = ended([node(number, port, place, *flags) for number in (0, 1)])
+    assert [code for code, _ in results] == [0, 0], results
+    assert done.read_bytes() == before
+    names = set(store.scoring_names(place / "run"))
+    assert {"fsdp", "fsdp:regrouped", "fsdp:repeated", "fsdp:grad", "reference:fp32"} <= names
+    again = ended([node(number, port, place, *flags) for number in (0, 1)])
+    assert [code for code, _ in again] == [0, 0], again
+    assert "there already" in again[0][1]
+
+
+def test_the_variables_of_srun_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert launched() is None
+    monkeypatch.setenv("SLURM_PROCID", "9")  # in a batch script: no step, no world
+    assert launched() is None
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
+    with pytest.raises(MismatchError, match="MASTER_ADDR"):
+        launched()
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "")
+    monkeypatch.delenv("MASTER_PORT")
+    place = launched()
+    assert place is not None
+    assert (place.rank, place.size, place.local_size) == (9, 16, 8)
+    assert os.environ["LOCAL_RANK"] == "1"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        del os.environ[name]

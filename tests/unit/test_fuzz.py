@@ -1,0 +1,49 @@
+"""A thousand inputs that are nearly right: refused with words, or of no consequence; no traceback.
+
+``python -m benchmarks.fuzz --trials 20000`` runs more of the same; its table is in
+docs/reliability.md.
+"""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mismatch.run import store
+from mismatch.run.directory import RUN, RUN_SCHEMA
+
+from ..fuzz import TARGETS
+from ..made_run import make_run
+
+TRIALS = 200  # of each of the five
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    made = make_run(tmp_path_factory.mktemp("fuzz") / "run")
+    entry = {"verb": "check", "spec_hash": "0", "finished": None, "command": "mismatch check"}
+    store.write_json(made / RUN, {"schema": RUN_SCHEMA, "invocations": [entry]})
+    return made
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_input_is_a_traceback(target, run):
+    outcomes = {"refused": 0, "same": 0}
+
+    @settings(
+        max_examples=TRIALS,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.randoms(use_true_random=False))
+    def trial(random):
+        outcomes[TARGETS[target](random, run)] += 1
+
+    before = json.dumps(sorted(map(str, run.rglob("*"))))
+    trial()
+    print(f"{target}: {outcomes}")
+    assert outcomes["refused"] > 10
+    assert json.dumps(sorted(map(str, run.rglob("*")))) == before
