@@ -168,7 +168,14 @@ ENGINE_DATA = sorted(
 TRAIN_DATA = sorted(
     [
         *("autocast", "dtype", "grad", "head_dtype", "inject", "inject_seed", "layout"),
-        *("logprobs_dtype", "master_dtype", "micro_batch_tokens", "model", "replay_routing"),
+        *(
+            "logprobs_dtype",
+            "master_dtype",
+            "micro_batch_tokens",
+            "model",
+            "offload",
+            "replay_routing",
+        ),
         *("replay_source", "revision", "router_dtype", "routing", "temperature_in", "weights"),
     ]
 )
