@@ -132,7 +132,7 @@ def test_flags_win_over_the_config_and_the_config_over_the_preset(tmp_path: Path
     assert applied.spec.rollout.sampling.temperature == 1.0
     assert applied.spec.rollout.engine.dtype == "bf16"
     assert dict(applied.spec.rollout.engine.args)["max_num_seqs"] == 2
-    assert (applied.spec.train.layout, applied.spec.train.master_dtype) == ("padding", "fp32")
+    assert (applied.spec.train.layout, applied.spec.train.master_dtype) == ("padding", "auto")
     assert applied.spec.train.dtype == "fp16"
     assert any("gives way to --temperature" in line for line in applied.kept)
     assert any("gives way to --engine-arg max_num_seqs" in line for line in applied.kept)
