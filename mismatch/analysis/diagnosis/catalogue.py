@@ -1,0 +1,43 @@
+"""The causes that can be named, in words: what one sees, why, what confirms it, what mends it."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One cause of causes.toml.
+
+    Attributes:
+        confirm: the experiment that separates it from those that look alike.
+        mend: one action.
+        seen: issues with this root cause, as owner/repo#number.
+    """
+
+    id: str
+    title: str
+    see: str
+    why: str
+    confirm: str
+    mend: str
+    seen: tuple[str, ...] = ()
+
+
+@cache
+def catalogue() -> dict[str, Entry]:
+    """Every cause by its id."""
+    text = resources.files("mismatch.analysis").joinpath("causes.toml").read_text("utf-8")
+    return {
+        id: Entry(id, **{**fields, "seen": tuple(fields.get("seen", ()))})
+        for id, fields in tomllib.loads(text).items()
+    }
+
+
+def title_of(id: str) -> str:
+    """A cause's title; its id where another package's detector names one of its own."""
+    entry = catalogue().get(id)
+    return entry.title if entry else id

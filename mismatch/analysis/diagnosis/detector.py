@@ -1,0 +1,120 @@
+"""Detectors of causes, and where they are found.
+
+A new one is a function ``find(case)`` and a ``Detector`` in the list ``DETECTORS`` of a module of
+``diagnosis/detectors``; the causes that it names stand in ``analysis/causes.toml``. Nothing else
+lists it.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Literal
+
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.types import Bools, Estimate, Floats, NotTested
+
+Side = Literal["engine", "trainer", "either"]
+Family = Literal[
+    "semantics", "pairing", "position", "function", "weights", "routing", "trainer", "engine"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One number that a detector measured.
+
+    >>> Evidence("best lag", -8, "0").value
+    -8
+
+    Attributes:
+        normal: what a healthy pair has, as text; "" where there is no such value.
+    """
+
+    what: str
+    value: float | str
+    normal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """Log-probabilities with what a cause explains taken out, [A] each.
+
+    Attributes:
+        kept: tokens that still have a partner; None: all.
+        exact: nothing of the cause is left; a fitted curve leaves its misfit behind.
+    """
+
+    left: Floats
+    right: Floats
+    kept: Bools | None = None
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A cause that the data speak for.
+
+    Attributes:
+        cause: its id in causes.toml.
+        effect: share of mean |delta| that it explains; None: a difference that is certain, and
+            whose share this run did not measure.
+        confirmed: the experiment that separates it from others is part of this run.
+        alike: other causes that these data cannot tell from it.
+        repair: what is left without it; None: it cannot be taken out.
+        certain: shown even where no share was measured.
+    """
+
+    cause: str
+    side: Side
+    effect: Estimate | None
+    evidence: tuple[Evidence, ...]
+    confirmed: bool = False
+    alike: tuple[str, ...] = ()
+    repair: Repair | None = None
+    certain: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one detector saw: its numbers, and the causes that they speak for (often none)."""
+
+    evidence: tuple[Evidence, ...]
+    findings: tuple[Finding, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Detector:
+    """Looks for causes of one kind. ``find`` is pure.
+
+    Attributes:
+        id: unique; the cause that it looks for, or the kind.
+        causes: ids that it can name.
+        needs: data beyond two arrays of log-probabilities, as words for a user; "" for none.
+        order: of two explanations that are equally good, the one of the lower number is taken.
+    """
+
+    id: str
+    family: Family
+    causes: tuple[str, ...]
+    find: Callable[[Case], Look | NotTested]
+    needs: str = ""
+    order: int = 100
+
+
+def detectors() -> list[Detector]:
+    """All of them, in their order."""
+    return sorted(_built_in(), key=lambda detector: (detector.order, detector.id))
+
+
+@cache
+def _built_in() -> tuple[Detector, ...]:
+    import mismatch.analysis.diagnosis.detectors as room
+
+    names = [f"{room.__name__}.{info.name}" for info in pkgutil.iter_modules(room.__path__)]
+    return tuple(
+        detector for name in names for detector in getattr(import_module(name), "DETECTORS", ())
+    )

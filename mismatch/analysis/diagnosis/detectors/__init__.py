@@ -1,0 +1,1 @@
+"""One module a kind of cause; each lists its detectors as ``DETECTORS``."""

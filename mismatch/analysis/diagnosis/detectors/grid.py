@@ -1,0 +1,61 @@
+"""The dtype of the last steps, read off the numbers: log-probabilities on a bf16 or fp16 grid."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mismatch.analysis.diagnosis.case import Case, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.types import Floats, NotTested
+
+BITS = {"bf16": 8, "fp16": 11}  # of the significand
+MIN_TOKENS = 64
+
+
+def on_grid(values: Floats, bits: int) -> float:
+    """Share of these numbers that a format with so many significant bits holds exactly."""
+    mantissa, _ = np.frexp(values)
+    scaled = mantissa * 2.0**bits
+    return float((scaled == np.round(scaled)).mean())
+
+
+def grid(case: Case) -> Look | NotTested:
+    """Whether one side's log-probabilities were rounded to 16 bits, and what that costs."""
+    sides: dict[Side, Floats] = {"engine": case.left, "trainer": case.right}
+    useful = {name: v[(np.abs(v) > 1e-6) & case.kept] for name, v in sides.items()}
+    if min(map(len, useful.values())) < MIN_TOKENS:
+        return NotTested("dtype of the log-probabilities", f"needs {MIN_TOKENS} that are not 0")
+    evidence: list[Evidence] = []
+    findings: list[Finding] = []
+    for side, values in useful.items():
+        shares = {name: on_grid(values, bits) for name, bits in BITS.items()}
+        name = "bf16" if shares["bf16"] > 0.98 else "fp16"
+        evidence.append(
+            Evidence(
+                f"share of the {side}'s log-probabilities that {name} holds", shares[name], "0"
+            )
+        )
+        if shares[name] <= 0.98:
+            continue
+        exponent = np.frexp(sides[side])[1]
+        step = 2.0 ** (exponent.astype(float) - BITS[name])
+        lost = step / 4  # mean |error| of rounding to the nearest
+        effect = case.share(np.maximum(np.abs(case.delta) - lost, 0.0))
+        if above(effect, 0.05):
+            part = np.clip(case.delta, -lost, lost)
+            at_left = Repair(case.left + part, case.right, exact=False)
+            at_right = Repair(case.left, case.right - part, exact=False)
+            findings.append(
+                Finding(
+                    "bf16-logprobs",
+                    side,
+                    effect,
+                    tuple(evidence[-1:]),
+                    alike=("bf16-lm-head",),
+                    repair=at_left if side == "engine" else at_right,
+                )
+            )
+    return Look(tuple(evidence), tuple(findings))
+
+
+DETECTORS = (Detector("grid", "semantics", ("bf16-logprobs",), grid, order=30),)

@@ -1,0 +1,237 @@
+"""Are both sides' log-probabilities of one law? Temperature, truncation, the law that sampled.
+
+For normalised laws E[log p] is largest for the law that sampled (Gibbs), so that the sign of mean
+delta names the side that is not it: below 0 the trainer, above 0 the engine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.captures import Distributions
+from mismatch.types import Floats, NotTested
+
+KNOTS = 8
+MIN_TOKENS = 200
+TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256)
+TOP_P = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
+NEEDS = "the entropy of the trainer's law"
+
+
+def temperature(case: Case) -> Look | NotTested:
+    """Fit of one side's law as a tempered version of the other's.
+
+    log p_beta(x) = beta log p(x) - log sum p^beta: a slope on log p, and a term that depends on
+    the law alone, taken as a function of its entropy (piecewise linear).
+    """
+    entropy = case.entropy
+    if entropy is None:
+        return NotTested("temperature", f"needs {NEEDS}", "score with an entropy per token")
+    if case.kept.sum() < MIN_TOKENS:
+        return NotTested("temperature", f"needs {MIN_TOKENS} tokens")
+    bumps = hats(entropy)
+    slope = _slope_by_prompt(case, bumps)
+    beta = 1 - float(slope[0])
+    low, high = 1 - float(slope[2]), 1 - float(slope[1])
+    whole = _fitted(case, np.column_stack([bumps, case.right]))
+    of_entropy = _fitted(case, bumps)
+    effect = case.share(case.delta - whole)
+    beyond = case.share(case.delta - whole, case.delta - of_entropy)
+    evidence = [
+        Evidence("temperature of the trainer's law over the engine's, fitted", beta, "1"),
+        Evidence("its interval, low", low),
+        Evidence("its interval, high", high),
+        Evidence("share explained by the fit", effect.value, "0"),
+    ]
+    wanted = case.rollout.sampling.temperature
+    if wanted > 0 and wanted != 1:
+        evidence.append(Evidence("sampling temperature", wanted))
+    # The curve in the entropy takes a part of the slope with it: the fit is short by some percent.
+    expected = (
+        wanted not in (0, 1) and abs(abs(np.log(max(beta, 0.01))) / abs(np.log(wanted)) - 1) < 0.4
+    )
+    enough = above(effect, 0.3 if expected else 0.6) and above(beyond, 0.15)
+    if not (low > 1.02 or high < 0.98) or not enough:
+        return Look(tuple(evidence))
+    side = off_law(case)
+    repair = _taken_out(case, side, whole, exact=False)
+    raw = case.trainer.extra.get("logprobs_untempered")
+    confirmed = False
+    if raw is not None:
+        remeasured = case.share(raw - case.left)
+        confirmed = above(remeasured, 0.5)
+        evidence.append(Evidence("share gone against the untempered trainer", remeasured.value))
+    if raw is not None and confirmed:
+        effect, repair = remeasured, _taken_out(case, side, case.right - raw)
+    finding = Finding(
+        "temperature-semantics",
+        side,
+        effect,
+        tuple(evidence),
+        confirmed=confirmed,
+        alike=() if expected else ("logit-softcap", "yarn-attention-factor"),
+        repair=repair,
+    )
+    return Look(tuple(evidence), (finding,))
+
+
+def _taken_out(case: Case, side: Side, part: Floats, exact: bool = True) -> Repair:
+    """The side at fault moved by what explains delta, so that the other keeps its rounding."""
+    if side == "engine":
+        return Repair(case.left + part, case.right, exact=exact)
+    return Repair(case.left, case.right - part, exact=exact)
+
+
+def off_law(case: Case) -> Side:
+    """Which side is not the law that sampled, by the sign of mean delta."""
+    mean = case.mean(case.delta)
+    if above(mean, 0.0):
+        return "engine"
+    return "trainer" if below(mean, 0.0) else "either"
+
+
+def hats(values: Floats) -> Floats:
+    """Piecewise linear functions of a value that sum to 1, [A, KNOTS] or fewer."""
+    knots = np.unique(np.quantile(values, np.linspace(0, 1, KNOTS)))
+    if len(knots) < 2:
+        return np.ones((len(values), 1))
+    identity = np.eye(len(knots))
+    return np.column_stack([np.interp(values, knots, row) for row in identity])
+
+
+def _fitted(case: Case, columns: Floats) -> Floats:
+    """Least squares of delta on these columns over the tokens that count, [A]."""
+    kept = case.kept
+    limit = float(np.quantile(np.abs(case.delta[kept]), 0.995))
+    target = np.clip(case.delta, -limit, limit)
+    solution = np.linalg.lstsq(columns[kept], target[kept], rcond=None)[0]
+    return np.asarray(columns @ solution)
+
+
+def _slope_by_prompt(case: Case, bumps: Floats) -> tuple[float, float, float]:
+    """Slope of delta on the trainer's log-probability, with an interval by prompt (jackknife).
+
+    Both are first cleared of what the entropy explains, so that sums per prompt are enough.
+    """
+    kept = case.kept
+    right = np.maximum(case.right, -15.0)
+    x = right - bumps @ np.linalg.lstsq(bumps[kept], right[kept], rcond=None)[0]
+    y = case.delta - _fitted(case, bumps)
+    limit = float(np.quantile(np.abs(y[kept]), 0.995))
+    y = np.clip(y, -limit, limit)
+    ratio = case.ratio(x * y, x * x + 1e-12)
+    low = ratio.value if ratio.low is None else ratio.low
+    high = ratio.value if ratio.high is None else ratio.high
+    return ratio.value, low, high
+
+
+def truncation(case: Case) -> Look | NotTested:
+    """Delta as the log of a kept mass: the engine renormalised over a part of the vocabulary.
+
+    For the law that sampled mean(exp(delta)) is 1; renormalised over top-k or top-p it is the kept
+    mass, and every delta is that of its position's.
+    """
+    if case.kept.sum() < MIN_TOKENS:
+        return NotTested("truncation", f"needs {MIN_TOKENS} tokens")
+    gap = 1 - np.exp(np.clip(case.delta, -30, 3))
+    mass = case.mean(gap)
+    sided = case.ratio(gap, np.abs(gap))
+    evidence = [
+        Evidence("mean kept mass, as mean exp(delta)", 1 - mass.value, "1"),
+        Evidence("one-sidedness of delta", sided.value, "0"),
+    ]
+    direct = _cut_entries(case.engine.distributions)
+    if direct is not None:
+        evidence.append(Evidence("entries of the engine's law that are exactly 0", direct, "0"))
+    if not (above(mass, 1e-3) and above(sided, 0.35)):
+        return Look(tuple(evidence))
+    features = hats(case.entropy if case.entropy is not None else case.right)
+    kept_mass = case.trainer.extra.get("kept_mass")
+    if kept_mass is not None:
+        fitted = np.log(np.clip(kept_mass, 1e-6, 1))
+    else:
+        fitted = np.minimum(_fitted(case, features), 0)  # a curve: positions vary around it
+    effect = case.share(case.delta - fitted)
+    setting = _best_setting(case)
+    if setting is not None:
+        evidence.append(Evidence("setting that fits best", setting[0]))
+        evidence.append(Evidence("share of delta that this setting explains", setting[1]))
+    if not above(effect, 0.3):
+        return Look(tuple(evidence))
+    confirmed = kept_mass is not None and above(effect, 0.5)
+    finding = Finding(
+        "sampling-truncation",
+        "engine",
+        effect,
+        tuple(evidence),
+        confirmed=confirmed,
+        alike=("implicit-generation-config",),
+        repair=_taken_out(case, "engine", fitted, exact=kept_mass is not None),
+    )
+    return Look(tuple(evidence), (finding,))
+
+
+def _cut_entries(law: Distributions | None) -> float | None:
+    """Share of a side's captured entries that can never be sampled."""
+    if law is None or not law.whole or not len(law.positions):
+        return None
+    return float(np.isneginf(law.logprobs).mean())
+
+
+def _best_setting(case: Case) -> tuple[str, float] | None:
+    """The top-k or top-p whose kept mass explains delta best where whole laws were captured."""
+    law = case.trainer.distributions
+    if law is None or not law.whole or len(law.positions) < 20:
+        return None
+    p = np.sort(np.exp(law.logprobs.astype(np.float64)), axis=1)[:, ::-1]
+    total = np.cumsum(p, axis=1)
+    delta = case.delta[law.positions]
+    masses = {f"top-k {k}": total[:, k - 1] for k in TOP_K if k < p.shape[1]}
+    for share in TOP_P:
+        first = np.minimum((total < share).sum(axis=1), p.shape[1] - 1)
+        masses[f"top-p {share:g}"] = total[np.arange(len(p)), first]
+    whole = float(np.abs(delta).sum())
+    if not whole:
+        return None
+    left = {
+        name: float(np.abs(delta - np.log(np.clip(mass, 1e-9, 1))).sum())
+        for name, mass in masses.items()
+    }
+    best = min(left, key=lambda name: left[name])
+    return (best, 1 - left[best] / whole) if left[best] < 0.7 * whole else None
+
+
+def sampling_law(case: Case) -> Look | NotTested:
+    """Whether the tokens were drawn from the law that both sides score: mean(log p + H) is 0.
+
+    Raw log-probabilities agree with the trainer's though tokens came from a sharper law.
+    """
+    entropy = case.entropy
+    if entropy is None:
+        return NotTested(
+            "the law that sampled", f"needs {NEEDS}", "score with an entropy per token"
+        )
+    if case.kept.sum() < MIN_TOKENS or case.n_prompts < FEW_PROMPTS:
+        reason = f"needs {MIN_TOKENS} tokens of {FEW_PROMPTS} prompts"
+        return NotTested("the law that sampled", reason)
+    surplus = case.mean(case.right + entropy)
+    size = float(np.abs(case.delta[case.kept]).mean())
+    evidence = (Evidence("mean log p + entropy of the trainer's law, nats", surplus.value, "0"),)
+    half = 0.0 if surplus.low is None else surplus.value - surplus.low
+    if abs(surplus.value) < max(3 * half, 0.03 + 3 * size):
+        return Look(evidence)
+    sharper = surplus.value > 0
+    if not sharper:
+        return Look(evidence)
+    finding = Finding("sampling-law", "engine", None, evidence,
+                      alike=("implicit-generation-config", "temperature-semantics"))  # fmt: skip
+    return Look(evidence, (finding,))
+
+
+DETECTORS = (
+    Detector("temperature", "semantics", ("temperature-semantics",), temperature, NEEDS, 20),
+    Detector("truncation", "semantics", ("sampling-truncation",), truncation, order=21),
+    Detector("sampling-law", "semantics", ("sampling-law",), sampling_law, NEEDS, 22),
+)

@@ -1,0 +1,193 @@
+"""Do the two sides speak of the same tokens? Shifts, swapped rows, padding that was scored."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mismatch.analysis.diagnosis.case import Case, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.types import Floats, NotTested
+
+MAX_LAG = 64
+MIN_TOKENS = 64
+MARGIN = 0.15  # of correlation, that another lag must win by
+HEAD = 32  # tokens by which rows are compared
+MIN_HEAD = 6
+BETTER = 0.25  # distance to another row, as a share of that to the own one
+SUSPECTS = 512  # rows that are tried against all others
+APART = 0.1  # nats of mean |delta|, from which a row is held against others
+CLEAR = 0.5  # share of the mismatch that must go with a re-pairing
+NEAR_CERTAIN = float(np.log(0.99))
+
+
+def lag(case: Case) -> Look | NotTested:
+    """Cross-correlation of the two sides inside rows, by FFT, at lags up to ±64."""
+    if case.kept.sum() < MIN_TOKENS:
+        return NotTested("lag", f"needs {MIN_TOKENS} tokens")
+    correlations = _correlations(case)
+    best = int(np.nanargmax(correlations)) - MAX_LAG
+    at_zero, at_best = float(correlations[MAX_LAG]), float(correlations[best + MAX_LAG])
+    evidence = (
+        Evidence("best lag", best, "0"),
+        Evidence("correlation there", at_best),
+        Evidence("correlation at lag 0", at_zero, "> 0.9"),
+    )
+    if best == 0 or at_best < at_zero + MARGIN or at_best < 0.5:
+        return Look(evidence)
+    right, kept = _shifted(case, best)
+    repaired = case.repaired(case.left, right, kept)
+    effect = repaired.share(repaired.delta, case.delta)
+    if not above(effect, CLEAR):
+        return Look(evidence)
+    repair = Repair(case.left, right, kept)
+    return Look(
+        evidence,
+        (Finding("misalignment", "either", effect, evidence, confirmed=True, repair=repair),),
+    )
+
+
+def _correlations(case: Case) -> Floats:
+    """Pearson correlation of left[t] with right[t + lag] over all rows, [2 * MAX_LAG + 1]."""
+    left, right = np.maximum(case.left, -12.0), np.maximum(case.right, -12.0)
+    left, right = left - left.mean(), right - right.mean()
+    longest = max(row.stop - row.start for row in case.rows)
+    size = 1 << int(np.ceil(np.log2(longest + MAX_LAG + 1)))
+    lags = np.arange(-MAX_LAG, MAX_LAG + 1)
+    sums = np.zeros((6, len(lags)))
+    block = max(1, (1 << 20) // size)
+    for start in range(0, len(case.rows), block):
+        rows = case.rows[start : start + block]
+        a, b, here = np.zeros((3, len(rows), size))
+        for line, row in enumerate(rows):
+            width = row.stop - row.start
+            a[line, :width], b[line, :width], here[line, :width] = left[row], right[row], 1.0
+        f = {name: np.fft.rfft(value, axis=1) for name, value in
+             (("a", a), ("b", b), ("aa", a * a), ("bb", b * b), ("1", here))}  # fmt: skip
+        for line, (x, y) in enumerate(
+            (("1", "1"), ("a", "1"), ("1", "b"), ("aa", "1"), ("1", "bb"), ("a", "b"))
+        ):
+            sums[line] += np.fft.irfft((np.conj(f[x]) * f[y]).sum(axis=0), size)[lags]
+    n, a1, b1, aa, bb, ab = sums
+    with np.errstate(all="ignore"):
+        spread = (aa - a1**2 / n) * (bb - b1**2 / n)
+        values = (ab - a1 * b1 / n) / np.sqrt(spread)
+    values[(n < MIN_TOKENS - 0.5) | ~(spread > 1e-12)] = np.nan
+    values[MAX_LAG] = np.nan_to_num(values[MAX_LAG])
+    return np.asarray(values)
+
+
+def _shifted(case: Case, shift: int) -> tuple[Floats, np.ndarray]:
+    """right[t + shift] of the same row in the place of right[t], and which tokens have one."""
+    source = np.arange(len(case.right)) + shift
+    inside = (source >= 0) & (source < len(case.right))
+    source = np.clip(source, 0, len(case.right) - 1)
+    kept = inside & (case.sequence[source] == case.sequence)
+    return np.where(kept, case.right[source], case.left), kept
+
+
+def rows(case: Case) -> Look | NotTested:
+    """Whether another row's log-probabilities fit a row far better than its own."""
+    long_enough = [n for n, row in enumerate(case.rows) if row.stop - row.start >= MIN_HEAD]
+    if len(long_enough) < 4:
+        return NotTested("row pairing", f"needs 4 rows of {MIN_HEAD} tokens")
+    heads_left, width = _heads(case, case.left, long_enough)
+    heads_right, _ = _heads(case, case.right, long_enough)
+    own = _distance(heads_left, heads_right, width, width)
+    order = np.argsort(own)[::-1]
+    typical = float(np.median(own))
+    tried = [row for row in order[:SUSPECTS] if own[row] > APART]
+    partner: dict[int, int] = {}
+    for row in tried:
+        distances = _distance(heads_left[row], heads_right, width[row], width)
+        distances[row] = np.inf
+        best = int(distances.argmin())
+        outlier = own[row] > 4 * float(distances[best])
+        if outlier and distances[best] < BETTER * own[row]:
+            partner[int(row)] = best
+    share = len(partner) / len(order)
+    evidence = (
+        Evidence("rows that another row fits better", len(partner), "0"),
+        Evidence("of rows that are far off", len(tried)),
+        Evidence("typical distance of a row, nats", typical),
+    )
+    if len(partner) < 2 or (share < 0.02 and len(partner) < 3):
+        return Look(evidence)
+    right, kept = case.right.copy(), np.ones(len(case.right), bool)
+    for row, other in partner.items():
+        mine, its = case.rows[long_enough[row]], case.rows[long_enough[other]]
+        length = min(mine.stop - mine.start, its.stop - its.start)
+        right[mine.start : mine.start + length] = case.right[its.start : its.start + length]
+        kept[mine.start + length : mine.stop] = False
+    repaired = case.repaired(case.left, right, kept)
+    effect = repaired.share(repaired.delta, case.delta)
+    if not above(effect, 0.2):
+        return Look(evidence)
+    repair = Repair(case.left, right, kept)
+    finding = Finding("row-pairing", "either", effect, evidence, confirmed=True, repair=repair)
+    return Look(evidence, (finding,))
+
+
+def _heads(case: Case, values: Floats, numbers: list[int]) -> tuple[Floats, np.ndarray]:
+    """The first tokens of these rows, [R, HEAD], and how many each has."""
+    heads, width = np.zeros((len(numbers), HEAD)), np.zeros(len(numbers), np.int64)
+    for line, number in enumerate(numbers):
+        row = case.rows[number]
+        width[line] = min(HEAD, row.stop - row.start)
+        heads[line, : width[line]] = np.maximum(values[row.start : row.start + width[line]], -12)
+    return heads, width
+
+
+def _distance(left: Floats, right: Floats, width: np.ndarray, others: np.ndarray) -> Floats:
+    """Mean |difference| over the tokens that both have; infinite where those are few."""
+    common = np.minimum(width, others)
+    inside = np.arange(HEAD) < common[:, None]
+    gap = np.where(inside, np.abs(right - left), 0.0).sum(axis=1) / np.maximum(common, 1)
+    return np.where(common >= MIN_HEAD, gap, np.inf)
+
+
+def padding(case: Case) -> Look:
+    """A log-probability of exactly 0 where the other side is not certain."""
+    at_left = (case.left == 0) & (case.right < NEAR_CERTAIN) & case.kept
+    at_right = (case.right == 0) & (case.left < NEAR_CERTAIN) & case.kept
+    bad = at_left | at_right
+    last = np.zeros(len(bad), bool)
+    last[[row.stop - 1 for row in case.rows]] = True
+    evidence = (
+        Evidence("log-probabilities of exactly 0", int(bad.sum()), "0"),
+        Evidence("of these, on a last token", int((bad & last).sum())),
+    )
+    if not bad.any():
+        return Look(evidence)
+    effect = case.share(np.where(bad, 0.0, case.delta))
+    side: Side = "engine" if at_left.sum() >= at_right.sum() else "trainer"
+    repair = Repair(case.left, case.right, ~bad)
+    finding = Finding("appended-eos", side, effect, evidence, confirmed=True, repair=repair)
+    return Look(evidence, (finding,))
+
+
+def positive(case: Case) -> Look:
+    """Probabilities above one: the law of that side is not normalised."""
+    highest = {"engine": float(case.left.max()), "trainer": float(case.right.max())}
+    side = "engine" if highest["engine"] >= highest["trainer"] else "trainer"
+    evidence = (Evidence("largest log-probability", highest[side], "0"),)
+    if highest[side] <= 1e-3:
+        return Look(evidence)
+    values = case.left if side == "engine" else case.right
+    effect = case.share(np.where(values > 1e-3, 0.0, case.delta))
+    finding = Finding(
+        "unnormalised-law",
+        "engine" if side == "engine" else "trainer",
+        effect,
+        evidence,
+        alike=("bf16-lm-head",),
+        repair=Repair(case.left, case.right, values <= 1e-3),
+    )
+    return Look(evidence, (finding,))
+
+
+DETECTORS = (
+    Detector("lag", "pairing", ("misalignment",), lag, order=10),
+    Detector("rows", "pairing", ("row-pairing",), rows, order=11),
+    Detector("padding", "pairing", ("appended-eos",), padding, order=12),
+    Detector("positive", "semantics", ("unnormalised-law",), positive, order=13),
+)

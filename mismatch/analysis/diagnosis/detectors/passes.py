@@ -1,0 +1,114 @@
+"""A side against itself: the trainer scored again, the engine's decode against its own prefill.
+
+These passes are experiments that the run has made: what goes with them is confirmed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mismatch.analysis.diagnosis.case import Case, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
+from mismatch.run.scorings import REGROUPED, TRAIN
+from mismatch.types import Floats, NotTested
+
+PASSES = {
+    REGROUPED: "microbatch-dependence",
+    f"{TRAIN}:grad": "train-eval-paths",
+    f"{TRAIN}:repeated": "nondeterminism",
+}
+OWN = 1.6  # times its own rounding, that a side may move against itself; two roundings: 1.4
+CLEAR = 0.3
+
+
+def trainer_itself(case: Case) -> Look | NotTested:
+    """Whether the trainer moves against itself by more than its own rounding."""
+    passes = {name: case.others[name] for name in PASSES if name in case.others}
+    if not passes:
+        return NotTested("the trainer against itself", "no second pass", "drop --no-noise-floor")
+    evidence: list[Evidence] = []
+    findings: list[Finding] = []
+    for name, other in passes.items():
+        moved = other.logprobs - case.trainer.logprobs
+        of_gap = case.ratio(np.abs(moved), np.abs(case.delta) + 1e-12)
+        evidence.append(Evidence(f"mean |{name} - trainer| over mean |delta|", of_gap.value))
+        own = _own_rounding(case, other.logprobs)
+        if own is None:
+            loud = above(of_gap, 1.0)
+        else:
+            of_rounding = case.ratio(np.abs(moved), own + 1e-12)
+            evidence.append(
+                Evidence(
+                    "the same over the nearer pass's distance from float32",
+                    of_rounding.value,
+                    "below 1.4",
+                )
+            )
+            loud = above(of_rounding, OWN)
+        if not loud or not above(case.mean(np.abs(moved)), 1e-4):
+            continue
+        effect = case.share(case.delta + moved)
+        shown = tuple(evidence[-2:] if own is not None else evidence[-1:])
+        repair = Repair(case.left, case.right + moved) if above(effect, 0.05) else None
+        findings.append(
+            Finding(
+                PASSES[name],
+                "trainer",
+                effect,
+                shown,
+                confirmed=above(effect, CLEAR),
+                repair=repair,
+            )
+        )
+    return Look(tuple(evidence), tuple(findings))
+
+
+def _own_rounding(case: Case, other: Floats) -> Floats | None:
+    """|distance from float32| of the trainer's pass or of the other one, whichever is nearer."""
+    if case.reference is None:
+        return None
+    legs = np.abs(case.trainer.logprobs - case.reference), np.abs(other - case.reference)
+    return min(legs, key=lambda leg: float(leg[case.kept].mean()))
+
+
+def decode_path(case: Case) -> Look | NotTested:
+    """How much goes when the engine scores its tokens in one prefill and not token by token."""
+    prefill = case.others.get(f"{case.engine.name.partition(':')[0]}:prefill")
+    if prefill is None:
+        return NotTested(
+            "decode against prefill", "no rescoring by the engine", "drop --no-prefill"
+        )
+    moved = prefill.logprobs - case.engine.logprobs
+    effect = case.share(case.delta - moved)
+    own = case.ratio(np.abs(moved), np.abs(case.delta) + 1e-12)
+    evidence = (
+        Evidence("share of mean |delta| gone against the engine's prefill", effect.value, "0"),
+        Evidence("mean |prefill - decode| over mean |delta|", own.value),
+    )
+    if not above(effect, CLEAR) or not case.beyond_rounding(case.kept):
+        return Look(evidence)
+    cached = case.engine.fingerprint.get("kv_cache_dtype")
+    alike = (
+        ("fp8-kv", "fp8-kv-tile")
+        if cached and "fp8" in str(cached)
+        else ("spec-decode", "prefix-cache-stale")
+    )
+    repair = Repair(case.left + moved, case.right)
+    finding = Finding("decode-vs-prefill", "engine", effect, evidence, confirmed=True,
+                      alike=alike, repair=repair)  # fmt: skip
+    return Look(evidence, (finding,))
+
+
+DETECTORS = (
+    Detector(
+        "trainer-itself",
+        "trainer",
+        tuple(PASSES.values()),
+        trainer_itself,
+        "a second pass of the trainer",
+        15,
+    ),
+    Detector(
+        "decode-path", "engine", ("decode-vs-prefill",), decode_path, "the engine's rescoring", 23
+    ),
+)

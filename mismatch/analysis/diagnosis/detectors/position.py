@@ -1,0 +1,180 @@
+"""Where in a sequence the two sides part: an onset, growth, the first token, blocks.
+
+|delta| is first divided by what tokens of that probability have on average, so that an unlikely
+token is not taken for a place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mismatch.analysis.diagnosis.case import Case, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
+from mismatch.types import Floats, NotTested
+
+MIN_TOKENS = 400
+JUMP = 3.0  # times, that |delta| must rise by
+FIRST = 4.0
+BLOCKS = (16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048)
+BINS = 16
+KINDS = {
+    "sliding_window": "sliding-window",
+    "max_num_batched_tokens": "chunked-prefill",
+    "block_size": "kv-block",
+}
+
+
+def size(case: Case) -> Floats:
+    """|delta| over its mean among tokens of like probability, [A]; 1 on average."""
+    level = case.left + case.right
+    edges = np.quantile(level[case.kept], np.linspace(0, 1, 11)[1:-1])
+    group = np.searchsorted(edges, level)
+    a = np.abs(case.delta)
+    a = np.minimum(a, np.quantile(a[case.kept], 0.995))
+    count = np.bincount(group[case.kept], minlength=10)
+    mean = np.bincount(group[case.kept], a[case.kept], 10) / np.maximum(count, 1)
+    floor = 1e-3 * float(a[case.kept].mean()) + 1e-12
+    return np.asarray(a / np.maximum(mean, floor)[group])
+
+
+def onset(case: Case) -> Look | NotTested:
+    """The absolute position from which |delta| is larger, by a scan of all of them."""
+    place = case.position
+    scan = _change(case, size(case), place)
+    if scan is None:
+        return NotTested("onset", f"needs {MIN_TOKENS} tokens at more than 16 positions")
+    at, before, after, steep = scan
+    evidence: tuple[Evidence, ...] = (
+        Evidence("position of the onset", at),
+        Evidence("|delta| after over before", after / before if before else float("inf"), "1"),
+        Evidence("share of the rise at that place", steep),
+    )
+    later = place >= at
+    u = size(case)
+    rise = case.ratio(np.where(later, u, 0.0), np.where(later, before, 0.0) + 1e-12)
+    if not above(rise, JUMP) or not case.beyond_rounding(later):
+        return Look(evidence)
+    scale = np.where(later, before / after, 1.0)
+    effect = case.share(case.delta * scale)
+    if not above(effect, 0.2):
+        return Look(evidence)
+    repair = Repair(case.left, case.left + case.delta * scale)
+    if steep < 0.5:
+        finding = Finding("grows-with-position", "either", effect, evidence, repair=repair,
+                          alike=("rope-config", "fsdp-cast-inputs", "template-drift"))  # fmt: skip
+        return Look(evidence, (finding,))
+    cause, known = _boundary(case, at)
+    evidence += known
+    alike = ("fp8-kv-tile", "sliding-window", "chunked-prefill")
+    finding = Finding(cause, "either", effect, evidence, repair=repair,
+                      alike=tuple(name for name in alike if name != cause))  # fmt: skip
+    return Look(evidence, (finding,))
+
+
+def _change(case: Case, u: Floats, place: np.ndarray) -> tuple[int, float, float, float] | None:
+    """Where u changes most, its mean before and after, and the share of the rise that is a step."""
+    kept = case.kept
+    if kept.sum() < MIN_TOKENS:
+        return None
+    width = int(place.max()) + 2
+    count = np.bincount(place[kept], minlength=width).astype(float)
+    total = np.bincount(place[kept], u[kept], width)
+    n, s = np.cumsum(count)[:-1], np.cumsum(total)[:-1]
+    N, S = count.sum(), total.sum()
+    allowed = (n >= 0.05 * N) & (n <= 0.95 * N)
+    if allowed.sum() < 16:
+        return None
+    with np.errstate(all="ignore"):
+        gain = (S * n / N - s) / np.sqrt(n * (N - n) / N)  # above 0: larger afterwards
+    gain[~allowed] = -np.inf
+    best = int(np.argmax(gain))
+    before, after = float(s[best] / n[best]), float((S - s[best]) / (N - n[best]))
+    # A step keeps its height close by; growth has only a part of it there.
+    near = max(4, int(0.08 * width))
+    low, high = slice(max(0, best + 1 - near), best + 1), slice(best + 1, best + 1 + near)
+    if min(count[low].sum(), count[high].sum()) < 20 or after <= before:
+        return best + 1, max(before, 1e-9), max(after, 1e-9), 0.0
+    jump = total[high].sum() / count[high].sum() - total[low].sum() / count[low].sum()
+    return best + 1, max(before, 1e-9), max(after, 1e-9), float(jump / (after - before))
+
+
+def _boundary(case: Case, at: int) -> tuple[str, tuple[Evidence, ...]]:
+    """What both sides say of their windows, blocks and chunks, held against an onset."""
+    for name, cause in KINDS.items():
+        for side in (case.engine, case.trainer):
+            length = side.fingerprint.get(name)
+            if not isinstance(length, int) or length <= 1:
+                continue
+            if abs(at - length) <= 2 and (cause != "kv-block" or at <= length + 2):
+                return cause, (Evidence(name, length),)
+    return "onset", ()
+
+
+def first_token(case: Case) -> Look | NotTested:
+    """Whether the first sampled token is far worse than the others, and how it falls off."""
+    first = (case.index == 0) & case.kept
+    rest = (case.index > 0) & case.kept
+    if first.sum() < 8 or rest.sum() < 64:
+        return NotTested("first token", "needs 8 rows of several tokens")
+    u = size(case)
+    elsewhere = float(u[rest].mean())
+    ratio = case.ratio(np.where(first, u, 0.0), np.where(first, elsewhere, 0.0) + 1e-12)
+    early = (case.index >= 1) & (case.index < 8) & case.kept
+    late = (case.index >= 24) & case.kept
+    falls = float(u[early].mean() / u[late].mean()) if early.any() and late.sum() >= 64 else 1.0
+    evidence = (
+        Evidence("|delta| of the first token over the others", ratio.value, "1"),
+        Evidence("tokens 2 to 8 over those after 24", falls, "1"),
+    )
+    if not above(ratio, FIRST) or not case.beyond_rounding(first):
+        return Look(evidence)
+    scale = np.where(case.index == 0, 1 / ratio.value, 1.0)
+    effect = case.share(case.delta * scale)
+    if not above(effect, 0.05):
+        return Look(evidence)
+    repair = Repair(case.left, case.left + case.delta * scale)
+    finding = Finding("first-token", "either", effect, evidence, repair=repair,
+                      alike=("attention-sinks", "packing-leak", "position-ids"))  # fmt: skip
+    return Look(evidence, (finding,))
+
+
+def blocks(case: Case) -> Look | NotTested:
+    """Whether tokens that open a block of the KV cache or a chunk are worse than the others."""
+    if case.kept.sum() < MIN_TOKENS:
+        return NotTested("block boundaries", f"needs {MIN_TOKENS} tokens")
+    u = size(case)
+    forward = case.position - 1  # the forward that predicts a token is that of the one before
+    best: tuple[float, int] | None = None
+    for length in BLOCKS:
+        opens = (forward % length == 0) & case.kept
+        if opens.sum() < 24:
+            continue
+        ratio = case.ratio(np.where(opens, u, 0.0), opens + 1e-12)
+        if ratio.low is not None and (best is None or ratio.low > best[0] * 1.1):
+            best = ratio.low, length
+    if best is None:
+        return NotTested("block boundaries", "too few tokens open a block")
+    evidence = (
+        Evidence("block length that fits best", best[1]),
+        Evidence("|delta| of tokens that open one, at least", best[0], "1"),
+    )
+    opens = forward % best[1] == 0
+    if best[0] < JUMP or not case.beyond_rounding(opens):
+        return Look(evidence)
+    scale = np.where(opens, 1 / best[0], 1.0)
+    effect = case.share(case.delta * scale)
+    if not above(effect, 0.05):
+        return Look(evidence)
+    repair = Repair(case.left, case.left + case.delta * scale)
+    finding = Finding("kv-block", "engine", effect, evidence, repair=repair,
+                      alike=("chunked-prefill",))  # fmt: skip
+    return Look(evidence, (finding,))
+
+
+DETECTORS = (
+    Detector(
+        "onset", "position", ("onset", *KINDS.values(), "grows-with-position"), onset, order=40
+    ),
+    Detector("first-token", "position", ("first-token",), first_token, order=41),
+    Detector("blocks", "position", ("kv-block",), blocks, order=42),
+)

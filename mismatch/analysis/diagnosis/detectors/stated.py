@@ -1,0 +1,183 @@
+"""What both sides state of themselves: digests of their weights, and their settings as resolved.
+
+Evidence, never a precondition: a side that states nothing is judged by its numbers alone. A
+difference that is stated is certain; how much of the mismatch is its own, other detectors say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
+from mismatch.types import Fingerprint, NotTested
+
+HEADS = ("lm_head", "embed_out", "output_layer")
+ADAPTERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SHOWN = 3  # names of parameters in the evidence
+UNQUANTISED = (None, "", "none", "None")
+WIDE = ("bf16", "fp16", "fp32", "auto", None)
+
+# Field of a resolved configuration -> the cause that a difference in it names.
+FIELDS = {
+    "rope_theta": "rope-config",
+    "rope_scaling": "rope-config",
+    "rope_parameters": "rope-config",
+    "partial_rotary_factor": "rope-config",
+    "attention_factor": "yarn-attention-factor",
+    "mscale": "yarn-attention-factor",
+    "sliding_window": "sliding-window",
+    "use_sliding_window": "sliding-window",
+    "layer_types": "sliding-window",
+    "attn_logit_softcapping": "logit-softcap",
+    "final_logit_softcapping": "logit-softcap",
+    "query_pre_attn_scalar": "logit-softcap",
+    "rms_norm_eps": "norm-eps",
+    "layer_norm_epsilon": "norm-eps",
+    "tie_word_embeddings": "tied-head-stale",
+    "num_experts_per_tok": "router-config",
+    "norm_topk_prob": "router-config",
+    "routed_scaling_factor": "router-config",
+    "scoring_func": "router-config",
+    "modules_to_not_convert": "quantised-module-list",
+    "ignored_layers": "quantised-module-list",
+}
+
+
+def weights(case: Case) -> Look | NotTested:
+    """Digests of every parameter, and what kind of parameter differs."""
+    engine, trainer = case.engine.fingerprint, case.trainer.fingerprint
+    a, b = engine.get("weights"), trainer.get("weights")
+    lossy = False in (engine.get("weights_comparable"), trainer.get("weights_comparable"))
+    common = sorted(a.keys() & b.keys()) if a and b else []
+    if lossy or not common or a is None or b is None:
+        return NotTested(
+            "digests of the weights",
+            "a side gave none, or holds them in a dtype that lost bits",
+            "keep them in bf16 or fp32",
+        )
+    differ = [name for name in common if list(a[name]) != list(b[name])]
+    evidence: tuple[Evidence, ...] = (
+        Evidence("parameters that differ", len(differ), "0"),
+        Evidence("parameters compared", len(common)),
+    )
+    if not differ:
+        return Look(evidence)
+    evidence += (Evidence("first of them", ", ".join(differ[:SHOWN])),)
+    cause, alike = _kind(differ, common)
+    return Look(evidence, (Finding(cause, "either", None, evidence, alike=alike),))
+
+
+def _kind(differ: list[str], common: list[str]) -> tuple[str, tuple[str, ...]]:
+    """The cause that explains exactly these parameters."""
+    if all(any(head in name for head in HEADS) for name in differ):
+        return "tied-head-stale", ("stale-weights",)
+    if all(".experts" in name for name in differ):
+        return "experts-differ", ("double-load", "quantised-rollout")
+    projections = [n for n in common if any(part in n for part in ADAPTERS)]
+    if all(any(part in name for part in ADAPTERS) for name in differ) and len(differ) <= len(
+        projections
+    ) < len(common):
+        return "lora-scale", ("stale-weights",)
+    return "stale-weights", ("sleep-level-2", "double-load")
+
+
+def configurations(case: Case) -> Look | NotTested:
+    """Settings as resolved, field by field."""
+    engine, trainer = case.engine.fingerprint, case.trainer.fingerprint
+    a, b = _resolved(engine), _resolved(trainer)
+    common = [name for name in FIELDS if name in a and name in b]
+    findings = [*_differing(a, b, common), *_one_sided(engine, trainer)]
+    if not common and not findings and not (engine.get("dtype") and trainer.get("dtype")):
+        return NotTested("resolved configurations", "a side states no settings")
+    evidence = (
+        Evidence("fields of the model's configuration compared", len(common)),
+        Evidence("settings that differ", len(findings), "0"),
+    )
+    return Look(evidence, tuple(findings))
+
+
+def _resolved(fingerprint: Fingerprint) -> dict[str, Any]:
+    """The model's configuration as this side runs it; {} where it does not state one."""
+    held = fingerprint.get("config")
+    return dict(held) if isinstance(held, dict) else {}
+
+
+def _differing(a: dict[str, Any], b: dict[str, Any], common: list[str]) -> list[Finding]:
+    """One finding a cause, of all the fields that speak for it."""
+    causes: dict[str, list[Evidence]] = {}
+    for name in common:
+        if _plain(a[name]) != _plain(b[name]):
+            values = f"{a[name]} in the engine, {b[name]} in the trainer"
+            causes.setdefault(FIELDS[name], []).append(Evidence(name, values, "equal"))
+    return [Finding(cause, "either", None, tuple(fields)) for cause, fields in causes.items()]
+
+
+def _plain(value: Any) -> Any:
+    """Numbers as floats and sequences as lists, so that 10000 is 10000.0."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _one_sided(engine: Fingerprint, trainer: Fingerprint) -> list[Finding]:
+    """Settings that exist on one side only, or that speak for themselves."""
+    findings: list[Finding] = []
+
+    def add(
+        cause: str, side: Side, what: str, value: Any, normal: str, certain: bool = True
+    ) -> None:
+        evidence = (Evidence(what, str(value), normal),)
+        findings.append(Finding(cause, side, None, evidence, certain=certain))
+
+    if trainer.get("honours_sinks") is False:
+        add("attention-sinks", "trainer", "attention kernel that ignores the learned sinks",
+            trainer.get("attention"), "honours them")  # fmt: skip
+    if engine.get("kv_cache_dtype") not in WIDE:
+        add("fp8-kv", "engine", "dtype of the KV cache", engine["kv_cache_dtype"], "bf16")
+    if engine.get("quantization") not in UNQUANTISED:
+        # The two sides may hold the same values all the same: a lead, not a difference.
+        kind = engine["quantization"]
+        add("quantised-rollout", "engine", "quantisation", kind, "none", certain=False)
+    if trainer.get("cast_forward_inputs"):
+        add("fsdp-cast-inputs", "trainer", "FSDP2 cast_forward_inputs", True, "off", certain=False)
+    if trainer.get("autocast"):
+        kind = trainer["autocast"]
+        add("trainer-autocast", "trainer", "autocast", kind, "off", certain=False)
+    dtypes = engine.get("dtype"), trainer.get("autocast") or trainer.get("dtype")
+    if None not in dtypes and dtypes[0] != dtypes[1]:
+        values = f"{dtypes[0]} in the engine, {dtypes[1]} in the trainer"
+        add("precision", "either", "dtype", values, "equal", certain=False)
+    if engine.get("dtype") and engine.get("prefix_caching"):
+        add("prefix-cache-stale", "engine", "prefix cache", "on", "off", certain=False)
+    return findings
+
+
+DETECTORS = (
+    Detector(
+        "weights",
+        "weights",
+        ("stale-weights", "tied-head-stale", "experts-differ", "lora-scale"),
+        weights,
+        "digests of both sides' parameters",
+        60,
+    ),
+    Detector(
+        "configurations",
+        "function",
+        (
+            *dict.fromkeys(FIELDS.values()),
+            "attention-sinks",
+            "fp8-kv",
+            "quantised-rollout",
+            "fsdp-cast-inputs",
+            "trainer-autocast",
+            "precision",
+            "prefix-cache-stale",
+        ),
+        configurations,
+        order=61,
+    ),
+)

@@ -1,0 +1,258 @@
+"""From what detectors saw to causes in their order: one is explained away, the rest is looked at.
+
+Of two explanations the more specific one is taken first (a shift before "another function"); its
+repair is applied, and all detectors look at what is left. What they saw before and see no more
+was a consequence and gets no advice. Settings and digests that differ are joined to the cause of
+the numbers that they explain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
+from mismatch.types import Estimate, NotTested
+
+ROUNDS = 4
+NEGLIGIBLE = 1e-5  # nats of mean |delta|, below which there is nothing to explain
+TIER = 10  # detectors of one tens digit look for causes that are equally specific
+TERMINAL = 40  # where a side computes another function, its rest says nothing about a second cause
+KINDS = ("function-differs", "weights-differ", "side-off")  # of cause, where none is named
+FUNCTION = 50  # detectors from here on ask only how far a side is off
+SURE = ("padding", "implementation")  # what these see is wrong, however little it costs
+SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
+
+Status = Literal["suspected", "confirmed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One cause, with what speaks for it.
+
+    Attributes:
+        id: its entry in causes.toml.
+        effect: share of the run's mean |delta|; None where this run did not measure it.
+        alike: causes that these data cannot tell from it.
+        consequences: what other detectors saw and no longer see once this is taken out.
+    """
+
+    id: str
+    status: Status
+    side: Side
+    effect: Estimate | None
+    evidence: tuple[Evidence, ...]
+    alike: tuple[str, ...] = ()
+    consequences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RuledOut:
+    """A detector that looked and saw what a healthy pair has."""
+
+    detector: str
+    causes: tuple[str, ...]
+    evidence: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A detector that raised: its causes were not looked for."""
+
+    detector: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Causes:
+    """The result of the analysis.
+
+    Attributes:
+        ranked: by share of the mismatch; () where nothing is above normal.
+        unexplained: share of mean |delta| that no cause explains: rounding, and what is not known.
+    """
+
+    ranked: tuple[Cause, ...]
+    ruled_out: tuple[RuledOut, ...]
+    not_tested: tuple[NotTested, ...]
+    failures: tuple[Failure, ...]
+    mean_abs_delta: float
+    unexplained: float
+
+
+Looks = dict[str, Look | NotTested]
+
+
+def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
+    """All causes that these detectors can name, in their order."""
+    failures: dict[str, Failure] = {}
+    first = _look(case, detectors, failures)
+    whole = _size(case)
+    causes: list[Cause] = []
+    rest, looks, left = case, first, list(detectors)
+    if whole > NEGLIGIBLE:
+        for _ in range(ROUNDS):
+            before = _size(rest) / whole
+            taken = _next(left, looks, {cause.id for cause in causes}, before)
+            if taken is None:
+                break
+            place, found = taken
+            repair = found.repair
+            assert repair is not None
+            # What is more specific was not there before, and a repair can only imitate it.
+            left = [d for d in left if d.order // TIER >= place.order // TIER]
+            if not repair.exact:  # its misfit looks like another function
+                left = [d for d in left if d.order < FUNCTION]
+            left = [] if place.order >= TERMINAL else left
+            rest = rest.repaired(repair.left, repair.right, repair.kept)
+            again = _look(rest, left, failures)
+            cause = _cause(found, before, first)
+            causes.append(replace(cause, consequences=_gone(looks, again, found)))
+            looks = again
+    facts = [f for look in first.values() if isinstance(look, Look) for f in look.findings]
+    stated = [fact for fact in facts if fact.effect is None] if whole > NEGLIGIBLE else []
+    if causes:  # a kind without a share is only said where nothing better is
+        stated = [fact for fact in stated if fact.cause not in KINDS]
+    causes = _joined(causes, stated)
+    causes.sort(
+        key=lambda cause: -1.0 if cause.effect is None else cause.effect.value, reverse=True
+    )
+    named = {cause.id for cause in causes}
+    return Causes(
+        tuple(
+            replace(cause, consequences=tuple(id for id in cause.consequences if id not in named))
+            for cause in causes
+        ),
+        tuple(
+            RuledOut(detector.id, detector.causes, look.evidence)
+            for detector in detectors
+            if isinstance(look := first.get(detector.id), Look)
+            and not look.findings
+            and not named & set(detector.causes)
+        ),
+        tuple(look for look in first.values() if isinstance(look, NotTested)),
+        tuple(failures.values()),
+        whole,
+        _size(rest) / whole if whole else 0.0,
+    )
+
+
+def _size(case: Case) -> float:
+    """mean |delta| of the tokens that count."""
+    return float(np.abs(case.delta[case.kept]).mean()) if case.kept.any() else 0.0
+
+
+def _look(case: Case, detectors: Sequence[Detector], failures: dict[str, Failure]) -> Looks:
+    """What each detector sees; one that raises is written down and never ends the check."""
+    looks: Looks = {}
+    for detector in detectors:
+        try:
+            with np.errstate(all="ignore"):
+                looks[detector.id] = detector.find(case)
+        except Exception as error:
+            failures[detector.id] = Failure(detector.id, f"{type(error).__name__}: {error}")
+    return looks
+
+
+def _next(
+    detectors: Sequence[Detector], looks: Looks, named: set[str], before: float
+) -> tuple[Detector, Finding] | None:
+    """The most specific finding of a measured share that can be taken out."""
+    for detector in detectors:
+        look = looks.get(detector.id)
+        for finding in look.findings if isinstance(look, Look) else ():
+            large = finding.effect is not None and finding.effect.value * before > SMALL
+            large |= detector.id in SURE
+            if finding.cause not in named and finding.repair is not None and large:
+                return detector, finding
+    return None
+
+
+def _cause(finding: Finding, before: float, first: Looks) -> Cause:
+    """A finding of what was left, its share scaled to the whole mismatch."""
+    effect = finding.effect
+    if effect is not None:
+        low = None if effect.low is None else effect.low * before
+        high = None if effect.high is None else effect.high * before
+        effect = replace(effect, value=effect.value * before, low=low, high=high)
+    side = finding.side
+    evidence = finding.evidence
+    if side == "either":  # float32 may know
+        for other in _findings(first, "far-side"):
+            side, evidence = other.side, evidence + other.evidence[:1]
+    status: Status = "confirmed" if finding.confirmed else "suspected"
+    return Cause(finding.cause, status, side, effect, evidence, finding.alike)
+
+
+def _findings(looks: Looks, id: str) -> tuple[Finding, ...]:
+    look = looks.get(id)
+    return look.findings if isinstance(look, Look) else ()
+
+
+def _gone(before: Looks, after: Looks, found: Finding) -> tuple[str, ...]:
+    """Causes that were seen before a repair and are not seen after it."""
+    seen = _named(before) - {found.cause}
+    return tuple(sorted(seen - _named(after)))
+
+
+def _named(looks: Looks) -> set[str]:
+    return {
+        finding.cause
+        for look in looks.values()
+        if isinstance(look, Look)
+        for finding in look.findings
+        if finding.effect is not None or finding.certain
+    }
+
+
+def _joined(causes: list[Cause], stated: list[Finding]) -> list[Cause]:
+    """Differences without a share, joined to the cause that they explain, else added.
+
+    A leading difference that is certain wins over one that is only a setting in use.
+    """
+    joined = list(causes)
+    free: list[Finding] = []
+    for fact in sorted(stated, key=lambda fact: not fact.certain):
+        place = next((n for n, cause in enumerate(joined) if _explains(fact, cause)), None)
+        if place is None:
+            free.append(fact)
+        else:
+            joined[place] = _merged(joined[place], fact)
+    for fact in free:
+        if fact.certain:
+            place = next((n for n, cause in enumerate(joined) if _explains(fact, cause)), None)
+            if place is None:
+                joined.append(
+                    Cause(fact.cause, "suspected", fact.side, None, fact.evidence, fact.alike)
+                )
+            else:
+                joined[place] = _merged(joined[place], fact)
+    return joined
+
+
+def _explains(fact: Finding, cause: Cause) -> bool:
+    """Whether a stated difference is one of those that a cause could be."""
+    return (
+        fact.cause == cause.id or fact.cause in cause.alike or cause.id in fact.alike
+    ) and _agree(fact.side, cause.side)
+
+
+def _agree(one: Side, other: Side) -> bool:
+    return "either" in (one, other) or one == other
+
+
+def _merged(cause: Cause, fact: Finding) -> Cause:
+    """The cause under the name of the difference that explains it."""
+    alike = tuple(fact.alike) if fact.certain else cause.alike
+    side = cause.side if cause.side != "either" else fact.side
+    id = fact.cause if fact.certain or fact.cause == cause.id else cause.id
+    if cause.effect is None and fact.cause not in cause.alike:
+        id = cause.id
+    evidence = cause.evidence + tuple(e for e in fact.evidence if e not in cause.evidence)
+    return replace(
+        cause, id=id, side=side, evidence=evidence, alike=tuple(a for a in alike if a != id)
+    )

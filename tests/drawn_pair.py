@@ -1,0 +1,234 @@
+"""Pairs of scorings drawn from known laws, with known faults: what detectors of causes are held to.
+
+Every position has a law over ``VOCABULARY`` tokens. Both sides see its logits with a rounding of
+their own; the engine's law samples. A fault changes what one side reports, at a given strength.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.types import Rollout, Sampling, Scoring
+
+VOCABULARY, PROMPT = 24, 12
+Array = NDArray[np.float64]
+
+
+@dataclass
+class Draw:
+    """Logits of every action token, [A, V], as each side computes them, before a fault.
+
+    Attributes:
+        report: engine's and trainer's logits -> log-laws, [A, V] each.
+    """
+
+    rng: np.random.Generator
+    logits: Array
+    engine: Array
+    trainer: Array
+    position: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    prompt: NDArray[np.int64]
+    temperature: float = 1.0
+    rounding: float = 0.02
+    sampled: Array | None = None
+    engine_facts: dict[str, object] = field(default_factory=dict)
+    trainer_facts: dict[str, object] = field(default_factory=dict)
+
+    def case(self, change: Callable[[Array, Array], tuple[Array, Array]] | None = None) -> Case:
+        """Sample from the engine's law and score the tokens; ``change`` alters the two [A]."""
+        engine, trainer = log_law(self.engine), log_law(self.trainer)
+        law = log_law(self.engine / self.temperature) if self.sampled is None else self.sampled
+        ids = gumbel(self.rng, law)
+        rows = np.arange(len(ids))
+        left, right = engine[rows, ids], trainer[rows, ids]
+        if change is not None:
+            left, right = change(left, right)
+        reference = log_law(self.logits)[rows, ids]
+        entropy = -(np.exp(trainer) * trainer).sum(axis=1)
+        rollout = rollout_of(ids, self.lengths, self.prompt, self.temperature)
+        facts = {"engine": {"dtype": "bf16", **self.engine_facts},
+                 "trainer": {"dtype": "bf16", **self.trainer_facts}}  # fmt: skip
+        return Case.of(
+            rollout,
+            Scoring("vllm:decode", ids, left, facts["engine"]),
+            Scoring("fsdp", ids, right, facts["trainer"], entropy=entropy),
+            {"reference:fp32": Scoring("reference:fp32", ids, reference, {})},
+        )
+
+
+def draw(
+    seed: int, prompts: int = 64, rounding: float = 0.02, sharpness: float = 3.0, length: int = 40
+) -> Draw:
+    """A healthy pair: two samples a prompt, about ``2 * prompts * length`` tokens."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(length // 2, length * 3 // 2, 2 * prompts)
+    count = int(lengths.sum())
+    sharp = sharpness * rng.gamma(2.0, 0.5, (count, 1))
+    logits = sharp * rng.standard_normal((count, VOCABULARY))
+    engine, trainer = (logits + rounded(rng, logits, rounding) for _ in range(2))
+    position = np.concatenate([PROMPT + np.arange(n) for n in lengths])
+    prompt = np.repeat(np.arange(prompts), 2)
+    return Draw(rng, logits, engine, trainer, position, lengths, prompt, rounding=rounding)
+
+
+def rounded(rng: np.random.Generator, logits: Array, size: float) -> Array:
+    """What rounding in the trunk adds, with the heavier tails of real runs."""
+    scale = size * np.exp(0.4 * rng.standard_normal((len(logits), 1)))
+    return np.asarray(scale * rng.standard_normal(logits.shape))
+
+
+def log_law(logits: Array) -> Array:
+    top = logits.max(axis=1, keepdims=True)
+    return np.asarray(logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True)))
+
+
+def gumbel(rng: np.random.Generator, law: Array) -> NDArray[np.int64]:
+    return np.asarray((law + rng.gumbel(size=law.shape)).argmax(axis=1), np.int64)
+
+
+def rollout_of(
+    ids: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    prompt: NDArray[np.int64],
+    temperature: float,
+) -> Rollout:
+    sequences = np.split(ids, np.cumsum(lengths)[:-1])
+    tokens = np.concatenate([np.concatenate([np.zeros(PROMPT, np.int64), s]) for s in sequences])
+    mask = np.concatenate([np.arange(PROMPT + n) >= PROMPT for n in lengths])
+    return Rollout(
+        tokens, np.cumsum([0, *(lengths + PROMPT)]), mask, mask.astype(np.int64), prompt,
+        ("length",) * len(lengths), Sampling(temperature=temperature, samples_per_prompt=2), {},
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- faults, at a strength each
+
+
+def raw_logprobs(seed: int, temperature: float) -> Case:
+    """The engine samples at a temperature and reports the raw law; the trainer divides."""
+    return _raw(draw(seed), temperature, untempered=False)
+
+
+def raw_logprobs_and_noise(seed: int, temperature: float, times: float) -> Case:
+    """The same, and the engine's rounding is several times what it should be."""
+    made = draw(seed)
+    made.engine = made.engine + rounded(made.rng, made.logits, times * made.rounding)
+    return _raw(made, temperature, untempered=True)
+
+
+def _raw(made: Draw, temperature: float, untempered: bool) -> Case:
+    """As a run at a temperature leaves it: trainer and float32 reference are at it."""
+    plain, made.temperature = made.trainer, temperature
+    made.trainer = made.trainer / temperature
+    case = made.case()
+    at = np.arange(len(made.logits)), case.engine.token_ids
+    reference = replace(
+        case.others["reference:fp32"], logprobs=log_law(made.logits / temperature)[at]
+    )
+    extra = {"logprobs_untempered": log_law(plain)[at]} if untempered else {}
+    return replace(
+        case,
+        others={reference.name: reference},
+        trainer=replace(case.trainer, extra=extra),
+    )
+
+
+def top_k(seed: int, k: int) -> Case:
+    """The engine samples and normalises over its k most likely tokens; the trainer over all."""
+    made = draw(seed)
+    law = log_law(made.engine)
+    cut = np.sort(law, axis=1)[:, -k][:, None]
+    made.engine = np.where(law >= cut, law, -60.0)
+    return made.case()
+
+
+def shifted(seed: int, lag: int) -> Case:
+    """The trainer's log-probabilities are of tokens ``lag`` further on (by rows)."""
+    made = draw(seed)
+    edges = np.cumsum(made.lengths)[:-1]
+    return made.case(
+        lambda left, right: (
+            left,
+            np.concatenate([np.roll(r, -lag) for r in np.split(right, edges)]),
+        )
+    )
+
+
+def swapped_rows(seed: int, count: int) -> Case:
+    """So many rows carry each other's log-probabilities, cut or repeated to their length."""
+    made = draw(seed)
+    edges = np.cumsum(made.lengths)[:-1]
+    chosen = made.rng.permutation(len(made.lengths))[:count]
+
+    def change(left: Array, right: Array) -> tuple[Array, Array]:
+        rows = np.split(right, edges)
+        other = dict(zip(chosen, np.roll(chosen, 1), strict=True))
+        return left, np.concatenate(
+            [np.resize(rows[other.get(n, n)], len(row)) for n, row in enumerate(rows)]
+        )
+
+    return made.case(change)
+
+
+def onset(seed: int, times: float, at: int = 40) -> Case:
+    """From one absolute position on the engine's error is several times its rounding."""
+    made = draw(seed, length=60)
+    later = (made.position >= at)[:, None]
+    made.engine = made.engine + later * rounded(made.rng, made.logits, times * made.rounding)
+    return made.case()
+
+
+def other_weights(seed: int, times: float) -> Case:
+    """The trainer's logits are off in every direction alike."""
+    made = draw(seed)
+    made.trainer = made.trainer + times * made.rounding * made.rng.standard_normal(
+        made.logits.shape
+    )
+    return made.case()
+
+
+def other_function(seed: int, strength: float) -> Case:
+    """The trainer's law changes where it is confident, as measured of sinks, rope and windows."""
+    made = draw(seed)
+    confident = np.exp(log_law(made.logits)).max(axis=1, keepdims=True) ** 3
+    made.trainer = made.trainer + strength * confident * made.rng.standard_normal(made.logits.shape)
+    return made.case()
+
+
+def first_tokens(seed: int, times: float) -> Case:
+    """The first tokens of the trainer's rows are far off."""
+    made = draw(seed)
+    early = (made.position - PROMPT < 2)[:, None]
+    made.trainer = made.trainer + early * rounded(made.rng, made.logits, times * made.rounding)
+    return made.case()
+
+
+def rounded_logprobs(seed: int, bits: int) -> Case:
+    """The engine's log-probabilities are sent in a format of so many significant bits."""
+    made = draw(seed, rounding=0.002)
+
+    def change(left: Array, right: Array) -> tuple[Array, Array]:
+        fraction, exponent = np.frexp(left)
+        return np.ldexp(np.round(fraction * 2.0**bits) / 2.0**bits, exponent), right
+
+    return made.case(change)
+
+
+def appended_ends(seed: int, share: float) -> Case:
+    """Some rows end in a token that nobody sampled, at log-probability 0."""
+    made = draw(seed)
+    last = np.cumsum(made.lengths) - 1
+    last = last[: max(1, int(share * len(last)))]
+
+    def change(left: Array, right: Array) -> tuple[Array, Array]:
+        left = left.copy()
+        left[last] = 0.0
+        return left, right
+
+    return made.case(change)
