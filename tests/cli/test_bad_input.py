@@ -241,6 +241,7 @@ def test_a_read_only_run_is_not_worked_in_but_can_be_read(tmp_path):
     done = mounted(tmp_path / "ro", "size=4m,ro", [*command, "compare", "ro/run"], **options)
     assert_refused(done, "Read-only file system")
     pair = [*command, "compare", "ro/run", "--left", "transformers:decode", "--right", "fsdp"]
+    pair += ["--fail-on", "unfit"]  # without its square
     done = mounted(tmp_path / "ro", "size=4m,ro", pair, **options)
     assert done.returncode == 0, done.stderr
     assert contents(run) == before

@@ -92,7 +92,7 @@ def test_a_data_set_becomes_prompts_with_gradable_answers(tmp_path):
 
 
 def test_the_preset_reaches_the_command_line(tmp_path):
-    command = ("check", "--model", "tiny-gpt-oss", "--trainer", "trl", "--samples-per-prompt", "0")
+    command = ("check", "--model", "tiny-gpt-oss", "--trainer", "trl", "--dry-run")
     done = mismatch(*command, cwd=tmp_path)
     assert "trainer: TRL" in done.stdout
-    assert done.returncode == 2  # no samples: nothing was started
+    assert done.returncode == 0

@@ -283,7 +283,8 @@ def test_a_run_that_does_not_say_its_machine_is_compared_without_it(
     tmp_path: Path, journal: str | None
 ) -> None:
     old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", tokens=2)
-    noted = {"created": "2026-01-01", "platform": "Linux", "versions": {}}
+    noted = {"created": "2026-01-01", "platform": "Linux", "versions": {}, "verb": "check"}
+    noted |= {"spec_hash": "0", "command": "mismatch check", "finished": None}
     (new / "run.json").write_text(json.dumps({"schema": "mismatch.run/1", "invocations": [noted]}))
     if journal is not None:
         (old / "run.json").write_text(journal)

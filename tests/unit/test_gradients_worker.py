@@ -281,7 +281,7 @@ def test_a_world_that_dies_in_its_gradients_leaves_the_scorings(
     def killed(*given: Any) -> None:
         raise MismatchError("the train process was ended by signal 9\n  log", "less")
 
-    monkeypatch.setattr(stages, "_await", killed)
+    monkeypatch.setattr(stages, "wait", killed)
     worker: Any = Lost({SCORED: 3.0} if scored else {})
     if not scored:
         with pytest.raises(MismatchError):

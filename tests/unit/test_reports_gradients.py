@@ -105,7 +105,6 @@ def test_a_report_without_gradients_has_no_field_and_no_section() -> None:
     [
         (["rows", 0, "groups", 0, "cosine", "value"], "0.9"),
         (["rows", 0, "kind"], 1),
-        (["rows", 0, "surprise"], 1),
         (["clipped"], "1.5"),
     ],
 )

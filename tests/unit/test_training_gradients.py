@@ -64,7 +64,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def spec_of(model: str, **fields: Any) -> TrainSpec:
-    return TrainSpec(model, **{"dtype": "fp32", "grad": True, "routing": False, **fields})
+    return TrainSpec(
+        model, **{"dtype": "fp32", "master_dtype": "fp32", "grad": True, "routing": False, **fields}
+    )
 
 
 def taken(

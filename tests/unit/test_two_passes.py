@@ -21,10 +21,10 @@ from mismatch.models.moe import require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.processes.workers.replay import replay_source
 from mismatch.processes.workers.train import left_out
-from mismatch.reports.analyses import in_short
 from mismatch.reports.section import cell_text
 from mismatch.reports.sections import sections
 from mismatch.reports.sections import two_passes as section
+from mismatch.reports.terminal import in_short
 from mismatch.run.scorings import NEW, NEW_REPLAYED, REGROUPED, REPLAYED, TRAIN
 from mismatch.run.store import save_rollout, save_scoring
 from mismatch.specs import (
@@ -310,7 +310,9 @@ def test_the_section_holds_every_variant_and_warns_of_noise() -> None:
 
 
 def test_a_warning_is_on_a_terminal_without_details() -> None:
-    (injected,) = [text for text in in_short(_report(**NOISY)) if text.startswith("! ")]
+    (injected,) = [
+        text for text in in_short(tuple(sections(_report(**NOISY)))) if text.startswith("! ")
+    ]
     assert "router-noise=0.05" in injected
 
 
