@@ -19,7 +19,7 @@ from mismatch.types import Check, Comparison, Report, SidePair, Status, Verdict
 
 SCHEMA = "mismatch.report/2"
 JQ_NAMES = {"kl": "k1_kl"}  # and an underscore for the dot of "ratio_outside_1.02"
-COMMAND, PAGE = "mismatch check", "docs/report-json.md"
+COMMAND, PAGE = "mismatch compare RUN", "docs/report-json.md"
 
 # The fields of every report: key -> type, in their order; those of analyses follow.
 FIELDS: dict[str, Any] = {
