@@ -176,6 +176,15 @@ def test_digests_give_a_difference_its_name_and_its_share(differ: list[str], cau
     assert unsaid.effect == leading.effect
 
 
+@pytest.mark.parametrize(("layers", "named"), [((0, 1), False), ((1,), True)])
+def test_an_engines_own_layout_of_experts_is_no_cause(layers: tuple[int, ...], named: bool) -> None:
+    names = [f"layers.{layer}.mlp.experts.up" for layer in range(2)]
+    same = {name: [1, 2, 3, 4, 5] for name in names}
+    other = same | {names[layer]: [1, 2, 3, 7, 5] for layer in layers}
+    found = causes(stating(healthy(0), {"weights": other}, {"weights": same}))
+    assert ("experts-differ" in {cause.id for cause in found.ranked}) == named
+
+
 def test_resolved_settings_are_compared_field_by_field() -> None:
     one = {"rope_theta": 10000, "rms_norm_eps": 1e-5, "sliding_window": 128}
     case = drawn.other_function(0, 1.0)

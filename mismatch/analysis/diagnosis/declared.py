@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -167,6 +168,18 @@ def _moved(pairs: dict[str, tuple[list[int], list[int]]]) -> tuple[list[str], li
     return faults, layouts
 
 
+def differing(
+    left: Mapping[str, list[int]], right: Mapping[str, list[int]]
+) -> tuple[list[str], list[str], list[str]]:
+    """Of the parameters of both sides, by their digests: those of other values, those of the same
+    values in another order, and kinds of parameters that one side lays out otherwise throughout.
+    """
+    common = sorted(left.keys() & right.keys())
+    other = [n for n in common if list(left[n][:UNORDERED]) != list(right[n][:UNORDERED])]
+    moved, layouts = _moved({n: (left[n], right[n]) for n in common if n not in other})
+    return other, moved, layouts
+
+
 def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     """Parameters hold the same values after loading, by digest, where names can be mapped."""
     a, b = left.get("weights"), right.get("weights")
@@ -181,8 +194,7 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     common = sorted(a.keys() & b.keys())
     if not common:
         return Check("weights-as-loaded", "not_tested", "no parameter name could be mapped")
-    differ = [name for name in common if list(a[name][:UNORDERED]) != list(b[name][:UNORDERED])]
-    moved, layouts = _moved({name: (a[name], b[name]) for name in common if name not in differ})
+    differ, moved, layouts = differing(a, b)
     unmapped = sorted((a.keys() ^ b.keys()) | set(left.get("unmapped_weights", ())))
     rest = f"; not compared: {', '.join(unmapped[:6])}" if unmapped else ""
     rest += f" and {len(unmapped) - 6} more" if len(unmapped) > 6 else ""

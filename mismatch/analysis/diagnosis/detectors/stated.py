@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.declared import differing
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
 from mismatch.types import Fingerprint, NotTested
 
@@ -56,7 +57,8 @@ def weights(case: Case) -> Look | NotTested:
             "a side gave none, or holds them in a dtype that lost bits",
             "keep them in bf16 or fp32",
         )
-    differ = [name for name in common if list(a[name]) != list(b[name])]
+    values, moved, _ = differing(a, b)
+    differ = values + moved
     evidence: tuple[Evidence, ...] = (
         Evidence("parameters that differ", len(differ), "0"),
         Evidence("parameters compared", len(common)),
