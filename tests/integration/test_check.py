@@ -155,8 +155,11 @@ def test_float32_on_both_sides_agrees(fp32_run):
     assert fp32_run.value("logprob_abs_diff_max") <= 1e-4
     assert fp32_run.headline["routing"]["routing_disagree_layer"]["value"] == 0
     assert fp32_run.headline["routing"]["routing_disagree_any"]["value"] == 0
-    assert fp32_run.report["verdict"]["fitness"]["status"] == "healthy"
-    assert fp32_run.report["verdict"]["levels"] == "fp32"
+    verdict = fp32_run.report["verdict"]
+    assert verdict["levels"] == "fp32"
+    status = {row["metric"]: row["status"] for row in verdict["judgements"]}
+    assert status.pop("ratio_outside_2") == "inconclusive"  # 16 prompts cannot bound a rare event
+    assert set(status.values()) == {"healthy"}
 
 
 def test_a_sinkless_trainer_is_critical(default_run, no_sinks_run):

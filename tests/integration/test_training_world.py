@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -104,13 +104,13 @@ def _passes(models: dict[str, str]) -> list[Pass]:
     passes = [Pass(name, _with(spec, models["gpt_oss"])) for name, spec in gpt_oss.items()]
     for name in ("qwen3_moe", "tied"):
         passes.append(Pass(f"reference:{name}", TrainSpec(models[name], dtype="fp32")))
-    return [*passes, Pass("big", TrainSpec(models["big"]))]
+    return [*passes, Pass("big", TrainSpec(models["big"], master_dtype="fp32"))]
 
 
 def _gradients(model: str) -> GradientPlan:
     """Of the reference, the trainer, and a fix that is the reference."""
-    low = TrainSpec(model, grad=True, routing=False)
-    high = TrainSpec(model, dtype="fp32", grad=True, routing=False)
+    low = TrainSpec(model, master_dtype="fp32", grad=True, routing=False)
+    high = replace(low, dtype="fp32")
     passes = (
         Planned(Trainer("reference:fp32", "reference", "reference", "float32"), high),
         Planned(Trainer("fsdp", "baseline", "baseline", "as it is"), low),
@@ -120,8 +120,6 @@ def _gradients(model: str) -> GradientPlan:
 
 
 def _with(spec: TrainSpec, model: str) -> TrainSpec:
-    from dataclasses import replace
-
     return replace(spec, model=model)
 
 

@@ -46,12 +46,13 @@ def of_names(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
 
 
 def _fingerprint(name: str, side: dict[str, Any]) -> Section:
-    """As JSON, its long tables (weights, source files) as their length."""
+    """As JSON without the digest of the weights; long tables (source files) as their length."""
     short = {
         key: f"{len(value)} entries, see report.json"
         if isinstance(value, dict | list | tuple) and len(value) > LONG
         else value
         for key, value in side.items()
+        if key not in ("weights", "weights_parameters")
     }
     shown = json.dumps(short, indent=2, ensure_ascii=True, sort_keys=True, default=str)
     block = Block("", tuple(shown.splitlines()))
