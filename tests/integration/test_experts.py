@@ -145,7 +145,9 @@ model, out = sys.argv[1:]
 world = World.start()
 found = {}
 for name in ("eager", "bounded"):
-    scorer = load(TrainSpec(model, dtype="fp32", experts=name), world.mesh, world.device).scorer
+    scorer = load(
+        TrainSpec(model, dtype="fp32", master_dtype="fp32", experts=name), world.mesh, world.device
+    ).scorer
     scorer.train()
     tokens = (torch.arange(64) * (7 + world.rank) % 320).numpy()
     batch = collate([tokens], "padding", world.device)

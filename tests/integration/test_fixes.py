@@ -188,7 +188,11 @@ def test_raw_logprobs_at_another_temperature_are_mended_by_their_meaning(
     raw_run: Run, tmp_path: Path
 ) -> None:
     run = resumed(
-        raw_run.directory, tmp_path / "run", "--fix", "processed-logprobs,fp32,fp32-lm-head,tis"
+        raw_run.directory,
+        tmp_path / "run",
+        "--fix",
+        "processed-logprobs,fp32,fp32-lm-head,tis",
+        "--trust-run",
     )
     assert run.code == 1, run.output  # fixes are tried, the verdict stays
     best = run.report["fixes"][0]
