@@ -23,18 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from mismatch.engines.routed_experts import stable_top_k
+from mismatch.engines.distribution_capture import stable_top_k
 from mismatch.models.digests import digest_tensor
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.attention.resolve import OUR_KERNELS, register_kernels
 from mismatch.training.attention.trial import Geometry, try_kernel
-from mismatch.training.batch import Batch
 from mismatch.training.distributed import World, pin_precision
 from mismatch.training.load import load
 from mismatch.training.packing import collate, plan_batches
 from mismatch.training.routing.capture import recording
 from mismatch.training.score import score_pass
-from mismatch.training.scorer import Scorer
+from mismatch.training.scorer import Batch, Scorer
 from tests.checkpoints import configuration, make, rollout
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ of the busiest expert, N at most: what routing will do is not known beforehand.
 from __future__ import annotations
 
 from mismatch.models.config import ModelConfig
-from mismatch.training.limits import EXPERT_ROWS
+from mismatch.training.packing import EXPERT_ROWS
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm", "bounded")
 

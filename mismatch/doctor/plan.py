@@ -261,7 +261,7 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
 
 
 def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
-    from mismatch.experiments.square import float32_engine, wants_square
+    from mismatch.experiments.passes import float32_engine, wants_square
 
     engine = spec.rollout.engine
     prefill = ", then rescores the same tokens by prefill" if engine.prefill else ""

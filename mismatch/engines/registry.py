@@ -1,19 +1,62 @@
-"""Which engines there are: a folder and a line here, or an entry point of a third party."""
+"""Which engines there are: a folder and a line here, or an entry point of a third party.
+
+Beside them: what is known of an engine before it is imported, versions, files of a model.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import importlib.util
+import platform
+from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch.engines.info import EngineInfo
 from mismatch.errors import MismatchError
+from mismatch.specs import TORCH_NAMES, EngineSpec
 
 if TYPE_CHECKING:
     from mismatch.engines.base import Engine
     from mismatch.specs import EngineSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An engine's declaration; it lies in the engine's folder and imports nothing heavy.
+
+    >>> EngineInfo("my_engine.engine:MyEngine", packages=("my-engine",)).own_environment
+    False
+
+    Attributes:
+        engine: ``module:class`` of its :class:`mismatch.engines.base.Engine`.
+        module: the Python module that has to be installed; None: nothing has to be.
+        packages: distributions whose versions its numbers depend on; the first that is installed
+            gives the engine's own version.
+        install_hint: what to do where it is not installed.
+        import_check: a statement that proves that it works; None: not tried.
+        preflight: ``module:function`` that takes an EngineSpec and raises MismatchError where this
+            machine cannot run it; None: nothing to check.
+        own_environment: its pins clash with those of other engines: where it is not installed
+            here, its interpreter is ``.venv-NAME/bin/python`` beside this environment.
+        gives_routing_weights: beside the ids of the experts that it used, it gives their weights.
+        verl_name: its name in a verl config; None: the same.
+        started: mismatch starts it (``--engine NAME``), in contrast to running servers.
+    """
+
+    engine: str
+    module: str | None = None
+    packages: tuple[str, ...] = ()
+    install_hint: str = "install the package that provides it"
+    import_check: str | None = None
+    preflight: str | None = None
+    own_environment: bool = False
+    gives_routing_weights: bool = False
+    verl_name: str | None = None
+    started: bool = True
+
 
 # Name -> ``module:attribute`` of its EngineInfo. An entry point names that, or an Engine class.
 ENGINES = {
@@ -128,3 +171,62 @@ def _load(name: str, target: str, fix: str) -> Any:
         raise MismatchError(
             f"the engine {name!r} cannot be imported ({target}): {error}", fix
         ) from error
+
+
+PACKAGES = ("torch", "transformers", "numpy")  # beside those of the engines
+
+
+def short_dtype(dtype: Any) -> str:
+    """ "bf16" of torch.bfloat16 or "bfloat16"; other names as they are."""
+    name = str(dtype).removeprefix("torch.")
+    return next((short for short, long in TORCH_NAMES.items() if long == name), name)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on, of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    engines = [package for package in engine_packages() if package not in PACKAGES]
+    for package in (*engines, *PACKAGES):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def model_facts(spec: EngineSpec) -> dict[str, Any]:
+    """Model, versions and hashes of the source files."""
+    from mismatch.models.digests import source_hashes
+
+    directory = model_directory(spec)
+    known, packages = versions(), engine_info(spec.engine).packages
+    return {
+        "model": spec.model,
+        "revision": spec.revision,
+        "weights_form": spec.weights,
+        "versions": known,
+        "version": next((known[name] for name in packages if name in known), "unknown"),
+        "source_files": source_hashes(str(directory)) if directory else {},
+    }
+
+
+def model_directory(spec: EngineSpec) -> Path | None:
+    """Where the model's files are on this machine, also for a hub id that was downloaded."""
+    if Path(spec.model).is_dir():
+        return Path(spec.model)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(spec.model, "config.json", revision=spec.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def checkpoint_names(spec: EngineSpec) -> list[str]:
+    """Names of all tensors in the model's safetensors files, from their headers."""
+    from safetensors import safe_open
+
+    directory = model_directory(spec)
+    names: list[str] = []
+    for path in sorted(directory.glob("*.safetensors")) if directory else []:
+        with safe_open(path, framework="numpy") as file:
+            names.extend(file.keys())
+    return names

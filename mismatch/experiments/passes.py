@@ -1,13 +1,130 @@
-"""Which scorings one training world has to make: the trainer, its noise floor, its second pass."""
+"""The scorings of one training world: trainer, noise floor, second pass, fourth of the square."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from mismatch.experiments.square import plain_of, plain_passes
+from mismatch.analysis.square import precision_of
+from mismatch.errors import MismatchError
 from mismatch.models.config import is_moe
-from mismatch.run.scorings import NEW, NEW_REPLAYED, REFERENCE, REGROUPED, REPLAYED, TRAIN, WEIGHTS
-from mismatch.specs import CheckSpec, Pass, TrainSpec
+from mismatch.models.derived import is_mxfp4
+from mismatch.run.scorings import (
+    NEW,
+    NEW_REPLAYED,
+    PLAIN,
+    REFERENCE,
+    REGROUPED,
+    REPLAYED,
+    TRAIN,
+    WEIGHTS,
+)
+from mismatch.specs import (
+    AS_STORED,
+    DTYPES,
+    CheckSpec,
+    Dtype,
+    EngineSpec,
+    Pass,
+    RolloutSpec,
+    TrainSpec,
+)
+
+REDUCING = ("kv_cache_dtype", "calculate_kv_scales", "quantization")  # engine arguments
+
+
+def wants_square(spec: CheckSpec) -> bool:
+    """Whether a check makes these passes. They are read against the noise floor's reference."""
+    return spec.noise_floor and not spec.quick
+
+
+def plain_of(train: TrainSpec, dtype: Dtype, fp8_kv: bool = False) -> TrainSpec:
+    """A plain forward of the same weights: held and computed in one dtype, nothing fused.
+
+    Args:
+        fp8_kv: keys and values are rounded to fp8, as a cache of that dtype does.
+    """
+    return replace(
+        train,
+        dtype=dtype,
+        master_dtype="auto",  # the same numbers, in half the memory for bf16 weights
+        autocast=None,
+        head_dtype=None,
+        router_dtype=None,
+        temperature_in="fp32",
+        logprobs_dtype=None,
+        attention="plain-fp8-kv" if fp8_kv else "plain",
+        experts="eager" if is_moe(train.model, train.revision) else "auto",
+        layout="padding",
+        grad=False,
+        replay_routing=None,
+        replay_source=None,
+        inject=(),
+    )
+
+
+def plain_passes(spec: CheckSpec) -> list[Pass]:
+    """One a reduced precision in use, ``plain:<precision>``; none where no yardstick is defined."""
+    if not wants_square(spec):
+        return []
+    names = {
+        precision_of(facts) for facts in (_engine_facts(spec.rollout.engine), _facts(spec.train))
+    }
+    passes = []
+    for name in sorted(name for name in names if name):
+        dtype, _, cache = name.partition("-")
+        short = next(known for known in DTYPES if known == dtype)
+        if name == "fp32":
+            continue
+        plain = replace(plain_of(spec.train, short, fp8_kv=bool(cache)), routing=False)
+        passes.append(Pass(f"{PLAIN}:{name}", plain))
+    return passes
+
+
+def _facts(train: TrainSpec) -> dict[str, object]:
+    return {"dtype": train.dtype, "autocast": train.autocast}
+
+
+def _engine_facts(engine: EngineSpec) -> dict[str, object]:
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in engine.args}
+    return {"dtype": engine.dtype, **{name: given.get(name) for name in REDUCING}}
+
+
+def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:
+    """The same engine in float32, to score the tokens that it sampled.
+
+    Returns:
+        None where the engine computes in float32 anyway.
+
+    Raises:
+        MismatchError: servers, which run as they were started.
+    """
+    engine = spec.engine
+    if precision_of(_engine_facts(engine)) == "fp32":
+        return None
+    if engine.servers:
+        raise MismatchError(
+            "servers run at the precision that they were started in",
+            "check a local engine of the same version",
+        )
+    kept = tuple(
+        pair for pair in engine.args if pair[0].lstrip("-").replace("-", "_") not in REDUCING
+    )
+    packed = engine.weights == "mxfp4" or (engine.weights == AS_STORED and _stores_mxfp4(engine))
+    exact = replace(
+        engine,
+        dtype="fp32",
+        args=kept,
+        routing=False,
+        prefill=True,
+        weights="bf16" if packed else engine.weights,  # dequantised: engines refuse MXFP4 beside it
+    )
+    return replace(spec, engine=exact, exact_kl=0)
+
+
+def _stores_mxfp4(engine: EngineSpec) -> bool:
+    directory = Path(engine.model)
+    return (directory / "config.json").is_file() and is_mxfp4(directory)
 
 
 def training_passes(spec: CheckSpec) -> list[Pass]:

@@ -9,8 +9,12 @@ from mismatch.codec import Misfit, from_json, schema_of, to_json
 from mismatch.experiments.engine_pair.types import Triangle
 from mismatch.experiments.fixes.base import FixOutcome, FixTable
 from mismatch.experiments.gradients.types import GradientCheck
-from mismatch.experiments.kernels.types import AuditReport
-from mismatch.experiments.kernels.verdict import kernels_from_json, kernels_schema, kernels_to_json
+from mismatch.experiments.kernels.types import (
+    AuditReport,
+    kernels_from_json,
+    kernels_schema,
+    kernels_to_json,
+)
 
 
 class _Fixes(Analysis[FixTable]):

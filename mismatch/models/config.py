@@ -196,7 +196,7 @@ class ModelConfig:
     def rests_in(self, master: str) -> str:
         """The dtype of a trainer's parameters at rest, as config.json lets one expect it.
 
-        What "auto" takes is decided by the files: mismatch/training/master.py.
+        What "auto" takes is decided by the files: mismatch/training/source.py.
         """
         if master != "auto":
             return master

@@ -22,11 +22,11 @@ from mismatch.analysis.routing_tables import flipped_layers
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
-from mismatch.experiments.kernels.verdict import of_run
+from mismatch.experiments.kernels.types import of_run
 from mismatch.experiments.passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
-from mismatch.processes.square import LABEL as FLOAT32_ENGINE
+from mismatch.processes.stages import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
 from mismatch.run.damage import damage_named
 from mismatch.run.messages import pass_label, read_error

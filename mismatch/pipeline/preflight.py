@@ -17,7 +17,7 @@ from mismatch import __version__
 from mismatch.engines.registry import check_machine, engine_info, require_engine, weight_givers
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
-from mismatch.processes.interpreters import interpreter_environment, own_python
+from mismatch.processes.launch import interpreter_environment, own_python
 from mismatch.run.machine import local_gpus
 from mismatch.specs import (
     AS_STORED,

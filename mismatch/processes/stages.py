@@ -10,23 +10,31 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mismatch.errors import MismatchError
-from mismatch.processes.interpreters import engine_python, interpreter_environment, own_python
-from mismatch.processes.launch import Worker, finish, started
-from mismatch.processes.square import score_in_float32
-from mismatch.run import resume, store
+from mismatch.experiments.passes import float32_engine
+from mismatch.processes.launch import (
+    Worker,
+    engine_python,
+    finish,
+    interpreter_environment,
+    own_python,
+    started,
+)
+from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
 from mismatch.run.machine import free_gpu_bytes, gib, local_gpus
 from mismatch.run.messages import SCORED, error_path, pass_label, write_error
-from mismatch.specs import CheckSpec, Pass, RolloutSpec, TrainSpec, to_dict, weights_key
+from mismatch.run.scorings import FLOAT32
+from mismatch.specs import CheckSpec, Pass, RolloutSpec, TrainSpec, spec_hash, to_dict, weights_key
 
 if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
+
 
 # What containers set to have TF32 in place of float32 (NVIDIA's NGC images).
 EXACT = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
@@ -309,3 +317,67 @@ def meeting_point() -> list[str]:
     if port is None:
         return ["--standalone"]
     return ["--master-addr", "127.0.0.1", "--master-port", port]
+
+
+LABEL = "float32-engine"
+FACTOR, RESERVE = 5, 3 << 30  # float32 beside bf16 files, and what the process itself takes
+
+
+class Starter(Protocol):
+    """What starts engines; :class:`mismatch.processes.stages.Stages`."""
+
+    spec: CheckSpec
+    run_dir: Path
+    narrator: Any
+
+    def engine(
+        self, spec: RolloutSpec, label: str, job: dict[str, Any]
+    ) -> AbstractContextManager[Worker]: ...
+
+    def wait(self, worker: Worker, key: str, title: str, *beside: Worker) -> None: ...
+
+
+def score_in_float32(stages: Starter, *beside: Worker) -> None:
+    """Leave ``<engine>:fp32``, or the reason why there is none."""
+    place = stages.run_dir
+    try:
+        spec = float32_engine(stages.spec.rollout)
+        name = f"{stages.spec.rollout.engine.engine}:{FLOAT32}"
+        if spec is None or is_done(place, name, spec):
+            return
+        error_path(place, LABEL).unlink(missing_ok=True)
+        require_memory(spec)
+        job = {"label": LABEL, "score": name}
+        title = f"rollout: {spec.engine.engine} in float32 scores the same tokens"
+        with stages.engine(spec, LABEL, job) as worker:
+            stages.wait(worker, LABEL, title, *beside)
+    except MismatchError as error:
+        for worker in beside:
+            worker.ended()  # raises if it was that one that failed
+        write_error(place, LABEL, error)
+        stages.narrator.note(f"the engine in float32: {error.message}")
+
+
+def is_done(place: Path, name: str, spec: RolloutSpec) -> bool:
+    """Whether the scoring is there, of these tokens and this spec."""
+    return manifest.is_current(place, store.scoring_file(name), spec_hash(spec))
+
+
+def require_memory(spec: RolloutSpec) -> None:
+    """On a CPU, refuse what would drive other processes out of memory.
+
+    Raises:
+        MismatchError: float32 weights do not fit into what is free.
+    """
+    import psutil
+
+    files = [*Path(spec.engine.model).glob("*.safetensors")]
+    if local_gpus() or not files:
+        return
+    needed = FACTOR * sum(file.stat().st_size for file in files) // 2 + RESERVE
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise MismatchError(
+            f"the engine in float32 needs about {gib(needed)} of memory, {gib(free)} are free",
+            "check on a machine with more memory",
+        )

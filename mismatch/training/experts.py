@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from mismatch.training.checkpoint_context import capture_rng_and_autocast
-from mismatch.training.limits import EXPERT_ROWS
+from mismatch.training.memory import capture_rng_and_autocast
+from mismatch.training.packing import EXPERT_ROWS
 
 NAME = "bounded"
 

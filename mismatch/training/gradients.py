@@ -16,14 +16,13 @@ import torch
 
 from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.specs import Pass
-from mismatch.training.batch import to_device
 from mismatch.training.distributed import Progress, World
 from mismatch.training.gradient_sketch import ParameterShards, chunks
 from mismatch.training.load import LoadedModel
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import MicroBatch, plan_batches
 from mismatch.training.routing.replay import ReplaySource
-from mismatch.training.scorer import ForwardOptions
+from mismatch.training.scorer import ForwardOptions, to_device
 from mismatch.training.validate import prepare_pass
 from mismatch.types import Floats, Ints, Rollout
 

@@ -32,7 +32,6 @@ from mismatch.training.attention.resolve import ResolvedAttention, resolve_for
 from mismatch.training.experts import NAME as BOUNDED
 from mismatch.training.experts import implementations_for
 from mismatch.training.experts import register as register_bounded
-from mismatch.training.master import resolve_master
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.routing.capture import require_readable
 from mismatch.training.routing.interventions import checkpoint_contexts
@@ -45,6 +44,7 @@ from mismatch.training.source import (
     quantisation_of,
     read_config,
     require_tokenizer,
+    resolve_master,
     skeleton,
 )
 

@@ -18,6 +18,10 @@ from mismatch.types import Ints
 if TYPE_CHECKING:
     import torch
 
+
+EXPERT_ROWS = 4096  # of one matmul in `bounded` experts; more would only add memory
+
+
 PAD_ID = 0  # never read: masked, and behind every token that is scored
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mismatch.cli.kernels import save_in_run
 from mismatch.cli.main import app, main
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.verdict import schema
+from mismatch.experiments.kernels.types import schema
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json
 from mismatch.processes.kernels import isolation as supervise

@@ -129,11 +129,11 @@ def test_functions_of_the_working_directory_are_still_found(tmp_path, monkeypatc
 
 
 def test_a_checkout_that_is_not_installed_is_found_by_its_workers(tmp_path, monkeypatch):
-    from mismatch.processes import interpreters
+    from mismatch.processes import launch
 
-    root = str(interpreters.ROOT)
+    root = str(launch.ROOT)
     monkeypatch.setattr("sys.path", [root])  # as python -m mismatch in the checkout has it
-    assert root in interpreters.package_path()["PYTHONPATH"].split(":")
+    assert root in launch.package_path()["PYTHONPATH"].split(":")
 
 
 def test_the_spec_that_is_shown_hides_values(tmp_path):

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from mismatch.models import EMBEDDED
-from mismatch.processes.interpreters import engine_python, interpreter_environment, own_python
+from mismatch.processes.launch import engine_python, interpreter_environment, own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec, to_dict
 from mismatch.types import Rollout, Sampling, Scoring

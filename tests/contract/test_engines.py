@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mismatch.engines.registry import engine_class
-from mismatch.processes.interpreters import engine_python, interpreter_environment, own_python
+from mismatch.processes.launch import engine_python, interpreter_environment, own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec
 from mismatch.types import Sampling

@@ -24,7 +24,7 @@ import pytest
 
 from mismatch.engines.servers.journal import PLACE
 from mismatch.models import EMBEDDED
-from mismatch.processes.interpreters import own_python
+from mismatch.processes.launch import own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec
 from tests.integration.conftest import Run

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from mismatch.engines.sglang import cpu as sglang_cpu
-from mismatch.processes.interpreters import interpreter_environment, own_python
+from mismatch.processes.launch import interpreter_environment, own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec
 from tests import checkpoints, families

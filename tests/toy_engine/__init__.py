@@ -1,6 +1,6 @@
 """An engine as somebody would add it: a folder with a declaration and a class."""
 
-from mismatch.engines.info import EngineInfo
+from mismatch.engines.registry import EngineInfo
 
 INFO = EngineInfo(
     engine="tests.toy_engine.engine:ToyEngine",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from mismatch.engines.base import Capabilities, ExpertLayout, LoadedWeights, Mode, Progress, Sample
-from mismatch.engines.fingerprint import model_facts
+from mismatch.engines.registry import model_facts
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling

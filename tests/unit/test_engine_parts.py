@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from mismatch.engines import registry
-from mismatch.engines.distribution_capture import keep_mask, law_logprobs
-from mismatch.engines.routed_experts import join_steps, pack, unpack
-from mismatch.engines.sequences import sample_seed
-from mismatch.engines.transformers.sequences import Row, draw
+from mismatch.engines.base import sample_seed
+from mismatch.engines.distribution_capture import join_steps, keep_mask, law_logprobs, pack, unpack
+from mismatch.engines.transformers.engine import Row, draw
 from mismatch.errors import MismatchError
 from mismatch.types import Sampling
 

@@ -11,12 +11,12 @@ import pytest
 
 from mismatch.doctor.machine import inspect_package
 from mismatch.engines import registry
-from mismatch.engines.fingerprint import model_facts, versions
+from mismatch.engines.registry import model_facts, versions
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_routes
 from mismatch.pipeline.preflight import preflight_rollout
 from mismatch.presets.verl_config import read_verl_config
-from mismatch.processes.interpreters import own_python
+from mismatch.processes.launch import own_python
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
 from tests.toy_engine import INFO
 from tests.toy_engine.engine import ToyEngine
@@ -62,7 +62,7 @@ def test_preflight_asks_it(tmp_path: Path) -> None:
 
 def test_its_own_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_python(EngineSpec("toy")) is None  # it is installed here
-    monkeypatch.setattr("mismatch.processes.interpreters.find_spec", lambda name: None)
+    monkeypatch.setattr("mismatch.processes.launch.find_spec", lambda name: None)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     python = tmp_path / ".venv-toy" / "bin" / "python"
     python.parent.mkdir(parents=True)

@@ -215,7 +215,7 @@ class Request:
 
 def test_a_broken_capture_costs_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing or misshapen is handed on as it is; it is refused once tokens are saved."""
-    from mismatch.engines.routed_experts import pack
+    from mismatch.engines.distribution_capture import pack
     from mismatch.engines.vllm import engine as vllm
 
     monkeypatch.setattr(vllm, "read_model_info", lambda spec: MOE)

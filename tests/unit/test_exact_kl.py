@@ -33,8 +33,12 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.exact import divergences, kl_terms
 from mismatch.run import distributions as dists
 from mismatch.run import store
-from mismatch.training.distributions import DistributionCapture, select_rows
-from mismatch.training.logprobs import SamplingTransforms, token_stats
+from mismatch.training.logprobs import (
+    DistributionCapture,
+    SamplingTransforms,
+    select_rows,
+    token_stats,
+)
 from mismatch.types import Pair, Rollout, Sampling, Scoring
 from tests.checkpoints import rollout as rollout_of
 

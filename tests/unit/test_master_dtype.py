@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from mismatch.specs import Pass, TrainSpec
-from mismatch.training import master
+from mismatch.training import source
 from mismatch.training.distributed import World
 from mismatch.training.load import load
-from mismatch.training.master import buffers_are_fixed, header_dtypes
 from mismatch.training.score import score_pass
+from mismatch.training.source import buffers_are_fixed, header_dtypes
 from mismatch.types import Scoring
 from tests.checkpoints import FAMILIES, make, make_mxfp4, rollout
 from tests.conftest import grid
@@ -109,14 +109,14 @@ def test_a_buffer_that_follows_the_dtype_of_loading_keeps_fp32(
     model = make("llama", tmp_path / "model")
     config = AutoConfig.from_pretrained(model)
     assert buffers_are_fixed(config, False)
-    bare = master.skeleton
+    bare = source.skeleton
 
     def scaled(*arguments: object) -> torch.nn.Module:
         made = bare(*arguments)  # type: ignore[arg-type]
         made.register_buffer("embed_scale", torch.ones(1, dtype=arguments[2]))  # type: ignore
         return made  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(master, "skeleton", scaled)
+    monkeypatch.setattr(source, "skeleton", scaled)
     assert not buffers_are_fixed(config, False)
 
 

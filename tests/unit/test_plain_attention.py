@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from mismatch.doctor.memory import PLAIN_BLOCK
 from mismatch.errors import MismatchError
-from mismatch.training.attention.plain import through_fp8
 from mismatch.training.attention.resolve import YARDSTICKS, register_kernels, resolve_for
-from mismatch.training.attention.sink_sdpa import BLOCK
+from mismatch.training.attention.sink_sdpa import BLOCK, through_fp8
 from tests.checkpoints import configuration
 
 TOKENS = BLOCK + 70  # more than a block

@@ -13,12 +13,10 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.kernels.types import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
+    SCHEMA,
     Audit,
     AuditReport,
     Finding,
-)
-from mismatch.experiments.kernels.verdict import (
-    SCHEMA,
     judge,
     kernels_from_json,
     kernels_to_json,

@@ -142,7 +142,7 @@ def test_a_negative_id_is_out_of_range() -> None:
 
 
 def test_an_impossible_expert_of_one_step_survives_the_narrow_ones() -> None:
-    from mismatch.engines.routed_experts import join_steps
+    from mismatch.engines.distribution_capture import join_steps
 
     good = np.array([[[1, 2]], [[3, 4]]], np.uint8)
     bad = np.array([[[5, 65535]]], np.uint16)  # what a negative id becomes

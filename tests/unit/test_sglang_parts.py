@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from mismatch.engines.base import require_ids
 from mismatch.engines.fused_weights import loaded_digests
 from mismatch.engines.model_info import ModelInfo
-from mismatch.engines.sequences import require_ids
 from mismatch.engines.sglang import arguments as sglang_args
 from mismatch.engines.sglang import child as sglang_child
 from mismatch.engines.sglang import cpu as sglang_cpu
@@ -23,7 +23,7 @@ from mismatch.engines.sglang import wire as sglang_wire
 from mismatch.engines.sglang.cpu import kernels, serve
 from mismatch.engines.sglang.cpu.attention import attend, visible_tokens
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.processes import interpreters
+from mismatch.processes import launch
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
 
@@ -157,17 +157,17 @@ def test_the_environment_beside_this_one_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    monkeypatch.setattr(interpreters, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
     spec = EngineSpec("sglang")
-    assert interpreters.own_python(spec) is None
+    assert launch.own_python(spec) is None
     python = tmp_path / ".venv-sglang" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    assert interpreters.own_python(spec) == interpreters.engine_python(spec) == str(python)
-    assert interpreters.own_python(replace(spec, python="else/python")) == "else/python"
-    assert interpreters.own_python(EngineSpec("vllm")) is None
-    monkeypatch.setattr(interpreters, "find_spec", lambda name: object())
-    assert interpreters.own_python(spec) is None  # installed here
+    assert launch.own_python(spec) == launch.engine_python(spec) == str(python)
+    assert launch.own_python(replace(spec, python="else/python")) == "else/python"
+    assert launch.own_python(EngineSpec("vllm")) is None
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    assert launch.own_python(spec) is None  # installed here
 
 
 # ---------------------------------------------------------------- weights

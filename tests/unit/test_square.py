@@ -21,11 +21,10 @@ from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.square_levels import LEVELS
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import training_passes
-from mismatch.experiments.square import float32_engine, plain_of, plain_passes
+from mismatch.experiments.passes import float32_engine, plain_of, plain_passes, training_passes
 from mismatch.metrics.excess import excess_terms
 from mismatch.pipeline.build import build_report
-from mismatch.processes.square import LABEL, score_in_float32
+from mismatch.processes.stages import LABEL, score_in_float32
 from mismatch.run import store
 from mismatch.run.messages import read_error, write_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
@@ -384,8 +383,8 @@ def test_too_little_memory_starts_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    monkeypatch.setattr("mismatch.processes.square.local_gpus", lambda: 0)
-    monkeypatch.setattr("mismatch.processes.square.RESERVE", 1 << 60)
+    monkeypatch.setattr("mismatch.processes.stages.local_gpus", lambda: 0)
+    monkeypatch.setattr("mismatch.processes.stages.RESERVE", 1 << 60)
     engine = replace(SPEC.rollout.engine, model=str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     starter = Starter(tmp_path, replace(SPEC, rollout=replace(SPEC.rollout, engine=engine)))

@@ -19,7 +19,7 @@ from mismatch.models.config import is_moe
 from mismatch.models.injections import describe, parse_injections
 from mismatch.models.moe import require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
-from mismatch.processes.workers.replay import replay_source
+from mismatch.processes.workers.gradients import replay_source
 from mismatch.processes.workers.train import left_out
 from mismatch.reports.section import cell_text
 from mismatch.reports.sections import sections

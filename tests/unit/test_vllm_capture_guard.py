@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 
-from mismatch.engines.routed_experts import stable_top_k
+from mismatch.engines.distribution_capture import stable_top_k
 from tests.contract.conftest import installed
 
 needs_vllm = pytest.mark.skipif(not installed("vllm"), reason="no vLLM here: make env")
@@ -23,7 +23,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as shipped
 from vllm.distributed.aux_output_connector import worker as connector
 from vllm.model_executor.layers.fused_moe import routed_experts_capturer as capturer
-from mismatch.engines.vllm import capture_guard
+from mismatch.engines.vllm import capture
 
 Kernel = shipped.OAITritonMxfp4ExpertsMonolithic
 calls = []
@@ -67,8 +67,8 @@ def test_of_equal_logits_the_lower_expert_wins() -> None:
 def test_the_shipped_kernel_writes_the_experts_it_routes_to() -> None:
     in_vllm("""
     assert not kernel().supports_routing_replay_capture()  # what vLLM 0.32 and 0.33 refuse
-    capture_guard.install()
-    capture_guard.install()  # once is enough
+    capture.install()
+    capture.install()  # once is enough
     assert kernel().supports_routing_replay_capture()
     assert not kernel(renormalize=False).supports_routing_replay_capture()
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [5.0, 5.0, 5.0, 5.0, 5.0]])
@@ -123,13 +123,13 @@ def test_vllms_binder_takes_the_shipped_kernel_and_a_refusal_does_not_end_the_en
         assert "monolithic" in str(error)
     else:
         raise AssertionError("vLLM captures from this kernel by itself now: drop the wrapper")
-    capture_guard.install()
+    capture.install()
     bind = connector.bind_routed_experts_capturer  # by the name that vLLM calls
     model, experts = model_with(kernel())
     bind(model, source)
     assert experts.routing_sink.buffer.shape == (16, 4)
-    assert not hasattr(model, capture_guard.REFUSED)
+    assert not hasattr(model, capture.REFUSED)
     model, experts = model_with(Other.__new__(Other))
     bind(model, source)
-    assert "Other" in getattr(model, capture_guard.REFUSED)
+    assert "Other" in getattr(model, capture.REFUSED)
     """)

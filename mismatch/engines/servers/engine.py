@@ -17,10 +17,12 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    require_ids,
+    require_starts,
+    sample_seed,
 )
-from mismatch.engines.fingerprint import model_facts
 from mismatch.engines.model_info import read_model_info
-from mismatch.engines.sequences import require_ids, require_starts, sample_seed
+from mismatch.engines.registry import model_facts
 from mismatch.engines.servers.discovery import ServerGroup, discover
 from mismatch.engines.servers.http import Unavailable
 from mismatch.engines.servers.journal import Journal

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.engines.base import Sample
-from mismatch.engines.routed_experts import pack, unpack
+from mismatch.engines.distribution_capture import pack, unpack
 from mismatch.errors import MismatchError
 
 SCHEMA = "mismatch.journal/1"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from mismatch.engines.base import ExpertLayout
-from mismatch.engines.fingerprint import short_dtype
+from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.http import Client, Refused, Unavailable, usable_answer
 from mismatch.engines.servers.server_api import (
     Answer,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.engines.base import ExpertLayout, Sample
-from mismatch.engines.fingerprint import short_dtype
+from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.http import Client, Refused, Unavailable, usable_answer
 from mismatch.engines.servers.server_api import (
     Answer,

@@ -1,6 +1,6 @@
 """SGLang behind the engine protocol."""
 
-from mismatch.engines.info import EngineInfo
+from mismatch.engines.registry import EngineInfo
 
 INFO = EngineInfo(
     engine="mismatch.engines.sglang.engine:SglangEngine",

@@ -14,8 +14,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from mismatch.engines.distribution_capture import stable_top_k
 from mismatch.engines.fused_weights import NO_DIGESTS, loaded_digests
-from mismatch.engines.routed_experts import stable_top_k
 from mismatch.engines.sglang import cpu as sglang_cpu
 
 # A file that the scheduler leaves its last error in: its own log says it to a person only.

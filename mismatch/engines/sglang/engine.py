@@ -21,10 +21,11 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    require_ids,
+    sample_seed,
 )
-from mismatch.engines.fingerprint import model_facts, short_dtype
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
-from mismatch.engines.sequences import require_ids, sample_seed
+from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.engines.sglang import wire
 from mismatch.engines.sglang.arguments import (
     captures_routes,

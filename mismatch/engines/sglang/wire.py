@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.engines.base import Sample
-from mismatch.engines.sequences import require_starts
+from mismatch.engines.base import Sample, require_starts
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.types import Floats, Sampling
 

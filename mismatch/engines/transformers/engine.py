@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mismatch.engines.base import (
     Capabilities,
@@ -20,12 +22,12 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    require_starts,
+    sample_seed,
 )
 from mismatch.engines.distribution_capture import Wanted, Watcher, law_logprobs
-from mismatch.engines.fingerprint import model_facts, short_dtype
 from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
-from mismatch.engines.sequences import require_starts
-from mismatch.engines.transformers.sequences import Row, draw, experts_of
+from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.errors import MismatchError
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
@@ -33,6 +35,74 @@ from mismatch.types import Fingerprint, Floats, Sampling
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+    from mismatch.training.routing.capture import LayerRoutes
+
+
+# An expert that a token went to: its id, and its weight among the token's experts.
+EXPERT = np.dtype([("id", np.uint16), ("weight", np.float32)])
+
+
+@dataclass
+class Row:
+    """One sequence, with the generator that all its draws come from.
+
+    Attributes:
+        job: (prompt, sample).
+        routed: experts [tokens, L, K] of every forward so far, as ``EXPERT``.
+    """
+
+    job: tuple[int, int]
+    generator: torch.Generator
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    routed: list[NDArray[Any]] = field(default_factory=list)
+
+    @classmethod
+    def seeded(cls, seed: int, job: tuple[int, int]) -> Self:
+        """A row that depends on the run's seed and its own place, not on the batch."""
+        import torch
+
+        return cls(job, torch.Generator().manual_seed(sample_seed(seed, *job)))
+
+    def finish(self, reason: str) -> Sample:
+        logprobs = np.asarray(self.logprobs, np.float64)
+        if not self.routed:
+            return Sample(self.ids, logprobs, reason)
+        routed = np.concatenate(self.routed)
+        return Sample(self.ids, logprobs, reason, routed["id"], routed["weight"])
+
+
+def experts_of(layers: Sequence[LayerRoutes]) -> NDArray[Any]:
+    """The experts of R rows in all layers, [R, L, K] of ``EXPERT``."""
+    experts = np.empty((len(layers[0].ids), len(layers), layers[0].ids.shape[-1]), EXPERT)
+    for column, routes in enumerate(layers):
+        experts["id"][:, column] = routes.ids.cpu().numpy()
+        experts["weight"][:, column] = routes.weights.cpu().numpy()
+    return experts
+
+
+def draw(rows: Sequence[Row], logprobs: torch.Tensor, greedy: bool) -> None:
+    """Append one token to every row: argmax of p / q with exponential q, which samples p.
+
+    Args:
+        logprobs: [rows, V] of the law.
+        greedy: argmax of p alone.
+    """
+    import torch
+
+    if greedy:
+        chosen = logprobs.argmax(dim=-1)
+    else:
+        # On the CPU, row by row: the same draws on every device.
+        size = logprobs.shape[-1]
+        noise = [torch.empty(size).exponential_(generator=row.generator) for row in rows]
+        chosen = (logprobs - torch.stack(noise).to(logprobs.device).log()).argmax(dim=-1)
+    values = logprobs.gather(1, chosen[:, None])[:, 0].double().tolist()
+    for row, token, value in zip(rows, chosen.tolist(), values, strict=True):
+        row.ids.append(token)
+        row.logprobs.append(value)
+
 
 ARGUMENTS = {"attention": "auto", "experts_implementation": None, "max_num_seqs": 64}
 

@@ -1,6 +1,6 @@
 """vLLM behind the engine protocol."""
 
-from mismatch.engines.info import EngineInfo
+from mismatch.engines.registry import EngineInfo
 
 # vLLM is imported in 14 s of CPU; what breaks it is its compiled library under another torch,
 # loaded here alone.

@@ -18,9 +18,10 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    require_starts,
+    sample_seed,
 )
-from mismatch.engines.distribution_capture import Wanted
-from mismatch.engines.fingerprint import checkpoint_names, model_facts, short_dtype
+from mismatch.engines.distribution_capture import Wanted, unpack
 from mismatch.engines.model_info import (
     CauseInLog,
     ModelInfo,
@@ -28,8 +29,7 @@ from mismatch.engines.model_info import (
     load_fix,
     read_model_info,
 )
-from mismatch.engines.routed_experts import unpack
-from mismatch.engines.sequences import require_starts, sample_seed
+from mismatch.engines.registry import checkpoint_names, model_facts, short_dtype
 from mismatch.engines.vllm.arguments import (
     captures_routes,
     engine_arguments,

@@ -14,13 +14,36 @@ import numpy as np
 from vllm.model_executor.model_loader import base_loader
 
 from mismatch.captures import narrowest
-from mismatch.engines.distribution_capture import Wanted, Watcher
+from mismatch.engines import fused_weights
+from mismatch.engines.distribution_capture import Packed, Wanted, Watcher, join_steps, pack
 from mismatch.engines.fused_weights import NO_DIGESTS
-from mismatch.engines.routed_experts import Packed, join_steps, pack
-from mismatch.engines.vllm import capture_guard
+from mismatch.engines.vllm import capture
 from mismatch.engines.vllm.capture import RunnerWatch
-from mismatch.engines.vllm.weights import loaded_digests
 from mismatch.types import Sampling
+
+
+def loaded_digests(model: Any) -> tuple[dict[str, list[int]], list[str]]:
+    """Name (vLLM's, unfused) -> digest of this rank's own share, and parameters not understood.
+
+    A rank leaves out what another rank counts already (replicated parameters), so that the sum
+    over ranks is the digest of the whole parameter.
+    """
+    return fused_weights.loaded_digests(model, _owned)
+
+
+def _owned(module: Any, part: str, leaf: str) -> bool:
+    """Whether this rank counts this part: sliced parts always, copies on the first rank only."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    rank = get_tensor_model_parallel_rank()
+    if part in ("k_proj", "v_proj"):
+        return bool(rank % getattr(module, "num_kv_head_replicas", 1) == 0)
+    sliced = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
+    sliced |= isinstance(module, RowParallelLinear) and leaf == "weight"
+    sliced |= leaf == "sinks"
+    return (sliced and getattr(module, "tp_size", 2) > 1) or rank == 0
 
 
 def _digest_before_repacking() -> None:
@@ -43,7 +66,7 @@ def _digest_before_repacking() -> None:
 
 
 _digest_before_repacking()
-capture_guard.install()
+capture.install()
 
 
 class WorkerExtension:
@@ -90,7 +113,7 @@ class WorkerExtension:
             "device": str(runner.device),
             "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
             "model_class": type(self._mismatch_model()).__name__,
-            "capture_refused": getattr(self._mismatch_model(), capture_guard.REFUSED, ""),
+            "capture_refused": getattr(self._mismatch_model(), capture.REFUSED, ""),
         }
 
     # ------------------------------------------------------------ tempered prefill

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from mismatch.engines.fingerprint import versions
+from mismatch.engines.registry import versions
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Context, MachineFacts, ModelFacts
 from mismatch.models.config import find_config

@@ -15,13 +15,17 @@ from mismatch.analysis.sides import Sides
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import RANKED_BY
 from mismatch.experiments.fixes.significance import per_prompt
-from mismatch.experiments.regression.comparability import (
+from mismatch.experiments.regression.types import (
+    Against,
+    AgainstRow,
+    Changed,
+    Outcome,
+    RunSide,
     changed,
     require_comparable,
     require_enough,
     unknown_machine,
 )
-from mismatch.experiments.regression.types import Against, AgainstRow, Changed, Outcome, RunSide
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts, difference, paired
 from mismatch.metrics.inference import LEVEL, exchange, holm

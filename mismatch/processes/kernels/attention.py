@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from mismatch.experiments.kernels.types import ATTENTION_COLUMNS, Audit, Finding, Verdict
-from mismatch.experiments.kernels.verdict import causes_of
+from mismatch.experiments.kernels.types import ATTENTION_COLUMNS, Audit, Finding, Verdict, causes_of
 from mismatch.processes.kernels.cases import Candidate, names_here
 from mismatch.processes.kernels.checks import features, line
 from mismatch.processes.kernels.costs import costs

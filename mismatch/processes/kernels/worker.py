@@ -12,8 +12,7 @@ import torch
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.types import Audit, Kind, Origin
-from mismatch.experiments.kernels.verdict import answered
+from mismatch.experiments.kernels.types import Audit, Kind, Origin, answered
 from mismatch.processes.kernels.cases import PLANTED, Candidate, names_here
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
 from mismatch.processes.kernels.isolation import AuditSpec, Step

@@ -26,7 +26,8 @@ from mismatch.experiments.gradients.types import LOSSES, GradientBatch, Gradient
 from mismatch.run import store
 from mismatch.run.manifest import is_current
 from mismatch.run.messages import report_timing, write_error
-from mismatch.specs import Pass, spec_hash, to_dict
+from mismatch.run.store import load_scoring
+from mismatch.specs import Pass, TrainSpec, spec_hash, to_dict
 from mismatch.types import Rollout
 
 if TYPE_CHECKING:
@@ -34,6 +35,25 @@ if TYPE_CHECKING:
     from mismatch.training.gradients import GradientSum
     from mismatch.training.load import LoadedModel
     from mismatch.training.routing.replay import ReplaySource
+
+
+def routes_from(rollout: Rollout, spec: TrainSpec) -> str:
+    """Name of the scoring whose routes a pass replays."""
+    return spec.replay_source or f"{rollout.fingerprint['engine']}:decode"
+
+
+def replay_source(job: dict[str, Any], rollout: Rollout, spec: TrainSpec) -> ReplaySource | None:
+    """The routes that a pass replays, if it does: of the engine's decode, or of an earlier pass.
+
+    Raises:
+        MismatchError: no such scoring, no routes in it, or routes that cannot be true.
+    """
+    if spec.replay_routing is None:
+        return None
+    from mismatch.training.routing.replay import ReplaySource
+
+    scoring = load_scoring(job["run_dir"], routes_from(rollout, spec))
+    return ReplaySource.of(scoring, spec.replay_routing, rollout)
 
 
 class Passes(Protocol):
@@ -182,7 +202,7 @@ class _Taking:
                 save_gradients(self.run_dir, gradients, self.made_by(item), inputs, facts)
 
     def source(self, planned: Planned) -> ReplaySource | None:
-        from mismatch.processes.workers.replay import replay_source
+        from mismatch.processes.workers.gradients import replay_source
 
         return replay_source({"run_dir": self.run_dir}, self.rollout, planned.spec)
 

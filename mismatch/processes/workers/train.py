@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError, OutOfMemory
-from mismatch.processes.workers.replay import replay_source, routes_from
+from mismatch.processes.workers.gradients import replay_source, routes_from
 from mismatch.run.messages import (
     SCORED,
     leave,

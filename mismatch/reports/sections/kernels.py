@@ -15,8 +15,12 @@ from mismatch.experiments.kernels.types import (
     Finding,
     Harm,
     Kind,
+    answered,
+    causes_of,
+    ended,
+    judge,
+    was_run,
 )
-from mismatch.experiments.kernels.verdict import answered, causes_of, ended, judge, was_run
 from mismatch.reports.formatting import (
     bound,
     brief,

@@ -25,7 +25,7 @@ OUR_KERNELS = {
     "sink-flex": "mismatch_sinks_flex",
     "no-sinks": "mismatch_no_sinks",
 }
-# For any model, with sinks or without; see mismatch/training/attention/plain.py.
+# For any model, with sinks or without; see mismatch/training/attention/sink_sdpa.py.
 YARDSTICKS = {"plain": "mismatch_plain", "plain-fp8-kv": "mismatch_plain_fp8_kv"}
 NAMES = (
     *("auto", "transformers", "eager", "sdpa", "sink-sdpa", "sink-flex", "no-sinks"),
@@ -252,10 +252,11 @@ def register_kernels() -> None:
     """Register our kernels with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from mismatch.training.attention.plain import plain_attention, plain_fp8_attention
     from mismatch.training.attention.sink_flex import flex_mask, sink_flex_attention
     from mismatch.training.attention.sink_sdpa import (
         blocked_mask,
+        plain_attention,
+        plain_fp8_attention,
         sink_attention,
         sinkless_attention,
     )

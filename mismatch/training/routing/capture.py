@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.training.routing.families import (
@@ -33,7 +34,23 @@ from mismatch.training.routing.families import (
     family_of,
     margin,
 )
-from mismatch.training.routing.torch_overrides import OverrideMode
+
+
+class OverrideMode(TorchFunctionMode):
+    """While it is entered, :meth:`override` is called in place of torch's functions."""
+
+    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of one call; ``func(*args, **kwargs)`` is torch's own."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self.override(func, args, kwargs or {})
 
 
 @dataclass(frozen=True, slots=True)

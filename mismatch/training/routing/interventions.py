@@ -26,8 +26,7 @@ import torch
 
 from mismatch.errors import MismatchError
 from mismatch.training.packing import Batch
-from mismatch.training.routing.capture import MoeLayer
-from mismatch.training.routing.torch_overrides import OverrideMode
+from mismatch.training.routing.capture import MoeLayer, OverrideMode
 from mismatch.types import Ints, Rollout
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs

@@ -22,9 +22,8 @@ import torch
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.specs import ReplayMode
 from mismatch.training.packing import Batch
-from mismatch.training.routing.capture import MoeLayer, override_recorded_choice
+from mismatch.training.routing.capture import MoeLayer, OverrideMode, override_recorded_choice
 from mismatch.training.routing.interventions import CallArguments, RouterIntervention
-from mismatch.training.routing.torch_overrides import OverrideMode
 from mismatch.types import Ints, Rollout, Routing, Scoring
 
 TOPK = (torch.topk, torch.Tensor.topk)

@@ -6,9 +6,9 @@ does not import on a CPU. This room supplies, in SGLang's own processes and nowh
 
 1. ``sgl_kernel``, of which SGLang imports names whatever the model (``kernels.py``);
 2. the declaration of two torchvision operators, so that torchvision's Python code can be imported;
-3. plain host memory for the capture of routed experts, which SGLang pins to a GPU (``plugin.py``);
-4. attention with learned sinks, as gpt-oss has them, which SGLang's portable attention ignores
-   (``attention.py``). Numbers of gpt-oss on a CPU are those of this substitute; reports say so.
+3. plain host memory for the capture of routed experts, which SGLang pins to a GPU;
+4. attention with learned sinks, as gpt-oss has them, which SGLang's portable attention ignores:
+   numbers of gpt-oss on a CPU are those of this substitute, and reports say so.
 
 All of it is inert where SGLang runs on a GPU or has its own CPU kernels: see :func:`needed`.
 """
@@ -70,9 +70,9 @@ def prepare() -> None:
 def register() -> None:
     """Change what SGLang runs on this CPU; in its scheduler's process, before a model is loaded."""
     if needed():
-        from mismatch.engines.sglang.cpu import plugin
+        from mismatch.engines.sglang.cpu import attention
 
-        plugin.register(used, SINKS)
+        attention.register(used, SINKS)
 
 
 def _declare_torchvision_operators() -> None:
