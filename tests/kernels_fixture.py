@@ -10,7 +10,7 @@ from mismatch.experiments.kernels.types import (
     Cost,
     Error,
     Finding,
-    Harm,
+    ModelImpact,
 )
 
 TAG = "<script>alert(2)</script>"
@@ -59,8 +59,8 @@ def costs(scale: float, short: str = "") -> tuple[Cost, ...]:
 
 
 def make_audit_report(hostile: str = HOSTILE) -> AuditReport:
-    usual = Harm(2_048, 2.1e-4, 3.1e-8, 0.004, 0.99999, 0.006)
-    harm = Harm(2_048, 0.231, 0.0612, 0.83, 0.612, 1.0, usual)
+    usual = ModelImpact(2_048, 2.1e-4, 3.1e-8, 0.004, 0.99999, 0.006)
+    harm = ModelImpact(2_048, 0.231, 0.0612, 0.83, 0.612, 1.0, usual)
     audits = (
         Audit("sink-sdpa", "attention", "ours", "sound", "", True, True, findings(), errors(),
               costs(1.0), None, 2.5),

@@ -11,7 +11,7 @@ import torch
 
 import mismatch.models
 from mismatch.processes.kernels import reference as truth
-from mismatch.processes.kernels.cases import Inputs, Scene, allowed, full, inputs_of, positions_of
+from mismatch.processes.kernels.cases import Case, Inputs, allowed, full, inputs_of, positions_of
 from mismatch.processes.kernels.geometry import ModelGeometry, geometry_of
 from mismatch.processes.kernels.runner import Runner
 
@@ -25,16 +25,16 @@ def geometry() -> ModelGeometry:
     return geometry_of(AutoConfig.from_pretrained(TINY), "tiny-gpt-oss")
 
 
-def small(scene: Scene, heads: int = 4, groups: int = 2) -> Inputs:
+def small(case: Case, heads: int = 4, groups: int = 2) -> Inputs:
     draw = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64).requires_grad_()
 
     return Inputs(
-        normal(1, heads, scene.queries, 3),
-        normal(1, groups, scene.keys, 3),
-        normal(1, groups, scene.keys, 2),
+        normal(1, heads, case.queries, 3),
+        normal(1, groups, case.keys, 3),
+        normal(1, groups, case.keys, 2),
         normal(heads),
     )
 
@@ -49,32 +49,32 @@ def test_one_key_and_one_sink_by_hand() -> None:
     assert float(truth.attention(inputs, looks, 0.5, sinks=False)) == pytest.approx(value)
 
 
-SCENES = {
-    "window": Scene(7, 7, 0.6, window=3),
-    "documents": Scene(7, 7, 0.6, documents=(3, 4)),
-    "cache": Scene(3, 7, 0.6, window=4),
+CASES = {
+    "window": Case(7, 7, 0.6, window=3),
+    "documents": Case(7, 7, 0.6, documents=(3, 4)),
+    "cache": Case(3, 7, 0.6, window=4),
 }
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_of_the_truth_are_finite_differences(name: str) -> None:
     """So autograd of the truth may be called the truth: q, k, v and sinks, in float64."""
-    scene = SCENES[name]
-    looks = allowed(scene, "cpu")
+    case = CASES[name]
+    looks = allowed(case, "cpu")
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        return truth.attention(Inputs(*tensors), looks, scene.scaling)
+        return truth.attention(Inputs(*tensors), looks, case.scaling)
 
-    assert torch.autograd.gradcheck(attend, tuple(small(scene)), atol=1e-8, rtol=1e-6)
+    assert torch.autograd.gradcheck(attend, tuple(small(case)), atol=1e-8, rtol=1e-6)
 
 
 def test_what_a_query_may_look_at_written_out() -> None:
     def lines(looks: torch.Tensor) -> list[str]:
         return ["".join("x" if x else "." for x in row) for row in looks.tolist()]
 
-    packed = Scene(5, 5, 1.0, window=2, documents=(2, 3))
+    packed = Case(5, 5, 1.0, window=2, documents=(2, 3))
     assert lines(allowed(packed, "cpu")) == ["x....", "xx...", "..x..", "..xx.", "...xx"]
-    cached = Scene(2, 5, 1.0, window=3)
+    cached = Case(2, 5, 1.0, window=3)
     assert lines(allowed(cached, "cpu")) == [".xxx.", "..xxx"]
     assert lines(allowed(cached, "cpu", from_start=True)) == ["x....", "xx..."]
     assert lines(allowed(cached, "cpu", window=None)) == ["xxxx.", "xxxxx"]
@@ -86,16 +86,16 @@ def test_the_family_s_own_eager_gives_the_truth(geometry: ModelGeometry) -> None
     """Other people's code, with transformers' own masks; both in float64."""
     eager = Runner(geometry, "eager")
     cached = replace(full(geometry)[0], queries=5)
-    for scene in (*full(geometry), cached):
-        inputs = inputs_of(geometry, scene, "cpu", torch.float64, 0)
-        wanted = truth.attention(inputs, allowed(scene, "cpu"), scene.scaling)
-        assert truth.relative_error(eager(scene, inputs), wanted) < 1e-14, scene.label
+    for case in (*full(geometry), cached):
+        inputs = inputs_of(geometry, case, "cpu", torch.float64, 0)
+        wanted = truth.attention(inputs, allowed(case, "cpu"), case.scaling)
+        assert truth.relative_error(eager(case, inputs), wanted) < 1e-14, case.label
 
 
 def test_a_neutral_sink_takes_no_share(geometry: ModelGeometry) -> None:
-    scene = replace(full(geometry)[0], sinks="off")
-    inputs = inputs_of(geometry, scene, "cpu", torch.float64, 0)
-    looks = allowed(scene, "cpu")
+    case = replace(full(geometry)[0], sinks="off")
+    inputs = inputs_of(geometry, case, "cpu", torch.float64, 0)
+    looks = allowed(case, "cpu")
     with_sinks, without = (truth.attention(inputs, looks, 0.2, sinks=use) for use in (True, False))
     assert torch.equal(with_sinks, without)
 

@@ -100,7 +100,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Harm:
+class ModelImpact:
     """The impact of a kernel on the whole model, against the float32 reference.
 
     Attributes:
@@ -119,7 +119,7 @@ class Harm:
     gradient_error: float | None
     gradient_cosine: float | None
     sink_gradient_error: float | None
-    baseline: Harm | None = None
+    baseline: ModelImpact | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Audit:
     findings: tuple[Finding, ...] = ()
     errors: tuple[Error, ...] = ()
     costs: tuple[Cost, ...] = ()
-    harm: Harm | None = None
+    harm: ModelImpact | None = None
     seconds: float = 0.0
 
     def finding(self, column: str) -> Finding | None:

@@ -152,9 +152,14 @@ class Inputs(NamedTuple):
         pairs = zip(("q", "k", "v", "sinks"), self, strict=True)
         return {name: x for name, x in pairs if x is not None}
 
+    def shifted(self, name: str, by: torch.Tensor) -> Inputs:
+        """With ``by`` added to one of them."""
+        named = {**self.named, name: self.named[name] + by}
+        return Inputs(named["q"], named["k"], named["v"], named.get("sinks"))
+
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Case:
     """One case.
 
     Attributes:
@@ -191,10 +196,10 @@ class Scene:
         return " and ".join(part for part in parts if part) or "full attention"
 
 
-def plain(geometry: ModelGeometry) -> Scene:
+def plain(geometry: ModelGeometry) -> Case:
     """One causal row without any feature."""
     tokens = max(SHORTEST, 2 * short_window(geometry) + 5)
-    return Scene(tokens, tokens, usual_scale(geometry))
+    return Case(tokens, tokens, usual_scale(geometry))
 
 
 def usual_scale(geometry: ModelGeometry) -> float:
@@ -207,7 +212,7 @@ def short_window(geometry: ModelGeometry) -> int:
     return min(geometry.window or LONGEST_WINDOW // 3, LONGEST_WINDOW)
 
 
-def full(geometry: ModelGeometry) -> tuple[Scene, ...]:
+def full(geometry: ModelGeometry) -> tuple[Case, ...]:
     """All features of the model at once, in each of its kinds of layers."""
     base = replace(plain(geometry), scaling=geometry.scaling, grouped=True, sinks="on")
     third = base.keys // 3
@@ -223,7 +228,7 @@ def full(geometry: ModelGeometry) -> tuple[Scene, ...]:
 
 
 def inputs_of(
-    geometry: ModelGeometry, scene: Scene, device: str, dtype: torch.dtype, seed: int
+    geometry: ModelGeometry, case: Case, device: str, dtype: torch.dtype, seed: int
 ) -> Inputs:
     """Random inputs, equal in all dtypes up to rounding; without requires_grad.
 
@@ -234,23 +239,23 @@ def inputs_of(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    heads, groups = geometry.heads, geometry.kv_heads if scene.grouped else 1
-    query = normal(scene.rows, heads, scene.queries, geometry.head_dim)
-    key = normal(scene.rows, groups, scene.keys, geometry.head_dim)
-    value = normal(scene.rows, groups, scene.keys, geometry.value_dim)
-    if not scene.grouped:
+    heads, groups = geometry.heads, geometry.kv_heads if case.grouped else 1
+    query = normal(case.rows, heads, case.queries, geometry.head_dim)
+    key = normal(case.rows, groups, case.keys, geometry.head_dim)
+    value = normal(case.rows, groups, case.keys, geometry.value_dim)
+    if not case.grouped:
         key, value = (x.repeat(1, geometry.kv_heads, 1, 1) for x in (key, value))
     # Scores are about normal: their log-sum-exp is near log(S) + 0.5. A sink there takes half.
-    sinks = 4.0 + 0.7 * normal(heads) if scene.sinks == "on" else torch.full((heads,), NO_SHARE)
+    sinks = 4.0 + 0.7 * normal(heads) if case.sinks == "on" else torch.full((heads,), NO_SHARE)
     tensors = (query, key, value, sinks if geometry.sinks else None)
     return Inputs(*(None if x is None else x.to(device, dtype) for x in tensors))  # type: ignore[arg-type]
 
 
 def allowed(
-    scene: Scene,
+    case: Case,
     device: str,
     *,
-    window: int | Literal["scene"] | None = "scene",
+    window: int | Literal["case"] | None = "case",
     documents: bool = True,
     from_start: bool = False,
 ) -> torch.Tensor:
@@ -261,28 +266,28 @@ def allowed(
         documents: False: documents of one row are not separated.
         from_start: the first query is placed at the first key, despite cached keys.
     """
-    offset = 0 if from_start else scene.keys - scene.queries
-    rows = torch.arange(scene.queries, device=device)[:, None] + offset
-    columns = torch.arange(scene.keys, device=device)
+    offset = 0 if from_start else case.keys - case.queries
+    rows = torch.arange(case.queries, device=device)[:, None] + offset
+    columns = torch.arange(case.keys, device=device)
     mask = columns <= rows
-    width = scene.window if window == "scene" else window
+    width = case.window if window == "case" else window
     if width is not None:
         mask = mask & (columns > rows - width)
-    if documents and scene.documents:
-        mask = mask & (document_of(scene, device)[rows] == document_of(scene, device)[columns])
+    if documents and case.documents:
+        mask = mask & (document_of(case, device)[rows] == document_of(case, device)[columns])
     return mask
 
 
-def document_of(scene: Scene, device: str) -> torch.Tensor:
+def document_of(case: Case, device: str) -> torch.Tensor:
     """[S] index of the document that a token belongs to."""
-    lengths = torch.tensor(scene.documents or (scene.keys,), device=device)
+    lengths = torch.tensor(case.documents or (case.keys,), device=device)
     return torch.arange(len(lengths), device=device).repeat_interleave(lengths)
 
 
-def positions_of(scene: Scene, device: str) -> torch.Tensor:
+def positions_of(case: Case, device: str) -> torch.Tensor:
     """[B, T] position ids: every document starts at 0; queries after a cache go on from it."""
-    positions = torch.arange(scene.keys, device=device)
-    if scene.documents:
-        starts = [sum(scene.documents[:n]) for n in range(len(scene.documents))]
-        positions = positions - torch.tensor(starts, device=device)[document_of(scene, device)]
-    return positions[None, scene.keys - scene.queries :].expand(scene.rows, -1)
+    positions = torch.arange(case.keys, device=device)
+    if case.documents:
+        starts = [sum(case.documents[:n]) for n in range(len(case.documents))]
+        positions = positions - torch.tensor(starts, device=device)[document_of(case, device)]
+    return positions[None, case.keys - case.queries :].expand(case.rows, -1)

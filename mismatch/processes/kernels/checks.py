@@ -15,14 +15,15 @@ from mismatch.experiments.kernels.types import Finding
 from mismatch.processes.kernels import reference as truth
 from mismatch.processes.kernels.cases import (
     DTYPES,
+    Case,
     Inputs,
-    Scene,
     allowed,
     inputs_of,
     plain,
     short_window,
     usual_scale,
 )
+from mismatch.processes.kernels.findings import line, percent
 from mismatch.processes.kernels.geometry import ModelGeometry
 from mismatch.processes.kernels.reference import limit_of
 from mismatch.processes.kernels.runner import Runner
@@ -39,7 +40,7 @@ class Check:
     """
 
     column: str
-    scene: Scene
+    case: Case
     faults: dict[str, Fault]
 
 
@@ -100,65 +101,63 @@ def checks_of(geometry: ModelGeometry, device: str) -> Iterator[Check]:
         yield _scaling(replace(base, scaling=scaling), usual, device)
 
 
-def _sinks(scene: Scene, device: str) -> Check:
-    mask = allowed(scene, device)
+def _sinks(case: Case, device: str) -> Check:
+    mask = allowed(case, device)
     faults: dict[str, Fault] = {
-        "drops the sinks": lambda x: truth.attention(x, mask, scene.scaling, sinks=False)
+        "drops the sinks": lambda x: truth.attention(x, mask, case.scaling, sinks=False)
     }
-    return Check("sinks", scene, faults)
+    return Check("sinks", case, faults)
 
 
-def _window(scene: Scene, device: str) -> Check:
-    width = scene.window or 0
+def _window(case: Case, device: str) -> Check:
+    width = case.window or 0
 
     def seeing(window: int | None) -> Fault:
-        mask = allowed(scene, device, window=window)
-        return lambda x: truth.attention(x, mask, scene.scaling)
+        mask = allowed(case, device, window=window)
+        return lambda x: truth.attention(x, mask, case.scaling)
 
     faults = {
         "sees one key more than the window": seeing(width + 1),
         "sees one key less than the window": seeing(width - 1),
         "ignores the window": seeing(None),
     }
-    return Check("window", scene, faults)
+    return Check("window", case, faults)
 
 
-def _packing(scene: Scene, device: str) -> Check:
-    mask = allowed(scene, device, documents=False)
+def _packing(case: Case, device: str) -> Check:
+    mask = allowed(case, device, documents=False)
     faults: dict[str, Fault] = {
-        "lets documents of one row see each other": lambda x: truth.attention(
-            x, mask, scene.scaling
-        )
+        "lets documents of one row see each other": lambda x: truth.attention(x, mask, case.scaling)
     }
-    return Check("packing", scene, faults)
+    return Check("packing", case, faults)
 
 
-def _offsets(scene: Scene, device: str) -> Check:
-    first = allowed(scene, device, from_start=True)
+def _offsets(case: Case, device: str) -> Check:
+    first = allowed(case, device, from_start=True)
     every = torch.ones_like(first)
     faults: dict[str, Fault] = {
         "puts the first query at the first key, whatever is in the cache": lambda x: (
-            truth.attention(x, first, scene.scaling)
+            truth.attention(x, first, case.scaling)
         ),
         "lets queries see keys that come after them": lambda x: truth.attention(
-            x, every, scene.scaling
+            x, every, case.scaling
         ),
     }
-    return Check("offsets", scene, faults)
+    return Check("offsets", case, faults)
 
 
-def _groups(scene: Scene, device: str) -> Check:
-    mask = allowed(scene, device)
+def _groups(case: Case, device: str) -> Check:
+    mask = allowed(case, device)
     faults: dict[str, Fault] = {
         "hands key heads out in turn, not to neighbours": lambda x: truth.attention(
-            x, mask, scene.scaling, groups="round_robin"
+            x, mask, case.scaling, groups="round_robin"
         )
     }
-    return Check("grouped_queries", scene, faults)
+    return Check("grouped_queries", case, faults)
 
 
-def _scaling(scene: Scene, usual: float, device: str) -> Check:
-    mask = allowed(scene, device)
+def _scaling(case: Case, usual: float, device: str) -> Check:
+    mask = allowed(case, device)
 
     def scaled(scaling: float) -> Fault:
         return lambda x: truth.attention(x, mask, scaling)
@@ -166,9 +165,9 @@ def _scaling(scene: Scene, usual: float, device: str) -> Check:
     faults = {
         "uses head_dim ** -0.5 whatever scale is given": scaled(usual),
         "does not scale at all": scaled(1.0),
-        "applies head_dim ** -0.5 beside the scale": scaled(scene.scaling * usual),
+        "applies head_dim ** -0.5 beside the scale": scaled(case.scaling * usual),
     }
-    return Check("scaling", scene, faults)
+    return Check("scaling", case, faults)
 
 
 # An error as large as that with all features on is left to the column "forward", as long as the
@@ -210,17 +209,17 @@ class Kernel:
 
 
 def _run(kernel: Kernel, check: Check) -> Finding:
-    column, scene, device = check.column, check.scene, kernel.device
-    inputs = inputs_of(kernel.geometry, scene, device, DTYPES[kernel.dtype], kernel.seed)
+    column, case, device = check.column, check.case, kernel.device
+    inputs = inputs_of(kernel.geometry, case, device, DTYPES[kernel.dtype], kernel.seed)
     with torch.no_grad():
         try:
-            out = kernel.runner(scene, inputs)
+            out = kernel.runner(case, inputs)
         except Exception as error:  # a kernel may raise anything
-            detail = f"does not run with {scene.label} in {kernel.dtype}: {line(error)}"
+            detail = f"does not run with {case.label} in {kernel.dtype}: {line(error)}"
             return Finding(column, "failed", detail)
-        numbers, mask = truth.exact(inputs), allowed(scene, device)
-        right = truth.attention(numbers, mask, scene.scaling)
-        floor = truth.relative_error(truth.rounded(inputs, mask, scene.scaling), right)
+        numbers, mask = truth.leaves_of(inputs, torch.float64), allowed(case, device)
+        right = truth.attention(numbers, mask, case.scaling)
+        floor = truth.relative_error(truth.rounded(inputs, mask, case.scaling), right)
         off, limit = truth.relative_error(out, right), limit_of(floor)
         outputs = {words: fault(numbers) for words, fault in check.faults.items()}
         faults = {  # only those that change this case: a last query has no keys after it
@@ -231,7 +230,7 @@ def _run(kernel: Kernel, check: Check) -> Finding:
     if off <= limit:
         return Finding(column, "passed", RIGHT[column], off, limit)
     if off == float("inf"):
-        detail = f"gives NaN or inf with {scene.label} in {kernel.dtype}"
+        detail = f"gives NaN or inf with {case.label} in {kernel.dtype}"
         return Finding(column, "failed", detail, None, limit)
     nearest = min(faults, key=lambda words: faults[words])
     elsewhere = min(ELSEWHERE * kernel.forward, faults[nearest] / NEARER)
@@ -239,16 +238,5 @@ def _run(kernel: Kernel, check: Check) -> Finding:
         detail = f"{RIGHT[column]}; the output is off by {percent(off)} for another reason"
         return Finding(column, "passed", detail, off, elsewhere)
     fault = nearest if faults[nearest] <= max(limit, off / NEARER) else UNNAMED[column]
-    detail = f"{fault}: output off by {percent(off)} with {scene.label} in {kernel.dtype}"
+    detail = f"{fault}: output off by {percent(off)} with {case.label} in {kernel.dtype}"
     return Finding(column, "failed", detail, off, limit)
-
-
-def percent(error: float) -> str:
-    """For messages: 3 digits; large ones as they are."""
-    return f"{100 * error:.3g} %" if error < float("inf") else "infinitely much (no numbers)"
-
-
-def line(error: BaseException) -> str:
-    """An exception in one line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

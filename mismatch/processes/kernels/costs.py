@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from mismatch.experiments.kernels.types import Cost
 from mismatch.processes.kernels import expert_layer as layer
-from mismatch.processes.kernels.cases import DTYPES, Inputs, Scene, full, inputs_of
-from mismatch.processes.kernels.checks import line
+from mismatch.processes.kernels.cases import DTYPES, full, inputs_of
+from mismatch.processes.kernels.findings import line
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
-from mismatch.processes.kernels.precision import leaves_of
+from mismatch.processes.kernels.reference import leaves_of
 from mismatch.processes.kernels.runner import Runner
 from mismatch.training.memory import MemoryPeak
 
@@ -46,13 +47,13 @@ def _costs(runner: Runner, geometry: ModelGeometry, options: Options, dtype: str
     last: Cost | None = None
     lengths = sorted(set(options.tokens))
     if lengths and lengths[0] > FIRST:
-        last = _measured(runner, geometry, options, dtype, FIRST)
+        last = _attention_cost(runner, geometry, options, dtype, FIRST)
     for tokens in lengths:
         note = _too_much(last, tokens, options)
         if note:
             yield Cost(tokens, None, None, note)
             continue
-        cost = _measured(runner, geometry, options, dtype, tokens)
+        cost = _attention_cost(runner, geometry, options, dtype, tokens)
         yield cost
         last = cost if cost.seconds is not None else last
 
@@ -63,12 +64,15 @@ def _too_much(last: Cost | None, tokens: int, options: Options) -> str:
         return ""
     growth = (tokens / last.tokens) ** 2
     seconds, memory = last.seconds * growth, last.peak_bytes * growth
-    free = options.budget_bytes or SHARE_OF_FREE * free_bytes(options.device)
-    if memory > free:
+    if memory > _budget(options):
         return f"may take {memory / 2**30:.3g} GiB, by its {last.tokens} tokens; not tried"
     if seconds > options.budget_s:
         return f"may take {seconds:.3g} s, by its {last.tokens} tokens; not tried"
     return ""
+
+
+def _budget(options: Options) -> int:
+    return options.budget_bytes or int(SHARE_OF_FREE * free_bytes(options.device))
 
 
 def free_bytes(device: str) -> int:
@@ -79,36 +83,37 @@ def free_bytes(device: str) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _measured(
+def _attention_cost(
     runner: Runner, geometry: ModelGeometry, options: Options, dtype: str, tokens: int
 ) -> Cost:
-    from mismatch.training.memory import MemoryPeak
+    case = replace(full(geometry)[0], queries=tokens, keys=tokens)
+    inputs = inputs_of(geometry, case, options.device, DTYPES[dtype], options.seed)
 
-    scene = replace(full(geometry)[0], queries=tokens, keys=tokens)
-    inputs = inputs_of(geometry, scene, options.device, DTYPES[dtype], options.seed)
-    device = torch.device(options.device)
+    def forward_and_backward() -> int:
+        leaves = leaves_of(inputs)
+        torch.autograd.backward(runner(case, leaves).sum())
+        return sum(2 * x.nbytes for x in leaves.named.values())
+
+    return _cost(tokens, options.device, forward_and_backward)
+
+
+def _cost(tokens: int, device: str, run: Callable[[], int]) -> Cost:
+    """Median time and highest memory of a few runs; ``run`` returns bytes that do not count."""
     seconds: list[float] = []
     peaks: list[int] = []
     try:
         while len(seconds) < RUNS and sum(seconds) < QUICK_S:
-            with MemoryPeak(device, active=True) as peak:
-                inputs_bytes = _pass(runner, scene, inputs, device)
+            with MemoryPeak(torch.device(device), active=True) as peak:
+                kept = run()
+                if device.startswith("cuda"):
+                    torch.cuda.synchronize(device)
             seconds.append(peak.seconds)
-            peaks.append(max(0, (peak.bytes or 0) - inputs_bytes))
+            peaks.append(max(0, (peak.bytes or 0) - kept))
     except torch.OutOfMemoryError:
         return Cost(tokens, None, None, "out of memory")
-    except Exception as error:
+    except Exception as error:  # an implementation may raise anything
         return Cost(tokens, None, None, line(error))
     return Cost(tokens, statistics.median(seconds), max(peaks))
-
-
-def _pass(runner: Runner, scene: Scene, inputs: Inputs, device: torch.device) -> int:
-    """Forward and backward; returns the bytes of the inputs' copies and gradients."""
-    leaves = leaves_of(inputs)
-    torch.autograd.backward(runner(scene, leaves).sum())
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return sum(2 * x.numel() * x.element_size() for x in leaves.named.values())
 
 
 # ---------------------------------------------------------------- experts
@@ -122,12 +127,11 @@ def expert_costs(
         return
     name = min(options.dtypes, key=lambda dtype: torch.finfo(DTYPES[dtype]).bits)
     dtype, start = DTYPES[name], time.monotonic()
-    weights = 3 * sizes.experts * sizes.hidden * sizes.width * torch.finfo(dtype).bits // 8
-    budget = options.budget_bytes or int(SHARE_OF_FREE * free_bytes(options.device))
+    weights = 3 * sizes.experts * sizes.hidden * sizes.width * dtype.itemsize
     module = None
     for tokens in options.tokens:
         needed = 3 * weights + _activations(sizes, registered, tokens, dtype)
-        if needed > budget:
+        if needed > _budget(options):
             yield Cost(tokens, None, None, f"may take {needed / 2**30:.3g} GiB; not tried")
             continue
         if time.monotonic() - start > options.budget_s:
@@ -135,45 +139,22 @@ def expert_costs(
             continue
         if module is None:
             module = layer.build(geometry, sizes, options.device, dtype, options.seed)
-        yield _expert_cost(module, registered, sizes, tokens, dtype, options)
+        inputs = layer.random_inputs(sizes, tokens, options.device, dtype, options.seed)
+        run = partial(_experts_pass, module, registered, inputs)
+        yield _cost(tokens, options.device, run)
 
 
-def _expert_cost(
-    module: Any,
-    registered: str,
-    sizes: layer.Sizes,
-    tokens: int,
-    dtype: torch.dtype,
-    options: Options,
-) -> Cost:
-    inputs = layer.random_inputs(sizes, tokens, options.device, dtype, options.seed)
-    times, peaks = [], []
-    for _ in range(max(2, options.repeats)):  # the first run warms up
-        try:
-            with MemoryPeak(torch.device(options.device), True) as peak:
-                _, gradients, raised = layer.run_backward(module, registered, inputs)
-                _settle(options.device)
-        except Exception as error:
-            return Cost(tokens, None, None, line(error))
-        if raised:
-            return Cost(tokens, None, None, raised)
-        kept = sum(x.nbytes for x in gradients.values() if x is not None)
-        times.append(peak.seconds)
-        peaks.append(max(0, (peak.bytes or 0) - kept))
-        del gradients
-        if times[0] > QUICK_S:  # nothing to warm up that would show in it
-            return Cost(tokens, times[0], peaks[0])
-    return Cost(tokens, statistics.median(times[1:]), max(peaks[1:]))
-
-
-def _settle(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+def _experts_pass(module: Any, registered: str, inputs: layer.ExpertInputs) -> int:
+    """Forward and backward; returns the bytes of the gradients."""
+    _, gradients, raised = layer.run_backward(module, registered, inputs)
+    if raised:
+        raise raised
+    return sum(x.nbytes for x in gradients.values() if x is not None)
 
 
 def _activations(sizes: layer.Sizes, registered: str, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of activations: a rough upper estimate."""
-    pairs, size = tokens * sizes.top_k, torch.finfo(dtype).bits // 8
+    pairs = tokens * sizes.top_k
     if registered == "batched_mm":  # the weights of the chosen experts, and their gradient
-        return 4 * pairs * 3 * sizes.hidden * sizes.width * size
-    return 4 * pairs * (sizes.hidden + 3 * sizes.width) * size
+        return 4 * pairs * 3 * sizes.hidden * sizes.width * dtype.itemsize
+    return 4 * pairs * (sizes.hidden + 3 * sizes.width) * dtype.itemsize

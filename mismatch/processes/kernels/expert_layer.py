@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.processes.kernels.checks import line
+from mismatch.processes.kernels.findings import Tensors, gradients
 from mismatch.processes.kernels.geometry import ModelGeometry
 
 BIAS = 0.3  # of random biases: large enough to be missed
@@ -209,27 +209,16 @@ def leaves(module: Any, inputs: ExpertInputs) -> Iterator[tuple[str, torch.Tenso
 
 
 def run_backward(
-    module: Any, registered: str, inputs: ExpertInputs
-) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], str]:
-    """Output, gradients, and the error of the backward pass (one line, or "")."""
-    inputs = leaf_copies(inputs)
-    out = run(module, registered, inputs)
-    try:
-        return out.detach(), gradients(module, inputs, out), ""
-    except Exception as error:
-        return out.detach(), {}, line(error)
+    module: Any, registered: str | None, inputs: ExpertInputs
+) -> tuple[torch.Tensor, Tensors, Exception | None]:
+    """Output, gradients, and the error of the backward pass.
 
-
-def leaf_copies(inputs: ExpertInputs) -> ExpertInputs:
-    """Copies that require gradients."""
+    ``registered`` None: by the definition.
+    """
     hidden, router = (x.detach().clone().requires_grad_() for x in inputs[:2])
-    return inputs._replace(hidden=hidden, router=router)
-
-
-def gradients(
-    module: Any, inputs: ExpertInputs, out: torch.Tensor
-) -> dict[str, torch.Tensor | None]:
-    named = dict(leaves(module, inputs))
-    weights = inputs.weights.to(out.dtype)
-    grads = torch.autograd.grad(out, list(named.values()), weights, allow_unused=True)
-    return dict(zip(named, grads, strict=True))
+    inputs = inputs._replace(hidden=hidden, router=router)
+    out = definition(module, inputs) if registered is None else run(module, registered, inputs)
+    try:
+        return out.detach(), gradients(dict(leaves(module, inputs)), out, inputs.weights), None
+    except Exception as error:
+        return out.detach(), {}, error

@@ -16,7 +16,7 @@ from typing import Literal
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.types import Audit, AuditReport, Harm, Kind
+from mismatch.experiments.kernels.types import Audit, AuditReport, Kind, ModelImpact
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.run.store import read_json, write_json
 
@@ -173,7 +173,7 @@ def collected(folder: Path) -> AuditReport:
             if reason := impact.get("failed"):
                 not_tested.append(f"what {step.name} does to the model: {reason}")
             else:
-                audit = replace(audit, harm=from_json(Harm, impact))
+                audit = replace(audit, harm=from_json(ModelImpact, impact))
         audits.append(audit)
     return AuditReport(
         model=plan["model"],

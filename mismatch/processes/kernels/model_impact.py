@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.types import Harm
+from mismatch.experiments.kernels.types import ModelImpact
 from mismatch.processes.kernels.cases import Candidate
 from mismatch.training.packing import Batch
 
@@ -51,7 +51,7 @@ class ImpactSource:
 
 def measure_impact(
     source: ImpactSource, candidate: Candidate, chosen: str, packed: bool = False
-) -> Harm:
+) -> ModelImpact:
     """Run the model with a kernel, and with the trainer's own for comparison.
 
     Args:
@@ -91,7 +91,7 @@ class Bench:
     logprobs: np.ndarray
     gradients: Gradients
     sinks: frozenset[str]
-    measured: dict[tuple[str, bool], Harm]
+    measured: dict[tuple[str, bool], ModelImpact]
 
     @classmethod
     def of(cls, source: ImpactSource) -> Bench:
@@ -104,14 +104,14 @@ class Bench:
         names = (name for name in gradients if "sink" in name.rpartition(".")[2])
         return cls(model, rows, logprobs, gradients, frozenset(names), {})
 
-    def baseline(self, registered: str, packed: bool) -> Harm:
+    def baseline(self, registered: str, packed: bool) -> ModelImpact:
         """:meth:`measure`, once per kernel."""
         key = registered, packed
         if key not in self.measured:
             self.measured[key] = self.measure(registered, packed)
         return self.measured[key]
 
-    def measure(self, registered: str, packed: bool) -> Harm:
+    def measure(self, registered: str, packed: bool) -> ModelImpact:
         """The differences from the reference under one kernel."""
         from mismatch.metrics.token import k3_kl
 
@@ -121,7 +121,7 @@ class Bench:
         delta = logprobs - self.logprobs
         error, cosine = _distance(gradients, self.gradients, frozenset(self.gradients))
         sinks = _distance(gradients, self.gradients, self.sinks)[0] if self.sinks else None
-        return Harm(
+        return ModelImpact(
             tokens=len(delta),
             mean_abs_delta=float(np.abs(delta).mean()),
             k3_kl=float(k3_kl(delta)),

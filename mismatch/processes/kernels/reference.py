@@ -58,9 +58,14 @@ def rounded(inputs: Inputs, mask: torch.Tensor, scaling: float) -> torch.Tensor:
     return (share.to(value.dtype) @ value).transpose(1, 2)
 
 
-def exact(inputs: Inputs) -> Inputs:
-    """A float64 copy of the kernel's inputs, with requires_grad."""
-    return Inputs(*(None if x is None else x.detach().double().requires_grad_() for x in inputs))  # type: ignore[arg-type]
+def leaves_of(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
+    """Copies of the kernel's inputs that require gradients, in another dtype if one is given."""
+    return Inputs(
+        *(
+            None if x is None else x.detach().to(dtype or x.dtype, copy=True).requires_grad_()
+            for x in inputs
+        )  # type: ignore[arg-type]
+    )
 
 
 def relative_error(result: torch.Tensor | None, reference: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mismatch.processes.kernels.cases import Inputs, Scene, positions_of
+from mismatch.processes.kernels.cases import Case, Inputs, positions_of
 from mismatch.processes.kernels.geometry import ModelGeometry
 
 
@@ -24,7 +24,7 @@ class Runner:
         self.geometry, self.registered = geometry, registered
         self._function = function_of(geometry, registered)
 
-    def __call__(self, scene: Scene, inputs: Inputs) -> torch.Tensor:
+    def __call__(self, case: Case, inputs: Inputs) -> torch.Tensor:
         """[B, T, H, Dv].
 
         Raises:
@@ -32,26 +32,26 @@ class Runner:
             ValueError: it returns another shape.
         """
         device = str(inputs.query.device)
-        config = self._config(scene, inputs.query.dtype)
+        config = self._config(case, inputs.query.dtype)
         extra = {} if inputs.sinks is None else {"s_aux": inputs.sinks}
         result = self._function(
             _layer(self.geometry, config, inputs),
             *inputs[:3],
-            self.mask(scene, config, inputs),
+            self.mask(case, config, inputs),
             dropout=0.0,
-            scaling=scene.scaling,
-            sliding_window=scene.window,
-            position_ids=positions_of(scene, device),
+            scaling=case.scaling,
+            sliding_window=case.window,
+            position_ids=positions_of(case, device),
             **extra,
         )
         out = result[0] if isinstance(result, tuple) else result
-        wanted = (scene.rows, scene.queries, self.geometry.heads, self.geometry.value_dim)
+        wanted = (case.rows, case.queries, self.geometry.heads, self.geometry.value_dim)
         if not isinstance(out, torch.Tensor) or tuple(out.shape) != wanted:
             shape = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
             raise ValueError(f"it returns {shape}, not [B, T, H, Dv] = {wanted}")
         return out
 
-    def mask(self, scene: Scene, config: Any, inputs: Inputs) -> Any:
+    def mask(self, case: Case, config: Any, inputs: Inputs) -> Any:
         """What transformers makes for this implementation, from positions, padding and cache."""
         from transformers.masking_utils import (
             create_causal_mask,
@@ -59,19 +59,19 @@ class Runner:
         )
 
         query = inputs.query
-        build: Any = create_sliding_window_causal_mask if scene.window else create_causal_mask
+        build: Any = create_sliding_window_causal_mask if case.window else create_causal_mask
         return build(
             config=config,
-            inputs_embeds=query.new_empty(scene.rows, scene.queries, 1),
-            attention_mask=_padding(scene, query.device),
-            past_key_values=_Cache(scene) if scene.queries < scene.keys else None,
-            position_ids=positions_of(scene, str(query.device)),
+            inputs_embeds=query.new_empty(case.rows, case.queries, 1),
+            attention_mask=_padding(case, query.device),
+            past_key_values=_Cache(case) if case.queries < case.keys else None,
+            position_ids=positions_of(case, str(query.device)),
         )
 
-    def _config(self, scene: Scene, dtype: torch.dtype) -> Any:
+    def _config(self, case: Case, dtype: torch.dtype) -> Any:
         return SimpleNamespace(
             _attn_implementation=self.registered,
-            sliding_window=scene.window,
+            sliding_window=case.window,
             dtype=dtype,
             is_causal=True,
         )
@@ -82,8 +82,8 @@ class _Cache:
 
     is_compileable = False
 
-    def __init__(self, scene: Scene) -> None:
-        self._keys, self._before = scene.keys, scene.keys - scene.queries
+    def __init__(self, case: Case) -> None:
+        self._keys, self._before = case.keys, case.keys - case.queries
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self._before
@@ -129,9 +129,9 @@ def _layer(geometry: ModelGeometry, config: Any, inputs: Inputs) -> torch.nn.Mod
     return layer  # type: ignore[no-any-return]
 
 
-def _padding(scene: Scene, device: torch.device) -> torch.Tensor | None:
+def _padding(case: Case, device: torch.device) -> torch.Tensor | None:
     """[B, S] 1 for real tokens; None where there is no padding."""
-    if not scene.lengths:
+    if not case.lengths:
         return None
-    lengths = torch.tensor(scene.lengths, device=device)
-    return (torch.arange(scene.keys, device=device) < lengths[:, None]).long()
+    lengths = torch.tensor(case.lengths, device=device)
+    return (torch.arange(case.keys, device=device) < lengths[:, None]).long()

@@ -13,8 +13,8 @@ from mismatch.experiments.kernels.types import (
     AuditReport,
     Cost,
     Finding,
-    Harm,
     Kind,
+    ModelImpact,
     answered,
     causes_of,
     ended,
@@ -156,7 +156,7 @@ def _fault(audit: Audit) -> str:
     return said
 
 
-def _harm_words(harm: Harm) -> str:
+def _harm_words(harm: ModelImpact) -> str:
     said = f"mean |delta| {number(harm.mean_abs_delta)} nats"
     if harm.baseline is not None:
         said += f" (what auto takes: {number(harm.baseline.mean_abs_delta)})"
