@@ -160,6 +160,23 @@ def test_a_trainer_that_contradicts_itself_is_not_healthy(size, status, tmp_path
     assert passes(report) is (status == "passed")
 
 
+def test_the_worst_of_the_trainers_passes_counts(tmp_path):
+    """The pass with most clipping is sound; another is off on every token, within PPO's range."""
+    rollout = sampled()
+    left = likely(rollout)
+    right = left + noise(rollout, 0.005)
+    spiked, biased = right.copy(), right + 0.15
+    spiked[:5] += 0.3
+    status = {}
+    for size, passed in (("far", biased), ("near", right + 0.05), ("same", right)):
+        place = saved(tmp_path / size, rollout, left, right,
+                      {"fsdp:repeated": spiked, "fsdp:grad": passed})  # fmt: skip
+        found = {one.id: one for one in report_of(place).checks}["trainer-self-agreement"]
+        status[size] = found.status
+        assert found.status == "passed" or found.detail.startswith("fsdp:grad")
+    assert status == {"far": "failed", "near": "warning", "same": "passed"}
+
+
 def test_noise_injected_into_the_second_pass_is_not_held_against_the_trainer(tmp_path):
     rollout = sampled()
     left = likely(rollout)
