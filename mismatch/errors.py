@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 
 class MismatchError(Exception):
     """A failure with a remedy. The command line prints both and exits with code 2.
@@ -41,3 +43,15 @@ class OutOfMemory(MismatchError):
 
 class CorruptCapture(MismatchError):
     """Routed experts that cannot be true: wrong shape, ids out of range, missing rows."""
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line, for a message; its class where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return textwrap.shorten(lines[0], 300, placeholder=" …") if lines else type(error).__name__
+
+
+def named_line(error: BaseException) -> str:
+    """:func:`first_line` behind the name of the exception's class."""
+    name, text = type(error).__name__, first_line(error)
+    return name if text == name else f"{name}: {text}"

@@ -73,10 +73,7 @@ def build_rollout(
 
 
 def decode_scoring(
-    engine: Engine,
-    samples: Sequence[Sequence[Sample]],
-    rollout: Rollout,
-    fingerprint: Fingerprint,
+    engine: Engine, samples: Sequence[Sequence[Sample]], rollout: Rollout, fingerprint: Fingerprint
 ) -> Scoring:
     """What the engine said while it sampled; the experts it used are :func:`decode_routing`."""
     return Scoring(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
@@ -56,6 +57,52 @@ def require_ids(sequences: Sequence[Sequence[int]], vocabulary: int) -> None:
                 raise MismatchError(
                     f"sequence {index} holds id {token}, the vocabulary has {vocabulary}", fix
                 )
+
+
+def argument_name(raw: str) -> str:
+    """``--max-num-seqs`` as the engine's own code spells it."""
+    return raw.lstrip("-").replace("-", "_")
+
+
+def checked_arguments(
+    spec: EngineSpec,
+    engine: str,
+    known: Collection[str],
+    options: Mapping[str, str],
+    kept: Mapping[str, str],
+    help_command: str,
+) -> dict[str, Any]:
+    """``--engine-arg`` pairs by name, checked against the engine's own list.
+
+    Args:
+        options: arguments that options of mismatch set: one place to say a thing.
+        kept: arguments that must stay as they are -> what mismatch needs.
+
+    Raises:
+        MismatchError: an unknown name, or one of ``options`` or ``kept``.
+    """
+    arguments: dict[str, Any] = {}
+    for raw, value in spec.args:
+        name = argument_name(raw)
+        if name in options:
+            message = f"--engine-arg {raw}: mismatch sets this itself"
+            raise MismatchError(message, f"use {options[name]}")
+        if name in kept:
+            raise MismatchError(f"--engine-arg {raw}: mismatch needs {kept[name]}", "drop it")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            raise MismatchError(
+                f"--engine-arg {raw}: {engine} has no such engine argument",
+                f"did you mean {', '.join(near)}?" if near else f"see: {help_command}",
+            )
+        arguments[name] = value
+    return arguments
+
+
+def context_needed(longest: int, limit: int | None) -> int:
+    """As short as these sequences allow (a long context costs memory), rounded for the kernels."""
+    rounded = -(-longest // 64) * 64
+    return min(rounded, limit or rounded)
 
 
 Mode = Literal["decode", "prefill"]

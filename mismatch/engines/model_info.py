@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, first_line
 from mismatch.models.config import ModelConfig
 from mismatch.specs import EngineSpec
 
@@ -147,12 +147,6 @@ def logged_cause(log: str) -> str:
         if (match := LOGGED_ERROR.fullmatch(line.strip())) and "root cause" not in match["text"]
     ]
     return textwrap.shorten(causes[-1], 400, placeholder=" …") if causes else ""
-
-
-def first_line(error: BaseException) -> str:
-    """An exception in one line, for a message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return textwrap.shorten(lines[0], 300, placeholder=" …") if lines else type(error).__name__
 
 
 def _require_causal(spec: EngineSpec, config: Any) -> None:

@@ -164,9 +164,7 @@ def second_passes(spec: CheckSpec) -> list[Pass]:
     if not wanted or not train.routing or train.replay_routing is not None:
         return passes
     if is_moe(train.model, train.revision):
-        passes.append(
-            Pass(NEW_REPLAYED, replace(new, replay_routing="ids", replay_source=TRAIN)),
-        )
+        passes.append(Pass(NEW_REPLAYED, replace(new, replay_routing="ids", replay_source=TRAIN)))
         if spec.two_passes and spec.rollout.engine.routing:
             passes.append(Pass(REPLAYED, replace(train, replay_routing="ids")))
     return passes

@@ -7,7 +7,7 @@ from typing import Any
 from mismatch.analysis.registry import Analysis
 from mismatch.codec import Misfit, from_json, schema_of, to_json
 from mismatch.experiments.engine_pair.types import Triangle
-from mismatch.experiments.fixes.base import FixOutcome, FixTable
+from mismatch.experiments.fixes.base import FixTable
 from mismatch.experiments.gradients.types import GradientCheck
 from mismatch.experiments.kernels.types import (
     AuditReport,
@@ -60,4 +60,3 @@ ANALYSES = (
     _Kernels("kernels", AuditReport, order=7),
     Analysis("gradients", GradientCheck, order=8),
 )
-__all__ = ["ANALYSES", "FixOutcome"]

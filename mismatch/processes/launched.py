@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, first_line
 from mismatch.processes.stages import Job, by_load
 from mismatch.run import resume, store
 from mismatch.run.messages import clear_errors, error_path, pass_label
@@ -96,8 +96,7 @@ def score(run_dir: Path, passes: list[Pass], place: Launched, note: Callable[[st
     try:
         run(job)
     except RuntimeError as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise MismatchError(
-            f"rank {place.rank} lost the others: {first}",
+            f"rank {place.rank} lost the others: {first_line(error)}",
             "the rank that failed first says why; the same command goes on with what is missing",
         ) from error

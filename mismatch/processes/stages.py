@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -303,12 +303,15 @@ def may_load_early(train: TrainSpec) -> bool:
     """Whether the trainer's weights fit beside an engine at work: never on its GPU."""
     import psutil
 
-    files = [*Path(train.model).glob("*.safetensors"), *Path(train.model).glob("*.bin")]
-    if local_gpus() or not files:
-        return False
-    needed = EARLY_FACTOR * sum(file.stat().st_size for file in files) + EARLY_BYTES
+    held = weight_bytes(train.model, "*.safetensors", "*.bin")
     available: int = psutil.virtual_memory().available
-    return available > needed
+    return not local_gpus() and held > 0 and EARLY_FACTOR * held + EARLY_BYTES < available
+
+
+def weight_bytes(model: str, *patterns: str) -> int:
+    """Of the files of a model on this machine; 0: none."""
+    files = (file for pattern in patterns for file in Path(model).glob(pattern))
+    return sum(file.stat().st_size for file in files)
 
 
 def meeting_point() -> list[str]:
@@ -323,27 +326,13 @@ LABEL = "float32-engine"
 FACTOR, RESERVE = 5, 3 << 30  # float32 beside bf16 files, and what the process itself takes
 
 
-class Starter(Protocol):
-    """What starts engines; :class:`mismatch.processes.stages.Stages`."""
-
-    spec: CheckSpec
-    run_dir: Path
-    narrator: Any
-
-    def engine(
-        self, spec: RolloutSpec, label: str, job: dict[str, Any]
-    ) -> AbstractContextManager[Worker]: ...
-
-    def wait(self, worker: Worker, key: str, title: str, *beside: Worker) -> None: ...
-
-
-def score_in_float32(stages: Starter, *beside: Worker) -> None:
+def score_in_float32(stages: Stages, *beside: Worker) -> None:
     """Leave ``<engine>:fp32``, or the reason why there is none."""
     place = stages.run_dir
     try:
         spec = float32_engine(stages.spec.rollout)
         name = f"{stages.spec.rollout.engine.engine}:{FLOAT32}"
-        if spec is None or is_done(place, name, spec):
+        if spec is None or manifest.is_current(place, store.scoring_file(name), spec_hash(spec)):
             return
         error_path(place, LABEL).unlink(missing_ok=True)
         require_memory(spec)
@@ -358,11 +347,6 @@ def score_in_float32(stages: Starter, *beside: Worker) -> None:
         stages.narrator.note(f"the engine in float32: {error.message}")
 
 
-def is_done(place: Path, name: str, spec: RolloutSpec) -> bool:
-    """Whether the scoring is there, of these tokens and this spec."""
-    return manifest.is_current(place, store.scoring_file(name), spec_hash(spec))
-
-
 def require_memory(spec: RolloutSpec) -> None:
     """On a CPU, refuse what would drive other processes out of memory.
 
@@ -371,10 +355,10 @@ def require_memory(spec: RolloutSpec) -> None:
     """
     import psutil
 
-    files = [*Path(spec.engine.model).glob("*.safetensors")]
-    if local_gpus() or not files:
+    held = weight_bytes(spec.engine.model, "*.safetensors")
+    if local_gpus() or not held:
         return
-    needed = FACTOR * sum(file.stat().st_size for file in files) // 2 + RESERVE
+    needed = FACTOR * held // 2 + RESERVE
     free = psutil.virtual_memory().available
     if needed > free:
         raise MismatchError(

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, first_line
 from mismatch.models import mxfp4
 from mismatch.models.derived import in_form
 from mismatch.specs import MasterDtype, TrainSpec, weights_key
@@ -39,7 +39,6 @@ from mismatch.training.routing.probe import require_interventions_possible
 from mismatch.training.scorer import Scorer, torch_dtype
 from mismatch.training.source import (
     dequantising,
-    first_line,
     model_directory,
     quantisation_of,
     read_config,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, first_line
 from mismatch.specs import MasterDtype, TrainSpec
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -101,11 +101,6 @@ def require_tokenizer(directory: Path) -> None:
     )
 
 
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BF16_ONLY = {"BF16"}
 INTEGERS = {"U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}  # blocks, scales, ids
@@ -171,9 +166,6 @@ def _file(files: TrainSpec, name: str) -> Path | None:
         path = Path(files.model) / name
         return path if path.is_file() else None
     found = cached_file(
-        files.model,
-        name,
-        revision=files.revision,
-        _raise_exceptions_for_missing_entries=False,
+        files.model, name, revision=files.revision, _raise_exceptions_for_missing_entries=False
     )
     return Path(found) if found else None

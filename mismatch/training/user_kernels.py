@@ -24,7 +24,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, named_line
 
 MASKS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2", "none": None}
 DEFAULT_MASK = "sdpa"
@@ -77,12 +77,11 @@ def _import(text: str, module_name: str) -> Any:
     try:
         return importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises while it is imported
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         fix = "put the folder that holds it on PYTHONPATH, or install the package"
         if not isinstance(error, ModuleNotFoundError):
             fix = f"mend the module: `python -c 'import {module_name}'` shows the whole error"
         raise MismatchError(
-            f"{text}: cannot import {module_name}: {type(error).__name__}: {reason}", fix
+            f"{text}: cannot import {module_name}: {named_line(error)}", fix
         ) from error
 
 

@@ -62,8 +62,7 @@ def _options(spec: TrainSpec, rollout: Rollout, loaded: LoadedModel) -> ForwardO
         head_dtype=torch_dtype(spec.head_dtype) if spec.head_dtype else None,
         routing=spec.routing and bool(loaded.scorer.moe),
         rounding=Rounding(
-            spec.temperature_in,
-            torch_dtype(spec.logprobs_dtype) if spec.logprobs_dtype else None,
+            spec.temperature_in, torch_dtype(spec.logprobs_dtype) if spec.logprobs_dtype else None
         ),
     )
 

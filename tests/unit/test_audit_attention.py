@@ -11,8 +11,8 @@ import torch
 import mismatch.models
 from mismatch.errors import MismatchError
 from mismatch.experiments.kernels.types import ATTENTION_COLUMNS, CONSEQUENCES, Audit
-from mismatch.processes.kernels.attention import audit_attention, names_here
-from mismatch.processes.kernels.cases import Candidate
+from mismatch.processes.kernels.attention import audit_attention
+from mismatch.processes.kernels.cases import Candidate, names_here
 from mismatch.processes.kernels.costs import costs
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
 from mismatch.processes.kernels.runner import Runner

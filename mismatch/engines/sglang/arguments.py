@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from typing import Any
 
+from mismatch.engines.base import argument_name, checked_arguments, context_needed
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.errors import MismatchError
@@ -48,7 +48,7 @@ def engine_arguments(
     spec: EngineSpec, sampling: Sampling, info: ModelInfo, longest: int
 ) -> dict[str, Any]:
     """Keyword arguments of SGLang's engine; the user's own (``spec.args``) come last and win."""
-    context = spec.max_model_len or _context_needed(info, longest)
+    context = spec.max_model_len or context_needed(longest + SPARE_TOKENS, info.context)
     if context < longest + SPARE_TOKENS:
         raise MismatchError(
             f"sequences of up to {longest} tokens, and the context is {context}: SGLang keeps "
@@ -81,7 +81,7 @@ def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
 
 def deterministic(spec: EngineSpec) -> bool:
     """Whether seeds decide tokens: SGLang ignores them unless told to be deterministic."""
-    given = {_argument_name(raw): value for raw, value in spec.args}
+    given = {argument_name(raw): value for raw, value in spec.args}
     named = ("enable_deterministic_inference", "rl_on_policy_target")
     return any(bool(given.get(name)) for name in named)
 
@@ -97,34 +97,6 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     from sglang.srt.server_args import ServerArgs
 
     known = set(ServerArgs.__struct_fields__)
-    arguments: dict[str, Any] = {}
-    for raw, value in spec.args:
-        name = _argument_name(raw)
-        if name in OWN_OPTIONS:
-            raise MismatchError(
-                f"--engine-arg {raw}: mismatch sets this itself", f"use {OWN_OPTIONS[name]}"
-            )
-        if name in NOT_OURS:
-            raise MismatchError(
-                f"--engine-arg {raw}: mismatch needs SGLang's own setting of this", "drop it"
-            )
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            raise MismatchError(
-                f"--engine-arg {raw}: SGLang has no such engine argument",
-                f"did you mean {', '.join(near)}?"
-                if near
-                else "see: python -m sglang.launch_server --help",
-            )
-        arguments[name] = value
-    return arguments
-
-
-def _argument_name(raw: str) -> str:
-    return raw.lstrip("-").replace("-", "_")
-
-
-def _context_needed(info: ModelInfo, longest: int) -> int:
-    """As short as these sequences allow (a long context costs memory), rounded."""
-    rounded = -(-(longest + SPARE_TOKENS) // 64) * 64
-    return min(rounded, info.context or rounded)
+    kept = dict.fromkeys(NOT_OURS, "SGLang's own setting of this")
+    help_command = "python -m sglang.launch_server --help"
+    return checked_arguments(spec, "SGLang", known, OWN_OPTIONS, kept, help_command)

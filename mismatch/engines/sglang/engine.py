@@ -24,7 +24,7 @@ from mismatch.engines.base import (
     require_ids,
     sample_seed,
 )
-from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
+from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.engines.sglang import wire
 from mismatch.engines.sglang.arguments import (
@@ -41,7 +41,7 @@ from mismatch.engines.sglang.child import (
     run_detokenizer,
     run_scheduler,
 )
-from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
@@ -81,14 +81,10 @@ class SglangEngine:
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
-        """See the protocol."""
         seeded = deterministic(spec)
         reasons = {k: v for k, v in REASONS.items() if not (seeded and k == "deterministic")}
         return Capabilities(
-            prefill_tempered=False,
-            processed_logprobs=False,
-            deterministic=seeded,
-            reasons=reasons,
+            prefill_tempered=False, processed_logprobs=False, deterministic=seeded, reasons=reasons
         )
 
     def __enter__(self) -> Self:
@@ -118,7 +114,6 @@ class SglangEngine:
     # ------------------------------------------------------------ decode
 
     def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
-        """See the protocol."""
         require_ids(prompts, self.info.vocab_size)
         per_prompt = self.sampling.samples_per_prompt
         self._sent = wire.sampling_parameters(self.sampling, self.info.stop_ids)
@@ -211,7 +206,6 @@ class SglangEngine:
     # ------------------------------------------------------------ what ran
 
     def experts(self) -> ExpertLayout | None:
-        """See the protocol."""
         if not self._capture or not self._facts["moe_layers"]:
             return None
         return ExpertLayout(

@@ -26,9 +26,9 @@ from mismatch.engines.base import (
     sample_seed,
 )
 from mismatch.engines.distribution_capture import Wanted, Watcher, law_logprobs
-from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_model_info
+from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, first_line
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 
@@ -178,14 +178,12 @@ class TransformersEngine:
             return model.to(self.device).eval()
         except Exception as error:  # transformers and safetensors raise many kinds here
             raise MismatchError(
-                f"transformers cannot load {self.spec.model}: {first_line(error)}",
-                load_fix(error),
+                f"transformers cannot load {self.spec.model}: {first_line(error)}", load_fix(error)
             ) from error
 
     # ------------------------------------------------------------ decode
 
     def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
-        """See the protocol."""
         import torch
 
         total = len(prompts) * self.sampling.samples_per_prompt
@@ -248,11 +246,9 @@ class TransformersEngine:
             logits, routed = self._forward(last, cache)
 
     def watch(self, wanted: Wanted) -> None:
-        """See the protocol."""
         self._watcher = Watcher(wanted)
 
     def watched(self) -> dict[str, NDArray[Any]]:
-        """See the protocol."""
         return self._watcher.collected() if self._watcher else {}
 
     def _look(self, rows: list[Row], logits: torch.Tensor) -> None:
@@ -308,21 +304,18 @@ class TransformersEngine:
     # ------------------------------------------------------------ what ran
 
     def experts(self) -> ExpertLayout | None:
-        """See the protocol."""
         if not self._moe:
             return None
         layers = tuple(layer.index for layer in self._moe)
         return ExpertLayout(layers, self._moe[0].num_experts, self.info.top_k)
 
     def weights(self) -> LoadedWeights:
-        """See the protocol."""
         from mismatch.models.digests import digest_tensor
 
         tensors = self.model.state_dict().items()
         return LoadedWeights({n: digest_tensor(t) for n, t in tensors if t.is_floating_point()})
 
     def fingerprint(self, mode: Mode) -> Fingerprint:
-        """See the protocol."""
         law = self.sampling
         dtype = short_dtype(self.model.dtype)
         config = self.model.config

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import shutil
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mismatch.engines.model_info import ModelInfo, first_line
-from mismatch.errors import MismatchError
+from mismatch.engines.base import argument_name, checked_arguments, context_needed
+from mismatch.engines.model_info import ModelInfo
+from mismatch.errors import MismatchError, first_line
 from mismatch.run.machine import SHARED_BYTES
 from mismatch.specs import AS_STORED, TORCH_NAMES, EngineSpec
 from mismatch.types import Sampling
@@ -134,7 +134,7 @@ def engine_arguments(
         "worker_extension_cls": "mismatch.engines.vllm.worker.WorkerExtension",
     }
     if spec.max_model_len or info.context:
-        arguments["max_model_len"] = spec.max_model_len or _context_needed(info, longest)
+        arguments["max_model_len"] = spec.max_model_len or context_needed(longest + 1, info.context)
     if spec.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
     user = user_arguments(spec)
@@ -186,7 +186,7 @@ def no_capture(spec: EngineSpec) -> str | None:
     it is imported. On a CPU the routes come from our worker extension, which needs one pipeline
     stage too.
     """
-    given = {_argument_name(raw): value for raw, value in spec.args}
+    given = {argument_name(raw): value for raw, value in spec.args}
     if given.get("pipeline_parallel_size", 1) != 1:
         return "vLLM returns no routed experts with pipeline parallelism"
     if is_cpu_build():
@@ -207,10 +207,6 @@ def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
     return spec.routing and info.moe and no_capture(spec) is None
 
 
-def _argument_name(raw: str) -> str:
-    return raw.lstrip("-").replace("-", "_")
-
-
 def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     """``--engine-arg`` pairs, checked against vLLM's own list.
 
@@ -221,25 +217,8 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     from vllm import EngineArgs
 
     known = set(EngineArgs.__dataclass_fields__) | {"kv_transfer_config", "disable_log_stats"}
-    arguments: dict[str, Any] = {}
-    for raw, value in spec.args:
-        name = _argument_name(raw)
-        if name in OWN_OPTIONS:
-            raise MismatchError(
-                f"--engine-arg {raw}: mismatch sets this itself", f"use {OWN_OPTIONS[name]}"
-            )
-        if name == "worker_extension_cls":
-            raise MismatchError(
-                f"--engine-arg {raw}: mismatch needs this for its own worker extension",
-                "drop it",
-            )
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            raise MismatchError(
-                f"--engine-arg {raw}: vLLM has no such engine argument",
-                f"did you mean {', '.join(near)}?" if near else "see: vllm serve --help",
-            )
-        arguments[name] = value
+    kept = {"worker_extension_cls": "this for its own worker extension"}
+    arguments = checked_arguments(spec, "vLLM", known, OWN_OPTIONS, kept, "vllm serve --help")
     if arguments.get("logprobs_mode", LOGPROB_MODES[0]) not in LOGPROB_MODES:
         raise MismatchError(
             f"--engine-arg logprobs_mode={arguments['logprobs_mode']}: not logprobs",
@@ -271,9 +250,3 @@ def sampling_arguments(sampling: Sampling, stop_ids: tuple[int, ...]) -> dict[st
         "prompt_logprobs": None,
         "detokenize": False,
     }
-
-
-def _context_needed(info: ModelInfo, longest: int) -> int:
-    """As short as these sequences allow (a long context costs memory), rounded for the kernels."""
-    rounded = -(-(longest + 1) // 64) * 64
-    return min(rounded, info.context or rounded)

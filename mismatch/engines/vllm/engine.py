@@ -22,13 +22,7 @@ from mismatch.engines.base import (
     sample_seed,
 )
 from mismatch.engines.distribution_capture import Wanted, unpack
-from mismatch.engines.model_info import (
-    CauseInLog,
-    ModelInfo,
-    first_line,
-    load_fix,
-    read_model_info,
-)
+from mismatch.engines.model_info import CauseInLog, ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import checkpoint_names, model_facts, short_dtype
 from mismatch.engines.vllm.arguments import (
     captures_routes,
@@ -39,7 +33,7 @@ from mismatch.engines.vllm.arguments import (
     set_environment,
     without_refused_capture,
 )
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 
@@ -111,7 +105,6 @@ class VllmEngine:
     # ------------------------------------------------------------ decode
 
     def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
-        """See the protocol."""
         per_prompt = self.sampling.samples_per_prompt
         jobs = [(p, s) for p in range(len(prompts)) for s in range(per_prompt)]
         params = [self._params(prompt, sample) for prompt, sample in jobs]
@@ -220,11 +213,9 @@ class VllmEngine:
     # ------------------------------------------------------------ whole distributions
 
     def watch(self, wanted: Wanted) -> None:
-        """See the protocol."""
         self._wanted = wanted
 
     def watched(self) -> dict[str, NDArray[Any]]:
-        """See the protocol."""
         return self._watched
 
     def _start_watch(self, prompts: list[int]) -> None:
@@ -274,7 +265,6 @@ class VllmEngine:
     # ------------------------------------------------------------ what ran
 
     def experts(self) -> ExpertLayout | None:
-        """See the protocol."""
         if not self._capture or not self._facts["moe_layers"]:
             return None
         return ExpertLayout(
@@ -296,7 +286,6 @@ class VllmEngine:
         return LoadedWeights(total, tuple(sorted(unmapped)))
 
     def fingerprint(self, mode: Mode) -> Fingerprint:
-        """See the protocol."""
         config, model = self.config, self.config.model_config
         dtype = short_dtype(model.dtype)
         cache = str(config.cache_config.cache_dtype)

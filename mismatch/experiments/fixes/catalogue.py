@@ -5,40 +5,14 @@ from __future__ import annotations
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
 from mismatch.experiments.fixes.engine_fixes import ENGINE_FIXES
+from mismatch.experiments.fixes.spec_edits import fix, guides
 from mismatch.experiments.fixes.trainer_fixes import TRAIN_FIXES
 from mismatch.metrics.corrections import OVERRIDE
 
-UNMOVED = "delta stays as it is; gradients are reweighted"
-
-
-def _fix(id: str, summary: str, cost: str, corrects: str, hides: bool = False) -> Fix:
-    effect = "hides the mismatch: the ratio is 1 by construction" if hides else UNMOVED
-    return Fix(id, "estimator", summary, effect, cost, corrects=corrects, hides=hides)
-
-
-ESTIMATOR_FIXES = (
-    _fix(
-        "on-policy-ratio",
-        "the trainer's own logprobs stand in for the engine's in the ratio",
-        "whatever bias the mismatch brings stays, unseen",
-        OVERRIDE,
-        hides=True,
-    ),
-    _fix("tis", "token ratios as weights, truncated above", "bias of the cut", "tis-token"),
-    _fix(
-        "seq-tis", "sequence ratios as weights, truncated above", "variance grows with length",
-        "tis-sequence",
-    ),
-    _fix("icepop", "tokens whose ratio leaves a band are dropped", "dropped tokens", "icepop"),
-    _fix("mis", "tokens whose ratio is too large are dropped", "dropped tokens", "mis-token"),
-    _fix(
-        "geo-rs", "sequences whose geometric mean ratio leaves a band are dropped",
-        "dropped sequences", "geometric",
-    ),
-    _fix("veto", "sequences with one tiny token ratio are dropped", "dropped sequences", "veto"),
-)  # fmt: skip
-
-
+ESTIMATOR_FIXES = tuple(
+    fix("estimator", id, corrects=guides()[id].get("correction", OVERRIDE))
+    for id in ("on-policy-ratio", "tis", "seq-tis", "icepop", "mis", "geo-rs", "veto")
+)
 FIXES: tuple[Fix, ...] = (*TRAIN_FIXES, *ENGINE_FIXES, *ESTIMATOR_FIXES)
 
 
@@ -48,9 +22,9 @@ def fix_named(name: str) -> Fix:
     Raises:
         MismatchError: there is none.
     """
-    for fix in FIXES:
-        if fix.id == name:
-            return fix
+    for entry in FIXES:
+        if entry.id == name:
+            return entry
     raise MismatchError(f"no fix {name!r}", f"one of: {', '.join(fix.id for fix in FIXES)}")
 
 

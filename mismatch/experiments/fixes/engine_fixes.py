@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from mismatch.experiments.fixes.base import Context, Fix, Flags
+from mismatch.experiments.fixes.base import Context, Flags
 from mismatch.experiments.fixes.spec_edits import (
     ABSENT,
     Change,
     engine,
     engine_argument,
+    fix,
     on_engine,
     with_argument,
     without_arguments,
@@ -154,125 +156,69 @@ def _full_weights(spec: CheckSpec, value: str) -> CheckSpec:
     return on_engine(spec, weights=AS_STORED if rounded else "bf16")
 
 
+engine_fix = partial(fix, "engine")
 ENGINE_FIXES = (
-    Fix(
-        id="processed-logprobs",
-        side="engine",
-        summary="the engine reports logprobs of the law that sampled: after temperature and cuts",
-        effect="mends every token wherever the temperature is not 1 or the tail is cut",
-        cost="none",
-        flags=Flags(unset=("--engine-arg logprobs_mode",)),
-        apply=without_arguments("logprobs_mode"),
-        applies=_raw_logprobs,
+    engine_fix(
+        "processed-logprobs",
+        Flags(unset=("--engine-arg logprobs_mode",)),
+        without_arguments("logprobs_mode"),
+        _raw_logprobs,
     ),
-    Fix(
-        id="sampling-mask",
-        side="engine",
-        summary="nothing is cut from the distribution: top-p 1, top-k off",
-        effect="both sides speak of the same whole distribution",
-        cost="unlikely tokens are sampled again",
-        flags=Flags(set=(("--top-p", "1"), ("--top-k", "0"))),
-        apply=_no_truncation,
-        applies=_truncates,
+    engine_fix(
+        "sampling-mask", Flags(set=(("--top-p", "1"), ("--top-k", "0"))), _no_truncation, _truncates
     ),
-    Fix(
-        id="explicit-generation-config",
-        side="engine",
-        summary="no sampling default from the model's generation_config.json",
-        effect="temperature, top-p, top-k and penalties are those that were asked for",
-        cost="none",
-        flags=Flags(set=(("--engine-arg", "generation_config=vllm"),)),
-        apply=without_arguments(*GENERATION),
-        applies=_implicit,
+    engine_fix(
+        "explicit-generation-config",
+        Flags(set=(("--engine-arg", "generation_config=vllm"),)),
+        without_arguments(*GENERATION),
+        _implicit,
     ),
-    Fix(
-        id="engine-fp32-lm-head",
-        side="engine",
-        summary="the engine's LM head multiplies in float32",
-        effect="removes the rounding of the logits to 8 bits",
-        cost="the head's matmul in float32 at every step",
-        flags=Flags(set=(("--engine-arg", 'hf_overrides={"head_dtype": "float32"}'),)),
-        apply=_head_in_fp32,
-        applies=_head,
+    engine_fix(
+        "engine-fp32-lm-head",
+        Flags(set=(("--engine-arg", 'hf_overrides={"head_dtype": "float32"}'),)),
+        _head_in_fp32,
+        _head,
     ),
-    Fix(
-        id="engine-fp16",
-        side="engine",
-        summary="the engine computes in fp16",
-        effect="8 times finer rounding than bf16; best with a trainer in fp16 too",
-        cost="none in speed; large activations overflow",
-        flags=Flags(set=(("--dtype", "fp16"),)),
-        apply=engine(dtype="fp16"),
-        applies=_other_dtype,
+    engine_fix(
+        "engine-fp16", Flags(set=(("--dtype", "fp16"),)), engine(dtype="fp16"), _other_dtype
     ),
-    Fix(
-        id="engine-fp32",
-        side="engine",
-        summary="the engine computes in float32",
-        effect="removes the engine's rounding; the trainer's stays",
-        cost="twice the memory, several times the time on a GPU",
-        flags=Flags(set=(("--dtype", "fp32"),)),
-        apply=engine(dtype="fp32"),
-        applies=_other_dtype,
+    engine_fix(
+        "engine-fp32", Flags(set=(("--dtype", "fp32"),)), engine(dtype="fp32"), _other_dtype
     ),
-    Fix(
-        id="batch-invariant",
-        side="engine",
-        summary="vLLM's batch-invariant kernels: a token's numbers do not depend on its company",
-        effect="the same numbers in every run; not necessarily the trainer's",
-        cost="slower kernels",
-        flags=Flags(env=((BATCH_INVARIANT, "1"),)),
-        apply=_environment(BATCH_INVARIANT, "1"),
-        applies=_batch_invariant,
+    engine_fix(
+        "batch-invariant",
+        Flags(env=((BATCH_INVARIANT, "1"),)),
+        _environment(BATCH_INVARIANT, "1"),
+        _batch_invariant,
     ),
-    Fix(
-        id="no-prefix-cache",
-        side="engine",
-        summary="no prefix caching: every prompt is computed anew",
-        effect="removes keys and values that another batch, or older weights, have made",
-        cost="shared prompts are computed once per sample",
-        flags=Flags(set=(("--engine-arg", "enable_prefix_caching=false"),)),
-        apply=with_argument("enable_prefix_caching", False),
-        applies=_no_prefix_cache,
+    engine_fix(
+        "no-prefix-cache",
+        Flags(set=(("--engine-arg", "enable_prefix_caching=false"),)),
+        with_argument("enable_prefix_caching", False),
+        _no_prefix_cache,
     ),
-    Fix(
-        id="no-cascade-attention",
-        side="engine",
-        summary="no cascade attention over a shared prefix",
-        effect="removes a bug of vLLM 0.9 to 0.11, and another order of sums",
-        cost="slower with long shared prefixes",
-        flags=Flags(set=(("--engine-arg", "disable_cascade_attn=true"),)),
-        apply=with_argument("disable_cascade_attn", True),
-        applies=_no_cascade,
+    engine_fix(
+        "no-cascade-attention",
+        Flags(set=(("--engine-arg", "disable_cascade_attn=true"),)),
+        with_argument("disable_cascade_attn", True),
+        _no_cascade,
     ),
-    Fix(
-        id="bf16-kv-cache",
-        side="engine",
-        summary="keys and values are cached in the dtype of the computation",
-        effect="removes what quantising the KV cache does to every later token",
-        cost="twice the memory of an 8-bit cache: fewer sequences at once",
-        flags=Flags(set=(("--engine-arg", "kv_cache_dtype=auto"),)),
-        apply=without_arguments("kv_cache_dtype", "calculate_kv_scales"),
-        applies=_small_kv,
+    engine_fix(
+        "bf16-kv-cache",
+        Flags(set=(("--engine-arg", "kv_cache_dtype=auto"),)),
+        without_arguments("kv_cache_dtype", "calculate_kv_scales"),
+        _small_kv,
     ),
-    Fix(
-        id="rollout-bf16-weights",
-        side="engine",
-        summary="the engine serves the weights in bf16, not quantised",
-        effect="both sides hold the same weights",
-        cost="two to four times the memory of the weights",
-        flags=Flags(set=(("--rollout-weights", "bf16"),), unset=("--engine-arg quantization",)),
-        apply=_full_weights,
-        applies=_quantised_weights,
+    engine_fix(
+        "rollout-bf16-weights",
+        Flags(set=(("--rollout-weights", "bf16"),), unset=("--engine-arg quantization",)),
+        _full_weights,
+        _quantised_weights,
     ),
-    Fix(
-        id="enforce-eager",
-        side="engine",
-        summary="vLLM without torch.compile and CUDA graphs",
-        effect="removes what fusing and compiling change in rounding",
-        cost="slower decoding",
-        flags=Flags(set=(("--engine-arg", "enforce_eager=true"),)),
-        apply=with_argument("enforce_eager", True),
-        applies=_on_gpu("vLLM compiles and captures graphs"),
+    engine_fix(
+        "enforce-eager",
+        Flags(set=(("--engine-arg", "enforce_eager=true"),)),
+        with_argument("enforce_eager", True),
+        _on_gpu("vLLM compiles and captures graphs"),
     ),
 )

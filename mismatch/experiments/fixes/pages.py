@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import textwrap
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from mismatch.analysis.corrections.recipes import Recipe, recipes
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Fix
 from mismatch.experiments.fixes.catalogue import FIXES
+from mismatch.experiments.fixes.spec_edits import guides as entries
 from mismatch.metrics.corrections import Settings
 
 
@@ -58,7 +57,6 @@ VERSIONS = {  # what the keys were read from; a source without a path names itse
     "slime": "slime main (2026)",
     "miles": "miles main (2026)",
 }
-FILES = ("guide-train.toml", "guide-engine.toml", "guide-estimator.toml")
 
 
 def guide_of(name: str) -> Guide:
@@ -82,12 +80,7 @@ def settings_of(name: str) -> tuple[Recipe, ...]:
 @cache
 def guides() -> dict[str, Guide]:
     """All of them, by id of the fix."""
-    found = {}
-    for name in FILES:
-        text = resources.files("mismatch.experiments.fixes").joinpath(name).read_text("utf-8")
-        for id, entry in tomllib.loads(text).items():
-            found[id] = _guide(id, entry)
-    return found
+    return {id: _guide(id, entry) for id, entry in entries().items()}
 
 
 def _source(framework: str, source: str) -> str:

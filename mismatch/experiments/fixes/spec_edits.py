@@ -1,15 +1,59 @@
-"""Small pure changes of a spec, which fixes are made of."""
+"""What fixes are made of: small pure changes of a spec, and the texts of the guides."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from importlib import resources
 from typing import Any
 
+from mismatch.experiments.fixes.base import Context, Fix, Flags, Side, always, unchanged
 from mismatch.specs import CheckSpec
+
+GUIDES = ("guide-train.toml", "guide-engine.toml", "guide-estimator.toml")
+UNMOVED = "delta stays as it is; gradients are reweighted"
+NO_FLAGS = Flags()
+HIDES = "hides the mismatch: the ratio is 1 by construction"
 
 Change = Callable[[CheckSpec, str], CheckSpec]
 ABSENT = object()
+
+
+@cache
+def guides() -> dict[str, dict[str, Any]]:
+    """What is written of every fix, by its id."""
+    folder = resources.files("mismatch.experiments.fixes")
+    texts = (folder.joinpath(name).read_text("utf-8") for name in GUIDES)
+    return {id: entry for text in texts for id, entry in tomllib.loads(text).items()}
+
+
+def fix(
+    side: Side,
+    id: str,
+    flags: Flags = NO_FLAGS,
+    apply: Change = unchanged,
+    applies: Callable[[Context], str] = always,
+    values: tuple[str, ...] = (),
+    corrects: str = "",
+) -> Fix:
+    """A fix with the texts of its guide."""
+    entry = guides()[id]
+    hides = entry.get("hides", False)
+    return Fix(
+        id=id,
+        side=side,
+        summary=entry["summary"],
+        effect=entry.get("effect", HIDES if hides else UNMOVED),
+        cost=entry["cost"],
+        flags=flags,
+        values=values,
+        apply=apply,
+        applies=applies,
+        corrects=corrects,
+        hides=hides,
+    )
 
 
 def train(**fields: Any) -> Change:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import VALUE, Context, Fix, Flags
-from mismatch.experiments.fixes.spec_edits import train
+from mismatch.experiments.fixes.base import VALUE, Context, Flags
+from mismatch.experiments.fixes.spec_edits import fix, train
 from mismatch.specs import CheckSpec
 
 NO_EXPERTS = "the model is dense: it has no experts"
@@ -71,127 +72,70 @@ def _experts(spec: CheckSpec, value: str) -> CheckSpec:
     return replace(spec, train=replace(spec.train, experts=value))
 
 
+train_fix = partial(fix, "train")
 TRAIN_FIXES = (
-    Fix(
-        id="attention-sinks",
-        side="train",
-        summary="the trainer's attention honours the model's learned sinks",
-        effect="mends every token where a kernel without sinks ran; else nothing changes",
-        cost="the sink kernel's own speed",
-        flags=Flags(set=(("--attention", "auto"),)),
-        apply=train(attention="auto"),
-        applies=_with_sinks,
+    train_fix(
+        "attention-sinks",
+        Flags(set=(("--attention", "auto"),)),
+        train(attention="auto"),
+        _with_sinks,
     ),
-    Fix(
-        id="router-replay",
-        side="train",
-        summary="the trainer runs the experts that the engine chose",
-        effect="removes disagreement of the routers, not what made them disagree",
-        cost="expert ids travel with the rollouts: layers x experts per token x 1 or 2 bytes",
-        flags=Flags(set=(("--replay-routing", VALUE),)),
+    train_fix(
+        "router-replay",
+        Flags(set=(("--replay-routing", VALUE),)),
+        _replay,
+        _replayable,
         values=("ids", "ids+weights"),
-        apply=_replay,
-        applies=_replayable,
     ),
-    Fix(
-        id="fp32-router",
-        side="train",
-        summary="the trainer's routers multiply, score and choose in float32",
-        effect="fewer near-ties fall the other way",
-        cost="one small matmul per layer in float32",
-        flags=Flags(set=(("--router-dtype", "fp32"),)),
-        apply=train(router_dtype="fp32"),
-        applies=_low_router,
+    train_fix(
+        "fp32-router",
+        Flags(set=(("--router-dtype", "fp32"),)),
+        train(router_dtype="fp32"),
+        _low_router,
     ),
-    Fix(
-        id="fp32-lm-head",
-        side="train",
-        summary="the trainer's LM head multiplies in float32",
-        effect="removes the rounding of the logits to 8 bits",
-        cost="the head's matmul in float32: slower and with larger logits",
-        flags=Flags(set=(("--head-dtype", "fp32"),)),
-        apply=train(head_dtype="fp32"),
-        applies=_low_head,
+    train_fix(
+        "fp32-lm-head", Flags(set=(("--head-dtype", "fp32"),)), train(head_dtype="fp32"), _low_head
     ),
-    Fix(
-        id="fp16",
-        side="train",
-        summary="the trainer computes in fp16",
-        effect="8 times finer rounding than bf16; best with an engine in fp16 too",
-        cost="training needs loss scaling; large activations overflow",
-        flags=Flags(set=(("--train-dtype", "fp16"),)),
-        apply=train(dtype="fp16", autocast=None),
+    train_fix("fp16", Flags(set=(("--train-dtype", "fp16"),)), train(dtype="fp16", autocast=None)),
+    train_fix(
+        "fp32",
+        Flags(set=(("--train-dtype", "fp32"),)),
+        train(dtype="fp32", master_dtype="auto", autocast=None),
     ),
-    Fix(
-        id="fp32",
-        side="train",
-        summary="the trainer computes in float32",
-        effect="removes the trainer's rounding; the engine's stays",
-        cost="twice the memory of activations, several times the time on a GPU",
-        flags=Flags(set=(("--train-dtype", "fp32"),)),
-        apply=train(dtype="fp32", master_dtype="auto", autocast=None),
+    train_fix(
+        "no-autocast",
+        Flags(unset=("--autocast",)),
+        train(autocast=None),
+        lambda context: "" if context.spec.train.autocast else "no autocast is in force",
     ),
-    Fix(
-        id="no-autocast",
-        side="train",
-        summary="the trainer runs without torch.autocast, in the dtype of the computation",
-        effect="operations that autocast keeps in float32, or casts down, follow the model",
-        cost="none",
-        flags=Flags(unset=("--autocast",)),
-        apply=train(autocast=None),
-        applies=lambda context: "" if context.spec.train.autocast else "no autocast is in force",
-    ),
-    Fix(
-        id="experts-implementation",
-        side="train",
-        summary="the trainer's experts run in another implementation",
-        effect="another order of the sums in the experts",
-        cost="speed and memory differ",
-        flags=Flags(set=(("--experts-implementation", VALUE),)),
+    train_fix(
+        "experts-implementation",
+        Flags(set=(("--experts-implementation", VALUE),)),
+        _experts,
+        _with_experts,
         values=("eager", "grouped_mm", "batched_mm"),
-        apply=_experts,
-        applies=_with_experts,
     ),
-    Fix(
-        id="expert-memory",
-        side="train",
-        summary="the trainer's experts run with bounded memory, one after the other",
-        effect="less memory at the peak; rounding of the experts' sums changes a little",
-        cost="slower where many experts are active",
-        flags=Flags(set=(("--experts-implementation", "bounded"),)),
-        apply=train(experts="bounded"),
-        applies=_with_experts,
+    train_fix(
+        "expert-memory",
+        Flags(set=(("--experts-implementation", "bounded"),)),
+        train(experts="bounded"),
+        _with_experts,
     ),
-    Fix(
-        id="no-packing",
-        side="train",
-        summary="one sequence per row, where nothing can leak from one to the next",
-        effect="mends a leak between packed sequences; else only other padding",
-        cost="padding is computed too",
-        flags=Flags(set=(("--layout", "padding"),)),
-        apply=train(layout="padding"),
-        applies=lambda context: (
+    train_fix(
+        "no-packing",
+        Flags(set=(("--layout", "padding"),)),
+        train(layout="padding"),
+        lambda context: (
             "" if context.spec.train.layout == "packing" else "sequences are not packed"
         ),
     ),
-    Fix(
-        id="micro-batch",
-        side="train",
-        summary="other micro-batches in the trainer",
-        effect="shows what the grouping of sequences does; mends nothing by itself",
-        cost="small ones are slower",
-        flags=Flags(set=(("--micro-batch-tokens", VALUE),)),
-        values=("1024",),
-        apply=_micro_batch,
+    train_fix(
+        "micro-batch", Flags(set=(("--micro-batch-tokens", VALUE),)), _micro_batch, values=("1024",)
     ),
-    Fix(
-        id="temperature",
-        side="train",
-        summary="the trainer divides float32 logits by the exact temperature",
-        effect="removes the rounding of logits, or of the temperature, before the softmax",
-        cost="none",
-        flags=Flags(set=(("--temperature-in", "fp32"),)),
-        apply=train(temperature_in="fp32", logprobs_dtype=None),
-        applies=_tempered,
+    train_fix(
+        "temperature",
+        Flags(set=(("--temperature-in", "fp32"),)),
+        train(temperature_in="fp32", logprobs_dtype=None),
+        _tempered,
     ),
 )

@@ -14,12 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.experiments.gradients.coefficients import (
-    Sketched,
-    cosine_of,
-    exp,
-    fisher,
-)
+from mismatch.experiments.gradients.coefficients import Sketched, cosine_of, exp, fisher
 from mismatch.experiments.gradients.sentences import summary
 from mismatch.experiments.gradients.types import (
     ALL,

@@ -256,11 +256,7 @@ def plain_vectors(rollout: Rollout, batch: Batch) -> Vectors:
 
 
 def add_corrections(
-    made: Vectors,
-    rollout: Rollout,
-    left: Scoring,
-    right: Scoring,
-    settings: Settings | None = None,
+    made: Vectors, rollout: Rollout, left: Scoring, right: Scoring, settings: Settings | None = None
 ) -> None:
     """Both losses with the weights of every correction; the override is PPO's, not one of these.
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.analysis import check_gradients
-from mismatch.experiments.gradients.types import GradientBatch, GradientCheck, Gradients, Trainer
+from mismatch.experiments.gradients.types import GradientBatch, GradientCheck, Gradients
 from mismatch.run import manifest
 from mismatch.run.manifest import write_atomic
 from mismatch.run.messages import pass_label, read_error
@@ -51,6 +52,7 @@ def check_of_run(
 BATCH = "gradients/batch.json"
 BATCH_SCHEMA = "mismatch.gradient-batch/1"
 SCHEMA = "mismatch.gradients/1"
+ARRAYS = ("squared_norm", "dot", "squared_norm_reference", "sketches", "prompts")
 ALL_PASSES = "gradients"  # under which a reason is left that holds for every pass
 
 
@@ -76,7 +78,7 @@ def save_gradients(
     run_dir = Path(run_dir)
     arrays = {
         name: np.ascontiguousarray(values)
-        for name in ("squared_norm", "dot", "squared_norm_reference", "sketches", "prompts")
+        for name in ARRAYS
         if (values := getattr(gradients, name)) is not None
     }
     header = {
@@ -101,22 +103,10 @@ def read_gradients(run_dir: Path | str, name: str, coefficients: str) -> Gradien
         MismatchError: absent, damaged, or of another schema.
     """
     header, arrays = _read(Path(run_dir), gradients_file(name, coefficients))
-    return Gradients(
-        name=header["name"],
-        coefficients=header["coefficients"],
-        groups=tuple(header["groups"]),
-        squared_norm=np.array(arrays["squared_norm"]),
-        dot=np.array(arrays["dot"]) if "dot" in arrays else None,
-        squared_norm_reference=(
-            np.array(arrays["squared_norm_reference"])
-            if "squared_norm_reference" in arrays
-            else None
-        ),
-        sketches=np.array(arrays["sketches"]),
-        prompts=np.array(arrays["prompts"]),
-        seconds=header["seconds"],
-        peak_bytes=header["peak_bytes"],
-    )
+    held: dict[str, Any] = {name: np.array(arrays[name]) for name in ARRAYS if name in arrays}
+    kept = {name: header[name] for name in ("name", "coefficients", "seconds", "peak_bytes")}
+    absent = dict.fromkeys(("dot", "squared_norm_reference"))
+    return Gradients(**{**absent, **held, **kept, "groups": tuple(header["groups"])})
 
 
 def gradient_facts(run_dir: Path | str, name: str, coefficients: str) -> dict[str, Any]:
@@ -169,23 +159,10 @@ def load_batch(run_dir: Path | str) -> GradientBatch | None:
     if not (run_dir / BATCH).exists():
         return None
     data = _document(run_dir)
-    trainers = tuple(Trainer(**one) for one in data["trainers"])
-    names = [ALL_PASSES, *(one.name for one in trainers)]
-    passes = data["ratio_passes"]
-    return GradientBatch(
-        trainers=trainers,
-        prompts=tuple(data["prompts"]),
-        deciding=data["deciding"],
-        sequences=data["sequences"],
-        tokens=data["tokens"],
-        advantages=data["advantages"],
-        sketch_size=data["sketch_size"],
-        clip=data["clip"],
-        clipped=data["clipped"],
-        ratio_passes=None if passes is None else (passes[0], passes[1]),
-        failed=gradient_failures(run_dir, names),
-        not_tested=tuple(data["not_tested"]),
-    )
+    fields = {key: data[key] for key in data if key not in ("schema", "finished", "work")}
+    batch = from_json(GradientBatch, fields)
+    names = [ALL_PASSES, *(trainer.name for trainer in batch.trainers)]
+    return replace(batch, failed=gradient_failures(run_dir, names))
 
 
 def load_gradients(run_dir: Path | str) -> list[Gradients]:

@@ -125,6 +125,11 @@ class Planned:
     trainer: Trainer
     spec: TrainSpec
 
+    @classmethod
+    def of(cls, name: str, id: str, kind: str, label: str, spec: TrainSpec) -> Planned:
+        """A pass of this spec, with gradients."""
+        return cls(Trainer(name, id, kind, label), _with_gradients(spec))
+
     @property
     def one(self) -> Pass:
         """The pass as the training world runs it: train mode, nothing recorded."""
@@ -192,23 +197,14 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
     made = {one.name: one.spec for one in training_passes(spec)}
     # The plain kernels keep every score for the backward pass.
     reference = replace(reference_of(spec.train), attention="auto", experts="auto")
-    passes = [
-        Planned(
-            Trainer(REFERENCE, "reference", "reference", "float32 reference"),
-            _with_gradients(reference),
-        ),
-        Planned(
-            Trainer(TRAIN, "baseline", "baseline", "the trainer as it is"),
-            _with_gradients(spec.train),
-        ),
-    ]
     variants, missing = _variants(spec, context)
-    passes += [
-        Planned(
-            Trainer(one.scoring.name, one.id, "fix", one.outcome().summary),
-            _with_gradients(one.spec.train),
-        )
-        for one in variants
+    passes = [
+        Planned.of(REFERENCE, "reference", "reference", "float32 reference", reference),
+        Planned.of(TRAIN, "baseline", "baseline", "the trainer as it is", spec.train),
+        *(
+            Planned.of(fix.scoring.name, fix.id, "fix", fix.outcome().summary, fix.spec.train)
+            for fix in variants
+        ),
     ]
     new = next((name for name in (NEW, REGROUPED) if name in made), None)
     if new is None or spec.two_passes is False:
@@ -216,7 +212,7 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
         missing.append("gradient of PPO's ratio: needs two forward passes: --two-passes")
     elif new == NEW:
         label = "PPO's new pass, with injected noise"
-        passes.append(Planned(Trainer(NEW, "ppo", "ratio", label), _with_gradients(made[NEW])))
+        passes.append(Planned.of(NEW, "ppo", "ratio", label, made[NEW]))
     return GradientPlan(
         passes=tuple(passes),
         prompts=spec.gradient_prompts,

@@ -8,13 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from mismatch.experiments.kernels.types import (
-    ATTENTION_COLUMNS,
-    Audit,
-    Finding,
-    Verdict,
-    causes_of,
-)
+from mismatch.errors import named_line
+from mismatch.experiments.kernels.types import ATTENTION_COLUMNS, Audit, Finding, Verdict, causes_of
 from mismatch.processes.kernels import findings as shared
 from mismatch.processes.kernels import reference as truth
 from mismatch.processes.kernels.cases import (
@@ -28,7 +23,7 @@ from mismatch.processes.kernels.cases import (
 )
 from mismatch.processes.kernels.checks import features
 from mismatch.processes.kernels.costs import costs
-from mismatch.processes.kernels.findings import OUT, DtypeErrors, Gap, Tensors, line
+from mismatch.processes.kernels.findings import OUT, DtypeErrors, Gap, Tensors
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
 from mismatch.processes.kernels.reference import STEPS, leaves_of
 from mismatch.processes.kernels.runner import Runner
@@ -130,7 +125,7 @@ class AttentionAudit:
         try:
             gradients = shared.gradients(own.named, out, weights)
         except Exception as error:  # no backward pass, none in this dtype, no gradient at all …
-            errors.raised = errors.raised or line(error)
+            errors.raised = errors.raised or named_line(error)
             return
         errors.add_gradients(gradients, floors, expected)
 
@@ -175,7 +170,7 @@ class AttentionAudit:
             try:
                 first, *others = (self._results(case, inputs, errors) for _ in range(times))
             except Exception as error:
-                detail = f"does not run again in {errors.dtype}: {line(error)}"
+                detail = f"does not run again in {errors.dtype}: {named_line(error)}"
                 return Finding("repeats", "failed", detail)
             gaps += shared.repeat_gaps(errors, first, others)
         return shared.repeats_finding(gaps, times)
@@ -200,7 +195,7 @@ class AttentionAudit:
                 try:
                     off = self._in_company(case, inputs, length)
                 except Exception as error:
-                    detail = f"does not run on three rows in {errors.dtype}: {line(error)}"
+                    detail = f"does not run on three rows in {errors.dtype}: {named_line(error)}"
                     return Finding("batches", "failed", detail)
                 if off:
                     gaps.append(Gap(words, errors.dtype, off, errors.limit(OUT)))

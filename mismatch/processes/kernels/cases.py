@@ -152,6 +152,10 @@ class Inputs(NamedTuple):
         pairs = zip(("q", "k", "v", "sinks"), self, strict=True)
         return {name: x for name, x in pairs if x is not None}
 
+    def given(self, sinks: bool = True) -> list[torch.Tensor]:
+        """Those that are not None, perhaps without the sinks."""
+        return [x for x in self[: 4 if sinks else 3] if x is not None]
+
     def shifted(self, name: str, by: torch.Tensor) -> Inputs:
         """With ``by`` added to one of them."""
         named = {**self.named, name: self.named[name] + by}

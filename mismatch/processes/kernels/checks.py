@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mismatch.errors import named_line
 from mismatch.experiments.kernels.types import Finding
 from mismatch.processes.kernels import reference as truth
 from mismatch.processes.kernels.cases import (
@@ -23,7 +24,7 @@ from mismatch.processes.kernels.cases import (
     short_window,
     usual_scale,
 )
-from mismatch.processes.kernels.findings import line, percent
+from mismatch.processes.kernels.findings import percent
 from mismatch.processes.kernels.geometry import ModelGeometry
 from mismatch.processes.kernels.reference import limit_of
 from mismatch.processes.kernels.runner import Runner
@@ -150,7 +151,7 @@ def _groups(case: Case, device: str) -> Check:
     mask = allowed(case, device)
     faults: dict[str, Fault] = {
         "hands key heads out in turn, not to neighbours": lambda x: truth.attention(
-            x, mask, case.scaling, groups="round_robin"
+            x, mask, case.scaling, neighbours=False
         )
     }
     return Check("grouped_queries", case, faults)
@@ -215,7 +216,7 @@ def _run(kernel: Kernel, check: Check) -> Finding:
         try:
             out = kernel.runner(case, inputs)
         except Exception as error:  # a kernel may raise anything
-            detail = f"does not run with {case.label} in {kernel.dtype}: {line(error)}"
+            detail = f"does not run with {case.label} in {kernel.dtype}: {named_line(error)}"
             return Finding(column, "failed", detail)
         numbers, mask = truth.leaves_of(inputs, torch.float64), allowed(case, device)
         right = truth.attention(numbers, mask, case.scaling)

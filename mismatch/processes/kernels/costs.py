@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from mismatch.errors import named_line
 from mismatch.experiments.kernels.types import Cost
 from mismatch.processes.kernels import expert_layer as layer
 from mismatch.processes.kernels.cases import DTYPES, full, inputs_of
-from mismatch.processes.kernels.findings import line
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
 from mismatch.processes.kernels.reference import leaves_of
 from mismatch.processes.kernels.runner import Runner
@@ -112,7 +112,7 @@ def _cost(tokens: int, device: str, run: Callable[[], int]) -> Cost:
     except torch.OutOfMemoryError:
         return Cost(tokens, None, None, "out of memory")
     except Exception as error:  # an implementation may raise anything
-        return Cost(tokens, None, None, line(error))
+        return Cost(tokens, None, None, named_line(error))
     return Cost(tokens, statistics.median(seconds), max(peaks))
 
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.kernels.types import EXPERT_COLUMNS, Audit, Finding, Origin
 from mismatch.processes.kernels import expert_layer as layer
 from mismatch.processes.kernels import findings as shared
 from mismatch.processes.kernels.cases import DTYPES
 from mismatch.processes.kernels.costs import expert_costs
-from mismatch.processes.kernels.findings import OUT, DtypeErrors, Gap, Tensors, line
+from mismatch.processes.kernels.findings import OUT, DtypeErrors, Gap, Tensors
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
 from mismatch.processes.kernels.reference import relative_error
 from mismatch.training.user_kernels import is_user_kernel, register_experts
@@ -86,7 +86,7 @@ def _refused(geometry: ModelGeometry, name: str, origin: Origin) -> str:
     try:
         geometry.bare.get_correct_experts_implementation(name)
     except (ValueError, ImportError) as error:
-        return line(error)
+        return named_line(error)
     return ""
 
 
@@ -144,7 +144,7 @@ class ExpertsAudit:
     def _results(self, module: torch.nn.Module, inputs: layer.ExpertInputs) -> tuple[Tensors, str]:
         """Output and gradients, and the error of the backward pass."""
         out, gradients, raised = layer.run_backward(module, self.registered, inputs)
-        return {OUT: out, **gradients}, line(raised) if raised else ""
+        return {OUT: out, **gradients}, named_line(raised) if raised else ""
 
     def findings(self, measured: list[DtypeErrors]) -> tuple[Finding, ...]:
         """In the order of ``EXPERT_COLUMNS``, from the second."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.kernels.types import Error, Finding
 from mismatch.processes.kernels.cases import DTYPES
 from mismatch.processes.kernels.reference import DIFFERENCES, limit_of, relative_error
@@ -88,7 +88,7 @@ def in_dtypes(
         except MismatchError:
             raise
         except Exception as error:  # an implementation may raise anything
-            refusals[dtype] = line(error)
+            refusals[dtype] = named_line(error)
     return measured, refusals
 
 
@@ -221,12 +221,6 @@ def gradients(named: dict[str, torch.Tensor], out: torch.Tensor, weights: torch.
 def percent(error: float) -> str:
     """For messages: 3 digits; large ones as they are."""
     return f"{100 * error:.3g} %" if error < float("inf") else "infinitely much (no numbers)"
-
-
-def line(error: BaseException) -> str:
-    """An exception in one line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def finite(value: float) -> float | None:

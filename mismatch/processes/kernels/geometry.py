@@ -112,6 +112,7 @@ def geometry_of(config: Any, model: str = "", trust_remote_code: bool = False) -
     """
     from mismatch.models.config import ModelConfig
     from mismatch.training.attention.resolve import has_sinks
+    from mismatch.training.attention.trial import scaling_of
     from mismatch.training.source import skeleton
 
     bare = skeleton(config, trust_remote_code)
@@ -127,7 +128,7 @@ def geometry_of(config: Any, model: str = "", trust_remote_code: bool = False) -
         head_dim=sizes.head_dim,
         value_dim=sizes.value_dim,
         window=sizes.window,
-        scaling=_scaling(bare, sizes.head_dim),
+        scaling=scaling_of(bare) or sizes.head_dim**-0.5,
         sinks=has_sinks(bare),
         experts=sizes.experts or None,
         top_k=sizes.top_k or None,
@@ -153,9 +154,3 @@ def _unlike(text: Any) -> str:
         if set(values) != {first}
     )
     return f"{len(unlike)} of {len(shapes)} layers, unlike the first: {differs}"
-
-
-def _scaling(bare: Any, head_dim: int) -> float:
-    """Of the first attention layer; families set it in many ways."""
-    scales = (getattr(module, "scaling", None) for module in bare.modules())
-    return float(next((s for s in scales if isinstance(s, float)), head_dim**-0.5))

@@ -134,8 +134,9 @@ class Bench:
 def _load(source: ImpactSource) -> Any:
     from transformers import AutoModelForCausalLM
 
+    from mismatch.errors import first_line
     from mismatch.processes.kernels.geometry import config_of
-    from mismatch.training.source import first_line, skeleton
+    from mismatch.training.source import skeleton
 
     config, _ = config_of(source.model, source.revision, source.trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from mismatch.processes.kernels.cases import Inputs
+from mismatch.training.attention.trial import definition, relative_error
 
-Groups = Literal["neighbours", "round_robin"]
-
+__all__ = ["attention", "leaves_of", "limit_of", "relative_error", "rounded"]
 # A right kernel rounds in other places than plain attention with a float32 softmax does, and may
 # keep its softmax in the inputs' dtype (gpt-oss' own eager does: it stays below 3 times that
 # floor). A feature that is ignored moves the output by 10 % and more, 4 times this in bfloat16.
@@ -28,22 +26,10 @@ def attention(
     scaling: float,
     *,
     sinks: bool = True,
-    groups: Groups = "neighbours",
+    neighbours: bool = True,
 ) -> torch.Tensor:
-    """[B, T, H, Dv] of inputs in float64: softmax over scores and sink, times the values.
-
-    With s = scaling · q·k over the keys that the query may attend to and z the head's sink, the
-    output is Σ exp(s_j) v_j / (exp(z) + Σ exp(s_j)) (transformers' gpt-oss, eager).
-
-    Args:
-        mask: [T, S] or [B, 1, T, S], True where a query may attend.
-        sinks: False: as in a kernel that drops them.
-        groups: the key head of a query head: neighbours share one, or (a fault) round robin.
-    """
-    scores, value = _scores(inputs, mask, scaling, groups)
-    scores = _with_sinks(scores, inputs.sinks if sinks else None)
-    share = scores.softmax(-1)[..., : value.shape[2]]
-    return (share @ value).transpose(1, 2)
+    """[B, T, H, Dv] by :func:`definition`; without ``sinks`` as in a kernel that drops them."""
+    return definition(inputs.given(sinks), mask, scaling, neighbours=neighbours)
 
 
 def rounded(inputs: Inputs, mask: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -52,10 +38,7 @@ def rounded(inputs: Inputs, mask: torch.Tensor, scaling: float) -> torch.Tensor:
     Its error is the floor: what rounding alone costs in this dtype. In float64 too the softmax is
     in float32, as in the families' own eager attention.
     """
-    scores, value = _scores(inputs, mask, scaling, "neighbours")
-    scores = _with_sinks(scores, inputs.sinks)
-    share = scores.softmax(-1, dtype=torch.float32)[..., : value.shape[2]]
-    return (share.to(value.dtype) @ value).transpose(1, 2)
+    return definition(inputs.given(), mask, scaling, softmax=torch.float32)
 
 
 def leaves_of(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
@@ -66,42 +49,6 @@ def leaves_of(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
             for x in inputs
         )  # type: ignore[arg-type]
     )
-
-
-def relative_error(result: torch.Tensor | None, reference: torch.Tensor) -> float:
-    """``|result - reference| / |reference|`` in the 2-norm; inf where ``result`` is not finite.
-
-    1.0 for None: a gradient that does not arrive.
-    """
-    if result is None:
-        return 1.0
-    reference = reference.detach().double()
-    gap, size = (result.detach().double() - reference).norm(), reference.norm()
-    if not torch.isfinite(gap):
-        return float("inf")
-    return float(gap / size) if size > 0 else float(gap)
-
-
-def _scores(
-    inputs: Inputs, mask: torch.Tensor, scaling: float, groups: Groups
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, H, T, S] with -inf where a query may not attend, and values by query head."""
-    query, key, value, _ = inputs
-    share = query.shape[1] // key.shape[1]
-    if groups == "neighbours":
-        key, value = (x.repeat_interleave(share, 1) for x in (key, value))
-    else:
-        key, value = (x.repeat(1, share, 1, 1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling
-    return scores.masked_fill(~mask, -torch.inf), value
-
-
-def _with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    if sinks is None:
-        return scores
-    batch, heads, queries, _ = scores.shape
-    column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
-    return torch.cat([scores, column], -1)
 
 
 def limit_of(floor: float) -> float:

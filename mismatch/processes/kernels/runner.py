@@ -53,10 +53,7 @@ class Runner:
 
     def mask(self, case: Case, config: Any, inputs: Inputs) -> Any:
         """What transformers makes for this implementation, from positions, padding and cache."""
-        from transformers.masking_utils import (
-            create_causal_mask,
-            create_sliding_window_causal_mask,
-        )
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         query = inputs.query
         build: Any = create_sliding_window_causal_mask if case.window else create_causal_mask

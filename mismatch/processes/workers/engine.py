@@ -31,15 +31,9 @@ from mismatch.engines.artefacts import (
 )
 from mismatch.engines.base import Capabilities, Engine, Journaling, Sample, Watching
 from mismatch.engines.distribution_capture import Wanted, build_distributions, reported_law
-from mismatch.engines.model_info import (
-    CauseInLog,
-    ModelInfo,
-    first_line,
-    load_tokenizer,
-    read_model_info,
-)
+from mismatch.engines.model_info import CauseInLog, ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
-from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts

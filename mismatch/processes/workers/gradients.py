@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mismatch.errors import MismatchError, OutOfMemory
+from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.gradients.files import (
     ALL_PASSES,
     failure_label,
@@ -202,8 +202,6 @@ class _Taking:
                 save_gradients(self.run_dir, gradients, self.made_by(item), inputs, facts)
 
     def source(self, planned: Planned) -> ReplaySource | None:
-        from mismatch.processes.workers.gradients import replay_source
-
         return replay_source({"run_dir": self.run_dir}, self.rollout, planned.spec)
 
     def leave_out(self, planned: Planned, error: Exception) -> None:
@@ -212,12 +210,11 @@ class _Taking:
 
         self.failed = True
         if isinstance(error, torch.OutOfMemoryError):
-            text = f"out of GPU memory: {str(error).splitlines()[0]}"
+            text = f"out of GPU memory: {first_line(error)}"
             fix = "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node"
             error = OutOfMemory(text, fix)
         elif not isinstance(error, MismatchError):
-            text = (str(error).strip().splitlines() or [""])[0]
-            error = MismatchError(f"{type(error).__name__}: {text}", "see logs/train.log")
+            error = MismatchError(named_line(error), "see logs/train.log")
         if self.world.rank != 0 and not isinstance(error, OutOfMemory):
             return  # all ranks fail alike, but for memory
         whole = planned is self.reference

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mismatch.codec import from_json, to_json
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.kernels.types import Audit, Kind, Origin, answered
 from mismatch.processes.kernels.cases import PLANTED, Candidate, names_here
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
@@ -298,8 +298,7 @@ def _do(step: Step, folder: Path, work: Callable[[], Any]) -> None:
         result = {"failed": error.message}
     except BaseException as error:  # a kernel may raise anything, SystemExit too
         traceback.print_exc()
-        text = (str(error).strip().splitlines() or [""])[0]
-        result = {"failed": f"crashed: {type(error).__name__}: {text}"}
+        result = {"failed": f"crashed: {named_line(error)}"}
     write_json(folder / step.file, result)
     (folder / NOW).unlink()
 

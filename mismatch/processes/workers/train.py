@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch.errors import MismatchError, OutOfMemory
+from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.processes.workers.gradients import replay_source, routes_from
 from mismatch.run.messages import (
     SCORED,
@@ -142,7 +142,7 @@ def run(job: dict[str, Any]) -> None:
             take_gradients(passes, job)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
-            f"rank {world.rank} is out of GPU memory: {str(error).splitlines()[0]}",
+            f"rank {world.rank} is out of GPU memory: {first_line(error)}",
             "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node",
         ) from error
     world.close()
@@ -325,8 +325,7 @@ def leave_out(job: dict[str, Any], item: Item, error: Exception, *, any_rank: bo
     if os.environ.get("RANK", "0") != "0" and not any_rank:
         return
     if not isinstance(error, MismatchError):
-        text = (str(error).strip().splitlines() or [""])[0]
-        error = MismatchError(f"{type(error).__name__}: {text}", "see logs/train.log")
+        error = MismatchError(named_line(error), "see logs/train.log")
     write_error(job["run_dir"], pass_label(item.one.name), error)
 
 
@@ -341,7 +340,7 @@ def _load(world: World, one: Pass, job: dict[str, Any]) -> LoadedModel:
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"rank {world.rank} is out of GPU memory while it loads the weights of {one.name}: "
-            f"{str(error).splitlines()[0]}",
+            f"{first_line(error)}",
             "--master-dtype auto, --offload, or more GPUs: --nproc-per-node",
         ) from error
     if world.rank == 0:

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, first_line
 from mismatch.training.user_kernels import is_user_kernel, register_attention
 
 if TYPE_CHECKING:
@@ -106,11 +106,7 @@ def resolve_for(
                 f"--attention {name} makes no sense: {_family(model)} has no attention sinks",
                 "use --attention auto",
             )
-        if not _passes_masks_through(model):
-            raise MismatchError(
-                f"--attention {name} cannot run {_family(model)}, which computes with its masks",
-                "use --attention auto",
-            )
+        _require_masks_passed_through(name, model)
         if name == "sink-flex":
             _require_gpu(device)
             return _tried(name, OUR_KERNELS[name], model, sinks, place)
@@ -150,8 +146,10 @@ def _automatic(model: PreTrainedModel, sinks: bool, place: Place | None) -> Reso
 
 def _yardstick(name: str, model: PreTrainedModel, sinks: bool) -> ResolvedAttention:
     """Plain attention by blocks of queries; whole, by the family's eager code, where it must be."""
+    from mismatch.training.attention.sink_sdpa import eager_of
+
     honours = True if sinks else None
-    if _passes_masks_through(model) and (sinks or _has_eager(model)):
+    if _passes_masks_through(model) and (sinks or eager_of(model)):
         return ResolvedAttention(name, YARDSTICKS[name], honours)
     if name == "plain":
         return ResolvedAttention(name, "eager", honours)
@@ -161,21 +159,10 @@ def _yardstick(name: str, model: PreTrainedModel, sinks: bool) -> ResolvedAttent
     )
 
 
-def _has_eager(model: PreTrainedModel) -> bool:
-    """Whether the family's attention goes through a function that can be called from outside."""
-    import sys
-
-    return hasattr(sys.modules[type(model).__module__], "eager_attention_forward")
-
-
 def _user_kernel(
     name: str, model: PreTrainedModel, sinks: bool, place: Place | None
 ) -> ResolvedAttention:
-    if not _passes_masks_through(model):
-        raise MismatchError(
-            f"--attention {name} cannot run {_family(model)}, which computes with its masks",
-            "use --attention auto",
-        )
+    _require_masks_passed_through(name, model)
     return _tried(name, register_attention(name), model, sinks, place)
 
 
@@ -232,6 +219,14 @@ def _passes_masks_through(model: PreTrainedModel) -> bool:
     return bool(model._supports_flash_attn)
 
 
+def _require_masks_passed_through(name: str, model: PreTrainedModel) -> None:
+    if not _passes_masks_through(model):
+        raise MismatchError(
+            f"--attention {name} cannot run {_family(model)}, which computes with its masks",
+            "use --attention auto",
+        )
+
+
 def _honours(implementation: str) -> bool:
     return implementation in ("eager", "flex_attention") or bool(SINK_FLASH.search(implementation))
 
@@ -241,9 +236,8 @@ def _transformers_choice(name: str, model: PreTrainedModel) -> str:
     try:
         return str(model._check_and_adjust_attn_implementation(name, is_init_check=True))
     except Exception as error:  # unknown name, package not installed, kernel not downloadable …
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MismatchError(
-            f"--attention {name} cannot run {_family(model)}: {reason}",
+            f"--attention {name} cannot run {_family(model)}: {first_line(error)}",
             f"use --attention auto, or one of {', '.join(NAMES[1:])}",
         ) from error
 

@@ -133,8 +133,7 @@ def _attend(
     dropout: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = _Rule(mask, scale, dropout)
+    rule = _Rule(mask, query.shape[-1] ** -0.5 if scaling is None else scaling, dropout)
     out: torch.Tensor = _Blocked.apply(query, key, value, sinks, rule)  # type: ignore[no-untyped-call]
     return out
 
@@ -393,10 +392,9 @@ def with_sinks(
 
 def eager_of(module: torch.nn.Module) -> Eager | None:
     """The eager function of a layer's family; None where its module has none of that name."""
-    found: Eager | None = getattr(
-        sys.modules[type(module).__module__], "eager_attention_forward", None
-    )
-    return found
+    home = sys.modules[type(module).__module__]
+    function: Eager | None = getattr(home, "eager_attention_forward", None)
+    return function
 
 
 def _additive(mask: BlockedMask, span: Span, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ One kernel then serves all passes of its dtype, with gradients and without, at a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -18,16 +18,14 @@ from typing import Any
 
 import torch
 
+from mismatch.errors import named_line
+from mismatch.models.config import ModelConfig
+
 TOKENS = 200  # more than a kernel's tile, and no multiple of it
 WINDOW = 48
 # Relative error, 2-norm. A right kernel stays below a third of these; dropping the sinks doubles
 # the output here, another scale or window changes it by tens of per cent.
-LIMITS = {
-    torch.float64: 1e-10,
-    torch.float32: 2e-5,
-    torch.float16: 3e-3,
-    torch.bfloat16: 2e-2,
-}
+LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 NAMES = ("q", "k", "v", "sinks")
 
 
@@ -73,20 +71,22 @@ class Trial:
 
 def geometry_of(model: Any, sinks: bool) -> Geometry:
     """From the configuration and the modules of a model, which may be on the meta device."""
-    config = model.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
-    size = int(size or config.hidden_size // heads)
-    scales = (getattr(module, "scaling", None) for module in model.modules())
+    sizes = ModelConfig.of(model.config)
     return Geometry(
-        heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        size=size,
-        value_size=int(getattr(config, "v_head_dim", None) or size),
-        window="sliding_attention" in (getattr(config, "layer_types", None) or ()),
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        size=sizes.head_dim,
+        value_size=sizes.value_dim,
+        window="sliding_attention" in sizes.layer_types,
         sinks=sinks,
-        scaling=next((scale for scale in scales if isinstance(scale, float)), None),
+        scaling=scaling_of(model),
     )
+
+
+def scaling_of(model: Any) -> float | None:
+    """Of the first attention layer; families set it in many ways."""
+    scales = (getattr(module, "scaling", None) for module in model.modules())
+    return next((scale for scale in scales if isinstance(scale, float)), None)
 
 
 def try_kernel(
@@ -110,7 +110,7 @@ def try_kernel(
             with torch.enable_grad():
                 trial = _try_case(function, implementation, geometry, case, dtype, gradients)
         except Exception as error:  # a kernel may raise anything: no build, dtype, head size …
-            return Trial(f"it does not run: {_line(error)}")
+            return Trial(f"it does not run: {named_line(error)}")
         worst = _worse(worst, trial, case.name, limit)
         if worst.fault:
             break
@@ -188,9 +188,9 @@ def _try_case(
     try:
         gradients_of = torch.autograd.grad(out, inputs, weights.to(out.dtype), allow_unused=True)
     except Exception as error:
-        return Trial("", f"its backward pass does not run: {_line(error)}", forward)
+        return Trial("", f"its backward pass does not run: {named_line(error)}", forward)
     errors = {
-        name: 1.0 if ours is None else relative_error(ours, theirs)
+        name: relative_error(ours, theirs)
         for name, ours, theirs in zip(NAMES, gradients_of, expected, strict=False)
     }
     return Trial("", "", forward, errors)
@@ -214,24 +214,52 @@ def _draw(device: torch.device, seed: int) -> torch.Generator:
 
 
 def definition(
-    inputs: list[torch.Tensor], allowed: torch.Tensor, scaling: float | None
+    inputs: Sequence[torch.Tensor],
+    allowed: torch.Tensor,
+    scaling: float | None = None,
+    *,
+    softmax: torch.dtype | None = None,
+    neighbours: bool = True,
 ) -> torch.Tensor:
-    """[1, T, H, Dv] attention by its definition: softmax over scores and sink, times the values."""
+    """[B, T, H, Dv] attention by its definition: softmax over scores and sink, times the values.
+
+    With s = scaling · q·k over the keys that the query may attend to and z the head's sink, the
+    output is Σ exp(s_j) v_j / (exp(z) + Σ exp(s_j)) (transformers' gpt-oss, eager).
+
+    Args:
+        inputs: query [B, H, T, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv], and sinks [H] or not.
+        allowed: [T, S] or [B, 1, T, S], True where a query may attend.
+        softmax: its dtype; None: that of the inputs.
+        neighbours: query heads that share a key head stand together; False (a fault): in turn.
+    """
     query, key, value, *sinks = inputs
-    heads, tokens = query.shape[1], query.shape[2]
-    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    heads = query.shape[1]
+    share = heads // key.shape[1]
+    key, value = (
+        x.repeat_interleave(share, 1) if neighbours else x.repeat(1, share, 1, 1)
+        for x in (key, value)
+    )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = (query @ key.transpose(2, 3) * scale).masked_fill(~allowed, -torch.inf)
     if sinks:
-        column = sinks[0].view(1, heads, 1, 1).expand(1, heads, tokens, 1)
+        column = sinks[0].to(scores.dtype).view(1, heads, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)
-    return (scores.softmax(-1)[..., :tokens] @ value).transpose(1, 2)
+    weights = scores.softmax(-1, dtype=softmax)[..., : value.shape[2]]
+    return (weights.to(value.dtype) @ value).transpose(1, 2)
 
 
-def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """``|result - reference| / |reference|`` in the 2-norm; inf where ``result`` is not finite."""
-    gap = (result.detach().double() - reference.detach()).norm() / reference.detach().norm()
-    return float(gap) if torch.isfinite(gap) else float("inf")
+def relative_error(result: torch.Tensor | None, reference: torch.Tensor) -> float:
+    """``|result - reference| / |reference|`` in the 2-norm; inf where ``result`` is not finite.
+
+    1.0 for None: a gradient that does not arrive.
+    """
+    if result is None:
+        return 1.0
+    reference = reference.detach().double()
+    gap, size = (result.detach().double() - reference).norm(), reference.norm()
+    if not torch.isfinite(gap):
+        return float("inf")
+    return float(gap / size) if size > 0 else float(gap)
 
 
 def _layer(
@@ -299,8 +327,3 @@ def _worse(worst: Trial, other: Trial, case: str, limit: float) -> Trial:
 
 def _percent(error: float) -> str:
     return f"{100 * error:.3g} %"
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -271,7 +271,7 @@ class OverrideMaxTwice(OverrideMode):
 # Routers that do not choose by one top-k over all experts, by the class of the module that is
 # intercepted (see mismatch.training.routing.interventions.blocks_of).
 ROUTER_MODES: dict[str, Callable[[Replay, MoeLayer], OverrideMode]] = {
-    "PhimoeTopKRouter": OverrideMaxTwice,
+    "PhimoeTopKRouter": OverrideMaxTwice
 }
 
 
