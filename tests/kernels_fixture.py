@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.experiments.kernels.types import (
+from mismatch.experiments.kernels import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     Audit,

@@ -196,8 +196,7 @@ def page(engine: dict[str, Any]) -> str:
     """The whole page, with the training side tried now and the engine as it is kept."""
     import torch
 
-    from mismatch.training.routing.capture import why_unreadable
-    from mismatch.training.routing.families import SPECIAL_FAMILIES
+    from mismatch.training.routing.capture import SPECIAL_FAMILIES, why_unreadable
 
     rows, notes = (
         [],

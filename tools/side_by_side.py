@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mismatch.experiments.engine_pair.types import TRAINER, Triangle
+from mismatch.experiments.engine_pair import TRAINER, Triangle
 from mismatch.pipeline.document import report_from_json
 from mismatch.reports.formatting import number, percent, plural
 from mismatch.reports.markdown import plain, show_table, table

@@ -21,7 +21,7 @@ from mismatch.specs import MODEL, OUTPUT, SEEDS, WEEK_S
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mismatch.experiments.kernels.types import AuditReport
+    from mismatch.experiments.kernels import AuditReport
     from mismatch.processes.kernels.isolation import AuditSpec
 
 AUDIT = "What to audit"
@@ -97,7 +97,7 @@ def kernels(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli.session import ConsoleNarrator
-    from mismatch.experiments.kernels.types import judge, kernels_to_json
+    from mismatch.experiments.kernels import judge, kernels_to_json
     from mismatch.processes.kernels.isolation import run_audit
 
     spec = audit_spec(flags)
@@ -127,7 +127,7 @@ def show(report: AuditReport, console: Console, out: Path | None = None, *, deta
         out: where its files are.
         details: errors per dtype, costs and every finding too.
     """
-    from mismatch.experiments.kernels.types import judge
+    from mismatch.experiments.kernels import judge
     from mismatch.reports.sections.kernels import section
     from mismatch.reports.terminal import print_section, say
 
@@ -255,7 +255,7 @@ def _place(out: Path | None, model: str) -> Iterator[Path]:
 
 def save(report: AuditReport, out: Path) -> None:
     """Write kernels.json and kernels.html."""
-    from mismatch.experiments.kernels.types import FILE, kernels_to_json
+    from mismatch.experiments.kernels import FILE, kernels_to_json
     from mismatch.reports.html import show_page
     from mismatch.reports.sections.kernels import page
     from mismatch.run import store
@@ -272,7 +272,7 @@ def save_in_run(report: AuditReport, run: Path) -> None:
     """
 
     from mismatch.cli.session import command
-    from mismatch.experiments.kernels.types import FILE, SCHEMA, kernels_to_json
+    from mismatch.experiments.kernels import FILE, SCHEMA, kernels_to_json
     from mismatch.pipeline.document import report_from_json
     from mismatch.reports.files import write_report
     from mismatch.run import store

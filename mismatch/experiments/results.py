@@ -6,10 +6,10 @@ from typing import Any
 
 from mismatch.analysis.registry import Analysis
 from mismatch.codec import Misfit, from_json, schema_of, to_json
-from mismatch.experiments.engine_pair.types import Triangle
+from mismatch.experiments.engine_pair import Triangle
 from mismatch.experiments.fixes.base import FixTable
 from mismatch.experiments.gradients.types import GradientCheck
-from mismatch.experiments.kernels.types import (
+from mismatch.experiments.kernels import (
     AuditReport,
     kernels_from_json,
     kernels_schema,

@@ -184,7 +184,7 @@ def conclude(
     with stages.timed("compare", "compare: metrics with intervals"):
         report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
         if stages.spec.other_engine is not None:
-            from mismatch.experiments.engine_pair.edges import with_engines
+            from mismatch.experiments.engine_pair import with_engines
 
             report = with_engines(report, stages.run_dir, stages.spec, thresholds)
         report = with_fixes(report, stages.run_dir, stages.spec, thresholds)

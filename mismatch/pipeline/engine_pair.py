@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.engine_pair.types import DIRECTORY, other_place, other_spec
+from mismatch.experiments.engine_pair import DIRECTORY, other_place, other_spec
 from mismatch.processes.launch import Worker
 from mismatch.processes.stages import Job, Stages
 from mismatch.run import resume

@@ -56,7 +56,7 @@ def test_knocking_out_finds_a_wrong_capture() -> None:
 def test_composites_are_read_through_their_text_model(whole: str, text: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from mismatch.training.routing.families import family_of
+    from mismatch.training.routing.capture import family_of
 
     config = CONFIG_MAPPING[whole](text_config=families.configuration(text).to_dict())
     assert config.get_text_config().model_type == text

@@ -10,13 +10,11 @@ import torch
 import mismatch.models
 from mismatch.errors import MismatchError
 from mismatch.processes.kernels.cases import Candidate
-from mismatch.processes.kernels.model_impact import (
-    ImpactSource,
-    measure_impact,
-)
+from mismatch.processes.kernels.isolation import AuditSpec
+from mismatch.processes.kernels.model_impact import ImpactSource, measure_impact
 
 TINY = str(Path(mismatch.models.__file__).parent / "tiny-gpt-oss")
-SOURCE = ImpactSource(TINY, tokens=192)
+SOURCE = ImpactSource(AuditSpec(TINY), tokens=192)
 CHOSEN = "mismatch_sinks"
 
 
@@ -82,7 +80,7 @@ def test_a_model_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("mismatch.processes.kernels.costs.free_bytes", lambda device: 1000)
     with pytest.raises(MismatchError, match="GiB are free on cpu"):
         measure_impact(
-            ImpactSource(TINY, seed=5), Candidate("sdpa", "transformers", "sdpa"), CHOSEN
+            ImpactSource(AuditSpec(TINY, seed=5)), Candidate("sdpa", "transformers", "sdpa"), CHOSEN
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mismatch.models
-from mismatch.processes.kernels import reference as truth
+from mismatch.processes.kernels import findings as truth
 from mismatch.processes.kernels.cases import Case, Inputs, allowed, full, inputs_of, positions_of
 from mismatch.processes.kernels.geometry import ModelGeometry, geometry_of
 from mismatch.processes.kernels.runner import Runner

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mismatch.cli.kernels import show
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.types import (
+from mismatch.experiments.kernels import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     SCHEMA,

@@ -9,8 +9,7 @@ import torch
 import transformers
 
 from mismatch.errors import CorruptCapture
-from mismatch.training.routing.capture import moe_layers, recording
-from mismatch.training.routing.families import margin
+from mismatch.training.routing.capture import margin, moe_layers, recording
 from tests import families
 from tests.checkpoints import configuration
 

@@ -21,13 +21,17 @@ from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import engine_names, other_engine
 from mismatch.errors import MismatchError
-from mismatch.experiments.engine_pair.edges import FLOOR, FLOOR_TEXT, MEASURE, odd_one, triangle
-from mismatch.experiments.engine_pair.types import (
+from mismatch.experiments.engine_pair import (
+    FLOOR,
+    FLOOR_TEXT,
+    MEASURE,
     TRAINER,
     Contrast,
     Triangle,
+    odd_one,
     other_place,
     other_spec,
+    triangle,
 )
 from mismatch.metrics import METRICS
 from mismatch.pipeline.commands import run_check

@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 
 from mismatch.errors import named_line
-from mismatch.experiments.kernels.types import ATTENTION_COLUMNS, Audit, Finding, Verdict, causes_of
+from mismatch.experiments.kernels import ATTENTION_COLUMNS, Audit, Finding, Verdict, causes_of
 from mismatch.processes.kernels import findings as shared
-from mismatch.processes.kernels import reference as truth
 from mismatch.processes.kernels.cases import (
     DTYPES,
     Candidate,
@@ -23,9 +22,8 @@ from mismatch.processes.kernels.cases import (
 )
 from mismatch.processes.kernels.checks import features
 from mismatch.processes.kernels.costs import costs
-from mismatch.processes.kernels.findings import OUT, DtypeErrors, Gap, Tensors
+from mismatch.processes.kernels.findings import OUT, STEPS, DtypeErrors, Gap, Tensors, leaves_of
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
-from mismatch.processes.kernels.reference import STEPS, leaves_of
 from mismatch.processes.kernels.runner import Runner
 
 NO_SINKS = "the model has no attention sinks"
@@ -115,10 +113,10 @@ class AttentionAudit:
     def _compare(self, case: Case, inputs: Inputs, errors: DtypeErrors) -> None:
         mask = allowed(case, self.options.device)
         exact, plain, own = leaves_of(inputs, torch.float64), leaves_of(inputs), leaves_of(inputs)
-        right = truth.attention(exact, mask, case.scaling)
+        right = shared.attention(exact, mask, case.scaling)
         out = self.runner(case, own)
-        rounded = truth.rounded(plain, mask, case.scaling)
-        errors.add(OUT, truth.relative_error(out, right), truth.relative_error(rounded, right))
+        rounded = shared.rounded(plain, mask, case.scaling)
+        errors.add(OUT, shared.relative_error(out, right), shared.relative_error(rounded, right))
         weights = self._weights(right)
         expected = shared.gradients(exact.named, right, weights)
         floors = shared.gradients(plain.named, rounded, weights)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.types import Origin
+from mismatch.experiments.kernels import Origin
 from mismatch.processes.kernels.geometry import ModelGeometry
 
 PLANTED = "no-sinks"  # audited only where it is named: nobody takes it by accident
@@ -148,7 +148,7 @@ class Inputs(NamedTuple):
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """Those that are not None, by the names of ``experiments.kernels.types.Error``."""
+        """Those that are not None, by the names of ``experiments.kernels.Error``."""
         pairs = zip(("q", "k", "v", "sinks"), self, strict=True)
         return {name: x for name, x in pairs if x is not None}
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from mismatch.errors import named_line
-from mismatch.experiments.kernels.types import Finding
-from mismatch.processes.kernels import reference as truth
+from mismatch.experiments.kernels import Finding
+from mismatch.processes.kernels import findings as truth
 from mismatch.processes.kernels.cases import (
     DTYPES,
     Case,
@@ -24,9 +24,8 @@ from mismatch.processes.kernels.cases import (
     short_window,
     usual_scale,
 )
-from mismatch.processes.kernels.findings import percent
+from mismatch.processes.kernels.findings import limit_of, percent
 from mismatch.processes.kernels.geometry import ModelGeometry
-from mismatch.processes.kernels.reference import limit_of
 from mismatch.processes.kernels.runner import Runner
 
 Fault = Callable[[Inputs], torch.Tensor]

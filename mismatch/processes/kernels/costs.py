@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from mismatch.errors import named_line
-from mismatch.experiments.kernels.types import Cost
+from mismatch.experiments.kernels import Cost
 from mismatch.processes.kernels import expert_layer as layer
 from mismatch.processes.kernels.cases import DTYPES, full, inputs_of
+from mismatch.processes.kernels.findings import leaves_of
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
-from mismatch.processes.kernels.reference import leaves_of
 from mismatch.processes.kernels.runner import Runner
 from mismatch.training.memory import MemoryPeak
 

@@ -201,7 +201,7 @@ def _expert(module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
 
 
 def leaves(module: Any, inputs: ExpertInputs) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that get gradients, by the names of ``experiments.kernels.types.Error``."""
+    """The tensors that get gradients, by the names of ``experiments.kernels.Error``."""
     yield "hidden", inputs.hidden
     yield "router", inputs.router
     for name, parameter in module.named_parameters():

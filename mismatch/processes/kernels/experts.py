@@ -13,14 +13,13 @@ from dataclasses import replace
 import torch
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.kernels.types import EXPERT_COLUMNS, Audit, Finding, Origin
+from mismatch.experiments.kernels import EXPERT_COLUMNS, Audit, Finding, Origin
 from mismatch.processes.kernels import expert_layer as layer
 from mismatch.processes.kernels import findings as shared
 from mismatch.processes.kernels.cases import DTYPES
 from mismatch.processes.kernels.costs import expert_costs
-from mismatch.processes.kernels.findings import OUT, DtypeErrors, Gap, Tensors
+from mismatch.processes.kernels.findings import OUT, DtypeErrors, Gap, Tensors, relative_error
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
-from mismatch.processes.kernels.reference import relative_error
 from mismatch.training.user_kernels import is_user_kernel, register_experts
 
 TOKENS = 61

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels.types import ModelImpact
+from mismatch.experiments.kernels import ModelImpact
 from mismatch.processes.kernels.cases import Candidate
+from mismatch.processes.kernels.isolation import AuditSpec
 from mismatch.training.packing import Batch
 
 REFERENCE = "eager"
@@ -35,17 +36,13 @@ class ImpactSource:
     """The model and the tokens it is run on; equal sources share one reference.
 
     Attributes:
-        model: directory or hub id.
-        run: directory of a run whose rollout gives the tokens; None: the model samples some itself.
+        spec: names the model, and the run whose rollout gives the tokens; without one the model
+            samples some itself.
         tokens: minimum number of action tokens.
     """
 
-    model: str
-    revision: str | None = None
-    trust_remote_code: bool = False
-    run: str | None = None
+    spec: AuditSpec
     device: str = "cpu"
-    seed: int = 0
     tokens: int = 2048
 
 
@@ -68,7 +65,7 @@ def measure_impact(
     harm = bench.measure(candidate.registered, packed)
     if candidate.registered == chosen:
         return harm
-    return replace(harm, baseline=bench.baseline(chosen, packed))
+    return replace(harm, baseline=bench.measure(chosen, packed))
 
 
 @lru_cache(maxsize=1)
@@ -97,22 +94,22 @@ class Bench:
     def of(cls, source: ImpactSource) -> Bench:
         """Load the model and measure the reference."""
         model = _load(source)
-        rows = _first_rows(from_run(source.run) if source.run else sampled(model, source), source)
+        rows = _first_rows(
+            from_run(source.spec.run) if source.spec.run else sampled(model, source), source
+        )
         with _attention(model, REFERENCE):
             logprobs, gradients = _run(model, rows)
         model.to(DTYPE)
         names = (name for name in gradients if "sink" in name.rpartition(".")[2])
         return cls(model, rows, logprobs, gradients, frozenset(names), {})
 
-    def baseline(self, registered: str, packed: bool) -> ModelImpact:
-        """:meth:`measure`, once per kernel."""
-        key = registered, packed
-        if key not in self.measured:
-            self.measured[key] = self.measure(registered, packed)
-        return self.measured[key]
-
     def measure(self, registered: str, packed: bool) -> ModelImpact:
-        """The differences from the reference under one kernel."""
+        """The differences from the reference under one kernel, measured once."""
+        if (registered, packed) not in self.measured:
+            self.measured[registered, packed] = self._measure(registered, packed)
+        return self.measured[registered, packed]
+
+    def _measure(self, registered: str, packed: bool) -> ModelImpact:
         from mismatch.metrics.token import k3_kl
 
         with _attention(self.model, registered):
@@ -138,24 +135,25 @@ def _load(source: ImpactSource) -> Any:
     from mismatch.processes.kernels.geometry import config_of
     from mismatch.training.source import skeleton
 
-    config, _ = config_of(source.model, source.revision, source.trust_remote_code)
+    config, _ = config_of(source.spec.model, source.spec.revision, source.spec.trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise MismatchError(
-            f"{source.model} is stored quantised, and its float32 reference is not made here",
+            f"{source.spec.model} is stored quantised, and its float32 reference is not made here",
             "give the unquantised checkpoint to see what the kernel does to the model",
         )
-    _require_memory(skeleton(config, source.trust_remote_code), source.device)
+    _require_memory(skeleton(config, source.spec.trust_remote_code), source.device)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            source.model,
-            revision=source.revision,
+            source.spec.model,
+            revision=source.spec.revision,
             dtype=torch.float32,
             attn_implementation=REFERENCE,
-            trust_remote_code=source.trust_remote_code,
+            trust_remote_code=source.spec.trust_remote_code,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise MismatchError(
-            f"cannot load {source.model}: {first_line(error)}", "check that its weights are there"
+            f"cannot load {source.spec.model}: {first_line(error)}",
+            "check that its weights are there",
         ) from error
     return model.to(source.device).eval()  # no dropout; gradients flow all the same
 
@@ -345,7 +343,7 @@ def sampled(model: Any, source: ImpactSource) -> list[Row]:
     ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
     real = torch.arange(width) >= torch.tensor([[width - len(row)] for row in prompts])
     with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(source.seed)
+        torch.manual_seed(source.spec.seed)
         full = model.generate(
             ids.to(source.device),
             attention_mask=real.long().to(source.device),
@@ -382,10 +380,10 @@ def _prompts(model: Any, source: ImpactSource) -> list[list[int]]:
     vocabulary = int(model.config.get_text_config().vocab_size)
     count = -(-source.tokens // NEW_TOKENS)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.model, revision=source.revision)
-        prompts = read_prompts(PromptSpec(num_prompts=count, seed=source.seed))
+        tokenizer = AutoTokenizer.from_pretrained(source.spec.model, revision=source.spec.revision)
+        prompts = read_prompts(PromptSpec(num_prompts=count, seed=source.spec.seed))
         return render_prompts(prompts, tokenizer, vocabulary)
     except (MismatchError, OSError, ValueError):
-        draw = torch.Generator().manual_seed(source.seed)
+        draw = torch.Generator().manual_seed(source.spec.seed)
         drawn: list[list[int]] = torch.randint(vocabulary, (count, 16), generator=draw).tolist()
         return drawn

@@ -24,7 +24,7 @@ import torch
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.kernels.types import Audit, Kind, Origin, answered
+from mismatch.experiments.kernels import Audit, Kind, Origin, answered
 from mismatch.processes.kernels.cases import PLANTED, Candidate, names_here
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
 from mismatch.processes.kernels.isolation import DONE, HARM, LABEL, NOW, PLAN, AuditSpec, Step
@@ -124,17 +124,10 @@ class Work:
         from mismatch.processes.kernels.model_impact import ImpactSource, measure_impact
         from mismatch.training.attention.resolve import resolve_for
 
-        device, spec = self.options.device, self.spec
+        device = self.options.device
         place = torch.device(device)
         chosen = resolve_for("auto", self.geometry.bare, place, torch.bfloat16).implementation
-        source = ImpactSource(
-            model=spec.model,
-            revision=spec.revision,
-            trust_remote_code=spec.trust_remote_code,
-            run=spec.run,
-            device=device,
-            seed=spec.seed,
-        )
+        source = ImpactSource(self.spec, device)
         packed = any(finding.column == "packing" for finding in from_json(Audit, result).failed)
         harm = measure_impact(source, self._candidate(step.name), chosen, packed)
         document: dict[str, Any] = to_json(harm)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mismatch.experiments.engine_pair.edges import FLOOR, FLOOR_TEXT
-from mismatch.experiments.engine_pair.types import TRAINER, Edge, Triangle
+from mismatch.experiments.engine_pair import FLOOR, FLOOR_TEXT, TRAINER, Edge, Triangle
 from mismatch.reports.formatting import MARKS, TONES, line, number, percent, signed, text
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
 from mismatch.reports.svg import ACCENT, BAND, INK, SECOND, drawing, to_svg

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mismatch.experiments.kernels.types import (
+from mismatch.experiments.kernels import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     Audit,

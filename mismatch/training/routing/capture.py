@@ -5,15 +5,15 @@ ids, weights)`` with the router's decision, and the router selects with ``torch.
 E scores (the last such call, where groups of experts are scored first). The first gives the ids and
 weights that were really used, in the router's slot order and after the family's own softmax and
 scaling; the second gives the scores that were compared, hence the margin. So no list of router
-classes is needed, and their output formats do not matter. The exceptions are in
-:mod:`mismatch.training.routing.families`. Replay replaces the result of the same ``torch.topk``
-call (:mod:`mismatch.training.routing.replay`).
+classes is needed, and their output formats do not matter. The exceptions are ``SPECIAL_FAMILIES``;
+docs/moe-families.md is generated from them and from trials of every family (tools/moe_families.py).
+Replay (:mod:`mismatch.training.routing.replay`) replaces the result of the same ``torch.topk``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,17 +23,176 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.training.routing.families import (
-    CAPTURE_FIX,
-    DEFAULT_FAMILY,
-    LAYER,
-    Family,
-    ObservedRoutes,
-    TopkChoice,
-    count_experts,
-    family_of,
-    margin,
-)
+
+LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
+COUNTS = ("num_experts", "total_experts", "num_router_classes")
+CAPTURE_FIX = "run without routing: --no-routing"
+
+
+@dataclass(frozen=True, slots=True)
+class TopkChoice:
+    """The result of a router's own top-k.
+
+    Attributes:
+        ids: [R, K] as the top-k returned them.
+        margin: [R] K-th minus (K+1)-th score; None where it is not finite.
+    """
+
+    ids: torch.Tensor
+    margin: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRoutes:
+    """The routing of one layer in one forward pass over R rows (padding included).
+
+    Attributes:
+        ids: [R, K] int64, in the router's slot order.
+        weights: [R, K] float32.
+        margin: [R] float32, K-th minus (K+1)-th selection score; None if no top-k was seen.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    margin: torch.Tensor | None
+
+    @property
+    def by_row(self) -> LayerRoutes:
+        """In these shapes and dtypes, from whatever shapes a module shows."""
+        ids = self.ids.detach().reshape(-1, self.ids.shape[-1])
+        return LayerRoutes(ids, self.weights.detach().reshape(ids.shape).float(), self.margin)
+
+
+# (tensor arguments of the module, its output, the last top-k over its experts) -> routes
+Reader = Callable[[list[torch.Tensor], Any, TopkChoice | None], LayerRoutes | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How to read the routing of one family.
+
+    Attributes:
+        module: suffix of the names of the modules to hook, one per MoE layer.
+        reads_output: hook after the module's forward, not before it.
+        extra_choices: choices of the router that are no experts of the module (skipping it).
+        note: for the docs, one sentence.
+    """
+
+    read: Reader
+    module: str = ".experts"
+    reads_output: bool = False
+    extra_choices: int = 0
+    note: str = ""
+
+
+def margin(scores: torch.Tensor, k: int) -> torch.Tensor | None:
+    """[R] gap between the K-th and (K+1)-th score; None where it is not finite or K is all."""
+    if scores.shape[-1] <= k:
+        return None
+    with torch.no_grad():
+        best = torch.topk(scores.detach().float(), k + 1, dim=-1).values
+        gap = (best[..., k - 1] - best[..., k]).reshape(-1)
+    return gap if bool(torch.isfinite(gap).all()) else None
+
+
+def experts_call(
+    inputs: list[torch.Tensor], output: Any, choice: TopkChoice | None
+) -> LayerRoutes | None:
+    """``experts(hidden, ids, weights)``; the margin is that of the last top-k with these ids."""
+    ids = [tensor for tensor in inputs if tensor.dtype in (torch.int64, torch.int32)]
+    weights = [t for t in inputs[1:] if ids and t.is_floating_point() and t.shape == ids[0].shape]
+    if len(ids) != 1 or len(weights) != 1:
+        return None
+    same = choice is not None and _same_sets(choice.ids, ids[0])
+    return LayerRoutes(ids[0], weights[0], choice.margin if same and choice is not None else None)
+
+
+def _llama4(
+    inputs: list[torch.Tensor], output: Any, choice: TopkChoice | None
+) -> LayerRoutes | None:
+    scores, _ = output
+    if choice is None:
+        return None
+    return LayerRoutes(choice.ids, scores.gather(-1, choice.ids), choice.margin)
+
+
+def _phimoe(inputs: list[torch.Tensor], output: Any, choice: TopkChoice | None) -> LayerRoutes:
+    logits, weights, ids = output
+    return LayerRoutes(ids, weights, margin(logits, ids.shape[-1]))
+
+
+def _zaya(inputs: list[torch.Tensor], output: Any, choice: TopkChoice | None) -> LayerRoutes | None:
+    routes = experts_call(inputs, output, None)
+    if routes is None or choice is None:
+        return None
+    return LayerRoutes(choice.ids.reshape(routes.ids.shape), routes.weights, choice.margin)
+
+
+def _jetmoe(inputs: list[torch.Tensor], output: Any, choice: TopkChoice | None) -> LayerRoutes:
+    # Sorted by expert: undo it to have the slots of every token.
+    order, _, gates, sizes, logits = output
+    rows = logits.shape[0]
+    counts = torch.tensor(sizes, device=order.device)
+    experts = torch.arange(len(sizes), device=order.device).repeat_interleave(counts)
+    ids, weights = torch.empty_like(order), torch.empty_like(gates)
+    ids[order], weights[order] = experts, gates
+    ids, weights = ids.reshape(rows, -1), weights.reshape(rows, -1)
+    return LayerRoutes(ids, weights, margin(logits, ids.shape[-1]))
+
+
+DEFAULT_FAMILY = Family(experts_call)
+SPECIAL_FAMILIES: dict[str, Family] = {
+    "llama4_text": Family(
+        _llama4,
+        ".router",
+        reads_output=True,
+        note="every expert runs on every token; read at its router",
+    ),
+    "phimoe": Family(
+        _phimoe,
+        ".router",
+        reads_output=True,
+        note="picks by repeated maxima, not by top-k; read at its router",
+    ),
+    "jetmoe": Family(
+        _jetmoe,
+        ".mlp.router",
+        reads_output=True,
+        note="the attention's own experts are not read: one set of experts per layer",
+    ),
+    "zaya": Family(
+        _zaya,
+        extra_choices=1,
+        note="the router may choose to skip the experts: counted as one more expert",
+    ),
+    "longcat_flash": Family(
+        experts_call, note="zero-computation experts count as experts, after the others"
+    ),
+    "deepseek_v4": Family(
+        experts_call, note="the first layers route by token id: no margin, nothing to replay"
+    ),
+}
+
+
+def family_of(config: Any) -> Family:
+    """The family of a model, from its (text) configuration."""
+    return SPECIAL_FAMILIES.get(config.get_text_config().model_type, DEFAULT_FAMILY)
+
+
+def count_experts(module: torch.nn.Module, family: Family) -> int | None:
+    """E of a module of experts (or router); None where it is not one."""
+    for name in COUNTS:
+        count = getattr(module, name, None)
+        if isinstance(count, int):
+            return count + family.extra_choices
+    return None
+
+
+def _same_sets(chosen: torch.Tensor, used: torch.Tensor) -> bool:
+    chosen, used = chosen.reshape(-1, chosen.shape[-1]), used.reshape(-1, used.shape[-1])
+    if chosen.shape != used.shape:
+        return False
+    return torch.equal(chosen.sort(-1).values.to(used.dtype), used.sort(-1).values)
 
 
 class OverrideMode(TorchFunctionMode):
@@ -67,21 +226,6 @@ class MoeLayer:
     experts: torch.nn.Module
     num_experts: int
     family: Family = DEFAULT_FAMILY
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRoutes:
-    """The routing of one layer in one forward pass over R rows (padding included).
-
-    Attributes:
-        ids: [R, K] int64.
-        weights: [R, K] float32.
-        margin: [R] float32, K-th minus (K+1)-th selection score; None if no top-k was seen.
-    """
-
-    ids: torch.Tensor
-    weights: torch.Tensor
-    margin: torch.Tensor | None
 
 
 def moe_layers(decoder: torch.nn.Module) -> list[MoeLayer]:
@@ -121,7 +265,7 @@ class RouteRecorder(OverrideMode):
         """Called by the hook of a layer's module."""
         observed, self._choice = layer.family.read(inputs, output, self._choice), None
         if observed is not None:
-            self.routes[layer.index] = _routes(observed)
+            self.routes[layer.index] = observed.by_row
 
     def finished(self) -> list[LayerRoutes]:
         """Routes of all layers, in order.
@@ -143,10 +287,7 @@ def recording(layers: list[MoeLayer]) -> Iterator[RouteRecorder]:
     """Record the routes of the forward pass inside the block."""
     recorder = RouteRecorder(layers)
     token = _current.set(recorder)
-    handles = []
-    for layer in layers:
-        hook = _after if layer.family.reads_output else _before
-        handles.append(hook(recorder, layer))
+    handles = [_hook(recorder, layer) for layer in layers]
     try:
         with recorder:
             yield recorder
@@ -169,30 +310,20 @@ def override_recorded_choice(ids: torch.Tensor) -> None:
         recorder._choice = TopkChoice(ids.detach(), recorder._choice.margin)
 
 
-def _before(recorder: RouteRecorder, layer: MoeLayer) -> Any:
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder.read(layer, _tensors(args, kwargs), None)
-
-    return layer.experts.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _after(recorder: RouteRecorder, layer: MoeLayer) -> Any:
+def _hook(recorder: RouteRecorder, layer: MoeLayer) -> Any:
     def hook(
-        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         recorder.read(layer, _tensors(args, kwargs), output)
 
-    return layer.experts.register_forward_hook(hook, with_kwargs=True)
+    experts: Any = layer.experts
+    if layer.family.reads_output:
+        return experts.register_forward_hook(hook, with_kwargs=True)
+    return experts.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-
-
-def _routes(observed: ObservedRoutes) -> LayerRoutes:
-    ids = observed.ids.detach().reshape(-1, observed.ids.shape[-1])
-    weights = observed.weights.detach().reshape(ids.shape).float()
-    return LayerRoutes(ids, weights, observed.margin)
 
 
 def why_unreadable(config: Any, decoder: torch.nn.Module) -> str | None:

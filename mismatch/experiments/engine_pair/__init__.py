@@ -1,1 +1,0 @@
-"""Two engines and the trainer: who stands apart?"""

@@ -1,1 +1,0 @@
-"""What an audit of kernels found, and what counts as wrong."""
