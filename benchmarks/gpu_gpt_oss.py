@@ -35,7 +35,7 @@ from mismatch.specs import Pass, TrainSpec  # noqa: E402
 from mismatch.training.attention.resolve import resolve_for  # noqa: E402
 from mismatch.training.distributed import World  # noqa: E402
 from mismatch.training.load import LoadedModel, shard  # noqa: E402
-from mismatch.training.logprobs import SamplingTransforms  # noqa: E402
+from mismatch.training.logprobs import Sampling  # noqa: E402
 from mismatch.training.memory import MemoryPeak  # noqa: E402
 from mismatch.training.score import run_batches  # noqa: E402
 from mismatch.training.scorer import ForwardOptions, torch_dtype  # noqa: E402
@@ -125,7 +125,7 @@ def score(world: World, loaded: LoadedModel, name: str, lengths: list[int]) -> M
     """Every token behind the prompt of sequences of these lengths, once; the first to run warms."""
     config = loaded.scorer.decoder_config
     work = rollout(tuple((PROMPT, n - PROMPT) for n in lengths), vocabulary=config.vocab_size)
-    ask, job = ForwardOptions(SamplingTransforms(), routing=True), Pass(name, loaded.spec)
+    ask, job = ForwardOptions(Sampling(), routing=True), Pass(name, loaded.spec)
     _wait(world.device)
     resident = _allocated(world.device)
     with torch.no_grad(), MemoryPeak(world.device, True) as peak:

@@ -106,6 +106,11 @@ class Sampling:
         """Whether the tail of the distribution is cut before sampling."""
         return self.top_p < 1.0 or self.top_k > 0
 
+    @property
+    def scored_temperature(self) -> float:
+        """Greedy decoding (T = 0) has no distribution of its own: it is scored at T = 1."""
+        return self.temperature if self.temperature > 0 else 1.0
+
 
 def require_a_law(sampling: Sampling) -> None:
     """Tokens that were sampled, so that there is a law to compare with.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from mismatch.captures import Distributions
 from mismatch.errors import MismatchError
-from mismatch.specs import TemperatureIn
+from mismatch.specs import Sampling, TemperatureIn
 from mismatch.types import Ints, Rollout
 
 if TYPE_CHECKING:
@@ -124,28 +124,6 @@ STRIP_BYTES = 32 << 20  # of each of the two float32 buffers
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingTransforms:
-    """The transforms between logits and the distribution that the rollout was sampled from.
-
-    >>> SamplingTransforms(temperature=0.0).scored_temperature
-    1.0
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @property
-    def scored_temperature(self) -> float:
-        """Greedy decoding (T = 0) has no distribution of its own: it is scored at T = 1."""
-        return self.temperature if self.temperature > 0 else 1.0
-
-    @property
-    def truncates(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Rounding:
     """Where a trainer rounds on its way from logits to logprobs; the default: nowhere.
 
@@ -181,7 +159,7 @@ def token_stats(
     targets: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     vocabulary: int,
-    sampling: SamplingTransforms | None = None,
+    sampling: Sampling | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     rounding: Rounding | None = None,
     captured: CapturedRows | None = None,
@@ -199,7 +177,7 @@ def token_stats(
 
     With gradients on, each strip is recomputed in the backward pass instead of being kept.
     """
-    sampling, rounding = sampling or SamplingTransforms(), rounding or Rounding()
+    sampling, rounding = sampling or Sampling(), rounding or Rounding()
     logit_bytes = head(hidden[:0]).element_size()
     buffers = _Buffers.of(
         hidden, max(1, min(STRIP_BYTES // (4 * vocabulary), len(targets))), vocabulary
@@ -219,7 +197,7 @@ def token_stats(
 class _Settings:
     """Settings that all rows share."""
 
-    sampling: SamplingTransforms
+    sampling: Sampling
     rounding: Rounding
     capturing: bool = False
     ids: torch.Tensor | None = None

@@ -16,17 +16,17 @@ from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.run.scorings import PLAIN
-from mismatch.specs import Pass, TrainSpec
+from mismatch.specs import Pass, Sampling, TrainSpec
 from mismatch.training.distributed import Progress, World
 from mismatch.training.load import LoadedModel, resident_share
-from mismatch.training.logprobs import DistributionCapture, SamplingTransforms, TokenStats
+from mismatch.training.logprobs import DistributionCapture, TokenStats
 from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import Batch, MicroBatch, plan_batches
 from mismatch.training.routing.capture import LayerRoutes
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions, Scorer, to_device
 from mismatch.training.validate import prepare_pass
-from mismatch.types import Fingerprint, Ints, Rollout, Routing, Sampling, Scoring
+from mismatch.types import Fingerprint, Ints, Rollout, Routing, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def fingerprint(
         "micro_batch_tokens": spec.micro_batch_tokens,
         "grad": spec.grad,
         "temperature": sampling.temperature,
-        "logprobs_temperature": SamplingTransforms(sampling.temperature).scored_temperature,
+        "logprobs_temperature": sampling.scored_temperature,
         "logprobs_truncated": False,
         "world_size": world.size,
         "device": _device_name(world.device),

@@ -19,12 +19,11 @@ from torch import nn
 
 from mismatch.errors import MismatchError
 from mismatch.models.injections import ROUTER_NOISE
-from mismatch.specs import TORCH_NAMES, TrainSpec
+from mismatch.specs import TORCH_NAMES, Sampling, TrainSpec
 from mismatch.training.logprobs import (
     CapturedRows,
     DistributionCapture,
     Rounding,
-    SamplingTransforms,
     TokenStats,
     token_stats,
 )
@@ -53,7 +52,7 @@ class ForwardOptions:
         capture: the positions whose full distributions are kept.
     """
 
-    sampling: SamplingTransforms
+    sampling: Sampling
     autocast: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
     routing: bool = False
@@ -130,7 +129,7 @@ class Scorer(nn.Module):
 
         Large where a family transforms its logits in a way that :func:`finish_logits` lacks.
         """
-        ours = self._head(ForwardOptions(SamplingTransforms()))(self.hidden(batch))
+        ours = self._head(ForwardOptions(Sampling()))(self.hidden(batch))
         own: torch.Tensor = self.model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
         ).logits

@@ -11,7 +11,7 @@ from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.specs import TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel
-from mismatch.training.logprobs import Rounding, SamplingTransforms
+from mismatch.training.logprobs import Rounding
 from mismatch.training.packing import collate
 from mismatch.training.routing.probe import require_interventions_work
 from mismatch.training.routing.replay import ReplaySource
@@ -55,9 +55,8 @@ def prepare_pass(
 
 
 def _options(spec: TrainSpec, rollout: Rollout, loaded: LoadedModel) -> ForwardOptions:
-    sampling = rollout.sampling
     return ForwardOptions(
-        sampling=SamplingTransforms(sampling.temperature, sampling.top_k, sampling.top_p),
+        sampling=rollout.sampling,
         autocast=torch_dtype(spec.autocast) if spec.autocast else None,
         head_dtype=torch_dtype(spec.head_dtype) if spec.head_dtype else None,
         routing=spec.routing and bool(loaded.scorer.moe),

@@ -33,13 +33,9 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.exact import divergences, kl_terms
 from mismatch.run import distributions as dists
 from mismatch.run import store
-from mismatch.training.logprobs import (
-    DistributionCapture,
-    SamplingTransforms,
-    select_rows,
-    token_stats,
-)
-from mismatch.types import Pair, Rollout, Sampling, Scoring
+from mismatch.specs import Sampling
+from mismatch.training.logprobs import DistributionCapture, select_rows, token_stats
+from mismatch.types import Pair, Rollout, Scoring
 from tests.checkpoints import rollout as rollout_of
 
 VOCABULARY = 40
@@ -362,7 +358,7 @@ def test_the_trainer_keeps_the_rows_that_its_logprobs_come_from(
                 targets[some],
                 lambda h: h @ weight,
                 VOCABULARY,
-                SamplingTransforms(0.7),
+                Sampling(0.7),
                 chunk_bytes=4 * VOCABULARY * 4,
                 captured=watch.rows(rollout.actions[some]),
             )

@@ -20,7 +20,7 @@ import transformers
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.coefficients import choose_batch, plain_vectors
-from mismatch.specs import Pass, TrainSpec
+from mismatch.specs import Pass, Sampling, TrainSpec
 from mismatch.training import gradients
 from mismatch.training.distributed import World
 from mismatch.training.gradient_sketch import group_of
@@ -32,11 +32,10 @@ from mismatch.training.gradients import (
     require_memory,
 )
 from mismatch.training.load import LoadedModel, load
-from mismatch.training.logprobs import SamplingTransforms
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.score import score_pass
 from mismatch.training.scorer import ForwardOptions
-from mismatch.types import Rollout, Sampling
+from mismatch.types import Rollout
 from tests.checkpoints import make, rollout
 
 TEMPERATURE = 0.7
@@ -275,7 +274,7 @@ def test_a_gradient_that_is_not_finite_is_refused(
     monkeypatch.setattr(
         gradients,
         "prepare_pass",
-        lambda *given: (ForwardOptions(SamplingTransforms(TEMPERATURE)), ""),
+        lambda *given: (ForwardOptions(Sampling(TEMPERATURE)), ""),
     )
     with pytest.raises(MismatchError, match="gradient of prompt"):
         taken(world, loaded, spec)

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.specs import Pass, TrainSpec
+from mismatch.specs import Pass, Sampling, TrainSpec
 from mismatch.training import scorer as scorer_module
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel, load, resident_share
-from mismatch.training.logprobs import SamplingTransforms
 from mismatch.training.packing import collate
 from mismatch.training.score import score_pass
 from mismatch.training.scorer import ForwardOptions
@@ -165,7 +164,7 @@ def test_with_gradients_a_layer_keeps_its_input_and_no_more(world: World, tmp_pa
                 batch,
                 rows,
                 wanted,
-                ForwardOptions(SamplingTransforms(), routing=True),
+                ForwardOptions(Sampling(), routing=True),
             )
         stats[0].sum().backward()
         slopes = [p.grad.full_tensor() for p in scorer.parameters() if p.grad is not None]

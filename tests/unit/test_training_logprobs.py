@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from mismatch.specs import Sampling
 from mismatch.training import logprobs
-from mismatch.training.logprobs import SamplingTransforms, TokenStats, kept_mass, token_stats
+from mismatch.training.logprobs import TokenStats, kept_mass, token_stats
 from tests.tensors import Largest
 
 ROWS, HIDDEN, VOCABULARY = 37, 48, 997
@@ -28,9 +29,7 @@ def _small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "STRIP_BYTES", 2 * 4 * VOCABULARY)
 
 
-def _stats(
-    law: SamplingTransforms, dtype: torch.dtype = torch.float32, rows: int = 5
-) -> TokenStats:
+def _stats(law: Sampling, dtype: torch.dtype = torch.float32, rows: int = 5) -> TokenStats:
     hidden, targets, head = _case(dtype)
     budget = rows * VOCABULARY * hidden.element_size()  # at most that many rows per chunk
     with torch.no_grad():
@@ -50,7 +49,7 @@ def test_chunks_equal_the_naive_path_of_the_same_dtype(
     dtype: torch.dtype, temperature: float
 ) -> None:
     logps, picked = _naive(temperature, dtype)
-    stats = _stats(SamplingTransforms(temperature), dtype)
+    stats = _stats(Sampling(temperature), dtype)
     assert (stats.logprobs - picked).abs().max() <= 1e-6
     assert (stats.entropy + (logps.exp() * logps).sum(-1)).abs().max() <= 1e-5
     assert torch.equal(stats.top1, logps.argmax(-1))
@@ -66,14 +65,12 @@ def test_uniform_logits_have_the_uniform_entropy() -> None:
 
 
 def test_greedy_is_scored_at_temperature_one() -> None:
-    assert torch.equal(
-        _stats(SamplingTransforms(0.0)).logprobs, _stats(SamplingTransforms(1.0)).logprobs
-    )
-    assert _stats(SamplingTransforms(0.0)).untempered is None
+    assert torch.equal(_stats(Sampling(0.0)).logprobs, _stats(Sampling(1.0)).logprobs)
+    assert _stats(Sampling(0.0)).untempered is None
 
 
 def test_untempered_logprobs_stand_beside_tempered_ones() -> None:
-    stats, plain = _stats(SamplingTransforms(0.6)), _stats(SamplingTransforms(1.0))
+    stats, plain = _stats(Sampling(0.6)), _stats(Sampling(1.0))
     assert stats.untempered is not None
     assert torch.equal(stats.untempered, plain.logprobs)
     assert (stats.logprobs - plain.logprobs).abs().max() > 0.1
@@ -95,7 +92,7 @@ def test_no_chunk_holds_more_rows_than_the_budget() -> None:
 
 def test_gradients_do_not_change_a_bit() -> None:
     hidden, targets, head = _case(torch.bfloat16)
-    work = (hidden, targets, head, VOCABULARY, SamplingTransforms(0.6, top_k=5), 10_000)
+    work = (hidden, targets, head, VOCABULARY, Sampling(0.6, top_k=5), 10_000)
     with torch.no_grad():
         alone = token_stats(*work)
     watched = token_stats(*work)
@@ -150,7 +147,7 @@ def test_ties_at_the_top_k_threshold_are_kept() -> None:
 
 
 def test_kept_mass_is_reported_only_where_something_is_cut() -> None:
-    assert _stats(SamplingTransforms(1.0)).kept_mass is None
-    cut = _stats(SamplingTransforms(1.0, top_k=3)).kept_mass
+    assert _stats(Sampling(1.0)).kept_mass is None
+    cut = _stats(Sampling(1.0, top_k=3)).kept_mass
     assert cut is not None
     assert 0 < cut.min() < cut.max() < 1
