@@ -284,38 +284,38 @@ def judge(report: AuditReport) -> KernelVerdict:
     Raises:
         MismatchError: no implementation was run at all.
     """
-    ran = [one for one in report.audits if was_run(one)]
+    ran = [audit for audit in report.audits if was_run(audit)]
     if not ran:
-        reasons = "; ".join(f"{one.name}: {one.reason}" for one in report.audits[:4])
-        said = f" ({reasons})" if reasons else ""
+        reasons = "; ".join(f"{audit.name}: {audit.reason}" for audit in report.audits[:4])
+        reasons = f" ({reasons})" if reasons else ""
         raise MismatchError(
-            f"no implementation was audited for {report.model}{said}",
+            f"no implementation was audited for {report.model}{reasons}",
             "drop --only and --name, or name one that runs here: eager",
         )
     bad = blamed(report)
     if not bad:
-        sound = [one for one in ran if one.verdict == "sound"]
+        sound = [audit for audit in ran if audit.verdict == "sound"]
         if not sound:
             reason = f"none of the {len(ran)} that ran can be used here for this model"
             return KernelVerdict("wrong", reason, 1)
         return KernelVerdict("sound", f"{_named(sound)}: nothing wrong{_refused(ran)}", 0)
-    named = "; ".join(f"{one.name}: {why(one)}" for one in bad[:3])
+    named = "; ".join(f"{audit.name}: {why(audit)}" for audit in bad[:3])
     more = f"; and {len(bad) - 3} more" if len(bad) > 3 else ""
     return KernelVerdict("wrong", named + more, 1)
 
 
 def _named(sound: Sequence[Audit]) -> str:
     """Names by kind: both have an ``eager``."""
-    kinds = dict.fromkeys(one.kind for one in sound)
-    said = {kind: ", ".join(one.name for one in sound if one.kind == kind) for kind in kinds}
-    if len(said) == 1:
-        return next(iter(said.values()))
-    return "; ".join(f"{kind} {names}" for kind, names in said.items())
+    kinds = dict.fromkeys(audit.kind for audit in sound)
+    names = {kind: ", ".join(a.name for a in sound if a.kind == kind) for kind in kinds}
+    if len(names) == 1:
+        return next(iter(names.values()))
+    return "; ".join(f"{kind} {named}" for kind, named in names.items())
 
 
 def _refused(ran: Sequence[Audit]) -> str:
     """Those that are wrong and decide nothing, since no run could use them."""
-    names = [one.name for one in ran if not one.usable and one.failed and answered(one)]
+    names = [a.name for a in ran if not a.usable and a.failed and answered(a)]
     return f" ({', '.join(names)}: wrong, but not usable here)" if names else ""
 
 

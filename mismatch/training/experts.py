@@ -47,7 +47,7 @@ class Weights(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Their gradients; None: not needed."""
+    """Gradients of :class:`Weights`; None: not needed."""
 
     up: torch.Tensor | None
     up_bias: torch.Tensor | None
