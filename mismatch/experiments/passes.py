@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
@@ -28,6 +29,10 @@ from mismatch.specs import (
     Pass,
     RolloutSpec,
     TrainSpec,
+    from_dict,
+    load_key,
+    to_dict,
+    weights_key,
 )
 
 REDUCING = ("kv_cache_dtype", "calculate_kv_scales", "quantization")  # engine arguments
@@ -178,3 +183,50 @@ def regrouped(train: TrainSpec) -> TrainSpec:
 def reference_of(train: TrainSpec) -> TrainSpec:
     """The plain forward of the same weights in float32."""
     return plain_of(train, "fp32")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One pass of a training world.
+
+    Attributes:
+        place: run directory whose rollout it scores.
+        optional: the others go on where it fails.
+        side: a check can do without it: the others go on where memory does not suffice.
+    """
+
+    place: Path
+    one: Pass
+    optional: bool = False
+    side: bool = False
+
+    def entry(self, run_dir: Path) -> dict[str, Any]:
+        """As the worker reads it."""
+        entry: dict[str, Any] = {"name": self.one.name, "spec": to_dict(self.one.spec)}
+        entry |= {"run_dir": str(self.place)} if self.place != run_dir else {}
+        marks = {"optional": self.optional, "side": self.side}
+        return entry | {name: True for name, value in marks.items() if value}
+
+    @classmethod
+    def of(cls, entry: dict[str, Any], run_dir: str) -> Job:
+        """The inverse of :meth:`entry`."""
+        one = Pass(entry["name"], from_dict(TrainSpec, entry["spec"]))
+        marks = bool(entry.get("optional")), bool(entry.get("side"))
+        return cls(Path(entry.get("run_dir", run_dir)), one, *marks)
+
+
+def by_load(jobs: list[Job]) -> list[Job]:
+    """Passes of the same weights next to each other, then those of the same kernels, else as they
+    come; of these, optional ones last.
+    """
+    weights: dict[Any, int] = {}
+    kernels: dict[Any, int] = {}
+    for number, job in enumerate(jobs):
+        weights.setdefault(weights_key(job.one.spec), number)
+        kernels.setdefault(load_key(job.one.spec), number)
+
+    def place(job: Job) -> tuple[int, int, bool]:
+        spec = job.one.spec
+        return weights[weights_key(spec)], kernels[load_key(spec)], job.optional
+
+    return sorted(jobs, key=place)

@@ -11,8 +11,9 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.engine_pair import DIRECTORY, other_place, other_spec
+from mismatch.experiments.passes import Job
 from mismatch.processes.launch import Worker
-from mismatch.processes.stages import Job, Stages
+from mismatch.processes.stages import Stages
 from mismatch.run import resume
 from mismatch.run.directory import at_work
 from mismatch.run.scorings import TRAIN

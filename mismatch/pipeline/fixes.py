@@ -17,8 +17,9 @@ from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.experiments.fixes.environment import context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, plan_fixes, plan_pairs
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, table_of
+from mismatch.experiments.passes import Job
 from mismatch.processes.launch import Worker
-from mismatch.processes.stages import Job, Stages
+from mismatch.processes.stages import Stages
 from mismatch.run import resume, store
 from mismatch.run.directory import at_work, invocations
 from mismatch.run.messages import error_path, pass_label, read_error

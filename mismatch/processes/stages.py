@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import float32_engine
+from mismatch.experiments.passes import Job, by_load, float32_engine
 from mismatch.processes.launch import (
     Worker,
     engine_python,
@@ -30,7 +30,7 @@ from mismatch.run.directory import Journal
 from mismatch.run.machine import free_gpu_bytes, gib, local_gpus
 from mismatch.run.messages import SCORED, error_path, pass_label, write_error
 from mismatch.run.scorings import FLOAT32
-from mismatch.specs import CheckSpec, Pass, RolloutSpec, TrainSpec, spec_hash, to_dict, weights_key
+from mismatch.specs import CheckSpec, Pass, RolloutSpec, TrainSpec, spec_hash, to_dict
 
 if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
@@ -56,29 +56,6 @@ class Narrator(Protocol):
         """One line between stages."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One pass of a training world.
-
-    Attributes:
-        place: run directory whose rollout it scores.
-        optional: the others go on where it fails.
-        side: a check can do without it: the others go on where memory does not suffice.
-    """
-
-    place: Path
-    one: Pass
-    optional: bool = False
-    side: bool = False
-
-    def entry(self, run_dir: Path) -> dict[str, Any]:
-        """As the worker reads it."""
-        entry: dict[str, Any] = {"name": self.one.name, "spec": to_dict(self.one.spec)}
-        entry |= {"run_dir": str(self.place)} if self.place != run_dir else {}
-        marks = {"optional": self.optional, "side": self.side}
-        return entry | {name: True for name, value in marks.items() if value}
-
-
 class Beside(Protocol):
     """What shares a training world with a check.
 
@@ -94,25 +71,6 @@ class Beside(Protocol):
         Returns:
             What the world is told, e.g. ``{"optional_s": 60.0}``.
         """
-
-
-def by_load(jobs: list[Job]) -> list[Job]:
-    """Passes of the same weights next to each other, then those of the same kernels, else as they
-    come; of these, optional ones last.
-    """
-    from mismatch.specs import load_key
-
-    weights: dict[Any, int] = {}
-    kernels: dict[Any, int] = {}
-    for number, job in enumerate(jobs):
-        weights.setdefault(weights_key(job.one.spec), number)
-        kernels.setdefault(load_key(job.one.spec), number)
-
-    def place(job: Job) -> tuple[int, int, bool]:
-        spec = job.one.spec
-        return weights[weights_key(spec)], kernels[load_key(spec)], job.optional
-
-    return sorted(jobs, key=place)
 
 
 @dataclass

@@ -72,7 +72,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         save_rollout(root / world, ROLLOUT)
         job = {
             "run_dir": str(root / world),
-            "rollout": "rollout.parquet",
             "resident_report": True,
             "passes": [to_dict(each) for each in _passes(models)],
             "gradients": _gradients(models["gpt_oss"]).to_json(),

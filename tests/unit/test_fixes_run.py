@@ -16,9 +16,10 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
+from mismatch.experiments.passes import Job, by_load
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.fixes import FixRun, sampling_spec
-from mismatch.processes.stages import Job, Stages, by_load
+from mismatch.processes.stages import Stages
 from mismatch.reports.sections.fixes import sentences
 from mismatch.run import store
 from mismatch.run.directory import at_work

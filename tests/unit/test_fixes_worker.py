@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mismatch.errors import MismatchError, OutOfMemory
-from mismatch.processes.workers.train import Item, _Passes
+from mismatch.experiments.passes import Job
+from mismatch.processes.workers.train import _Passes
 from mismatch.run.messages import pass_label, read_error
 from mismatch.specs import Pass, TrainSpec
 
@@ -50,15 +51,15 @@ class Ranks:
             raise RuntimeError("wait timeout")
 
 
-def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[_Passes, Item]:
+def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[_Passes, Job]:
     made: Any = _Passes(world, {"run_dir": str(run_dir)})  # type: ignore[arg-type]
 
-    def one(item: Item) -> None:
+    def one(item: Job) -> None:
         if fails:
             raise RuntimeError("out of memory\nmore")
 
     made.one = one
-    return made, Item(Pass("fix:fp32", TrainSpec()), run_dir, optional=True)
+    return made, Job(run_dir, Pass("fix:fp32", TrainSpec()), optional=True)
 
 
 def test_a_failure_of_all_ranks_is_noted_and_the_world_goes_on(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_side_pass_may_lack_memory_and_nothing_else(
     made.loaded = object()  # type: ignore[assignment]
     scored = []
 
-    def one(item: Item) -> None:
+    def one(item: Job) -> None:
         if item.one.name == "reference:fp32":
             raise error
         scored.append(item.one.name)
@@ -96,7 +97,7 @@ def test_a_side_pass_may_lack_memory_and_nothing_else(
     made.one = one  # type: ignore[method-assign]
     made.load = lambda one: None  # type: ignore[method-assign]
     names = ("fsdp", "reference:fp32", "fsdp:grad")
-    items = [Item(Pass(n, TrainSpec()), tmp_path, side=n != "fsdp") for n in names]
+    items = [Job(tmp_path, Pass(n, TrainSpec()), side=n != "fsdp") for n in names]
     noted = pass_label("reference:fp32")
     if not goes_on:
         with pytest.raises(type(error)):

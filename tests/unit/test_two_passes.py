@@ -245,7 +245,7 @@ def test_a_side_pass_without_routes_is_left_out_and_an_asked_one_refused(tmp_pat
     assert not left_out(tmp_path, ROLLOUT, Pass(NEW_REPLAYED, replace(spec, replay_source=TRAIN)))
     assert not left_out(tmp_path, ROLLOUT, Pass("mine", spec))
     with pytest.raises(MismatchError, match="transformers:decode holds no routed experts"):
-        replay_source({"run_dir": tmp_path}, ROLLOUT, spec)
+        replay_source(tmp_path, ROLLOUT, spec)
 
 
 def test_a_spec_with_injections_survives_json(moe: str) -> None:

@@ -42,7 +42,7 @@ def routes_from(rollout: Rollout, spec: TrainSpec) -> str:
     return spec.replay_source or f"{rollout.fingerprint['engine']}:decode"
 
 
-def replay_source(job: dict[str, Any], rollout: Rollout, spec: TrainSpec) -> ReplaySource | None:
+def replay_source(run_dir: Path, rollout: Rollout, spec: TrainSpec) -> ReplaySource | None:
     """The routes that a pass replays, if it does: of the engine's decode, or of an earlier pass.
 
     Raises:
@@ -52,7 +52,7 @@ def replay_source(job: dict[str, Any], rollout: Rollout, spec: TrainSpec) -> Rep
         return None
     from mismatch.training.routing.replay import ReplaySource
 
-    scoring = load_scoring(job["run_dir"], routes_from(rollout, spec))
+    scoring = load_scoring(run_dir, routes_from(rollout, spec))
     return ReplaySource.of(scoring, spec.replay_routing, rollout)
 
 
@@ -168,7 +168,7 @@ class _Taking:
         assert loaded is not None
         if room:
             require_memory(self.world, loaded, len(LOSSES))
-        source = self.source(planned)
+        source = replay_source(self.run_dir, self.rollout, planned.spec)
         for item in items:
             values, prompts = self.work.vectors.values[item.vector], self.work.batch.prompts
             job = GradientJob(item.coefficients, values, prompts, planned.one, source)
@@ -200,9 +200,6 @@ class _Taking:
             if self.world.rank == 0:
                 inputs = (store.ROLLOUT,)
                 save_gradients(self.run_dir, gradients, self.made_by(item), inputs, facts)
-
-    def source(self, planned: Planned) -> ReplaySource | None:
-        return replay_source({"run_dir": self.run_dir}, self.rollout, planned.spec)
 
     def leave_out(self, planned: Planned, error: Exception) -> None:
         """Note why a gradient is missing."""

@@ -6,7 +6,7 @@ Started by the tool, or by your own torchrun::
 
 JOB.json::
 
-    {"run_dir": "runs/x", "rollout": "rollout.parquet", "resident_report": false,
+    {"run_dir": "runs/x", "resident_report": false,
      "passes": [{"name": "fsdp", "spec": {…TrainSpec…}}, {"name": "reference:fp32", "spec": {…}}],
      "wait_for": "runs/x/jobs/train.go", "load_first": true}
 
@@ -34,11 +34,11 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
+from mismatch.experiments.passes import Job
 from mismatch.processes.workers.gradients import replay_source, routes_from
 from mismatch.run.messages import (
     SCORED,
@@ -60,7 +60,7 @@ from mismatch.run.store import (
     save_scoring,
     scoring_header,
 )
-from mismatch.specs import Pass, TrainSpec, from_dict, load_key
+from mismatch.specs import Pass, load_key
 
 if TYPE_CHECKING:
     from mismatch.captures import Distributions
@@ -87,28 +87,6 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Item:
-    """One pass of a job.
-
-    Attributes:
-        run_dir: whose rollout it scores.
-        optional: the others go on where it fails.
-        side: the others go on where it runs out of memory.
-    """
-
-    one: Pass
-    run_dir: Path
-    optional: bool = False
-    side: bool = False
-
-    @classmethod
-    def of(cls, entry: dict[str, Any], job: dict[str, Any]) -> Item:
-        made = Pass(entry["name"], from_dict(TrainSpec, entry["spec"]))
-        place = Path(entry.get("run_dir", job["run_dir"]))
-        return cls(made, place, bool(entry.get("optional")), bool(entry.get("side")))
-
-
 def run(job: dict[str, Any]) -> None:
     """Score all passes of a job; every rank calls it.
 
@@ -116,7 +94,7 @@ def run(job: dict[str, Any]) -> None:
         MismatchError: see :func:`mismatch.training.load.load` and
             :func:`mismatch.training.score.score_pass`; also out of memory.
     """
-    items = [Item.of(entry, job) for entry in job["passes"]]
+    items = [Job.of(entry, job["run_dir"]) for entry in job["passes"]]
 
     import pyarrow.parquet  # noqa: F401 (start-up, not part of the first pass)
     import torch
@@ -188,7 +166,7 @@ class _Passes:
         self.rollouts: dict[Path, Rollout] = {}
         self.began = time.monotonic()
 
-    def score(self, items: list[Item]) -> None:
+    def score(self, items: list[Job]) -> None:
         first = items[0] if items else None
         if first is not None and not (first.optional or first.side):
             self.load(first.one)
@@ -204,10 +182,10 @@ class _Passes:
                 self.attempt(item)
             elif not item.optional:
                 self.one(item)
-            elif (item.run_dir / ROLLOUT).exists() and not self.late():
+            elif (item.place / ROLLOUT).exists() and not self.late():
                 self.attempt(item)
 
-    def attempt(self, item: Item) -> None:
+    def attempt(self, item: Job) -> None:
         """One pass that may fail. Where ranks fail at different places the world ends.
 
         A rank that went on alone would meet the others in the middle of another pass, and their
@@ -256,22 +234,19 @@ class _Passes:
         return bool(self.world.sum(torch.tensor(int(over))))
 
     def load(self, one: Pass) -> None:
+        from mismatch.training.load import switched
+
         if self.loaded is not None and load_key(self.loaded.spec) == load_key(one.spec):
             return
         held, self.loaded = self.loaded, None  # what fails half way is loaded anew
-        self.loaded = self.switched(held, one)
+        self.loaded = None if held is None else switched(held, one.spec)
         if self.loaded is not None:
             return
         del held
         _free()  # the old weights must be gone before the new ones come
         self.loaded = _load(self.world, one, self.job)
 
-    def switched(self, held: LoadedModel | None, one: Pass) -> LoadedModel | None:
-        from mismatch.training.load import switched
-
-        return None if held is None else switched(held, one.spec)
-
-    def one(self, item: Item) -> None:
+    def one(self, item: Job) -> None:
         from mismatch.training.score import score_pass
 
         world, one = self.world, item.one
@@ -283,26 +258,24 @@ class _Passes:
         start = time.monotonic()
         if one.spec.replay_routing is not None:
             world.barrier()  # the routes may come from an earlier pass, which rank 0 saves
-        if left_out(item.run_dir, rollout, one):
+        if left_out(item.place, rollout, one):
             return
-        source = replay_source({"run_dir": item.run_dir}, rollout, one.spec)
+        source = replay_source(item.place, rollout, one.spec)
         scoring = score_pass(world, self.loaded, rollout, one, source, asked)
         seconds = time.monotonic() - start
         if scoring is None:
             return
         report_timing(one.name, seconds)
         also = () if source is None else (routing_file(source.name),)
-        save_scoring(item.run_dir, scoring, rollout, made_by=one.spec, also_from=also)
+        save_scoring(item.place, scoring, rollout, made_by=one.spec, also_from=also)
 
-    def rollout(self, item: Item) -> Rollout:
-        place = item.run_dir
-        if place not in self.rollouts:
-            own = place == Path(self.job["run_dir"])
-            self.rollouts[place] = _rollout(self.job) if own else load_rollout(place)
-        return self.rollouts[place]
+    def rollout(self, item: Job) -> Rollout:
+        if item.place not in self.rollouts:
+            self.rollouts[item.place] = load_rollout(item.place)
+        return self.rollouts[item.place]
 
 
-def runnable(items: list[Item], job: dict[str, Any]) -> list[Item]:
+def runnable(items: list[Job], job: dict[str, Any]) -> list[Job]:
     """The passes without those optional ones that are refused before any weight is loaded.
 
     Raises:
@@ -320,7 +293,7 @@ def runnable(items: list[Item], job: dict[str, Any]) -> list[Item]:
     return kept
 
 
-def leave_out(job: dict[str, Any], item: Item, error: Exception, *, any_rank: bool = False) -> None:
+def leave_out(job: dict[str, Any], item: Job, error: Exception, *, any_rank: bool = False) -> None:
     """Note why an optional pass is missing; rank 0 does, where all ranks fail alike."""
     if os.environ.get("RANK", "0") != "0" and not any_rank:
         return
@@ -390,14 +363,9 @@ def wait_for(path: Path) -> None:
         time.sleep(POLL_S)
 
 
-def _rollout(job: dict[str, Any]) -> Rollout:
-    path = Path(job["run_dir"]) / job.get("rollout", "rollout.parquet")
-    return load_rollout(path.parent)
-
-
 def engine_distributions(job: dict[str, Any], rollout: Rollout) -> Distributions | None:
     """What the engine took while it sampled; None where it took nothing."""
-    run_dir = (Path(job["run_dir"]) / job.get("rollout", "rollout.parquet")).parent
+    run_dir = Path(job["run_dir"])
     name = f"{rollout.fingerprint.get('engine')}:decode"
     if not (run_dir / distributions_file(name)).exists():
         return None
