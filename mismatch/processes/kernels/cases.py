@@ -262,6 +262,7 @@ def allowed(
     window: int | Literal["case"] | None = "case",
     documents: bool = True,
     from_start: bool = False,
+    causal: bool = True,
 ) -> torch.Tensor:
     """[T, S] True where a query may attend; the arguments describe a faulty kernel.
 
@@ -269,11 +270,12 @@ def allowed(
         window: instead of the case's.
         documents: False: documents of one row are not separated.
         from_start: the first query is placed at the first key, despite cached keys.
+        causal: False: queries see the keys that come after them too.
     """
     offset = 0 if from_start else case.keys - case.queries
     rows = torch.arange(case.queries, device=device)[:, None] + offset
     columns = torch.arange(case.keys, device=device)
-    mask = columns <= rows
+    mask = columns <= rows if causal else torch.ones_like(columns <= rows)
     width = case.window if window == "case" else window
     if width is not None:
         mask = mask & (columns > rows - width)

@@ -6,8 +6,9 @@ reference and with the outputs of known faults: the nearest one names what the k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,6 @@ from mismatch.processes.kernels import findings as truth
 from mismatch.processes.kernels.cases import (
     DTYPES,
     Case,
-    Inputs,
     allowed,
     inputs_of,
     plain,
@@ -28,27 +28,53 @@ from mismatch.processes.kernels.findings import limit_of, percent
 from mismatch.processes.kernels.geometry import ModelGeometry
 from mismatch.processes.kernels.runner import Runner
 
-Fault = Callable[[Inputs], torch.Tensor]
+# What a faulty kernel does: options of :func:`allowed`, and of the reference.
+Fault = tuple[dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One case, and the outputs of known faults on it.
-
-    Attributes:
-        faults: description -> function from inputs in float64 to the faulty output.
-    """
+    """One case, and known faults on it by their description."""
 
     column: str
     case: Case
     faults: dict[str, Fault]
 
 
-COLUMNS = ("sinks", "window", "packing", "offsets", "grouped_queries", "scaling")
-ABSENT = {
-    "sinks": "the model has no attention sinks",
-    "window": "the model has no layers with a sliding window",
-    "grouped_queries": "the model has a key head for every query head",
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Of one column: of a kernel that is right, of one with a fault of no name, of no test."""
+
+    right: str
+    wrong: str
+    absent: str = ""
+
+
+COLUMNS = {
+    "sinks": Words(
+        "the sinks count in the softmax",
+        "the sinks do not count as they should",
+        "the model has no attention sinks",
+    ),
+    "window": Words(
+        "each query sees exactly its window",
+        "does not see exactly the window",
+        "the model has no layers with a sliding window",
+    ),
+    "packing": Words(
+        "documents of one row do not see each other",
+        "documents of one row are not kept apart as they should be",
+    ),
+    "offsets": Words(
+        "queries after cached keys look at the right ones",
+        "queries after cached keys do not look at the right ones",
+    ),
+    "grouped_queries": Words(
+        "query heads read their own group's keys",
+        "query heads do not read their own group's keys",
+        "the model has a key head for every query head",
+    ),
+    "scaling": Words("the given scale is used", "the given scale is not used as it should be"),
 }
 
 
@@ -60,12 +86,12 @@ def features(
     Args:
         forward: name of each dtype that the kernel takes -> relative error of its output there.
     """
-    checks = list(checks_of(geometry, device))
+    checks = list(checks_of(geometry))
     findings = []
     for column in COLUMNS:
         own = [check for check in checks if check.column == column]
         if not own:
-            findings.append(Finding(column, "not_tested", ABSENT[column]))
+            findings.append(Finding(column, "not_tested", COLUMNS[column].absent))
             continue
         outcomes = [
             _run(Kernel(runner, geometry, device, seed, name, error), check)
@@ -83,113 +109,47 @@ def _badness(finding: Finding) -> tuple[bool, float]:
     return failed, finding.value / finding.limit
 
 
-def checks_of(geometry: ModelGeometry, device: str) -> Iterator[Check]:
+def checks_of(geometry: ModelGeometry) -> Iterator[Check]:
     """All checks that apply to the model."""
-    base = plain(geometry)
+    base, usual = plain(geometry), usual_scale(geometry)
     if geometry.sinks:
-        yield _sinks(replace(base, sinks="on"), device)
+        yield Check("sinks", replace(base, sinks="on"), {"drops the sinks": ({}, {"sinks": False})})
     if geometry.window is not None:
-        yield _window(replace(base, window=short_window(geometry)), device)
+        width = short_window(geometry)
+        faults: dict[str, Fault] = {
+            "sees one key more than the window": ({"window": width + 1}, {}),
+            "sees one key less than the window": ({"window": width - 1}, {}),
+            "ignores the window": ({"window": None}, {}),
+        }
+        yield Check("window", replace(base, window=width), faults)
     third = base.keys // 3
-    yield _packing(replace(base, documents=(third, 5, base.keys - third - 5)), device)
+    faults = {"lets documents of one row see each other": ({"documents": False}, {})}
+    yield Check("packing", replace(base, documents=(third, 5, base.keys - third - 5)), faults)
+    faults = {
+        "puts the first query at the first key, whatever is in the cache": (
+            {"from_start": True},
+            {},
+        ),
+        "lets queries see keys that come after them": ({"causal": False}, {}),
+    }
     for queries in (third, 1):
-        yield _offsets(replace(base, queries=queries), device)
+        yield Check("offsets", replace(base, queries=queries), faults)
     if geometry.kv_heads < geometry.heads:
-        yield _groups(replace(base, grouped=True), device)
-    usual = usual_scale(geometry)
+        faults = {"hands key heads out in turn, not to neighbours": ({}, {"neighbours": False})}
+        yield Check("grouped_queries", replace(base, grouped=True), faults)
     for scaling in {0.6 * usual, geometry.scaling} - {usual}:
-        yield _scaling(replace(base, scaling=scaling), usual, device)
-
-
-def _sinks(case: Case, device: str) -> Check:
-    mask = allowed(case, device)
-    faults: dict[str, Fault] = {
-        "drops the sinks": lambda x: truth.attention(x, mask, case.scaling, sinks=False)
-    }
-    return Check("sinks", case, faults)
-
-
-def _window(case: Case, device: str) -> Check:
-    width = case.window or 0
-
-    def seeing(window: int | None) -> Fault:
-        mask = allowed(case, device, window=window)
-        return lambda x: truth.attention(x, mask, case.scaling)
-
-    faults = {
-        "sees one key more than the window": seeing(width + 1),
-        "sees one key less than the window": seeing(width - 1),
-        "ignores the window": seeing(None),
-    }
-    return Check("window", case, faults)
-
-
-def _packing(case: Case, device: str) -> Check:
-    mask = allowed(case, device, documents=False)
-    faults: dict[str, Fault] = {
-        "lets documents of one row see each other": lambda x: truth.attention(x, mask, case.scaling)
-    }
-    return Check("packing", case, faults)
-
-
-def _offsets(case: Case, device: str) -> Check:
-    first = allowed(case, device, from_start=True)
-    every = torch.ones_like(first)
-    faults: dict[str, Fault] = {
-        "puts the first query at the first key, whatever is in the cache": lambda x: (
-            truth.attention(x, first, case.scaling)
-        ),
-        "lets queries see keys that come after them": lambda x: truth.attention(
-            x, every, case.scaling
-        ),
-    }
-    return Check("offsets", case, faults)
-
-
-def _groups(case: Case, device: str) -> Check:
-    mask = allowed(case, device)
-    faults: dict[str, Fault] = {
-        "hands key heads out in turn, not to neighbours": lambda x: truth.attention(
-            x, mask, case.scaling, neighbours=False
-        )
-    }
-    return Check("grouped_queries", case, faults)
-
-
-def _scaling(case: Case, usual: float, device: str) -> Check:
-    mask = allowed(case, device)
-
-    def scaled(scaling: float) -> Fault:
-        return lambda x: truth.attention(x, mask, scaling)
-
-    faults = {
-        "uses head_dim ** -0.5 whatever scale is given": scaled(usual),
-        "does not scale at all": scaled(1.0),
-        "applies head_dim ** -0.5 beside the scale": scaled(case.scaling * usual),
-    }
-    return Check("scaling", case, faults)
+        faults = {
+            "uses head_dim ** -0.5 whatever scale is given": ({}, {"scaling": usual}),
+            "does not scale at all": ({}, {"scaling": 1.0}),
+            "applies head_dim ** -0.5 beside the scale": ({}, {"scaling": scaling * usual}),
+        }
+        yield Check("scaling", replace(base, scaling=scaling), faults)
 
 
 # An error as large as that with all features on is left to the column "forward", as long as the
 # output is clearly nearer to the reference than to that of a kernel with a known fault.
 ELSEWHERE = 3.0
 NEARER = 3.0
-UNNAMED = {
-    "sinks": "the sinks do not count as they should",
-    "window": "does not see exactly the window",
-    "packing": "documents of one row are not kept apart as they should be",
-    "offsets": "queries after cached keys do not look at the right ones",
-    "grouped_queries": "query heads do not read their own group's keys",
-    "scaling": "the given scale is not used as it should be",
-}
-RIGHT = {
-    "sinks": "the sinks count in the softmax",
-    "window": "each query sees exactly its window",
-    "packing": "documents of one row do not see each other",
-    "offsets": "queries after cached keys look at the right ones",
-    "grouped_queries": "query heads read their own group's keys",
-    "scaling": "the given scale is used",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,22 +181,27 @@ def _run(kernel: Kernel, check: Check) -> Finding:
         right = truth.attention(numbers, mask, case.scaling)
         floor = truth.relative_error(truth.rounded(inputs, mask, case.scaling), right)
         off, limit = truth.relative_error(out, right), limit_of(floor)
-        outputs = {words: fault(numbers) for words, fault in check.faults.items()}
+        outputs = {
+            words: truth.attention(
+                numbers, allowed(case, device, **masked), **{"scaling": case.scaling, **options}
+            )
+            for words, (masked, options) in check.faults.items()
+        }
         faults = {  # only those that change this case: a last query has no keys after it
             words: truth.relative_error(out, wrong)
             for words, wrong in outputs.items()
             if truth.relative_error(wrong, right) > limit
         }
     if off <= limit:
-        return Finding(column, "passed", RIGHT[column], off, limit)
+        return Finding(column, "passed", COLUMNS[column].right, off, limit)
     if off == float("inf"):
         detail = f"gives NaN or inf with {case.label} in {kernel.dtype}"
         return Finding(column, "failed", detail, None, limit)
     nearest = min(faults, key=lambda words: faults[words])
     elsewhere = min(ELSEWHERE * kernel.forward, faults[nearest] / NEARER)
     if off <= elsewhere:
-        detail = f"{RIGHT[column]}; the output is off by {percent(off)} for another reason"
+        detail = f"{COLUMNS[column].right}; the output is off by {percent(off)} for another reason"
         return Finding(column, "passed", detail, off, elsewhere)
-    fault = nearest if faults[nearest] <= max(limit, off / NEARER) else UNNAMED[column]
+    fault = nearest if faults[nearest] <= max(limit, off / NEARER) else COLUMNS[column].wrong
     detail = f"{fault}: output off by {percent(off)} with {case.label} in {kernel.dtype}"
     return Finding(column, "failed", detail, off, limit)
