@@ -10,7 +10,8 @@ import torch
 from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.kernels import Error, Finding
 from mismatch.processes.kernels.cases import DTYPES, Inputs
-from mismatch.training.attention.trial import definition, relative_error
+from mismatch.training.attention.trial import definition
+from mismatch.training.attention.trial import relative_error as relative_error
 
 # A right kernel rounds in other places than plain attention with a float32 softmax does, and may
 # keep its softmax in the inputs' dtype (gpt-oss' own eager does: it stays below 3 times that
