@@ -22,7 +22,6 @@ class ModelGeometry:
         scaling: factor of the scores.
         sinks: whether heads learn attention sinks.
         experts, top_k, intermediate: None for a dense model.
-        config: of transformers, as read.
         bare: the model on the meta device.
         unlike: a sentence on layers of other shapes; "": all layers are alike.
     """
@@ -30,7 +29,6 @@ class ModelGeometry:
     model: str
     model_type: str
     layers: int
-    layer_types: tuple[str, ...]
     hidden: int
     heads: int
     kv_heads: int
@@ -42,7 +40,6 @@ class ModelGeometry:
     experts: int | None
     top_k: int | None
     intermediate: int | None
-    config: Any = field(repr=False, compare=False)
     bare: Any = field(repr=False, compare=False)
     unlike: str = ""
 
@@ -66,7 +63,6 @@ class Options:
         seed: of all inputs.
         repeats: runs on the same inputs that must agree bit for bit; at least 2.
         tokens: lengths at which time and memory are measured; empty: none.
-        harm: whether wrong kernels are also run on the whole model.
         budget_s: time for the costs of one kernel; further lengths are left out.
         budget_bytes: limit of memory per length; None: a share of what is free.
     """
@@ -76,7 +72,6 @@ class Options:
     seed: int = 0
     repeats: int = 2
     tokens: tuple[int, ...] = (1024, 4096)
-    harm: bool = True
     budget_s: float = 60.0
     budget_bytes: int | None = None
 
@@ -121,7 +116,6 @@ def geometry_of(config: Any, model: str = "", trust_remote_code: bool = False) -
         model=model or str(config._name_or_path),
         model_type=str(text.model_type),
         layers=sizes.layers,
-        layer_types=sizes.layer_types,
         hidden=sizes.hidden,
         heads=sizes.heads,
         kv_heads=sizes.kv_heads,
@@ -133,7 +127,6 @@ def geometry_of(config: Any, model: str = "", trust_remote_code: bool = False) -
         experts=sizes.experts or None,
         top_k=sizes.top_k or None,
         intermediate=sizes.width if sizes.experts else None,
-        config=config,
         bare=bare,
         unlike=_unlike(text),
     )

@@ -188,7 +188,7 @@ def options_of(spec: AuditSpec) -> Options:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = spec.dtypes or DTYPES[device]
     tokens = spec.tokens or TOKENS[device]
-    return Options(device=device, dtypes=dtypes, seed=spec.seed, tokens=tokens, harm=spec.harm)
+    return Options(device=device, dtypes=dtypes, seed=spec.seed, tokens=tokens)
 
 
 def _selected(
