@@ -119,7 +119,7 @@ def test_auto_on_a_gpu_is_sink_sdpa_once_it_was_tried(
         asked.append((implementation, *place))
         return trial.Trial(fault)
 
-    monkeypatch.setattr(trial, "cached_trial", outcome)
+    monkeypatch.setattr(trial, "try_kernel", outcome)
     assert resolve_for("auto", model).label == "sink-sdpa"
     assert resolve_for("auto", model, CPU, BF16).tried == ()
     assert not asked

@@ -175,9 +175,9 @@ def _tried(
     """
     if place is None:
         return ResolvedAttention(name, implementation, True if sinks else None)
-    from mismatch.training.attention.trial import cached_trial, geometry_of
+    from mismatch.training.attention.trial import geometry_of, try_kernel
 
-    trial = cached_trial(implementation, geometry_of(model, sinks), *place)
+    trial = try_kernel(implementation, geometry_of(model, sinks), *place)
     if trial.fault:
         without = " (the model has attention sinks: are they used?)" if sinks else ""
         raise MismatchError(

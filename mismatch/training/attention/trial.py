@@ -54,8 +54,9 @@ class Trial:
 
     Attributes:
         fault: one sentence; "" if the output passed.
-        backward_fault: likewise for gradients; also "" where they were not tried.
-        gradients: error by input ("q", "k", "v", "sinks"); 1: it gets no gradient.
+        backward_fault: likewise for gradients.
+        gradients: error by input ("q", "k", "v", "sinks"); 1: it gets no gradient. Empty where they
+            were not tried.
     """
 
     fault: str
@@ -89,14 +90,11 @@ def scaling_of(model: Any) -> float | None:
     return next((scale for scale in scales if isinstance(scale, float)), None)
 
 
+@cache
 def try_kernel(
-    implementation: str,
-    geometry: Geometry,
-    device: torch.device,
-    dtype: torch.dtype,
-    gradients: bool = True,
+    implementation: str, geometry: Geometry, device: torch.device, dtype: torch.dtype
 ) -> Trial:
-    """Run a registered kernel forward and backward, and compare with float64.
+    """Run a registered kernel forward and backward, and compare with float64; once per process.
 
     Args:
         implementation: its name in transformers' registry.
@@ -108,21 +106,13 @@ def try_kernel(
     for case in _cases(geometry, device):
         try:
             with torch.enable_grad():
-                trial = _try_case(function, implementation, geometry, case, dtype, gradients)
+                trial = _try_case(function, implementation, geometry, case, dtype)
         except Exception as error:  # a kernel may raise anything: no build, dtype, head size …
             return Trial(f"it does not run: {named_line(error)}")
         worst = _worse(worst, trial, case.name, limit)
         if worst.fault:
             break
     return worst
-
-
-@cache
-def cached_trial(
-    implementation: str, geometry: Geometry, device: torch.device, dtype: torch.dtype
-) -> Trial:
-    """:func:`try_kernel`, once per process."""
-    return try_kernel(implementation, geometry, device, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +162,6 @@ def _try_case(
     geometry: Geometry,
     case: _Case,
     dtype: torch.dtype,
-    gradients: bool,
 ) -> Trial:
     inputs = _inputs(geometry, case.allowed.device, dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -180,7 +169,7 @@ def _try_case(
     layer = _layer(geometry, implementation, inputs, dtype)
     out = _call(function, layer, inputs, case, geometry, dtype)
     forward = relative_error(out, reference)
-    if not gradients or not forward <= LIMITS[dtype]:
+    if not forward <= LIMITS[dtype]:
         return Trial("", "", forward)
     device = reference.device
     weights = torch.randn(reference.shape, generator=_draw(device, 1), device=device)
