@@ -195,7 +195,7 @@ def gone(before: Case, after: Case) -> Estimate:
     ):
         return before.share(after.delta)
     sums = [_by_prompt(case) for case in (before, after)]
-    common = np.intersect1d(*(np.flatnonzero(count > 0) for _, count in sums))
+    common = np.intersect1d(np.flatnonzero(sums[0][1] > 0), np.flatnonzero(sums[1][1] > 0))
     (s0, n0), (s1, n1) = ((total[common], count[common]) for total, count in sums)
 
     def value(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
@@ -215,8 +215,8 @@ def _by_prompt(case: Case) -> tuple[Floats, Floats]:
     prompts = case.rollout.prompt_index[case.sequence]
     size = int(case.rollout.prompt_index.max()) + 1
     return (
-        np.bincount(prompts, np.abs(case.delta), size),
-        np.bincount(prompts, minlength=size).astype(float),
+        np.asarray(np.bincount(prompts, np.abs(case.delta), size), np.float64),
+        np.asarray(np.bincount(prompts, minlength=size), np.float64),
     )
 
 

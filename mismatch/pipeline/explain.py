@@ -160,7 +160,7 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
 
 
 def _state(run_dir: Path) -> dict[str, Any]:
-    state = store.load_document(run_dir, STATE)
+    state: dict[str, Any] = store.load_document(run_dir, STATE)
     if state.get("schema") != STATE_SCHEMA:
         raise MismatchError(f"{run_dir / STATE} is of another version", "make the run again")
     return state
