@@ -7,6 +7,7 @@ from typing import Any
 from mismatch.analysis.registry import Analysis
 from mismatch.codec import Misfit, from_json, schema_of, to_json
 from mismatch.experiments.engine_pair import Triangle
+from mismatch.experiments.explanation import Explanation
 from mismatch.experiments.fixes.base import FixTable
 from mismatch.experiments.gradients.types import GradientCheck
 from mismatch.experiments.kernels import (
@@ -59,4 +60,5 @@ ANALYSES = (
     Analysis("engines", Triangle, order=6),
     _Kernels("kernels", AuditReport, order=7),
     Analysis("gradients", GradientCheck, order=8),
+    Analysis("explain", Explanation, order=9),
 )

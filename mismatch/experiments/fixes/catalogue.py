@@ -6,7 +6,7 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
 from mismatch.experiments.fixes.engine_fixes import ENGINE_FIXES
 from mismatch.experiments.fixes.spec_edits import fix, guides
-from mismatch.experiments.fixes.trainer_fixes import TRAIN_FIXES
+from mismatch.experiments.fixes.trainer_fixes import PROBES, TRAIN_FIXES
 from mismatch.metrics.corrections import OVERRIDE
 
 ESTIMATOR_FIXES = tuple(
@@ -22,7 +22,7 @@ def fix_named(name: str) -> Fix:
     Raises:
         MismatchError: there is none.
     """
-    for entry in FIXES:
+    for entry in (*FIXES, *PROBES):
         if entry.id == name:
             return entry
     raise MismatchError(f"no fix {name!r}", f"one of: {', '.join(fix.id for fix in FIXES)}")
