@@ -83,9 +83,9 @@ def training_fields(flags: Flags) -> dict[str, Any]:
 
     ranks = flags["nproc_per_node"]
     if ranks is None and flags.get("gpus"):
-        from mismatch.doctor.gpus import parse
+        from mismatch.doctor.machine import parse_kind
 
-        ranks, _ = parse(flags["gpus"])
+        ranks, _ = parse_kind(flags["gpus"])
     return {
         "nproc_per_node": (local_gpus() or 2) if ranks is None else ranks,
         "inject": parse_injections(flags["inject"]),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mismatch.doctor.fit import Fit
 from mismatch.doctor.plan import side_passes
 from mismatch.run.machine import gib
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mismatch.doctor.examine import Ability, Diagnosis
+    from mismatch.doctor.examine import Diagnosis
     from mismatch.doctor.machine import Machine
     from mismatch.doctor.plan import Plan
 
@@ -34,7 +33,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.minutes is not None:
         fewest, most = plan.minutes
         _say(console, f"time: {fewest:.0f} to {most:.0f} minutes (estimate, never measured)")
-    out = sorted(side_passes(plan.sides) & {s.prediction.side for s in plan.sides if s.certain})
+    out = sorted(side_passes(plan.sides) & {fit.side for fit in plan.sides if fit.certain})
     if out and plan.fits:
         _say(console, f"left out, for want of memory: {', '.join(out)}")
     _say(console, "it fits" if plan.fits else "it does not fit: see the warnings")
@@ -43,88 +42,75 @@ def print_plan(plan: Plan, console: Console) -> None:
 def print_memory(plan: Plan, console: Console) -> None:
     """Both sides' memory on one device: every side's total, and the parts of the highest pass."""
     device = "GPU" if plan.device == "cuda" else "rank (CPU)"
-    rows = [
-        (f.prediction.side, gib(f.needed), gib(f.capacity), f.level, f.prediction.moment)
-        for f in plan.sides
-    ]
     header = ("side", "needed", "there", "", "at its highest")
+    rows = [
+        (f.side, gib(f.needed), gib(f.capacity), f.level, f.prediction.moment) for f in plan.sides
+    ]
     _table(console, f"memory per {device}", rows, header)
-    for side in _worth_showing(plan.sides):
-        parts = [(p.name, gib(p.bytes), p.formula) for p in side.prediction.highest.parts]
-        reserve = side.needed - side.prediction.peak_bytes
-        if reserve:
+    engine, *passes = plan.sides
+    for fit in (engine, *sorted(passes, key=lambda fit: -fit.needed)[:1]):
+        parts = [(p.name, gib(p.bytes), p.formula) for p in fit.prediction.highest.parts]
+        if reserve := fit.needed - fit.prediction.peak_bytes:
             parts.append(("the process itself", gib(reserve), "runtime, context, libraries"))
-        _table(console, f"{side.prediction.side}, at its highest", parts)
-    if plan.experts:
-        ways = [
-            (
-                choice.name + (" (chosen)" if choice.chosen else ""),
-                gib(choice.peak_bytes),
-                f"{choice.token_bytes / 1e6:,.2f} MB",
-                gib(choice.backward_bytes),
-            )
-            for choice in plan.experts
-        ]
+        _table(console, f"{fit.side}, at its highest", parts)
+    ways = [
+        (
+            choice.name + (" (chosen)" if choice.chosen else ""),
+            gib(choice.peak_bytes),
+            f"{choice.token_bytes / 1e6:,.2f} MB",
+            gib(choice.backward_bytes),
+        )
+        for choice in plan.experts
+    ]
+    if ways:
         titles = ("", "peak", "per token", "backward, one layer")
         _table(console, "ways to run the experts", ways, titles)
 
 
-def _worth_showing(sides: Sequence[Fit]) -> list[Fit]:
-    """The engine and the trainer's highest pass."""
-    engine, *passes = sides
-    return [engine, max(passes, key=lambda side: side.needed)] if passes else [engine]
-
-
-def print_diagnosis(found: Diagnosis, console: Console) -> None:
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print what the doctor found; the last line says whether a check could run here."""
-    _machine(found.machine, console)
-    _abilities(console, "engines", found.engines)
-    _abilities(console, "trainer's kernels", found.kernels)
-    _abilities(console, "what can be measured here", found.measurable)
-    if found.plan is not None:
+    _table(console, "machine", _machine(diagnosis.machine))
+    for title, abilities in (
+        ("engines", diagnosis.engines),
+        ("trainer's kernels", diagnosis.kernels),
+        ("what can be measured here", diagnosis.measurable),
+    ):
+        rows = [
+            (item.name, "yes" if item.possible else "no", "; ".join(filter(None, remarks)))
+            for item in abilities
+            for remarks in [(item.why, item.fix)]
+        ]
+        _table(console, title, rows)
+    if diagnosis.plan is not None:
         _say(console, "")
-        print_memory(found.plan, console)
-        _table(console, "what would run", list(found.plan.kernels.items()))
-    _list(console, "warnings", found.warnings)
+        print_memory(diagnosis.plan, console)
+        _table(console, "what would run", list(diagnosis.plan.kernels.items()))
+    _list(console, "warnings", diagnosis.warnings)
     _say(console, "")
-    if found.ready:
+    if diagnosis.ready:
         _say(console, "ready: mismatch check can run here")
         return
     _say(console, "not ready: mismatch check cannot run here")
-    for problem in found.problems:
+    for problem in diagnosis.problems:
         _say(console, f"  {problem.name}: {problem.why}")
         if problem.fix:
             _say(console, f"    fix: {problem.fix}")
 
 
-def _machine(machine: Machine, console: Console) -> None:
-    rows = [
+def _machine(machine: Machine) -> list[tuple[str, str]]:
+    free = gib(machine.ram_free_bytes)
+    states = {True: "", False: " (cannot be imported)", None: ""}
+    gpus = [f"{g.name}, {gib(g.memory_bytes)}, driver {g.driver}" for g in machine.gpus]
+    installed = [package for package in machine.packages.values() if package.version is not None]
+    return [
         ("python", machine.python),
-        (
-            "CPU",
-            f"{machine.cores} cores, {gib(machine.ram_bytes)}, {gib(machine.ram_free_bytes)} free",
-        ),
+        ("CPU", f"{machine.cores} cores, {gib(machine.ram_bytes)}, {free} free"),
         ("shared memory", gib(machine.shm_bytes)),
         ("disk, here", f"{gib(machine.disk_free_bytes)} free"),
         ("disk, hub's cache", f"{gib(machine.cache_free_bytes)} free in {machine.cache_dir}"),
+        *(("GPU", text) for text in gpus or ["none (nvidia-smi lists none)"]),
+        *((p.distribution, f"{p.version}{states[p.works]}") for p in installed),
     ]
-    for gpu in machine.gpus:
-        rows.append(("GPU", f"{gpu.name}, {gib(gpu.memory_bytes)}, driver {gpu.driver}"))
-    if not machine.gpus:
-        rows.append(("GPU", "none (nvidia-smi lists none)"))
-    for package in machine.packages.values():
-        if package.version is not None:
-            state = {True: "", False: " (cannot be imported)", None: ""}[package.works]
-            rows.append((package.distribution, f"{package.version}{state}"))
-    _table(console, "machine", rows)
-
-
-def _abilities(console: Console, title: str, items: Sequence[Ability]) -> None:
-    rows = []
-    for item in items:
-        remark = "; ".join(text for text in (item.why, item.fix) if text)
-        rows.append((item.name, "yes" if item.possible else "no", remark))
-    _table(console, title, rows)
 
 
 def _table(
