@@ -77,7 +77,7 @@ def check_spec(flags: Flags) -> CheckSpec:
 
 def training_fields(flags: Flags) -> dict[str, Any]:
     """What a check's spec says of the training side, beside its trainer."""
-    from mismatch.models.injections import parse_injections
+    from mismatch.models.moe import parse_injections
     from mismatch.run.machine import local_gpus
     from mismatch.specs import CheckSpec
 

@@ -17,8 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mismatch.errors import MismatchError
-from mismatch.prompts.answers import numeric_answer
-from mismatch.prompts.prompt import Prompt
+from mismatch.prompts.prompt import Prompt, numeric_answer
 from mismatch.specs import PromptSpec
 
 INSTALL = "pip install 'train-infer-mismatch[datasets]'"

@@ -11,8 +11,8 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.prompts import datasets as ours
-from mismatch.prompts.answers import numeric_answer, numeric_reward
 from mismatch.prompts.datasets import drawn_rows, prompt_column, read_dataset
+from mismatch.prompts.prompt import numeric_answer, numeric_reward
 from mismatch.specs import PromptSpec
 
 datasets = pytest.importorskip("datasets", reason="the extra `datasets` is not installed")

@@ -168,15 +168,13 @@ class Scheduler:
             state.verifying = True
             seen = len(state.unconfirmed)  # later answers are confirmed by the next verification
             self._start(
-                partial(self._verify, state.server),
-                partial(self._verified, state, seen, now),
+                partial(self._verify, state.server), partial(self._verified, state, seen, now)
             )
             return
         while state.in_flight < self._concurrency and (job := self._take(state)) is not None:
             state.in_flight += 1
             self._start(
-                partial(self._work.ask, state.server, job),
-                partial(self._answered, state, job, now),
+                partial(self._work.ask, state.server, job), partial(self._answered, state, job, now)
             )
 
     def _take(self, state: ServerState) -> int | None:
