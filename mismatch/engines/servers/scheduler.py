@@ -36,15 +36,7 @@ COUNTS = ("answers", "failures", "timeouts", "busy", "void")
 
 
 class Changed(Exception):
-    """A server is not what it was: other weights, version or settings.
-
-    Attributes:
-        reason: one phrase.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A server is not what it was: other weights, version or settings. Its text is one phrase."""
 
 
 class NobodyLeft(MismatchError):
@@ -215,7 +207,7 @@ class Scheduler:
                 state.needs_verification, state.failures, state.busy = False, 0, 0
                 state.last_verified = time.monotonic()
             case Changed():
-                self._replace(state, error.reason)
+                self._replace(state, str(error))
             case Unavailable():
                 self._failed(state, error, started)
             case _:
@@ -239,7 +231,7 @@ class Scheduler:
                 self._failed(state, error, started)
             case Changed():
                 self._queue_again(state, job)
-                self._replace(state, error.reason)
+                self._replace(state, str(error))
             case Refused():
                 raise MismatchError(
                     f"{state.name} refuses a request (HTTP {error.status}): {error.reason}",
