@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from mismatch.doctor.examine import examine
+from mismatch.doctor.examine import examine, print_diagnosis, print_plan
 from mismatch.doctor.machine import (
     Gpu,
     Machine,
@@ -19,7 +19,6 @@ from mismatch.doctor.machine import (
 )
 from mismatch.doctor.memory import Work, batch_class, predict_engine, vllm_batch
 from mismatch.doctor.plan import PLAIN_KERNELS, plan, refused
-from mismatch.doctor.show import print_diagnosis, print_plan
 from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED, resolve_model
 from mismatch.models.config import find_config

@@ -23,7 +23,7 @@ from mismatch.doctor.memory import (
     weight_bytes,
 )
 from mismatch.errors import MismatchError
-from mismatch.models.aliases import ALIASES
+from mismatch.models import ALIASES
 from mismatch.models.config import ModelConfig
 from mismatch.specs import EngineSpec, Pass, TrainSpec
 

@@ -9,7 +9,6 @@ from mismatch.codec import object_schema, to_json
 from mismatch.types import Comparison, Estimate, Verdict
 
 SCHEMA = "mismatch.against/1"
-COMMAND, PAGE = "mismatch compare NEW --against OLD", "docs/runs.md"
 
 
 def schema() -> dict[str, Any]:
