@@ -213,24 +213,22 @@ class Held:
     Attributes:
         held: of the intervals, those that hold the truth.
         made: repetitions with an interval; of the others it was withheld.
-        bare: of the intervals, those without a warning; bare_held: of these, those that hold it.
+        bare: of the intervals, those without a warning.
     """
 
     held: int
     made: int
     bare: int
-    bare_held: int
     repetitions: int
 
     def cell(self) -> str:
-        """Coverage in percent; in brackets the share of runs whose interval is withheld."""
+        """Of the intervals: percent that hold the truth, and that warn; of all: withheld."""
+        withheld = 100 * (1.0 - self.made / self.repetitions)
         if not self.made:
-            return "withheld"
-        withheld = 1.0 - self.made / self.repetitions
-        text = f"{100 * self.held / self.made:.0f}"
-        if 0 < self.bare < self.made:
-            text += f", {100 * self.bare_held / self.bare:.0f} unflagged"
-        return text + (f" ({100 * withheld:.0f} % withheld)" if withheld else "")
+            return "none"
+        held, warn = 100 * self.held / self.made, 100 * (1.0 - self.bare / self.made)
+        notes = [f"{share:.0f} {what}" for share, what in ((warn, "w"), (withheld, "–")) if share]
+        return f"{held:.0f}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 WARN = {"heavy-tail", "heavy-prompts", "few-prompts", "few-tokens"}
@@ -240,20 +238,20 @@ def numbers(
     design: designs.Design, prompts: int, repetitions: int, truth: dict[str, float], every: int = 1
 ) -> dict[str, Held]:
     """Every number of one design; a forecast in one of ``every`` repetitions."""
-    counts = {name: [0, 0, 0, 0, 0] for name in truth}
+    counts = {name: [0, 0, 0, 0] for name in truth}
     for number in range(repetitions):
         forecast = number % every == 0
         made = designs.estimates(design, prompts, [7, prompts, number], forecast)
         for name, value in truth.items():
             if name == designs.SPREAD and not forecast:
                 continue
-            counts[name][4] += 1
+            counts[name][3] += 1
             estimate = made.get(name)
             if estimate is None or estimate.low is None or estimate.high is None:
                 continue
             held = estimate.low <= value <= estimate.high
             bare = not WARN & set(estimate.flags)
-            for place, seen in enumerate((held, True, bare, bare and held)):
+            for place, seen in enumerate((held, True, bare)):
                 counts[name][place] += seen
     return {name: Held(*found) for name, found in counts.items()}
 
@@ -299,7 +297,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace the table of docs/metrics.md")
     args = parser.parse_args()
     start = time.monotonic()
-    lines = [f"{args.repeat} repetitions; {designs.SAMPLES} samples x {designs.TOKENS} tokens.", ""]
+    lines = [
+        f"Percent of the intervals that hold the truth; {args.repeat} repetitions (forecast "
+        f"{args.repeat // args.forecast_every}), {designs.SAMPLES} samples × {designs.TOKENS} "
+        "tokens. In brackets: percent of them that carry a warning (w), and of the runs in which "
+        "the interval is withheld (–).",
+        "",
+    ]
     rows = (
         table_of_differences(args.prompts, args.repeat)
         if args.differences
