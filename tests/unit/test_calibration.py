@@ -1,4 +1,4 @@
-"""The calibration: disjoint blocks, judged by the whole verdict; what is measured stays measured."""
+"""The calibration: disjoint blocks, judged by the whole verdict, and kept case by case."""
 
 from __future__ import annotations
 
