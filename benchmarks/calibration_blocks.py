@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.analysis.comparison import compare, is_sampling_law
+from mismatch.analysis.comparison import inputs, is_routing, is_sampling_law
 from mismatch.analysis.diagnosis.passes import not_finite
 from mismatch.analysis.diagnosis.semantics import input_checks
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.analysis.registry import Measured
 from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
+from mismatch.analysis.thresholds import default_thresholds
+from mismatch.metrics import METRICS
+from mismatch.metrics.estimator import Estimator
 from mismatch.pipeline.build import Artefacts, checks_of, without_square
 from mismatch.run.directory import load_spec
 from mismatch.specs import CheckSpec
-from mismatch.types import Rollout, Routing, Scoring
+from mismatch.types import Comparison, Pair, Rollout, Routing, Scoring
 
 BLOCK = 64  # prompts
 DIGITS = 4  # of the numbers that are kept
@@ -123,6 +126,18 @@ def blocks(run: Recorded, size: int = BLOCK) -> Iterator[Recorded]:
         yield run.of_prompts(prompts[start : start + size])
 
 
+def headline(found: Artefacts, seed: int) -> Comparison:
+    """The metrics that checks and levels read; whole comparisons of every block take minutes."""
+    pair = Pair.of(found.rollout, found.decode, found.train)
+    names = ["ratio_mean", *(name for name in default_thresholds() if name in METRICS)]
+    metrics = [METRICS[name] for name in names if not is_routing(METRICS[name])]
+    made = Estimator(pair.sequence, pair.prompt, seed=seed).all(
+        metrics, inputs(pair, found.decode, found.train)
+    )
+    law = is_sampling_law(found.rollout, found.decode)
+    return Comparison(found.decode.name, found.train.name, law, made)
+
+
 def judged(run: Recorded) -> dict[str, Any]:
     """All tests of the verdict on one run, as plain numbers.
 
@@ -132,7 +147,7 @@ def judged(run: Recorded) -> dict[str, Any]:
     """
     found, spec, measured = run.found, run.spec, run.measured()
     sides = found.rollout, found.decode, found.train
-    comparison = compare(*sides, sampled_by_left=is_sampling_law(*sides[:2]), seed=spec.seed)
+    comparison = headline(found, spec.seed)
     square = measure(measured, spec)
     results = {"square": square} if isinstance(square, Square) else {}
     checks = input_checks(*sides) + checks_of(spec, found, comparison)
