@@ -32,8 +32,9 @@ def write(state: dict[str, Result], cases: Sequence[Case]) -> None:
     absent = [case.name for case in cases if case.name not in state]
     lines = [MARK, "", _summary(state, clean), "", *_clean_table(clean), ""]
     lines += [NOTE, ""]
-    lines += [*_fault_table(planted, state), ""]
-    lines += ["Smallest strength found, in every block of it:", "", *_smallest(planted, state), ""]
+    if planted:
+        lines += [*_fault_table(planted, state), "", "Smallest strength found, in every block:", ""]
+        lines += [*_smallest(planted, state), ""]
     lines += [f"Not run: {', '.join(absent)}.", ""] if absent else []
     lines += ["![Excess and float32 gap of clean and faulty runs](images/calibration.svg)", ""]
     PAGE.write_text(head + "\n".join(lines))
