@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mismatch.errors import MismatchError
-from mismatch.models.injections import ROUTER_NOISE
+from mismatch.models.moe import ROUTER_NOISE
 from mismatch.specs import TORCH_NAMES, Sampling, TrainSpec
 from mismatch.training.logprobs import (
     CapturedRows,

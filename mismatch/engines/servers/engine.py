@@ -33,13 +33,7 @@ from mismatch.engines.servers.probing import (
     mean_abs_diff,
     verify,
 )
-from mismatch.engines.servers.scheduler import (
-    Changed,
-    NobodyLeft,
-    Scheduler,
-    ServerState,
-    Work,
-)
+from mismatch.engines.servers.scheduler import Changed, NobodyLeft, Scheduler, ServerState, Work
 from mismatch.engines.servers.server_api import Answer
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
