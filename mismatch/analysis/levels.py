@@ -177,7 +177,8 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     low, high = sorted(sign * end for end in ends)
     healthy, unfit = sign * level.healthy, sign * level.unfit
     spanned = [bound for bound in (level.healthy, level.unfit) if low <= sign * bound < high]
-    blind = estimate.low is None and METRICS[metric].kind != "extreme"
+    known = estimate.low is not None and not math.isnan(low) and not math.isnan(high)
+    blind = not known and METRICS[metric].kind != "extreme"
     status: Status = "tolerable"
     if not math.isfinite(estimate.value) or (low > unfit and not blind):
         status, blind = "unfit", False
