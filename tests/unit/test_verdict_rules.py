@@ -340,7 +340,8 @@ def test_ends_that_are_no_numbers_decide_nothing():
     ("column", "values", "passes"),
     [  # mean |delta| and k3 that others published, with tight intervals
         ("bf16 MoE",
-         {"logprob_abs_diff_mean": (0.085, 0.08, 0.09), "k3_kl": (0.0107, 9e-3, 0.0124)}, False),  # gpt-oss without sinks
+         {"logprob_abs_diff_mean": (0.085, 0.08, 0.09), "k3_kl": (0.0107, 9e-3, 0.0124)},
+         False),  # gpt-oss without sinks
         ("bf16 MoE", {"logprob_abs_diff_mean": (0.139, 0.13, 0.148)}, False),  # another checkpoint
         ("bf16 MoE", {"logprob_abs_diff_mean": (0.0177, 0.016, 0.019)}, True),  # mended gpt-oss-20b
         ("bf16 dense",
