@@ -25,7 +25,7 @@ from mismatch.cli.options import (
 if TYPE_CHECKING:
     from mismatch.pipeline.selftest import SelfTest, Tried
 
-SMALLER = {"num_prompts": 32, "samples_per_prompt": 2, "max_tokens": 64}
+SMALLER = {"num_prompts": 32, "samples_per_prompt": 2, "max_tokens": 64, "temperature": 0.8}
 
 
 @with_flags(
@@ -35,7 +35,8 @@ SMALLER = {"num_prompts": 32, "samples_per_prompt": 2, "max_tokens": 64}
 def selftest(flags: Flags) -> int:
     """Plant known faults in your own pipeline and see which are named.
 
-    The engine samples once (32 prompts, 2 samples of 64 tokens, unless flags say otherwise).
+    The engine samples once (32 prompts, 2 samples of 64 tokens at temperature 0.8, unless flags
+    say otherwise).
     Exit code 0: every fault is named first at its largest size. 1: one is not.
     """
     from mismatch.cli import session

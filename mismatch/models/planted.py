@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
-from mismatch.models.derived import INDEX, _config, _open, _require_space, _Shards
+from mismatch.models.config import read_config
+from mismatch.models.derived import INDEX, Shards, open_tensors, require_space
 
 if TYPE_CHECKING:
     import torch
@@ -34,17 +35,17 @@ def plant(source: Path, target: Path, fault: str, size: float) -> Path:
             "use a small model of the same family, such as its first layers",
         )
     target.mkdir(parents=True)
-    _require_space(source, target)
+    require_space(source, target)
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith((".safetensors", ".bin", INDEX)):
             shutil.copyfile(path, target / path.name)
-    config, changed = _config(source), False
+    config, changed = read_config(source), False
     if fault in CONFIGS:
         changed = CONFIGS[fault](config, size)
         (target / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
-    shards = _Shards(target)
+    shards = Shards(target)
     with ExitStack() as stack:
-        files = _open(source, stack)
+        files = open_tensors(source, stack)
         for name, file in files.items():
             tensor = before = file.get_tensor(name)
             if fault == "swapped-experts":
@@ -75,11 +76,6 @@ def _layer(name: str, tensor: torch.Tensor, size: float) -> torch.Tensor:
 
 def _stale(name: str, tensor: torch.Tensor, size: float) -> torch.Tensor:
     return _noise(tensor, size) if ".layers." in name else tensor
-
-
-def _head(name: str, tensor: torch.Tensor, size: float) -> torch.Tensor:
-    """Logits over a temperature."""
-    return (tensor.float() / size).to(tensor.dtype) if name.startswith("lm_head.") else tensor
 
 
 def _sinks(name: str, tensor: torch.Tensor, size: float) -> torch.Tensor:
@@ -121,7 +117,6 @@ def _scaled(key: str) -> Config:
 WEIGHTS: dict[str, Weights] = {
     "layer-noise": _layer,
     "stale-weights": _stale,
-    "temperature": _head,
     "no-sinks": _sinks,
 }
 CONFIGS: dict[str, Config] = {

@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
 
+from mismatch.analysis.diagnosis.case import Case
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
 from mismatch.models import resolve_model
@@ -46,7 +48,7 @@ def test_a_planted_checkpoint_differs_where_the_fault_is(tmp_path: Path, fault) 
     else:
         assert configs[0] == configs[1]
         assert names
-        mark = {"swapped-experts": ".experts.", "no-sinks": "sinks", "temperature": "lm_head"}
+        mark = {"swapped-experts": ".experts.", "no-sinks": "sinks"}
         assert all(mark.get(fault.id, ".layers.") in name for name in names)
     assert {path.name: path.stat().st_mtime_ns for path in TINY.iterdir()} == before
 
@@ -61,8 +63,30 @@ def test_what_a_model_lacks_cannot_be_planted(tmp_path: Path) -> None:
         plant(source, tmp_path / "target", "window", 0.5)
 
 
+def tempered(temperature: float) -> Case:
+    """A healthy pair at a temperature, with the trainer's untempered numbers beside."""
+    made = drawn.draw(0)
+    raw = drawn.log_law(made.trainer)
+    made.engine, made.trainer, made.logits = (
+        logits / temperature for logits in (made.engine, made.trainer, made.logits)
+    )
+    case = made.case()
+    ids = case.engine.token_ids
+    rollout = replace(
+        case.rollout, sampling=replace(case.rollout.sampling, temperature=temperature)
+    )
+    extra = {"logprobs_untempered": raw[np.arange(len(ids)), ids]}
+    return replace(case, rollout=rollout, trainer=replace(case.trainer, extra=extra))
+
+
+def test_without_a_temperature_there_is_nothing_to_leave_out(tmp_path: Path) -> None:
+    found = {one.fault: one for one in judged(drawn.draw(0).case(), tmp_path, {}).faults}
+    assert found["temperature"].found is None
+    assert "temperature is 1" in found["temperature"].reason
+
+
 def test_faults_of_the_record_are_named(tmp_path: Path) -> None:
-    result = judged(drawn.draw(0).case(), tmp_path, {"window": "no window"})
+    result = judged(tempered(0.8), tmp_path, {"window": "no window"})
     assert result.clean == ()
     found = {one.fault: one for one in result.faults}
     for fault in FAULTS:
@@ -72,7 +96,7 @@ def test_faults_of_the_record_are_named(tmp_path: Path) -> None:
             assert tried.reason
         else:
             assert tried.found, fault.id
-            assert tried.attempts[0].named == fault.id
+            assert tried.attempts[0].named == fault.expected[0]
             assert tried.smallest in fault.sizes
     assert found["window"].reason == "no window"
     assert result.caught
