@@ -130,7 +130,8 @@ class SequenceParallel:
             return
         attention = AttentionInterface._global_mapping
         masks = AttentionMaskInterface._global_mapping
-        kernel, mask = attention.get(implementation), masks[implementation]
+        kernel: Any = attention.get(implementation)
+        mask: Any = masks[implementation]
         AttentionInterface.register(implementation, self._attention(kernel))
         AttentionMaskInterface.register(implementation, self._mask(mask))
         try:
@@ -176,28 +177,25 @@ class SequenceParallel:
                 options["position_ids"] = self.whole.position_ids
             run = kernel or eager_of(module)
             assert run is not None
-            parts = (self._all_positions(x) for x in (query, key, value))
+            # [B, H, S / N, D] to [B, H / N, S, D], and [B, S, H / N, D] to [B, S / N, H, D]
+            parts = (self._exchanged(x) for x in (query, key, value))
             view = _with_heads(module, heads, query.shape[1], key.shape[1])
-            return self._all_heads(run(view, *parts, attention_mask, *rest, **options)[0]), None
+            return self._exchanged(run(view, *parts, attention_mask, *rest, **options)[0]), None
 
         return attention
 
-    def _all_positions(self, states: torch.Tensor) -> torch.Tensor:
-        """[B, H, S / N, D] to [B, H / N, S, D]."""
-        parts = states.unflatten(1, (self.size, -1)).movedim(1, 0)
-        whole: torch.Tensor = _Exchange.apply(parts, self.group)  # type: ignore[no-untyped-call]
-        return whole.movedim(0, 2).flatten(2, 3)
-
-    def _all_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """[B, S, H / N, D] to [B, S / N, H, D]."""
-        parts = states.unflatten(1, (self.size, -1)).movedim(1, 0)
+    def _exchanged(self, states: torch.Tensor) -> torch.Tensor:
+        """Cut dimension 1 into N parts, send one to each rank, and join theirs on dimension 2."""
+        batch, cut, joined, size = states.shape
+        parts = states.reshape(batch, self.size, cut // self.size, joined, size).movedim(1, 0)
         whole: torch.Tensor = _Exchange.apply(parts, self.group)  # type: ignore[no-untyped-call]
         return whole.movedim(0, 2).flatten(2, 3)
 
 
 @cache
 def _group(size: int) -> dist.ProcessGroup:
-    own: dist.ProcessGroup = dist.new_subgroups(group_size=size)[0]
+    subgroups: Any = dist.new_subgroups  # it has no types
+    own: dist.ProcessGroup = subgroups(group_size=size)[0]
     return own
 
 
