@@ -10,16 +10,14 @@ import inspect
 import re
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from mismatch.errors import MismatchError
-from mismatch.models.moe import ROUTER_NOISE
-from mismatch.specs import TORCH_NAMES, Sampling, TrainSpec
+from mismatch.specs import TORCH_NAMES, Sampling
 from mismatch.training.logprobs import (
     CapturedRows,
     DistributionCapture,
@@ -27,16 +25,12 @@ from mismatch.training.logprobs import (
     TokenStats,
     token_stats,
 )
-from mismatch.training.packing import Batch, MicroBatch, collate
+from mismatch.training.packing import Batch
 from mismatch.training.routing.capture import LayerRoutes, moe_layers, recording
 from mismatch.training.routing.interventions import (
     Intervention,
-    RouterDtype,
-    RouterNoise,
     intervening,
 )
-from mismatch.training.routing.replay import Replay, ReplaySource
-from mismatch.types import Ints, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +133,9 @@ class Scorer(nn.Module):
     def hidden(self, batch: Batch) -> torch.Tensor:
         """Last hidden states [B, S, H]."""
         mask: Any = batch.attention_mask
-        if batch.position_ids is not None:
-            mask = self._packed_masks(batch)
+        whole = batch.whole or batch
+        if whole.position_ids is not None:
+            mask = self._packed_masks(whole)
         out = self.decoder(
             input_ids=batch.input_ids,
             attention_mask=mask,
@@ -225,62 +220,3 @@ def takes_mask_per_layer_type(decoder: nn.Module) -> bool:
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a spec's short name: ``"bf16"`` is ``torch.bfloat16``."""
     return getattr(torch, TORCH_NAMES[name])  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBatch:
-    """The arguments of :meth:`mismatch.training.scorer.Scorer.score` for one micro-batch.
-
-    Attributes:
-        tokens: [n] indices into T of all forwarded tokens.
-        targets: [a] indices into T of the action tokens.
-        predicting: [a] flattened rows of the batch that predict them.
-        target_ids: [a] their token ids.
-        options: those of the pass, with the interventions of this micro-batch.
-        replay: the replayed routes among the interventions, if any.
-    """
-
-    tokens: Ints
-    targets: Ints
-    batch: Batch
-    predicting: torch.Tensor
-    target_ids: torch.Tensor
-    options: ForwardOptions
-    replay: Replay | None
-
-
-def to_device(
-    rollout: Rollout,
-    group: MicroBatch,
-    spec: TrainSpec,
-    options: ForwardOptions,
-    device: torch.device,
-    source: ReplaySource | None,
-) -> DeviceBatch:
-    """Collate one micro-batch, and build its interventions: replay, noise, router dtype."""
-    spans = [(int(rollout.offsets[n]), int(rollout.offsets[n + 1])) for n in group.sequences]
-    batch = collate([rollout.token_ids[a:b] for a, b in spans], spec.layout, device)
-    tokens = np.concatenate([np.arange(a, b) for a, b in spans])
-    acting = np.flatnonzero(rollout.action_mask[tokens])
-    targets = tokens[acting]
-    # Tokens of a sequence are neighbours, and its first is never an action: t - 1 is one back.
-    predicting = batch.rows[torch.from_numpy(acting - 1).to(device)]
-    target_ids = torch.from_numpy(rollout.token_ids[targets]).to(device)
-    replay = None if source is None else source.on(tokens, batch)
-    candidates = (replay, _noise(spec, rollout, group.sequences, batch), _router_dtype(spec))
-    interventions = tuple(change for change in candidates if change is not None)
-    options = replace(options, interventions=interventions)
-    return DeviceBatch(tokens, targets, batch, predicting, target_ids, options, replay)
-
-
-def _noise(
-    spec: TrainSpec, rollout: Rollout, sequences: tuple[int, ...], batch: Batch
-) -> RouterNoise | None:
-    sigma = dict(spec.inject).get(ROUTER_NOISE)
-    if sigma is None:
-        return None
-    return RouterNoise.of(sigma, spec.inject_seed, rollout, sequences, batch)
-
-
-def _router_dtype(spec: TrainSpec) -> RouterDtype | None:
-    return None if spec.router_dtype is None else RouterDtype(torch_dtype(spec.router_dtype))

@@ -16,9 +16,9 @@ from mismatch.training.attention import sink_flex
 from mismatch.training.attention.resolve import OUR_KERNELS, register_kernels
 from mismatch.training.attention.sink_flex import flex_mask, sink_flex_attention
 from mismatch.training.attention.trial import Geometry, _cases, _inputs, _layer, definition
-from mismatch.training.packing import plan_batches
+from mismatch.training.packing import collate, plan_batches
 from mismatch.training.routing.capture import recording
-from mismatch.training.scorer import Scorer, collate
+from mismatch.training.scorer import Scorer
 from tests.checkpoints import configuration
 
 CPU = torch.device("cpu")
