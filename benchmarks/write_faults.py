@@ -1,8 +1,8 @@
 """Fail every write of a run in turn: ``python -m benchmarks.write_faults --state faults.jsonl``.
 
-See tests/write_faults.py. Every trial is appended to ``--state``; run again with the same file to go
-on. ``--every N`` takes each Nth trial, so that operations and faults take turns. The last lines are
-rows for docs/reliability.md.
+See tests/write_faults.py. Every trial is appended to ``--state``; run again with the same file to
+go on. ``--every N`` takes each Nth trial, so that operations and faults take turns. The last lines
+are rows for docs/reliability.md.
 """
 
 from __future__ import annotations

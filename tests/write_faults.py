@@ -281,7 +281,7 @@ class Hooks:
         if self.at is None:
             return
         if event == "open":
-            path, mode, flags = arguments
+            path, _, flags = arguments
             if path is not None and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 self.see("open", path)
         elif event in ("os.rename", "shutil.copyfile"):

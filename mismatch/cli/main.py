@@ -177,7 +177,7 @@ def _require_text() -> None:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise MismatchError(
-                f"{ascii(text)} is no text in the encoding of this locale, "
+                f"{text!a} is no text in the encoding of this locale, "
                 f"{sys.getfilesystemencoding()}",
                 "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1), and use names in UTF-8",
             ) from error

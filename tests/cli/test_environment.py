@@ -58,7 +58,7 @@ def test_a_new_run_behind_a_link(tmp_path):
     (tmp_path / "run").symlink_to("disk")
     assert new_directory(tmp_path / "run", "m") == tmp_path / "run"
     (tmp_path / "dangling").symlink_to("nowhere")
-    with pytest.raises(MismatchError, match="cannot create .*dangling"):
+    with pytest.raises(MismatchError, match=r"cannot create .*dangling"):
         new_directory(tmp_path / "dangling", "m")
 
 

@@ -78,10 +78,9 @@ def test_what_the_schema_refuses_is_not_read(name):
         if validator.is_valid(changed):
             continue
         refused += 1
+        print(f"seed {seed}: {next(validator.iter_errors(changed)).json_path}")
         with pytest.raises(MismatchError):
             report_from_json(changed)
-            error = next(validator.iter_errors(changed))
-            pytest.fail(f"seed {seed}: {error.json_path}")
     assert refused > TRIALS
 
 
