@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mismatch.analysis.diagnosis.declared import same_weights
 from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
 from mismatch.analysis.registry import Analysis, Measured
 from mismatch.analysis.square_levels import LEVELS, UNCALIBRATED, device_class
@@ -36,7 +37,7 @@ from mismatch.run.scorings import FLOAT32, PLAIN, REFERENCE, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
 
-Side = Literal["engine", "trainer", "either"]
+Side = Literal["engine", "trainer", "other-engine", "either"]
 Evidence = Literal["excess", "gap"]
 Standing = Literal["within", "undecided", "uncalibrated", "beyond"]
 FP8_KV = "-fp8kv"
@@ -71,7 +72,8 @@ class Gap:
     """Two implementations of one function in float32.
 
     Attributes:
-        side: which is off where they differ; "either": they loaded different files.
+        side: which is off where they differ; "either": not the same files, or not known to be the
+            same weights, so that the trainer (whose loader the reference shares) may be off.
         size, k3, largest: of right - left, nats.
         floor: mean |delta| that float32 rounding is expected to cost: that of a plain forward at
             the run's precision, scaled by the ratio of their roundings. None: no such forward.
@@ -113,6 +115,7 @@ class Square:
         findings: every excess and gap, judged.
         not_judged: sides and corners that could not be measured, and why.
         seconds: of each pass that only the square needs.
+        unmeasured: checks that this leaves without any number ("excess-engine" …).
     """
 
     device: str
@@ -123,6 +126,7 @@ class Square:
     findings: tuple[Finding, ...]
     not_judged: tuple[NotTested, ...]
     seconds: dict[str, float]
+    unmeasured: tuple[str, ...] = ()
 
 
 def measure(run: Measured, spec: CheckSpec) -> Square | NotTested:
@@ -167,7 +171,7 @@ class _Corners:
     """The scorings of a run by their place in the square."""
 
     def __init__(self, run: Measured, spec: CheckSpec) -> None:
-        self.run, self.usable = run, run.usable
+        self.run, self.spec, self.usable = run, spec, run.usable
         self.reference = run.usable[REFERENCE]
         self.engine = run.decode.name.partition(":")[0]
         actions = run.rollout.actions
@@ -190,6 +194,7 @@ class _Corners:
             correlation=self.correlation(legs),
             findings=tuple(findings),
             not_judged=tuple(self.missing),
+            unmeasured=self.unmeasured({check_id(finding) for finding in findings}),
             seconds={
                 name: float(scoring.fingerprint["seconds"])
                 for name, scoring in self.usable.items()
@@ -197,6 +202,16 @@ class _Corners:
                 if "seconds" in scoring.fingerprint
             },
         )
+
+    def unmeasured(self, made: set[str]) -> tuple[str, ...]:
+        """Checks that this run should have and has not; a side in float32 has no excess."""
+        wanted = ["implementation-gap"]
+        for side, scoring in zip(SIDES, (self.run.decode, self.run.train), strict=True):
+            if precision_of(scoring.fingerprint) != "fp32":
+                wanted.append(f"excess-{side}")
+        if self.spec.other_engine is not None and self.spec.other_engine.dtype != "fp32":
+            wanted.append("excess-other-engine")
+        return tuple(id for id in wanted if id not in made)
 
     @property
     def float32_name(self) -> str:
@@ -220,6 +235,21 @@ class _Corners:
                 leg = self.leg(side, scoring, its_float32)  # type: ignore[arg-type]
                 if leg is not None:
                     yield leg
+        yield from self.other_engine()
+
+    def other_engine(self) -> Iterator[Leg]:
+        """The second engine of the check, by its scoring of the same tokens."""
+        if self.spec.other_engine is None:
+            return
+        name = f"{self.spec.other_engine.engine}:prefill"
+        scoring = self.usable.get(name)
+        if scoring is None:
+            reason = self.run.refused.get(name, f"the run holds no scoring {name}")
+            self.missing.append(NotTested(f"excess of {name}", reason))
+            return
+        leg = self.leg("other-engine", scoring, self.reference)
+        if leg is not None:
+            yield leg
 
     def leg(self, side: Side, scoring: Scoring, exact: Scoring) -> Leg | None:
         precision = precision_of(scoring.fingerprint)
@@ -290,11 +320,7 @@ class _Corners:
         elif not self.same_values(exact):
             self.missing.append(NotTested(what, "the two sides hold weights in different forms"))
         else:
-            facts = [
-                (s.fingerprint.get("model"), s.fingerprint.get("revision"))
-                for s in (exact, self.reference)
-            ]
-            yield self.gap("engine" if facts[0] == facts[1] else "either", exact)
+            yield self.gap("engine" if self.same_weights(exact) else "either", exact)
         if precision_of(self.run.train.fingerprint) == "fp32":
             yield self.gap("trainer", self.run.train)
 
@@ -314,6 +340,18 @@ class _Corners:
                 return cost * 2.0 ** (BITS[dtype] - BITS["fp32"])
         return None
 
+    def same_weights(self, exact: Scoring) -> bool:
+        """One model by name, and equal parameters by digest: the reference holds the trainer's."""
+        names = [
+            (s.fingerprint.get("model"), s.fingerprint.get("revision"))
+            for s in (exact, self.reference)
+        ]
+        return names[0] == names[1] and any(
+            same_weights(engine.fingerprint, trainer.fingerprint)
+            for engine in (exact, self.run.decode)
+            for trainer in (self.reference, self.run.train)
+        )
+
     def same_values(self, exact: Scoring) -> bool:
         forms = {s.fingerprint.get("weights_form") or "as-stored" for s in (exact, self.reference)}
         return len(forms) == 1 or forms <= SAME_VALUES
@@ -327,6 +365,22 @@ def _law(scoring: Scoring) -> tuple[float | None, bool]:
     temperature = scoring.fingerprint.get("logprobs_temperature")
     rounded = None if temperature is None else round(float(temperature), 9)
     return rounded, bool(scoring.fingerprint.get("logprobs_truncated"))
+
+
+def check_id(finding: Finding) -> str:
+    """As "excess-engine", "excess-other-engine", "implementation-gap-trainer"."""
+    if finding.evidence == "excess":
+        return f"excess-{finding.side}"
+    return "implementation-gap" + ("-trainer" if finding.side == "trainer" else "")
+
+
+def shared(square: Square, finding: Finding) -> bool:
+    """Whether the finding rests on the reference, so that a fault of the trainer's loader, which
+    the reference shares, would look the same."""
+    from_reference = {leg.scoring for leg in square.legs if leg.exact == REFERENCE}
+    if finding.evidence == "excess":
+        return finding.side != "trainer" and finding.scoring in from_reference
+    return finding.side == "engine"
 
 
 def judged(found: Leg | Gap, level: float | None) -> Finding:

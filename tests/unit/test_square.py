@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import calibration
 from benchmarks.planted_fault import FAULTS
+from mismatch.analysis.levels import verdict
 from mismatch.analysis.registry import Measured
 from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
@@ -35,7 +36,8 @@ from tests.made_run import spec as made_spec
 
 PROMPTS, SAMPLES, RESPONSE = 64, 2, 40
 ENGINE = {"mode": "decode", "engine": "vllm", "dtype": "bf16", "kv_cache_dtype": "bf16"}
-COMMON = {"device": "cpu", "logprobs_temperature": 1.0, "model": "m"}
+WEIGHTS = {"layers.0.w": [1, 2, 3, 4, 5], "layers.1.w": [6, 7, 8, 9, 10]}
+COMMON = {"device": "cpu", "logprobs_temperature": 1.0, "model": "m", "weights": WEIGHTS}
 SPEC = CheckSpec(rollout=RolloutSpec(engine=EngineSpec(model="m")), train=TrainSpec(model="m"))
 NAMES = {
     "vllm:decode": ENGINE,
@@ -158,6 +160,50 @@ def test_other_files_name_neither_side() -> None:
     assert standings(found)["gap-either"] == "beyond"
 
 
+@pytest.mark.parametrize(
+    ("engine", "side"),
+    [
+        (WEIGHTS, "engine"),
+        ({}, "either"),  # nothing says that both hold the same parameters
+        (WEIGHTS | {"layers.0.w": [2, 2, 3, 4, 5]}, "either"),
+        (WEIGHTS | {"layers.0.w": [1, 2, 3, 5, 4]}, "either"),  # in another order
+        ({name: [*digest[:3], 0, 0] for name, digest in WEIGHTS.items()}, "either"),  # all of them
+        ({"layers.0.w": WEIGHTS["layers.0.w"]}, "either"),
+    ],
+)
+def test_a_gap_names_the_engine_only_where_both_sides_hold_the_same_weights(
+    engine: dict[str, list[int]], side: str
+) -> None:
+    """The reference has the trainer's loader: what that gets wrong looks like the engine's."""
+    facts = {name: {"weights": engine} for name in ("vllm:decode", "vllm:fp32")}
+    found = square(run_of({"vllm:fp32": 1e3}, facts))
+    gap = next(one for one in found.findings if one.evidence == "gap")
+    assert (gap.side, gap.standing) == (side, "beyond")
+
+
+def with_second_engine(size: float | None, **facts: Any) -> tuple[Measured, CheckSpec]:
+    """A run whose tokens a second engine has scored too, with this much rounding."""
+    run, spec = run_of(), replace(SPEC, other_engine=EngineSpec(engine="sglang", model="m"))
+    if size is not None:
+        own = run_of({"vllm:decode": size}).usable["vllm:decode"]
+        given = own.fingerprint | {"engine": "sglang", "mode": "prefill"} | facts
+        run.usable["sglang:prefill"] = replace(own, name="sglang:prefill", fingerprint=given)
+    return run, spec
+
+
+def test_a_second_engine_is_held_against_the_same_yardstick() -> None:
+    status = {}
+    for size, facts in ((1.0, {}), (2.0, {}), (None, {}), (1.0, {"dtype": "fp16"})):
+        run, spec = with_second_engine(size, **facts)
+        checks = {one.id: one for one in square_checks(square(run, spec))}
+        status[size, facts.get("dtype")] = checks["excess-other-engine"].status
+        assert checks["excess-engine"].status == "passed"
+    assert status == {
+        (1.0, None): "passed", (2.0, None): "failed",
+        (None, None): "warning", (1.0, "fp16"): "warning",
+    }  # fmt: skip
+
+
 def test_without_levels_for_the_device_only_a_factor_of_two_is_beyond() -> None:
     gpu = {name: {"device": "NVIDIA H100"} for name in NAMES}
     found = square(run_of({"vllm:decode": 1.5, "fsdp": 2.5}, gpu))
@@ -201,6 +247,10 @@ def test_what_has_no_yardstick_is_not_judged_and_not_healthy(
     found = square(run_of(facts=facts))
     assert standings(found).keys() == judged
     assert len(found.not_judged) == 3 - len(judged)
+    assert len(found.unmeasured) == 3 - len(judged)
+    checks = square_checks(found)
+    assert {check.id for check in checks if check.status == "warning"} == set(found.unmeasured)
+    assert verdict((), checks, None).correctness.status == "tolerable"
 
 
 def test_each_precision_has_its_own_yardstick() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.square import Finding, Gap, Leg, Square, Standing
+from mismatch.analysis.square import Finding, Gap, Leg, Square, Standing, shared
 from mismatch.reports.formatting import bound, count, interval, line, number, text, times
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
 from mismatch.reports.svg import ACCENT, INK, SECOND, drawing, to_svg
@@ -70,7 +70,7 @@ def sentences(result: Square) -> list[str]:
     told = [_off(result, finding) for finding in beyond]
     if not beyond:
         told.append(_clean(result))
-    elif any(f.evidence == "gap" and f.side == "engine" for f in beyond):
+    elif any(shared(result, finding) for finding in beyond):
         told.append(SHARED)
     if result.correlation is not None:
         told.append(
@@ -83,7 +83,7 @@ def sentences(result: Square) -> list[str]:
 def _off(result: Square, finding: Finding) -> str:
     name, value = line(finding.scoring), finding.value
     if finding.evidence == "excess":
-        whose = "engine" if finding.side == "engine" else "trainer"
+        whose = {"engine": "engine", "other-engine": "second engine"}.get(finding.side, "trainer")
         return (
             f"The {whose} is off: {name} is {times(value.value)} as far from its own float32 as a "
             f"plain forward at its precision ({interval(value, times)})."
@@ -94,8 +94,8 @@ def _off(result: Square, finding: Finding) -> str:
     subject = {
         "engine": "The engine computes another function than the float32 reference",
         "trainer": "The trainer computes another function than the float32 reference",
-        "either": "The two sides loaded different files and compute different functions",
-    }[finding.side]
+        "either": "The two sides compute different functions; which of them is off cannot be told",
+    }[str(finding.side)]
     return f"{subject}: mean |delta| {number(value.value)} nats in float32{over}."
 
 
@@ -104,14 +104,13 @@ def _clean(result: Square) -> str:
         return "Neither side could be told from a faulty one: see what was not tested."
     if any(finding.standing == "undecided" for finding in result.findings):
         return "A value lies beyond its level, but its interval does not decide."
-    measured = {finding.evidence for finding in result.findings}
-    parts = []
-    if "excess" in measured:
-        parts.append("each side rounds as a plain forward at its precision does")
-    if "gap" in measured:
-        parts.append("the implementations agree in float32")
-    said = " and ".join(parts)
-    sentence = f"{said[0].upper()}{said[1:]}"
+    if result.unmeasured:
+        return (
+            f"What was measured is within its level, but {', '.join(result.unmeasured)} is missing."
+        )
+    excess = any(finding.evidence == "excess" for finding in result.findings)
+    rounds = "Each side rounds as a plain forward at its precision does and the"
+    sentence = f"{rounds if excess else 'The'} implementations agree in float32"
     if not result.calibrated:
         return f"{sentence}, as far as levels go: none is calibrated on {line(result.device)}."
     return f"{sentence}: what is measured here is rounding."
@@ -156,7 +155,12 @@ def _gap(gap: Gap, finding: Finding) -> tuple[Cell | Value, ...]:
 
 
 def _standing(finding: Finding) -> Cell:
-    return Cell(WORDS[finding.standing], TONES[finding.standing])
+    return standing_cell(finding.standing)
+
+
+def standing_cell(standing: Standing) -> Cell:
+    """A number against its level, as a badge."""
+    return Cell(WORDS[standing], TONES[standing])
 
 
 def _figure(result: Square) -> Figure:
