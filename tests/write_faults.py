@@ -11,6 +11,7 @@ minutes. ``python -m benchmarks.write_faults`` runs all of them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import io
@@ -201,12 +202,16 @@ def play(recording: Recording) -> None:
 
         totals: dict[str, Any] = {}
         values = [digest(job.values), digest(job.prompts)]
-        found = recording.of(("gradient", repr(job.one), job.coefficients, *values), real)
+        found = recording.of(("gradient", repr(job.scoring), job.coefficients, *values), real)
         kept = totals.get(job.coefficients) or SimpleNamespace(on_host=lambda: None)
         return SimpleNamespace(**found, total=kept)
 
     def dataclass_without_total(result: Any) -> dict[str, Any]:
-        return {name: getattr(result, name) for name in result.__slots__ if name != "total"}
+        return {
+            field.name: getattr(result, field.name)
+            for field in dataclasses.fields(result)
+            if field.name != "total"
+        }
 
     launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=InlineWorker, PIPE=-1, STDOUT=-2, TimeoutExpired=TimeoutError
@@ -464,6 +469,8 @@ class Scenario:
         assert self.code in (0, 1, 2), self.words()
         self.expected = results(self.run)
         assert self.expected.keys() >= {"report.json", "comparison.json", "rollout.parquet"}
+        errors = [path.read_text() for path in self.run.rglob("errors/*.json")]
+        assert not errors, errors  # what failed before any fault says nothing
         return self.expected
 
     def record(self, path: Path) -> int:
