@@ -79,7 +79,7 @@ def _scales(report: Report, rows: list[Row]) -> tuple[Figure, ...]:
             "Beside the levels",
             "Each metric's distance from perfect agreement, in units of its healthy bound. Dot: "
             "this run; line: its 95 % interval; diamond: measured elsewhere; arrow: off the scale. "
-            "The zones are healthy, warn and critical.",
+            "The zones are healthy, tolerable and unfit.",
             lambda: figures.scales(drawn),
         ),
     )
