@@ -20,7 +20,7 @@ COLUMNS = (
     Column("name", text, 9),
     Column("value", interval=1),
     Column("healthy"),
-    Column("critical"),
+    Column("unfit"),
     Column("level", text),
 )
 NAMES = (
@@ -60,7 +60,7 @@ def _row(row: Row) -> tuple[Cell | Value, ...]:
         Cell(row.metric, "code"),
         row.cell,
         Cell(judgement.healthy if judgement else None, format=row.healthy),
-        Cell(judgement.critical if judgement else None, format=row.critical),
+        Cell(judgement.unfit if judgement else None, format=row.unfit),
         status_cell(judgement.status) if judgement else "",
     )
 
