@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run import store
-from mismatch.types import Comparison, Pair, Rollout, Scoring, Verdict
+from mismatch.types import Check, Comparison, Pair, Rollout, Scoring, Verdict
 
 if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
@@ -68,13 +69,25 @@ class Sides:
             ),
         )  # fmt: skip
 
-    def verdict(self, made: Comparison, thresholds: Thresholds | None) -> Verdict | None:
-        """As a check of its own would end; None where no level applies."""
+    def verdict(
+        self,
+        made: Comparison,
+        thresholds: Thresholds | None,
+        more: Sequence[Check] = (),
+        unmeasured: str = "",
+    ) -> Verdict | None:
+        """As a check of its own would end; None where no level applies.
+
+        Args:
+            more: checks beside those of the two sides: of the square.
+            unmeasured: why there is no square.
+        """
         checks = input_checks(self.rollout, self.decode, self.train)
         ratio = made.metrics["ratio_mean"]
-        checks += semantic_checks(self.rollout, self.decode, self.train, ratio)
+        checks += [*semantic_checks(self.rollout, self.decode, self.train, ratio), *more]
         try:
             column = column_for(self.decode.fingerprint, self.train.fingerprint)
-            return verdict(judge(made, column, thresholds), checks, column)
+            open_question = "" if column == "fp32" else unmeasured
+            return verdict(judge(made, column, thresholds), checks, column, open_question)
         except MismatchError:
             return None

@@ -117,6 +117,9 @@ def _factor(party: str, known: Mapping[frozenset[str], float]) -> float:
 PREFILL = {"prefill", "decode against prefill", "no prefill", "no prefill_tempered"}
 
 
+NO_SQUARE = "no float32 pass was made of this engine's tokens (a check of it alone makes them)"
+
+
 @dataclass(frozen=True, slots=True)
 class Corner:
     """One set of tokens with everything that was said of them.
@@ -152,7 +155,8 @@ def with_engines(
 ) -> Report:
     """The report with its triangle; the verdict is that of the worse engine."""
     made = triangle(run_dir, spec, thresholds)
-    second = made.sides[1]
+    first, second = made.sides
+    made = replace(made, sides=(replace(first, verdict=report.verdict), second))
     name = f"{second.engine}:decode"
     facts = store.scoring_header(run_dir / second.place, name)["fingerprint"]
     missing = tuple(f"two engines: {reason}" for reason in made.not_tested)
@@ -293,5 +297,5 @@ def _row(corner: Corner, seed: int, thresholds: Thresholds | None) -> EngineRow:
         engine=corner.sampler,
         version=str(facts.get("version", "")),
         place=corner.place,
-        verdict=corner.sides.verdict(made, thresholds),
+        verdict=corner.sides.verdict(made, thresholds, unmeasured=NO_SQUARE),
     )
