@@ -34,7 +34,7 @@ class Contrast:
 
 def rank_in_response(tokens: pd.DataFrame) -> Ints:
     """Place of each token among its sequence's sampled tokens, from 0, [A]."""
-    return tokens.groupby("sequence").cumcount().to_numpy(dtype=np.int64)
+    return np.asarray(tokens.groupby("sequence").cumcount(), dtype=np.int64)
 
 
 def unlikely(tokens: pd.DataFrame) -> Contrast | None:

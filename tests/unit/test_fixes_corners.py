@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mismatch.analysis.levels import judge, verdict
 from mismatch.analysis.sides import Sides
 from mismatch.experiments.fixes.corners import Corners
 from mismatch.run import store
@@ -42,10 +43,9 @@ def test_the_trainers_corner_is_that_with_the_fix(
     assert unmeasured == ""
     assert found["excess-trainer"] == status
     assert found["excess-engine"] == found["implementation-gap"] == "passed"
-    verdict = sides.verdict(made, None, checks, unmeasured)
-    assert verdict is not None
-    assert verdict.correctness is not None
-    assert (verdict.correctness.status == "broken") == (status == "failed")
+    correct = verdict(judge(made, "bf16 dense"), checks, "bf16 dense", unmeasured).correctness
+    assert correct is not None
+    assert correct.status == {"passed": "healthy", "failed": "broken"}[status]
 
 
 def test_tokens_of_their_own_leave_correctness_open(tmp_path: Path) -> None:
@@ -53,11 +53,10 @@ def test_tokens_of_their_own_leave_correctness_open(tmp_path: Path) -> None:
     made = sides.comparison(NAMES, 0)
     checks, unmeasured = corners_of(tmp_path).correctness(sides, made, same_tokens=False)
     assert checks == []
-    verdict = sides.verdict(made, None, checks, unmeasured)
-    assert verdict is not None
-    assert verdict.correctness is not None
-    assert (verdict.status, verdict.correctness.status) == ("inconclusive", "inconclusive")
-    assert "sampled anew" in verdict.correctness.reason
+    after = verdict(judge(made, "bf16 dense"), checks, "bf16 dense", unmeasured)
+    assert after.correctness is not None
+    assert (after.status, after.correctness.status) == ("inconclusive", "inconclusive")
+    assert "sampled anew" in after.correctness.reason
 
 
 def test_a_run_without_float32_passes_leaves_it_open_too(tmp_path: Path) -> None:

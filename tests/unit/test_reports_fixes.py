@@ -69,10 +69,11 @@ def test_the_best_is_told_with_its_effect_where_it_was_not_chosen(again, words):
 def test_a_change_that_is_sure_and_tiny_is_negligible_and_never_a_check_mark():
     """0.4 % of mean |delta|, p < 0.001."""
     tiny = replace(
-        make_table().outcomes[2], outcome="negligible", significant=True, removed={MEAN: share(0.004)},
-        p_values={K3: 0.86, MEAN: 1e-4},
+        make_table().outcomes[2], outcome="negligible", significant=True,
+        removed={MEAN: share(0.004)}, p_values={K3: 0.86, MEAN: 1e-4},
     )  # fmt: skip
-    (shown,) = rows(replace(make_table(), outcomes=(tiny,)), 1).values()
+    alone = replace(make_table(), outcomes=(tiny,), best=None, best_together=None)
+    (shown,) = rows(alone, 1).values()
     assert (shown["result"].value, shown["result"].tone) == ("negligible", "dim")
     assert shown["removed"].value == tiny.removed[MEAN]
 
