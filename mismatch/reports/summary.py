@@ -210,13 +210,13 @@ def in_plain_words(report: Report) -> str:
     if mean.value == 0:
         return "Both sides give every token exactly the same probability."
     median, far = metrics.get(MEDIAN), metrics.get("ratio_outside_2")
-    average = f"{number(mean.value, 2)} nats of its log-probability"
+    average = f"{number(mean.value, 2)} nats"
     if median is None:
-        sentence = f"On average the two sides differ about a token by {average}"
+        sentence = f"On average the two sides differ by {average} about a token"
     elif median.value == 0:
         sentence = (
             "Over half of the tokens have exactly the same probability on both sides; on average "
-            f"they differ about a token by {average}"
+            f"they differ by {average}"
         )
     else:
         sentence = (
