@@ -14,6 +14,8 @@ from mismatch.analysis.comparison import (
     paired_routing,
     routing_estimates,
 )
+from mismatch.analysis.diagnosis.passes import enough_data
+from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
@@ -73,18 +75,20 @@ class Sides:
         self,
         made: Comparison,
         thresholds: Thresholds | None,
-        more: Sequence[Check] = (),
+        more: Sequence[Check] | None = None,
         unmeasured: str = "",
     ) -> Verdict | None:
         """As a check of its own would end; None where no level applies.
 
         Args:
-            more: checks beside those of the two sides: of the square.
-            unmeasured: why there is no square.
+            more: checks of all passes and of the amount of data; None: of the amount alone.
+            unmeasured: why there is no square; "": there is one, or it is judged elsewhere.
         """
         checks = input_checks(self.rollout, self.decode, self.train)
         ratio = made.metrics["ratio_mean"]
-        checks += [*semantic_checks(self.rollout, self.decode, self.train, ratio), *more]
+        checks += semantic_checks(self.rollout, self.decode, self.train, ratio)
+        checks += routing_checks(self.rollout, self.decode, self.train)
+        checks += [enough_data(self.rollout)] if more is None else list(more)
         try:
             column = column_for(self.decode.fingerprint, self.train.fingerprint)
             open_question = "" if column == "fp32" else unmeasured

@@ -117,9 +117,6 @@ def _factor(party: str, known: Mapping[frozenset[str], float]) -> float:
 PREFILL = {"prefill", "decode against prefill", "no prefill", "no prefill_tempered"}
 
 
-NO_SQUARE = "no float32 pass was made of this engine's tokens (a check of it alone makes them)"
-
-
 @dataclass(frozen=True, slots=True)
 class Corner:
     """One set of tokens with everything that was said of them.
@@ -297,5 +294,5 @@ def _row(corner: Corner, seed: int, thresholds: Thresholds | None) -> EngineRow:
         engine=corner.sampler,
         version=str(facts.get("version", "")),
         place=corner.place,
-        verdict=corner.sides.verdict(made, thresholds, unmeasured=NO_SQUARE),
+        verdict=corner.sides.verdict(made, thresholds),
     )

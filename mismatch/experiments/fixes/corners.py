@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mismatch.analysis.diagnosis.passes import not_finite
+from mismatch.analysis.diagnosis.passes import enough_data, not_finite
 from mismatch.analysis.registry import Measured
 from mismatch.analysis.sides import Sides
 from mismatch.analysis.square import Square, measure
@@ -33,16 +33,17 @@ class Corners:
     def correctness(
         self, sides: Sides, made: Comparison, *, same_tokens: bool
     ) -> tuple[list[Check], str]:
-        """The square's checks, and why correctness stays open; "" where the square was measured."""
+        """Checks of the square and of the amount of data, and why correctness stays open; "" where the square was measured."""
+        enough = enough_data(sides.rollout)
         if not same_tokens:
-            return [], ANEW
+            return [enough], ANEW
         train = replace(sides.train, name=TRAIN)
         usable = {**self.beside, sides.decode.name: sides.decode, TRAIN: train}
         run = Measured(sides.rollout, sides.decode, train, made, usable, {})
         square = measure(run, self.spec)
         if not isinstance(square, Square):
-            return [], square.reason
-        return square_checks(square), ""
+            return [enough], square.reason
+        return [enough, *square_checks(square)], ""
 
     @property
     def beside(self) -> dict[str, Scoring]:
