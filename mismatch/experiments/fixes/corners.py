@@ -33,7 +33,7 @@ class Corners:
     def correctness(
         self, sides: Sides, made: Comparison, *, same_tokens: bool
     ) -> tuple[list[Check], str]:
-        """Checks of the square and of the amount of data, and why correctness stays open; "" where the square was measured."""
+        """Its checks and those of the amount of data; why correctness stays open, "" where not."""
         enough = enough_data(sides.rollout)
         if not same_tokens:
             return [enough], ANEW
