@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
-FIX_FIELDS = "fixes budget_minutes verdict"
+FIX_FIELDS = "fixes budget_minutes verdict explain"
 GRADIENT_FIELDS = "gradients gradient_prompts"
 ALL_OF_A_FILE = MANY  # prompts
 
@@ -30,13 +30,13 @@ OURS = (
 )
 
 
-# Flags that do nothing without another one.
+# Flags that do nothing without another one, or one of several.
 COMPANIONS = {
     "dataset_config": "dataset",
     "dataset_split": "dataset",
     "prompt_column": "dataset",
     "answer_column": "dataset",
-    "budget_minutes": "fix",
+    "budget_minutes": "fix explain",
     "gradient_prompts": "gradients",
     "exact_kl_top_k": "exact_kl",
 }
@@ -51,10 +51,9 @@ def require_companions(flags: Flags) -> None:
     defaults = {option.name: option.default for option in CHECK}
     for name, needed in COMPANIONS.items():
         asked = name in flags.explicit and flags[name] != defaults[name]
-        if asked and not flags.get(needed):
-            raise MismatchError(
-                f"{_flag(name)} without {_flag(needed)} does nothing", f"add {_flag(needed)}"
-            )
+        if asked and not any(flags.get(other) for other in needed.split()):
+            others = " or ".join(map(_flag, needed.split()))
+            raise MismatchError(f"{_flag(name)} without {others} does nothing", f"add {others}")
 
 
 def check_spec(flags: Flags) -> CheckSpec:
@@ -77,15 +76,15 @@ def check_spec(flags: Flags) -> CheckSpec:
 
 def training_fields(flags: Flags) -> dict[str, Any]:
     """What a check's spec says of the training side, beside its trainer."""
-    from mismatch.models.injections import parse_injections
+    from mismatch.models.moe import parse_injections
     from mismatch.run.machine import local_gpus
     from mismatch.specs import CheckSpec
 
     ranks = flags["nproc_per_node"]
     if ranks is None and flags.get("gpus"):
-        from mismatch.doctor.gpus import parse
+        from mismatch.doctor.machine import parse_kind
 
-        ranks, _ = parse(flags["gpus"])
+        ranks, _ = parse_kind(flags["gpus"])
     return {
         "nproc_per_node": (local_gpus() or 2) if ranks is None else ranks,
         "inject": parse_injections(flags["inject"]),

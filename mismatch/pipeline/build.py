@@ -28,7 +28,7 @@ from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.processes.square import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
-from mismatch.run.damage import damage_named
+from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
 from mismatch.run.scorings import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
