@@ -7,7 +7,6 @@ several commands: keys of flags that another command has are passed over.
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -145,5 +144,7 @@ def _toml(value: Any) -> str:
         return repr(value) if math.isfinite(value) else str(value)
     if isinstance(value, int):
         return str(value)
+    import json
+
     # A JSON string is a TOML string, but for one character.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
