@@ -224,8 +224,15 @@ def of_prompts(run: Measured, prompts: np.ndarray) -> Measured:
 
 
 def _cut(scoring: Scoring, keep: np.ndarray) -> Scoring:
-    return Scoring(
-        scoring.name, scoring.token_ids[keep], scoring.logprobs[keep], scoring.fingerprint
+    return replace(
+        scoring,
+        token_ids=scoring.token_ids[keep],
+        logprobs=scoring.logprobs[keep],
+        entropy=None if scoring.entropy is None else scoring.entropy[keep],
+        top1=None,
+        extra={name: values[keep] for name, values in scoring.extra.items()},
+        routing=None,
+        distributions=None,
     )
 
 

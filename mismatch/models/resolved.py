@@ -8,7 +8,7 @@ classes do not show is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,12 @@ def resolved(model: Any, honours_sinks: bool | None = None) -> dict[str, Any]:
 
 def _attention(modules: Sequence[Any]) -> list[Any]:
     """The attention of each layer: an engine's own, else that of transformers."""
-    for belongs in (
+    tests: tuple[Callable[[Any], bool], ...] = (
         lambda m: hasattr(getattr(m, "impl", None), "scale"),  # vLLM
         lambda m: type(m).__name__ == "RadixAttention",  # SGLang
         lambda m: hasattr(m, "layer_idx") and hasattr(m, "scaling"),
-    ):
+    )
+    for belongs in tests:
         if found := [module for module in modules if belongs(module)]:
             return found
     return []
