@@ -69,16 +69,16 @@ def swap_rows(case: Case, share: float, rng: np.random.Generator) -> Case:
 
 
 def fake_end(case: Case, share: float, rng: np.random.Generator) -> Case:
-    """An appended end token with a log-probability of 0.0 in this share of the rows."""
-    rows = _rows(case, case.left)
-    for row in rows:
-        if rng.random() < share:
-            row[-1] = 0.0
+    """An end token appended with 0.0 to this share of the rows that the policy had not ended."""
+    rows, other = _rows(case, case.left), _rows(case, case.right)
+    unfinished = [n for n, row in enumerate(other) if row[-1] < np.log(0.9)]
+    for n in unfinished[: max(1, int(share * len(unfinished)))]:
+        rows[n][-1] = 0.0
     return case.repaired(np.concatenate(rows), case.right)
 
 
 def unsampled_end(case: Case, nats: float, rng: np.random.Generator) -> Case:
-    """Last tokens that a framework appended: the trainer finds them unlikely."""
+    """Last tokens that a framework appended to a rollout: the trainer finds them unlikely."""
     rows = _rows(case, case.right)
     for row in rows:
         row[-1] -= nats * rng.random() * 2
@@ -113,7 +113,7 @@ def _noisy(case: Case, where: Any, times: float, rng: np.random.Generator) -> Ca
     reference = case.reference
     assert reference is not None
     left = np.where(where, reference + (case.left - reference) * times, case.left)
-    return case.repaired(left, case.right)
+    return case.repaired(np.minimum(left, -1e-6), case.right)
 
 
 def from_position(case: Case, times: float, rng: np.random.Generator) -> Case:
@@ -260,7 +260,7 @@ FAULTS = (
     Fault("appended end at 0.0", "recorded", ("NovaSky-AI/SkyRL#2148", "NovaSky-AI/SkyRL#758",
           "allenai/open-instruct#1041"), ("appended-eos",), "engine", (0.1, 0.3, 1.0), fake_end),
     Fault("appended end, not sampled", "recorded", ("NovaSky-AI/SkyRL#2148",),
-          ("appended-eos",), "trainer", (0.5, 2, 6), unsampled_end),
+          ("appended-eos",), "engine", (0.5, 2, 6), unsampled_end),
     Fault("end counted on one side", "recorded", ("huggingface/trl#5145",),
           ("row-lengths",), "", (1, 1, 1), row_lengths),
     Fault("turn encoded again", "recorded", ("volcengine/verl#3960", "huggingface/trl#5224",

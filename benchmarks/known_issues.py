@@ -247,9 +247,9 @@ class Trainer:
         fault.plant(loaded.scorer, strength)
         if fault.place == "packing":
             with known_faults.packed_without_bounds():
-                made = score_pass(self.world, loaded, Pass(name, spec), rollout)
+                made = score_pass(self.world, loaded, rollout, Pass(name, spec))
         else:
-            made = score_pass(self.world, loaded, Pass(name, spec), rollout)
+            made = score_pass(self.world, loaded, rollout, Pass(name, spec))
         assert made is not None
         return replace(made, routing=None)
 
@@ -307,11 +307,10 @@ def planted(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[dict]
         for fault in FAULTS:
             for s, strength in enumerate(fault.strengths):
                 for seed in range(min(SEEDS, len(held))):
-                    # Two cells of three: each half has every strength of some seed or model.
                     key = f"{fault.name}/{s}/{model}/{seed}"
                     if key in done or (fault.models and model not in fault.models):
                         continue
-                    if fault.place != "recorded" and (s + m + seed) % 2 == 0 and seed:
+                    if fault.place != "recorded" and seed:  # a pass each: models split them
                         continue
                     run = held[(2 * s + seed) % len(held)]
                     if fault.place == "recorded":

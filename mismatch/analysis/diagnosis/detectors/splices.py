@@ -14,8 +14,9 @@ from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Lo
 from mismatch.types import Floats, NotTested
 
 SHIFTS = (-4, -3, -2, -1, 1, 2, 3, 4)
-APART = 0.1  # nats of mean |delta|, from which a row is tried
+APART = 0.1  # nats of |delta|, from which a row is tried, on average, and a token is off
 LEAST = 6  # tokens of the part that moved
+OFF = 4  # of them, that must be far off: a single one is no shift
 FITS = 0.25  # of its mean |delta|, that may be left of the part that moved
 FEW = 3  # rows
 CLEAR = 0.3  # share of the mismatch that must go
@@ -81,7 +82,7 @@ def _split(left: Floats, right: Floats) -> tuple[int, int] | None:
     best: tuple[float, int, int] | None = None
     for shift in SHIFTS:
         moved, inside = _moved(right, left, 0, shift)
-        other = np.where(inside, np.minimum(np.abs(left - moved), 12.0), 0.0)
+        other = np.where(inside, np.minimum(np.abs(left - moved), 12.0), own)
         cost = np.concatenate([[0.0], np.cumsum(own)])[:-1] + np.cumsum(other[::-1])[::-1]
         at = int(cost[: len(own) - LEAST + 1].argmin())
         if best is None or cost[at] < best[0]:
@@ -91,7 +92,7 @@ def _split(left: Floats, right: Floats) -> tuple[int, int] | None:
     moved, inside = _moved(right, left, at, shift)
     behind = np.arange(len(own)) >= at
     partner = behind & inside
-    if partner.sum() < LEAST or own[behind].mean() < APART:
+    if partner.sum() < LEAST or (own[partner] > APART).sum() < OFF:
         return None
     left_over = np.abs(left - moved)[partner].mean()
     early = own[~behind].mean() if at else 0.0
