@@ -302,7 +302,7 @@ class Judgement:
     status: Status
     value: float
     healthy: float
-    critical: float
+    unfit: float
     source: str
     inconclusive: bool = False
     deciding_prompts: int | None = None

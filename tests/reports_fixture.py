@@ -348,7 +348,7 @@ def make_inconclusive_report() -> tuple[Report, pd.DataFrame]:
 
 
 def make_failing_report() -> tuple[Report, pd.DataFrame]:
-    """A run with a failed check, a critical and an inconclusive metric; and its tokens."""
+    """A run with a failed check, an unfit and an inconclusive metric; and its tokens."""
     tokens = make_tokens(seed=1, scale=20.0)
     report = make_report(tokens, (*CHECKS, FAILED))
     trainer = TRAINER | {"attention": "no-sinks", "honours_sinks": False}

@@ -165,7 +165,7 @@ def require_applied(
 def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     """One metric against one cell.
 
-    Unfit if the whole interval is beyond the critical bound, or the value is infinite; inconclusive
+    Unfit if the whole interval is beyond the unfit bound, or the value is infinite; inconclusive
     if the interval spans that bound; healthy if all of it is within the healthy bound; otherwise
     tolerable. ``inconclusive`` says of any status that the interval spans a bound, with the number
     of prompts that would decide. A maximum has no interval: its value stands for it. Where one
@@ -175,13 +175,13 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     sign = -1.0 if METRICS[metric].good == "high" else 1.0
     ends = [estimate.value if end is None else end for end in (estimate.low, estimate.high)]
     low, high = sorted(sign * end for end in ends)
-    healthy, critical = sign * level.healthy, sign * level.critical
-    spanned = [bound for bound in (level.healthy, level.critical) if low <= sign * bound < high]
+    healthy, unfit = sign * level.healthy, sign * level.unfit
+    spanned = [bound for bound in (level.healthy, level.unfit) if low <= sign * bound < high]
     blind = estimate.low is None and METRICS[metric].kind != "extreme"
     status: Status = "tolerable"
-    if not math.isfinite(estimate.value) or (low > critical and not blind):
+    if not math.isfinite(estimate.value) or (low > unfit and not blind):
         status, blind = "unfit", False
-    elif blind or level.critical in spanned:
+    elif blind or level.unfit in spanned:
         status = "inconclusive"
     elif high <= healthy:
         status = "healthy"
@@ -190,7 +190,7 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
         status,
         estimate.value,
         level.healthy,
-        level.critical,
+        level.unfit,
         level.source,
         inconclusive=bool(spanned) or blind,
         deciding_prompts=_deciding(estimate, level, sign, spanned),
@@ -203,13 +203,13 @@ def _deciding(
     """Prompts that would put every bound that matters outside the interval; None: no number would.
 
     Beyond one outer bound the other is settled with it: a value in the healthy zone only has to
-    clear the healthy bound, one in the critical zone the critical bound. Where few tokens or
+    clear the healthy bound, one in the unfit zone the unfit bound. Where few tokens or
     prompts carry the value, its interval does not shrink with the root of the prompts.
     """
     if sign * estimate.value <= sign * level.healthy:
         spanned = [bound for bound in spanned if bound == level.healthy]
-    elif sign * estimate.value > sign * level.critical:
-        spanned = [bound for bound in spanned if bound == level.critical]
+    elif sign * estimate.value > sign * level.unfit:
+        spanned = [bound for bound in spanned if bound == level.unfit]
     if TAILS & set(estimate.flags):
         return None
     needed = [prompts_needed(estimate, bound) for bound in spanned]
@@ -303,7 +303,7 @@ def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
     text = f"{first.metric} {first.value:.3g}"
     if status == "unfit":
         more = f"; so {'is' if len(deciding) == 2 else 'are'} {names}" if names else ""
-        return f"{text} is beyond its critical bound {first.critical:g}{more}"
+        return f"{text} is beyond its unfit bound {first.unfit:g}{more}"
     if status == "inconclusive" or first.inconclusive:
         text += ": its interval does not decide"
         if first.deciding_prompts is not None:

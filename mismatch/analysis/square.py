@@ -113,6 +113,7 @@ class Square:
         findings: every excess and gap, judged.
         not_judged: sides and corners that could not be measured, and why.
         seconds: of each pass that only the square needs.
+        unmeasured: checks that this leaves without any number ("excess-engine" …).
     """
 
     device: str
@@ -123,6 +124,7 @@ class Square:
     findings: tuple[Finding, ...]
     not_judged: tuple[NotTested, ...]
     seconds: dict[str, float]
+    unmeasured: tuple[str, ...] = ()
 
 
 def measure(run: Measured, spec: CheckSpec) -> Square | NotTested:
@@ -190,6 +192,7 @@ class _Corners:
             correlation=self.correlation(legs),
             findings=tuple(findings),
             not_judged=tuple(self.missing),
+            unmeasured=self.unmeasured({check_id(finding) for finding in findings}),
             seconds={
                 name: float(scoring.fingerprint["seconds"])
                 for name, scoring in self.usable.items()
@@ -197,6 +200,14 @@ class _Corners:
                 if "seconds" in scoring.fingerprint
             },
         )
+
+    def unmeasured(self, made: set[str]) -> tuple[str, ...]:
+        """Checks that this run should have and has not; a side in float32 has no excess."""
+        wanted = ["implementation-gap"]
+        for side, scoring in zip(SIDES, (self.run.decode, self.run.train), strict=True):
+            if precision_of(scoring.fingerprint) != "fp32":
+                wanted.append(f"excess-{side}")
+        return tuple(id for id in wanted if id not in made)
 
     @property
     def float32_name(self) -> str:
@@ -327,6 +338,13 @@ def _law(scoring: Scoring) -> tuple[float | None, bool]:
     temperature = scoring.fingerprint.get("logprobs_temperature")
     rounded = None if temperature is None else round(float(temperature), 9)
     return rounded, bool(scoring.fingerprint.get("logprobs_truncated"))
+
+
+def check_id(finding: Finding) -> str:
+    """ "excess-engine", "excess-trainer", "implementation-gap", "implementation-gap-trainer"."""
+    if finding.evidence == "excess":
+        return f"excess-{finding.side}"
+    return "implementation-gap" + ("-trainer" if finding.side == "trainer" else "")
 
 
 def judged(found: Leg | Gap, level: float | None) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.square import Finding, Square, Standing
+from mismatch.analysis.square import Finding, Square, Standing, check_id
 from mismatch.types import Check, CheckStatus
 
 STATUS: dict[Standing, CheckStatus] = {
@@ -11,6 +11,7 @@ STATUS: dict[Standing, CheckStatus] = {
     "uncalibrated": "warning",
     "beyond": "failed",
 }
+UNSEEN = "let the missing passes run: more memory, a local engine, a dtype that has a yardstick"
 ORDER: tuple[Standing, ...] = ("within", "uncalibrated", "undecided", "beyond")
 FIXES = {
     "engine": "look at the engine's kernels, KV cache and quantisation: mismatch fixes",
@@ -22,7 +23,8 @@ FIXES = {
 def square_checks(square: Square | None) -> list[Check]:
     """One check for each side's rounding and one for each gap; none without a square.
 
-    Of several passes of a side the worst counts.
+    Of several passes of a side the worst counts. What has no number warns: a fault could hide
+    there.
     """
     if square is None:
         return []
@@ -31,7 +33,12 @@ def square_checks(square: Square | None) -> list[Check]:
         id = check_id(finding)
         if id not in worst or ORDER.index(finding.standing) > ORDER.index(worst[id].standing):
             worst[id] = finding
-    return [
+    reasons = "; ".join(f"{one.what}: {one.reason}" for one in square.not_judged)
+    unseen = [
+        Check(id, "warning", f"could not be measured ({reasons})", UNSEEN)
+        for id in square.unmeasured
+    ]
+    return unseen + [
         Check(
             id,
             STATUS[finding.standing],
@@ -40,13 +47,6 @@ def square_checks(square: Square | None) -> list[Check]:
         )
         for id, finding in worst.items()
     ]
-
-
-def check_id(finding: Finding) -> str:
-    """ "excess-engine", "excess-trainer", "implementation-gap", "implementation-gap-trainer"."""
-    if finding.evidence == "excess":
-        return f"excess-{finding.side}"
-    return "implementation-gap" + ("-trainer" if finding.side == "trainer" else "")
 
 
 def detail(finding: Finding) -> str:

@@ -32,7 +32,7 @@ class Level:
     """
 
     healthy: float
-    critical: float
+    unfit: float
     source: str
     yours: bool = False  # of the user's file: one that cannot be applied is an error
 
@@ -50,7 +50,7 @@ def default_thresholds() -> Thresholds:
 def load_thresholds(path: str | Path) -> Thresholds:
     """The table with the cells of a TOML file in place of its own.
 
-    A cell of the file may give ``healthy``, ``critical`` or both, and a ``source``; what it leaves
+    A cell of the file may give ``healthy``, ``unfit`` or both, and a ``source``; what it leaves
     out stays. A metric without levels of ours may get some.
 
     Raises:
@@ -81,7 +81,7 @@ def _cells(data: dict[str, Any], text: str, where: str, base: Thresholds) -> Thr
         if not isinstance(columns, dict):
             raise MismatchError(
                 f"{where}, line {_line(text, metric)}: {metric} is no table of columns",
-                f'write [{metric}."bf16 MoE"], then healthy = … and critical = …',
+                f'write [{metric}."bf16 MoE"], then healthy = … and unfit = …',
             )
         for column, cell in columns.items():
             _known(column, COLUMNS, f"column of {metric}", text, where)
@@ -103,13 +103,15 @@ def _known(name: str, names: Sequence[str], what: str, text: str, where: str) ->
 
 def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, where: str) -> Level:
     place = f"{where}, line {_line(text, metric, column)}: {metric}, {column}"
-    example = f'[{metric}."{column}"] with healthy = … and critical = …'
+    example = f'[{metric}."{column}"] with healthy = … and unfit = …'
     if not isinstance(cell, dict):
         raise MismatchError(f"{place}: no table of bounds", f"write {example}")
     for key in cell:
-        _known(key, ("healthy", "critical", "source"), f"key of {metric}", text, where)
+        if key == "critical":
+            raise MismatchError(f"{place}: no such bound: critical", "it is called unfit now")
+        _known(key, ("healthy", "unfit", "source"), f"key of {metric}", text, where)
     bounds = []
-    for name in ("healthy", "critical"):
+    for name in ("healthy", "unfit"):
         value: Any = cell.get(name, getattr(old, name, None))
         if not _is_number(value):
             raise MismatchError(f"{place}: {name} is no number: {value!r}", f"write {example}")
@@ -118,8 +120,8 @@ def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, wh
     if sign * bounds[0] > sign * bounds[1]:
         order = "above" if sign < 0 else "below"
         raise MismatchError(
-            f"{place}: healthy {bounds[0]:g} is worse than critical {bounds[1]:g}",
-            f"{metric} is good when {METRICS[metric].good}: healthy lies {order} critical",
+            f"{place}: healthy {bounds[0]:g} is worse than unfit {bounds[1]:g}",
+            f"{metric} is good when {METRICS[metric].good}: healthy lies {order} unfit",
         )
     source = str(cell.get("source", f"your thresholds ({where})"))
     return Level(bounds[0], bounds[1], source, yours=where != SHIPPED)

@@ -12,7 +12,7 @@ from mismatch.errors import MismatchError
 def check(flags: Flags) -> int:
     """Sample, score the same tokens under FSDP2, compare, judge.
 
-    Exit code 0: healthy or warn. 1: critical, or a failed semantic check. 2: nothing measured.
+    Exit code 0: healthy or tolerable. 1: inconclusive, unfit or broken. 2: nothing measured.
     """
     from mismatch.cli import session
     from mismatch.cli.to_spec import check_spec, with_trainer

@@ -51,7 +51,7 @@ def compare(flags: Flags) -> int:
     two scorings side by side, delta = right - left. Exit code as `check`.
 
     RUN --against OLD: a new run against an old one, each with tokens of its own, for upgrades.
-    Exit code 0: not worse by more than --margin. 1: worse, or critical. 2: not comparable.
+    Exit code 0: not worse by more than --margin. 1: worse, or unfit by itself. 2: not comparable.
     """
     from mismatch.cli import session
     from mismatch.errors import MismatchError

@@ -135,7 +135,7 @@ def _root(
 
 
 def main() -> NoReturn:
-    """Exit codes: 0 healthy or warn, 1 critical or a failed check, 2 no verdict, or a crash."""
+    """Exit codes: 0 healthy or tolerable, 1 inconclusive or worse, 2 no verdict, or a crash."""
     for stream in (sys.stdout, sys.stderr):  # of another encoding, or strings of half a character
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

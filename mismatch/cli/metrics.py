@@ -140,8 +140,8 @@ def levels(metric: Metric) -> Iterator[str]:
     cells = default_thresholds().get(metric.name, {})
     for column, level in cells.items():
         signs = ("≥", "<") if metric.good == "high" else ("≤", ">")
-        healthy, critical = bound(level.healthy), bound(level.critical)
-        yield f"  {column:<11} healthy {signs[0]} {healthy}, critical {signs[1]} {critical}"
+        healthy, unfit = bound(level.healthy), bound(level.unfit)
+        yield f"  {column:<11} healthy {signs[0]} {healthy}, unfit {signs[1]} {unfit}"
         yield from _wrapped(level.source, "", 14)
     if not cells:
         yield from _wrapped(

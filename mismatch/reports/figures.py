@@ -100,11 +100,11 @@ def scales(rows: Sequence[tuple[Row, Sequence[float]]]) -> str:
     with drawing(6.4, 0.6 + 0.42 * len(rows)) as (figure, axes):
         for place, (row, others) in enumerate(rows):
             assert row.judgement is not None
-            critical = _at(row, row.judgement.critical)
+            unfit = _at(row, row.judgement.unfit)
             for start, end, zone in (
                 (LEAST, 1, HEALTHY),
-                (1, critical, WARN),
-                (critical, MOST, BAD),
+                (1, unfit, WARN),
+                (unfit, MOST, BAD),
             ):
                 axes.barh(place, end - start, left=start, color=zone, height=0.5)
             axes.plot([_at(row, other) for other in others], [place] * len(others), "D", ms=4,

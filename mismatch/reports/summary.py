@@ -47,8 +47,8 @@ class Row:
         """The healthy bound with its direction."""
         return f"{'≥' if self.low_is_bad else '≤'} {self._bound(bound)}"
 
-    def critical(self, bound: float) -> str:
-        """The critical bound with its direction."""
+    def unfit(self, bound: float) -> str:
+        """The unfit bound with its direction."""
         return f"{'<' if self.low_is_bad else '>'} {self._bound(bound)}"
 
     def distance(self, value: float) -> float | None:
@@ -86,7 +86,7 @@ class Row:
 
     @property
     def low_is_bad(self) -> bool:
-        return self.judgement is not None and self.judgement.healthy > self.judgement.critical
+        return self.judgement is not None and self.judgement.healthy > self.judgement.unfit
 
     def _bound(self, value: float) -> str:
         return f"{100 * value:g} %" if self.words.share else bound(value)

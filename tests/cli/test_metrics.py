@@ -53,7 +53,7 @@ def test_explaining_one_says_everything():
         "from mismatch.metrics import k3_kl",
         "verl rollout_corr/k3_kl the same number read in verl 0.9.1,",
         "miles train_rollout_kl mean of per-sequence means; delta clamped to ±20",
-        "bf16 MoE healthy ≤ 0.002, critical > 0.013 healthy: our judgement; critical: Fireworks",
+        "bf16 MoE healthy ≤ 0.002, unfit > 0.013 healthy: our judgement; unfit: Fireworks",
         "how much the trainer's policy differs",
     ):
         assert part in text, part
@@ -61,7 +61,7 @@ def test_explaining_one_says_everything():
 
 def test_high_is_good_turns_the_bounds():
     text = said("metrics", "--explain", "probs_pearson")
-    assert "healthy ≥ 0.99, critical < 0.97" in text
+    assert "healthy ≥ 0.99, unfit < 0.97" in text
     assert "high is agreement" in text
 
 

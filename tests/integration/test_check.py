@@ -208,16 +208,16 @@ def test_another_checkpoint_on_the_train_side_is_named(tmp_path):
 
 def test_thresholds_and_fail_on_decide_the_exit_code(default_run, tmp_path):
     levels = tmp_path / "levels.toml"
-    levels.write_text('[k3_kl]\n"bf16 MoE" = { healthy = 1e-12, critical = 1e-10 }\n')
+    levels.write_text('[k3_kl]\n"bf16 MoE" = { healthy = 1e-12, unfit = 1e-10 }\n')
     copy = Path(shutil.copytree(default_run.directory, tmp_path / "copy"))
     command = [sys.executable, "-m", "mismatch", "compare", str(copy)]
     done = subprocess.run([*command, "--thresholds", str(levels)], capture_output=True, text=True)
     run = Run(copy, done.returncode, done.stdout)
     judged = {j["metric"]: j for j in run.report["verdict"]["judgements"]}
-    assert judged["k3_kl"]["critical"] == 1e-10
+    assert judged["k3_kl"]["unfit"] == 1e-10
     assert run.code == 1, done.stderr
     assert run.report["verdict"]["fitness"]["status"] == "unfit"
-    levels.write_text('[k3_kl]\n"bf16 MoE" = { healthy = 1e-12, critical = 1 }\n')
+    levels.write_text('[k3_kl]\n"bf16 MoE" = { healthy = 1e-12, unfit = 1 }\n')
     warned = [*command, "--thresholds", str(levels)]
     lenient = [*warned, "--fail-on", "unfit"]
     assert subprocess.run(lenient, capture_output=True).returncode == 0

@@ -20,6 +20,12 @@ ROOT = Path(__file__).parents[2]
 WORKER = "tests.unit.kernels_worker"
 
 
+@pytest.fixture(autouse=True)
+def workers_find_the_tests(monkeypatch):
+    """Workers do not import from the working directory; the made-up work is among the tests."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
 def audited(place, *names, limit_s=60.0, model="made-up", **more):
     spec = AuditSpec(model=model, kernels=names, limit_s=limit_s, **more)
     lines = []

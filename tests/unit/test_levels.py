@@ -38,9 +38,9 @@ def estimate(value: float, low=None, high=None, flags=()) -> Estimate:
         (1e-4, 5e-4, 1.1e-3, "tolerable", True),  # spans healthy
         (1e-3, 2e-3, 3e-3, "tolerable", True),  # low end on the bound: healthy is not excluded
         (2e-3, 3e-3, 5e-3, "tolerable", False),
-        (2e-3, 5e-3, 1e-2, "tolerable", False),  # high end exactly on critical
-        (2e-3, 5e-3, 2e-2, "inconclusive", True),  # spans critical
-        (1e-2, 2e-2, 3e-2, "inconclusive", True),  # low end exactly on critical: not above
+        (2e-3, 5e-3, 1e-2, "tolerable", False),  # high end exactly on unfit
+        (2e-3, 5e-3, 2e-2, "inconclusive", True),  # spans unfit
+        (1e-2, 2e-2, 3e-2, "inconclusive", True),  # low end exactly on unfit: not above
         (1.1e-2, 2e-2, 3e-2, "unfit", False),
         (1e-4, 5e-3, 2e-2, "inconclusive", True),  # spans both
     ],
@@ -128,7 +128,7 @@ def test_the_table_is_sound():
         assert set(columns) <= set(COLUMNS)
         for level in columns.values():
             assert level.source
-            worse = level.critical - level.healthy
+            worse = level.unfit - level.healthy
             assert worse < 0 if METRICS[metric].good == "high" else worse > 0
     for column in COLUMNS:
         assert "k3_kl" in {metric for metric in table if column in table[metric]}
@@ -150,7 +150,7 @@ def test_the_documented_table_is_the_one_that_judges():
             if cell.strip()
         }
     assert documented == {
-        metric: {column: (cell.healthy, cell.critical) for column, cell in columns.items()}
+        metric: {column: (cell.healthy, cell.unfit) for column, cell in columns.items()}
         for metric, columns in default_thresholds().items()
     }
 
@@ -193,7 +193,7 @@ def test_verdict_is_the_worst():
     worst = verdict(judged("tolerable", "unfit", "inconclusive"), [PASSED], "bf16 MoE")
     assert worst.status == "unfit"
     assert worst.levels == "bf16 MoE"
-    assert worst.reason.startswith("probs_diff_mean 0.5 is beyond its critical bound 0.4")
+    assert worst.reason.startswith("probs_diff_mean 0.5 is beyond its unfit bound 0.4")
     assert len(worst.judgements) == 3
 
 
@@ -289,11 +289,11 @@ def written(folder, text: str):
 
 
 def test_thresholds_replace_cells_and_only_those(tmp_path):
-    cells = '[k3_kl."bf16 MoE"]\nhealthy = 5e-4\n[ess_token."fp32"]\nhealthy = 0.99\ncritical = 0.9'
+    cells = '[k3_kl."bf16 MoE"]\nhealthy = 5e-4\n[ess_token."fp32"]\nhealthy = 0.99\nunfit = 0.9'
     path = written(tmp_path, cells)
     mine, ours = load_thresholds(path), default_thresholds()
     assert mine["k3_kl"]["bf16 MoE"].healthy == 5e-4
-    assert mine["k3_kl"]["bf16 MoE"].critical == ours["k3_kl"]["bf16 MoE"].critical
+    assert mine["k3_kl"]["bf16 MoE"].unfit == ours["k3_kl"]["bf16 MoE"].unfit
     assert "mine.toml" in mine["k3_kl"]["bf16 MoE"].source
     assert mine["ess_token"]["fp32"].healthy == 0.99
     assert mine["k3_kl"]["fp32"] == ours["k3_kl"]["fp32"]
@@ -310,9 +310,10 @@ BAD_FILES = {
     "[k3_kl.fp32]\nhealthy = 'low'": ("no number: 'low'", "k3_kl"),
     "[k3_kl.fp32]\nhealthy = nan": ("no number: nan", "k3_kl"),
     "[k3_kl.fp32]\nhealthy = true": ("no number: True", "k3_kl"),
-    "[k3_kl.fp32]\nhealthy = 1.0": ("healthy 1 is worse than critical", "healthy lies below"),
-    "[probs_pearson.fp32]\nhealthy = 0.9\ncritical = 0.95": ("worse", "healthy lies above"),
-    "[ess_token.fp32]\nhealthy = 0.9": ("critical is no number: None", "ess_token"),
+    "[k3_kl.fp32]\nhealthy = 1.0": ("healthy 1 is worse than unfit", "healthy lies below"),
+    "[probs_pearson.fp32]\nhealthy = 0.9\nunfit = 0.95": ("worse", "healthy lies above"),
+    "[ess_token.fp32]\nhealthy = 0.9": ("unfit is no number: None", "ess_token"),
+    "[k3_kl.fp32]\ncritical = 1.0": ("no such bound: critical", "unfit"),
     "k3_kl = 3": ("k3_kl is no table", '"bf16 MoE"'),
     "[k3_kl]\nfp32 = 3": ("no table of bounds", "healthy"),
     "[ratio_mean.fp32]\nhealthy = 1": ("unknown metric: 'ratio_mean'", "ratio"),

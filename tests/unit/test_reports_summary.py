@@ -23,8 +23,8 @@ from tests.reports_fixture import (
 from tests.tables import values
 
 
-def row(value: float, healthy: float, critical: float, metric: str = "k3_kl") -> summary.Row:
-    judgement = Judgement(metric, "tolerable", value, healthy, critical, "source")
+def row(value: float, healthy: float, unfit: float, metric: str = "k3_kl") -> summary.Row:
+    judgement = Judgement(metric, "tolerable", value, healthy, unfit, "source")
     return summary.Row(metric, words.words_for(metric), estimate(value), judgement)
 
 
@@ -44,11 +44,11 @@ def test_without_the_sampling_law_there_is_no_kl() -> None:
 
 def test_bounds_point_the_way_that_is_bad() -> None:
     high = row(0.01, 0.002, 0.013)
-    assert (high.healthy(0.002), high.critical(0.013)) == ("≤ 0.002", "> 0.013")
+    assert (high.healthy(0.002), high.unfit(0.013)) == ("≤ 0.002", "> 0.013")
     low = row(0.98, 0.99, 0.97, "probs_pearson")
-    assert (low.healthy(0.99), low.critical(0.97)) == ("≥ 0.99", "< 0.97")
+    assert (low.healthy(0.99), low.unfit(0.97)) == ("≥ 0.99", "< 0.97")
     share = row(0.004, 0.002, 0.01, "ratio_outside_2")
-    assert (share.healthy(0.002), share.critical(0.01)) == ("≤ 0.2 %", "> 1 %")
+    assert (share.healthy(0.002), share.unfit(0.01)) == ("≤ 0.2 %", "> 1 %")
     assert [item.write(item.estimate.value) for item in (low, share)] == ["0.9800", "0.40 %"]
 
 
@@ -60,7 +60,7 @@ def test_the_table_has_value_interval_level_and_status() -> None:
     for judgement in report.verdict.judgements:
         item = rows[judgement.metric]
         assert item["value"] == report.comparisons[0].metrics[judgement.metric]
-        assert (item["healthy"], item["critical"]) == (judgement.healthy, judgement.critical)
+        assert (item["healthy"], item["unfit"]) == (judgement.healthy, judgement.unfit)
         assert item["level"] == judgement.status
     assert (rows["kl"]["healthy"], rows["kl"]["level"]) == (None, "")
     cells = shown.tables[0].cells()[1]

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import calibration
 from benchmarks.planted_fault import FAULTS
+from mismatch.analysis.levels import verdict
 from mismatch.analysis.registry import Measured
 from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
@@ -201,6 +202,10 @@ def test_what_has_no_yardstick_is_not_judged_and_not_healthy(
     found = square(run_of(facts=facts))
     assert standings(found).keys() == judged
     assert len(found.not_judged) == 3 - len(judged)
+    assert len(found.unmeasured) == 3 - len(judged)
+    checks = square_checks(found)
+    assert {check.id for check in checks if check.status == "warning"} == set(found.unmeasured)
+    assert verdict((), checks, None).correctness.status == "tolerable"
 
 
 def test_each_precision_has_its_own_yardstick() -> None:

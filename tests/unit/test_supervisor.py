@@ -167,12 +167,14 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path):
         run_worker("engine", ["/no/such/python", "-c", "pass"], tmp_path)
 
 
-def test_ending_well_takes_no_time(tmp_path):
+def test_ending_well_takes_no_time(tmp_path, monkeypatch):
     """No grace is waited for where nobody is left."""
+    monkeypatch.setattr(launch, "GRACE_S", 120.0)
+    before = set(psutil.Process().children())
     start = time.monotonic()
     run_worker("engine", python("pass"), tmp_path)
-    assert time.monotonic() - start < 5
-    assert not psutil.Process().children()
+    assert time.monotonic() - start < 60
+    assert set(psutil.Process().children()) <= before
 
 
 # ---------------------------------------------------------------- workers that stop working

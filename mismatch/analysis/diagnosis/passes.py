@@ -8,6 +8,7 @@ gradients, in other batches), and their faults are as real.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +24,9 @@ MOST_EMPTY = 0.1  # share of sequences without an action token
 SELF = ("repeated", "regrouped", "grad", "new")  # the trainer's passes that should agree with it
 CLIPPED = (1e-3, 1e-2)  # share of tokens that PPO would clip at step 0: warning, failure
 APART = 2.0  # times the headline; a GPU trainer's own batches differ by as much as the headline
+NEAR, FAR = 1e-4, 0.08  # nats under which that is no warning, no failure (unfit, by levels.toml)
+AGREEMENT = "trainer-self-agreement"
+ORDER = ("passed", "warning", "failed")
 MEAN = "logprob_abs_diff_mean"
 
 
@@ -92,8 +96,10 @@ def _user_named(name: str, scoring: Scoring) -> bool:
 def trainer_agreement(
     rollout: Rollout, decode: Scoring, train: Scoring, scorings: Mapping[str, Scoring]
 ) -> Check:
-    """The trainer's own passes agree within PPO's clip range, and better than with the engine."""
-    id = "trainer-self-agreement"
+    """Each of the trainer's own passes agrees with the judged one; the worst of them counts.
+
+    Within PPO's clip range on nearly all tokens, and closer than engine and trainer are.
+    """
     again = [
         scoring
         for kind in SELF
@@ -101,22 +107,31 @@ def trainer_agreement(
         and not scoring.fingerprint.get("injected")
     ]
     if not again:
-        return Check(id, "not_tested", "nothing to check: the trainer made one pass")
+        detail = "nothing to check: the trainer made one pass"
+        return Check(AGREEMENT, "not_tested", detail)
     headline = float(np.abs(train.logprobs - decode.logprobs).mean())
-    apart = {one.name: _apart(rollout, train, one) for one in again}
-    name = max(apart, key=lambda one: (apart[one][0].value, apart[one][1].value))
-    clipped, mean = apart[name]
-    low = clipped.value if clipped.low is None else clipped.low
+    checks = [_agreement(rollout, train, one, headline) for one in again]
+    worst = max(checks, key=lambda check: ORDER.index(check.status))
+    if worst.status == "passed":
+        return replace(worst, detail=f"{len(checks)} passes agree; {worst.detail}")
+    beside = [check for check in checks if check is not worst and check.status != "passed"]
+    return replace(worst, detail="; ".join(check.detail for check in (worst, *beside)))
+
+
+def _agreement(rollout: Rollout, train: Scoring, again: Scoring, headline: float) -> Check:
+    """One pass of the trainer against the judged one; ``headline``: its mean |delta|, nats."""
+    clipped, mean = _apart(rollout, train, again)
+    share, size = (one.value if one.low is None else one.low for one in (clipped, mean))
     detail = (
-        f"{name} against {train.name}: {clipped.value:.3g} of the tokens lie beyond PPO's clip "
-        f"range, mean |delta| {mean.value:.3g} nats ({headline:.3g} in the headline)"
+        f"{again.name} against {train.name}: {clipped.value:.3g} of the tokens lie beyond PPO's "
+        f"clip range, mean |delta| {mean.value:.3g} nats ({headline:.3g} in the headline)"
     )
     fix = "find out what the passes do differently: batch, gradients, dropout, kernels, overflow"
-    if low > CLIPPED[1]:
-        return failed(id, detail, fix)
-    if low > CLIPPED[0] or (mean.low or 0.0) > max(APART * headline, 1e-4):
-        return Check(id, "warning", detail, fix)
-    return Check(id, "passed", detail)
+    if share > CLIPPED[1] or size > max(APART * headline, FAR):
+        return failed(AGREEMENT, detail, fix)
+    if share > CLIPPED[0] or size > max(APART * headline, NEAR):
+        return Check(AGREEMENT, "warning", detail, fix)
+    return Check(AGREEMENT, "passed", detail)
 
 
 def engine_agreement(rollout: Rollout, decode: Scoring, prefill: Scoring) -> Check:

@@ -8,7 +8,7 @@ from mismatch.reports.summary import checks, untested
 from mismatch.types import Report
 
 LEAD = (
-    "Do both sides speak of the same thing? A failed check makes the run critical, whatever the "
+    "Do both sides speak of the same thing? A failed check makes the run broken, whatever the "
     "numbers say."
 )
 UNSEEN = "What this run could not see. None of it counts as passed."

@@ -20,7 +20,7 @@ COLUMNS = (
     Column("name", text, 9),
     Column("value", interval=1),
     Column("healthy"),
-    Column("critical"),
+    Column("unfit"),
     Column("level", text),
 )
 NAMES = (
@@ -60,7 +60,7 @@ def _row(row: Row) -> tuple[Cell | Value, ...]:
         Cell(row.metric, "code"),
         row.cell,
         Cell(judgement.healthy if judgement else None, format=row.healthy),
-        Cell(judgement.critical if judgement else None, format=row.critical),
+        Cell(judgement.unfit if judgement else None, format=row.unfit),
         status_cell(judgement.status) if judgement else "",
     )
 
@@ -79,7 +79,7 @@ def _scales(report: Report, rows: list[Row]) -> tuple[Figure, ...]:
             "Beside the levels",
             "Each metric's distance from perfect agreement, in units of its healthy bound. Dot: "
             "this run; line: its 95 % interval; diamond: measured elsewhere; arrow: off the scale. "
-            "The zones are healthy, warn and critical.",
+            "The zones are healthy, tolerable and unfit.",
             lambda: figures.scales(drawn),
         ),
     )

@@ -104,14 +104,13 @@ def _clean(result: Square) -> str:
         return "Neither side could be told from a faulty one: see what was not tested."
     if any(finding.standing == "undecided" for finding in result.findings):
         return "A value lies beyond its level, but its interval does not decide."
-    measured = {finding.evidence for finding in result.findings}
-    parts = []
-    if "excess" in measured:
-        parts.append("each side rounds as a plain forward at its precision does")
-    if "gap" in measured:
-        parts.append("the implementations agree in float32")
-    said = " and ".join(parts)
-    sentence = f"{said[0].upper()}{said[1:]}"
+    if result.unmeasured:
+        return (
+            f"What was measured is within its level, but {', '.join(result.unmeasured)} is missing."
+        )
+    excess = any(finding.evidence == "excess" for finding in result.findings)
+    rounds = "Each side rounds as a plain forward at its precision does and the"
+    sentence = f"{rounds if excess else 'The'} implementations agree in float32"
     if not result.calibrated:
         return f"{sentence}, as far as levels go: none is calibrated on {line(result.device)}."
     return f"{sentence}: what is measured here is rounding."
