@@ -304,8 +304,9 @@ def planted(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[dict]
     for m, model in enumerate(name for name in MODELS if name in runs):
         whole, spec = measured(runs[model])
         held = blocks(whole)
-        for fault in FAULTS:
-            for s, strength in enumerate(fault.strengths):
+        for s in (1, 2, 0):  # every fault once before any is repeated
+            for fault in FAULTS:
+                strength = fault.strengths[s]
                 for seed in range(min(SEEDS, len(held))):
                     key = f"{fault.name}/{s}/{model}/{seed}"
                     if key in done or (fault.models and model not in fault.models):
