@@ -64,6 +64,7 @@ class EngineFault:
     Attributes:
         plant: as ``PLANTED_FAULT`` has it; "": the flags are the fault.
         second: causes of which one must be among the first three as well: a pair of faults.
+        half: where detectors were tuned on this run, whatever its place.
     """
 
     name: str
@@ -73,6 +74,7 @@ class EngineFault:
     flags: tuple[str, ...] = ()
     side: str = "engine"
     second: tuple[str, ...] = ()
+    half: str = ""
 
 
 DIFFERS = ("function-differs", "weights-differ", "side-off")
@@ -106,7 +108,7 @@ ENGINES = (
                 ("attention-sinks", "function-differs", "first-token"), "",
                 ("--attention", "no-sinks"), "trainer"),
     EngineFault("raw-and-fp8-kv", (), ("temperature-semantics",), "", RAW + FP8_KV,
-                second=("fp8-kv", *DIFFERS)),
+                second=("fp8-kv", *DIFFERS), half="tuning"),
 )  # fmt: skip
 CLEAN = {
     "gpt-oss": ("tiny-gpt-oss", ("--num-prompts", "512")),
@@ -173,7 +175,10 @@ def blocks(run: Measured, drawn: int = 0) -> list[Measured]:
 
 
 def undeclared(run: Measured, case: Case | None = None) -> Case:
-    """The case of a run with nothing stated by either side but its dtype."""
+    """The case of a run with nothing stated by either side but its dtype.
+
+    The trainer's log-probabilities at T = 1 stay: they are measured, not declared.
+    """
     others = {
         name: _bare(scoring)
         for name, scoring in run.usable.items()
@@ -186,7 +191,8 @@ def undeclared(run: Measured, case: Case | None = None) -> Case:
 def _bare(scoring: Scoring) -> Scoring:
     kept = ("dtype", "device", "mode")
     facts = {key: value for key, value in scoring.fingerprint.items() if key in kept}
-    return replace(scoring, fingerprint=facts, extra={})
+    raw = {key: value for key, value in scoring.extra.items() if key == "logprobs_untempered"}
+    return replace(scoring, fingerprint=facts, extra=raw)
 
 
 def judged(case: Case) -> Causes:
@@ -337,7 +343,7 @@ def engine_cells(home: Path, done: set[str]) -> Iterator[dict]:
         run = blocks(run)[0]
         neutral = replace(run.rollout.sampling, top_k=0, top_p=1.0)
         run = replace(run, rollout=replace(run.rollout, sampling=neutral))
-        found = cell(fault, 0.0, "gpt-oss", n, half_of(n), undeclared(run))
+        found = cell(fault, 0.0, "gpt-oss", n, fault.half or half_of(n), undeclared(run))
         if fault.second:
             found["pair"] = bool(
                 set(found["named"][:3]) & set(fault.expected)

@@ -9,7 +9,7 @@ from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Lo
 from mismatch.types import Floats, NotTested
 
 MAX_LAG = 64
-MIN_TOKENS = 64
+MIN_TOKENS = 32
 MARGIN = 0.15  # of correlation, that another lag must win by
 HEAD = 32  # tokens by which rows are compared
 MIN_HEAD = 6

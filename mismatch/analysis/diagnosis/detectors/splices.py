@@ -24,15 +24,13 @@ ENDS = 8.0  # times the other tokens' |delta|, on last tokens
 LARGE = 0.1  # nats
 
 
-def retokenised(case: Case) -> Look | NotTested:
+def retokenised(case: Case) -> Look:
     """Rows whose later part fits the other side a few tokens on, and whose earlier part does not.
 
     Every split and shift of a row is tried: cost |left[t] - right[t]| before the split and
     |left[t] - right[t + shift]| behind it.
     """
     tried = [row for row in case.rows if _size(case, row) > APART and _length(row) >= 2 * LEAST]
-    if not len(case.rows):
-        return NotTested("retokenised text", "needs rows of several tokens")
     right, kept = case.right.copy(), np.ones(len(case.right), bool)
     splits: list[tuple[int, int]] = []
     for row in tried:
@@ -43,7 +41,7 @@ def retokenised(case: Case) -> Look | NotTested:
         splits.append(split)
         right[row], inside = _moved(case.right[row], case.left[row], at, shift)
         kept[row] = inside
-    evidence = (
+    evidence: tuple[Evidence, ...] = (
         Evidence("rows that fit a few tokens on from some place", len(splits), "0"),
         Evidence("of rows that are far off", len(tried)),
     )
