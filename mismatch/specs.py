@@ -359,6 +359,7 @@ class CheckSpec:
         weights_effect: also score with the trainer's experts in this form; None: do not.
         fixes: what ``--fix`` asked for: ids, "a+b", "all" or a side, see experiments.fixes.
         verdict: which verdict the run ends with; "after-fixes": that of the best combination.
+        explain: tell the leading causes apart by experiment, see experiments.explanation.
         other_engine: a second engine, each rescoring the other's tokens; experiments/engine_pair.
         gradients: also take the policy gradient of one batch, see experiments.gradients.
     """
@@ -425,13 +426,22 @@ class CheckSpec:
         float | None,
         Flag(
             FIXES,
-            "That fixes may take beyond the check; default: no limit.",
+            "That fixes, or experiments, may take beyond the check; default: no limit.",
             range=Range(0, MANY, above=True),
         ),
     ] = None
     verdict: Annotated[
         VerdictFrom, Flag(FIXES, "Take verdict and exit code as-is, or after the best fixes.")
     ] = "as-is"
+    explain: Annotated[
+        bool,
+        Flag(
+            FIXES,
+            "Make the experiments that tell the leading causes apart; with --resume RUN for a "
+            "finished run.",
+            switch=True,
+        ),
+    ] = False
     other_engine: EngineSpec | None = None
     gradients: Annotated[
         bool,

@@ -33,6 +33,19 @@ What a side states is evidence, never a precondition.
 - **Not tested**: data that a detector needs and the run lacks. A detector that fails is named in a
   warning, and its causes count as not looked for.
 
+## Experiments
+
+`mismatch check … --explain`, or `mismatch check --resume RUN --explain` for a finished run, makes
+the experiments that tell the leading causes apart: fixes of `mismatch fixes` applied and
+measured, and two probes that mend nothing (`no-sinks`: the trainer imitates an engine that
+ignores sinks; `plain-attention`: attention as its definition says). First what `--quick` or
+`--no-noise-floor` left out; then passes of the trainer over the run's tokens, in one world; then
+engines that sample anew, one at a time, the best by expected information per second first, until
+nothing is left to be told apart or `--budget-minutes` is used up. A cause is confirmed where more
+than 30 % of mean |delta| goes with the experiment that takes it out (by the whole 95 % interval),
+and ruled out where less than 10 % goes. The report says which, by what, and how long it took;
+`report.json` has it under `explain`.
+
 Causes name; they do not change the verdict. A side that is 1.5 times as far from float32 as the
 other is named; smaller faults are not. A fault that both sides and the float32 reference share is
 not seen.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +14,15 @@ from mismatch.analysis.comparison import (
     paired_routing,
     routing_estimates,
 )
+from mismatch.analysis.diagnosis.passes import enough_data
+from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run import store
-from mismatch.types import Comparison, Pair, Rollout, Scoring, Verdict
+from mismatch.types import Check, Comparison, Pair, Rollout, Scoring, Verdict
 
 if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
@@ -68,13 +71,27 @@ class Sides:
             ),
         )  # fmt: skip
 
-    def verdict(self, made: Comparison, thresholds: Thresholds | None) -> Verdict | None:
-        """As a check of its own would end; None where no level applies."""
+    def verdict(
+        self,
+        made: Comparison,
+        thresholds: Thresholds | None,
+        more: Sequence[Check] | None = None,
+        unmeasured: str = "",
+    ) -> Verdict | None:
+        """As a check of its own would end; None where no level applies.
+
+        Args:
+            more: checks of all passes and of the amount of data; None: of the amount alone.
+            unmeasured: why there is no square; "": there is one, or it is judged elsewhere.
+        """
         checks = input_checks(self.rollout, self.decode, self.train)
         ratio = made.metrics["ratio_mean"]
         checks += semantic_checks(self.rollout, self.decode, self.train, ratio)
+        checks += routing_checks(self.rollout, self.decode, self.train)
+        checks += [enough_data(self.rollout)] if more is None else list(more)
         try:
             column = column_for(self.decode.fingerprint, self.train.fingerprint)
-            return verdict(judge(made, column, thresholds), checks, column)
+            open_question = "" if column == "fp32" else unmeasured
+            return verdict(judge(made, column, thresholds), checks, column, open_question)
         except MismatchError:
             return None

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mismatch.analysis.diagnosis.declared import same_weights
 from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
 from mismatch.analysis.registry import Analysis, Measured
 from mismatch.analysis.square_levels import LEVELS, UNCALIBRATED, device_class
@@ -36,7 +37,7 @@ from mismatch.run.scorings import FLOAT32, PLAIN, REFERENCE, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
 
-Side = Literal["engine", "trainer", "either"]
+Side = Literal["engine", "trainer", "other-engine", "either"]
 Evidence = Literal["excess", "gap"]
 Standing = Literal["within", "undecided", "uncalibrated", "beyond"]
 FP8_KV = "-fp8kv"
@@ -71,7 +72,8 @@ class Gap:
     """Two implementations of one function in float32.
 
     Attributes:
-        side: which is off where they differ; "either": they loaded different files.
+        side: which is off where they differ; "either": not the same files, or not known to be the
+            same weights, so that the trainer (whose loader the reference shares) may be off.
         size, k3, largest: of right - left, nats.
         floor: mean |delta| that float32 rounding is expected to cost: that of a plain forward at
             the run's precision, scaled by the ratio of their roundings. None: no such forward.
@@ -169,7 +171,7 @@ class _Corners:
     """The scorings of a run by their place in the square."""
 
     def __init__(self, run: Measured, spec: CheckSpec) -> None:
-        self.run, self.usable = run, run.usable
+        self.run, self.spec, self.usable = run, spec, run.usable
         self.reference = run.usable[REFERENCE]
         self.engine = run.decode.name.partition(":")[0]
         actions = run.rollout.actions
@@ -207,6 +209,8 @@ class _Corners:
         for side, scoring in zip(SIDES, (self.run.decode, self.run.train), strict=True):
             if precision_of(scoring.fingerprint) != "fp32":
                 wanted.append(f"excess-{side}")
+        if self.spec.other_engine is not None and self.spec.other_engine.dtype != "fp32":
+            wanted.append("excess-other-engine")
         return tuple(id for id in wanted if id not in made)
 
     @property
@@ -231,6 +235,21 @@ class _Corners:
                 leg = self.leg(side, scoring, its_float32)  # type: ignore[arg-type]
                 if leg is not None:
                     yield leg
+        yield from self.other_engine()
+
+    def other_engine(self) -> Iterator[Leg]:
+        """The second engine of the check, by its scoring of the same tokens."""
+        if self.spec.other_engine is None:
+            return
+        name = f"{self.spec.other_engine.engine}:prefill"
+        scoring = self.usable.get(name)
+        if scoring is None:
+            reason = self.run.refused.get(name, f"the run holds no scoring {name}")
+            self.missing.append(NotTested(f"excess of {name}", reason))
+            return
+        leg = self.leg("other-engine", scoring, self.reference)
+        if leg is not None:
+            yield leg
 
     def leg(self, side: Side, scoring: Scoring, exact: Scoring) -> Leg | None:
         precision = precision_of(scoring.fingerprint)
@@ -301,11 +320,7 @@ class _Corners:
         elif not self.same_values(exact):
             self.missing.append(NotTested(what, "the two sides hold weights in different forms"))
         else:
-            facts = [
-                (s.fingerprint.get("model"), s.fingerprint.get("revision"))
-                for s in (exact, self.reference)
-            ]
-            yield self.gap("engine" if facts[0] == facts[1] else "either", exact)
+            yield self.gap("engine" if self.same_weights(exact) else "either", exact)
         if precision_of(self.run.train.fingerprint) == "fp32":
             yield self.gap("trainer", self.run.train)
 
@@ -325,6 +340,18 @@ class _Corners:
                 return cost * 2.0 ** (BITS[dtype] - BITS["fp32"])
         return None
 
+    def same_weights(self, exact: Scoring) -> bool:
+        """One model by name, and equal parameters by digest: the reference holds the trainer's."""
+        names = [
+            (s.fingerprint.get("model"), s.fingerprint.get("revision"))
+            for s in (exact, self.reference)
+        ]
+        return names[0] == names[1] and any(
+            same_weights(engine.fingerprint, trainer.fingerprint)
+            for engine in (exact, self.run.decode)
+            for trainer in (self.reference, self.run.train)
+        )
+
     def same_values(self, exact: Scoring) -> bool:
         forms = {s.fingerprint.get("weights_form") or "as-stored" for s in (exact, self.reference)}
         return len(forms) == 1 or forms <= SAME_VALUES
@@ -341,10 +368,19 @@ def _law(scoring: Scoring) -> tuple[float | None, bool]:
 
 
 def check_id(finding: Finding) -> str:
-    """ "excess-engine", "excess-trainer", "implementation-gap", "implementation-gap-trainer"."""
+    """As "excess-engine", "excess-other-engine", "implementation-gap-trainer"."""
     if finding.evidence == "excess":
         return f"excess-{finding.side}"
     return "implementation-gap" + ("-trainer" if finding.side == "trainer" else "")
+
+
+def shared(square: Square, finding: Finding) -> bool:
+    """Whether the finding rests on the reference, so that a fault of the trainer's loader, which
+    the reference shares, would look the same."""
+    from_reference = {leg.scoring for leg in square.legs if leg.exact == REFERENCE}
+    if finding.evidence == "excess":
+        return finding.side != "trainer" and finding.scoring in from_reference
+    return finding.side == "engine"
 
 
 def judged(found: Leg | Gap, level: float | None) -> Finding:

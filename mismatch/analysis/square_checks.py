@@ -16,7 +16,11 @@ ORDER: tuple[Standing, ...] = ("within", "uncalibrated", "undecided", "beyond")
 FIXES = {
     "engine": "look at the engine's kernels, KV cache and quantisation: mismatch fixes",
     "trainer": "look at the trainer's attention and experts: mismatch kernels",
-    "either": "load the same files on both sides",
+    "other-engine": "look at the second engine's kernels, KV cache and quantisation",
+    "either": (
+        "compare what both sides loaded: files, parameters, rope, window, norm; the reference "
+        "shares the trainer's loader, so that the engine may be the side that is right"
+    ),
 }
 
 

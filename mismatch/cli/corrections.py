@@ -29,6 +29,8 @@ BOUND_FLAGS = (
     ),
     Option("veto", float, BOUNDS, "A token ratio under it drops its sequence.", default=1e-4),
     Option("sequence_cap", float, BOUNDS, "Cap of TRL's sequence_mask.", default=3.0),
+    Option("cis_lambda", float, BOUNDS, "Lambda of CIS.", default=2.3),
+    Option("cis_kappa", float, BOUNDS, "Kappa of CIS: least 1 - p.", default=5e-3),
 )
 TARGET = Option(
     "target",
@@ -62,7 +64,9 @@ def corrections(flags: Flags) -> int:
     from mismatch.run import store
     from mismatch.run.directory import load_spec
 
-    settings = Settings(**flags.pick("cap mask_cap band geometric veto sequence_cap"))
+    settings = Settings(
+        **flags.pick("cap mask_cap band geometric veto sequence_cap cis_lambda cis_kappa")
+    )
     run = flags["run"]
     spec = load_spec(run)
     rollout = store.load_rollout(run)

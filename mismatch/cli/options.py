@@ -148,7 +148,7 @@ TRUST_RUN = Option(
     default=False,
     switch=True,
 )
-FIX_FLAGS = flags_of(CheckSpec, "fixes budget_minutes verdict")
+FIX_FLAGS = flags_of(CheckSpec, "fixes budget_minutes verdict explain")
 GRADIENT_FLAGS = flags_of(CheckSpec, "gradients gradient_prompts")
 DRY_RUN = Option(
     "dry_run",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
-FIX_FIELDS = "fixes budget_minutes verdict"
+FIX_FIELDS = "fixes budget_minutes verdict explain"
 GRADIENT_FIELDS = "gradients gradient_prompts"
 ALL_OF_A_FILE = MANY  # prompts
 
@@ -30,13 +30,13 @@ OURS = (
 )
 
 
-# Flags that do nothing without another one.
+# Flags that do nothing without another one, or one of several.
 COMPANIONS = {
     "dataset_config": "dataset",
     "dataset_split": "dataset",
     "prompt_column": "dataset",
     "answer_column": "dataset",
-    "budget_minutes": "fix",
+    "budget_minutes": "fix explain",
     "gradient_prompts": "gradients",
     "exact_kl_top_k": "exact_kl",
 }
@@ -51,10 +51,9 @@ def require_companions(flags: Flags) -> None:
     defaults = {option.name: option.default for option in CHECK}
     for name, needed in COMPANIONS.items():
         asked = name in flags.explicit and flags[name] != defaults[name]
-        if asked and not flags.get(needed):
-            raise MismatchError(
-                f"{_flag(name)} without {_flag(needed)} does nothing", f"add {_flag(needed)}"
-            )
+        if asked and not any(flags.get(other) for other in needed.split()):
+            others = " or ".join(map(_flag, needed.split()))
+            raise MismatchError(f"{_flag(name)} without {others} does nothing", f"add {others}")
 
 
 def check_spec(flags: Flags) -> CheckSpec:

@@ -7,6 +7,7 @@ from typing import Any
 from mismatch.analysis.registry import Analysis
 from mismatch.codec import Misfit, from_json, schema_of, to_json
 from mismatch.experiments.engine_pair.types import Triangle
+from mismatch.experiments.explanation import Explanation
 from mismatch.experiments.fixes.base import FixOutcome, FixTable
 from mismatch.experiments.gradients.types import GradientCheck
 from mismatch.experiments.kernels.types import AuditReport
@@ -55,5 +56,6 @@ ANALYSES = (
     Analysis("engines", Triangle, order=6),
     _Kernels("kernels", AuditReport, order=7),
     Analysis("gradients", GradientCheck, order=8),
+    Analysis("explain", Explanation, order=9),
 )
 __all__ = ["ANALYSES", "FixOutcome"]

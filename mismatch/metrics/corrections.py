@@ -37,6 +37,8 @@ class Settings:
         geometric: geometric mean ratios of the sequences that are kept.
         veto: a sequence with any token ratio below is dropped.
         sequence_cap: TRL's ``sequence_mask``: sequences of larger ratio are dropped.
+        cis_lambda: lambda of CIS: the log-odds may rise by log(1 + lambda).
+        cis_kappa: kappa of CIS: 1 - p is taken as at least this.
 
     Raises:
         MismatchError: bounds that are not finite and positive, or that drop a ratio of 1.
@@ -48,6 +50,8 @@ class Settings:
     geometric: Band = (0.999, 1.001)
     veto: float = 1e-4
     sequence_cap: float = 3.0
+    cis_lambda: float = 2.3
+    cis_kappa: float = 5e-3
 
     def __post_init__(self) -> None:
         bands = {
@@ -57,6 +61,8 @@ class Settings:
             "veto": (self.veto, 1.0),
             "IcePop band": self.band,
             "geometric band": self.geometric,
+            "CIS cap": (0.0, 1.0 + self.cis_lambda),
+            "CIS kappa": (self.cis_kappa, 1.0),
         }
         for name, (low, high) in bands.items():
             if not 0.0 <= low <= 1.0 <= high < np.inf or low == high:
@@ -76,6 +82,7 @@ class Ratios:
         sequence: [N] exp(sum of delta).
         geometric: [N] exp(mean delta).
         least: [N] smallest token ratio.
+        train: [A] the trainer's probability of each token.
         clamped: number of tokens and sequences whose log-ratio was clamped.
     """
 
@@ -84,11 +91,12 @@ class Ratios:
     sequence: Floats
     geometric: Floats
     least: Floats
+    train: Floats
     clamped: int
 
     @classmethod
-    def of(cls, delta: Floats, sequence: Ints) -> Ratios:
-        """From delta [A] and the sequence of each token [A].
+    def of(cls, delta: Floats, sequence: Ints, train: Floats) -> Ratios:
+        """From delta [A], the sequence of each token [A] and the trainer's log-probability [A].
 
         Raises:
             EmptyComparison: no token.
@@ -105,6 +113,7 @@ class Ratios:
             sequence=_exp(total),
             geometric=_exp(total / count),
             least=_exp(least),
+            train=floats(np.exp(np.minimum(train, 0.0))),
             clamped=int((np.abs(delta) > CLAMP).sum() + (np.abs(total) > CLAMP).sum()),
         )
 
@@ -145,6 +154,14 @@ def _inside(values: Floats, band: Band) -> Floats:
 
 def _masked_sequence(r: Ratios, cap: float) -> Floats:
     return np.where(r.sequence <= cap, r.sequence, 0.0)[r.code]
+
+
+def _calibrated(r: Ratios, s: Settings) -> Floats:
+    """CIS: log-odds may rise by log(1 + lambda), a cap that is tighter for confident tokens.
+
+    min(k, 1 + lambda max(1 - p, kappa)) with k = p / q: Yu et al., arXiv 2609.32444, algorithm 1.
+    """
+    return np.minimum(r.token, 1.0 + s.cis_lambda * np.maximum(1.0 - r.train, s.cis_kappa))
 
 
 def _geometric(r: Ratios, s: Settings) -> Floats:
@@ -222,6 +239,13 @@ CORRECTIONS: tuple[Correction, ...] = (
         "sequence",
         lambda r, s: floats(r.least >= s.veto)[r.code],
         lambda s: f"sequences without a token ratio under {s.veto:g}, weight 1",
+    ),
+    Correction(
+        "cis",
+        "CIS",
+        "token",
+        _calibrated,
+        lambda s: f"weight min(ratio, 1 + {s.cis_lambda:g} max(1 - p, {s.cis_kappa:g}))",
     ),
     Correction(
         OVERRIDE,

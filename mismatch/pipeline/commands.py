@@ -65,6 +65,10 @@ def run_check(
             measure_with_fixes(stages, passes)
         elif spec.other_engine is None:
             stages.measure(passes)
+        if spec.explain:
+            from mismatch.pipeline.explain import explain
+
+            explain(stages)
         for name, reason in (left_out or {}).items():
             write_error(run_dir, pass_label(name), MismatchError(reason))
         return conclude(stages, thresholds, write)
@@ -128,8 +132,9 @@ def run_score(
     passes = training_passes(spec) if name == TRAIN else [Pass(name, spec.train)]
     _require_free_name(run_dir, passes[0])
     kept = replace(  # its fixes stay: a later compare shows their table
-        spec, fixes=known.fixes, budget_minutes=known.budget_minutes, verdict=known.verdict
-    )
+        spec, fixes=known.fixes, budget_minutes=known.budget_minutes, verdict=known.verdict,
+        explain=known.explain,
+    )  # fmt: skip
     if name != TRAIN:
         kept = replace(kept, train=known.train)
     if place is not None:
@@ -181,6 +186,7 @@ def conclude(
     """
     from mismatch.experiments.fixes.results import with_fixes
     from mismatch.pipeline.build import build_report
+    from mismatch.pipeline.explain import with_explanation
 
     with stages.timed("compare", "compare: metrics with intervals"):
         report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
@@ -189,6 +195,7 @@ def conclude(
 
             report = with_engines(report, stages.run_dir, stages.spec, thresholds)
         report = with_fixes(report, stages.run_dir, stages.spec, thresholds)
+        report = with_explanation(report, stages.run_dir, stages.spec)
     stages.journal.save()
     report.run.update(journal_facts(stages.journal))
     if write is not None:

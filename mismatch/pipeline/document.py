@@ -13,6 +13,7 @@ from typing import Any
 
 from mismatch.analysis.levels import exit_code, fails_on
 from mismatch.analysis.registry import analyses
+from mismatch.analysis.square import shared
 from mismatch.codec import Misfit, fields_of, from_json, refused, schema_of, to_json
 from mismatch.metrics import METRICS
 from mismatch.types import Check, Comparison, Report, SidePair, Status, Verdict
@@ -75,7 +76,8 @@ class Headline:
     """The report in one flat object, for logs and one-liners.
 
     Attributes:
-        side_at_fault: "engine", "trainer" or "either": which the square found beyond its level.
+        side_at_fault: "engine", "trainer", or "either" where that cannot be told: which the square
+            found beyond its level.
         best_fix: id of the best fix or combination; None where none helped or was tried.
         exit_code: of `mismatch check` without --fail-on.
     """
@@ -103,7 +105,10 @@ def headline_of(report: Report) -> Headline:
     metrics = {} if first is None else {**first.metrics, **first.routing}
     k3, verdict = metrics.get("k3_kl"), report.verdict
     square, fixes = report.result("square"), report.result("fixes")
-    faults = [one.side for one in square.findings if one.standing == "beyond"] if square else []
+    beyond = [one for one in square.findings if one.standing == "beyond"] if square else []
+    faults = [
+        "either" if one.evidence == "excess" and shared(square, one) else one.side for one in beyond
+    ]
     quick = bool((report.run.get("spec") or {}).get("quick"))
 
     def value(name: str) -> float | None:

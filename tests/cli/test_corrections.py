@@ -24,7 +24,7 @@ def invoke(run, *flags):
 
 
 def test_everything_is_said_on_a_terminal(run):
-    text = invoke(run)
+    text = invoke(run, "--cis-lambda", "0")
     assert "TIS, token" in text
     assert "rollout_correction:" in text
     assert "vllm_importance_sampling_mode" in text

@@ -220,3 +220,18 @@ def test_a_fix_that_cannot_run_leaves_the_others_alone(tiny_run: Path, tmp_path:
         assert found[name]["after"], found[name]
         assert found[name]["cost"]["seconds"] > 0
         assert found[name]["outcome"] == "none"  # four prompts cannot tell anything
+
+
+def test_an_experiment_confirms_the_missing_sinks(without_sinks: Run, tmp_path: Path) -> None:
+    """The pass with sinks is there: --explain makes only what is missing beside it."""
+    run = resumed(without_sinks.directory, tmp_path / "explained", "--explain")
+    assert run.code in (0, 1), run.output
+    told = run.report["explain"]
+    assert told["confirmed"] == ["attention-sinks"]
+    first = run.report["causes"]["ranked"][0]
+    assert (first["id"], first["status"], first["side"]) == (
+        "attention-sinks", "confirmed", "trainer",
+    )  # fmt: skip
+    made = {one["id"]: one for one in told["experiments"]}
+    assert made["attention-sinks"]["gone"]["low"] > 0.9
+    assert told["seconds"] > 0

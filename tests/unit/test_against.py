@@ -25,6 +25,7 @@ from mismatch.reports.files import write_regression
 from mismatch.reports.sections.regression import page
 from mismatch.reports.terminal import print_page
 from mismatch.run import store
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 from tests.command import mismatch
 from tests.tables import values
@@ -422,3 +423,61 @@ def test_the_example_workflow_uses_commands_and_flags_that_exist() -> None:
         usage = mismatch(call[1], "--help").stdout
         for word in call:
             assert not word.startswith("--") or word in usage, word
+
+
+# ---------------------------------------------------------------- the passes beside the headline
+
+
+def with_square(place: Path, seed: int, **sizes: float) -> Path:
+    """A run with its float32 passes: each scoring is float32 plus rounding of one size, nats."""
+    make_run(place, tokens=seed)
+    rollout, rng = store.load_rollout(place), np.random.default_rng(seed)
+    exact = store.load_scoring(place, "vllm:decode").logprobs
+    spec = CheckSpec(rollout=RolloutSpec(engine=EngineSpec(model="m")), train=TrainSpec(model="m"))
+    store.write_json(place / "spec.json", to_dict(spec))
+    facts = {"device": "cpu", "logprobs_temperature": 1.0, "model": "m", "weights": WEIGHTS}
+    modes = {"vllm:decode": "decode", "vllm:fp32": "prefill", "fsdp": "train"}
+    modes |= {"reference:fp32": "reference", "plain:bf16": "plain"}
+    ids = rollout.token_ids[rollout.actions]
+    for name, mode in modes.items():
+        dtype = "fp32" if name.endswith("fp32") else "bf16"
+        size = sizes.get(mode, 2e-7 if dtype == "fp32" else 0.005)
+        given = FACTS | facts | {"mode": mode, "dtype": dtype, "world_size": 2}
+        noise = size * rng.normal(size=len(ids))
+        store.save_scoring(place, Scoring(name, ids, exact + noise, given), rollout)
+    return place
+
+
+def test_a_new_run_whose_engine_is_off_in_float32_fails_though_no_metric_moved(tmp_path: Path):
+    old = with_square(tmp_path / "old", 1)
+    new = with_square(tmp_path / "new", 2, prefill=1e-3)
+    made, sound = against(old, new), against(old, with_square(tmp_path / "again", 3))
+    assert (made.outcome, made.fails, made.new.verdict.status) == ("none", True, "broken")
+    assert (sound.outcome, sound.fails, sound.new.verdict.correctness.status) == (
+        "none",
+        False,
+        "healthy",
+    )
+    gaps = {one.scoring: one for one in made.square if one.evidence == "gap"}
+    assert (gaps["vllm:fp32"].before, gaps["vllm:fp32"].after) == ("within", "beyond")
+    assert "square" in {section.id for section in page(made).sections}
+    jsonschema.validate(against_to_json(made), schema())
+
+
+def test_a_run_without_float32_passes_is_said_and_not_healthy(tmp_path: Path) -> None:
+    old = with_square(tmp_path / "old", 1)
+    made = against(old, make_run(tmp_path / "new", tokens=2))
+    assert made.new.verdict.status == "inconclusive"
+    assert [note for note in made.notes if note.startswith("the square of the new run")]
+    assert not made.fails  # --fail-on inconclusive asks for more
+    assert against(old, tmp_path / "new", fail_on="inconclusive").fails
+
+
+def test_a_new_run_whose_gradient_pass_has_nan_fails(tmp_path: Path) -> None:
+    old, new = (with_square(tmp_path / name, seed) for name, seed in (("old", 1), ("new", 2)))
+    rollout, train = store.load_rollout(new), store.load_scoring(new, "fsdp")
+    broken = train.logprobs.copy()
+    broken[:50] = np.nan
+    store.save_scoring(new, replace(train, name="fsdp:grad", logprobs=broken), rollout)
+    made = against(old, new)
+    assert (made.fails, made.new.verdict.status) == (True, "broken")

@@ -20,11 +20,12 @@ from mismatch.metrics.corrections import (
 RATIOS = [1.0, 2.5, 0.4, 1.1, 0.00005]
 SEQUENCE = np.array([0, 0, 3, 3, 7])  # numbers with gaps: sequences without action tokens
 DELTA = np.log(RATIOS)
+TRAIN = np.log([0.999, 0.5, 0.02, 0.9999, 1e-6])
 FIRST, SECOND, THIRD = 2.5, 0.44, 0.00005  # products
 
 
 def weights(id, settings=Settings()):  # noqa: B008
-    return BY_ID[id].weights(Ratios.of(DELTA, SEQUENCE), settings)
+    return BY_ID[id].weights(Ratios.of(DELTA, SEQUENCE, TRAIN), settings)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ def weights(id, settings=Settings()):  # noqa: B008
         ("none", [1, 1, 1, 1, 1]),
         ("override", [1, 1, 1, 1, 1]),
         ("tis-token", [1, 2, 0.4, 1.1, 0.00005]),
+        ("cis", [1, 1 + 2.3 * 0.5, 0.4, 1 + 2.3 * 0.005, 0.00005]),
         ("icepop", [1, 2.5, 0, 1.1, 0]),
         ("mis-token", [1, 0, 0.4, 1.1, 0.00005]),
         ("tis-sequence", [2, 2, SECOND, SECOND, THIRD]),
@@ -45,6 +47,17 @@ def weights(id, settings=Settings()):  # noqa: B008
 )
 def test_weights_by_hand(id, expected):
     assert weights(id) == pytest.approx(expected, rel=1e-12)
+
+
+def test_cis_cuts_a_constant_displacement_of_the_log_odds():
+    p, shift = np.array([0.01, 0.5, 0.9]), math.log(1 + 2.3)
+    q = 1 / (1 + (1 - p) / p * math.exp(shift))
+    for beyond in (-1e-6, 1e-6):
+        ratio = p / q * (1 + beyond)
+        cut = BY_ID["cis"].weights(
+            Ratios.of(np.log(ratio), np.arange(3), np.log(p)), Settings()
+        ) < ratio * (1 - 1e-9)
+        assert cut.all() == (beyond > 0)
 
 
 def test_bounds_are_the_users():
@@ -60,12 +73,14 @@ def test_bounds_are_the_users():
 
 
 def test_one_token_vetoes_its_whole_sequence():
-    ratios = Ratios.of(np.log([1e-5, 900.0, 900.0, 2e-4]), np.array([0, 0, 0, 1]))
+    ratios = Ratios.of(np.log([1e-5, 900.0, 900.0, 2e-4]), np.array([0, 0, 0, 1]), np.full(4, -9.0))
     assert BY_ID["veto"].weights(ratios, Settings()) == pytest.approx([0, 0, 0, 1])
 
 
 def test_log_ratios_are_clamped_and_counted():
-    ratios = Ratios.of(np.array([30.0, -25.0, 15.0, 15.0]), np.array([0, 1, 2, 2]))
+    ratios = Ratios.of(
+        np.array([30.0, -25.0, 15.0, 15.0]), np.array([0, 1, 2, 2]), np.full(4, -50.0)
+    )
     assert ratios.token == pytest.approx(np.exp([20, -20, 15, 15]))
     assert ratios.sequence == pytest.approx(np.exp([20, -20, 20]))
     assert ratios.clamped == 2 + 3
@@ -73,7 +88,7 @@ def test_log_ratios_are_clamped_and_counted():
 
 def test_no_token_is_an_error():
     with pytest.raises(EmptyComparison):
-        Ratios.of(np.empty(0), np.empty(0, dtype=int))
+        Ratios.of(np.empty(0), np.empty(0, dtype=int), np.empty(0))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +103,8 @@ def test_no_token_is_an_error():
         {"veto": -1.0},
         {"veto": 1.5},
         {"sequence_cap": 0.0},
+        {"cis_lambda": -0.1},
+        {"cis_kappa": 1.5},
     ],
 )
 def test_bounds_that_drop_agreement_are_refused(bad):
@@ -130,7 +147,8 @@ def test_every_ranked_correction_has_a_recipe_or_a_reason_in_every_framework():
         if one.id in (NONE, OVERRIDE):
             continue
         made = recipes(one.id, Settings())
-        assert [r.framework for r in made] == ["verl", "TRL", "NeMo-RL", "prime-rl"]
+        areal = ["AReaL"] if one.id == "cis" else []
+        assert [r.framework for r in made] == ["verl", "TRL", "NeMo-RL", "prime-rl", *areal]
         assert all(r.lines or "not in this version" in r.remark for r in made)
     assert {id for table in FRAMEWORKS.values() for id in table} <= set(BY_ID)
 
@@ -165,7 +183,10 @@ def test_verls_inverse_bounds_keep_our_sequences():
     low, high = map(float, found[0].split(": ")[1].strip('"').split("_"))
     delta, sequence = np.linspace(-0.4, 0.4, 161), np.arange(161)
     verls = (-delta >= math.log(low)) & (-delta <= math.log(high))
-    ours = BY_ID["geometric"].weights(Ratios.of(delta, sequence), settings) > 0
+    ours = (
+        BY_ID["geometric"].weights(Ratios.of(delta, sequence, np.full(len(delta), -1.0)), settings)
+        > 0
+    )
     assert np.array_equal(verls, ours)
     assert 0 < ours.sum() < 161
     assert ours[:80].sum() != ours[81:].sum()  # the band is lopsided: the other way round differs

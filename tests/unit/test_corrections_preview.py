@@ -186,7 +186,9 @@ def test_none_helps_where_every_correction_is_worse():
     """Ratios of 50 on one sample of each prompt: all that is left is cut or dropped."""
     made = rollout(rewards=False, length=1)
     delta = np.where(np.arange(made.n_actions) % SAMPLES == 0, math.log(50.0), 0.0)
-    found = tried(delta, made, settings=Settings(cap=1.0, band=(0.5, 1.5), mask_cap=1.0))
+    found = tried(
+        delta, made, settings=Settings(cap=1.0, band=(0.5, 1.5), mask_cap=1.0, cis_lambda=0.0)
+    )
     assert found.favoured == NONE
     assert "none helps" in found.reason
     assert found.best is not None

@@ -36,7 +36,8 @@ from tests.made_run import spec as made_spec
 
 PROMPTS, SAMPLES, RESPONSE = 64, 2, 40
 ENGINE = {"mode": "decode", "engine": "vllm", "dtype": "bf16", "kv_cache_dtype": "bf16"}
-COMMON = {"device": "cpu", "logprobs_temperature": 1.0, "model": "m"}
+WEIGHTS = {"layers.0.w": [1, 2, 3, 4, 5], "layers.1.w": [6, 7, 8, 9, 10]}
+COMMON = {"device": "cpu", "logprobs_temperature": 1.0, "model": "m", "weights": WEIGHTS}
 SPEC = CheckSpec(rollout=RolloutSpec(engine=EngineSpec(model="m")), train=TrainSpec(model="m"))
 NAMES = {
     "vllm:decode": ENGINE,
@@ -157,6 +158,50 @@ def test_other_files_name_neither_side() -> None:
     facts = {"vllm:fp32": {"model": "other"}}
     found = square(run_of({"vllm:fp32": 1e3}, facts))
     assert standings(found)["gap-either"] == "beyond"
+
+
+@pytest.mark.parametrize(
+    ("engine", "side"),
+    [
+        (WEIGHTS, "engine"),
+        ({}, "either"),  # nothing says that both hold the same parameters
+        (WEIGHTS | {"layers.0.w": [2, 2, 3, 4, 5]}, "either"),
+        (WEIGHTS | {"layers.0.w": [1, 2, 3, 5, 4]}, "either"),  # in another order
+        ({name: [*digest[:3], 0, 0] for name, digest in WEIGHTS.items()}, "either"),  # all of them
+        ({"layers.0.w": WEIGHTS["layers.0.w"]}, "either"),
+    ],
+)
+def test_a_gap_names_the_engine_only_where_both_sides_hold_the_same_weights(
+    engine: dict[str, list[int]], side: str
+) -> None:
+    """The reference has the trainer's loader: what that gets wrong looks like the engine's."""
+    facts = {name: {"weights": engine} for name in ("vllm:decode", "vllm:fp32")}
+    found = square(run_of({"vllm:fp32": 1e3}, facts))
+    gap = next(one for one in found.findings if one.evidence == "gap")
+    assert (gap.side, gap.standing) == (side, "beyond")
+
+
+def with_second_engine(size: float | None, **facts: Any) -> tuple[Measured, CheckSpec]:
+    """A run whose tokens a second engine has scored too, with this much rounding."""
+    run, spec = run_of(), replace(SPEC, other_engine=EngineSpec(engine="sglang", model="m"))
+    if size is not None:
+        own = run_of({"vllm:decode": size}).usable["vllm:decode"]
+        given = own.fingerprint | {"engine": "sglang", "mode": "prefill"} | facts
+        run.usable["sglang:prefill"] = replace(own, name="sglang:prefill", fingerprint=given)
+    return run, spec
+
+
+def test_a_second_engine_is_held_against_the_same_yardstick() -> None:
+    status = {}
+    for size, facts in ((1.0, {}), (2.0, {}), (None, {}), (1.0, {"dtype": "fp16"})):
+        run, spec = with_second_engine(size, **facts)
+        checks = {one.id: one for one in square_checks(square(run, spec))}
+        status[size, facts.get("dtype")] = checks["excess-other-engine"].status
+        assert checks["excess-engine"].status == "passed"
+    assert status == {
+        (1.0, None): "passed", (2.0, None): "failed",
+        (None, None): "warning", (1.0, "fp16"): "warning",
+    }  # fmt: skip
 
 
 def test_without_levels_for_the_device_only_a_factor_of_two_is_beyond() -> None:

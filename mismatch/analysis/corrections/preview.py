@@ -79,7 +79,7 @@ def preview(
     missing = [reason] if reason else []
     if not sampled_by_left:
         missing.append(NOT_LAWFUL)
-    ratios = Ratios.of(pair.delta, pair.sequence)
+    ratios = Ratios.of(pair.delta, pair.sequence, pair.train)
     batch = len(ratios.sequence) if batch is None else batch
     if batch < 1:
         raise MismatchError("corrections: a batch has at least one sequence", "--batch 256")

@@ -17,6 +17,7 @@ SOURCES = {
     "TRL": "TRL 1.16.0, trl/trainer/grpo_config.py",
     "NeMo-RL": "NeMo-RL main (2026), nemo_rl/algorithms/loss/loss_functions.py",
     "prime-rl": "prime-rl main (2026), its trainer configuration and trainer/rl/loss.py",
+    "AReaL": "kzhao5/CIS-RL (2026), README.md and areal_patch/cis_areal.patch",
 }
 
 
@@ -40,11 +41,15 @@ Lines = Callable[[Settings], list[str]]
 
 
 def recipes(id: str, settings: Settings) -> tuple[Recipe, ...]:
-    """One recipe per framework for a correction of :data:`CORRECTIONS` that is ranked."""
+    """One recipe per framework for a correction of :data:`CORRECTIONS` that is ranked.
+
+    A framework that :data:`MISSING` does not name is only read for the corrections it has here.
+    """
     return tuple(
         Recipe(name, tuple(lines(settings)) if lines else (), remark, SOURCES[name])
         for name, table in FRAMEWORKS.items()
-        for lines, remark in (table.get(id, (None, MISSING[name])),)
+        if id in table or name in MISSING
+        for lines, remark in (table[id] if id in table else (None, MISSING[name]),)
     )
 
 
@@ -81,6 +86,19 @@ def _nemo(kind: str, high: float, low: float | None = None, sequence: bool = Fal
 
 def _prime(kind: str, low: str, high: float) -> list[str]:
     return ["[trainer.loss]", f'type = "{kind}"', f"ratio_low = {low}", f"ratio_high = {high:g}"]
+
+
+def _areal(s: Settings) -> list[str]:
+    return [
+        "actor:",
+        "  use_decoupled_loss: true",
+        "  rejection_sampling:",
+        "    level: token",
+        "    action: cis",
+        "    metric: ratio",
+        f"    cis_lambda: {s.cis_lambda:g}",
+        f"    cis_kappa: {s.cis_kappa:g}",
+    ]
 
 
 def _band(low: str | float, high: float) -> str:
@@ -177,4 +195,5 @@ FRAMEWORKS: dict[str, dict[str, tuple[Lines, str]]] = {
         "icepop": (lambda s: _prime("icepop", f"{s.band[0]:g}", s.band[1]), PRIME_REPLACES),
         "mis-token": (lambda s: _prime("icepop", SMALLEST, s.mask_cap), PRIME_REPLACES),
     },
+    "AReaL": {"cis": (_areal, "with the patch that the authors of CIS give for AReaL")},
 }

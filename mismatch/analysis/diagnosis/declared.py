@@ -158,7 +158,7 @@ def _moved(pairs: dict[str, tuple[list[int], list[int]]]) -> tuple[list[str], li
     moved: dict[str, list[str]] = {}
     members: dict[str, int] = {}
     for name, (left, right) in pairs.items():
-        kind = re.sub(r"\.\d+(?=\.|$)", ".N", name)
+        kind = _kind(name)
         members[kind] = members.get(kind, 0) + 1
         known = min(len(left), len(right))
         if list(left[UNORDERED:known]) != list(right[UNORDERED:known]):
@@ -166,6 +166,11 @@ def _moved(pairs: dict[str, tuple[list[int], list[int]]]) -> tuple[list[str], li
     layouts = [kind for kind, names in moved.items() if 1 < members[kind] == len(names)]
     faults = [name for kind, names in moved.items() if kind not in layouts for name in names]
     return faults, layouts
+
+
+def _kind(name: str) -> str:
+    """A parameter without the numbers of its layer and expert."""
+    return re.sub(r"\.\d+(?=\.|$)", ".N", name)
 
 
 def differing(
@@ -178,6 +183,15 @@ def differing(
     other = [n for n in common if list(left[n][:UNORDERED]) != list(right[n][:UNORDERED])]
     moved, layouts = _moved({n: (left[n], right[n]) for n in common if n not in other})
     return other, moved, layouts
+
+
+def same_weights(left: Fingerprint, right: Fingerprint) -> bool:
+    """Whether every parameter of both sides was compared, in its order, and is equal."""
+    a, b = left.get("weights"), right.get("weights")
+    sound = all(side.get("weights_comparable") is not False for side in (left, right))
+    if not a or not b or not sound or left.get("unmapped_weights") or a.keys() != b.keys():
+        return False
+    return not any(differing(a, b))
 
 
 def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
@@ -215,7 +229,8 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
         return failed("weights-as-loaded", f"{detail}: {', '.join(moved[:4])}", fix)
     if layouts:
         rest += f"; order not compared: {', '.join(layouts[:4])}, laid out otherwise in the engine"
-    total = len(common) + len(unmapped)
+    total, unordered = len(common) + len(unmapped), sum(_kind(name) in layouts for name in common)
     detail = f"{len(common)} of {total} parameters equal{rest}"
-    status: CheckStatus = "not_tested" if len(unmapped) > MOST_UNCOMPARED * total else "passed"
+    little = len(unmapped) + unordered > MOST_UNCOMPARED * total
+    status: CheckStatus = "not_tested" if little else "passed"
     return Check("weights-as-loaded", status, detail)

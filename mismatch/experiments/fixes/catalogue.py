@@ -5,7 +5,7 @@ from __future__ import annotations
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
 from mismatch.experiments.fixes.engine_fixes import ENGINE_FIXES
-from mismatch.experiments.fixes.trainer_fixes import TRAIN_FIXES
+from mismatch.experiments.fixes.trainer_fixes import PROBES, TRAIN_FIXES
 from mismatch.metrics.corrections import OVERRIDE
 
 UNMOVED = "delta stays as it is; gradients are reweighted"
@@ -48,7 +48,7 @@ def fix_named(name: str) -> Fix:
     Raises:
         MismatchError: there is none.
     """
-    for fix in FIXES:
+    for fix in (*FIXES, *PROBES):
         if fix.id == name:
             return fix
     raise MismatchError(f"no fix {name!r}", f"one of: {', '.join(fix.id for fix in FIXES)}")

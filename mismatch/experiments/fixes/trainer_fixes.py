@@ -13,6 +13,10 @@ NO_EXPERTS = "the model is dense: it has no experts"
 UNKNOWN = "not known without the model's config.json: hf download MODEL config.json"
 
 
+def _as_reference(context: Context) -> str:
+    return "the trainer runs plain attention" if context.spec.train.attention == "plain" else ""
+
+
 def _with_sinks(context: Context) -> str:
     if not context.model.known:
         return UNKNOWN
@@ -193,5 +197,29 @@ TRAIN_FIXES = (
         flags=Flags(set=(("--temperature-in", "fp32"),)),
         apply=train(temperature_in="fp32", logprobs_dtype=None),
         applies=_tempered,
+    ),
+)
+
+# Experiments of --explain: they show a cause and mend nothing, so that no list of fixes has them.
+PROBES = (
+    Fix(
+        id="no-sinks",
+        side="train",
+        summary="the trainer ignores the model's sinks, as an engine's kernel might",
+        effect="the mismatch goes where the engine ignores them",
+        cost="none",
+        flags=Flags(set=(("--attention", "no-sinks"),)),
+        apply=train(attention="no-sinks"),
+        applies=_with_sinks,
+    ),
+    Fix(
+        id="plain-attention",
+        side="train",
+        summary="the trainer's attention is computed as its definition says",
+        effect="the mismatch goes where the trainer's kernel computes something else",
+        cost="time and memory",
+        flags=Flags(set=(("--attention", "plain"),)),
+        apply=train(attention="plain", layout="padding"),
+        applies=_as_reference,
     ),
 )

@@ -268,7 +268,7 @@ def add_corrections(
         MismatchError: scorings that cannot be paired, see :meth:`mismatch.types.Pair.of`.
     """
     pair = Pair.of(rollout, left, right)
-    found = Ratios.of(pair.delta, pair.sequence)
+    found = Ratios.of(pair.delta, pair.sequence, pair.train)
     for correction in CORRECTIONS:
         if correction.id in (NONE, OVERRIDE):
             continue

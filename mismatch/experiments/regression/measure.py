@@ -21,6 +21,7 @@ from mismatch.experiments.regression.comparability import (
     require_enough,
     unknown_machine,
 )
+from mismatch.experiments.regression.passes import Beside, square_notes, square_rows
 from mismatch.experiments.regression.types import Against, AgainstRow, Changed, Outcome, RunSide
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts, difference, paired
@@ -51,12 +52,14 @@ class Measured:
     Attributes:
         values: metric -> estimate, of those that the run has.
         sample: the arrays behind them, prompts numbered alike in both runs.
+        beside: what its other passes say.
     """
 
     path: Path
     sides: Sides
     made: Comparison
     sample: Sample
+    beside: Beside
 
     @classmethod
     def of(cls, path: Path, sides: Sides, prompt: Ints, names: list[str], seed: int) -> Measured:
@@ -65,7 +68,8 @@ class Measured:
         replayed = sides.train.fingerprint.get("replay")
         routes = None if replayed else paired_routing(sides.rollout, sides.decode, sides.train)
         sample = Sample(arrays | (routes.arrays if routes else {}), pair.sequence, prompt)
-        return cls(path, sides, sides.comparison(names, seed), sample)
+        made = sides.comparison(names, seed)
+        return cls(path, sides, made, sample, Beside.of(path, sides, made))
 
     @property
     def values(self) -> dict[str, Estimate]:
@@ -90,7 +94,9 @@ class Measured:
             engine=str(facts.get("engine", "")),
             version=str(facts.get("version", "")),
             created=str(_provenance(self.path).get("created", "")),
-            verdict=self.sides.verdict(self.made, thresholds),
+            verdict=self.sides.verdict(
+                self.made, thresholds, self.beside.checks, self.beside.reason
+            ),
             tokens=self.sides.rollout.n_actions,
             sequences=self.sides.rollout.n_sequences,
         )
@@ -135,13 +141,19 @@ def against(
         same_tokens=same,
         same_sequences=same_sequences(old.sides.rollout, new.sides.rollout),
         rows=rows,
+        square=square_rows(old.beside.square, new.beside.square),
         changed=found,
         engines=_engines(old.sides, new.sides, seed) if same else None,
         outcome=outcome_of(rows),
         margin=margin,
         fails=False,
         reason="",
-        notes=(*notes, *_one_sided(names, old, new), *_notes(found)),
+        notes=(
+            *notes,
+            *_one_sided(names, old, new),
+            *square_notes(old.beside, new.beside),
+            *_notes(found),
+        ),
         method=METHOD,
     )
     return concluded(made, fail_on)

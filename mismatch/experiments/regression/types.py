@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mismatch.analysis.square import Evidence, Standing
 from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
 from mismatch.types import Comparison, Estimate, Verdict
 
@@ -73,7 +74,7 @@ class RunSide:
         run: name of its directory, without the path.
         engine, version: what sampled.
         created: ISO time of its first command, or "".
-        verdict: of its tokens, metrics and semantic checks, as in a check (whose check of the exact
+        verdict: of its tokens, metrics, passes and square, as in a check (whose check of the exact
             KL is not made again); None where no level applies.
         tokens, sequences: action tokens and sequences.
     """
@@ -110,6 +111,23 @@ class AgainstRow:
 
 
 @dataclass(frozen=True, slots=True)
+class SquareRow:
+    """One number of the square in both runs; None where a run does not have it.
+
+    Attributes:
+        evidence: "excess" of a scoring over rounding, or its "gap" in float32 (nats).
+        before, after: against its level, in the old and in the new run.
+    """
+
+    evidence: Evidence
+    scoring: str
+    old: Estimate | None
+    new: Estimate | None
+    before: Standing | None
+    after: Standing | None
+
+
+@dataclass(frozen=True, slots=True)
 class Changed:
     """One setting, version or fact that is not the same in both runs.
 
@@ -131,6 +149,7 @@ class Against:
         prompts: that both runs hold; always all of them.
         same_tokens: both runs hold the same tokens, so that changes are paired token by token.
         same_sequences: sequences (of ``old.sequences``) that both runs hold, in the same place.
+        square: every excess and gap of the two runs; empty where neither has them.
         engines: old engine (left) against new engine (right), on the same tokens; None where the
             tokens are not the same. Few metrics only.
         outcome: of all deciding metrics together.
@@ -151,6 +170,7 @@ class Against:
     same_tokens: bool
     same_sequences: int
     rows: tuple[AgainstRow, ...]
+    square: tuple[SquareRow, ...]
     changed: tuple[Changed, ...]
     engines: Comparison | None
     notes: tuple[str, ...]

@@ -14,6 +14,7 @@ from mismatch.reports.formatting import (
     text,
 )
 from mismatch.reports.section import Cell, Column, Page, Section, Table, Tone, Value
+from mismatch.reports.sections.square import standing_cell
 from mismatch.reports.summary import Row
 from mismatch.reports.words import words_for
 from mismatch.types import Estimate
@@ -44,6 +45,13 @@ MOVED = (
     Column("p", chance, 2),
     Column("result", text),
 )
+SQUARE = (
+    Column("scoring", text),
+    Column("what", text),
+    Column("old", number, interval=8),
+    Column("new", number, interval=8),
+    Column("the new one", text),
+)
 FACTS = (Column("where", text), Column("what", text), Column("old", text), Column("new", text))
 
 
@@ -61,7 +69,7 @@ def page(result: Against) -> Page:
             _side(old),
             _side(new),
         ),
-        sections=(_moved(result), _changed(result)),
+        sections=(_moved(result), *_square(result), _changed(result)),
         file="against",
     )
 
@@ -144,6 +152,31 @@ def _engines(result: Against) -> list[str]:
         f"New engine against old engine on these tokens: mean |delta| {number(mean)}, "
         f"largest {number(most)}."
     ]
+
+
+def _square(result: Against) -> tuple[Section, ...]:
+    """Excess and gap of both runs; nothing where neither has them."""
+    rows = tuple(
+        (
+            Cell(row.scoring),
+            row.evidence,
+            Cell(row.old, format=number),
+            Cell(row.new, format=number),
+            standing_cell(row.after) if row.after else "",
+        )
+        for row in result.square
+    )
+    if not rows:
+        return ()
+    return (
+        Section(
+            id="square",
+            title="Rounding or fault",
+            lead="Excess over a plain forward's rounding, and gaps in float32 (nats), in each run.",
+            tables=(Table(SQUARE, rows),),
+            folded=False,
+        ),
+    )
 
 
 def _changed(result: Against) -> Section:

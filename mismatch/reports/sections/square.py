@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.square import Finding, Gap, Leg, Square, Standing
+from mismatch.analysis.square import Finding, Gap, Leg, Square, Standing, shared
 from mismatch.reports.formatting import bound, count, interval, line, number, text, times
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
 from mismatch.reports.svg import ACCENT, INK, SECOND, drawing, to_svg
@@ -70,7 +70,7 @@ def sentences(result: Square) -> list[str]:
     told = [_off(result, finding) for finding in beyond]
     if not beyond:
         told.append(_clean(result))
-    elif any(f.evidence == "gap" and f.side == "engine" for f in beyond):
+    elif any(shared(result, finding) for finding in beyond):
         told.append(SHARED)
     if result.correlation is not None:
         told.append(
@@ -83,7 +83,7 @@ def sentences(result: Square) -> list[str]:
 def _off(result: Square, finding: Finding) -> str:
     name, value = line(finding.scoring), finding.value
     if finding.evidence == "excess":
-        whose = "engine" if finding.side == "engine" else "trainer"
+        whose = {"engine": "engine", "other-engine": "second engine"}.get(finding.side, "trainer")
         return (
             f"The {whose} is off: {name} is {times(value.value)} as far from its own float32 as a "
             f"plain forward at its precision ({interval(value, times)})."
@@ -94,8 +94,8 @@ def _off(result: Square, finding: Finding) -> str:
     subject = {
         "engine": "The engine computes another function than the float32 reference",
         "trainer": "The trainer computes another function than the float32 reference",
-        "either": "The two sides loaded different files and compute different functions",
-    }[finding.side]
+        "either": "The two sides compute different functions; which of them is off cannot be told",
+    }[str(finding.side)]
     return f"{subject}: mean |delta| {number(value.value)} nats in float32{over}."
 
 
@@ -155,7 +155,12 @@ def _gap(gap: Gap, finding: Finding) -> tuple[Cell | Value, ...]:
 
 
 def _standing(finding: Finding) -> Cell:
-    return Cell(WORDS[finding.standing], TONES[finding.standing])
+    return standing_cell(finding.standing)
+
+
+def standing_cell(standing: Standing) -> Cell:
+    """A number against its level, as a badge."""
+    return Cell(WORDS[standing], TONES[standing])
 
 
 def _figure(result: Square) -> Figure:

@@ -1,0 +1,78 @@
+"""The experiments of --explain: what each confirmed or ruled out, and what it took."""
+
+from __future__ import annotations
+
+from mismatch.analysis.diagnosis.catalogue import title_of
+from mismatch.experiments.explanation import GONE, STAYS, Experiment, Explanation
+from mismatch.reports.formatting import line, number, percent, plural, text
+from mismatch.reports.section import Cell, Column, Section, Table, Value
+from mismatch.types import Report
+
+LEAD = (
+    "Each experiment takes some causes out. Where mean |delta| goes with it, one of them is "
+    f"confirmed (more than {percent(GONE)} of it, by the whole interval); where it stays (less "
+    f"than {percent(STAYS)}), they are ruled out. The order is that of the information expected "
+    "per second."
+)
+COLUMNS = (
+    Column("experiment", text),
+    Column("", text, detail="what it says"),
+    Column("side", text, 2, detail="at fault, if it confirms"),
+    Column("gone", percent, interval=1, detail="share of mean |delta|"),
+    Column("seconds", number, 2),
+    Column("causes", text, 3, detail="that it takes out"),
+)
+
+
+def section(result: Explanation, report: Report) -> Section:
+    """What was confirmed, what was ruled out, then every experiment."""
+    told = sentences(result)
+    return Section(
+        id="explain",
+        title="Experiments",
+        lead=LEAD,
+        sentences=tuple(told),
+        tables=(Table(COLUMNS, tuple(map(_row, result.experiments))),)
+        if result.experiments
+        else (),
+        short=f"experiments: {' '.join(told)}",
+    )
+
+
+def sentences(result: Explanation) -> list[str]:
+    """One sentence each for what was confirmed, what was ruled out and what could not be made."""
+    if not result.experiments:
+        return ["No experiment was made: no suspected cause has one that could tell it apart."]
+    cost = (
+        f"{plural(len([e for e in result.experiments if e.gone]), 'experiment')}, "
+        f"{result.seconds:.0f} s"
+    )
+    words = []
+    if result.confirmed:
+        words.append(f"Confirmed: {_names(result.confirmed)}")
+    else:
+        words.append("No cause was confirmed")
+    words[0] += f" ({cost})."
+    if result.ruled_out:
+        words.append(f"Ruled out: {_names(result.ruled_out)}.")
+    words += [
+        f"{line(one.id)} was not measured: {line(one.reason)}."
+        for one in result.experiments
+        if one.reason
+    ]
+    return words
+
+
+def _names(ids: tuple[str, ...]) -> str:
+    return "; ".join(f"{line(title_of(id)).rstrip('.').lower()} ({id})" for id in ids)
+
+
+def _row(one: Experiment) -> tuple[Cell | Value, ...]:
+    return (
+        Cell(one.id, "code", note="" if one.same_tokens else "sampled anew"),
+        Cell(one.outcome, "strong" if one.outcome == "confirmed" else "", note=line(one.reason)),
+        one.side,
+        one.gone,
+        one.seconds,
+        ", ".join(one.tests),
+    )

@@ -1,0 +1,199 @@
+"""Experiments of --explain: planned by information per second, judged by what goes with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detector import detectors
+from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
+from mismatch.codec import from_json, to_json
+from mismatch.experiments.explanation import (
+    TESTS,
+    Costs,
+    Experiment,
+    Explanation,
+    applied,
+    bits,
+    gone,
+    judged,
+    masses,
+    plan,
+)
+from mismatch.experiments.fixes.base import Context, ModelFacts
+from mismatch.experiments.fixes.catalogue import fix_named
+from mismatch.reports.sections.explain import section
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from tests import drawn_pair as drawn
+from tests.reports_fixture import make_report
+
+SPEC = CheckSpec(
+    rollout=RolloutSpec(engine=EngineSpec(engine="vllm", model="m")),
+    train=TrainSpec(model="m", attention="user.kernels:flash"),
+)
+FACTS = ModelFacts(family="gpt_oss", sinks=True, experts=4)
+
+
+def suspected(id: str, side: str, *alike: str, effect: float | None = 0.9) -> Causes:
+    share = None if effect is None else drawn_share(effect)
+    cause = Cause(id, "suspected", side, share, (), alike)  # type: ignore[arg-type]
+    return Causes((cause,), (), (), (), 0.1, 0.1)
+
+
+def drawn_share(value: float):
+    from mismatch.types import Estimate
+
+    return Estimate(value, value - 0.02, value + 0.02, 1000, 64, 32)
+
+
+def planned(causes: Causes, spec: CheckSpec = SPEC, **costs: float) -> list[str]:
+    context = Context(spec, FACTS)
+    return [one.id for one, _ in plan(spec, context, causes, Costs(**costs))]
+
+
+def made(id: str, share: float, width: float = 0.02) -> Experiment:
+    side, tests = TESTS[id]
+    outcome = "confirmed" if share - width > 0.3 else "ruled out"
+    if share + width >= 0.1 and share - width <= 0.3:
+        outcome = "undecided"
+    return Experiment(id, side, tests, 0.5, 5.0, outcome, 5.0, drawn_share(share))  # type: ignore[arg-type]
+
+
+def test_every_experiment_is_a_fix_and_takes_out_causes_of_the_catalogue() -> None:
+    from mismatch.analysis.diagnosis.catalogue import catalogue
+
+    for id, (_, tests) in TESTS.items():
+        assert fix_named(id).id == id
+        assert set(tests) <= catalogue().keys(), id
+
+
+def test_nothing_is_planned_where_nothing_is_suspected() -> None:
+    healthy = diagnose(drawn.draw(3).case(), detectors())
+    assert healthy.ranked == ()
+    assert planned(healthy) == []
+    done = suspected("attention-sinks", "trainer")
+    done = replace(done, ranked=(replace(done.ranked[0], status="confirmed"),))
+    assert planned(done) == []
+
+
+def test_only_experiments_that_can_say_something_of_these_causes_are_planned() -> None:
+    kernel = suspected("function-differs", "trainer", "attention-sinks", "packing-leak")
+    assert set(planned(kernel)) == {"attention-sinks", "plain-attention"}  # nothing is packed
+    engine = suspected("function-differs", "engine", "attention-sinks", "rope-config")
+    assert planned(engine) == ["no-sinks"]  # the trainer imitates the fault
+    cache = suspected("decode-vs-prefill", "engine")
+    assert planned(cache)[0] == "no-prefix-cache"
+
+
+def test_the_order_is_information_per_second() -> None:
+    causes = suspected("fp8-kv", "either", "attention-sinks", "rope-config")
+    spec = replace(
+        SPEC,
+        rollout=replace(
+            SPEC.rollout, engine=replace(SPEC.rollout.engine, args=(("kv_cache_dtype", "fp8"),))
+        ),
+    )
+    dear = planned(causes, spec, forward=2.0, engine=500.0)
+    cheap = planned(causes, spec, forward=2.0, engine=0.0, load=0.0)
+    assert dear.index("bf16-kv-cache") > dear.index("no-sinks")
+    assert cheap.index("bf16-kv-cache") < cheap.index("no-sinks")
+
+
+def test_a_cause_that_is_not_suspected_says_nothing() -> None:
+    weights = masses(suspected("fp8-kv", "engine", "fp8-kv-tile"))
+    assert sum(weights.values()) == pytest.approx(0.7)
+    assert bits(weights, "engine", ("bf16-lm-head",)) == 0
+    assert bits(weights, "trainer", ("fp8-kv",)) == 0  # the other side's
+    both = bits(weights, "engine", ("fp8-kv", "fp8-kv-tile"))
+    assert both == pytest.approx(-0.7 * np.log2(0.7) - 0.3 * np.log2(0.3))
+
+
+# ---------------------------------------------------------------- what they say
+
+
+def test_what_goes_is_measured_on_the_same_tokens_or_by_prompt() -> None:
+    fault = drawn.other_function(0, 1.0)
+    mended = replace(fault, right=fault.left + 0.25 * fault.delta)
+    share = gone(fault, mended)
+    assert share.value == pytest.approx(0.75)
+    assert share.low == pytest.approx(0.75, abs=1e-6)
+    anew = drawn.other_function(5, 1.0)  # the same prompts, other tokens
+    other = gone(fault, anew)
+    assert abs(other.value) < 0.3
+    assert other.low is not None
+    assert other.low < 0 < (other.high or 0)
+
+
+@pytest.mark.parametrize(("left", "outcome"), [(0.05, "confirmed"), (1.0, "ruled out")])
+def test_an_experiment_is_judged_by_its_interval(left: float, outcome: str) -> None:
+    fault = drawn.other_function(0, 1.0)
+    after = replace(fault, right=fault.left + left * fault.delta)
+    one = Experiment("fp32", "trainer", ("precision",), 0.5, 1.0)
+    assert judged(one, fault, after, 3.0).outcome == outcome
+
+
+def test_few_prompts_decide_nothing() -> None:
+    fault = drawn.other_function(0, 1.0)
+    rng = np.random.default_rng(0)
+    noisy = fault.delta * np.where(rng.random(fault.n_prompts) < 0.8, 1.0, 0.0)[fault.prompt]
+    one = Experiment("fp32", "trainer", ("precision",), 0.5, 1.0)
+    assert judged(one, fault, replace(fault, right=fault.left + noisy), 1.0).outcome == "undecided"
+
+
+def test_the_narrowest_experiment_names_the_cause() -> None:
+    causes = suspected("function-differs", "trainer", "attention-sinks", "rope-config")
+    after, confirmed, ruled_out = applied(
+        causes, [made("attention-sinks", 0.95), made("plain-attention", 0.96)]
+    )
+    assert (after.ranked[0].id, after.ranked[0].status) == ("attention-sinks", "confirmed")
+    assert (confirmed, ruled_out) == (("attention-sinks",), ())
+    assert after.ranked[0].alike == ()
+
+
+def test_a_wide_experiment_confirms_without_inventing_a_name() -> None:
+    causes = suspected("function-differs", "trainer", "attention-sinks", "rope-config")
+    after, _, ruled_out = applied(
+        causes, [made("attention-sinks", 0.01), made("plain-attention", 0.96)]
+    )
+    assert (after.ranked[0].id, after.ranked[0].status) == ("function-differs", "confirmed")
+    assert "attention-sinks" not in after.ranked[0].alike
+    assert ruled_out == ("attention-sinks",)
+
+
+def test_a_cause_of_either_side_needs_both_sides_ruled_out() -> None:
+    causes = suspected("attention-sinks", "either")
+    one = made("attention-sinks", 0.0)
+    assert applied(causes, [one])[0].ranked != ()
+    after, _, ruled_out = applied(causes, [one, made("no-sinks", 0.0)])
+    assert after.ranked == ()
+    assert ruled_out == ("attention-sinks",)
+    assert after.ruled_out[-1].causes == ("attention-sinks",)
+    after, _, _ = applied(causes, [one, made("no-sinks", 0.9)])
+    assert (after.ranked[0].side, after.ranked[0].status) == ("engine", "confirmed")
+
+
+def test_an_experiment_that_is_undecided_changes_nothing() -> None:
+    causes = suspected("attention-sinks", "trainer")
+    after, confirmed, ruled_out = applied(causes, [made("attention-sinks", 0.2)])
+    assert (after, confirmed, ruled_out) == (causes, (), ())
+
+
+def test_the_report_says_what_it_confirmed_and_ruled_out_at_what_cost() -> None:
+    experiments = (made("attention-sinks", 0.95), made("fp32-lm-head", 0.0))
+    result = Explanation(experiments, ("attention-sinks",), ("bf16-lm-head",), 41.0)
+    assert from_json(Explanation, to_json(result)) == result
+    shown = section(result, make_report())
+    assert len(shown.tables[0].rows) == 2
+    assert "attention-sinks" in shown.sentences[0]
+    assert "41 s" in shown.sentences[0]
+    assert "bf16-lm-head" in shown.sentences[1]
+
+
+def test_cases_of_other_tokens_are_not_taken_for_the_same() -> None:
+    one, two = (drawn.draw(seed).case() for seed in (0, 1))
+    assert isinstance(one, Case)
+    assert gone(one, two).value != pytest.approx(gone(one, one).value)
+    assert gone(one, one).value == 0
