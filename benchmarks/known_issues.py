@@ -242,7 +242,7 @@ class Trainer:
         """One pass over the run's tokens by a model that holds the fault."""
         from mismatch.specs import Pass
         from mismatch.training.load import load
-        from mismatch.training.score import score_pass
+        from mismatch.training.score import prepare_pass, score_pass
 
         rollout: Rollout = run.rollout
         if fault.place == "packing":
@@ -252,6 +252,7 @@ class Trainer:
         loaded = load(spec, self.world.mesh, self.world.device)
         fault.plant(loaded.scorer, strength)
         if fault.place == "packing":
+            prepare_pass(self.world, loaded, rollout, spec, None)  # its guard would refuse it
             with known_faults.packed_without_bounds():
                 made = score_pass(self.world, loaded, rollout, Pass(name, spec))
         else:
@@ -276,16 +277,23 @@ def without(rollout: Rollout, count: int) -> Rollout:
 
 
 def with_fault(
-    home: Path, trainer: Trainer, run: Measured, spec: Any, fault: Fault, strength: float, key: str
+    home: Path,
+    trainer: Trainer | None,
+    run: Measured,
+    spec: Any,
+    fault: Fault,
+    strength: float,
+    key: str,
 ) -> Measured:
     """The run with the trainer's side (and its float32 twin) scored by a model with the fault."""
-    path = home / "scores" / f"{key.replace('/', '-')}.npz"
+    path = stored(home, key)
     names = ["fsdp", *(["reference:fp32"] if fault.place == "weights" else [])]
     if not path.is_file():
         path.parent.mkdir(exist_ok=True)
         arrays = {}
         for name in names:
             mine = spec if name == "fsdp" else replace(spec, dtype="fp32", attention="eager")
+            assert trainer is not None
             made = trainer.score(run, mine, name, fault, strength)
             arrays[name], arrays[f"{name} H"] = made.logprobs, made.entropy
         np.savez(path, **arrays)
@@ -304,7 +312,12 @@ def with_fault(
 # ---------------------------------------------------------------- cells
 
 
-def planted(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[dict]:
+def stored(home: Path, key: str) -> Path:
+    """Where the scores of a fault of a trainer are kept."""
+    return home / "scores" / f"{key.replace('/', '-')}.npz"
+
+
+def planted(home: Path, runs: dict[str, Path], done: set[str], make: bool) -> Iterator[dict]:
     """Faults of recorded numbers and of a trainer, on blocks of clean runs."""
     trainer: Trainer | None = None
     for m, model in enumerate(name for name in MODELS if name in runs):
@@ -319,12 +332,15 @@ def planted(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[dict]
                         continue
                     if fault.place != "recorded" and seed:  # a pass each: models split them
                         continue
+                    if fault.place != "recorded" and not (make or stored(home, key).is_file()):
+                        continue
                     run = held[(2 * s + seed) % len(held)]
                     if fault.place == "recorded":
                         rng = np.random.default_rng([s, m, seed])
                         case = undeclared(run, fault.plant(undeclared(run), strength, rng))
                     else:
-                        trainer = trainer or Trainer()
+                        if trainer is None and not stored(home, key).is_file():
+                            trainer = Trainer()
                         case = undeclared(
                             with_fault(home, trainer, run, spec.train, fault, strength, key)
                         )
@@ -392,12 +408,11 @@ def pair_cells(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[di
         one, other = by_name[first], by_name[second]
         for s in (1, 2):
             key = f"{other.name}/{s}/gpt-oss/0"
-            path = home / "scores" / f"{key.replace('/', '-')}.npz"
-            if f"pair/{n}/{s}" in done or not path.is_file():
+            if f"pair/{n}/{s}" in done or not stored(home, key).is_file():
                 continue
             run = held[(2 * s) % len(held)]
             # The scoring is there already: no trainer is started.
-            run = with_fault(home, None, run, spec.train, other, other.strengths[s], key)  # type: ignore[arg-type]
+            run = with_fault(home, None, run, spec.train, other, other.strengths[s], key)
             rng = np.random.default_rng(n)
             case = undeclared(run, one.plant(undeclared(run), one.strengths[s], rng))
             named = [cause.id for cause in judged(case).ranked]
@@ -470,6 +485,7 @@ def main() -> None:
     parser.add_argument("--engines", action="store_true", help="make the runs that are missing")
     parser.add_argument("--drawn", type=int, default=20, help="blocks drawn from each clean run")
     parser.add_argument("--again", action="store_true", help="judge all cells again")
+    parser.add_argument("--stored", action="store_true", help="score nothing anew")
     parser.add_argument("--write", action="store_true", help="write docs/known-issues.md")
     options = parser.parse_args()
     home = options.directory
@@ -486,9 +502,9 @@ def main() -> None:
             check(home, fault.name, "tiny-gpt-oss", flags, fault.plant)
     for source in (
         engine_cells(home, done),
-        planted(home, runs, done),
-        pair_cells(home, runs, done),
         clean_cells(runs, done, options.drawn),
+        planted(home, runs, done, not options.stored),
+        pair_cells(home, runs, done),
     ):
         for found in source:
             cells.append(found)
