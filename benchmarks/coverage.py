@@ -1,29 +1,39 @@
 """How often a 95 % interval holds the truth, where the truth is known.
 
-    python benchmarks/coverage.py                      # the table of docs/metrics.md, minutes
+    python benchmarks/coverage.py --write              # the table of docs/metrics.md, minutes
     python benchmarks/coverage.py --prompts 64 --repeat 200
+    python benchmarks/coverage.py --differences        # of means, before and after a fix
 
-Deltas have a scale that the tokens of a prompt share and one that those of a sample share, as real
-ones do: four samples of a prompt are worth far less than four prompts. "light" tails are Gaussian
-given these scales; "heavy" ones add a log-normal jump to 1.5 tokens in 1,000. Each repetition draws
-new tokens and makes the interval that a report would print. Truths are closed forms.
+The designs are in benchmarks/coverage_designs.py. For differences, deltas have a scale that the
+tokens of a prompt share and one that those of a sample share, as real ones do: four samples of a
+prompt are worth far less than four prompts. "light" tails are Gaussian given these scales; "heavy"
+ones add a log-normal jump to 1.5 tokens in 1,000. Each repetition draws new tokens and makes the
+interval that a report would print. Truths are closed forms there, and large draws for the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from mismatch.metrics import METRICS
-from mismatch.metrics.difference import Sample, difference, excludes_zero, paired
-from mismatch.metrics.estimator import Estimator
-from mismatch.types import Estimate
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
+from benchmarks import coverage_designs as designs  # noqa: E402
+from mismatch.metrics import METRICS  # noqa: E402
+from mismatch.metrics.difference import Sample, difference, excludes_zero, paired  # noqa: E402
+from mismatch.metrics.estimator import Estimator  # noqa: E402
+from mismatch.types import Estimate  # noqa: E402
+
+PAGE = ROOT / "docs" / "metrics.md"
+MARKS = ("<!-- coverage -->", "<!-- end of coverage -->")
 SCALE, BY_PROMPT, BY_SAMPLE = 0.05, 0.3, 0.2
 SAMPLES, TOKENS = 4, 20
 JUMPS, JUMP_MEDIAN, JUMP_SIGMA = 0.0015, 0.5, 1.0  # "heavy": share of tokens; their |delta|
@@ -193,28 +203,118 @@ def power(case: Case, prompts: int, repetitions: int = 200, seed: int = 0) -> fl
     return told / repetitions
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, nargs="+", default=[16, 36, 64, 128, 256, 512])
-    parser.add_argument("--repeat", type=int, default=1000)
-    parser.add_argument(
-        "--tails", choices=("light", "heavy"), nargs="+", default=["light", "heavy"]
-    )
-    args = parser.parse_args()
-    print(f"{SAMPLES} samples x {TOKENS} tokens per prompt; {args.repeat} repetitions")
-    print("coverage, in brackets the share that carries a warning\n")
-    columns = "".join(f" {f'{prompts} prompts':>17} |" for prompts in args.prompts)
-    print(f"| {'interval':29} | tails |{columns}")
-    print("| --- | --- |" + " ---: |" * len(args.prompts))
-    start = time.monotonic()
-    for tails in args.tails:
+# ---------------------------------------------------------------- one run's numbers
+
+
+@dataclass(frozen=True)
+class Held:
+    """What repetitions of one design at one number of prompts gave for one number.
+
+    Attributes:
+        held: of the intervals, those that hold the truth.
+        made: repetitions with an interval; of the others it was withheld.
+        bare: of the intervals, those without a warning.
+    """
+
+    held: int
+    made: int
+    bare: int
+    repetitions: int
+
+    def cell(self) -> str:
+        """Of the intervals: percent that hold the truth, and that warn; of all: withheld."""
+        withheld = 100 * (1.0 - self.made / self.repetitions)
+        if not self.made:
+            return "none"
+        held, warn = 100 * self.held / self.made, 100 * (1.0 - self.bare / self.made)
+        notes = [f"{share:.0f} {what}" for share, what in ((warn, "w"), (withheld, "–")) if share]
+        return f"{held:.0f}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+WARN = {"heavy-tail", "heavy-prompts", "few-prompts", "few-tokens"}
+
+
+def numbers(
+    design: designs.Design, prompts: int, repetitions: int, truth: dict[str, float], every: int = 1
+) -> dict[str, Held]:
+    """Every number of one design; a forecast in one of ``every`` repetitions."""
+    counts = {name: [0, 0, 0, 0] for name in truth}
+    for number in range(repetitions):
+        forecast = number % every == 0
+        made = designs.estimates(design, prompts, [7, prompts, number], forecast)
+        for name, value in truth.items():
+            if name == designs.SPREAD and not forecast:
+                continue
+            counts[name][3] += 1
+            estimate = made.get(name)
+            if estimate is None or estimate.low is None or estimate.high is None:
+                continue
+            held = estimate.low <= value <= estimate.high
+            bare = not WARN & set(estimate.flags)
+            for place, seen in enumerate((held, True, bare)):
+                counts[name][place] += seen
+    return {name: Held(*found) for name, found in counts.items()}
+
+
+def write(lines: list[str]) -> None:
+    """The part of docs/metrics.md between the marks."""
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    PAGE.write_text("\n".join([before + MARKS[0], "", *lines, "", MARKS[1]]) + after)
+
+
+def table_of_numbers(sizes: list[int], repetitions: int, every: int) -> Iterator[str]:
+    """A row a design and number."""
+    yield "| design | number |" + "".join(f" {prompts} prompts |" for prompts in sizes)
+    yield "| --- | --- |" + " ---: |" * len(sizes)
+    for design in designs.DESIGNS:
+        truth = designs.truths(design)
+        found = {n: numbers(design, n, repetitions, truth, every) for n in sizes}
+        for name in truth:
+            cells = "".join(f" {found[n][name].cell()} |" for n in sizes)
+            yield f"| {design.name} | {name} |{cells}"
+
+
+def table_of_differences(sizes: list[int], repetitions: int) -> Iterator[str]:
+    """A row an interval and kind of tails: means, and differences of means."""
+    yield f"| {'interval':29} | tails |" + "".join(f" {prompts} prompts |" for prompts in sizes)
+    yield "| --- | --- |" + " ---: |" * len(sizes)
+    for tails in ("light", "heavy"):
         for case in CASES:
             cells = []
-            for prompts in args.prompts:
-                got = coverage(case, prompts, tails == "heavy", args.repeat)
+            for prompts in sizes:
+                got = coverage(case, prompts, tails == "heavy", repetitions)
                 cells.append(f"{100 * got.held:.1f} % ({100 * got.flagged:.0f} %)")
-            print(f"| {case.name:29} | {tails} |" + "".join(f" {c:>17} |" for c in cells))
+            yield f"| {case.name:29} | {tails} |" + "".join(f" {c:>17} |" for c in cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[4, 8, 16, 64, 256])
+    parser.add_argument("--repeat", type=int, default=400)
+    parser.add_argument("--forecast-every", type=int, default=4, help="repetitions, for its time")
+    parser.add_argument("--differences", action="store_true", help="their table, printed alone")
+    parser.add_argument("--write", action="store_true", help="replace the table of docs/metrics.md")
+    args = parser.parse_args()
+    start = time.monotonic()
+    lines = [
+        f"Percent of the intervals that hold the truth; {args.repeat} repetitions (forecast "
+        f"{args.repeat // args.forecast_every}), {designs.SAMPLES} samples × {designs.TOKENS} "
+        "tokens. In brackets: percent of them that carry a warning (w), and of the runs in which "
+        "the interval is withheld (–).",
+        "",
+    ]
+    rows = (
+        table_of_differences(args.prompts, args.repeat)
+        if args.differences
+        else table_of_numbers(args.prompts, args.repeat, args.forecast_every)
+    )
+    for row in rows:
+        print(row, flush=True)
+        lines.append(row)
     print(f"\n{time.monotonic() - start:.0f} s")
+    if args.write and not args.differences:
+        write(lines)
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def measure(sizes: dict[str, Any], implementation: str, tokens: int, backward: b
     """Both passes of one implementation, each in its own process."""
     import torch
 
-    from mismatch.doctor.experts import backward_bytes, forward_bytes
+    from mismatch.doctor.memory import backward_bytes, forward_bytes
 
     job = {"sizes": sizes, "implementation": implementation, "tokens": tokens}
     exact, exact_gradient = _reference(tokens, sizes)

@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
-import known_faults  # noqa: E402
-from calibration import BLOCK, measured, of_prompts, plugin  # noqa: E402
-from known_faults import FAULTS, Fault  # noqa: E402
-
+from benchmarks import known_faults  # noqa: E402
+from benchmarks.calibration import model_of, plugin  # noqa: E402
+from benchmarks.fault_blocks import BLOCK, measured, of_prompts  # noqa: E402
+from benchmarks.known_faults import FAULTS, Fault  # noqa: E402
 from mismatch.analysis.diagnosis.case import Case  # noqa: E402
 from mismatch.analysis.diagnosis.detector import detectors  # noqa: E402
 from mismatch.analysis.diagnosis.ranking import Causes, diagnose  # noqa: E402
@@ -146,15 +146,12 @@ def check(home: Path, name: str, model: str, flags: tuple[str, ...], plant: str 
 
 def clean_runs(home: Path, make: bool) -> dict[str, Path]:
     """Name -> run directory of those that are there; missing ones are made where asked."""
-    from calibration import model_of
-
     places = {}
     for name, (model, flags) in CLEAN.items():
         place = home / "runs" / f"clean-{name}"
         if make and not (place / "report.json").is_file():
-            options = argparse.Namespace(packages=None)
             held: Any = argparse.Namespace(model=model)
-            check(home, f"clean-{name}", model_of(held, home, options), flags)
+            check(home, f"clean-{name}", model_of(held, home, None), flags)
         if (place / "report.json").is_file():
             places[name] = place
     return places
@@ -483,7 +480,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--engines", action="store_true", help="make the runs that are missing")
-    parser.add_argument("--drawn", type=int, default=20, help="blocks drawn from each clean run")
+    parser.add_argument("--drawn", type=int, default=24, help="blocks drawn from each clean run")
     parser.add_argument("--again", action="store_true", help="judge all cells again")
     parser.add_argument("--stored", action="store_true", help="score nothing anew")
     parser.add_argument("--write", action="store_true", help="write docs/known-issues.md")

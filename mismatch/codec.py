@@ -68,22 +68,6 @@ def from_json(cls: type[T], document: Any, place: str = "") -> T:
     return result
 
 
-def read_document(document: Any, schema: str, cls: type[T], *, command: str, page: str) -> T:
-    """A document that begins with the name of its schema.
-
-    Args:
-        schema: e.g. "mismatch.kernels/1".
-        command: makes such a document anew.
-        page: of the documentation, where its fields are listed.
-
-    Raises:
-        MismatchError: no such document, a schema of another version, or a field that does not fit.
-    """
-    fields = fields_of(document, schema, command=command)
-    with refused(schema, command=command, page=page):
-        return from_json(cls, fields)
-
-
 def fields_of(document: Any, schema: str, *, command: str) -> dict[str, Any]:
     """The document without its schema's name, which must be this one."""
     name = document.get("schema") if isinstance(document, dict) else None

@@ -281,7 +281,7 @@ class TrainSpec:
         replay_routing: "ids": use the experts of another scoring, weighted by this model's own
             gate; "ids+weights": its weights too, as constants. None: the model's own choice.
         replay_source: the scoring whose routes are replayed; None: the engine's decode.
-        inject: (name, size) of disturbances planted on purpose, see mismatch/models/injections.py.
+        inject: (name, size) of disturbances planted on purpose, see mismatch/models/moe.py.
     """
 
     model: str = ""

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from mismatch.cli import main as cli
-from mismatch.cli.config import read_config
+from mismatch.cli.command import read_config
 from mismatch.cli.options import CHECK
 from mismatch.engines.servers.http import Refused, Unavailable
 from mismatch.errors import MismatchError

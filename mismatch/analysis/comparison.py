@@ -14,7 +14,7 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import Array, Metric
 from mismatch.metrics.routing_pairs import PairedRouting, RouterNoise, pair_routing, with_noise
-from mismatch.types import Comparison, Estimate, Ints, Pair, Rollout, Scoring
+from mismatch.types import Comparison, Estimate, Pair, Rollout, Scoring
 
 # What a pair of the noise floor is measured by: enough to sit beside the headline numbers.
 NOISE_METRICS = (
@@ -139,22 +139,6 @@ def is_sampling_law(rollout: Rollout, scoring: Scoring) -> bool:
         and np.isclose(float(temperature), sampling.temperature, rtol=1e-9)
         and (facts.get("logprobs_truncated", False) or not sampling.truncates)
     )
-
-
-def flips_per_token(rollout: Rollout, left: Scoring, right: Scoring) -> Ints:
-    """Number of MoE layers whose set of experts differs, per action token, [A] int64.
-
-    Raises:
-        MismatchError: a side without routing, or no common layer.
-        CorruptCapture: routed experts that cannot be true.
-    """
-    routes = paired_routing(rollout, left, right)
-    if routes is None:
-        silent = left.name if left.routing is None else right.name
-        raise MismatchError(
-            f"{silent} holds no routed experts", "score with routing on: drop --no-routing"
-        )
-    return routes.flips
 
 
 def paired_routing(

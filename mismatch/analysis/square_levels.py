@@ -1,12 +1,15 @@
-"""Levels of the square, by device: measured on clean runs, see docs/calibration.md."""
+"""Levels of the square, by device: square_levels.toml, measured on clean runs."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from importlib import resources
 
 from mismatch.types import Fingerprint
 
 UNCALIBRATED = 2.0  # excess from which a side is off on any device
+FILE = "square_levels.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,7 @@ class Levels:
         excess: of a side's rounding over a plain forward's, root mean square.
         gap: mean |delta| of two implementations in float32, times the rounding that is expected.
         least_gap: nats under which no gap is beyond its level.
+        source: the page or run that they were measured in.
     """
 
     excess: float
@@ -29,14 +33,13 @@ class Levels:
         return max(self.least_gap, self.gap * (floor or 0.0))
 
 
-LEVELS = {
-    "cpu": Levels(
-        excess=1.2,
-        gap=50.0,
-        least_gap=1e-5,
-        source="docs/calibration.md",
-    ),
-}
+def read_levels() -> dict[str, Levels]:
+    """Those that ship with the package, by class of devices."""
+    text = resources.files("mismatch.analysis").joinpath(FILE).read_text(encoding="utf-8")
+    return {device: Levels(**cells) for device, cells in tomllib.loads(text).items()}
+
+
+LEVELS = read_levels()
 
 
 def device_class(engine: Fingerprint, trainer: Fingerprint) -> str:

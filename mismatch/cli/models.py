@@ -54,8 +54,7 @@ def models(flags: Flags) -> int:
 
 def model_rows() -> list[dict[str, Any]]:
     """One row per name, from the shipped configs; no network, no torch."""
-    from mismatch.models import EMBEDDED
-    from mismatch.models.aliases import ALIASES
+    from mismatch.models import ALIASES, EMBEDDED
     from mismatch.models.config import ModelConfig, find_config
 
     entries: list[tuple[str, str | None, str, dict[str, Any], tuple[str, ...]]] = [

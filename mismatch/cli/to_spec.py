@@ -76,15 +76,15 @@ def check_spec(flags: Flags) -> CheckSpec:
 
 def training_fields(flags: Flags) -> dict[str, Any]:
     """What a check's spec says of the training side, beside its trainer."""
-    from mismatch.models.injections import parse_injections
+    from mismatch.models.moe import parse_injections
     from mismatch.run.machine import local_gpus
     from mismatch.specs import CheckSpec
 
     ranks = flags["nproc_per_node"]
     if ranks is None and flags.get("gpus"):
-        from mismatch.doctor.gpus import parse
+        from mismatch.doctor.machine import parse_kind
 
-        ranks, _ = parse(flags["gpus"])
+        ranks, _ = parse_kind(flags["gpus"])
     return {
         "nproc_per_node": (local_gpus() or 2) if ranks is None else ranks,
         "inject": parse_injections(flags["inject"]),

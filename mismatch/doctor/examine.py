@@ -1,22 +1,33 @@
-"""What this machine could measure, what it could not and why, and what to install."""
+"""What this machine could measure, what it could not and why, and what to install; plans and
+diagnoses for people, plain text where the output is no terminal.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mismatch.doctor.choices import expert_warnings
-from mismatch.doctor.engine import weight_bytes
-from mismatch.doctor.machine import Machine, Package, look
-from mismatch.doctor.plan import Plan, plan, refused
+from mismatch.doctor.fit import expert_warnings
+from mismatch.doctor.machine import Machine, look
+from mismatch.doctor.memory import weight_bytes
+from mismatch.doctor.plan import Plan, plan, refused, side_passes
 from mismatch.engines.registry import engine_info, engine_infos
 from mismatch.errors import MismatchError
 from mismatch.models.config import find_config, offline
-from mismatch.run.machine import SHARED_BYTES
+from mismatch.run.machine import SHARED_BYTES, gib
 from mismatch.specs import CheckSpec
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MIB = 1 << 20
 TRAINER_FIX = "pip install 'train-infer-mismatch[score]', or `make env` in a clone"
+NO_TORCH = ("torch is not installed", TRAINER_FIX)
+FLASH = (
+    ("attention flash_attention_2", "flash_attn", "pip install flash-attn"),
+    ("attention flash_attention_3", "flash_attn_interface", "build FlashAttention-3 (hopper/)"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +98,8 @@ def examine(spec: CheckSpec, with_model: bool, machine: Machine | None = None) -
         except MismatchError as error:
             problems.append(Ability("plan", False, error.message, error.fix))
         else:
-            problems += [
-                Ability("memory", False, side.warnings[0]) for side in refused(planned.sides)
-            ]
             lost = refused(planned.sides)
+            problems += [Ability("memory", False, side.warnings[0]) for side in lost]
             warnings += [text for s in planned.sides if s not in lost for text in s.warnings]
             warnings += expert_warnings(planned.experts)
             problems += _weights(spec, machine)
@@ -116,24 +125,24 @@ def _engine(machine: Machine, name: str) -> Ability:
 
 
 def _trainer(machine: Machine) -> Ability:
+    torch, why, fix = machine.packages["torch"], "", TRAINER_FIX
     for name in ("torch", "transformers"):
         package = machine.packages[name]
         if package.version is None:
-            return Ability("trainer", False, f"{name} is not installed", TRAINER_FIX)
+            return Ability("trainer", False, f"{name} is not installed", fix)
         if package.works is False:
             why = f"{name} {package.version} cannot be imported: {package.error}"
-            return Ability("trainer", False, why, TRAINER_FIX)
-    torch = machine.packages["torch"]
+            return Ability("trainer", False, why, fix)
     if machine.gpus and torch.works and not torch.facts.get("gpus"):
         built = torch.facts.get("cuda") or "no CUDA"
         why = f"there are GPUs, but torch {torch.version} (built for {built}) cannot use them"
-        return Ability("trainer", False, why, "install a torch for this driver's CUDA version")
-    if torch.facts.get("hip"):
+        fix = "install a torch for this driver's CUDA version"
+    elif torch.facts.get("hip"):
         why = f"torch {torch.version} is built for ROCm {torch.facts['hip']}: never run by mismatch"
-        return Ability("trainer", False, why, "use NVIDIA GPUs, or the CPU build of torch")
-    if torch.facts.get("fsdp") is False:
-        return Ability("trainer", False, "this torch has no torch.distributed", TRAINER_FIX)
-    return Ability("trainer", True)
+        fix = "use NVIDIA GPUs, or the CPU build of torch"
+    elif torch.facts.get("fsdp") is False:
+        why = "this torch has no torch.distributed"
+    return Ability("trainer", not why, why, fix if why else "")
 
 
 def _chosen(engines: tuple[Ability, ...], spec: CheckSpec) -> Ability:
@@ -150,91 +159,214 @@ def _chosen(engines: tuple[Ability, ...], spec: CheckSpec) -> Ability:
 
 def _kernels(machine: Machine) -> list[Ability]:
     """Attention and expert kernels of the trainer."""
-    torch = machine.packages["torch"].version is not None
-    gpu = bool(machine.gpus)
-    absent = "" if torch else "torch is not installed"
-    fix = "" if torch else TRAINER_FIX
-    kernels = [
-        Ability("attention eager", torch, absent or "any model; memory grows with length²", fix),
-        Ability("attention sdpa", torch, absent or "models without sinks", fix),
-        Ability("attention sink-sdpa", torch, absent or "models with sinks (gpt-oss)", fix),
-        Ability(
-            "attention sink-flex",
-            torch and gpu,
-            absent or ("models with sinks, tried before use" if gpu else "needs a CUDA GPU"),
-            fix,
-        ),
-    ]
-    sources = {
-        "attention flash_attention_2": ("flash_attn", "pip install flash-attn"),
-        "attention flash_attention_3": ("flash_attn_interface", "build FlashAttention-3 (hopper/)"),
+    torch, gpu = machine.packages["torch"].version is not None, bool(machine.gpus)
+    flex = "models with sinks, tried before use" if gpu else "needs a CUDA GPU"
+    attention = {
+        "attention eager": (True, "any model; memory grows with length²"),
+        "attention sdpa": (True, "models without sinks"),
+        "attention sink-sdpa": (True, "models with sinks (gpt-oss)"),
+        "attention sink-flex": (gpu, flex),
     }
-    for name, (package, command) in sources.items():
-        kernels.append(_flash(name, machine.packages[package], command, gpu))
-    kernels.append(Ability("experts grouped_mm", torch, absent or "", fix))
-    kernels.append(Ability("experts batched_mm", torch, absent or "copies weights per token", fix))
-    why = absent or "eager's numbers in least memory"
-    kernels.append(Ability("experts bounded", torch, why, fix))
-    return kernels
+    experts = {
+        "experts grouped_mm": (True, ""),
+        "experts batched_mm": (True, "copies weights per token"),
+        "experts bounded": (True, "eager's numbers in least memory"),
+    }
+    own, other = (
+        [
+            Ability(name, possible, why) if torch else Ability(name, False, *NO_TORCH)
+            for name, (possible, why) in kernels.items()
+        ]
+        for kernels in (attention, experts)
+    )
+    return [*own, *(_flash(machine, *row) for row in FLASH), *other]
 
 
-def _flash(name: str, package: Package, command: str, gpu: bool) -> Ability:
-    if not gpu:
+def _flash(machine: Machine, name: str, module: str, fix: str) -> Ability:
+    package = machine.packages[module]
+    if not machine.gpus:
         return Ability(name, False, "needs a CUDA GPU")
     if package.version is None:
-        return Ability(name, False, "not installed", command)
+        return Ability(name, False, "not installed", fix)
     return Ability(name, True, f"{package.distribution} {package.version}; models without sinks")
 
 
 def _measurable(machine: Machine, engines: tuple[Ability, ...]) -> list[Ability]:
     """What a check here shows, and what it cannot."""
-    vllm = engines[0].possible
+    vllm, gpus = engines[0], len(machine.gpus)
     some = any(engine.possible for engine in engines)
-    gpu = bool(machine.gpus)
-    on_gpu = "" if gpu else "there is no GPU here"
-    cpu_note = "" if gpu else "on CPU kernels, not on those of your training machine"
-    need = "no engine works here"
+    on_gpu = "" if gpus else "there is no GPU here"
+    on_cpu = "" if gpus else "on CPU kernels, not on those of your training machine"
+    need = "" if some else "no engine works here"
+    batches = on_gpu and "CPU kernels hardly depend on it"
+    own = on_cpu if vllm.possible else vllm.why
     return [
-        Ability("decode against trainer", some, cpu_note if some else need),
-        Ability("decode against prefill (the engine's own noise)", some, "" if some else need),
-        Ability("routed experts of an MoE model", some, "" if some else need),
-        Ability("vLLM's own kernels", vllm, cpu_note if vllm else engines[0].why, engines[0].fix),
-        Ability("FSDP2 over several ranks", True, f"{len(machine.gpus)} GPUs" if gpu else "gloo"),
-        Ability("batch variance of GPU kernels", gpu, on_gpu and "CPU kernels hardly depend on it"),
-        Ability("CUDA kernels, NCCL", gpu, on_gpu),
+        Ability("decode against trainer", some, need or on_cpu),
+        Ability("decode against prefill (the engine's own noise)", some, need),
+        Ability("routed experts of an MoE model", some, need),
+        Ability("vLLM's own kernels", vllm.possible, own, vllm.fix),
+        Ability("FSDP2 over several ranks", True, f"{gpus} GPUs" if gpus else "gloo"),
+        Ability("batch variance of GPU kernels", bool(gpus), batches),
+        Ability("CUDA kernels, NCCL", bool(gpus), on_gpu),
     ]
 
 
 def _warnings(machine: Machine, spec: CheckSpec) -> list[str]:
-    found = []
-    if machine.shm_bytes < SHARED_BYTES:
-        found.append(
-            f"/dev/shm has {machine.shm_bytes // MIB} MiB: workers may fail to share memory; in a "
-            "container: docker run --shm-size=2g"
-        )
-    if machine.disk_free_bytes < 1 << 30:
-        found.append("less than 1 GiB is free in this directory: choose another with --out")
-    ranks = spec.nproc_per_node
-    if machine.gpus and ranks > len(machine.gpus):
-        found.append(f"--nproc-per-node {ranks}, but there are {len(machine.gpus)} GPUs")
-    if not machine.gpus and ranks > machine.cores:
-        found.append(f"{ranks} ranks share {machine.cores} cores: slow; --nproc-per-node 1")
-    return found
+    ranks, gpus = spec.nproc_per_node, len(machine.gpus)
+    shared = f"/dev/shm has {machine.shm_bytes // MIB} MiB: workers may fail to share memory; in a "
+    warnings = {
+        f"{shared}container: docker run --shm-size=2g": machine.shm_bytes < SHARED_BYTES,
+        "less than 1 GiB is free in this directory: choose another with --out": (
+            machine.disk_free_bytes < 1 << 30
+        ),
+        f"--nproc-per-node {ranks}, but there are {gpus} GPUs": 0 < gpus < ranks,
+        f"{ranks} ranks share {machine.cores} cores: slow; --nproc-per-node 1": (
+            not gpus and ranks > machine.cores
+        ),
+    }
+    return [text for text, applies in warnings.items() if applies]
 
 
 def _weights(spec: CheckSpec, machine: Machine) -> list[Ability]:
-    """Where the weights are, or whether they could be fetched."""
-    found = find_config(spec.train.model, spec.train.revision)
-    if found.weights is not None:
+    """Where the weights are not, and whether they could be fetched."""
+    config = find_config(spec.train.model, spec.train.revision)
+    if config.weights is not None:
         return []
-    size = weight_bytes(
-        found.model.require_counts(), replace(spec.rollout.engine, tensor_parallel_size=1), True
-    )
+    whole = replace(spec.rollout.engine, tensor_parallel_size=1)
+    size, free = weight_bytes(config.model.require_counts(), whole, True), machine.cache_free_bytes
     need = f"{size / 1e9:.0f} GB of weights are not on this machine"
     if offline():
         return [Ability("weights", False, f"{need}, and HF_HUB_OFFLINE is set", "unset it")]
-    if size > machine.cache_free_bytes:
-        free = machine.cache_free_bytes / 1e9
+    if size > free:
         fix = "set HF_HOME to a larger disk, or give a directory"
-        return [Ability("weights", False, f"{need}; {machine.cache_dir} has {free:.0f} GB", fix)]
+        return [
+            Ability("weights", False, f"{need}; {machine.cache_dir} has {free / 1e9:.0f} GB", fix)
+        ]
     return []
+
+
+STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print a dry run; the last line says whether it fits."""
+    place = plan.gpus or plan.device
+    _say(console, f"plan for {plan.model} on {place} (config.json: {plan.config_source})")
+    _table(console, "stages", [(s.name, s.processes, s.work) for s in plan.stages])
+    _table(console, "tokens", [(name, f"{count:,}") for name, count in plan.tokens.items()])
+    _table(console, "what would run", list(plan.kernels.items()))
+    print_memory(plan, console)
+    _list(console, "not measured here", plan.not_measured)
+    _list(console, "assumed", plan.notes)
+    _list(console, "warnings", plan.warnings)
+    _say(console, "")
+    if plan.minutes is not None:
+        fewest, most = plan.minutes
+        _say(console, f"time: {fewest:.0f} to {most:.0f} minutes (estimate, never measured)")
+    out = sorted(side_passes(plan.sides) & {fit.side for fit in plan.sides if fit.certain})
+    if out and plan.fits:
+        _say(console, f"left out, for want of memory: {', '.join(out)}")
+    _say(console, "it fits" if plan.fits else "it does not fit: see the warnings")
+
+
+def print_memory(plan: Plan, console: Console) -> None:
+    """Both sides' memory on one device: every side's total, and the parts of the highest pass."""
+    device = "GPU" if plan.device == "cuda" else "rank (CPU)"
+    header = ("side", "needed", "there", "", "at its highest")
+    rows = [
+        (f.side, gib(f.needed), gib(f.capacity), f.level, f.prediction.moment) for f in plan.sides
+    ]
+    _table(console, f"memory per {device}", rows, header)
+    engine, *passes = plan.sides
+    for fit in (engine, *sorted(passes, key=lambda fit: -fit.needed)[:1]):
+        parts = [(p.name, gib(p.bytes), p.formula) for p in fit.prediction.highest.parts]
+        if reserve := fit.needed - fit.prediction.peak_bytes:
+            parts.append(("the process itself", gib(reserve), "runtime, context, libraries"))
+        _table(console, f"{fit.side}, at its highest", parts)
+    ways = [
+        (
+            choice.name + (" (chosen)" if choice.chosen else ""),
+            gib(choice.peak_bytes),
+            f"{choice.token_bytes / 1e6:,.2f} MB",
+            gib(choice.backward_bytes),
+        )
+        for choice in plan.experts
+    ]
+    if ways:
+        titles = ("", "peak", "per token", "backward, one layer")
+        _table(console, "ways to run the experts", ways, titles)
+
+
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Print what the doctor found; the last line says whether a check could run here."""
+    _table(console, "machine", _machine(diagnosis.machine))
+    for title, abilities in (
+        ("engines", diagnosis.engines),
+        ("trainer's kernels", diagnosis.kernels),
+        ("what can be measured here", diagnosis.measurable),
+    ):
+        rows = [
+            (item.name, "yes" if item.possible else "no", "; ".join(filter(None, remarks)))
+            for item in abilities
+            for remarks in [(item.why, item.fix)]
+        ]
+        _table(console, title, rows)
+    if diagnosis.plan is not None:
+        _say(console, "")
+        print_memory(diagnosis.plan, console)
+        _table(console, "what would run", list(diagnosis.plan.kernels.items()))
+    _list(console, "warnings", diagnosis.warnings)
+    _say(console, "")
+    if diagnosis.ready:
+        _say(console, "ready: mismatch check can run here")
+        return
+    _say(console, "not ready: mismatch check cannot run here")
+    for problem in diagnosis.problems:
+        _say(console, f"  {problem.name}: {problem.why}")
+        if problem.fix:
+            _say(console, f"    fix: {problem.fix}")
+
+
+def _machine(machine: Machine) -> list[tuple[str, str]]:
+    free = gib(machine.ram_free_bytes)
+    states = {True: "", False: " (cannot be imported)", None: ""}
+    gpus = [f"{g.name}, {gib(g.memory_bytes)}, driver {g.driver}" for g in machine.gpus]
+    installed = [package for package in machine.packages.values() if package.version is not None]
+    return [
+        ("python", machine.python),
+        ("CPU", f"{machine.cores} cores, {gib(machine.ram_bytes)}, {free} free"),
+        ("shared memory", gib(machine.shm_bytes)),
+        ("disk, here", f"{gib(machine.disk_free_bytes)} free"),
+        ("disk, hub's cache", f"{gib(machine.cache_free_bytes)} free in {machine.cache_dir}"),
+        *(("GPU", text) for text in gpus or ["none (nvidia-smi lists none)"]),
+        *((p.distribution, f"{p.version}{states[p.works]}") for p in installed),
+    ]
+
+
+def _table(
+    console: Console, title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = ()
+) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=bool(header), padding=(0, 2, 0, 0))
+    width = max((len(row) for row in rows), default=1)
+    for column in range(width):
+        table.add_column(header[column] if header else "", no_wrap=column == 0, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    _say(console, "")
+    _say(console, title)
+    console.print(table)
+
+
+def _list(console: Console, title: str, lines: Sequence[str]) -> None:
+    if lines:
+        _say(console, "")
+        _say(console, title)
+        for text in lines:
+            _say(console, f"- {text}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from mismatch.doctor.engine import UTILISATION, Demand, batch_class, predict_engine
 from mismatch.doctor.machine import Machine
-from mismatch.doctor.memory import GIB, Moment, Prediction, Work, host_shard, predict_trainer
+from mismatch.doctor.memory import (
+    BYTES,
+    EXPERTS,
+    GIB,
+    UTILISATION,
+    Moment,
+    Prediction,
+    Work,
+    backward_bytes,
+    batch_class,
+    forward_bytes,
+    predict_engine,
+    predict_trainer,
+    sharded,
+)
 from mismatch.errors import MismatchError
 from mismatch.models.config import ModelConfig
 from mismatch.run.machine import gib
@@ -23,6 +36,7 @@ CPU_TRAINER_RESERVE = int(0.6 * GIB)
 CPU_ENGINE_RESERVE = int(1.8 * GIB)
 WORLDS = (2, 4, 8, 16, 32, 64)
 SPLITS = (2, 4, 8)
+COPIES = "batched_mm"
 
 _EAGER = "--attention auto (the eager kernel holds every score)"
 _FEWER = "a smaller --micro-batch-tokens"
@@ -64,12 +78,16 @@ class Fit:
     warnings: tuple[str, ...] = field(default=())
     certain: bool = False
 
+    @property
+    def side(self) -> str:
+        return self.prediction.side
+
 
 def fits(
     prediction: Prediction,
     capacity: int,
     reserve: int,
-    smaller: Callable[[], str] | None = None,
+    smaller: Callable[[], str] = lambda: "",
     most: int = 0,
 ) -> Fit:
     """Compare a prediction with the memory of one device.
@@ -80,17 +98,13 @@ def fits(
         most: what there would be if nobody else took any; 0: the same.
     """
     needed = prediction.peak_bytes + reserve
-    level: Level = "fits"
-    if needed > capacity:
-        level = "does not fit"
-    elif needed + ERROR * prediction.peak_bytes > capacity:
-        level = "tight"
-    if level == "fits":
-        return Fit(prediction, needed, capacity, level)
-    remedies = [smaller() if smaller is not None else "", *remedies_of(prediction)]
+    level: Level = "does not fit" if needed > capacity else "tight"
+    if needed + ERROR * prediction.peak_bytes <= capacity:
+        return Fit(prediction, needed, capacity, "fits")
+    remedies = [smaller(), *remedies_of(prediction)]
     text = (
         f"{prediction.side}: {gib(needed)} needed at its highest ({prediction.moment}), "
-        f"{gib(capacity)} there: {level}. What would help: {'; '.join(r for r in remedies if r)}"
+        f"{gib(capacity)} there: {level}. What would help: {'; '.join(filter(None, remedies))}"
     )
     return Fit(prediction, needed, capacity, level, (text,), needed > max(most, capacity))
 
@@ -102,49 +116,47 @@ def remedies_of(prediction: Prediction) -> list[str]:
     return list(dict.fromkeys(REMEDIES[part.name] for part in large if part.name in REMEDIES))
 
 
-def engine_fit(spec: CheckSpec, shape: ModelConfig, demand: Demand, machine: Machine) -> Fit:
+def engine_fit(spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine) -> Fit:
     """Does the engine fit on one device?
 
     Raises:
         MismatchError: the sequences are longer than the model's context, or more GPUs are asked
             for than there are.
     """
-    engine = spec.rollout.engine
+    engine, gpus = spec.rollout.engine, machine.gpus
     context = engine.max_model_len or shape.context
-    if context is not None and demand.longest > context:
+    if context is not None and work.longest > context:
         raise MismatchError(
-            f"sequences of up to {demand.longest} tokens, but the context is {context}",
+            f"sequences of up to {work.longest} tokens, but the context is {context}",
             "lower --max-tokens, or raise --max-model-len where the model allows it",
         )
-    if machine.device == "cpu":
-        prediction = predict_engine(shape, engine, demand, "cpu")
-        free, most = machine.ram_free_bytes, machine.ram_bytes
-        return fits(prediction, free, CPU_ENGINE_RESERVE, most=most)
-    if engine.tensor_parallel_size > len(machine.gpus):
+    if not gpus:
+        prediction = predict_engine(shape, engine, work, "cpu")
+        return fits(prediction, machine.ram_free_bytes, CPU_ENGINE_RESERVE, most=machine.ram_bytes)
+    if engine.tensor_parallel_size > len(gpus):
         raise MismatchError(
-            f"--tensor-parallel-size {engine.tensor_parallel_size}: {len(machine.gpus)} GPUs here",
-            f"use at most {len(machine.gpus)}",
+            f"--tensor-parallel-size {engine.tensor_parallel_size}: {len(gpus)} GPUs here",
+            f"use at most {len(gpus)}",
         )
-    size = min(gpu.memory_bytes for gpu in machine.gpus)
-    batches = min(batch_class(gpu.name, gpu.memory_bytes) for gpu in machine.gpus)
-    free = min(gpu.free_bytes for gpu in machine.gpus)
+    size, free = (min(getattr(g, name) for g in gpus) for name in ("memory_bytes", "free_bytes"))
+    batches = min(batch_class(gpu.name, gpu.memory_bytes) for gpu in gpus)
     if engine.engine != "vllm":
-        return fits(predict_engine(shape, engine, demand, "cuda", batches), free, GPU_RESERVE)
+        return fits(predict_engine(shape, engine, work, "cuda", batches), free, GPU_RESERVE)
     # vLLM makes do with less cache than all sequences want: they wait for one another.
-    least = Demand(1, demand.longest, demand.sampling)
+    least = Work((work.longest,), work.sampling)
+    prediction = predict_engine(shape, engine, least, "cuda", batches)
     asked = int((engine.gpu_memory_utilization or UTILISATION) * size)
     if free < asked:
-        return _taken(predict_engine(shape, engine, least, "cuda", batches), asked, free, size)
-    capacity = asked
+        return _taken(prediction, asked, free, size)
 
     def split() -> str:
         for count in SPLITS:
             wider = replace(engine, tensor_parallel_size=count)
-            if predict_engine(shape, wider, least, "cuda", batches).peak_bytes <= capacity:
+            if predict_engine(shape, wider, least, "cuda", batches).peak_bytes <= asked:
                 return f"--tensor-parallel-size {count}"
         return ""
 
-    return fits(predict_engine(shape, engine, least, "cuda", batches), capacity, 0, split)
+    return fits(prediction, asked, 0, split)
 
 
 def _taken(prediction: Prediction, asked: int, free: int, size: int) -> Fit:
@@ -160,41 +172,93 @@ def _taken(prediction: Prediction, asked: int, free: int, size: int) -> Fit:
 
 
 def trainer_fits(
-    spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine, passes: list[Pass]
+    spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine, passes: Sequence[Pass]
 ) -> tuple[Fit, ...]:
-    """One per pass, on one rank; a CPU's memory is shared by the ranks."""
-    gpu, world = machine.device == "cuda", spec.nproc_per_node
-    reserve = GPU_RESERVE if gpu else CPU_TRAINER_RESERVE
+    """One per pass, on one rank, and the host's where shards rest there; ranks share a CPU's."""
+    gpus, world = machine.gpus, spec.nproc_per_node
+    reserve = GPU_RESERVE if gpus else CPU_TRAINER_RESERVE
     capacity, most = machine.ram_free_bytes // world, machine.ram_bytes // world
-    if gpu:
-        capacity = most = min(gpu.free_bytes for gpu in machine.gpus)
+    if gpus:
+        capacity = most = min(gpu.free_bytes for gpu in gpus)
 
-    def predict(item: Pass, ranks: int) -> Prediction:
-        return predict_trainer(shape, item.spec, ranks, work, machine.device, item.name)
+    def predict(item: Pass, ranks: int, offload: bool = False) -> Prediction:
+        changed = replace(item.spec, offload=offload or item.spec.offload)
+        return predict_trainer(shape, changed, ranks, work, machine.device, item.name)
 
     def settings(item: Pass) -> str:
-        enough = (
-            f"--nproc-per-node {ranks}, or torchrun over machines"
-            for ranks in WORLDS
-            if gpu and ranks > world and predict(item, ranks).peak_bytes + reserve <= capacity
-        )
-        host = "" if item.spec.offload or not gpu else "--offload"
-        rested = replace(item, spec=replace(item.spec, offload=True))
-        if host and predict(rested, world).peak_bytes + reserve > capacity:
-            host = ""
-        return "; ".join(filter(None, (next(enough, ""), host)))
+        if not gpus:
+            return ""
+        room, helps = capacity - reserve, []
+        enough = (n for n in WORLDS if n > world and predict(item, n).peak_bytes <= room)
+        if ranks := next(enough, 0):
+            helps.append(f"--nproc-per-node {ranks}, or torchrun over machines")
+        if not item.spec.offload and predict(item, world, offload=True).peak_bytes <= room:
+            helps.append("--offload")
+        return "; ".join(helps)
 
-    def fit(item: Pass) -> Fit:
-        return fits(predict(item, world), capacity, reserve, partial(settings, item), most)
+    sides = [
+        fits(predict(item, world), capacity, reserve, partial(settings, item), most)
+        for item in passes
+    ]
+    if gpus and spec.train.offload:  # shards of all ranks in the host's memory
+        shard = sharded(shape, spec.train, world)
+        moment = Moment("all the time", (replace(shard, bytes=shard.bytes * world),))
+        host = Prediction("host memory", (moment,))
+        sides.append(fits(host, machine.ram_free_bytes, world * CPU_TRAINER_RESERVE))
+    return tuple(sides)
 
-    sides = tuple(fit(item) for item in passes)
-    return sides if not (gpu and spec.train.offload) else (*sides, _host(spec, shape, machine))
+
+# ---------------------------------------------------------------- ways to run the experts
 
 
-def _host(spec: CheckSpec, shape: ModelConfig, machine: Machine) -> Fit:
-    """Shards of all ranks in the host's memory."""
-    world = spec.nproc_per_node
-    one = host_shard(shape, spec.train, world)
-    shards = replace(one, bytes=one.bytes * world)
-    prediction = Prediction("host memory", (Moment.of("all the time", shards),))
-    return fits(prediction, machine.ram_free_bytes, world * CPU_TRAINER_RESERVE)
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """One experts implementation; bytes.
+
+    Attributes:
+        peak_bytes: predicted for one rank of this run's training world, the highest of the passes
+            that run the experts in the chosen way.
+        token_bytes: what one more token in a micro-batch adds in a layer's experts.
+        backward_bytes: of one layer's experts in a trainer's forward and backward pass, beyond
+            weights and their gradient; this run has no backward pass.
+    """
+
+    name: str
+    peak_bytes: int
+    token_bytes: int
+    backward_bytes: int
+    chosen: bool
+
+
+def expert_choices(
+    shape: ModelConfig, passes: Sequence[Pass], world: int, work: Work, device: str
+) -> tuple[ExpertChoice, ...]:
+    """Every implementation in place of the chosen one, in this run; () for a dense model."""
+    if not shape.experts:
+        return ()
+    spec = passes[0].spec
+    chosen = "grouped_mm" if spec.experts == "auto" else spec.experts  # transformers' own choice
+    rows, longest = work.largest_batch(spec)
+    tokens, b = rows * longest, BYTES[spec.autocast or spec.dtype]
+    same = [item.spec for item in passes if item.spec.experts == spec.experts]
+    choices = []
+    for name in EXPERTS:
+        changed = [replace(spec, experts=name) for spec in same]
+        peak = max(predict_trainer(shape, s, world, work, device).peak_bytes for s in changed)
+        token = forward_bytes(shape, name, tokens + 1, b) - forward_bytes(shape, name, tokens, b)
+        backward = backward_bytes(shape, name, tokens, b)
+        choices.append(ExpertChoice(name, peak, token, backward, name == chosen))
+    return tuple(choices)
+
+
+def expert_warnings(choices: Sequence[ExpertChoice]) -> tuple[str, ...]:
+    """The blow-up of copied weights, before it happens."""
+    by_name = {choice.name: choice for choice in choices}
+    if not choices or not by_name[COPIES].chosen:
+        return ()
+    copies, bounded = by_name[COPIES], by_name["bounded"]
+    return (
+        f"{COPIES} experts copy {copies.token_bytes / 1e6:,.1f} MB of weights for every token of a "
+        f"micro-batch: {gib(copies.peak_bytes)} at the highest. --experts-implementation bounded "
+        f"needs {gib(bounded.peak_bytes)}, with the numbers of eager",
+    )

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mismatch.engines.registry import engine_infos
+from mismatch.errors import MismatchError
+from mismatch.run.machine import nvidia_smi, visible_gpus
 
 IMPORT_TIMEOUT_S = 180.0
+CONTEXT_BYTES = 600 << 20  # of an idle GPU, already taken
+UNTRIED = "vLLM's and the trainer's kernels were read for it, not run"
 NO_OWN_MEMORY = "[N/A]"  # of a GPU that shares the host's (GB10)
 OPTIONAL = ("flash_attn", "flash_attn_interface", "kernels", "triton", "datasets")
 _TORCH_FACTS = (
@@ -104,14 +109,10 @@ def look(try_imports: bool = True) -> Machine:
 
 def import_checks() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Of torch, transformers and all engines: what proves that it works, and its distributions."""
-    trainer = {
-        "torch": ("import torch", ("torch",)),
-        "transformers": ("import transformers", ("transformers",)),
-    }
-    infos = engine_infos()
+    trainer = {name: (f"import {name}", (name,)) for name in ("torch", "transformers")}
     return trainer | {
         name: (info.import_check, info.packages)
-        for name, info in infos.items()
+        for name, info in engine_infos().items()
         if info.import_check is not None
     }
 
@@ -120,20 +121,16 @@ def packages(try_imports: bool = True) -> dict[str, Package]:
     """All packages that matter; of import_checks in parallel, each in a process of its own."""
     checks = import_checks()
     with ThreadPoolExecutor(len(checks)) as pool:
-        tried = list(pool.map(lambda name: inspect_package(name, try_imports), checks))
-    found = {package.name: package for package in tried}
-    for name in OPTIONAL:
-        distribution = name.replace("_", "-")
-        found[name] = Package(name, distribution, _version(name, (distribution,)))
-    return found
+        tried = pool.map(lambda name: inspect_package(name, try_imports), checks)
+    optional = [Package(n, (d := n.replace("_", "-")), _version(n, (d,))) for n in OPTIONAL]
+    return {package.name: package for package in (*tried, *optional)}
 
 
 def inspect_package(name: str, try_import: bool = True) -> Package:
     """Version of a package, and whether a new process can import it within IMPORT_TIMEOUT_S."""
     statement, distributions = import_checks()[name]
     version = _version(name, distributions)
-    names = [d for d in distributions if _distribution_version(d)]
-    distribution = names[0] if names else distributions[0]
+    distribution = next(filter(_distribution_version, distributions), distributions[0])
     if version is None or not try_import:
         return Package(name, distribution, version)
     if clash := version_clash(distribution):
@@ -186,20 +183,13 @@ def find_gpus() -> tuple[Gpu, ...]:
     """NVIDIA GPUs that a process here may use, by nvidia-smi; none where it is missing or fails."""
     import psutil
 
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version"]
-    try:
-        done = subprocess.run(
-            [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    memory = psutil.virtual_memory()
-    shared = (memory.total, memory.available)
-    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"), shared)
+    query = "--query-gpu=name,memory.total,memory.free,driver_version"
+    listing, memory = nvidia_smi(query, "--format=csv,noheader,nounits"), psutil.virtual_memory()
+    return parse_gpus(listing, visible_gpus(), (memory.total, memory.available))
 
 
 def parse_gpus(
-    listing: str, visible: str | None, shared: tuple[int, int] = (0, 0)
+    listing: str, visible: list[str] | None, shared: tuple[int, int] = (0, 0)
 ) -> tuple[Gpu, ...]:
     """GPUs out of nvidia-smi's lines ``name, total MiB, free MiB, driver``, as many as visible.
 
@@ -208,24 +198,81 @@ def parse_gpus(
     """
     gpus = []
     for line in listing.splitlines():
-        fields = [field.strip() for field in line.rsplit(",", 3)]
-        if len(fields) == 4 and fields[1].isdigit() and fields[2].isdigit():
-            gpus.append(Gpu(fields[0], int(fields[1]) << 20, int(fields[2]) << 20, fields[3]))
-        elif len(fields) == 4 and fields[1] == NO_OWN_MEMORY:
-            gpus.append(Gpu(fields[0], *shared, fields[3]))
+        name, *fields = (field.strip() for field in line.rsplit(",", 3))
+        if len(fields) == 3 and fields[0].isdigit() and fields[1].isdigit():
+            gpus.append(Gpu(name, int(fields[0]) << 20, int(fields[1]) << 20, fields[2]))
+        elif len(fields) == 3 and fields[0] == NO_OWN_MEMORY:
+            gpus.append(Gpu(name, *shared, fields[2]))
     if visible is None:
         return tuple(gpus)
-    chosen = [item.strip() for item in visible.split(",") if item.strip() not in ("", "-1")]
-    if all(item.isdigit() and int(item) < len(gpus) for item in chosen):
-        return tuple(gpus[int(item)] for item in chosen)
-    return tuple(gpus[: len(chosen)])
+    if all(item.isdigit() and int(item) < len(gpus) for item in visible):
+        return tuple(gpus[int(item)] for item in visible)
+    return tuple(gpus[: len(visible)])
+
+
+# ---------------------------------------------------------------- GPUs that are not here
+
+
+@dataclass(frozen=True, slots=True)
+class GpuType:
+    """One kind of GPU that a plan can be made for without having it.
+
+    Attributes:
+        mib: of memory, as nvidia-smi lists it.
+        bf16, fp32: dense TFLOP/s of the vendor's data sheet, without sparsity and TF32.
+        gb_s: memory bandwidth, of the same sheet.
+        supported: what can be said of running there.
+    """
+
+    name: str
+    mib: int
+    bf16: float
+    fp32: float
+    gb_s: float
+    supported: str = UNTRIED
+
+
+TYPES = (
+    GpuType("A100-40GB", 40_960, 312, 19.5, 1555, f"{UNTRIED}; MXFP4 by Marlin"),
+    GpuType("A100-80GB", 81_920, 312, 19.5, 2039, f"{UNTRIED}; MXFP4 by Marlin"),
+    GpuType("H100-80GB", 81_559, 989, 67, 3350),
+    GpuType("H200-141GB", 143_771, 989, 67, 4800),
+    GpuType("B200-192GB", 183_359, 2250, 80, 8000),
+    GpuType("L40S-48GB", 46_068, 362, 91.6, 864, f"{UNTRIED}; MXFP4 by Marlin"),
+    GpuType("RTX4090-24GB", 24_564, 165, 82.6, 1008, f"{UNTRIED}; MXFP4 by Marlin"),
+    GpuType("MI300X-192GB", 196_288, 1307, 163, 5300, "not supported: ROCm was never run"),
+)
+
+
+def parse_kind(text: str) -> tuple[int, GpuType]:
+    """Number and kind of "8xH100-80GB", "4xa100-80gb", "H200" …
+
+    Raises:
+        MismatchError: no such kind, or several with other memory.
+    """
+    match = re.fullmatch(r"(?:([0-9]+)\s*[x×*])?\s*(?:rtx)?(.+)", text.strip().lower())
+    count, name = (int(match[1] or 1), match[2]) if match else (0, "")
+    kinds = [kind for kind in TYPES if kind.name.lower().removeprefix("rtx").startswith(name)]
+    if count < 1 or len(kinds) != 1:
+        choices = ", ".join(kind.name for kind in (kinds if len(kinds) > 1 else TYPES))
+        raise MismatchError(f"--gpus {text}: no kind of GPU known here", f"e.g. 8x{choices}")
+    return count, kinds[0]
+
+
+def machine_with(machine: Machine, count: int, kind: GpuType) -> Machine:
+    """This machine with other GPUs; its host memory is kept, where that is more than theirs."""
+    total = kind.mib << 20
+    gpu = Gpu(kind.name, total, total - CONTEXT_BYTES, "")
+    ram = max(machine.ram_free_bytes, count * total)
+    return replace(machine, gpus=(gpu,) * count, ram_bytes=ram, ram_free_bytes=ram)
+
+
+# ---------------------------------------------------------------- helpers
 
 
 def _version(name: str, distributions: tuple[str, ...]) -> str | None:
-    for distribution in distributions:
-        if version := _distribution_version(distribution):
-            return version
-    return "unknown" if find_spec(name) is not None else None
+    versions = filter(None, map(_distribution_version, distributions))
+    return next(versions, "unknown" if find_spec(name) is not None else None)
 
 
 def _distribution_version(name: str) -> str | None:

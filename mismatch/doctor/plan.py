@@ -12,31 +12,39 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from mismatch.doctor.choices import ExpertChoice, expert_choices, expert_warnings
-from mismatch.doctor.engine import Demand
-from mismatch.doctor.fit import Fit, engine_fit, trainer_fits
-from mismatch.doctor.gpus import machine_with, minutes, parse
-from mismatch.doctor.machine import Machine
+from mismatch.doctor.fit import (
+    ExpertChoice,
+    Fit,
+    engine_fit,
+    expert_choices,
+    expert_warnings,
+    trainer_fits,
+)
+from mismatch.doctor.machine import GpuType, Machine, look, machine_with, parse_kind
 from mismatch.doctor.memory import Work
 from mismatch.errors import MismatchError
+from mismatch.experiments.passes import training_passes
+from mismatch.experiments.square import float32_engine, wants_square
 from mismatch.models.config import FoundConfig, ModelConfig, find_config
+from mismatch.prompts.prompt import Prompt
+from mismatch.prompts.sources import read_prompts
 from mismatch.run.scorings import TRAIN
-from mismatch.specs import CheckSpec, PromptSpec
+from mismatch.specs import CheckSpec, Pass, PromptSpec
 
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
 CHARACTERS_PER_TOKEN = 3  # low, so that prompts are rather over- than underestimated
 UNKNOWN_PROMPT_TOKENS = 512
 # What resolve_attention makes of these names without a trial, for a model with sinks (True) and
 # one without, in the families whose memory is predicted; a test compares the two.
-PLAIN_KERNELS = {
-    True: {
-        "auto": "sink-sdpa",
-        "sink-sdpa": "sink-sdpa",
-        "transformers": "eager",
-        "eager": "eager",
-    },
-    False: {"auto": "sdpa", "sdpa": "sdpa", "transformers": "sdpa", "eager": "eager"},
-}
+_SINKS = {"auto": "sink-sdpa", "sink-sdpa": "sink-sdpa", "transformers": "eager", "eager": "eager"}
+_NO_SINKS = {"auto": "sdpa", "sdpa": "sdpa", "transformers": "sdpa", "eager": "eager"}
+PLAIN_KERNELS = {True: _SINKS, False: _NO_SINKS}
+# Shares of the data sheet that such work is usually seen to reach, (slow, fast): matrix products,
+# memory traffic; then seconds of a step, and of the start of the engine (compilation and graphs)
+# with the training world.
+PRODUCTS, TRAFFIC, STEP_S = (0.1, 0.45), (0.25, 0.7), (0.02, 0.003)
+DISK_BYTES_S = (0.3e9, 3e9)
+STARTS_S = (300.0, 60.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,8 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return _warnings(self.sides, self.experts)
+        texts = [text for side in self.sides for text in side.warnings]
+        return (*texts, *expert_warnings(self.experts))
 
     @property
     def fits(self) -> bool:
@@ -104,42 +113,37 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
 
     Args:
         machine: where it would run; None: this machine (imports are not tried).
-        gpus: GPUs in place of the machine's own, e.g. "8xH100-80GB"; see mismatch.doctor.gpus.
+        gpus: GPUs in place of the machine's own, e.g. "8xH100-80GB".
 
     Raises:
         MismatchError: no config.json offline, a family whose memory cannot be predicted, prompts
             that cannot be read, or a kernel that would be refused.
     """
-    from mismatch.doctor.machine import look
-    from mismatch.experiments.passes import training_passes
-
     machine, kind = machine or look(try_imports=False), None
     if gpus:
-        count, kind = parse(gpus)
+        count, kind = parse_kind(gpus)
         machine = machine_with(machine, count, kind)
-    found = find_config(spec.train.model, spec.train.revision)
-    shape = found.model.require_counts()
-    prompts, longest_prompt, notes = _prompts(spec.rollout.prompts)
-    longest = longest_prompt + spec.rollout.sampling.max_tokens
+    config = find_config(spec.train.model, spec.train.revision)
+    shape = config.model.require_counts()
+    work, tokens, notes = _work(spec)
     passes = training_passes(spec)
     if spec.train.autocast:
         notes.append("the copies of the weights that autocast makes are not counted")
     if kind is not None:
         notes.append(f"{kind.name}: {kind.supported}")
-    sequences = prompts * spec.rollout.sampling.samples_per_prompt
-    sides, experts = _sides(spec, shape, prompts, longest, machine)
+    sides, experts = _sides(spec, shape, work, machine)
     return Plan(
         model=spec.rollout.engine.model,
-        config_source=found.source,
+        config_source=config.source,
         device=machine.device,
         stages=_stages(spec, [item.name for item in passes]),
-        tokens=_tokens(spec, prompts, longest, len(passes)),
-        kernels=_kernels(spec, found, machine.device),
+        tokens=tokens,
+        kernels=_kernels(spec, config, machine.device),
         sides=sides,
         not_measured=tuple(_not_measured(spec, shape, machine)),
         notes=tuple(notes),
         experts=experts,
-        minutes=minutes(spec, shape, passes, longest, sequences, kind) if kind else None,
+        minutes=_minutes(spec, shape, passes, sum(work.lengths), kind) if kind else None,
         gpus=gpus,
     )
 
@@ -165,54 +169,40 @@ def refused(sides: Sequence[Fit], certain: bool = False) -> list[Fit]:
     Args:
         certain: only what can never fit here.
     """
-    own = [side for side in sides if side.prediction.side not in side_passes(sides)]
-    return [s for s in own if s.level == "does not fit" and (s.certain or not certain)]
+    own = [fit for fit in sides if fit.side not in side_passes(sides)]
+    return [fit for fit in own if fit.level == "does not fit" and (fit.certain or not certain)]
 
 
 def side_passes(sides: Sequence[Fit]) -> set[str]:
     """Names of the passes that a check can do without."""
-    return {side.prediction.side for side in sides} - {"engine", TRAIN, "host memory"}
+    return {fit.side for fit in sides} - {"engine", TRAIN, "host memory"}
 
 
 def memory_of(spec: CheckSpec) -> Memory:
     """What :func:`plan` would say of memory, alone and fast; empty where nothing is predicted."""
-    from mismatch.doctor.machine import look
-
     try:
         shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
-        prompts, longest_prompt, _ = _prompts(spec.rollout.prompts)
-        longest = longest_prompt + spec.rollout.sampling.max_tokens
-        sides, experts = _sides(spec, shape, prompts, longest, look(try_imports=False))
+        sides, experts = _sides(spec, shape, _work(spec)[0], look(try_imports=False))
     except MismatchError:
         return Memory()
-    out = [s for s in sides if s.prediction.side in side_passes(sides) and s.certain]
+    optional = side_passes(sides)
     return Memory(
-        _warnings(sides, experts),
-        tuple(text for side in refused(sides, certain=True) for text in side.warnings),
-        {side.prediction.side: " ".join(side.warnings) for side in out},
+        (*(text for fit in sides for text in fit.warnings), *expert_warnings(experts)),
+        tuple(text for fit in refused(sides, certain=True) for text in fit.warnings),
+        {f.side: " ".join(f.warnings) for f in sides if f.side in optional and f.certain},
     )
 
 
-def _warnings(sides: tuple[Fit, ...], experts: tuple[ExpertChoice, ...]) -> tuple[str, ...]:
-    return (*(text for side in sides for text in side.warnings), *expert_warnings(experts))
-
-
 def _sides(
-    spec: CheckSpec, shape: ModelConfig, prompts: int, longest: int, machine: Machine
+    spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine
 ) -> tuple[tuple[Fit, ...], tuple[ExpertChoice, ...]]:
     """Memory of the engine and of every pass of the trainer, and of other ways to run experts."""
-    from mismatch.experiments.passes import training_passes
-
-    sampling = spec.rollout.sampling
-    sequences = prompts * sampling.samples_per_prompt
-    demand, work = Demand(sequences, longest, sampling), Work([longest] * sequences, sampling)
-    passes = training_passes(spec)
-    engine = spec.rollout.engine
+    passes, engine = training_passes(spec), spec.rollout.engine
     served = shape  # the engine's model may be another checkpoint than the trainer's
     if (engine.model, engine.revision) != (spec.train.model, spec.train.revision):
         served = find_config(engine.model, engine.revision).model.require_counts()
     # The memory of servers is not ours.
-    ours = () if engine.servers else (engine_fit(spec, served, demand, machine),)
+    ours = () if engine.servers else (engine_fit(spec, served, work, machine),)
     sides = (*ours, *trainer_fits(spec, shape, work, machine, passes))
     return sides, expert_choices(shape, passes, spec.nproc_per_node, work, machine.device)
 
@@ -220,18 +210,20 @@ def _sides(
 # ---------------------------------------------------------------- what there is to do
 
 
-def _tokens(spec: CheckSpec, prompts: int, longest: int, passes: int) -> dict[str, int]:
-    """Upper bounds: no response ends before its last token."""
+def _work(spec: CheckSpec) -> tuple[Work, dict[str, int], list[str]]:
+    """Sequences at their longest, the tokens that this makes at most, and remarks."""
+    prompts, longest_prompt, notes = _prompts(spec.rollout.prompts)
     sampling = spec.rollout.sampling
-    sequences = prompts * sampling.samples_per_prompt
-    return {
+    sequences, longest = prompts * sampling.samples_per_prompt, longest_prompt + sampling.max_tokens
+    tokens = {
         "prompts": prompts,
         "sequences": sequences,
         "longest sequence": longest,
         "sampled at most": sequences * sampling.max_tokens,
         "rescored by the engine's prefill": sequences * longest * spec.rollout.engine.prefill,
-        "scored by the trainer at most": sequences * longest * passes,
+        "scored by the trainer at most": sequences * longest * len(training_passes(spec)),
     }
+    return Work([longest] * sequences, sampling), tokens, notes
 
 
 def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
@@ -239,8 +231,6 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
     if spec.dataset is not None:
         note = f"prompts of the data set are taken to have {UNKNOWN_PROMPT_TOKENS} tokens at most"
         return spec.num_prompts, UNKNOWN_PROMPT_TOKENS, [note]
-    from mismatch.prompts.prompt import Prompt
-    from mismatch.prompts.sources import read_prompts
 
     def tokens(prompt: Prompt) -> int:
         if prompt.token_ids is not None:
@@ -261,8 +251,6 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
 
 
 def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
-    from mismatch.experiments.square import float32_engine, wants_square
-
     engine = spec.rollout.engine
     prefill = ", then rescores the same tokens by prefill" if engine.prefill else ""
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
@@ -325,21 +313,43 @@ def _resolved_attention(name: str, values: dict[str, Any]) -> str:
 
 
 def _not_measured(spec: CheckSpec, shape: ModelConfig, machine: Machine) -> list[str]:
-    engine = spec.rollout.engine
-    missing = []
-    if machine.device == "cpu":
-        missing.append("batch variance of GPU kernels: CPU kernels hardly depend on the batch")
-        missing.append("CUDA kernels and NCCL: there is no GPU here")
-    if not shape.experts:
-        missing.append("routing disagreement: a dense model has no experts")
-    elif not (engine.routing and spec.train.routing):
-        missing.append("routing disagreement: --no-routing")
-    if not engine.prefill:
-        missing.append("the engine's own noise (decode against prefill): --no-prefill")
-    elif spec.rollout.sampling.truncates:
-        missing.append("prefill under truncation: prefill logprobs are of the whole distribution")
-    if spec.quick or not spec.noise_floor:
-        missing.append(f"rounding or fault: {'--quick' if spec.quick else '--no-noise-floor'}")
-    if not spec.noise_floor:
-        missing.append("the trainer's own noise and float32: --no-noise-floor")
-    return missing
+    engine, on_cpu = spec.rollout.engine, not machine.gpus
+    routed = engine.routing and spec.train.routing
+    truncated = engine.prefill and spec.rollout.sampling.truncates
+    rounding = "--quick" if spec.quick else "--no-noise-floor"
+    missing = {
+        "batch variance of GPU kernels: CPU kernels hardly depend on the batch": on_cpu,
+        "CUDA kernels and NCCL: there is no GPU here": on_cpu,
+        "routing disagreement: a dense model has no experts": not shape.experts,
+        "routing disagreement: --no-routing": shape.experts and not routed,
+        "the engine's own noise (decode against prefill): --no-prefill": not engine.prefill,
+        "prefill under truncation: prefill logprobs are of the whole distribution": truncated,
+        f"rounding or fault: {rounding}": spec.quick or not spec.noise_floor,
+        "the trainer's own noise and float32: --no-noise-floor": not spec.noise_floor,
+    }
+    return [text for text, applies in missing.items() if applies]
+
+
+def _minutes(
+    spec: CheckSpec, shape: ModelConfig, passes: Sequence[Pass], tokens: int, kind: GpuType
+) -> tuple[float, float]:
+    """(fewest, most) minutes of a check, every response at its longest: estimates."""
+    ranks, engine = spec.nproc_per_node, spec.rollout.engine
+    weights = 2 * shape.parameters  # in bf16, read from disk for each load and at each step
+    loads = len({(item.spec.dtype, item.spec.weights) for item in passes})
+    # Every micro-batch gathers and copies all weights once more.
+    batches = max(1, tokens // ranks // spec.train.micro_batch_tokens)
+
+    def seconds(end: int) -> float:
+        traffic = kind.gb_s * 1e9 * TRAFFIC[end]
+        forward = 2 * shape.active_parameters * tokens / PRODUCTS[end] / 1e12
+        step = weights / engine.tensor_parallel_size / traffic + STEP_S[end]
+        sampling = spec.rollout.sampling.max_tokens * step
+        prefill = forward / kind.bf16 / engine.tensor_parallel_size
+        reading = (1 + loads) * weights / DISK_BYTES_S[end]
+        rates = [kind.fp32 if item.spec.dtype == "fp32" else kind.bf16 for item in passes]
+        scoring = sum(forward / rate / ranks for rate in rates)
+        gathers = len(passes) * batches * 2 * weights / traffic
+        return STARTS_S[end] + reading + sampling + prefill + scoring + gathers
+
+    return seconds(1) / 60, seconds(0) / 60

@@ -13,9 +13,8 @@ from mismatch.captures import narrowest
 from mismatch.engines.base import Engine, ExpertLayout, Progress, Sample
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.prompts.answers import numeric_reward
 from mismatch.prompts.arithmetic import reward
-from mismatch.prompts.prompt import Prompt
+from mismatch.prompts.prompt import Prompt, numeric_reward
 from mismatch.specs import RolloutSpec
 from mismatch.types import Fingerprint, Floats, Rollout, Routing, Scoring
 

@@ -27,7 +27,7 @@ from mismatch.metrics.inference import (
     central,
     draws,
     heavy_tail,
-    rank_of,
+    quantile_cuts,
     student,
     wilson,
     woodruff_ends,
@@ -349,13 +349,14 @@ class Estimator:
         return ["few-prompts"] if self.n_prompts < FEW_PROMPTS else []
 
     def _quantile(self, metric: Metric, terms: Floats, ordered: Floats) -> Estimate:
-        value = float(ordered[rank_of(metric.probability, len(ordered)) - 1]) + 0.0
+        value, wider = (cut + 0.0 for cut in quantile_cuts(ordered, metric.probability))
         if not np.isfinite(value):
             return self._bare(value, "overflow")
         if self.n_prompts < 2:
             return self._bare(value, "one-prompt")
-        under = self._per_prompt(terms <= value, metric)
-        interval = woodruff_ends(ordered, under, self._counts[metric.reduction], metric.probability)
+        under, tail = (self._per_prompt(terms <= cut, metric) for cut in (value, wider))
+        count = self._counts[metric.reduction]
+        interval = woodruff_ends(ordered, under, tail, count, metric.probability)
         flags = [*self._few, *(["few-tokens"] if interval is None else [])]
         return self._bounded(metric, value, interval, flags)
 

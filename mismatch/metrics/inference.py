@@ -41,7 +41,9 @@ RARE_PROMPTS = 10  # with events; below, resamples without any would stretch boo
 FEW_PROMPTS = 16
 FARTHEST = 3.0  # arms of Student's t that an end of bootstrap-t may lie away
 HEAVY_FROM = 12  # prompts; of fewer, chance alone makes some that carry most
-QUANTILE_PROMPTS = 12.0  # effective number, of those that hold the rarer side of a quantile
+WIDER = 5.0  # times the share beyond a quantile
+QUANTILE_PROMPTS = 14.0  # effective number, of those that hold the values in that wider tail
+QUANTILE_FREEDOM = 2.5  # prompts of the rarer side for each degree of freedom
 DRAWN = 1 << 17  # prompts drawn at a time: what they are counted in stays in the cache
 ROUNDING = 1e-9  # of the standard error: a resample with less spread than this has none
 STEP = 1e-3  # of a mean's own standard deviation, for numeric gradients
@@ -306,33 +308,50 @@ def woodruff(values: Floats, cluster: Ints, probability: float) -> Interval | No
     The share of values at or under the quantile has a standard error over prompts; the interval
     of that share, taken on the logit scale to stay in (0, 1), is read off the order statistics.
     None where its upper end lies beyond the sample: then the data bound the quantile only below;
-    and where too few prompts hold the values beyond the quantile to say how these vary.
+    and where too few prompts hold the values of the tail to say how these vary.
 
     Args:
         values: [U].
         cluster: [U] prompt of each, numbered from 0.
     """
-    ordered = np.sort(values)
-    under = values <= ordered[rank_of(probability, len(ordered)) - 1]
-    counts = np.bincount(cluster, weights=under), np.bincount(cluster)
-    return woodruff_ends(ordered, floats(counts[0]), floats(counts[1]), probability)
+    ordered, count = np.sort(values), floats(np.bincount(cluster))
+    under, tail = (
+        floats(np.bincount(cluster, weights=values <= cut))
+        for cut in quantile_cuts(ordered, probability)
+    )
+    return woodruff_ends(ordered, under, tail, count, probability)
+
+
+def quantile_cuts(ordered: Floats, probability: float) -> tuple[float, float]:
+    """The quantile of sorted values, and the one that cuts off a tail ``WIDER`` times as large.
+
+    Whether prompts share the tail evenly is told from the wider one. To tell it from the values
+    beyond the quantile itself would choose the runs in which these happen to be spread evenly,
+    and in those the quantile is too small: benchmarks/coverage.py.
+    """
+    rare = min(WIDER * min(probability, 1.0 - probability), 0.5)
+    wider = rare if probability < 0.5 else 1.0 - rare
+    first, second = (
+        float(ordered[rank_of(share, len(ordered)) - 1]) for share in (probability, wider)
+    )
+    return first, second
 
 
 def woodruff_ends(
-    ordered: Floats, under: Floats, count: Floats, probability: float
+    ordered: Floats, under: Floats, tail: Floats, count: Floats, probability: float
 ) -> Interval | None:
-    """:func:`woodruff` from sorted values; ``under`` [P] of ``count`` [P] are at or below it."""
+    """:func:`woodruff` from sorted values and how many of ``count`` [P] lie at or below the two
+    :func:`quantile_cuts`, ``under`` and ``tail`` [P]."""
     if ordered[0] == ordered[-1]:
         return float(ordered[0]), float(ordered[0])
     total, prompts = len(ordered), len(count)
     residual = under - under.sum() / total * count
-    rare = under if probability < 0.5 else count - under
-    effective = rare.sum() ** 2 / max((rare**2).sum(), 1e-300)
-    if effective < QUANTILE_PROMPTS:
+    rare, wide = (side if probability < 0.5 else count - side for side in (under, tail))
+    if _effective(wide) < QUANTILE_PROMPTS:
         return None
     # The standard error rests on the prompts of the rarer side, and is the less sure the fewer
-    # they are: half their number as degrees of freedom covers what is simulated in benchmarks.
-    freedom = max(math.floor((min(effective, prompts) - 1.0) / 2.0), 1)
+    # they are: degrees of freedom that cover what is simulated in benchmarks.
+    freedom = max(math.floor((min(_effective(rare), prompts) - 1.0) / QUANTILE_FREEDOM), 1)
     error = math.sqrt(prompts / (prompts - 1) * float((residual**2).sum())) / total
     arm = student(freedom) * error / (probability * (1.0 - probability))
     centre = math.log(probability / (1.0 - probability))
@@ -341,6 +360,11 @@ def woodruff_ends(
         return None
     first, last = rank_of(low, total), rank_of(high, total)
     return float(ordered[first - 1]), float(ordered[last - 1])
+
+
+def _effective(held: Floats) -> float:
+    """Number of equal prompts that would share so many values as unevenly as these [P]."""
+    return float(held.sum() ** 2 / max((held**2).sum(), 1e-300))
 
 
 def rank_of(probability: float, total: int) -> int:

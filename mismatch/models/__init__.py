@@ -1,17 +1,90 @@
-"""Models that ship with the package, short names, and how a name becomes a path or a hub id."""
+"""Models that ship with the package, short names, and how a name becomes a path or a hub id.
+
+The config.json that ships for a short name makes `mismatch doctor`, `mismatch kernels` and
+`--dry-run` work without a network; a real run always reads the model's own. They were written from
+public copies of each model's config.json; where a value had no second public source, it is listed
+as unconfirmed (none of these decides a memory size: parameters are checked against the published
+count).
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.models.aliases import ALIASES, find_alias
 
 EMBEDDED = {"tiny-gpt-oss": Path(__file__).parent / "tiny-gpt-oss"}
+CONFIGS = Path(__file__).parent / "configs"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """One short name.
+
+    >>> ALIASES["gpt-oss-20b"].hub_id
+    'openai/gpt-oss-20b'
+
+    Attributes:
+        parameters: exact count, tied embeddings once.
+        released: how the weights are stored on the hub.
+        unconfirmed: fields of the shipped config that rest on one source only.
+    """
+
+    name: str
+    hub_id: str
+    parameters: int
+    released: str = "bf16"
+    unconfirmed: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The shipped config.json."""
+        parsed: dict[str, Any] = json.loads((CONFIGS / f"{self.name}.json").read_text())
+        return parsed
+
+
+_MXFP4 = "mxfp4 experts, bf16 rest"
+_EOS = ("eos_token_id",)
+ALIASES = {
+    alias.name: alias
+    for alias in (
+        Alias("gpt-oss-20b", "openai/gpt-oss-20b", 20_914_757_184, _MXFP4),
+        Alias("gpt-oss-120b", "openai/gpt-oss-120b", 116_829_156_672, _MXFP4),
+        Alias("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 235_093_634_560),
+        Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        Alias("qwen3-32b", "Qwen/Qwen3-32B", 32_762_123_264),
+        Alias("qwen3-14b", "Qwen/Qwen3-14B", 14_768_307_200),
+        Alias("qwen3-8b", "Qwen/Qwen3-8B", 8_190_735_360),
+        Alias("qwen3-4b", "Qwen/Qwen3-4B", 4_022_468_096),
+        Alias("qwen3-1.7b", "Qwen/Qwen3-1.7B", 1_720_574_976),
+        Alias("qwen3-0.6b", "Qwen/Qwen3-0.6B", 596_049_920),
+        Alias("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct", 7_615_616_512, "bf16", _EOS),
+        Alias("qwen2.5-1.5b-instruct", "Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304, "bf16", _EOS),
+        Alias("qwen2.5-0.5b-instruct", "Qwen/Qwen2.5-0.5B-Instruct", 494_032_768, "bf16", _EOS),
+        Alias("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", 494_032_768),
+        Alias(
+            "llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248, "bf16", _EOS
+        ),
+        Alias("mixtral-8x7b-instruct", "mistralai/Mixtral-8x7B-Instruct-v0.1", 46_702_792_704),
+        Alias("olmoe-1b-7b", "allenai/OLMoE-1B-7B-0924", 6_919_161_856, "bf16", _EOS),
+    )
+}
+
+
+def find_alias(name: str) -> Alias | None:
+    """The alias of that name, or of that hub id; capitals do not matter."""
+    wanted = name.lower()
+    for alias in ALIASES.values():
+        if wanted in (alias.name, alias.hub_id.lower()):
+            return alias
+    return None
 
 
 def resolve_model(name: str) -> str:

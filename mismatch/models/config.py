@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.models.aliases import find_alias
+from mismatch.models import find_alias
 
 SHIPPED = "shipped with mismatch"
 MXFP4_BITS = 4.25  # 4 per value, and 8 for the scale that 32 values share
@@ -319,11 +319,11 @@ def find_config(model: str, revision: str | None = None) -> FoundConfig:
         MismatchError: it is neither here nor shipped, or cannot be read.
     """
     if Path(model).is_dir():
-        return FoundConfig(_read(Path(model) / "config.json"), "its directory", Path(model))
+        return FoundConfig(read_config(Path(model)), "its directory", Path(model))
     cached = cached_snapshot(model, revision)
     if cached is not None and (cached / "config.json").is_file():
         here = cached if any(cached.glob("*.safetensors")) else None
-        return FoundConfig(_read(cached / "config.json"), "the hub's cache", here)
+        return FoundConfig(read_config(cached), "the hub's cache", here)
     alias = find_alias(model)
     if alias is not None and revision is None:
         return FoundConfig(alias.config, SHIPPED, None)
@@ -368,7 +368,13 @@ def offline() -> bool:
     return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint's directory.
+
+    Raises:
+        MismatchError: it cannot be read, or is no JSON object.
+    """
+    path = directory / "config.json"
     try:
         parsed = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mismatch.errors import MismatchError
+from mismatch.models.config import read_config
 from mismatch.specs import AS_STORED, EngineSpec, TrainSpec, WeightsForm
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ INDEX = "model.safetensors.index.json"
 FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")  # [E, in, out], gpt-oss
 SINGLE = re.compile(r"\.experts\.\d+\.\w+\.weight$")  # [out, in], one matrix per expert
 PACKED = re.compile(r"\.experts\.\w+_(blocks|scales)$")
-CHANGES_ONLY_STORAGE = "the experts of this checkpoint are not in MXFP4"
 Spec = TypeVar("Spec", EngineSpec, TrainSpec)
 
 
@@ -88,7 +88,7 @@ def require_form(source: Path, form: WeightsForm) -> None:
     Raises:
         MismatchError: no experts in a known layout, or MXFP4 asked of another family than gpt-oss.
     """
-    family = _config(source).get("model_type")
+    family = read_config(source).get("model_type")
     if form == "mxfp4" and family != "gpt_oss":
         raise MismatchError(
             f"--rollout-weights mxfp4: engines read MXFP4 experts of gpt-oss, not of {family}",
@@ -103,17 +103,8 @@ def require_form(source: Path, form: WeightsForm) -> None:
 
 def is_mxfp4(directory: Path) -> bool:
     """Whether a checkpoint stores its experts in MXFP4."""
-    quantisation = _config(directory).get("quantization_config") or {}
+    quantisation = read_config(directory).get("quantization_config") or {}
     return bool(quantisation.get("quant_method") == "mxfp4")
-
-
-def origin(directory: Path) -> dict[str, Any] | None:
-    """Of a derived checkpoint: ``form`` and the hashes of the files it was made of; else None."""
-    path = directory / RECORD
-    if not path.is_file():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return found
 
 
 def cache() -> Path:
@@ -176,7 +167,7 @@ def _write(source: Path, target: Path, form: WeightsForm, hashes: dict[str, str]
     for name, tensor in _converted(source, form):
         shards.add(name, tensor)
     shards.finish()
-    config = _config(source)
+    config = read_config(source)
     config.pop("quantization_config", None)
     if form == "mxfp4":
         config["quantization_config"] = {
@@ -290,18 +281,6 @@ def _scales(source: Path, files: dict[str, Any], name: str) -> torch.Tensor:
 def _names(source: Path) -> list[str]:
     with ExitStack() as stack:
         return list(_open(source, stack))
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it holds no object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise MismatchError(
-            f"{directory}/config.json cannot be read: {error}", "give a complete checkpoint"
-        ) from error
-    return found
 
 
 def _require_space(source: Path, target: Path) -> None:

@@ -1,14 +1,68 @@
-"""What can be said about a model's routers from its configuration alone, before anything starts."""
+"""What is asked of routers and experts before anything starts, and disturbances planted on purpose.
+
+Disturbances stand in for noise that a machine cannot show by itself (a CPU is nearly bitwise
+stable), and are named as injected wherever their effect is reported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from mismatch.errors import MismatchError
 from mismatch.models.config import is_moe
-from mismatch.models.injections import describe
-from mismatch.specs import AS_STORED, CheckSpec, TrainSpec
+from mismatch.specs import AS_STORED, CheckSpec, Injections, TrainSpec
+
+ROUTER_NOISE = "router-noise"
+KNOWN = {ROUTER_NOISE: "normal noise of this standard deviation on every router logit"}
+
+
+def parse_injections(texts: Sequence[str] | None) -> Injections:
+    """What ``--inject NAME=SIZE`` (repeatable) asks for.
+
+    >>> parse_injections(["router-noise=0.05"])
+    (('router-noise', 0.05),)
+
+    Raises:
+        MismatchError: an unknown name, a name given twice, or a size that is no positive number.
+    """
+    found: dict[str, float] = {}
+    for text in texts or ():
+        name, equals, size = text.partition("=")
+        name = name.strip()
+        if name not in KNOWN:
+            raise MismatchError(f"--inject {text!r}: no such disturbance", f"use {_usage()}")
+        if name in found:
+            raise MismatchError(f"--inject {name} is given twice", "give it once")
+        found[name] = _size(text, size if equals else "")
+    return tuple(found.items())
+
+
+def describe(injections: Injections, seed: int | None = None) -> str:
+    """One phrase for messages and reports; "" where nothing is injected.
+
+    >>> describe((("router-noise", 0.05),), seed=3)
+    'router-noise=0.05 (seed 3)'
+    """
+    if not injections:
+        return ""
+    text = ", ".join(f"{name}={size:g}" for name, size in injections)
+    return text if seed is None else f"{text} (seed {seed})"
+
+
+def _size(text: str, size: str) -> float:
+    try:
+        value = float(size)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise MismatchError(f"--inject {text!r}: the size is no positive number", f"use {_usage()}")
+    return value
+
+
+def _usage() -> str:
+    return " or ".join(f"--inject {name}=SIGMA ({what})" for name, what in KNOWN.items())
 
 
 def require_routes(spec: CheckSpec, weight_givers: Collection[str] = ("transformers",)) -> None:

@@ -28,7 +28,7 @@ from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.processes.square import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
-from mismatch.run.damage import damage_named
+from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
 from mismatch.run.scorings import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
@@ -111,12 +111,7 @@ def build_report(
     checks = input_checks(found.rollout, found.decode, found.train)
     comparisons, floor = compare_artefacts(run_dir, spec, found, checks, again)
     if comparisons:
-        ratio = comparisons[0].metrics["ratio_mean"]
-        checks += semantic_checks(found.rollout, found.decode, found.train, ratio)
-        checks += exact_checks(comparisons[0])
-        checks += routing_checks(found.rollout, found.decode, found.train)
-        checks += pass_checks(found.rollout, found.decode, found.train, found.scorings)
-        checks += sharding_checks(spec.nproc_per_node, found.train.fingerprint)
+        checks += checks_of(spec, found, comparisons[0])
     column = column_for(found.decode.fingerprint, found.train.fingerprint)
     if comparisons:
         require_applied(comparisons[0], column, thresholds)
@@ -139,6 +134,18 @@ def build_report(
         run=facts(spec, found.rollout, command),
     ).with_analyses(**results)
     return report, store.load_tokens(run_dir)
+
+
+def checks_of(spec: CheckSpec, found: Artefacts, headline: Comparison) -> list[Check]:
+    """All checks of artefacts that passed the input checks, but for those of the square."""
+    sides = found.rollout, found.decode, found.train
+    return [
+        *semantic_checks(*sides, headline.metrics["ratio_mean"]),
+        *exact_checks(headline),
+        *routing_checks(*sides),
+        *pass_checks(*sides, found.scorings),
+        *sharding_checks(spec.nproc_per_node, found.train.fingerprint),
+    ]
 
 
 def without_square(spec: CheckSpec, comparisons: list[Comparison], results: dict[str, Any]) -> str:

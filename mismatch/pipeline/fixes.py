@@ -26,6 +26,7 @@ from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec, Pass
 
 ATTEMPTS = 3  # of a training world that a fix took down with it
+REFUSED = ("id", "side", "summary", "flags", "applies", "reason")  # what is kept of a refused fix
 ENGINE_SHARE = 0.5  # of the budget: the rest is for the trainer
 
 
@@ -208,15 +209,7 @@ class FixRun:
                 for one in self.variants
             ],
             "refused": [
-                {
-                    "id": row.id,
-                    "side": row.side,
-                    "summary": row.summary,
-                    "flags": row.flags,
-                    "applies": row.applies,
-                    "reason": row.reason,
-                }
-                for row in self.plan.refused
+                {name: getattr(row, name) for name in REFUSED} for row in self.plan.refused
             ],
             "estimators": [fix.id for fix in self.plan.estimators],
             "left_out": self.left_out,

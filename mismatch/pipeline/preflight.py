@@ -11,14 +11,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from mismatch import __version__
 from mismatch.engines.registry import check_machine, engine_info, require_engine, weight_givers
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.interpreters import interpreter_environment, own_python
-from mismatch.run.machine import local_gpus
+from mismatch.run.machine import local_gpus, unknown_host
 from mismatch.specs import (
     AS_STORED,
     CheckSpec,
@@ -42,7 +41,6 @@ if u.find_spec("mismatch") is not None:
 print(json.dumps([missing, found]))
 """
 LIGHT = ("numpy", "pyarrow", "safetensors", "psutil")  # what every worker imports
-PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 OFFLINE = (
     "without a network: download it where there is one (hf download {model}), copy the cache and "
     "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
@@ -235,7 +233,10 @@ def require_reachable(model: str, revision: str | None) -> None:
             OFFLINE.format(model=model),
         )
     _require_writable(Path(constants.HF_HUB_CACHE))
-    _require_name(constants.ENDPOINT, model)
+    host, why = unknown_host()  # its client would try for half a minute
+    if host:
+        fault = f"{model}: the hub cannot be reached: {host}: {why}"
+        raise MismatchError(fault, OFFLINE.format(model=model))
     try:
         hf_hub_download(model, "config.json", revision=revision)
     except GatedRepoError as error:
@@ -264,18 +265,4 @@ def _require_writable(cache: Path) -> None:
         raise MismatchError(
             f"the hub's cache {cache} cannot be written: {error.strerror}",
             "set HF_HOME to a directory with space that can be written",
-        ) from error
-
-
-def _require_name(endpoint: str, model: str) -> None:
-    """Fail at once where the hub's name is not known: its client would try for half a minute."""
-    host = urlsplit(endpoint).hostname
-    if host is None or any(os.environ.get(name) for name in PROXIES):
-        return
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError as error:
-        raise MismatchError(
-            f"{model}: the hub cannot be reached: {host}: {error.strerror}",
-            OFFLINE.format(model=model),
         ) from error

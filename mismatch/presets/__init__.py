@@ -12,9 +12,7 @@ import difflib
 
 from mismatch.errors import MismatchError
 from mismatch.presets.base import Applied, Gap, Preset, Setting, Source, installed_kernels
-from mismatch.presets.skyrl import SKYRL
-from mismatch.presets.trl import TRL
-from mismatch.presets.verl import VERL, VERL_LEGACY
+from mismatch.presets.frameworks import SKYRL, TRL, VERL, VERL_LEGACY
 
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in (VERL, VERL_LEGACY, TRL, SKYRL)}
 

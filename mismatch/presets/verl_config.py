@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mismatch.engines.registry import engine_infos
 from mismatch.errors import MismatchError
 from mismatch.presets.base import Preset
-from mismatch.presets.config_file import MISSING, ConfigFile, read_config
-from mismatch.presets.values import at, put, short, typed
-from mismatch.presets.verl import VERL, VERL_LEGACY
+from mismatch.presets.config_file import MISSING, ConfigFile, at, put, read_config, short, typed
+from mismatch.presets.frameworks import VERL, VERL_LEGACY
 from mismatch.presets.verl_keys import GAPS, OWN_ARGUMENTS, RULES, VERL_TENSOR_PARALLEL, Rule
 from mismatch.specs import CheckSpec
 
@@ -129,24 +128,24 @@ def read_verl_config(path: Path, overrides: Sequence[str] = ()) -> VerlConfig:
     return VerlConfig(source, VERL_LEGACY if legacy else VERL)
 
 
+@dataclass
 class _Work:
-    """One application of a config: the spec as it grows, and the account of every key."""
+    """One application of a config: the spec as it grows, and the account of every key.
 
-    def __init__(
-        self,
-        source: ConfigFile,
-        spec: CheckSpec,
-        explicit: set[str],
-        packages: frozenset[str],
-        cpu_engine: bool,
-    ) -> None:
-        self.source, self.spec, self.explicit = source, spec, explicit
-        self.packages, self.cpu_engine = packages, cpu_engine
-        self.used: list[Used] = []
-        self.kept: list[str] = []
-        self.gaps: list[str] = []
-        self.seen: set[str] = set()
-        self.configured: set[str] = set()  # fields of TrainSpec that the config decides
+    Attributes:
+        configured: fields of TrainSpec that the config decides.
+    """
+
+    source: ConfigFile
+    spec: CheckSpec
+    explicit: set[str]
+    packages: frozenset[str]
+    cpu_engine: bool
+    used: list[Used] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    configured: set[str] = field(default_factory=set)
 
     def value(self, key: str, kind: str) -> Any:
         """The typed value of a key below ``actor_rollout_ref`` or at the top; None if not set."""

@@ -7,18 +7,15 @@ frameworks do it; lists of messages are taken as they are.
 
 from __future__ import annotations
 
-import os
 import random
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from mismatch.errors import MismatchError
-from mismatch.prompts.answers import numeric_answer
-from mismatch.prompts.prompt import Prompt
+from mismatch.prompts.prompt import Prompt, numeric_answer
+from mismatch.run.machine import unknown_host
 from mismatch.specs import PromptSpec
 
 INSTALL = "pip install 'train-infer-mismatch[datasets]'"
@@ -173,27 +170,13 @@ def _split(found: Any, spec: PromptSpec) -> Any:
 
 
 def _hub(datasets: Any, name: str, spec: PromptSpec) -> Any:
-    host = _unknown_host()
+    host = unknown_host()[0]
     try:
         with _cache_alone(datasets) if host else nullcontext():
             return datasets.load_dataset(name, spec.dataset_config, split=spec.dataset_split)
     except Exception as error:  # connection, unknown id, several configs, unknown split …
         reason = f"no address for {host}, and not in the cache" if host else _reason(error)
         raise _explained(error, reason, name, spec) from error
-
-
-def _unknown_host() -> str | None:
-    """The hub's host if its name cannot be looked up (and no proxy does that), else None."""
-    from huggingface_hub import constants
-
-    if any(name in os.environ for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
-        return None
-    host = urlsplit(constants.ENDPOINT).hostname or constants.ENDPOINT
-    try:
-        socket.getaddrinfo(host, 443)
-    except OSError:
-        return host
-    return None
 
 
 @contextmanager

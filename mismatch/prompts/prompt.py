@@ -1,7 +1,9 @@
-"""One prompt, as every source gives it."""
+"""One prompt, as every source gives it; final answers that are whole numbers, and their reward."""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,3 +29,56 @@ class Prompt:
     token_ids: list[int] | None = None
     answer: int | None = None
     grader: Literal["arithmetic", "number"] = "arithmetic"
+
+
+# Where a text puts its final answer, the strongest mark first.
+_MARKED = (re.compile(r"####[ \t]*([^\n]+)"), re.compile(r"\\boxed\{([^{}]*)\}"))
+_SAID = re.compile(r"[Aa]nswer(?:\s+is)?\s*[:=]?\s*([^\n]+)")
+_NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?")
+_MOST_DIGITS = 18
+
+
+def numeric_answer(value: Any) -> int | None:
+    """The whole number that an answer means, or None.
+
+    A text is read after its last ``####`` or inside its last ``\\boxed{}``, else as a whole.
+
+    >>> numeric_answer("18 - 3 = 15 <<15*2=30>>\\n#### 1,030"), numeric_answer("blue")
+    (1030, None)
+    """
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return int(value) if math.isfinite(value) and value == int(value) else None
+    text = str(value)
+    for pattern in _MARKED:
+        if found := pattern.findall(text):
+            return _whole(found[-1])
+    return _whole(text) if _NUMBER.fullmatch(text.strip()) else None
+
+
+def numeric_reward(response: str, answer: int) -> float:
+    """1.0 where the response's final number is ``answer``, else 0.0; nothing in it can raise.
+
+    Read after the last ``####``, inside the last ``\\boxed{}``, after the last "answer", or else
+    the last number of all.
+
+    >>> numeric_reward("so she has 42.", 42), numeric_reward("42 apples, 5 pears", 42)
+    (1.0, 0.0)
+    """
+    for pattern in (*_MARKED, _SAID):
+        if found := pattern.findall(response):
+            return float(_whole(found[-1]) == answer)
+    numbers = _NUMBER.findall(response)
+    return float(bool(numbers) and _whole(numbers[-1]) == answer)
+
+
+def _whole(text: str) -> int | None:
+    """The first number of a text, if it is whole and of a sane size."""
+    found = _NUMBER.search(text)
+    if found is None:
+        return None
+    digits, _, decimals = found[0].replace(",", "").replace("$", "").partition(".")
+    if decimals.strip("0") or len(digits) > _MOST_DIGITS:
+        return None
+    return int(digits)

@@ -30,21 +30,11 @@ def rollout_done(run_dir: Path, spec: RolloutSpec) -> bool:
     )
 
 
-def prefill_done(run_dir: Path, spec: RolloutSpec) -> bool:
-    """Whether the engine's rescoring of these tokens is complete, or known never to come.
+def rescored(place: Path, home: Path, spec: RolloutSpec) -> bool:
+    """Whether the engine of the run ``home`` has rescored ``place``'s tokens, or never will.
 
     An engine that cannot rescore has said so when it sampled: nothing is gained by starting it.
     """
-    decode = f"{spec.engine.engine}:decode"
-    if _done(run_dir, scoring_file(f"{spec.engine.engine}:prefill"), spec):
-        return True
-    if not _done(run_dir, scoring_file(decode), spec):
-        return False
-    return scoring_header(run_dir, decode)["fingerprint"].get("prefill") is False
-
-
-def rescored(place: Path, home: Path, spec: RolloutSpec) -> bool:
-    """Whether the engine of the run ``home`` has rescored ``place``'s tokens, or never will."""
     decode = f"{spec.engine.engine}:decode"
     if _done(place, scoring_file(f"{spec.engine.engine}:prefill"), spec):
         return True

@@ -29,11 +29,10 @@ import numpy as np
 
 from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
-from mismatch.run import distributions, manifest
-from mismatch.run.damage import readable
-from mismatch.run.manifest import write_atomic
+from mismatch.run import capture_files, manifest
+from mismatch.run.capture_files import read_arrays, write_arrays
+from mismatch.run.manifest import readable, write_atomic
 from mismatch.run.provenance import checkpoint_digest, numeric_versions
-from mismatch.run.routing_files import read_arrays, write_arrays
 from mismatch.run.secrets import redact
 from mismatch.run.tables import (
     flat,
@@ -119,10 +118,7 @@ def save_rollout(run_dir: Path | str, rollout: Rollout, made_by: RolloutSpec | N
     }
     if rollout.rewards is not None:
         rows["reward"] = rollout.rewards
-    header = {
-        "sampling": dataclasses.asdict(rollout.sampling),
-        "fingerprint": rollout.fingerprint,
-    }
+    header = {"sampling": dataclasses.asdict(rollout.sampling), "fingerprint": rollout.fingerprint}
     path = write_table(Path(run_dir) / ROLLOUT, rows, ROLLOUT_SCHEMA, header)
     manifest.record(run_dir, ROLLOUT, ROLLOUT_SCHEMA, _hash(made_by), (), _made_with(made_by))
     return path
@@ -186,7 +182,7 @@ def save_scoring(
         header["routing"] = True
     if scoring.distributions is not None:
         inputs.append(distributions_file(scoring.name))
-        distributions.save(run_dir, inputs[-1], scoring.distributions)
+        capture_files.save_distributions(run_dir, inputs[-1], scoring.distributions)
         header["distributions"] = True
     name = scoring_file(scoring.name)
     path = write_table(run_dir / name, rows, SCORING_SCHEMA, header)
@@ -218,7 +214,7 @@ def load_scoring(run_dir: Path | str, name: str) -> Scoring:
 @readable(lambda name: distributions_file(name))
 def load_distributions(run_dir: Path | str, name: str) -> Distributions:
     """The whole distributions of a scoring; MismatchError where it has none."""
-    return distributions.load(Path(run_dir), distributions_file(name))
+    return capture_files.load_distributions(Path(run_dir), distributions_file(name))
 
 
 @readable(lambda name: scoring_file(name))
@@ -246,7 +242,7 @@ def routing_file(name: str) -> str:
 
 def distributions_file(name: str) -> str:
     """Path of a scoring's whole distributions inside its run directory."""
-    return distributions.distributions_file(_stem(name))
+    return f"dists/{_stem(name)}.safetensors"
 
 
 def action_offsets(rollout: Rollout) -> np.ndarray:

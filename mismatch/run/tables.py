@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,6 @@ from mismatch.run.manifest import write_atomic
 from mismatch.run.secrets import redact
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import pyarrow as pa
 
 GROUP_VALUES = 1 << 20
@@ -51,57 +51,21 @@ def _rows_per_group(table: pa.Table) -> int:
     return max(1, rows // groups)
 
 
-def batches(path: Path, schema: str, columns: list[str], rows: int) -> Iterator[pa.Table]:
-    """Rows of a file in order, ``rows`` at a time, the last time fewer; other columns are not read.
-
-    Raises:
-        MismatchError: as :func:`read_table`.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    read_header(path, schema)
-    with pq.ParquetFile(path) as file:
-        missing = set(columns) - set(file.schema_arrow.names)
-        if missing:
-            raise MismatchError(
-                f"{path} lacks the columns {sorted(missing)}", "run the stage again"
-            )
-        held: list[pa.RecordBatch] = []
-        for batch in file.iter_batches(batch_size=rows, columns=columns):
-            held.append(batch)
-            while sum(one.num_rows for one in held) >= rows:
-                table = pa.Table.from_batches(held)
-                yield table.slice(0, rows)
-                held = table.slice(rows).to_batches()
-        if held:
-            yield pa.Table.from_batches(held)
-
-
 def read_table(path: Path, schema: str, required: set[str]) -> tuple[pa.Table, dict[str, Any]]:
     """The table and its header.
 
     Raises:
         MismatchError: absent, truncated, foreign, of another schema, or columns missing.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    require_file(path)
-    try:
+    header = read_header(path, schema)
+    with _parquet(path):
         table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise MismatchError(
-            f"{path} is not a readable Parquet file (truncated or foreign): {reason}",
-            "run the stage that makes it again",
-        ) from error
-    metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-    require_schema(path, metadata.get("schema"), schema)
     missing = required - set(table.column_names)
     if missing:
         raise MismatchError(f"{path} lacks the columns {sorted(missing)}", "run the stage again")
-    return table, json.loads(metadata["header"])
+    return table, header
 
 
 def read_header(path: Path, schema: str) -> dict[str, Any]:
@@ -110,20 +74,28 @@ def read_header(path: Path, schema: str) -> dict[str, Any]:
     Raises:
         MismatchError: as :func:`read_table`.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     require_file(path)
-    try:
+    with _parquet(path):
         metadata = pq.read_schema(path).metadata or {}
-    except (OSError, pa.ArrowException) as error:
-        raise MismatchError(
-            f"{path} is not a readable Parquet file (truncated or foreign): {error}",
-            "run the stage that makes it again",
-        ) from error
     require_schema(path, metadata.get(b"schema", b"").decode() or None, schema)
     header: dict[str, Any] = json.loads(metadata[b"header"])
     return header
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MismatchError(
+            f"{path} is not a readable Parquet file (truncated or foreign): {reason}",
+            "run the stage that makes it again",
+        ) from error
 
 
 def require_file(path: Path) -> None:

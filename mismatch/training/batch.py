@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mismatch.models.injections import ROUTER_NOISE
+from mismatch.models.moe import ROUTER_NOISE
 from mismatch.specs import TrainSpec
 from mismatch.training.packing import Batch, MicroBatch, collate
 from mismatch.training.routing.interventions import RouterDtype, RouterNoise

@@ -7,19 +7,18 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from mismatch.doctor.engine import Demand, batch_class, predict_engine, vllm_batch
-from mismatch.doctor.examine import examine
-from mismatch.doctor.gpus import parse as parse_kind
+from mismatch.doctor.examine import examine, print_diagnosis, print_plan
 from mismatch.doctor.machine import (
     Gpu,
     Machine,
     Package,
     inspect_package,
     parse_gpus,
+    parse_kind,
     version_clash,
 )
+from mismatch.doctor.memory import Work, batch_class, predict_engine, vllm_batch
 from mismatch.doctor.plan import PLAIN_KERNELS, plan, refused
-from mismatch.doctor.show import print_diagnosis, print_plan
 from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED, resolve_model
 from mismatch.models.config import find_config
@@ -314,8 +313,8 @@ def test_gpus_are_read_from_nvidia_smi():
     found = parse_gpus(listing, None)
     assert [gpu.name for gpu in found] == ["NVIDIA H100, SXM", "NVIDIA L4"]
     assert found[0].memory_bytes == 81559 << 20
-    assert [gpu.name for gpu in parse_gpus(listing, "1")] == ["NVIDIA L4"]
-    assert parse_gpus(listing, "") == ()
+    assert [gpu.name for gpu in parse_gpus(listing, ["1"])] == ["NVIDIA L4"]
+    assert parse_gpus(listing, []) == ()
     assert parse_gpus("No devices were found\n", None) == ()
 
 
@@ -425,7 +424,7 @@ def test_prompt_logprobs_are_taken_in_chunks_on_a_gpu():
     shape = find_config(resolve_model("gpt-oss-20b")).model.require_counts()
     engine = EngineSpec(model="m")
     short, long = (
-        predict_engine(shape, engine, Demand(1, tokens), "cuda").moments[-1].parts[-1].bytes
+        predict_engine(shape, engine, Work((tokens,)), "cuda").moments[-1].parts[-1].bytes
         for tokens in (1024, 16384)
     )
     assert short == long

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch.doctor.experts import forward_bytes
+from mismatch.doctor.memory import forward_bytes
 from mismatch.models.config import ModelConfig
 from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec, to_dict

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch.analysis.comparison import NOISE_METRICS, compare, flips_per_token, is_sampling_law
+from mismatch.analysis.comparison import NOISE_METRICS, compare, is_sampling_law, paired_routing
 from mismatch.analysis.exact_kl import is_exact
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.metrics import METRICS
@@ -158,7 +158,7 @@ def test_by_probability_has_the_rollout_sides_probabilities():
 
 def test_routing_harm_and_layers():
     left, right = pair()
-    flips = flips_per_token(ROLLOUT, left, right)
+    flips = paired_routing(ROLLOUT, left, right).flips
     right = replace(right, logprobs=left.logprobs + 0.1 * flips)
     got = run(left, right)
     harm = got.breakdowns["routing_harm"]
@@ -183,13 +183,6 @@ def test_worst_sequences():
     assert table["prompt"][:2] == [2, 4]
     assert table["seq_logratio"][:2] == pytest.approx([0.05 * LENGTH, -1.0])
     assert len(table["sequence"]) == 10
-
-
-def test_flips_per_token_needs_both_sides():
-    left, right = pair()
-    assert flips_per_token(ROLLOUT, left, right).shape == (A,)
-    with pytest.raises(MismatchError, match="fsdp holds no routed experts"):
-        flips_per_token(ROLLOUT, left, replace(right, routing=None))
 
 
 def test_a_corrupt_capture_is_an_error_not_a_high_disagreement():

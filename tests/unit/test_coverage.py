@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import numpy as np
 import pytest
 
+from benchmarks import coverage as bench
+from benchmarks import coverage_designs as designs
 from mismatch.analysis.levels import judge, verdict
+from mismatch.metrics import METRICS
+from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.inference import prompts_needed
 from mismatch.reports.summary import judged_rows, next_steps
-from tests.conftest import grid
 from tests.reports_fixture import COLUMN, make_inconclusive_report
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "coverage.py"
-REPETITIONS, SEED = 400, 1  # standard error 1.1 %
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_coverage", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load()
+REPETITIONS, SEED = 200, 1  # standard error 1.5 %
 CASES = {case.name: case for case in bench.CASES}
 
 
@@ -44,23 +28,36 @@ def test_the_truths_are_those_of_the_draws() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    grid(
-        ["mean |delta|", "mean |delta|, paired", "mean |delta|, by prompt"],
-        "mean |delta|, by prompt",
-    ),
-)
-def test_from_256_prompts_on_95_percent_means_93_to_97(name: str) -> None:
-    got = bench.coverage(CASES[name], 256, repetitions=REPETITIONS, seed=SEED)
-    assert 0.93 - 0.01 <= got.held <= 0.97 + 0.01  # the bounds, and one standard error
+def test_from_256_prompts_on_95_percent_means_93_to_97() -> None:
+    got = bench.coverage(CASES["mean |delta|, by prompt"], 256, repetitions=REPETITIONS, seed=SEED)
+    assert 0.93 - 0.015 <= got.held <= 0.97 + 0.015  # the bounds, and one standard error
     assert got.flagged < 0.05
 
 
-@pytest.mark.parametrize("name", ["mean |delta|, paired", "mean |delta|, other prompts"])
-def test_with_few_prompts_intervals_widen_instead(name: str) -> None:
-    got = bench.coverage(CASES[name], 24, repetitions=250)
+def test_with_few_prompts_intervals_widen_instead() -> None:
+    got = bench.coverage(CASES["mean |delta|, paired"], 24, repetitions=250)
     assert got.held >= 0.92
+
+
+def test_extreme_quantiles_hold_the_truth_or_are_withheld() -> None:
+    """Choosing the runs with evenly spread tails once left 27 % of the intervals at 64 prompts, of
+    which 80 % held the truth; benchmarks/coverage.py has the other designs."""
+    even, metric = designs.DESIGNS[0], METRICS["logprob_abs_diff_p99"]
+    truth, estimates = 0.2143, []
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        delta = even.draw(rng, even.scales(rng, 64))
+        estimates.append(Estimator(*designs.layout(64)).one(metric, {"delta": delta}))
+    made = [one for one in estimates if one.low is not None]
+    assert len(made) > 0.9 * len(estimates)
+    assert sum(one.low <= truth <= one.high for one in made) >= 0.91 * len(made)
+    odd, withheld = designs.DESIGNS[3], 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        delta = odd.draw(rng, odd.scales(rng, 16))
+        found = Estimator(*designs.layout(16)).one(metric, {"delta": delta})
+        withheld += found.low is None and "few-tokens" in found.flags
+    assert withheld == 20  # five prompts or fewer hold the tail
 
 
 def test_heavy_tails_that_cannot_be_covered_are_flagged() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.prompts import datasets as ours
-from mismatch.prompts.answers import numeric_answer, numeric_reward
 from mismatch.prompts.datasets import drawn_rows, prompt_column, read_dataset
+from mismatch.prompts.prompt import numeric_answer, numeric_reward
+from mismatch.run.machine import PROXIES, unknown_host
 from mismatch.specs import PromptSpec
 
 datasets = pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
@@ -212,9 +213,9 @@ def test_an_unreachable_hub_says_how_to_go_without(
     def no_name_server(*args: Any) -> None:
         raise OSError("Name or service not known")
 
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+    for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(ours.socket, "getaddrinfo", no_name_server)
+    monkeypatch.setattr(socket, "getaddrinfo", no_name_server)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(MismatchError, match="no address for") as caught:
         read_dataset(PromptSpec(dataset="openai/gsm8k", dataset_config="main"))
@@ -227,7 +228,7 @@ def test_an_unreachable_hub_says_how_to_go_without(
 
 @pytest.mark.hub
 def test_gsm8k_from_the_hub() -> None:
-    if ours._unknown_host() is not None:
+    if unknown_host()[0]:
         pytest.skip("the hub cannot be reached from here")
     spec = PromptSpec(
         dataset="openai/gsm8k", dataset_config="main", answer_column="answer", num_prompts=4

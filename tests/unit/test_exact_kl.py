@@ -31,7 +31,7 @@ from mismatch.engines.distribution_capture import (
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.exact import divergences, kl_terms
-from mismatch.run import distributions as dists
+from mismatch.run import capture_files as dists
 from mismatch.run import store
 from mismatch.training.distributions import DistributionCapture, select_rows
 from mismatch.training.logprobs import SamplingTransforms, token_stats
@@ -188,8 +188,8 @@ def test_damaged_artefacts_are_refused(rng: np.random.Generator, tmp_path: Path)
     law = laws(rng, 3, VOCABULARY)
     ids = np.argsort(-law, axis=1)[:, :4]
     good = part(law, ids)
-    dists.save(tmp_path, "dists/x.safetensors", good)
-    back = dists.load(tmp_path, "dists/x.safetensors")
+    dists.save_distributions(tmp_path, "dists/x.safetensors", good)
+    back = dists.load_distributions(tmp_path, "dists/x.safetensors")
     for field in dataclasses.fields(Distributions):
         assert np.array_equal(getattr(back, field.name), getattr(good, field.name))
     with pytest.raises(CorruptCapture, match="twice"):
@@ -203,7 +203,7 @@ def test_damaged_artefacts_are_refused(rng: np.random.Generator, tmp_path: Path)
     file = tmp_path / "dists/x.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(MismatchError, match="truncated"):
-        dists.load(tmp_path, "dists/x.safetensors")
+        dists.load_distributions(tmp_path, "dists/x.safetensors")
 
 
 # ---------------------------------------------------------------- which positions

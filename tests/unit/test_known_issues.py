@@ -3,28 +3,19 @@
 The whole of it (real engines, FSDP2, three strengths) is benchmarks/known_issues.py.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from benchmarks.known_faults import FAULTS
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.detectors import splices
 from mismatch.analysis.diagnosis.ranking import diagnose
 from tests import drawn_pair as drawn
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def faults():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import known_faults
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return {fault.name: fault for fault in known_faults.FAULTS}
+    return {fault.name: fault for fault in FAULTS}
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,22 @@ import pytest
 
 from benchmarks.memory import CASES, MEASURED, predict
 from mismatch.doctor import fit
-from mismatch.doctor.engine import Demand, predict_engine, weight_bytes
-from mismatch.doctor.memory import GIB, Moment, Part, Prediction, Work, predict_trainer
+from mismatch.doctor.memory import (
+    GIB,
+    Moment,
+    Part,
+    Prediction,
+    Work,
+    backward_bytes,
+    forward_bytes,
+    predict_engine,
+    predict_trainer,
+    weight_bytes,
+)
 from mismatch.errors import MismatchError
-from mismatch.models.aliases import ALIASES
+from mismatch.models import ALIASES
 from mismatch.models.config import ModelConfig
-from mismatch.specs import EngineSpec, TrainSpec
+from mismatch.specs import EngineSpec, Pass, TrainSpec
 
 GPT = ModelConfig.of(ALIASES["gpt-oss-20b"].config).require_counts()
 # vocab 32, hidden 8, 2 layers, 2 heads of 4, 1 KV head, MLP 16
@@ -165,7 +175,7 @@ def test_released_gpt_oss_weights_are_a_quarter_of_bf16():
 
 
 def test_kv_cache_is_for_the_sequences_that_run_at_once():
-    demand = Demand(sequences=10, longest=1000)
+    demand = Work((1000,) * 10)
     found = predict_engine(GPT, EngineSpec(), demand)
     assert part(found, "sampling", "KV cache") == 10 * GPT.kv_elements(1000) * 2
     one = predict_engine(GPT, EngineSpec(args=(("max_num_seqs", 1),)), demand)
@@ -175,10 +185,10 @@ def test_kv_cache_is_for_the_sequences_that_run_at_once():
 
 
 def test_prefill_rescoring_needs_the_logits_of_a_whole_sequence():
-    found = predict_engine(GPT, EngineSpec(), Demand(10, 1000))
+    found = predict_engine(GPT, EngineSpec(), Work((1000,) * 10))
     logits = part(found, "prefill rescoring", "logits of the prefill")
     assert logits == 1000 * GPT.vocab * (2 + 4 + 4)
-    without = predict_engine(GPT, EngineSpec(prefill=False), Demand(10, 1000))
+    without = predict_engine(GPT, EngineSpec(prefill=False), Work((1000,) * 10))
     assert "prefill rescoring" not in [item.name for item in without.moments]
 
 
@@ -245,14 +255,11 @@ def test_a_check_warns_before_memory_runs_out_and_stays_silent_where_it_does_not
 
 
 def choices_of(shape: ModelConfig, experts: str, tokens: int = 1024):
-    from mismatch.doctor.choices import expert_choices
-    from mismatch.specs import Pass
-
     passes = [
         Pass("fsdp", TrainSpec("m", experts=experts)),
         Pass("reference:fp32", TrainSpec("m", dtype="fp32")),
     ]
-    found = expert_choices(shape, passes, 1, Work((tokens,)), "cuda")
+    found = fit.expert_choices(shape, passes, 1, Work((tokens,)), "cuda")
     return {choice.name: choice for choice in found}
 
 
@@ -272,7 +279,6 @@ def test_every_way_to_run_the_experts_is_predicted():
 
 def test_bounded_experts_stop_growing_where_the_others_do_not():
     """Beyond 4,096 tokens only the layer's output and its order of tokens are added."""
-    from mismatch.doctor.experts import forward_bytes
 
     def more(name: str) -> int:
         return forward_bytes(GPT, name, 32768, 2) - forward_bytes(GPT, name, 16384, 2)
@@ -283,8 +289,6 @@ def test_bounded_experts_stop_growing_where_the_others_do_not():
 
 
 def test_eagers_backward_pass_fills_a_gradient_of_all_experts():
-    from mismatch.doctor.experts import backward_bytes
-
     all_experts = 32 * 2880 * 5760 * 2
     for tokens in (256, 1024):
         eager, bounded = (backward_bytes(GPT, n, tokens, 2) for n in ("eager", "bounded"))
@@ -293,12 +297,10 @@ def test_eagers_backward_pass_fills_a_gradient_of_all_experts():
 
 
 def test_copied_weights_are_warned_of_with_the_remedy():
-    from mismatch.doctor.choices import expert_warnings
-
-    (text,) = expert_warnings(tuple(choices_of(GPT, "batched_mm").values()))
+    (text,) = fit.expert_warnings(tuple(choices_of(GPT, "batched_mm").values()))
     assert "199.2 MB of weights for every token" in text
     assert "--experts-implementation bounded" in text
-    assert expert_warnings(tuple(choices_of(GPT, "bounded").values())) == ()
-    assert expert_warnings(()) == ()
+    assert fit.expert_warnings(tuple(choices_of(GPT, "bounded").values())) == ()
+    assert fit.expert_warnings(()) == ()
     found = train(GPT, lengths=(1024,), experts="batched_mm")
     assert fit.remedies_of(found)[0] == "--experts-implementation bounded"

@@ -18,7 +18,6 @@ from mismatch.metrics.inference import (
     hill_index,
     prompts_needed,
     student,
-    woodruff,
 )
 from mismatch.metrics.registry import columns
 from mismatch.types import Estimate
@@ -36,9 +35,6 @@ def correlated(rng, prompts: int, samples: int, tokens: int) -> np.ndarray:
     """Gaussian deltas whose scale is shared within a prompt and within a sample."""
     scale = rng.normal(0, 0.4, (prompts, 1, 1)) + rng.normal(0, 0.3, (prompts, samples, 1))
     return (0.01 * np.exp(scale) * rng.normal(size=(prompts, samples, tokens))).ravel()
-
-
-TRUE_MEAN = 0.01 * math.exp((0.4**2 + 0.3**2) / 2) * math.sqrt(2 / math.pi)
 
 
 def test_copies_of_samples_bring_no_precision():
@@ -164,19 +160,6 @@ def test_hill_index_knows_a_pareto_from_a_gaussian():
     assert heavy_tail(rng.pareto(1.5, 20_000) + 1)
     assert not heavy_tail(rng.normal(size=20_000))
     assert not heavy_tail(np.zeros(100))
-
-
-def test_woodruff_covers_quantiles_of_correlated_tokens():
-    hits = dict.fromkeys((0.5, 0.9), 0)
-    rng = np.random.default_rng(5)
-    cluster = np.repeat(np.arange(64), 40)
-    truth = {p: np.quantile(np.abs(correlated(rng, 20_000, 4, 5)), p) for p in hits}
-    for _ in range(300):
-        values = np.abs(correlated(rng, 64, 4, 10))
-        for p in hits:
-            low, high = woodruff(values, cluster, p)
-            hits[p] += low <= truth[p] <= high
-    assert all(0.90 <= count / 300 <= 0.99 for count in hits.values()), hits
 
 
 def test_a_quantile_beyond_the_sample_has_no_interval():

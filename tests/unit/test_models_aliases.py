@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.models import EMBEDDED, resolve_model
+from mismatch.models import ALIASES, CONFIGS, EMBEDDED, find_alias, resolve_model
 from mismatch.models import config as config_module
-from mismatch.models.aliases import ALIASES, CONFIGS, find_alias
 from mismatch.models.config import ModelConfig, find_config
 
 # One alias per family: building all of them only repeats the same formulas.

@@ -43,7 +43,6 @@ def made(tmp_path, model):
 def questions(run, asked):
     return {
         "rollout": lambda: resume.rollout_done(run, asked.rollout),
-        "prefill": lambda: resume.prefill_done(run, asked.rollout),
         "rescored": lambda: resume.rescored(run, run, asked.rollout),
         "scoring": lambda: resume.scoring_done(run, "fsdp", asked.train),
     }
@@ -54,7 +53,7 @@ def test_the_same_versions_and_weights_are_reused(made):
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "numpy", "kernels"])
-@pytest.mark.parametrize("stage", ["rollout", "prefill", "rescored", "scoring"])
+@pytest.mark.parametrize("stage", ["rollout", "rescored", "scoring"])
 def test_another_version_is_refused_with_both_named(made, monkeypatch, stage, package):
     now = provenance.numeric_versions() | {package: "99.9"}
     monkeypatch.setattr(store, "numeric_versions", lambda: now)

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import calibration
-from benchmarks.planted_fault import FAULTS
 from mismatch.analysis.levels import verdict
 from mismatch.analysis.registry import Measured
 from mismatch.analysis.square import Square, measure, precision_of
@@ -442,24 +440,3 @@ def test_too_little_memory_starts_no_engine(
     score_in_float32(starter)
     assert starter.started == []
     assert read_error(tmp_path, LABEL) is not None
-
-
-# ---------------------------------------------------------------- calibration
-
-
-def test_a_block_of_prompts_is_a_run_of_its_own() -> None:
-    run, prompts = run_of(), np.array([3, 8, 60])
-    block = calibration.of_prompts(run, prompts)
-    assert block.rollout.n_prompts == 3
-    rows = np.isin(run.rollout.prompt_index[run.rollout.sequence_of_token], prompts)
-    rows = rows[run.rollout.actions]
-    np.testing.assert_array_equal(block.decode.logprobs, run.decode.logprobs[rows])
-    for finding in square(block).findings:
-        assert finding.value.n_prompts == 3
-    apart, drawn = calibration.squares(run, SPEC, run.rollout)
-    assert (len(apart), len(drawn)) == (1, 0)
-
-
-def test_every_planted_fault_is_in_the_calibration() -> None:
-    planted = {case.fault.partition(":")[0] for case in calibration.CASES if ":" in case.fault}
-    assert planted == set(FAULTS)

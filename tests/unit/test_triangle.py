@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from mismatch.analysis.levels import default_thresholds
-from mismatch.cli.config import read_config
+from mismatch.cli.command import read_config
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import engine_names, other_engine

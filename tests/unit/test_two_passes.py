@@ -16,8 +16,7 @@ from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.passes import reference_of, training_passes
 from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
 from mismatch.models.config import is_moe
-from mismatch.models.injections import describe, parse_injections
-from mismatch.models.moe import require_routes
+from mismatch.models.moe import describe, parse_injections, require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.processes.workers.replay import replay_source
 from mismatch.processes.workers.train import left_out

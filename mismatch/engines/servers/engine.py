@@ -10,14 +10,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mismatch.engines.base import (
-    Capabilities,
-    ExpertLayout,
-    LoadedWeights,
-    Mode,
-    Progress,
-    Sample,
-)
+from mismatch.engines.base import Capabilities, ExpertLayout, LoadedWeights, Mode, Progress, Sample
 from mismatch.engines.fingerprint import model_facts
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.sequences import require_ids, require_starts, sample_seed
@@ -31,13 +24,7 @@ from mismatch.engines.servers.probing import (
     mean_abs_diff,
     verify,
 )
-from mismatch.engines.servers.scheduler import (
-    Changed,
-    NobodyLeft,
-    Scheduler,
-    ServerState,
-    Work,
-)
+from mismatch.engines.servers.scheduler import Changed, NobodyLeft, Scheduler, ServerState, Work
 from mismatch.engines.servers.server_api import Answer
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec

@@ -57,9 +57,7 @@ class Unavailable(Exception):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(reason)
-        self.reason = reason
-        self.kind = kind
-        self.retry_after_s = retry_after_s
+        self.reason, self.kind, self.retry_after_s = reason, kind, retry_after_s
 
 
 class Refused(Exception):
@@ -72,8 +70,7 @@ class Refused(Exception):
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"HTTP {status}: {reason}")
-        self.status = status
-        self.reason = reason
+        self.status, self.reason = status, reason
 
 
 @contextmanager

@@ -36,15 +36,7 @@ COUNTS = ("answers", "failures", "timeouts", "busy", "void")
 
 
 class Changed(Exception):
-    """A server is not what it was: other weights, version or settings.
-
-    Attributes:
-        reason: one phrase.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A server is not what it was: other weights, version or settings. Its text is one phrase."""
 
 
 class NobodyLeft(MismatchError):
@@ -168,15 +160,13 @@ class Scheduler:
             state.verifying = True
             seen = len(state.unconfirmed)  # later answers are confirmed by the next verification
             self._start(
-                partial(self._verify, state.server),
-                partial(self._verified, state, seen, now),
+                partial(self._verify, state.server), partial(self._verified, state, seen, now)
             )
             return
         while state.in_flight < self._concurrency and (job := self._take(state)) is not None:
             state.in_flight += 1
             self._start(
-                partial(self._work.ask, state.server, job),
-                partial(self._answered, state, job, now),
+                partial(self._work.ask, state.server, job), partial(self._answered, state, job, now)
             )
 
     def _take(self, state: ServerState) -> int | None:
@@ -217,7 +207,7 @@ class Scheduler:
                 state.needs_verification, state.failures, state.busy = False, 0, 0
                 state.last_verified = time.monotonic()
             case Changed():
-                self._replace(state, error.reason)
+                self._replace(state, str(error))
             case Unavailable():
                 self._failed(state, error, started)
             case _:
@@ -241,7 +231,7 @@ class Scheduler:
                 self._failed(state, error, started)
             case Changed():
                 self._queue_again(state, job)
-                self._replace(state, error.reason)
+                self._replace(state, str(error))
             case Refused():
                 raise MismatchError(
                     f"{state.name} refuses a request (HTTP {error.status}): {error.reason}",

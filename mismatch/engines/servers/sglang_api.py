@@ -105,10 +105,7 @@ class SglangAPI(ServerAPI):
 
     @usable_answer()
     def top_logprobs(
-        self,
-        ids: Sequence[int],
-        settings: dict[str, Any],
-        count: int,
+        self, ids: Sequence[int], settings: dict[str, Any], count: int
     ) -> dict[int, float]:
         body = wire.generate_request(ids, settings | {"max_new_tokens": 1}, routes=False)
         answer = _one(self.client.post("/generate", body | {"top_logprobs_num": count}))

@@ -126,10 +126,7 @@ class VllmAPI(ServerAPI):
 
     @usable_answer()
     def top_logprobs(
-        self,
-        ids: Sequence[int],
-        settings: dict[str, Any],
-        count: int,
+        self, ids: Sequence[int], settings: dict[str, Any], count: int
     ) -> dict[int, float]:
         body = _body(self.facts, ids) | settings | {"logprobs": count, "max_tokens": 1}
         choice = _choice(self.client.post("/v1/completions", body), ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,8 @@ def _generation(directory: Path) -> tuple[tuple[str, object], ...]:
 
 def _capability() -> tuple[int, int] | None:
     """Compute capability of the first GPU, from its driver's tool."""
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-        major, _, minor = said.stdout.splitlines()[0].strip().partition(".")
-        return int(major), int(minor)
-    except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
-        return None
+    from mismatch.run.machine import nvidia_smi
+
+    listing = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader")
+    match = re.match(r"\s*([0-9]+)\.([0-9]+)\s*$", listing.partition("\n")[0])
+    return (int(match[1]), int(match[2])) if match else None

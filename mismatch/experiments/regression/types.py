@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mismatch.analysis.square import Evidence, Standing
-from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
+from mismatch.codec import object_schema, to_json
 from mismatch.types import Comparison, Estimate, Verdict
 
 SCHEMA = "mismatch.against/1"
-COMMAND, PAGE = "mismatch compare NEW --against OLD", "docs/runs.md"
 
 
 def schema() -> dict[str, Any]:
@@ -47,19 +46,6 @@ def against_to_json(made: Against) -> dict[str, Any]:
         **{"metrics" if name == "rows" else name: rows if name == "rows" else value
            for name, value in fields.items()},
     }  # fmt: skip
-
-
-def against_from_json(document: Any) -> Against:
-    """The inverse of :func:`against_to_json`.
-
-    Raises:
-        MismatchError: no such document, a schema of another version, or a field that does not fit.
-    """
-    fields = fields_of(document, SCHEMA, command=COMMAND)
-    rows = fields.pop("metrics", {})
-    fields["rows"] = [{"metric": metric, **row} for metric, row in rows.items()]
-    with refused(SCHEMA, command=COMMAND, page=PAGE):
-        return from_json(Against, fields)
 
 
 Outcome = Literal["better", "worse", "mixed", "none"]

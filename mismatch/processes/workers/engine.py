@@ -121,7 +121,7 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
             sample(run_dir, spec, engine, Ready(prompts, ids, tokenizer, info, capabilities))
         if not wants_prefill(spec, capabilities):
             return
-        if not resume.prefill_done(run_dir, spec):
+        if not resume.rescored(run_dir, run_dir, spec):
             rescore(run_dir, spec, engine)
         for place in also:
             if not resume.rescored(place, run_dir, spec):

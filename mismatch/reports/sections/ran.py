@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mismatch.models import injections
+from mismatch.models import moe
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import MISSING, bound, line, number, plural, text
 from mismatch.reports.section import Block, Cell, Column, Section, Table
@@ -190,7 +190,7 @@ def _routes(side: dict[str, Any]) -> str:
         parts += [f"{plural(own, 'token')} without a route"] if own else []
     if injected := dict(side.get("injected") or {}):
         seed = injected.pop("seed", None)
-        parts.append(f"injected: {injections.describe(tuple(injected.items()), seed)}")
+        parts.append(f"injected: {moe.describe(tuple(injected.items()), seed)}")
     return ", ".join(parts)
 
 

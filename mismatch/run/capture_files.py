@@ -1,9 +1,10 @@
-"""Routed experts on disk, in bounded memory: a million tokens are 144 MB.
+"""Routed experts and whole distributions on disk (see mismatch.captures), in bounded memory.
 
 ``routing/<name>.safetensors``: ``ids`` [T, L, K] in one byte per (token, layer, slot) up to 256
 experts and in two above, ``present`` [T], and where they are known ``weights`` [T, L, K] and
-``margin`` [T, L] in float32. Files are written in chunks and read through the page cache, so that
-neither holds a second copy.
+``margin`` [T, L] in float32: a million tokens are 144 MB. Files are written in chunks and read
+through the page cache, so that neither holds a second copy. ``dists/<name>.safetensors``:
+``positions``, ``logprobs``, ``vocabulary``, and of a top-k ``ids`` and ``rest``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Distributions
 from mismatch.errors import MismatchError
+from mismatch.run import manifest
+from mismatch.run.tables import require_file, require_schema
 
+DISTRIBUTIONS = "mismatch.distributions/1"
 CHUNK_BYTES = 1 << 24
 NAMES = {
     np.dtype(np.bool_): "BOOL",
@@ -26,12 +31,6 @@ NAMES = {
     np.dtype(np.float64): "F64",
     np.dtype(np.int64): "I64",
 }
-
-
-# ---------------------------------------------------------------- validation
-
-
-# ---------------------------------------------------------------- files
 
 
 def write_arrays(path: Path, arrays: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
@@ -90,3 +89,48 @@ def _mapped(
     if end - start != int(np.prod(shape)) * dtype.itemsize:
         raise ValueError("an array of another size than it says")
     return np.memmap(path, dtype, "c", base + start, shape)
+
+
+def save_distributions(run_dir: Path, name: str, captured: Distributions) -> None:
+    """Write and record one artefact; ``name`` is its path inside the run directory."""
+    from safetensors.numpy import save as to_bytes
+
+    tensors: dict[str, Any] = {"positions": captured.positions, "logprobs": captured.logprobs}
+    if captured.ids is not None and captured.rest is not None:
+        tensors |= {"ids": captured.ids.astype(np.int32), "rest": captured.rest}
+    tensors["vocabulary"] = np.asarray([captured.vocabulary], np.int64)
+    tensors = {key: np.ascontiguousarray(value) for key, value in tensors.items()}
+    # One entry alone: the library writes several in any order, and equal artefacts are equal files.
+    data = to_bytes(tensors, {"schema": DISTRIBUTIONS})
+    manifest.write_atomic(run_dir / name, lambda target: target.write_bytes(data))
+    manifest.record(run_dir, name, DISTRIBUTIONS)
+
+
+def load_distributions(run_dir: Path, name: str) -> Distributions:
+    """Read one artefact.
+
+    Raises:
+        MismatchError: absent, damaged, or of another schema.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = run_dir / name
+    require_file(path)
+    manifest.verify(run_dir, name)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise MismatchError(
+            f"{path} cannot be read: {error}", "run the stage that makes it again"
+        ) from error
+    require_schema(path, metadata.get("schema"), DISTRIBUTIONS)
+    ids = tensors.get("ids")
+    return Distributions(
+        positions=tensors["positions"].astype(np.int64),
+        logprobs=tensors["logprobs"].astype(np.float32),
+        vocabulary=int(tensors["vocabulary"][0]),
+        ids=None if ids is None else ids.astype(np.int64),
+        rest=tensors.get("rest"),
+    )

@@ -1,0 +1,194 @@
+"""docs/calibration.md and its figure, from what benchmarks/calibration.py has kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mismatch.analysis.square_levels import LEVELS
+from mismatch.run.scorings import TRAIN
+
+if TYPE_CHECKING:
+    from benchmarks.calibration import Case
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "calibration.md"
+PICTURE = DOCS / "images" / "calibration.svg"
+MARK = "<!-- measured -->"
+NOTE = (
+    "Two numbers in a cell: lowest and highest block. \\*: checks that warn, and in how many "
+    "blocks. Fitness of a random model says nothing about a trained one."
+)
+Result = dict[str, Any]  # of one case, see calibration.result
+
+
+def write(state: dict[str, Result], cases: Sequence[Case]) -> None:
+    """The measured part of the page, and its figure."""
+    head = PAGE.read_text().partition(MARK)[0]
+    clean = {case.name: state[case.name] for case in cases if not case.fault and case.name in state}
+    planted = [case for case in cases if case.fault and case.name in state]
+    absent = [case.name for case in cases if case.name not in state]
+    lines = [MARK, "", _summary(state, clean), "", *_clean_table(clean), ""]
+    lines += [NOTE, ""]
+    if planted:
+        lines += [*_fault_table(planted, state), "", "Smallest strength found, in every block:", ""]
+        lines += [*_smallest(planted, state), ""]
+    lines += [f"Not run: {', '.join(absent)}.", ""] if absent else []
+    lines += ["![Excess and float32 gap of clean and faulty runs](images/calibration.svg)", ""]
+    PAGE.write_text(head + "\n".join(lines))
+    _draw(clean, {case.name: state[case.name] for case in planted})
+
+
+def _summary(state: dict[str, Result], clean: dict[str, Result]) -> str:
+    level = LEVELS["cpu"]
+    dates = sorted(one["date"] for one in state.values())
+    when = "–".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "not yet"
+    blocks = [block for one in clean.values() for block in one["blocks"]]
+    broken = sum(bool(block["failed"]) for block in blocks)
+    minutes = sum(one["seconds"] for one in state.values()) / 60
+    bound = f" (at most {100 * 3 / len(blocks):.1f} %, one-sided 95 %)" if blocks else ""
+    return (
+        f"Measured {when} on a CPU with two FSDP2 ranks, {minutes:.0f} minutes of runs. Levels: "
+        f"excess {level.excess:g}; float32 gap {level.gap:g} times the expected rounding and at "
+        f"least {level.least_gap:g} nats. **{broken} of {len(blocks)} disjoint clean blocks of 64 "
+        f"prompts were called broken**{'' if broken else bound}."
+    )
+
+
+def _clean_table(clean: dict[str, Result]) -> list[str]:
+    rows = [
+        "| clean run | prompts | tokens | mean abs delta | excess of the engine | of the trainer | "
+        "float32 gap | expected rounding | called broken | warnings* | fitness |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+    ]
+    for name, one in clean.items():
+        blocks = one["blocks"]
+        spans = [_span(_values(one, *which)) for which in KINDS]
+        floors = [block["floor"] for block in blocks if block["floor"]]
+        broken = sum(bool(block["failed"]) for block in blocks)
+        rows.append(
+            f"| {name} | {one['prompts']:,} | {one['tokens']:,} | {_number(_mean(one))} | "
+            + " | ".join(spans)
+            + f" | {_span(floors)} | {broken} of {len(blocks)} | {_counted(blocks, 'warned')} | "
+            + f"{_fitness(blocks)} |"
+        )
+    return rows
+
+
+def _fault_table(planted: Sequence[Case], state: dict[str, Result]) -> list[str]:
+    rows = [
+        "| planted | mean abs delta | of the clean run's | excess of the engine | of the trainer | "
+        "float32 gap | found | by |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for case in planted:
+        one = state[case.name]
+        times = f"{_mean(one) / _mean(state[case.of]):.2f}×" if case.of in state else "–"
+        spans = [_span(_values(one, *which)) for which in KINDS]
+        found = sum(bool(block["failed"]) for block in one["blocks"])
+        label = case.name.removeprefix("fault-")
+        label += f", against {case.yardstick}" if case.yardstick else ""
+        rows.append(
+            f"| {label} | {_number(_mean(one))} | {times} | {' | '.join(spans)} | "
+            f"{found} of {len(one['blocks'])} | {_counted(one['blocks'], 'failed')} |"
+        )
+    return rows
+
+
+def _smallest(planted: Sequence[Case], state: dict[str, Result]) -> list[str]:
+    """By kind and model; faults that have one strength only are not among them."""
+    kinds: dict[str, dict[str, bool]] = {}
+    for case in planted:
+        kind, _, strength = case.fault.partition(":")
+        name = kind if case.model == "tiny-gpt-oss" else f"{kind}, {case.model}"
+        found = all(block["failed"] for block in state[case.name]["blocks"])
+        kinds.setdefault(name, {})[strength] = found
+    rows = ["| fault | smallest found | largest missed |", "| --- | ---: | ---: |"]
+    for name, strengths in kinds.items():
+        away = float if name != "window" else (lambda text: 32 - float(text))
+        hit = [s for s, found in strengths.items() if found]
+        missed = [s for s, found in strengths.items() if not found]
+        cells = [min(hit, key=away, default="none"), max(missed, key=away, default="none")]
+        rows.append(f"| {name} | {cells[0]} | {cells[1]} |")
+    return rows
+
+
+KINDS = (("excess", "engine"), ("excess", "trainer"), ("gap", "engine"))
+
+
+def _values(one: Result, evidence: str, side: str) -> list[float]:
+    """Of all blocks and passes of a side."""
+    return [
+        value
+        for block in one["blocks"]
+        for name, value in block["values"].items()
+        if name.startswith(f"{evidence} ")
+        if (name.split()[1].partition(":")[0] == TRAIN) == (side == "trainer")
+    ]
+
+
+def _mean(one: Result) -> float:
+    """Mean |delta| over the tokens of all blocks."""
+    total = sum(block["tokens"] for block in one["blocks"])
+    return float(sum(block["mean"] * block["tokens"] for block in one["blocks"]) / total)
+
+
+def _counted(blocks: Sequence[Result], key: str) -> str:
+    counts = Counter(id for block in blocks for id in block[key])
+    names = [f"{id} {count}" if count < len(blocks) else id for id, count in counts.items()]
+    return ", ".join(names) or "–"
+
+
+def _fitness(blocks: Sequence[Result]) -> str:
+    counts = Counter(block["fitness"] for block in blocks)
+    return ", ".join(f"{status} {count}" for status, count in counts.most_common())
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _span(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    low, high = _number(min(values)), _number(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _draw(clean: dict[str, Result], faults: dict[str, Result]) -> None:
+    """Every block of clean runs and of faults, by excess of the engine and float32 gap."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "mismatch", "svg.fonttype": "none"}
+    import matplotlib.pyplot as plt
+
+    level = LEVELS["cpu"]
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for results, style in ((clean, "o"), (faults, "s")):
+        for name, one in results.items():
+            points = [_point(block) for block in one["blocks"]]
+            known = [point for point in points if point is not None]
+            if not known:
+                continue
+            colour = "#2a6f97" if style == "o" else "#b23a48"
+            axes.plot(*zip(*known, strict=True), style, ms=4, color=colour, alpha=0.5)
+            if style == "s":
+                axes.annotate(name.removeprefix("fault-"), known[0], fontsize=7,
+                              xytext=(4, 3), textcoords="offset points")  # fmt: skip
+    axes.axvline(level.excess, color="#555", lw=1, ls="--")
+    axes.axhline(level.least_gap, color="#555", lw=1, ls="--")
+    axes.set(xscale="log", yscale="log", xlabel="excess of the engine over a plain forward")
+    axes.set_ylabel("engine against reference in float32, mean |delta|, nats")
+    figure.tight_layout()
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _point(block: Result) -> tuple[float, float] | None:
+    one = {"blocks": [block]}
+    excess, gap = _values(one, "excess", "engine"), _values(one, "gap", "engine")
+    return (max(excess), gap[0]) if excess and gap else None

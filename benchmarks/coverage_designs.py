@@ -1,0 +1,122 @@
+"""Deltas whose tokens, samples and prompts are alike in known ways, and what is true of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mismatch.metrics import METRICS
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.excess import EXCESS, excess_terms
+from mismatch.metrics.forecast import length_forecast
+from mismatch.types import Estimate
+
+SCALE = 0.05
+SAMPLES, TOKENS = 4, 128
+TARGET = 1024  # tokens, of the forecast
+NAMES = (
+    "logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_p99", "logprob_abs_diff_p999",
+    "clip_fraction", "ess_token", "ess_seq",
+)  # fmt: skip
+EXCESS_RATIO, SPREAD = "excess", "forecast"
+LARGE, PARTS = 2_000, 12  # prompts drawn for a truth, how often
+
+
+@dataclass(frozen=True)
+class Design:
+    """How deltas are drawn: Gaussian, given scales that prompts and samples share.
+
+    Attributes:
+        by_prompt, by_sample: standard deviations of the logarithm of these scales.
+        spikes: share of tokens with a jump of N(0, 1) nats more.
+        odd: share of prompts whose scale is ``times`` as large.
+        common: standard deviation of what all tokens of a sample have in common, over SCALE.
+    """
+
+    name: str
+    by_prompt: float = 0.4
+    by_sample: float = 0.3
+    spikes: float = 0.0
+    odd: float = 0.0
+    times: float = 8.0
+    common: float = 0.0
+
+    def scales(self, rng: np.random.Generator, prompts: int) -> np.ndarray:
+        """[P, S, 1]."""
+        scale = np.exp(self.by_prompt * rng.normal(size=(prompts, 1, 1)))
+        scale = scale * np.where(rng.random((prompts, 1, 1)) < self.odd, self.times, 1.0)
+        return scale * np.exp(self.by_sample * rng.normal(size=(prompts, SAMPLES, 1)))
+
+    def draw(self, rng: np.random.Generator, scale: np.ndarray) -> np.ndarray:
+        """Of prompts x samples x tokens, flat."""
+        shape = len(scale), SAMPLES, TOKENS
+        delta = SCALE * scale * rng.normal(size=shape)
+        if self.common:
+            delta += SCALE * self.common * rng.normal(size=(len(scale), SAMPLES, 1))
+        if self.spikes:
+            delta += np.where(rng.random(shape) < self.spikes, rng.normal(size=shape), 0.0)
+        return delta.ravel()
+
+    def spread(self, length: int) -> float:
+        """Standard deviation of a sequence's sum over so many tokens; a closed form."""
+        mixed = 1.0 + self.odd * (self.times**2 - 1.0)
+        own = SCALE**2 * mixed * math.exp(2 * (self.by_prompt**2 + self.by_sample**2)) + self.spikes
+        return math.sqrt(own * length + (SCALE * self.common * length) ** 2)
+
+
+DESIGNS = (
+    Design("even"),
+    Design("uneven prompts", by_prompt=0.8),
+    Design("spikes", spikes=1.5e-3),
+    Design("two kinds of prompts", odd=1 / 12),
+    Design("common part", common=0.05),
+)
+
+
+def layout(prompts: int) -> tuple[np.ndarray, np.ndarray]:
+    """(sequence of each token, prompt of each sequence)."""
+    sequences = prompts * SAMPLES
+    return np.repeat(np.arange(sequences), TOKENS), np.arange(sequences) // SAMPLES
+
+
+def truths(design: Design) -> dict[str, float]:
+    """Of every number: means over large draws, but a closed form for the forecast."""
+    rng = np.random.default_rng(20)
+    sequence, _ = layout(LARGE)
+    parts: dict[str, list[float]] = {name: [] for name in (*NAMES, EXCESS_RATIO)}
+    for _ in range(PARTS):
+        scale = design.scales(rng, LARGE)
+        delta, plain = design.draw(rng, scale), design.draw(rng, scale)
+        arrays = {"delta": delta, "sequence": sequence}
+        for name in NAMES:
+            metric = METRICS[name]
+            parts[name].append(metric(*(arrays[need] for need in metric.needs)))
+        terms = excess_terms(delta, plain)
+        parts[EXCESS_RATIO].append(float(EXCESS.of_means(terms.mean(axis=0))))
+    return {name: float(np.mean(values)) for name, values in parts.items()} | {
+        SPREAD: design.spread(TARGET)
+    }
+
+
+def estimates(
+    design: Design, prompts: int, seed: list[int], forecast: bool = True
+) -> dict[str, Estimate]:
+    """Every number of one drawn run, as a report would have it."""
+    rng = np.random.default_rng(seed)
+    sequence, prompt = layout(prompts)
+    scale = design.scales(rng, prompts)
+    delta, plain = design.draw(rng, scale), design.draw(rng, scale)
+    estimator = Estimator(sequence, prompt, seed=seed[-1])
+    made = estimator.all([METRICS[name] for name in NAMES], {"delta": delta, "sequence": sequence})
+    ratio = estimator.one(EXCESS, {"terms": excess_terms(delta, plain)})
+    if ratio is not None:
+        made[EXCESS_RATIO] = ratio
+    if forecast:
+        rows = length_forecast(
+            delta, sequence=sequence, prompt=prompt, target=TARGET, seed=seed[-1]
+        ).rows
+        if rows:
+            made[SPREAD] = rows[-1].spread
+    return made

@@ -1,0 +1,117 @@
+"""The calibration: disjoint blocks, judged by the whole verdict, and kept case by case."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import calibration, calibration_page
+from benchmarks.calibration_blocks import Recorded, blocks, cut_scoring, judged
+from benchmarks.planted_fault import FAULTS
+from mismatch.analysis.square_levels import LEVELS
+from mismatch.pipeline.build import Artefacts
+from mismatch.types import Routing, Scoring
+from tests.unit.test_square import SPEC, run_of
+
+
+def recorded(sizes: dict[str, float] | None = None) -> Recorded:
+    run = run_of(sizes or {})
+    usable = {name: replace(one, logprobs=one.logprobs - 8.0) for name, one in run.usable.items()}
+    sides = usable[run.decode.name], usable[run.train.name]
+    return Recorded(Artefacts(run.rollout, usable, *sides, None), SPEC)
+
+
+def test_a_block_of_prompts_is_a_run_of_its_own() -> None:
+    run = recorded()
+    block = run.of_prompts(np.array([3, 8, 60])).found
+    old = run.found.rollout
+    assert block.rollout.n_prompts == 3
+    rows = np.isin(old.prompt_index[old.sequence_of_token], [3, 8, 60])[old.actions]
+    np.testing.assert_array_equal(block.decode.logprobs, run.found.decode.logprobs[rows])
+    assert {len(one.logprobs) for one in block.scorings.values()} == {block.rollout.n_actions}
+
+
+def test_routes_and_entropies_are_cut_with_their_tokens() -> None:
+    rollout = recorded().found.rollout
+    tokens, actions = len(rollout.token_ids), rollout.n_actions
+    ids = np.arange(tokens)[:, None, None]
+    routing = Routing((0,), tokens, ids, np.ones(tokens, bool))
+    scoring = Scoring("a", np.zeros(actions, np.int64), np.zeros(actions), {},
+                      entropy=np.arange(actions) * 1.0, routing=routing)  # fmt: skip
+    cut = cut_scoring(scoring, rollout, np.array([5]))
+    rows = np.flatnonzero(rollout.prompt_index[rollout.sequence_of_token] == 5)
+    assert cut.routing is not None
+    assert cut.entropy is not None
+    np.testing.assert_array_equal(cut.routing.ids[:, 0, 0], rows)
+    np.testing.assert_array_equal(cut.entropy, np.flatnonzero(np.isin(rollout.actions, rows)))
+
+
+def test_blocks_share_no_prompt_and_each_is_judged() -> None:
+    parts = list(blocks(recorded(), 16))
+    prompts = [set(part.found.rollout.prompt_index) for part in parts]
+    assert [len(one) for one in prompts] == [16] * 4
+    assert len(set.union(*prompts)) == 64
+    assert [judged(part)["failed"] for part in parts] == [[]] * 4
+    off = list(blocks(recorded({"vllm:decode": 3.0}), 16))
+    assert [judged(part)["failed"] for part in off] == [["excess-engine"]] * 4
+    assert {judged(part)["correctness"] for part in off} == {"broken"}
+
+
+def test_a_run_of_one_block_is_judged_whole() -> None:
+    (whole,) = blocks(recorded(), 100)
+    assert whole.found.rollout.n_prompts == 64
+
+
+def test_every_planted_fault_is_in_the_calibration() -> None:
+    planted = {case.fault.partition(":")[0] for case in calibration.CASES if case.planted}
+    assert planted == set(FAULTS)
+    assert len({case.name for case in calibration.CASES}) == len(calibration.CASES)
+    clean = {case.name for case in calibration.CASES if not case.fault}
+    assert {case.of for case in calibration.CASES if case.fault} <= clean
+
+
+def test_a_measurement_that_was_stopped_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each case is kept as soon as it is measured, and none is measured twice."""
+    state, page = tmp_path / "calibration.json", tmp_path / "calibration.md"
+    page.write_text(f"words\n\n{calibration_page.MARK}\nold\n")
+    monkeypatch.setattr(calibration, "STATE", state)
+    monkeypatch.setattr(calibration_page, "PAGE", page)
+    monkeypatch.setattr(calibration_page, "PICTURE", tmp_path / "images" / "a.svg")
+    started: list[str] = []
+
+    def measure(case: calibration.Case, options: Any) -> dict[str, Any]:
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        started.append(case.name)
+        whole = [judged(part) for part in blocks(recorded())]
+        facts = {"date": "2026-01-01", "engine": "vllm", "seconds": 60, "prompts": 64}
+        return {**facts, "tokens": 5120, "blocks": whole}
+
+    monkeypatch.setattr(calibration, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["calibration.py", str(tmp_path / "runs")])
+    names = [case.name for case in calibration.CASES]
+    with pytest.raises(KeyboardInterrupt):
+        calibration.main()
+    assert list(json.loads(state.read_text())) == names[:2]
+    assert "0 of 2 disjoint clean blocks" in page.read_text()
+    assert page.read_text().startswith("words\n")
+    assert f"| {names[1]} | 64 | 5,120 |" in page.read_text()
+    started.clear()
+    with pytest.raises(KeyboardInterrupt):
+        calibration.main()
+    assert started == names[2:4]
+
+
+def test_levels_say_where_they_were_measured() -> None:
+    for level in LEVELS.values():
+        assert 1.0 < level.excess < 2.0
+        assert level.gap_level(None) == level.least_gap
+        assert (Path(__file__).parents[2] / level.source).is_file()
