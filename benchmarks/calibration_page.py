@@ -47,13 +47,15 @@ def _summary(state: dict[str, Result], clean: dict[str, Result]) -> str:
     when = "–".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "not yet"
     blocks = [block for one in clean.values() for block in one["blocks"]]
     broken = sum(bool(block["failed"]) for block in blocks)
+    lows = [low for block in blocks for name, low in block["low"].items() if "excess" in name]
     minutes = sum(one["seconds"] for one in state.values()) / 60
     bound = f" (at most {100 * 3 / len(blocks):.1f} %, one-sided 95 %)" if blocks else ""
     return (
         f"Measured {when} on a CPU with two FSDP2 ranks, {minutes:.0f} minutes of runs. Levels: "
         f"excess {level.excess:g}; float32 gap {level.gap:g} times the expected rounding and at "
         f"least {level.least_gap:g} nats. **{broken} of {len(blocks)} disjoint clean blocks of 64 "
-        f"prompts were called broken**{'' if broken else bound}."
+        f"prompts were called broken**{'' if broken else bound}; the highest lower end of an "
+        f"excess among them is {_number(max(lows, default=None))}."
     )
 
 

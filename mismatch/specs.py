@@ -273,6 +273,8 @@ class TrainSpec:
         router_dtype: "fp32": routers multiply, score and choose in float32; None: in the
             computation's dtype, or as the family's own code says.
         layout: "padding" (one row per sequence, right-padded) or "packing" (several per row).
+        sequence_parallel: N ranks that share each micro-batch, every one with 1 / N of its
+            positions (Ulysses); see mismatch/training/sequence_parallel.py.
         temperature_in: where logits are divided by T: "fp32" after the upcast; "logits" before it,
             in their own dtype; "logits-rounded" likewise, with T rounded to that dtype first.
         logprobs_dtype: what logprobs and entropies are rounded to on their way out, or None.
@@ -317,6 +319,9 @@ class TrainSpec:
     layout: Annotated[
         Literal["padding", "packing"], Flag(TRAIN, "One sequence per row, or several.")
     ] = "padding"
+    sequence_parallel: Annotated[
+        int, Flag(TRAIN, "Ranks that share each sequence: Ulysses.", range=RANKS)
+    ] = 1
     grad: bool = False
     routing: bool = True
     trust_remote_code: bool = False

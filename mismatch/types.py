@@ -28,7 +28,7 @@ from mismatch.specs import Sampling as Sampling
 
 Fingerprint = dict[str, Any]
 Status = Literal["healthy", "tolerable", "inconclusive", "unfit", "broken"]  # ever worse
-CheckStatus = Literal["passed", "warning", "failed", "not_tested"]
+CheckStatus = Literal["passed", "warning", "inconclusive", "failed", "not_tested"]
 
 
 @dataclass(frozen=True, slots=True)

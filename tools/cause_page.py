@@ -1,4 +1,4 @@
-"""Write docs/causes.md from mismatch/analysis/causes.toml and the detectors."""
+"""Write docs/causes.md and docs/causes/ from mismatch/analysis/causes.toml and the detectors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from pathlib import Path
 
 from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
+from mismatch.experiments.explanation import TESTS
+from mismatch.experiments.fixes.pages import settings_of
 
-PAGE = Path(__file__).parent.parent / "docs" / "causes.md"
+DOCS = Path(__file__).parent.parent / "docs"
+MARK = "<!-- Made by tools/cause_page.py; edit mismatch/analysis/causes.toml. -->"
+NARROW = 3  # fixes that take out more causes than this are no mend of one
 INTRO = """# Causes
 
 Why do the two sides differ? Every check ends with an answer: the causes that its data speak for, in
@@ -52,36 +56,104 @@ not seen.
 """
 
 
-def page() -> str:
-    """The whole page."""
-    return "\n".join([INTRO, _detectors(), *map(_entry, catalogue().values())])
+EVERYWHERE = ("verl", "TRL", "NeMo-RL", "prime-rl", "slime", "SkyRL")
+COMMAND = """```bash
+mismatch check … --explain
+mismatch check --resume RUN --explain   # of a finished run
+```
+"""
+
+
+def pages() -> dict[str, str]:
+    """The index, and a page a cause, by their paths under docs."""
+    made = {f"causes/{entry.id}.md": _page(entry) for entry in catalogue().values()}
+    return {"causes.md": "\n".join([INTRO, _detectors(), _index()]), **made}
 
 
 def _detectors() -> str:
     lines = ["## Detectors", "", "| detector | names | needs |", "| --- | --- | --- |"]
     for detector in detectors():
-        names = ", ".join(f"[{id}](#{id})" for id in detector.causes)
+        names = ", ".join(f"[{id}](causes/{id}.md)" for id in detector.causes)
         needs = detector.needs or "both log-probabilities"
         lines.append(f"| `{detector.id}` | {names} | {needs} |")
     return "\n".join([*lines, ""])
 
 
-def _entry(entry: Entry) -> str:
-    lines = [
-        f"## {entry.id}",
-        "",
-        f"**{entry.title}.**",
-        "",
-        f"- What you see: {entry.see}",
-        f"- Why: {entry.why}",
-        f"- Confirm: {entry.confirm}",
-        f"- Mend: {entry.mend}",
-    ]
-    if entry.seen:
-        lines.append(f"- Seen in: {', '.join(entry.seen)}")
+def _index() -> str:
+    lines = ["## Causes", "", "| cause | what it is | what you see |", "| --- | --- | --- |"]
+    for entry in catalogue().values():
+        see = entry.see.replace("|delta|", "abs(delta)")
+        lines.append(f"| [{entry.id}](causes/{entry.id}.md) | {entry.title} | {see} |")
     return "\n".join([*lines, ""])
 
 
+def _page(entry: Entry) -> str:
+    fixes = [fix for fix, (_, tests) in TESTS.items() if entry.id in tests]
+    parts = [
+        f"# {entry.title.rstrip('.')}",
+        f"`{entry.id}` · [all causes](../causes.md)",
+        f"{MARK}",
+        "## What you see",
+        entry.see,
+        "## Why",
+        entry.why,
+        "## Confirm",
+        entry.confirm,
+        *_by_experiment(fixes),
+        "## Mend",
+        entry.mend,
+        *_settings(fixes),
+        "## How it is found",
+        *_found(entry),
+    ]
+    if entry.seen:
+        parts += ["## Seen in", ", ".join(entry.seen)]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _found(entry: Entry) -> list[str]:
+    looking = [detector for detector in detectors() if entry.id in detector.causes]
+    if not looking:
+        return ["No detector names it from the numbers alone: others name it as a look-alike."]
+    return [
+        f"Detector `{one.id}`; needs {one.needs or 'both log-probabilities'}." for one in looking
+    ]
+
+
+def _by_experiment(fixes: list[str]) -> list[str]:
+    if not fixes:
+        return []
+    names = ", ".join(f"`{id}`" for id in fixes)
+    return [f"`--explain` makes this experiment where it applies: {names}.", COMMAND]
+
+
+def _settings(fixes: list[str]) -> list[str]:
+    """What is known of each framework, read at its source; what is not known is said."""
+    parts: list[str] = []
+    named = set()
+    for id in fixes:
+        for setting in settings_of(id) if len(TESTS[id][1]) <= NARROW else ():
+            named.add(setting.framework)
+            remark = "; ".join(text for text in (setting.remark, setting.source) if text)
+            parts.append(f"- {setting.framework} ([{id}](../fixes/{id}.md)): {remark}")
+            if setting.lines:
+                lines = "\n".join(f"  {text}" for text in setting.lines)
+                parts.append(f"  ```\n{lines}\n  ```")
+    rest = [name for name in EVERYWHERE if name not in named]
+    if rest:
+        parts.append(
+            f"- {', '.join(rest)}: no flag of this was read at the source; look for what "
+            "is named under Mend."
+        )
+    return ["## In the frameworks", "\n".join(parts)]
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    made = pages()
+    (DOCS / "causes").mkdir(exist_ok=True)
+    for known in (DOCS / "causes").glob("*.md"):
+        if f"causes/{known.name}" not in made:
+            known.unlink()
+    for name, text in made.items():
+        (DOCS / name).write_text(text, encoding="utf-8")
+    print(f"{len(made)} pages in {DOCS}")

@@ -177,7 +177,8 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     low, high = sorted(sign * end for end in ends)
     healthy, unfit = sign * level.healthy, sign * level.unfit
     spanned = [bound for bound in (level.healthy, level.unfit) if low <= sign * bound < high]
-    blind = estimate.low is None and METRICS[metric].kind != "extreme"
+    known = estimate.low is not None and not math.isnan(low) and not math.isnan(high)
+    blind = not known and METRICS[metric].kind != "extreme"
     status: Status = "tolerable"
     if not math.isfinite(estimate.value) or (low > unfit and not blind):
         status, blind = "unfit", False
@@ -253,11 +254,15 @@ def _correctness(checks: Sequence[Check], unmeasured: str) -> Answer:
     failed = [check for check in checks if check.status == "failed"]
     warned = [check for check in checks if check.status == "warning"]
     little = [check for check in warned if check.id in TOO_LITTLE]
+    undecided = [check for check in checks if check.status == "inconclusive"]
     if failed:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         return Answer("broken", f"check {failed[0].id} failed{more}: {failed[0].detail}")
     if little:
         return Answer("inconclusive", little[0].detail)
+    if undecided:
+        detail = f"check {undecided[0].id} does not decide: {undecided[0].detail}"
+        return Answer("inconclusive", detail)
     if unmeasured:
         return Answer("inconclusive", f"not measured whether a side is broken: {unmeasured}")
     if warned:

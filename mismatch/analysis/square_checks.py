@@ -7,7 +7,7 @@ from mismatch.types import Check, CheckStatus
 
 STATUS: dict[Standing, CheckStatus] = {
     "within": "passed",
-    "undecided": "warning",
+    "undecided": "inconclusive",
     "uncalibrated": "warning",
     "beyond": "failed",
 }
@@ -47,10 +47,16 @@ def square_checks(square: Square | None) -> list[Check]:
             id,
             STATUS[finding.standing],
             detail(finding),
-            FIXES[finding.side] if finding.standing == "beyond" else "",
+            _fix(finding),
         )
         for id, finding in worst.items()
     ]
+
+
+def _fix(finding: Finding) -> str:
+    if finding.standing == "undecided":
+        return "measure more: --num-prompts"
+    return FIXES[finding.side] if finding.standing == "beyond" else ""
 
 
 def detail(finding: Finding) -> str:

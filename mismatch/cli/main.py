@@ -25,13 +25,18 @@ COMMANDS = {
     "corrections": "Try TIS, IcePop, MIS, rejection and more on a run's tokens.",
     "fixes": "List the fixes that a check can try, or show one of them.",
     "kernels": "Audit attention and expert kernels, and your own.",
+    "selftest": "Plant known faults in your own pipeline and see which are named.",
     "report": "Print the report of a run, write its HTML and Markdown again.",
     "doctor": "What this machine can measure, and whether a model fits.",
     "metrics": "List every metric, or explain one.",
     "models": "List embedded models and short names.",
 }
 RESUME = "go on where it stopped: the same command with --resume"
-RESUMABLE = ("check", "rollout")  # other commands keep finished work themselves, or start again
+RESUMABLE = (
+    "check",
+    "rollout",
+    "selftest",
+)  # other commands keep finished work themselves, or start again
 USAGE = 2
 INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt
 

@@ -100,7 +100,7 @@ TRAIN_FLAGS = (
     ),
     *flags_of(TrainSpec, "temperature_in logprobs_dtype micro_batch_tokens weights"),
     *flags_of(CheckSpec, "weights_effect"),
-    *flags_of(TrainSpec, "layout replay_routing"),
+    *flags_of(TrainSpec, "layout sequence_parallel replay_routing"),
     *flags_of(CheckSpec, "noise_floor quick two_passes inject"),
 )
 VERL_FLAGS = (

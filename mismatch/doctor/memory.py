@@ -3,7 +3,8 @@
 A prediction is what stays (weights, KV cache) and the largest of a few *moments*: what a forward
 pass adds at its worst line. ``benchmarks/memory.py`` compares the trainer with measured peaks.
 
-Letters in formulas: B rows, T tokens of the longest row, N = B·T tokens of the largest micro-batch,
+Letters in formulas: B rows, T tokens of the longest row, N = B·T tokens of the largest micro-batch
+(of which ranks that share sequences have a part each),
 H hidden, I width of an MLP or expert, h heads, q, kv their dimensions together, E experts, K
 experts per token, V vocabulary, L layers, P parameters, W ranks, b bytes of the computation's
 dtype, m of the sharded parameters' dtype, r rows of the busiest expert (N at most).
@@ -135,7 +136,8 @@ def predict_trainer(
     """
     b, act = BYTES[spec.dtype], BYTES[spec.autocast or spec.dtype]
     rows, longest = work.largest_batch(spec)
-    tokens, layer = rows * longest, shape.layer_parameters * b
+    # Ranks that share a sequence have a part of its positions; in attention, of its heads.
+    tokens, layer = rows * -(-longest // spec.sequence_parallel), shape.layer_parameters * b
     stays = _stays(shape, spec, world, tokens)
     unsharded = Part("unsharded layer", layer, "P_layer·b")
     copies = 0 if world == 1 else 2 if device == "cpu" else 1
@@ -203,10 +205,11 @@ def _scores(
     square = rows * longest**2
     if spec.attention == "eager":
         copies = 3 * b if shape.sinks else (b + 8 if b == 2 else 2 * b)
-        scores = square * shape.heads
+        scores = square * shape.heads // spec.sequence_parallel
         return scores * copies, scores * b, square * b * (2 if shape.window else 1)
     if spec.attention.startswith("plain"):  # a block of queries, in float32 and in its own dtype
-        return rows * min(PLAIN_BLOCK, longest) * longest * shape.heads * (8 + 2 * b), 0, 0
+        block = rows * min(PLAIN_BLOCK, longest) * longest
+        return block * shape.heads // spec.sequence_parallel * (8 + 2 * b), 0, 0
     fused = spec.attention in ("auto", "transformers", "sdpa")
     return 0, 0, square if fused and not shape.sinks and spec.layout == "packing" else 0
 

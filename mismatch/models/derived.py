@@ -159,11 +159,11 @@ def _write(source: Path, target: Path, form: WeightsForm, hashes: dict[str, str]
     partial = target.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir(parents=True)
-    _require_space(source, partial)
+    require_space(source, partial)
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith((".safetensors", ".bin", INDEX)):
             shutil.copyfile(path, partial / path.name)
-    shards = _Shards(partial)
+    shards = Shards(partial)
     for name, tensor in _converted(source, form):
         shards.add(name, tensor)
     shards.finish()
@@ -194,7 +194,7 @@ def _converted(source: Path, form: WeightsForm) -> Iterator[tuple[str, torch.Ten
     from mismatch.models import mxfp4
 
     with ExitStack() as stack:
-        files = _open(source, stack)
+        files = open_tensors(source, stack)
         for name, file in files.items():
             if name.endswith("_scales") and PACKED.search(name):
                 continue  # with its blocks
@@ -217,7 +217,7 @@ def _converted(source: Path, form: WeightsForm) -> Iterator[tuple[str, torch.Ten
                 yield name, mxfp4.rounded(tensor.t()[None])[0].t().contiguous()
 
 
-class _Shards:
+class Shards:
     """Writes tensors to safetensors files of bounded size, and their index."""
 
     def __init__(self, directory: Path) -> None:
@@ -253,7 +253,7 @@ class _Shards:
         self.pending, self.bytes = {}, 0
 
 
-def _open(source: Path, stack: ExitStack) -> dict[str, Any]:
+def open_tensors(source: Path, stack: ExitStack) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     files: dict[str, Any] = {}
@@ -280,10 +280,10 @@ def _scales(source: Path, files: dict[str, Any], name: str) -> torch.Tensor:
 
 def _names(source: Path) -> list[str]:
     with ExitStack() as stack:
-        return list(_open(source, stack))
+        return list(open_tensors(source, stack))
 
 
-def _require_space(source: Path, target: Path) -> None:
+def require_space(source: Path, target: Path) -> None:
     """Dequantising multiplies MXFP4 by four at most; anything else keeps its size."""
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     needed = size * (4 if is_mxfp4(source) else 1)

@@ -111,6 +111,12 @@ def preflight_training(
             f"--nproc-per-node is {nproc_per_node}, this machine has {gpus} GPUs",
             f"one rank needs one GPU: --nproc-per-node {gpus}, or fewer",
         )
+    if meets and nproc_per_node % spec.sequence_parallel:
+        raise MismatchError(
+            f"--sequence-parallel {spec.sequence_parallel} does not divide the "
+            f"{nproc_per_node} ranks of --nproc-per-node",
+            "set one of them so that it does",
+        )
     if meets:
         require_free_port(os.environ)
     if reach:

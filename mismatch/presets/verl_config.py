@@ -233,6 +233,7 @@ class _Work:
             tokens = rows * sum(lengths) if rows and all(lengths) else None
         if not tokens:
             return
+        tokens *= self.spec.train.sequence_parallel  # those ranks share what is for one GPU each
         most = self.spec.train.micro_batch_tokens
         if tokens > most and "flash_attn" not in self.packages:
             self.gaps.append(

@@ -85,6 +85,10 @@ RULES: tuple[Rule, ...] = (
     ),
     _to(f"{_MODEL}.override_config.attn_implementation", "text", "train.attention"),
     _to(f"{_FSDP}.model_dtype", "dtype", "train.master_dtype"),
+    *(  # the actor's own key is the older one; above 1 it wins, as in verl
+        _to(f"{place}.ulysses_sequence_parallel_size", "count", "train.sequence_parallel", skip=1)
+        for place in (_FSDP, _ACTOR)
+    ),
     # The old worker computes and autocasts in `dtype`; the engine takes both from param_dtype.
     _to(f"{_FSDP}.dtype", "dtype", _DTYPE, _AUTOCAST, only="verl-legacy"),
     _to(f"{_FSDP}.mixed_precision.param_dtype", "dtype", _DTYPE),
@@ -155,8 +159,6 @@ _SWITCHED_ON = {
     "data.filter_overlong_prompts": "long prompts are not left out",
 }
 _SEVERAL = {
-    f"{_FSDP}.ulysses_sequence_parallel_size": "sequences are not split over ranks here",
-    f"{_ACTOR}.ulysses_sequence_parallel_size": "sequences are not split over ranks here",
     f"{_ROLLOUT}.expert_parallel_size": "experts are not spread over GPUs",
     f"{_ROLLOUT}.data_parallel_size": "one engine runs, not several",
     f"{_ROLLOUT}.pipeline_model_parallel_size": "no pipeline of GPUs",

@@ -291,7 +291,7 @@ def next_steps(report: Report) -> list[str]:
     """What to do now, most urgent first; never empty."""
     steps = [
         f"Fix {line(check.id)}: {line(check.fix or check.detail)}"
-        for check in checks(report, "failed", "warning")
+        for check in checks(report, "failed", "inconclusive", "warning")
     ]
     rows = judged_rows(report)
     wanted = [

@@ -74,6 +74,8 @@ def fingerprint(
     }
     if loaded.attention.tried:  # kernels that were run before one was trusted
         facts["attention_candidates"] = list(loaded.attention.tried)
+    if spec.sequence_parallel > 1:
+        facts["sequence_parallel"] = spec.sequence_parallel
     if loaded.peak_bytes is not None:
         facts["load_peak_bytes"] = [peak for _, peak in shares]
     return facts

@@ -24,6 +24,7 @@ from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import MicroBatch, plan_batches
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions
+from mismatch.training.sequence_parallel import SequenceParallel
 from mismatch.training.validate import prepare_pass
 from mismatch.types import Floats, Ints, Rollout
 
@@ -116,7 +117,8 @@ def batch_gradient(
     with MemoryPeak(world.device, True) as peak, torch.enable_grad():
         run = _Accumulation(world, loaded, rollout, job, options, shards)
         try:
-            run.all_prompts()
+            with run.parallel.installed(loaded.attention.implementation):
+                run.all_prompts()
         finally:
             _clear(loaded)
     squared, dot, squared_reference = _products(world, shards, run.total, reference)
@@ -150,6 +152,7 @@ class _Accumulation:
     ) -> None:
         self.world, self.loaded, self.rollout, self.job = world, loaded, rollout, job
         self.options, self.shards = replace(options, routing=False), shards
+        self.parallel = SequenceParallel.of(world, job.scoring.spec.sequence_parallel)
         self.action = np.full(len(rollout.token_ids), -1)  # token -> index among the actions
         self.action[rollout.actions] = np.arange(rollout.n_actions)
         self.total = GradientSum()
@@ -195,9 +198,9 @@ class _Accumulation:
 
     def backward(self, rows: list[int]) -> float:
         """Sum the gradients of the prompt's samples over micro-batches; this rank's loss."""
-        shares = [rows[rank :: self.world.size] for rank in range(self.world.size)]
-        plans = [self.plan(share) for share in shares]
-        own, total = plans[self.world.rank], 0.0
+        count = self.parallel.count  # ranks that share their sequences have the same plan
+        plans = [self.plan(rows[index::count]) for index in range(count)]
+        own, total = plans[self.parallel.index], 0.0
         for step in range(max(len(plan) for plan in plans)):
             idle = step >= len(own)
             # FSDP2 gathers and reduces in step: a rank without work adds a gradient of 0.
@@ -217,7 +220,9 @@ class _Accumulation:
     def micro_batch(self, group: MicroBatch, weight: float) -> float:
         """Backward of one micro-batch; returns its loss."""
         spec, device, scorer = self.job.scoring.spec, self.world.device, self.loaded.scorer
-        inputs = to_device(self.rollout, group, spec, self.options, device, self.job.source)
+        inputs = to_device(
+            self.rollout, group, spec, self.options, device, self.job.source, self.parallel
+        )
         values, _ = scorer(
             scorer.score, inputs.batch, inputs.predicting, inputs.target_ids, inputs.options
         )

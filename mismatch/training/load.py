@@ -38,6 +38,7 @@ from mismatch.training.routing.capture import require_readable
 from mismatch.training.routing.interventions import checkpoint_contexts
 from mismatch.training.routing.probe import require_interventions_possible
 from mismatch.training.scorer import Scorer, torch_dtype
+from mismatch.training.sequence_parallel import require_splittable
 from mismatch.training.source import (
     dequantising,
     first_line,
@@ -176,6 +177,7 @@ def require_runnable(
     if spec.routing:
         require_readable(config, bare)
     require_interventions_possible(spec, bare)
+    require_splittable(spec, config)
     return config, attention
 
 

@@ -46,12 +46,14 @@ class Batch:
         attention_mask: [B, S] 1 for real tokens; None when packed.
         position_ids: [1, S], from 0 in every document; None when padded.
         rows: [n] index of each real token in the flattened [B * S], sequence after sequence.
+        whole: the batch of which this is one rank's part, see training.sequence_parallel.
     """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None
     rows: torch.Tensor
+    whole: Batch | None = None
 
 
 def plan_batches(lengths: Sequence[int], budget: int, layout: str) -> list[MicroBatch]:

@@ -10,18 +10,19 @@ import torch
 
 from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
-from mismatch.specs import Pass, TrainSpec
-from mismatch.training.batch import to_device
+from mismatch.specs import Pass
+from mismatch.training.batch import DeviceBatch, to_device
 from mismatch.training.distributed import Progress, World
 from mismatch.training.distributions import DistributionCapture
 from mismatch.training.fingerprint import fingerprint, intervention_facts
 from mismatch.training.load import LoadedModel
 from mismatch.training.logprobs import TokenStats
 from mismatch.training.memory import MemoryPeak
-from mismatch.training.packing import Batch, MicroBatch, plan_batches
+from mismatch.training.packing import Batch, plan_batches
 from mismatch.training.routing.capture import LayerRoutes
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions
+from mismatch.training.sequence_parallel import SequenceParallel
 from mismatch.training.validate import prepare_pass
 from mismatch.types import Fingerprint, Ints, Rollout, Routing, Scoring
 
@@ -92,36 +93,33 @@ def run_batches(
     options: ForwardOptions,
     source: ReplaySource | None = None,
 ) -> list[MicroBatchScores]:
-    """This rank's micro-batches: every W-th, and as many forward passes as any other rank."""
+    """This rank's micro-batches: every W-th, and as many forward passes as any other rank.
+
+    Ranks that share their sequences take the same ones, each its own positions.
+    """
     lengths = [int(n) for n in np.diff(rollout.offsets)]
     batches = plan_batches(lengths, job.spec.micro_batch_tokens, job.spec.layout)
+    parallel = SequenceParallel.of(world, job.spec.sequence_parallel)
     progress = Progress(job.name, sum(lengths), world.rank == 0)
     parts, done = [], 0
-    for first in range(0, len(batches), world.size):
-        own = first + world.rank
-        idle = own >= len(batches)
-        # FSDP2 gathers in step: a rank without work repeats a batch and drops the result.
-        group = batches[0 if idle else own]
-        part = _forward(loaded, rollout, group, job.spec, options, world, source)
-        if not idle:
-            parts.append(part)
-        done += sum(batch.tokens for batch in batches[first : first + world.size])
-        progress.update(done)
+    with parallel.installed(loaded.attention.implementation):
+        for first in range(0, len(batches), parallel.count):
+            own = first + parallel.index
+            idle = own >= len(batches)
+            # FSDP2 gathers in step: a rank without work repeats a batch and drops the result.
+            group = batches[0 if idle else own]
+            inputs = to_device(rollout, group, job.spec, options, world.device, source, parallel)
+            part = _forward(loaded, inputs)
+            if not idle:
+                parts.append(part)
+            done += sum(batch.tokens for batch in batches[first : first + parallel.count])
+            progress.update(done)
     return parts
 
 
-def _forward(
-    loaded: LoadedModel,
-    rollout: Rollout,
-    group: MicroBatch,
-    spec: TrainSpec,
-    options: ForwardOptions,
-    world: World,
-    source: ReplaySource | None,
-) -> MicroBatchScores:
-    inputs = to_device(rollout, group, spec, options, world.device, source)
-    batch, scorer = inputs.batch, loaded.scorer
-    captured = None if options.capture is None else options.capture.rows(inputs.targets)
+def _forward(loaded: LoadedModel, inputs: DeviceBatch) -> MicroBatchScores:
+    batch, scorer, capture = inputs.batch, loaded.scorer, inputs.options.capture
+    captured = None if capture is None else capture.rows(inputs.targets)
     values, routes = scorer(
         scorer.score, batch, inputs.predicting, inputs.target_ids, inputs.options, captured
     )

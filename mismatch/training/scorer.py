@@ -125,8 +125,9 @@ class Scorer(nn.Module):
     def hidden(self, batch: Batch) -> torch.Tensor:
         """Last hidden states [B, S, H]."""
         mask: Any = batch.attention_mask
-        if batch.position_ids is not None:
-            mask = self._packed_masks(batch)
+        whole = batch.whole or batch
+        if whole.position_ids is not None:
+            mask = self._packed_masks(whole)
         out = self.decoder(
             input_ids=batch.input_ids,
             attention_mask=mask,

@@ -16,10 +16,11 @@ from mismatch.training.packing import collate
 from mismatch.training.routing.probe import require_interventions_work
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions, torch_dtype
+from mismatch.training.sequence_parallel import SequenceParallel
 from mismatch.types import Ints, Rollout
 
 HEAD_TOLERANCE = 0.02  # of the logits' range; our head runs the same matmul as the family's
-LEAK_TOLERANCE = 0.1  # standard deviations
+LEAK_TOLERANCE = PART_TOLERANCE = 0.1  # standard deviations
 
 
 def prepare_pass(
@@ -48,6 +49,7 @@ def prepare_pass(
         routing_note = loaded.once(
             (options, spec.routing, spec.grad), lambda: _probe_routing(loaded, options, spec, world)
         )
+        _probe_parts(world, loaded, spec)
         require_interventions_work(loaded.scorer, spec, source, world.device)
     if routing_note != "captured":
         options = replace(options, routing=False)
@@ -120,6 +122,37 @@ def _probe_scoring(loaded: LoadedModel, spec: TrainSpec, world: World) -> None:
                 f"one moves the next by {leak:.2g} standard deviations)",
                 "use --layout padding",
             )
+
+
+def _probe_parts(world: World, loaded: LoadedModel, spec: TrainSpec) -> None:
+    """Ranks that share sequences compute the hidden states that each computes alone."""
+    if spec.sequence_parallel == 1:
+        return
+    gap = loaded.once((spec.layout, "parts"), lambda: _gap_of_parts(world, loaded, spec))
+    if not gap <= PART_TOLERANCE:
+        raise MismatchError(
+            f"{loaded.scorer.decoder_config.model_type}: sequences that are split over ranks give "
+            f"other hidden states (by {gap:.2g} standard deviations)",
+            "leave --sequence-parallel out",
+        )
+
+
+def _gap_of_parts(world: World, loaded: LoadedModel, spec: TrainSpec) -> float:
+    """The median over tokens, the same on all ranks: near ties of experts may move a few."""
+    scorer, vocabulary = loaded.scorer, loaded.scorer.decoder_config.vocab_size
+    parallel = SequenceParallel.of(world, spec.sequence_parallel)
+    documents = [np.arange(length) * 5 % vocabulary for length in (19, 8)]
+    whole = collate(documents, spec.layout, world.device)
+    alone: torch.Tensor = scorer(scorer.hidden, whole).flatten(0, 1).float()
+    here, rows = parallel.local(whole.rows, whole.input_ids.shape[1])
+    with parallel.installed(loaded.attention.implementation):
+        shared = scorer(scorer.hidden, parallel.split(whole)).flatten(0, 1).float()
+    gaps = (alone[whole.rows[here]] - shared[rows]).abs().amax(-1) / alone[whole.rows].std()
+    largest = world.gather(gaps.cpu())
+    typical = torch.zeros((), dtype=torch.float64)
+    if largest is not None:
+        typical += torch.cat(largest).median()
+    return float(world.sum(typical))
 
 
 def _leak(loaded: LoadedModel, documents: tuple[Ints, Ints, Ints], world: World) -> float:

@@ -481,3 +481,16 @@ def test_a_new_run_whose_gradient_pass_has_nan_fails(tmp_path: Path) -> None:
     store.save_scoring(new, replace(train, name="fsdp:grad", logprobs=broken), rollout)
     made = against(old, new)
     assert (made.fails, made.new.verdict.status) == (True, "broken")
+
+
+def test_a_k3_that_grew_manyfold_in_a_few_prompts_is_not_passed_over(tmp_path: Path) -> None:
+    old, new = (make_run(tmp_path / name, tokens=seed) for name, seed in (("old", 1), ("new", 2)))
+    rollout = store.load_rollout(new)
+    train = store.load_scoring(new, "fsdp")
+    spiked = train.logprobs.copy()
+    spiked[[7 + 96 * prompt for prompt in (0, 4, 9)]] += 2.0  # a token in each of three prompts
+    store.save_scoring(new, replace(train, logprobs=spiked), rollout)
+    made = against(old, new)
+    assert row(made).new.value > 10 * row(made).old.value
+    assert row(made).p_value > 0.05
+    assert (row(made).outcome, made.outcome, made.fails) == ("undecided", "undecided", True)

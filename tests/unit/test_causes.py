@@ -390,7 +390,12 @@ def test_the_page_is_what_the_tool_writes() -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text("utf-8") == module.page(), "run: python tools/cause_page.py"
+    made = module.pages()
+    for name, text in made.items():
+        assert (module.DOCS / name).read_text("utf-8") == text, "run: python tools/cause_page.py"
+    there = {f"causes/{path.name}" for path in (module.DOCS / "causes").glob("*.md")}
+    assert there == made.keys() - {"causes.md"}
+    assert there == {f"causes/{id}.md" for id in catalogue()}
 
 
 # ---------------------------------------------------------------- the engine in float32

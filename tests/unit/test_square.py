@@ -28,7 +28,7 @@ from mismatch.processes.square import LABEL, score_in_float32
 from mismatch.run import store
 from mismatch.run.messages import read_error, write_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
-from mismatch.types import NotTested, Rollout, Sampling, Scoring
+from mismatch.types import Judgement, NotTested, Rollout, Sampling, Scoring
 from tests.made_run import make_run
 from tests.made_run import spec as made_spec
 
@@ -215,7 +215,12 @@ def test_without_levels_for_the_device_only_a_factor_of_two_is_beyond() -> None:
 def test_a_value_above_its_level_within_its_interval_is_undecided() -> None:
     run = run_of({"vllm:decode": 1.23})
     few = replace(run.rollout, prompt_index=np.repeat(np.arange(4), PROMPTS * SAMPLES // 4))
-    engine = next(f for f in square(replace(run, rollout=few)).findings if f.side == "engine")
+    found = square(replace(run, rollout=few))
+    engine = next(f for f in found.findings if f.side == "engine")
+    checks = square_checks(found)
+    assert {one.id: one.status for one in checks}["excess-engine"] == "inconclusive"
+    fit = Judgement("k3_kl", "healthy", 1e-4, 1e-3, 1e-2, "test")
+    assert verdict([fit], checks, "bf16 dense").status == "inconclusive"
     assert engine.value.low is not None
     assert engine.value.low < LEVELS["cpu"].excess < engine.value.value
     assert engine.standing == "undecided"

@@ -1,7 +1,45 @@
 """What was healthy and was not: broken runs that an earlier verdict passed, each by the real path.
 
 Every run here is made of invented numbers with a known fault, written as the stages leave them,
-and judged by ``build_report``.
+and judged by ``build_report``. The cases of the review of the first verdict, and their tests (here
+unless a file is named):
+
+===========================================  ====================================================
+case                                         test
+===========================================  ====================================================
+one token; 30 of 32 sequences empty          one_token_is_not_healthy, sequences_without_action…
+no event in 192 tokens                       no_event_in_few_tokens…, the_bound_on_unseen_events…
+greedy sampling                              greedy_tokens_are_nothing…, greedy_sampling_is_refused…
+overflow of the ratio                        overflow_of_the_ratio_is_named
+bias of 1 % on every token                   a_bias_of_one_percent…, a_warning_of_a_check_raises…
+1 parameter of 300; other files' names;      checks_of_nothing_do_not_pass
+  all responses truncated
+experts swapped, transposed, rows permuted,  test_training_digest: moved_values_show
+  gate and up de-interleaved
+all layers permuted alike                    test_square: a_gap_names_the_engine_only_where…
+one rank where two were asked for            fewer_ranks_than_asked_for_are_said
+levels of the user's not applied (no         a_level_that_cannot_be_applied_is_an_error
+  routing; another column; no exact KL)
+quantile without an interval; NaN ends       a_quantile_without…, ends_that_are_no_numbers…
+infinite exact KL                            an_infinite_exact_kl_is_the_worst_value
+stored MXFP4 dequantised by the trainer      stored_mxfp4_that_the_trainer_dequantised…
+server that does not say its dtype           a_server_that_does_not_say_its_dtype…
+published faults and sound runs              published_runs_pass_where_they_were_sound
+routes at random, shifted; replayed          routes_are_held_against_chance…, replayed_routes…
+the same experts in every row                test_routing_store: refused as a corrupt capture
+NaN in the gradient pass                     a_pass_with_nan_fails_the_run
+regrouped pass off by 1 nat                  a_trainer_that_contradicts_itself…, the_worst_of…
+stale report                                 a_report_older_than_its_scorings_is_refused
+second engine off                            test_square: a_second_engine_is_held_against…
+spike or one odd prompt                      test_metrics_inference: one_event_in_one_prompt…;
+                                             test_levels: more_prompts_are_no_advice…
+coverage of means, quantiles, shares         test_coverage, benchmarks/coverage.py
+forecast with a small common part            test_forecast: intervals_reach_to_a_common_part…
+fix of 0.2 %; ranked by luck; null fixes     test_fixes_rank: half_a_percent…, lower_by_luck…,
+                                             by_chance_a_false_claim…
+three prompts with a spike in an upgrade     test_against: a_k3_that_grew_manyfold…
+library: uint8, bf16, gradients, empty       test_metrics_inputs
+===========================================  ====================================================
 """
 
 from __future__ import annotations
@@ -21,7 +59,7 @@ from mismatch.analysis.diagnosis.declared import (
 )
 from mismatch.analysis.diagnosis.routes import beyond_chance, routing_checks
 from mismatch.analysis.levels import column_for, exit_code, judge_one, verdict
-from mismatch.analysis.thresholds import Level, load_thresholds
+from mismatch.analysis.thresholds import Level, default_thresholds, load_thresholds
 from mismatch.captures import Distributions
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
@@ -291,6 +329,34 @@ def test_a_quantile_without_an_interval_is_not_healthy():
     judged = judge_one("logprob_abs_diff_p999", bare, level)
     assert judged.status == "inconclusive"
     assert judged.inconclusive
+
+
+def test_ends_that_are_no_numbers_decide_nothing():
+    lost = Estimate(1e-4, float("nan"), float("nan"), 8192, 64, 16)
+    assert judge_one("k3_kl", lost, Level(1e-3, 0.013, "test")).status == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "passes"),
+    [  # mean |delta| and k3 that others published, with tight intervals
+        ("bf16 MoE",
+         {"logprob_abs_diff_mean": (0.085, 0.08, 0.09), "k3_kl": (0.0107, 9e-3, 0.0124)},
+         False),  # gpt-oss without sinks
+        ("bf16 MoE", {"logprob_abs_diff_mean": (0.139, 0.13, 0.148)}, False),  # another checkpoint
+        ("bf16 MoE", {"logprob_abs_diff_mean": (0.0177, 0.016, 0.019)}, True),  # mended gpt-oss-20b
+        ("bf16 dense",
+         {"logprob_abs_diff_mean": (0.04, 0.038, 0.042), "k3_kl": (2.4e-3, 2.2e-3, 2.6e-3)},
+         True),  # SmolLM2-135M, sound
+        ("bf16 MoE", {"k3_kl": (1.5e-3, 1.0e-3, 2.4e-3)}, True),  # Qwen3-30B-A3B
+    ],
+)  # fmt: skip
+def test_published_runs_pass_where_they_were_sound(column, values, passes):
+    table = default_thresholds()
+    judged = [
+        judge_one(metric, Estimate(*ends, 8192, 64, 16), table[metric][column])
+        for metric, ends in values.items()
+    ]
+    assert (exit_code(verdict(judged, [], column)) == 0) is passes
 
 
 def with_laws(place: Path, infinite: bool) -> Path:

@@ -197,6 +197,17 @@ def test_micro_batches_in_sequences_become_a_token_budget(tmp_path: Path) -> Non
     assert applied.spec.train.micro_batch_tokens == 3 * (256 + 1024)
 
 
+@pytest.mark.parametrize("place", ["actor", "actor.fsdp_config"])
+def test_ulysses_splits_sequences_and_its_ranks_share_the_budget(
+    tmp_path: Path, place: str
+) -> None:
+    override = (f"actor_rollout_ref.{place}.ulysses_sequence_parallel_size=2",)
+    applied = _applied(tmp_path, overrides=override, packages=FLASH)
+    assert applied.spec.train.sequence_parallel == 2
+    assert applied.spec.train.micro_batch_tokens == 2 * 3072
+    assert not any("ulysses" in line for line in applied.not_reproduced)
+
+
 def test_vllms_cpu_build_keeps_its_own_scheduler_options(tmp_path: Path) -> None:
     applied = _applied(tmp_path, cpu_engine=True)
     assert "max_num_batched_tokens" not in dict(applied.spec.rollout.engine.args)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
 
 MARGIN = 0.1
+TIMES, UNDECIDED = 3.0, 0.26  # as much as before, at a p (not adjusted) up to this
 DECIDING = (*RANKED_BY, "routing_disagree_layer")
 ALSO = ("logprob_abs_diff_p999", "logprob_abs_diff_max", "kl", "ratio_mean", "routing_disagree_any")
 METHOD = (
@@ -192,26 +193,28 @@ def judged(
         exchange(*(per_prompt(metric, sample) for sample in samples), seed=seed)
         for metric in deciding
     ]
-    p_values = dict(zip(deciding, holm(raw), strict=True))
+    p_values = dict(zip(deciding, zip(holm(raw), raw, strict=True), strict=True))
     return tuple(
-        _decided(row, p_values[row.metric], margin) if row.metric in p_values else row
+        _decided(row, *p_values[row.metric], margin) if row.metric in p_values else row
         for row in rows
     )
 
 
-def _decided(row: AgainstRow, p_value: float, margin: float) -> AgainstRow:
+def _decided(row: AgainstRow, p_value: float, raw: float, margin: float) -> AgainstRow:
     outcome: Outcome = "none"
     if p_value <= LEVEL and row.change.value != 0:
         outcome = "worse" if row.change.value > 0 else "better"
+    elif raw <= UNDECIDED and row.new.value > TIMES * row.old.value:
+        outcome = "undecided"
     beyond = outcome == "worse" and not row.new.value <= (1.0 + margin) * row.old.value
     return replace(row, p_value=p_value, outcome=outcome, beyond=beyond)
 
 
 def outcome_of(rows: Sequence[AgainstRow]) -> Outcome:
     """Of all rows that decide."""
-    told = {row.outcome for row in rows if row.outcome not in (None, "none")}
+    told = {row.outcome for row in rows if row.outcome not in (None, "none", "undecided")}
     if not told:
-        return "none"
+        return "undecided" if any(row.outcome == "undecided" for row in rows) else "none"
     return "mixed" if len(told) > 1 else "worse" if "worse" in told else "better"
 
 
@@ -222,12 +225,15 @@ def concluded(made: Against, fail_on: str) -> Against:
     beyond = [row for row in made.rows if row.beyond]
     worse = [row for row in made.rows if row.outcome == "worse"]
     better = [row for row in made.rows if row.outcome == "better"]
+    undecided = [row for row in made.rows if row.outcome == "undecided"]
     if beyond:
         text = f"{_moves(beyond)}; more than the margin of {made.margin_text}"
     elif worse:
         text = f"{_moves(worse)}; within the margin of {made.margin_text}"
     elif better:
         text = _moves(better)
+    elif undecided:
+        text = f"{_moves(undecided)}; chance alone may do that: measure both runs with more prompts"
     else:
         text = f"no deciding metric moved by more than chance, {made.prompts} prompts"
     if worse and better:
@@ -237,7 +243,7 @@ def concluded(made: Against, fail_on: str) -> Against:
         alike = before is not None and before.status == own.status
         also = ", as the old one is" if alike else ""
         text += f"; the new run by itself is {own.status}{also}: {own.reason}"
-    return replace(made, fails=bool(beyond) or failing, reason=text)
+    return replace(made, fails=bool(beyond) or bool(undecided) or failing, reason=text)
 
 
 def _moves(rows: Sequence[AgainstRow]) -> str:

@@ -48,7 +48,7 @@ def against_to_json(made: Against) -> dict[str, Any]:
     }  # fmt: skip
 
 
-Outcome = Literal["better", "worse", "mixed", "none"]
+Outcome = Literal["better", "worse", "mixed", "undecided", "none"]
 Where = Literal["engine", "trainer", "machine"]
 
 
@@ -83,7 +83,8 @@ class AgainstRow:
         change: new - old with its 95 % interval, by prompt.
         p_value: probability of such a change by chance (permutation within prompts, adjusted for
             all deciding metrics); None for a metric that does not decide.
-        outcome: of a deciding metric: "worse", "better" or "none" (not told from chance).
+        outcome: of a deciding metric: "worse", "better", "none" (not told from chance) or
+            "undecided": several times as large, and too rarely so by chance to be passed over.
         beyond: worse, and by more than the margin.
     """
 
@@ -140,7 +141,7 @@ class Against:
             tokens are not the same. Few metrics only.
         outcome: of all deciding metrics together.
         margin: share by which a metric may rise before that fails.
-        fails: the new run is worse by more than the margin, or its own verdict fails.
+        fails: the new run is worse by more than the margin, undecided, or its own verdict fails.
         reason: of the verdict, one line.
         notes: what a reader has to know, one sentence each.
         method: how significance was decided, one sentence.

@@ -22,7 +22,7 @@ COLUMNS = (
 
 def of_report(report: Report) -> tuple[Section, ...]:
     """Failed ones first, each with its fix; then what was not tested."""
-    shown = checks(report, "failed", "warning", "passed")
+    shown = checks(report, "failed", "inconclusive", "warning", "passed")
     reasons = tuple(untested(report))
     sections = (_checked(report), Section("untested", "Not tested", UNSEEN, sentences=reasons))
     return tuple(s for s, there in zip(sections, (shown, reasons), strict=True) if there)
@@ -38,7 +38,7 @@ def _checked(report: Report) -> Section:
         warnings=tuple(
             f"{check.id} ({check.status}): {check.detail}"
             + (f"; fix: {check.fix}" if check.fix else "")
-            for check in checks(report, "failed", "warning")
+            for check in checks(report, "failed", "inconclusive", "warning")
         ),
         sentences=(summary,) if summary else (),
         tables=(
@@ -46,7 +46,7 @@ def _checked(report: Report) -> Section:
                 COLUMNS,
                 tuple(
                     (check.id, status_cell(check.status), check.detail, check.fix)
-                    for check in checks(report, "failed", "warning", "passed")
+                    for check in checks(report, "failed", "inconclusive", "warning", "passed")
                 ),
             ),
         ),

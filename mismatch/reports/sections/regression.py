@@ -23,11 +23,13 @@ WORDS = {
     "worse": "worse",
     "better": "better",
     "mixed": "mixed",
+    "undecided": "undecided",
     "none": "no significant difference",
 }
 RESULTS: dict[str | None, str] = {
     "worse": "worse",
     "better": "better",
+    "undecided": "larger, but undecided",
     "none": "not significant",
     None: "",
 }
@@ -100,6 +102,7 @@ def _row(row: AgainstRow) -> tuple[Cell | Value, ...]:
     metric = Row(row.metric, words, row.new)
     outcome = row.outcome or ""
     tones: dict[str, Tone] = {"worse": "critical" if row.beyond else "warn", "better": "healthy"}
+    tones["undecided"] = "warn"
     return (
         Cell(words.label, note=words.meaning),
         Cell(row.metric, "code"),

@@ -28,7 +28,7 @@ from mismatch.errors import MismatchError
 from mismatch.training.packing import Batch
 from mismatch.training.routing.capture import MoeLayer
 from mismatch.training.routing.torch_overrides import OverrideMode
-from mismatch.types import Ints, Rollout
+from mismatch.types import Bools, Ints, Rollout
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
 
@@ -199,6 +199,7 @@ class RouterNoise(RouterIntervention):
         sequences: [n] indices of the forward pass's sequences in the rollout, in order.
         lengths: [n] their lengths in tokens.
         batch: its ``rows`` locate these tokens.
+        own: [tokens] bool, those that this rank has, where ranks share a batch; None: all.
     """
 
     unreached = (
@@ -207,19 +208,31 @@ class RouterNoise(RouterIntervention):
     )
 
     def __init__(
-        self, sigma: float, seed: int, sequences: Ints, lengths: Ints, batch: Batch
+        self,
+        sigma: float,
+        seed: int,
+        sequences: Ints,
+        lengths: Ints,
+        batch: Batch,
+        own: Bools | None = None,
     ) -> None:
         super().__init__()
         self.sigma, self.seed = sigma, seed
-        self.sequences, self.lengths, self.batch = sequences, lengths, batch
+        self.sequences, self.lengths, self.batch, self.own = sequences, lengths, batch, own
 
     @classmethod
     def of(
-        cls, sigma: float, seed: int, rollout: Rollout, sequences: tuple[int, ...], batch: Batch
+        cls,
+        sigma: float,
+        seed: int,
+        rollout: Rollout,
+        sequences: tuple[int, ...],
+        batch: Batch,
+        own: Bools | None = None,
     ) -> RouterNoise:
         """The noise of a micro-batch of a rollout."""
         chosen = np.asarray(sequences, np.int64)
-        return cls(sigma, seed, chosen, np.diff(rollout.offsets)[chosen], batch)
+        return cls(sigma, seed, chosen, np.diff(rollout.offsets)[chosen], batch, own)
 
     def override_mode(self, layer: MoeLayer, block: torch.nn.Module) -> OverrideMode:
         return _NoisyLogits(self, layer)
@@ -232,7 +245,8 @@ class RouterNoise(RouterIntervention):
             )
             for sequence, length in zip(self.sequences, self.lengths, strict=True)
         ]
-        return np.float32(self.sigma) * np.concatenate(parts)
+        drawn = np.float32(self.sigma) * np.concatenate(parts)
+        return drawn if self.own is None else drawn[self.own]
 
     def added(self, layer: MoeLayer, logits: torch.Tensor) -> torch.Tensor:
         """``logits`` [..., E] plus the noise of a layer, in their own dtype."""

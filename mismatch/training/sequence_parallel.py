@@ -1,0 +1,251 @@
+"""Sequence parallelism (Ulysses): the rows of a batch split over ranks, heads inside attention.
+
+N ranks share every micro-batch: each has S / N positions of all its rows. Embedding, norms, experts
+and head see these positions alone. Attention needs the whole sequence: an all-to-all gives every
+rank all positions of H / N heads, the kernel runs as it is, with its masks, windows and sinks, and
+a second all-to-all gives the positions back. After Jacobs et al., DeepSpeed-Ulysses
+(arXiv 2309.14509); the collectives are differentiable.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mismatch.errors import MismatchError
+from mismatch.specs import TrainSpec
+from mismatch.training.attention.plain import eager_of
+from mismatch.training.distributed import World
+from mismatch.training.packing import PAD_ID, Batch
+
+SPLIT_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+FLAG = "--sequence-parallel"
+
+
+def require_splittable(spec: TrainSpec, config: Any) -> None:
+    """Refuse a model that cannot be split, before its weights load.
+
+    Raises:
+        MismatchError: heads that N does not divide, or layers that mix positions outside attention.
+    """
+    count, text = spec.sequence_parallel, config.get_text_config()
+    if count == 1:
+        return
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads % count:
+        raise MismatchError(
+            f"{FLAG} {count} does not divide the {heads} attention heads of {text.model_type}",
+            f"give a divisor of {heads}, or leave it out",
+        )
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(SPLIT_LAYERS))
+    if others:
+        raise MismatchError(
+            f"{FLAG}: {text.model_type} mixes positions outside attention: {', '.join(others)}",
+            "leave it out",
+        )
+
+
+@dataclass
+class SequenceParallel:
+    """This rank's place among the N ranks that share a batch.
+
+    Attributes:
+        size: N; 1: nothing is split.
+        rank: among the N.
+        index: of this group of ranks.
+        count: of groups; each takes every ``count``-th micro-batch.
+        whole: the batch of the current forward and backward pass, its width a multiple of N.
+    """
+
+    size: int
+    rank: int
+    index: int
+    count: int
+    group: dist.ProcessGroup | None = None
+    whole: Batch | None = None
+
+    @classmethod
+    def of(cls, world: World, size: int) -> SequenceParallel:
+        """All ranks call it.
+
+        Raises:
+            MismatchError: the world cannot be cut into groups of ``size``.
+        """
+        if size == 1:
+            return cls(1, 0, world.rank, world.size)
+        if world.size % size:
+            raise MismatchError(
+                f"{FLAG} {size} does not divide the {world.size} ranks",
+                "set --nproc-per-node to a multiple of it",
+            )
+        index, rank = divmod(world.rank, size)
+        return cls(size, rank, index, world.size // size, _group(size))
+
+    def split(self, batch: Batch) -> Batch:
+        """This rank's positions of a batch; its ``rows`` stay those of the whole: see `local`."""
+        if self.size == 1:
+            return batch
+        self.whole = _widened(batch, self.size)
+        width = self.whole.input_ids.shape[1] // self.size
+        own = slice(self.rank * width, (self.rank + 1) * width)
+        positions = self.whole.position_ids
+        if positions is None:
+            positions = torch.arange(self.whole.input_ids.shape[1], device=batch.rows.device)[None]
+        mask = self.whole.attention_mask
+        return replace(
+            self.whole,
+            input_ids=self.whole.input_ids[:, own],
+            attention_mask=None if mask is None else mask[:, own],
+            position_ids=positions[:, own],
+            whole=self.whole,
+        )
+
+    def local(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flattened rows [n] of a batch of ``width`` that this rank has.
+
+        Returns:
+            [n] bool, which they are; and their flattened rows in this rank's part.
+        """
+        if self.size == 1:
+            return torch.ones_like(rows, dtype=torch.bool), rows
+        part = -(-width // self.size)
+        sequence, column = rows // width, rows % width
+        here = column // part == self.rank
+        return here, (sequence * part + column % part)[here]
+
+    @contextmanager
+    def installed(self, implementation: str) -> Iterator[None]:
+        """In the block, backward passes included, all-to-all feeds this attention kernel."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        if self.size == 1:
+            yield
+            return
+        attention = AttentionInterface._global_mapping
+        masks = AttentionMaskInterface._global_mapping
+        kernel: Any = attention.get(implementation)
+        mask: Any = masks[implementation]
+        AttentionInterface.register(implementation, self._attention(kernel))
+        AttentionMaskInterface.register(implementation, self._mask(mask))
+        try:
+            yield
+        finally:
+            masks[implementation] = mask
+            if kernel is None:  # "eager": every family has its own
+                del attention[implementation]
+            else:
+                attention[implementation] = kernel
+
+    def _mask(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """Masks of the whole sequence, whatever part of it the caller has."""
+
+        def mask(**arguments: Any) -> Any:
+            assert self.whole is not None
+            length, padding = self.whole.input_ids.shape[1], self.whole.attention_mask
+            return build(
+                **arguments
+                | {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
+                | {"attention_mask": None if padding is None else padding.bool()}
+            )
+
+        return mask
+
+    def _attention(self, kernel: Callable[..., Any] | None) -> Callable[..., Any]:
+        def attention(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: Any,
+            *rest: Any,
+            **options: Any,
+        ) -> tuple[torch.Tensor, None]:
+            assert self.whole is not None
+            times = _repeats(query.shape[1], key.shape[1], self.size)
+            key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+            heads = slice(*(query.shape[1] // self.size * n for n in (self.rank, self.rank + 1)))
+            if options.get("s_aux") is not None:
+                options["s_aux"] = options["s_aux"][heads]
+            if "position_ids" in options:
+                options["position_ids"] = self.whole.position_ids
+            run = kernel or eager_of(module)
+            assert run is not None
+            # [B, H, S / N, D] to [B, H / N, S, D], and [B, S, H / N, D] to [B, S / N, H, D]
+            parts = (self._exchanged(x) for x in (query, key, value))
+            view = _with_heads(module, heads, query.shape[1], key.shape[1])
+            return self._exchanged(run(view, *parts, attention_mask, *rest, **options)[0]), None
+
+        return attention
+
+    def _exchanged(self, states: torch.Tensor) -> torch.Tensor:
+        """Cut dimension 1 into N parts, send one to each rank, and join theirs on dimension 2."""
+        batch, cut, joined, size = states.shape
+        parts = states.reshape(batch, self.size, cut // self.size, joined, size).movedim(1, 0)
+        whole: torch.Tensor = _Exchange.apply(parts, self.group)  # type: ignore[no-untyped-call]
+        return whole.movedim(0, 2).flatten(2, 3)
+
+
+@cache
+def _group(size: int) -> dist.ProcessGroup:
+    subgroups: Any = dist.new_subgroups  # it has no types
+    own: dist.ProcessGroup = subgroups(group_size=size)[0]
+    return own
+
+
+def _widened(batch: Batch, size: int) -> Batch:
+    """The batch with columns of padding, up to a multiple of ``size``; one more document."""
+    more = -batch.input_ids.shape[1] % size
+    pad = torch.nn.functional.pad
+    mask, positions = batch.attention_mask, batch.position_ids
+    if positions is not None and more:
+        end = torch.arange(more, device=positions.device)[None]
+        positions = torch.cat([positions, end], dim=1)
+    return replace(
+        batch,
+        input_ids=pad(batch.input_ids, (0, more), value=PAD_ID),
+        attention_mask=None if mask is None else pad(mask, (0, more)),
+        position_ids=positions,
+    )
+
+
+def _repeats(heads: int, groups: int, size: int) -> int:
+    """How often keys and values are repeated so that every rank has whole groups of heads."""
+    return next(n for n in range(1, heads // groups + 1) if groups * n % size == 0)
+
+
+def _with_heads(module: torch.nn.Module, heads: slice, queries: int, keys: int) -> torch.nn.Module:
+    """The attention module as its kernel sees it: with this rank's heads and sinks."""
+    view = copy.copy(module)
+    view.__dict__["num_key_value_groups"] = queries // keys
+    sinks = getattr(module, "sinks", None)
+    if isinstance(sinks, torch.Tensor):
+        view._parameters = {k: v for k, v in module._parameters.items() if k != "sinks"}
+        view.__dict__["sinks"] = sinks[heads]
+    return view
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all: part n of [N, …] goes to rank n; part n of the result came from rank n."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(grad, ctx.group), None
+
+
+def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = parts.contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out.view(torch.uint8), parts.view(torch.uint8), group=group)
+    return out

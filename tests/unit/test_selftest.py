@@ -1,0 +1,130 @@
+"""The self-test: faults reach the copy and never the source, and what is named is counted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.codec import from_json, to_json
+from mismatch.errors import MismatchError
+from mismatch.models import resolve_model
+from mismatch.models.planted import plant
+from mismatch.pipeline.selftest import FAULTS, SelfTest, judged
+from tests import drawn_pair as drawn
+
+TINY = Path(resolve_model("tiny-gpt-oss"))
+
+
+def tensors(directory: Path) -> dict[str, object]:
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def changed(directory: Path) -> set[str]:
+    one, other = tensors(TINY), tensors(directory)
+    assert one.keys() == other.keys()
+    return {name for name in one if not one[name].equal(other[name])}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fault", [one for one in FAULTS if one.record is None], ids=lambda f: f.id)
+def test_a_planted_checkpoint_differs_where_the_fault_is(tmp_path: Path, fault) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in TINY.iterdir()}
+    made = plant(TINY, tmp_path / "planted", fault.id, fault.sizes[0])
+    names = changed(made)
+    configs = [json.loads((place / "config.json").read_text()) for place in (TINY, made)]
+    if fault.id in ("norm-eps", "rope", "window"):
+        assert names == set()
+        assert configs[0] != configs[1]
+    else:
+        assert configs[0] == configs[1]
+        assert names
+        mark = {"swapped-experts": ".experts.", "no-sinks": "sinks"}
+        assert all(mark.get(fault.id, ".layers.") in name for name in names)
+    assert {path.name: path.stat().st_mtime_ns for path in TINY.iterdir()} == before
+
+
+def test_what_a_model_lacks_cannot_be_planted(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    plant(TINY, source, "window", 0.5)
+    config = json.loads((source / "config.json").read_text())
+    del config["sliding_window"]
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MismatchError, match="nothing in which window"):
+        plant(source, tmp_path / "target", "window", 0.5)
+
+
+def tempered(temperature: float) -> Case:
+    """A healthy pair at a temperature, with the trainer's untempered numbers beside."""
+    made = drawn.draw(0)
+    raw = drawn.log_law(made.trainer)
+    made.engine, made.trainer, made.logits = (
+        logits / temperature for logits in (made.engine, made.trainer, made.logits)
+    )
+    case = made.case()
+    ids = case.engine.token_ids
+    rollout = replace(
+        case.rollout, sampling=replace(case.rollout.sampling, temperature=temperature)
+    )
+    extra = {"logprobs_untempered": raw[np.arange(len(ids)), ids]}
+    return replace(case, rollout=rollout, trainer=replace(case.trainer, extra=extra))
+
+
+def test_without_a_temperature_there_is_nothing_to_leave_out(tmp_path: Path) -> None:
+    found = {one.fault: one for one in judged(drawn.draw(0).case(), tmp_path, {}).faults}
+    assert found["temperature"].found is None
+    assert "temperature is 1" in found["temperature"].reason
+
+
+def test_faults_of_the_record_are_named(tmp_path: Path) -> None:
+    result = judged(tempered(0.8), tmp_path, {"window": "no window"})
+    assert result.clean == ()
+    found = {one.fault: one for one in result.faults}
+    for fault in FAULTS:
+        tried = found[fault.id]
+        if fault.record is None:
+            assert tried.found is None
+            assert tried.reason
+        else:
+            assert tried.found, fault.id
+            assert tried.attempts[0].named == fault.expected[0]
+            assert tried.smallest in fault.sizes
+    assert found["window"].reason == "no window"
+    assert result.caught
+    assert from_json(SelfTest, to_json(result)) == result
+
+
+def test_one_fault_that_is_missed_is_enough_and_none_planted_is_no_success(tmp_path: Path) -> None:
+    result = judged(drawn.draw(0).case(), tmp_path, {})
+    missed = replace(result.faults[-1], found=False, smallest=None)
+    assert not replace(result, faults=(*result.faults[:-1], missed)).caught
+    assert not replace(result, faults=()).caught
+    unplanted = tuple(one for one in result.faults if one.found is None)
+    assert not replace(result, faults=unplanted).caught
+
+
+def test_the_exit_code_says_whether_all_were_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mismatch.pipeline.selftest as pipeline
+    from mismatch.cli.main import app
+
+    result = judged(drawn.draw(0).case(), tmp_path, {})
+    for caught, told in ((0, result), (1, replace(result, faults=()))):
+        monkeypatch.setattr(pipeline, "run_selftest", lambda *rest, told=told: told)
+        flags = ["--model", "tiny-gpt-oss", "--engine", "transformers", "--json"]
+        place = ["--out", str(tmp_path / f"run{caught}")]
+        done = CliRunner().invoke(app, ["selftest", *flags, *place], standalone_mode=False)
+        assert done.return_value == caught, done.output
+        document = json.loads(done.stdout)
+        assert document["schema"] == "mismatch.selftest/1"
+        assert document["caught"] is (caught == 0)
