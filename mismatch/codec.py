@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -168,7 +169,8 @@ def _read_float(value: Any, place: str) -> float:
     if value is None:
         return math.nan
     fits = isinstance(value, int | float) and not isinstance(value, bool)
-    number: float = _require(fits, value, place, "a number or null")
+    fits = fits and abs(value) <= sys.float_info.max  # no NaN, no infinity, no whole number above
+    number: float = _require(fits, value, place, "a finite number or null")
     return number  # a whole number stays one: the bytes that are written again are the same
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.experiments.fixes.base import EstimatorFix, FixCost, FixOutcome, FixTable
+from mismatch.experiments.fixes.base import EstimatorFix, FixCost, FixOutcome, FixTable, HeldOut
 from mismatch.types import Estimate, Judgement, Verdict
 
 K3, MEAN, TAIL, ROUTES = (
@@ -34,6 +34,7 @@ def outcome(id: str, k3: float, mean: float, effect: str, p: float, **more: obje
         "after": {K3: number(k3), MEAN: number(mean), TAIL: number(10 * mean)},
         "paired": change,
         "changes": {K3: change, MEAN: number(mean - 0.122)},
+        "removed": {K3: number(1 - k3 / 0.061), MEAN: number(1 - mean / 0.122)},
         "p_values": {K3: p, MEAN: min(1.0, 2 * p)},
         "significant": p < 0.05,
         "cost": FixCost(11.5, 3 * 2**30),
@@ -71,6 +72,11 @@ def make_table(verdict_from: str = "as-is") -> FixTable:
         verdict=verdict_from,  # type: ignore[arg-type]
         seconds=93.0,
         verdict_as_is=verdict("unfit", "as it was") if verdict_from == "after-fixes" else None,
+        held_out=HeldOut(
+            "attention-sinks+router-replay=ids", "attention-sinks+router-replay=ids", 24, 24,
+            removed={K3: number(0.999, 0.0001), MEAN: number(0.97, 0.01)},
+            p_values={K3: 1e-5, MEAN: 1e-5}, confirmed=True,
+        ),
     )  # fmt: skip
 
 

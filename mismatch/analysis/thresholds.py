@@ -116,6 +116,13 @@ def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, wh
         if not _is_number(value):
             raise MismatchError(f"{place}: {name} is no number: {value!r}", f"write {example}")
         bounds.append(float(value))
+    low, high = METRICS[metric].bounds
+    for name, bound in zip(("healthy", "critical"), bounds, strict=True):
+        if bound > high if METRICS[metric].good == "high" else bound < low:
+            raise MismatchError(
+                f"{place}: no run can reach {name} = {bound:g}",
+                f"{metric} lies between {low:g} and {high:g}",
+            )
     sign = -1.0 if METRICS[metric].good == "high" else 1.0
     if sign * bounds[0] > sign * bounds[1]:
         order = "above" if sign < 0 else "below"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import traceback
@@ -149,6 +150,7 @@ def main() -> NoReturn:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, _interrupt)
     try:
+        _require_text()
         code = app(prog_name="mismatch", standalone_mode=False)
     except MismatchError as error:
         _complain(error.message, error.fix)
@@ -167,6 +169,23 @@ def main() -> NoReturn:
         fix = RESUME if resumable else "run the same command again"
         _complain("interrupted; every process that was started has been ended", fix)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _require_text() -> None:
+    """Refuse names that could be written into no report: of another encoding, or half a character.
+
+    Raises:
+        MismatchError: an argument, or the working directory.
+    """
+    for text in (*sys.argv[1:], os.path.abspath(os.curdir)):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise MismatchError(
+                f"{text!a} is no text in the encoding of this locale, "
+                f"{sys.getfilesystemencoding()}",
+                "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1), and use names in UTF-8",
+            ) from error
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

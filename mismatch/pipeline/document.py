@@ -159,7 +159,8 @@ def report_from_json(document: Any) -> Report:
     """The inverse of :func:`report_to_json`; a null value becomes NaN again.
 
     Raises:
-        MismatchError: not a report, a schema of another version, or a field that does not fit.
+        MismatchError: not a report, a schema of another version, or a field that does not fit the
+            schema.
     """
     fields = fields_of(document, SCHEMA, command=COMMAND)
     with refused(SCHEMA, command=COMMAND, page=PAGE):
@@ -172,6 +173,10 @@ def report_from_json(document: Any) -> Report:
             for key, kind in FIELDS.items()
             if key not in ("comparisons", "noise_floor")
         }
+        if "headline" not in fields:
+            raise Misfit("field 'headline' is missing")
+        from_json(Headline, fields["headline"], "headline")  # made anew, but it has to be right
+        from_json(list[str], fields.get("next", []), "next")
         results = {analysis.id: analysis.read(fields) for analysis in analyses()}
         return Report(
             **values,
@@ -201,7 +206,10 @@ def _readable(document: dict[str, Any]) -> dict[str, Any]:
 def _own_names(document: dict[str, Any]) -> dict[str, Any]:
     """The inverse."""
     return {
-        key: [_renamed(pair, _own_name) for pair in document[key]]
+        key: [
+            _renamed(pair, _own_name)
+            for pair in from_json(list[dict[str, Any]], document[key], key)
+        ]
         for key in ("comparisons", "noise_floor")
     }
 
@@ -240,9 +248,9 @@ def comparisons_to_json(
 
 def comparisons_from_json(document: Any) -> tuple[list[Comparison], list[SidePair]]:
     """The inverse of :func:`comparisons_to_json`."""
-    pairs = [
-        {key: value for key, value in entry.items() if key != "id"}
-        for entry in document["noise_floor"]
-    ]
+    entries = from_json(list[dict[str, Any]], document["noise_floor"], "noise_floor")
+    for entry in entries:
+        from_json(str, entry["id"], "noise_floor.id")
+    pairs = [{key: value for key, value in entry.items() if key != "id"} for entry in entries]
     comparisons = from_json(list[Comparison], document["comparisons"], "comparisons")
     return comparisons, from_json(list[SidePair], pairs, "noise_floor")

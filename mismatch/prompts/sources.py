@@ -81,10 +81,17 @@ def read_file(path: Path) -> list[Prompt]:
 def _parse(raw: bytes, origin: str) -> Prompt:
     try:
         entry = json.loads(raw.decode("utf-8"))
+        json.dumps(entry, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         raise _bad(origin, "not UTF-8", "save the file as UTF-8") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise _bad(
+            origin, f"{half} is half a character", "write the whole one, or leave it out"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        reason = "nested too deeply" if deep else getattr(error, "msg", str(error))
         raise _bad(origin, f"not JSON ({reason})") from error
     if not isinstance(entry, dict):
         raise _bad(origin, f"a JSON {type(entry).__name__}, not an object")

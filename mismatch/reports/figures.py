@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mismatch.reports.contrasts import (
+    Contrast,
+    late,
+    off_diagonal,
+    rank_in_response,
+    spread,
+    unlikely,
+)
 from mismatch.reports.section import Figure
 from mismatch.reports.summary import Row
 from mismatch.reports.svg import (
@@ -40,11 +48,6 @@ def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
     return rows.sort_values(["sequence", "position"], kind="stable", ignore_index=True)
 
 
-def rank_in_response(tokens: pd.DataFrame) -> np.ndarray:
-    """Place of each token among its sequence's sampled tokens, from 0, [A]."""
-    return tokens.groupby("sequence").cumcount().to_numpy(dtype=np.int64)
-
-
 def of_tokens(tokens: pd.DataFrame) -> tuple[Figure, ...]:
     """The pictures that the data allow, in reading order.
 
@@ -57,35 +60,36 @@ def of_tokens(tokens: pd.DataFrame) -> tuple[Figure, ...]:
         Figure(
             "histogram",
             "How far single tokens are off",
-            "A narrow spike at 0 is rounding. Long tails on both sides are tokens whose importance "
-            "ratio is far from 1; a shifted or lopsided shape is a systematic difference.",
+            spread(tokens),
             lambda: histogram(tokens),
         ),
         Figure(
             "probabilities",
             "Probability, side against side",
-            "Every token once; stronger colour means more of them. Agreement is the diagonal. A "
-            "bent band is another temperature, a cloud without a diagonal is a misalignment of "
-            "tokens.",
+            "Every token once; stronger colour means more of them. Agreement is the diagonal; "
+            f"{off_diagonal(tokens)}. Another temperature would bend the band, misaligned tokens "
+            "would leave a cloud without a diagonal.",
             lambda: probabilities(tokens),
         ),
         Figure(
             "by-probability",
             "Likely and unlikely tokens",
-            "Unlikely tokens are always off by more: rounding weighs more far out in the tail. "
-            "Bars that stay high on the right, where the engine is sure, do not come from rounding "
-            "alone. Above the bars: tokens.",
+            f"{_told(unlikely(tokens), 'likely or unlikely')} Above the bars: tokens.",
             lambda: by_probability(tokens),
         ),
         Figure(
             "by-position",
             "Along the response",
-            "A flat line is what rounding gives. A line that climbs points at positions (rope, "
-            "sliding window) or at state that decays (a quantised KV cache); far right few tokens "
-            "are left.",
+            f"{_told(late(tokens), 'early or late')} Rounding gives a flat line; one that climbs "
+            "points at positions (rope, sliding window) or at state that decays (a quantised KV "
+            "cache). Far right few tokens are left.",
             lambda: by_position(tokens),
         ),
     )
+
+
+def _told(contrast: Contrast | None, kind: str) -> str:
+    return contrast.sentence if contrast else f"Too few {kind} tokens to compare."
 
 
 LEAST, MOST = 1e-2, 1e2  # healthy bounds: the ends of the scale
@@ -174,7 +178,7 @@ def probability_grid(tokens: pd.DataFrame, bins: int = 64) -> tuple[Array, Array
 
 
 def by_probability(tokens: pd.DataFrame) -> str:
-    """Mean |delta| by the probability that the engine gave: unlikely tokens are off by more."""
+    """Mean |delta| by the probability that the engine gave."""
     edges = np.array([0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0 + 1e-9])
     probability = np.exp(tokens["rollout_logprob"].to_numpy(dtype=np.float64))
     bucket = np.clip(np.searchsorted(edges, probability, side="right") - 1, 0, len(edges) - 2)

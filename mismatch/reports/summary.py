@@ -18,9 +18,10 @@ from mismatch.reports.formatting import (
 )
 from mismatch.reports.section import Cell, Column, Table
 from mismatch.reports.words import ROUTING, Words, noise_words, words_for
+from mismatch.run.scorings import REFERENCE
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report
 
-HEADLINE = "logprob_abs_diff_mean"
+HEADLINE, MEDIAN = "logprob_abs_diff_mean", "logprob_abs_diff_p50"
 # Shown below the judged metrics, where the comparison has them.
 UNJUDGED = ("kl", "ratio_mean", "ess_token", "logprob_abs_diff_p99", "logprob_abs_diff_max")
 
@@ -198,20 +199,40 @@ def size(report: Report) -> str:
 
 
 def in_plain_words(report: Report) -> str:
-    """By how much the two sides differ, as a sentence without a Greek letter."""
-    estimate = headline(report).metrics.get(HEADLINE)
-    if estimate is None or not math.isfinite(estimate.value):
+    """By how much the two sides differ, as a sentence without a Greek letter.
+
+    "Typically" is the median token: the mean is ruled by the few tokens that are far off.
+    """
+    metrics = headline(report).metrics
+    mean = metrics.get(HEADLINE)
+    if mean is None or not math.isfinite(mean.value):
         return "The two sides could not be compared token by token."
-    if estimate.value == 0:
+    if mean.value == 0:
         return "Both sides give every token exactly the same probability."
-    gap = math.expm1(min(estimate.value, 700.0))
-    amount = percent(gap) if gap < 1 else f"a factor of {number(gap + 1, 2)}"
-    sentence = f"The two sides' probabilities of a token typically differ by {amount}"
-    far = headline(report).metrics.get("ratio_outside_2")
+    median, far = metrics.get(MEDIAN), metrics.get("ratio_outside_2")
+    average = f"{number(mean.value, 2)} nats"
+    if median is None:
+        sentence = f"On average the two sides differ by {average} about a token"
+    elif median.value == 0:
+        sentence = (
+            "Over half of the tokens have exactly the same probability on both sides; on average "
+            f"they differ by {average}"
+        )
+    else:
+        sentence = (
+            "The two sides' probabilities of a token typically (the median) differ by "
+            f"{_off_by(median.value)}; on average by {average}"
+        )
     if far is None:
         return sentence + "."
     share = "no token" if far.value == 0 else f"{percent(far.value)} of the tokens"
     return f"{sentence}; {share} by more than a factor of 2."
+
+
+def _off_by(size: float) -> str:
+    """A distance of log-probabilities as one of probabilities."""
+    gap = math.expm1(min(size, 700.0))
+    return percent(gap) if gap < 1 else f"a factor of {number(gap + 1, 2)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +242,12 @@ class Noise:
     Attributes:
         mean, largest: |delta|; None where it was not measured.
         relative: its mean |delta| over the headline's; None where that cannot be said.
+        agree: whether the two should agree: one side with itself, not a side with float32.
     """
 
     words: Words
     pair: str
+    agree: bool
     mean: Estimate | None
     largest: Estimate | None
     relative: float | None
@@ -246,7 +269,7 @@ def relative(share: float | None) -> str:
 
 
 def noise_rows(report: Report) -> list[Noise]:
-    """Every pair that should agree, with how large it is against the headline."""
+    """Every pair beside the headline, with how large it is against that."""
     whole = headline(report).metrics.get(HEADLINE)
     rows = []
     for pair in report.noise_floor:
@@ -256,6 +279,7 @@ def noise_rows(report: Report) -> list[Noise]:
             Noise(
                 noise_words(pair),
                 f"{pair.left} / {pair.right}",
+                REFERENCE not in (pair.left, pair.right),
                 mean,
                 pair.metrics.get("logprob_abs_diff_max"),
                 share,

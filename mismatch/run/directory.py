@@ -121,12 +121,17 @@ def new_directory(out: Path | None, model: str) -> Path:
         name = Path(model).name or "model"
         stem = DEFAULT_PARENT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
         return _first_free(stem)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or _holds_anything(out)):
         fix = "choose another --out, or delete it"
         if (out / SPEC).exists():
             fix = f"it holds another run: choose another --out, or go on with it: --resume {out}"
         raise MismatchError(f"{out} exists and is not empty", fix)
     return _created(out, exist_ok=True)
+
+
+def _holds_anything(out: Path) -> bool:
+    """Beside the lock, and what a command left that was ended before its first file."""
+    return any(path.name != LOCK and not path.name.endswith(".partial") for path in out.iterdir())
 
 
 def _first_free(stem: Path) -> Path:

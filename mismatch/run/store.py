@@ -84,11 +84,15 @@ def write_json(path: Path, data: Any) -> Path:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except FileNotFoundError:
         raise MismatchError(f"{path} does not exist", missing_fix(path)) from None
     except (OSError, ValueError, RecursionError) as error:
         raise MismatchError(f"{path} cannot be read: {error}", "run the stage again") from error
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def save_document(run_dir: Path | str, name: str, data: Any, **entry: Any) -> Path:

@@ -103,6 +103,20 @@ CASES = {
     "prompts file missing": (lambda f: [*TINY, "--prompts", "none.jsonl"], "none.jsonl"),
     "prompts file empty": (jsonl(), "prompts.jsonl"),
     "prompts not JSON": (jsonl('{"prompt": "a"}', "{oops"), "prompts.jsonl:2"),
+    "half a character in a prompt": (jsonl('{"prompt": "a\\ud800"}'), "prompts.jsonl:1"),
+    "half a character in a message": (
+        jsonl('{"messages": [{"role": "user", "content": "\\udfff"}]}'),
+        "udfff is half a character",
+    ),
+    "a number of 5,000 digits": (jsonl('{"prompt_token_ids": [' + "9" * 5000 + "]}"), ".jsonl:1"),
+    "a level that no run reaches": (
+        thresholds('[k3_kl."bf16 MoE"]\nhealthy = -1e-3'),
+        "no run can reach healthy = -0.001",
+    ),
+    "a share above all": (
+        thresholds('[probs_pearson."bf16 MoE"]\nhealthy = 1.5'),
+        "probs_pearson lies between -1 and 1",
+    ),
     "prompt without a known key": (jsonl('{"text": "a"}'), "prompts.jsonl:1"),
     "prompt with two keys": (jsonl('{"prompt": "a", "messages": []}'), "prompts.jsonl:1"),
     "prompt ids not integers": (jsonl('{"prompt_token_ids": [1, "a"]}'), "prompts.jsonl:1"),

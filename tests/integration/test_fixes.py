@@ -159,7 +159,7 @@ def test_a_healthy_run_claims_nothing_that_it_has_not(healthy: Run) -> None:
             assert row["p_values"][least] <= 0.05
             assert excludes_zero(row["changes"][least]), row["id"]
     for name in ("micro-batch=1024", "expert-memory", "experts-implementation=eager"):
-        assert found[name]["outcome"] == "none", name
+        assert found[name]["outcome"] in ("none", "negligible"), name
 
 
 # ---------------------------------------------------------------- a quantised KV cache
@@ -200,7 +200,7 @@ def test_raw_logprobs_at_another_temperature_are_mended_by_their_meaning(
     assert ratio(best, ABS) > 5
     assert 1e-4 < best["after"][ABS]["value"] < 0.02  # rounding to bf16 remains
     assert best["verdict_after"]["fitness"]["status"] in ("healthy", "tolerable")
-    assert rows(run)["fp32"]["outcome"] == "none"
+    assert rows(run)["fp32"]["outcome"] in ("none", "negligible")
     assert [one["id"] for one in run.report["fix_trials"]["estimators"]] == ["tis"]
 
 

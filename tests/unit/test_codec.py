@@ -112,7 +112,7 @@ def test_every_class_of_a_report_is_looked_at() -> None:
 @pytest.mark.parametrize(
     ("change", "place"),
     [
-        ({"value": "0.1"}, "Estimate.value: a number or null expected"),
+        ({"value": "0.1"}, "Estimate.value: a finite number or null expected"),
         ({"n_tokens": 1.5}, "Estimate.n_tokens: a integer expected"),
         ({"n_tokens": True}, "Estimate.n_tokens"),
         ({"flags": "few"}, "Estimate.flags: an array expected"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.fixes.base import FixOutcome, FixTable
+from mismatch.experiments.fixes.held_out import Tried, held_out
 from mismatch.experiments.fixes.significance import (
     Measured,
     best_of,
@@ -14,7 +17,9 @@ from mismatch.experiments.fixes.significance import (
     judged,
     p_value,
     ranked,
+    removed_share,
 )
+from mismatch.metrics import METRICS
 from mismatch.metrics.inference import LEVEL, holm
 from mismatch.types import Estimate
 
@@ -59,9 +64,10 @@ def tried(name: str, k3: float, absolute: float, p_k3: float, p_abs: float) -> F
 
 def test_a_certain_change_of_half_a_percent_helps_nobody() -> None:
     small, enough = tried("a", 1.0, 0.996, 1.0, 1e-4), tried("b", 1.0, 0.94, 1.0, 1e-4)
-    assert (small.outcome, enough.outcome) == ("none", "better")
+    assert (small.outcome, enough.outcome) == ("negligible", "better")
+    assert small.significant  # told from chance, and too small to matter
     assert best_of([small]) == (None, None)
-    assert tried("c", 1.0, 1.03, 1.0, 1e-4).outcome == "none"
+    assert tried("c", 1.0, 1.03, 1.0, 1e-4).outcome == "negligible"
     assert tried("d", 1.2, 1.0, 1e-4, 1.0).outcome == "worse"
 
 
@@ -169,6 +175,100 @@ def test_what_a_change_means(
     (made,) = judged([one], {"a": dict(zip((K3, ABS), p, strict=True))})
     assert made.outcome == outcome
     assert made.significant is (outcome != "none")
+
+
+def pair(before: np.ndarray, after: np.ndarray) -> tuple[Measured, Measured]:
+    return measured(before), measured(after)
+
+
+def test_the_share_removed_is_one_minus_after_over_before() -> None:
+    before = np.random.default_rng(0).normal(0, 0.1, 640)
+    one, other = pair(before, before * np.where(np.arange(640) % 2, 0.4, 0.2))
+    change = change_of(ABS, one, other, same_tokens=True, seed=0)
+    truth = 1 - np.abs(other.delta).mean() / np.abs(one.delta).mean()
+    for same in (True, False):
+        share = removed_share(ABS, one, other, change, same_tokens=same, seed=0)
+        assert share is not None
+        assert share.value == pytest.approx(truth)
+        assert share.low is not None
+        assert share.high is not None
+        assert share.low < truth < share.high
+    paired = removed_share(ABS, one, other, change, same_tokens=True, seed=0)
+    apart = removed_share(ABS, one, other, change, same_tokens=False, seed=0)
+    assert paired is not None
+    assert apart is not None
+    width = [share.high - share.low for share in (paired, apart)]  # type: ignore[operator]
+    assert width[0] < width[1]  # what both sides share cancels
+    nothing = measured(np.zeros(640))
+    assert removed_share(ABS, nothing, nothing, change, same_tokens=True, seed=0) is None
+
+
+# ---------------------------------------------------------------- held-out prompts
+
+
+def tried_on(name: str, before: np.ndarray, after: np.ndarray) -> Tried:
+    one, other = pair(before, after)
+    changes = {m: change_of(m, one, other, same_tokens=True, seed=0) for m in (K3, ABS)}
+    values = [{m: Estimate(METRICS[m](delta=d), None, None, 1, 1, 1) for m in (K3, ABS)}
+              for d in (before, after)]  # fmt: skip
+    made = FixOutcome(name, "train", "", before=values[0], after=values[1], changes=changes)
+    return Tried(replace(made, paired=changes[K3]), one, other)
+
+
+def test_a_fix_that_helps_everywhere_is_confirmed_where_it_was_not_chosen() -> None:
+    draw = np.random.default_rng(1)
+    before = draw.normal(0, 0.1, 640)
+    good, null = tried_on("good", before, before / 4), tried_on("null", before, before * 1.0)
+    made = held_out("good", [null, good], seed=0)
+    assert (made.id, made.chosen, made.confirmed, made.reason) == ("good", "good", True, "")
+    assert (made.chosen_on, made.measured_on) == (32, 32)
+    assert made.removed[ABS].value == pytest.approx(0.75)
+    assert made.removed[ABS].n_prompts == 32
+    assert all(p <= LEVEL for p in made.p_values.values())
+
+
+def test_a_fix_that_helps_the_half_that_chose_alone_is_not_confirmed() -> None:
+    before = np.random.default_rng(2).normal(0, 0.1, 640)
+    order = np.random.default_rng(0).permutation(np.arange(64))  # as the split of seed 0
+    chose = np.isin(np.arange(640) // 10, order[:32])
+    lucky = tried_on("lucky", before, np.where(chose, before / 4, before * 1.05))
+    made = held_out("lucky", [lucky], seed=0)
+    assert (made.chosen, made.confirmed) == ("lucky", False)
+    assert made.removed[ABS].value == pytest.approx(-0.05)
+
+
+def test_where_half_of_the_prompts_choose_another_the_best_is_not_confirmed() -> None:
+    before = np.random.default_rng(3).normal(0, 0.1, 640)
+    order = np.random.default_rng(0).permutation(np.arange(64))
+    chose = np.isin(np.arange(640) // 10, order[:32])
+    late = tried_on("late", before, np.where(chose, before * 0.9, before / 50))
+    even = tried_on("even", before, before / 2)
+    made = held_out("late", [late, even], seed=0)
+    assert (made.id, made.chosen, made.confirmed) == ("late", "even", False)
+    assert made.removed[ABS].value == pytest.approx(0.5)
+
+
+def test_the_best_of_null_fixes_looks_good_and_is_not_confirmed() -> None:
+    """Selection: the best of six that do nothing seems to remove over 5 %."""
+    draw = np.random.default_rng(4)
+    flattered = []
+    for _ in range(20):
+        before = draw.standard_t(3, 320) * 0.05
+        fixes = [tried_on(f"f{n}", before, draw.standard_t(3, 320) * 0.05) for n in range(6)]
+        best = min(fixes, key=lambda each: each.row.after[ABS].value)
+        flattered.append(1 - best.row.after[ABS].value / best.row.before[ABS].value)
+        made = held_out(best.row.id, fixes, seed=int(draw.integers(100)))
+        assert not made.confirmed
+    assert np.mean(flattered) > 0.05
+
+
+def test_too_few_prompts_leave_none_out() -> None:
+    before = np.random.default_rng(5).normal(0, 0.1, 30)
+    made = held_out("a", [tried_on("a", before, before / 4)], seed=0)
+    assert (made.chosen, made.confirmed, made.removed) == (None, False, {})
+    assert "too few prompts" in made.reason
+    before = np.random.default_rng(5).normal(0, 0.1, 60)
+    assert "find no fix" in held_out("a", [tried_on("a", before, before / 4)], seed=0).reason
 
 
 def test_many_tries_need_more_evidence() -> None:

@@ -49,6 +49,20 @@ def test_a_workers_own_error_is_raised_as_it_said_it(tmp_path):
     assert caught.value.fix == "use another"
 
 
+def test_a_run_may_lie_at_an_odd_path(tmp_path):
+    run = tmp_path / "ein Läuf 漢字 $(x) 'y'"
+    code = f"""
+        import sys
+        from mismatch.errors import MismatchError
+        from mismatch.run.messages import write_error
+        write_error({str(run)!r}, "job", MismatchError("kein Läuf"))
+        sys.exit(1)
+    """
+    with pytest.raises(MismatchError, match="kein Läuf"):
+        run_worker("job", python(code), run)
+    assert (run / "logs" / "job.log").exists()
+
+
 def test_the_error_of_an_earlier_run_is_not_believed(tmp_path):
     write_error(tmp_path, "job", MismatchError("stale"))
     run_worker("job", python("pass"), tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,42 @@ def test_judge_takes_the_metrics_that_have_a_cell():
     assert [j.metric for j in judge(numbers, "bf16 MoE")] == ["k3_kl"]
     in_fp32 = {j.metric: j.status for j in judge(numbers, "fp32")}
     assert in_fp32 == {"logprob_abs_diff_max": "unfit", "k3_kl": "inconclusive"}
+
+
+def test_an_infinite_exact_kl_is_unfit_and_not_left_out():
+    """The trainer rules out a token that the engine allows."""
+    numbers = comparison(
+        k3_kl=estimate(1e-4, 5e-5, 2e-4), exact_kl=replace(estimate(math.inf), flags=("overflow",))
+    )
+    found = {each.metric: each.status for each in judge(numbers, "bf16 dense")}
+    assert found == {"k3_kl": "healthy", "exact_kl": "unfit"}
+
+
+@pytest.mark.parametrize(("low", "status"), [(0.6, "healthy"), (0.01, "tolerable")])
+def test_sequence_weights_alone_never_make_a_run_unfit(low, status):
+    numbers = comparison(ess_seq=estimate(low + 0.05, low, low + 0.1))
+    assert [each.status for each in judge(numbers, "bf16 dense")] == [status]
+
+
+def test_the_share_that_ppo_clips_is_judged():
+    """9 % at step 0, as without sinks; 0.6 % as a working Qwen3-8B has it."""
+    for value, status in ((0.006, "healthy"), (0.09, "tolerable"), (0.15, "unfit")):
+        numbers = comparison(clip_fraction=estimate(value, 0.95 * value, 1.05 * value))
+        assert [each.status for each in judge(numbers, "bf16 dense")] == [status]
+
+
+def test_levels_do_not_contradict_what_works_elsewhere():
+    """A published value of a stack that works is never beyond the unfit bound of its class."""
+    table = default_thresholds()
+    seen = 0
+    for reference in REFERENCES:
+        level = table.get(reference.metric, {}).get(reference.column)
+        if level is None or not reference.normal:
+            continue
+        sign = -1.0 if METRICS[reference.metric].good == "high" else 1.0
+        assert sign * reference.value <= sign * level.unfit, reference
+        seen += 1
+    assert seen >= 10
 
 
 def judged(*statuses: str) -> list[Judgement]:

@@ -7,13 +7,14 @@ import jsonschema
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import FixCost, FixOutcome
+from mismatch.experiments.fixes.base import FixCost, FixOutcome, HeldOut
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import summary
 from mismatch.reports.sections import fixes, sections
-from tests.fixes_fixture import K3, make_table, make_useless_table, number
+from mismatch.types import Answer, Estimate
+from tests.fixes_fixture import K3, MEAN, make_table, make_useless_table, number, verdict
 from tests.reports_fixture import make_failing_report, make_report
 
 FAILING, TOKENS = make_failing_report()
@@ -41,6 +42,51 @@ def test_best_single_and_best_together_are_named_with_their_effect():
     assert together.startswith("Best together: attention-sinks+router-replay=ids. ")
     said = fixes.section(make_table(), TRIED).sentences
     assert "To use attention-sinks: mismatch check … --set attention-sinks" in said
+
+
+def share(value):
+    return Estimate(value, value - 0.1, value + 0.1, 5_063, 48, 24)
+
+
+@pytest.mark.parametrize(
+    ("again", "words"),
+    [
+        (HeldOut("a", "a", 24, 24, {MEAN: share(0.5)}, {MEAN: 0.01}, True),
+         ["Confirmed on held-out prompts: a", "the other 24 it removes 50 % (40 % to 60 %)"]),
+        (HeldOut("a", "a", 24, 24, {MEAN: share(0.02)}, {MEAN: 0.8}),
+         ["Not confirmed on held-out", "removes 2.0 %"]),
+        (HeldOut("a", "b", 24, 24, {MEAN: share(0.5)}, {MEAN: 0.01}),
+         ["choose b instead of a", "50 %"]),
+        (HeldOut("a", None, 1, 1, reason="too few prompts"), ["may look too good", "too few"]),
+    ],
+)  # fmt: skip
+def test_the_best_is_told_with_its_effect_where_it_was_not_chosen(again, words):
+    said = fixes.sentences(replace(make_table(), held_out=again))
+    (told,) = [text for text in said if "onfirmed" in text]
+    assert all(word in told for word in words), told
+
+
+def test_a_change_that_is_sure_and_tiny_is_negligible_and_never_a_check_mark():
+    """0.4 % of mean |delta|, p < 0.001."""
+    tiny = replace(
+        make_table().outcomes[2], outcome="negligible", significant=True,
+        removed={MEAN: share(0.004)}, p_values={K3: 0.86, MEAN: 1e-4},
+    )  # fmt: skip
+    alone = replace(make_table(), outcomes=(tiny,), best=None, best_together=None)
+    (shown,) = rows(alone, 1).values()
+    assert (shown["result"].value, shown["result"].tone) == ("negligible", "dim")
+    assert shown["removed"].value == tiny.removed[MEAN]
+
+
+def test_a_verdict_that_correctness_leaves_open_says_so():
+    first, *others = make_table().outcomes
+    open_ = replace(
+        verdict("inconclusive", "not measured"),
+        correctness=Answer("inconclusive", "not measured"), fitness=Answer("healthy", "all within"),
+    )  # fmt: skip
+    table = replace(make_table(), outcomes=(replace(first, verdict_after=open_), *others))
+    assert any("not measured again; fit: healthy" in text for text in fixes.sentences(table))
+    assert not any("not measured again" in text for text in fixes.sentences(make_table()))
 
 
 def test_what_worsens_and_what_fails_is_said():

@@ -112,17 +112,32 @@ def test_judged_first_then_context_and_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean", "far", "sentence"),
+    ("mean", "median", "far", "parts"),
     [
-        (0.0, 0.0, "Both sides give every token exactly the same probability."),
-        (0.0111, 0.0, "typically differ by 1.1 %; no token by more than a factor of 2."),
-        (0.9, 0.3, "typically differ by a factor of 2.5; 30 % of the tokens by more than"),
+        (0.0, 0.0, 0.0, ["Both sides give every token exactly the same probability."]),
+        (0.125, 0.0023, 0.038, ["(the median) differ by 0.23 %", "0.12 nats", "3.8 % of the"]),
+        (0.9, 0.9, 0.0, ["(the median) differ by a factor of 2.5", "no token by more than"]),
+        (0.01, 0.0, 0.0, ["Over half of the tokens have exactly the same", "0.010 nats"]),
     ],
 )
-def test_the_size_in_plain_words(mean: float, far: float, sentence: str) -> None:
-    metrics = {"logprob_abs_diff_mean": estimate(mean), "ratio_outside_2": estimate(far)}
+def test_typically_is_the_median_and_not_the_mean(
+    mean: float, median: float, far: float, parts: list[str]
+) -> None:
+    metrics = {
+        "logprob_abs_diff_mean": estimate(mean),
+        "logprob_abs_diff_p50": estimate(median),
+        "ratio_outside_2": estimate(far),
+    }
     report = replace(make_report(), comparisons=(Comparison("a", "b", True, metrics),))
-    assert sentence in summary.in_plain_words(report)
+    said = summary.in_plain_words(report)
+    assert all(part in said for part in parts), said
+    assert "13 %" not in said  # exp(0.125) - 1: the mean, which no typical token has
+
+
+def test_without_a_median_nothing_is_called_typical() -> None:
+    metrics = {"logprob_abs_diff_mean": estimate(0.125)}
+    report = replace(make_report(), comparisons=(Comparison("a", "b", True, metrics),))
+    assert "typically" not in summary.in_plain_words(report)
 
 
 def test_noise_is_named_and_set_against_the_headline() -> None:
@@ -141,6 +156,25 @@ def test_noise_is_named_and_set_against_the_headline() -> None:
         ("engine vs float32", "2.0×"),
         ("trainer vs float32", "1.0×"),
     ]
+
+
+def test_a_side_against_float32_is_no_pass_that_should_agree_with_it() -> None:
+    report = make_report()
+    mean = report.comparisons[0].metrics["logprob_abs_diff_mean"].value
+    pairs = (
+        noise_pair("fsdp", "fsdp:regrouped", mean / 4, 0.1),
+        noise_pair("vllm:decode", "reference:fp32", mean / 20, 0.1),
+        noise_pair("fsdp", "reference:fp32", mean, 0.1),
+    )
+    rows = summary.noise_rows(replace(report, noise_floor=pairs))
+    assert [row.agree for row in rows] == [True, False, False]
+    itself, sides = normal.sentences(replace(report, noise_floor=pairs))[1:]
+    assert "“trainer: regrouped” are furthest apart: 25 %" in itself
+    assert sides.endswith("the trainer is 20× as far off.")
+    alike = (pairs[0], noise_pair("vllm:decode", "reference:fp32", 0.98 * mean, 0.1), pairs[2])
+    assert normal.sentences(replace(report, noise_floor=alike))[-1].endswith(
+        "neither side clearly more."
+    )
 
 
 def test_next_steps_put_the_failed_check_first() -> None:

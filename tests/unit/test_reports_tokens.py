@@ -61,3 +61,22 @@ def test_places_without_data_or_mismatch() -> None:
     assert places(make_tokens().assign(delta=0.0)) == [
         "Nowhere: delta is exactly 0 for every token."
     ]
+
+
+@pytest.mark.parametrize(("unlikely", "sure", "words"), [(0.5, 0.1, "5.0×"), (0.1, 0.5, "0.20×")])
+def test_captions_are_of_this_runs_data(unlikely: float, sure: float, words: str) -> None:
+    tokens = make_tokens()
+    likely = np.exp(tokens["rollout_logprob"].to_numpy()) >= 0.1
+    tokens["delta"] = -np.where(likely, sure, unlikely)
+    captions = {each.name: each.caption for each in of_tokens(make_report(), tokens).figures}
+    assert f"are off {words} as far" in captions["by-probability"]
+    assert ("as rounding does" in captions["by-probability"]) == (unlikely > sure)
+    assert "none is off by over 2×" in captions["histogram"]
+    late = tokens["position"] > tokens["position"].median()
+    tokens["delta"] = np.where(late, -1.0, 0.01)
+    captions = {each.name: each.caption for each in of_tokens(make_report(), tokens).figures}
+    assert "100 % of them lower in training" in captions["histogram"]
+    assert "Late tokens" in captions["by-position"]
+    tokens["delta"] *= np.where(np.arange(len(tokens)) % 2, 1.0, -1.0)
+    captions = {each.name: each.caption for each in of_tokens(make_report(), tokens).figures}
+    assert "on both sides" in captions["histogram"]

@@ -152,7 +152,8 @@ def with_engines(
 ) -> Report:
     """The report with its triangle; the verdict is that of the worse engine."""
     made = triangle(run_dir, spec, thresholds)
-    second = made.sides[1]
+    first, second = made.sides
+    made = replace(made, sides=(replace(first, verdict=report.verdict), second))
     name = f"{second.engine}:decode"
     facts = store.scoring_header(run_dir / second.place, name)["fingerprint"]
     missing = tuple(f"two engines: {reason}" for reason in made.not_tested)

@@ -17,7 +17,7 @@ from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Verdict
 
 Side = Literal["engine", "train", "estimator"]
-Effect = Literal["better", "worse", "mixed", "none"]
+Effect = Literal["better", "worse", "mixed", "negligible", "none"]
 RANKED_BY = ("k3_kl", "logprob_abs_diff_mean")  # a reduction of these is what a fix is for
 SHOWN = (*RANKED_BY, "logprob_abs_diff_p999", "routing_disagree_layer")
 VALUE = "VALUE"  # in the flags of a fix that takes a value: where the value goes
@@ -226,10 +226,14 @@ class FixOutcome:
         changes: metric -> change of every metric of RANKED_BY; the k3 is also in one of the above.
         p_values: metric -> probability of such a change by chance, adjusted for all that were tried
             (Holm), see mismatch/experiments/fixes/significance.py.
+        removed: metric -> share of the mismatch that it removes, 1 - after / before, for every
+            metric of RANKED_BY: its practical size.
         significant: told from chance; None if not measured.
-        outcome: "better": it lowers k3 or mean |delta| significantly and raises neither; "worse":
-            the reverse; "mixed": both; "none": no significant difference. None: not measured.
-        verdict_after: of a run with it; None if not measured.
+        outcome: "better": it lowers k3 or mean |delta| significantly, by 5 % or more, and raises
+            neither; "worse": the reverse; "mixed": both; "negligible": significant, and less than
+            5 %; "none": no significant difference. None: not measured.
+        verdict_after: of a run with it; None if not measured. Its correctness is that of the run's
+            own float32 passes where the fix scored the same tokens, else inconclusive.
     """
 
     id: str
@@ -243,6 +247,7 @@ class FixOutcome:
     paired: Estimate | None = None
     difference: Estimate | None = None
     changes: dict[str, Estimate] = field(default_factory=dict)
+    removed: dict[str, Estimate] = field(default_factory=dict)
     p_values: dict[str, float] = field(default_factory=dict)
     significant: bool | None = None
     outcome: Effect | None = None
@@ -272,12 +277,37 @@ class EstimatorFix:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The best fix, chosen again on half of the prompts and measured on the others.
+
+    Attributes:
+        id: the best on all prompts.
+        chosen: the best on the half that chose; None where that finds none.
+        chosen_on, measured_on: prompts of the two halves.
+        removed: metric -> share of the mismatch that ``chosen`` removes on the held-out half.
+        p_values: metric -> probability of such a change by chance, on that half (Holm over both).
+        confirmed: both halves agree: the same fix, and it helps where it was not chosen.
+        reason: why nothing was measured; "" where it was.
+    """
+
+    id: str
+    chosen: str | None
+    chosen_on: int
+    measured_on: int
+    removed: dict[str, Estimate] = field(default_factory=dict)
+    p_values: dict[str, float] = field(default_factory=dict)
+    confirmed: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class FixTable:
     """All that was tried, best first.
 
     Attributes:
         outcomes: significant improvements by k3 after (mean |delta| breaks ties), then those
-            without a significant difference, then what made it worse, then what was not measured.
+            without a difference that is significant and matters, then what made it worse, then
+            what was not measured.
         estimators: fixes of the loss that were asked for; never ranked.
         best: id of the best single fix, or None where none helps significantly.
         best_together: id of the best of all; a combination only where it leaves a tenth less than
@@ -287,6 +317,7 @@ class FixTable:
         verdict: which verdict the run ends with: "as-is" or "after-fixes".
         seconds: that the fixes took, all together.
         verdict_as_is: the verdict without any fix, where the report carries that after fixes.
+        held_out: ``best_together`` on prompts that had no part in choosing it; None without one.
     """
 
     outcomes: tuple[FixOutcome, ...]
@@ -298,6 +329,7 @@ class FixTable:
     seconds: float | None = None
     estimators: tuple[EstimatorFix, ...] = ()
     verdict_as_is: Verdict | None = None
+    held_out: HeldOut | None = None
 
     def outcome(self, name: str) -> FixOutcome:
         """The row with this id.

@@ -134,9 +134,10 @@ WIDTH = 110
 INTRO = """\
 A fix is one change of a setting. `mismatch check --fix ID[,ID…]` applies it for real and measures
 the mismatch again; `--fix all` tries each that applies, then pairs of those that help. The report
-ranks what was measured by uncorrected k3, with the interval of the change, and says which to use
-and how frameworks set it. `mismatch fixes` lists them, and with `--model MODEL` says what applies;
-`mismatch fixes ID` prints the essentials of a page.
+ranks what was measured by uncorrected k3, with the share of the mismatch that each removes (under
+5 % is negligible), confirms the best on prompts that had no part in choosing it, and says which to
+use and how frameworks set it. `mismatch fixes` lists them, and with `--model MODEL` says what
+applies; `mismatch fixes ID` prints the essentials of a page.
 
 Fixes of the loss change weights and no log-probability. They are previewed among the
 [corrections](../corrections.md), never ranked as fixes, and never improve the verdict.

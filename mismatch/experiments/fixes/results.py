@@ -18,6 +18,8 @@ from mismatch.experiments.fixes.base import (
     FixOutcome,
     FixTable,
 )
+from mismatch.experiments.fixes.corners import Corners
+from mismatch.experiments.fixes.held_out import Tried, held_out
 from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of
 from mismatch.experiments.fixes.significance import (
     METHOD,
@@ -27,6 +29,7 @@ from mismatch.experiments.fixes.significance import (
     judged,
     p_value,
     ranked,
+    removed_share,
 )
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import common_prompts
@@ -79,7 +82,7 @@ def table_of(
     state = store.load_document(run_dir, STATE)
     if state.get("schema") != STATE_SCHEMA:
         raise MismatchError(f"{run_dir / STATE} is of another version", "make the run again")
-    rows, raw = outcomes(run_dir, spec, state, thresholds)
+    rows, raw, tried = outcomes(run_dir, spec, state, thresholds)
     order = ranked(judged([*rows, *_refused(state)], raw))
     single, together = best_of(order)
     if single and together and single != together:
@@ -89,6 +92,7 @@ def table_of(
             for name in (single, together)
         )
         together = together if adds(one, other, spec.seed) else single
+    confirmed = held_out(together, tried, spec.seed) if together else None
     return FixTable(
         outcomes=order,
         estimators=_estimators(state, report),
@@ -97,18 +101,21 @@ def table_of(
         left_out=tuple(state["left_out"]),
         method=METHOD,
         seconds=state["seconds"],
+        held_out=confirmed,
     )
 
 
 def outcomes(
     run_dir: Path, spec: CheckSpec, state: dict[str, Any], thresholds: Thresholds | None
-) -> tuple[list[FixOutcome], dict[str, dict[str, float]]]:
-    """Rows with their numbers, and p-values that are not adjusted yet."""
+) -> tuple[list[FixOutcome], dict[str, dict[str, float]], list[Tried]]:
+    """Rows with their numbers, p-values that are not adjusted yet, and what they are made of."""
     engine = spec.rollout.engine.engine
     base, unsound = _base(run_dir, engine)
     before = base.comparison(_wanted(thresholds), spec.seed) if base else None
     rows: list[FixOutcome] = []
     raw: dict[str, dict[str, float]] = {}
+    tried: list[Tried] = []
+    corners = Corners(run_dir, spec)
     for entry in state["variants"]:
         variant = variant_of(spec, entry["id"], entry["place"])
         if entry["failed"]:
@@ -118,15 +125,16 @@ def outcomes(
         try:
             sides = Sides.load(place, engine, variant.scoring.name)
             if base is None or before is None:
-                rows.append(_alone(variant, sides, unsound, spec.seed, thresholds))
+                rows.append(_alone(variant, sides, unsound, corners, thresholds))
                 continue
-            row, found = _compared(variant, base, sides, before, spec.seed, thresholds)
+            pair = measured(base, sides)
+            row, raw[variant.id] = _compared(variant, pair, sides, before, corners, thresholds)
         except MismatchError as error:
             rows.append(variant.outcome(error.message))
             continue
-        raw[row.id] = found
+        tried.append(Tried(row, *pair))
         rows.append(replace(row, cost=_cost(sides, run_dir, variant)))
-    return rows, raw
+    return rows, raw, tried
 
 
 def _base(run_dir: Path, engine: str) -> tuple[Sides | None, str]:
@@ -138,12 +146,17 @@ def _base(run_dir: Path, engine: str) -> tuple[Sides | None, str]:
 
 
 def _alone(
-    variant: Variant, sides: Sides, unsound: str, seed: int, thresholds: Thresholds | None
+    variant: Variant,
+    sides: Sides,
+    unsound: str,
+    corners: Corners,
+    thresholds: Thresholds | None,
 ) -> FixOutcome:
     """A row where there is nothing to compare with: no change, only where a run with it ends."""
-    after = sides.comparison(_wanted(thresholds), seed)
+    after = sides.comparison(_wanted(thresholds), corners.spec.seed)
     row = variant.outcome(f"the run without it cannot be compared: {unsound}")
-    return replace(row, verdict_after=sides.verdict(after, thresholds))
+    correct = corners.correctness(sides, after, same_tokens=not variant.place)
+    return replace(row, verdict_after=sides.verdict(after, thresholds, *correct))
 
 
 def adds(single: Sides, together: Sides, seed: int) -> bool:
@@ -178,16 +191,21 @@ def variant_of(spec: CheckSpec, name: str, place: str) -> Variant:
 
 def _compared(
     variant: Variant,
-    base: Sides,
+    pair: tuple[Measured, Measured],
     sides: Sides,
     before: Comparison,
-    seed: int,
+    corners: Corners,
     thresholds: Thresholds | None,
 ) -> tuple[FixOutcome, dict[str, float]]:
-    one, other = measured(base, sides)
-    same = not variant.place
+    one, other = pair
+    same, seed = not variant.place, corners.spec.seed
     changes = {m: change_of(m, one, other, same_tokens=same, seed=seed) for m in RANKED_BY}
+    shares = {
+        m: removed_share(m, one, other, change, same_tokens=same, seed=seed)
+        for m, change in changes.items()
+    }
     after = sides.comparison(_wanted(thresholds), seed)
+    correct = corners.correctness(sides, after, same_tokens=same)
     row = replace(
         variant.outcome(),
         before=_shown(before),
@@ -195,7 +213,8 @@ def _compared(
         paired=changes["k3_kl"] if same else None,
         difference=None if same else changes["k3_kl"],
         changes=changes,
-        verdict_after=sides.verdict(after, thresholds),
+        removed={metric: share for metric, share in shares.items() if share is not None},
+        verdict_after=sides.verdict(after, thresholds, *correct),
     )
     return row, {metric: p_value(metric, one, other, seed) for metric in RANKED_BY}
 

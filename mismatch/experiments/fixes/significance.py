@@ -17,15 +17,18 @@ from mismatch.experiments.fixes.base import RANKED_BY, Effect, FixOutcome
 from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, difference, paired
+from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.inference import LEVEL, exchange, holm
-from mismatch.types import Estimate, Floats, Ints
+from mismatch.metrics.registry import Metric
+from mismatch.types import Bools, Estimate, Floats, Ints
 
 LEAST = 0.05  # share of the mismatch that a change has to move to matter
 METHOD = (
     "A fix is significant where its change of k3 or of mean |delta| is: a permutation test that "
     "exchanges before and after within prompts, adjusted for all fixes and both metrics (Holm), "
-    "at 5 %. A change by less than 5 % of what there was is negligible, whatever its p-value. "
-    "Intervals are 95 % each, not adjusted."
+    "at 5 %. A change by less than 5 % of what there was is negligible, whatever its p-value. The "
+    "best is chosen again on half of the prompts and measured on the others. Intervals are 95 % "
+    "each, not adjusted."
 )
 
 
@@ -47,6 +50,10 @@ class Measured:
     def sample(self) -> Sample:
         return Sample({"delta": self.delta}, self.sequence, self.prompt)
 
+    def only(self, tokens: Bools) -> Measured:
+        """Some of its tokens, [A]."""
+        return Measured(self.delta[tokens], self.sequence[tokens], self.prompt)
+
 
 def change_of(
     metric: str, before: Measured, after: Measured, *, same_tokens: bool, seed: int
@@ -66,6 +73,42 @@ def change_of(
             seed=seed,
         )
     return difference(METRICS[metric], before.sample, after.sample, seed=seed)
+
+
+def removed_share(
+    metric: str,
+    before: Measured,
+    after: Measured,
+    change: Estimate,
+    *,
+    same_tokens: bool,
+    seed: int,
+) -> Estimate | None:
+    """1 - after / before of one metric: the practical size of a fix; None where before is 0.
+
+    On the same tokens its interval is that of the ratio; where a side sampled anew it is that of
+    the change, over the value before.
+
+    Args:
+        change: after - before, as :func:`change_of` gives it.
+    """
+    if same_tokens:
+        formula = METRICS[metric].terms
+        share = Metric(
+            f"removed:{metric}",
+            lambda before, after: (formula(delta=before), formula(delta=after)),
+            "ratio",
+            combine=lambda means: 1.0 - means[..., 1] / means[..., 0],
+        )
+        estimator = Estimator(before.sequence, before.prompt, seed=seed)
+        with np.errstate(all="ignore"):
+            made = estimator.one(share, {"before": before.delta, "after": after.delta})
+        return made if made is not None and np.isfinite(made.value) else None
+    whole = METRICS[metric](delta=before.delta)
+    if not (0.0 < whole < np.inf and np.isfinite(change.value)):
+        return None
+    low, high = (None if end is None else -end / whole for end in (change.high, change.low))
+    return replace(change, value=-change.value / whole, low=low, high=high)
 
 
 def p_value(metric: str, before: Measured, after: Measured, seed: int = 0) -> float:
@@ -95,12 +138,13 @@ def judged(rows: Sequence[FixOutcome], raw: Mapping[str, Mapping[str, float]]) -
 
 
 def _with_outcome(row: FixOutcome, p_values: dict[str, float]) -> FixOutcome:
-    moved = [metric for metric, p in p_values.items() if p <= LEVEL and _matters(row, metric)]
+    sure = [metric for metric, p in p_values.items() if p <= LEVEL and row.changes[metric].value]
+    moved = [metric for metric in sure if _matters(row, metric)]
     signs = {1 if row.changes[metric].value > 0 else -1 for metric in moved}
-    outcome: Effect = "none"
+    outcome: Effect = "negligible" if sure else "none"
     if signs:
         outcome = "mixed" if len(signs) == 2 else "worse" if 1 in signs else "better"
-    return replace(row, p_values=p_values, significant=bool(signs), outcome=outcome)
+    return replace(row, p_values=p_values, significant=bool(sure), outcome=outcome)
 
 
 def _matters(row: FixOutcome, metric: str) -> bool:
@@ -112,7 +156,7 @@ def _matters(row: FixOutcome, metric: str) -> bool:
 
 def ranked(rows: Sequence[FixOutcome]) -> tuple[FixOutcome, ...]:
     """Best first, see :class:`FixTable`."""
-    group = {"better": 0, "none": 1, "mixed": 2, "worse": 3, None: 4}
+    group = {"better": 0, "negligible": 1, "none": 1, "mixed": 2, "worse": 3, None: 4}
 
     def key(row: FixOutcome) -> tuple[float, ...]:
         if not row.measured:

@@ -24,6 +24,7 @@ from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.metrics.inference import LEVEL, prompts_to_tell
 from mismatch.reports.formatting import (
     chance,
+    interval,
     memory,
     number,
     percent,
@@ -35,7 +36,7 @@ from mismatch.reports.formatting import (
 )
 from mismatch.reports.section import Cell, Column, Section, Table, Tone, Value
 from mismatch.reports.sections.corrections import recipe_block
-from mismatch.types import Estimate, Report
+from mismatch.types import Estimate, Report, Verdict
 
 K3, MEAN = RANKED_BY
 TAIL, ROUTES = "logprob_abs_diff_p999", "routing_disagree_layer"
@@ -52,6 +53,7 @@ RESULTS: dict[str | None, tuple[str, Tone]] = {
     "better": ("helps", "healthy"),
     "worse": ("worsens", "critical"),
     "mixed": ("mixed", "warn"),
+    "negligible": ("negligible", "dim"),
     "none": ("not significant", "dim"),
     None: ("not measured", "dim"),
 }
@@ -71,6 +73,7 @@ change = partial(signed, digits=2)
 CHANGES = (
     Column("fix", text),
     Column("result", text),
+    Column("removed", percent, detail="of mean |delta|", interval=1),
     Column("change of k3", change, interval=0),
     Column("p", chance),
     Column("change of mean |delta|", change, 2, interval=3),
@@ -130,11 +133,13 @@ def _after(row: FixOutcome) -> tuple[Cell | Value, ...]:
 def _changes(result: FixTable, row: FixOutcome) -> tuple[Cell | Value, ...]:
     """Each p-value stands beside the change that it is of; they are adjusted already."""
     word, tone = RESULTS[row.outcome]
-    if {metric for metric, p in row.p_values.items() if p <= LEVEL} == {MEAN}:
+    sure = {metric for metric, p in row.p_values.items() if p <= LEVEL}
+    if row.outcome in ("better", "worse") and sure == {MEAN}:
         word += " (mean)"  # the change of k3 alone would not be significant
     return (
         Cell(_name(row.id), "strong" if row.id in (result.best, result.best_together) else ""),
         Cell(word, tone),
+        row.removed.get(MEAN),
         row.paired or row.difference or row.changes.get(K3),
         row.p_values.get(K3),
         row.changes.get(MEAN),
@@ -236,7 +241,35 @@ def _best(result: FixTable) -> list[str]:
     several = next((row for row in measured if is_combination(row)), None)
     if result.best is not None and result.best == result.best_together and several is not None:
         said.append(f"No combination does clearly better. Best of them: {_effect(several)}")
-    return said
+    return [*said, *_confirmation(result)]
+
+
+def _confirmation(result: FixTable) -> list[str]:
+    """The best on prompts that had no part in choosing it."""
+    again = result.held_out
+    if again is None:
+        return []
+    if again.reason:
+        return [
+            f"{again.id} was not confirmed on other prompts ({again.reason}): chosen and measured "
+            "on the same ones, its effect may look too good."
+        ]
+    share = again.removed.get(MEAN)
+    removes = "removes nothing that can be measured"
+    if share is not None:
+        removes = f"removes {percent(share.value)} ({interval(share, percent, ' to ')})"
+    measured = (
+        f"chosen on {plural(again.chosen_on, 'prompt')}, on the other {again.measured_on} it "
+        f"{removes} of mean |delta|"
+    )
+    if again.confirmed:
+        return [f"Confirmed on held-out prompts: {again.chosen}, {measured}."]
+    if again.chosen != again.id:
+        return [
+            f"Not confirmed: half of the prompts choose {again.chosen} instead of {again.id}; "
+            f"{measured}."
+        ]
+    return [f"Not confirmed on held-out prompts: {again.chosen}, {measured}."]
 
 
 def _nothing_measured(result: FixTable) -> str:
@@ -272,8 +305,21 @@ def _effect(row: FixOutcome) -> str:
         for name, metric in (("k3", K3), ("mean |delta|", MEAN))
         if metric in row.before and metric in row.after
     ]
-    after = f"; the verdict with it: {row.verdict_after.status}" if row.verdict_after else ""
-    return f"{row.id}. {'; '.join(parts)}{after}."
+    share = row.removed.get(MEAN)
+    if share is not None:
+        parts.append(f"{percent(share.value)} of mean |delta| removed")
+    if row.verdict_after:
+        parts.append(f"the verdict with it: {row.verdict_after.status}{_open(row.verdict_after)}")
+    return f"{row.id}. {'; '.join(parts)}."
+
+
+def _open(after: Verdict) -> str:
+    """What a verdict that correctness alone leaves open says of training."""
+    if after.correctness is None or after.fitness is None:
+        return ""
+    if after.correctness.status != "inconclusive" or after.status != "inconclusive":
+        return ""
+    return f" (whether a side is broken was not measured again; fit: {after.fitness.status})"
 
 
 def _fall(before: float, after: float) -> str:

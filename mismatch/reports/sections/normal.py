@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 
 from mismatch.analysis.published_values import Reference, references_for
@@ -9,13 +10,15 @@ from mismatch.reports.formatting import line, number, plural, text, times
 from mismatch.reports.section import Cell, Column, Section, Table, Value
 from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows, relative
 from mismatch.reports.words import words_for
+from mismatch.run.scorings import REFERENCE, TRAIN
 from mismatch.types import Report
 
 COMPARED = (HEADLINE, "k3_kl")
 ORDERS = "Other models, lengths and reductions: orders of magnitude, no levels."
 NOISE = (
-    "Passes that should agree with each other, measured on the same tokens. The last column "
-    "compares with the headline's mean |delta|; the parts are no shares and do not add up."
+    "A side against itself, which should agree, and each side against float32, measured on the "
+    "same tokens. The last column compares with the headline's mean |delta|; rows are independent "
+    "and do not sum."
 )
 PASSES = (
     Column("pass", text),
@@ -26,7 +29,7 @@ PASSES = (
 
 
 def of_report(report: Report) -> tuple[Section, ...]:
-    """Values published for stacks of this class; then passes that should agree."""
+    """Values published for stacks of this class; then passes beside the headline's."""
     ladders = [ladder for metric in COMPARED if (ladder := _ladder(report, metric))]
     rest = Section("ladders", "Measured elsewhere", tables=tuple(ladders[1:]), page_only=True)
     normal = Section(
@@ -98,7 +101,11 @@ def sentences(report: Report) -> list[str]:
 
 
 def _beside_noise(report: Report) -> list[str]:
-    noise = [row for row in noise_rows(report) if row.relative is not None]
+    rows = [row for row in noise_rows(report) if row.relative is not None]
+    return _itself([row for row in rows if row.agree]) + _float32(report)
+
+
+def _itself(noise: list[Noise]) -> list[str]:
     if not noise:
         return []
     largest = max(noise, key=lambda row: row.relative or 0.0)
@@ -108,3 +115,24 @@ def _beside_noise(report: Report) -> list[str]:
         f"Of this run's passes that should agree, “{largest.words.label}” are furthest apart: "
         f"{largest.beside}."
     ]
+
+
+def _float32(report: Report) -> list[str]:
+    """How far each side is from float32: the one that is further off is where to look."""
+    sides = {
+        "trainer" if pair.left.partition(":")[0] == TRAIN else "engine": pair.metrics[HEADLINE]
+        for pair in report.noise_floor
+        if pair.right == REFERENCE and HEADLINE in pair.metrics
+    }
+    if len(sides) < 2:
+        return []
+    near, far = sorted(sides, key=lambda side: sides[side].value)
+    said = (
+        f"Against float32 the trainer is off by {number(sides['trainer'].value)} nats, the engine "
+        f"by {number(sides['engine'].value)}"
+    )
+    low, high = sides[far].low, sides[near].high
+    if low is None or high is None or low <= high:
+        return [f"{said}: neither side clearly more."]
+    ratio = sides[far].value / sides[near].value if sides[near].value > 0 else math.inf
+    return [f"{said}: the {far} is {times(ratio)} as far off."]

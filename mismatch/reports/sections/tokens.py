@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mismatch.reports import figures
+from mismatch.reports.contrasts import concentration, flipped, late, unlikely
 from mismatch.reports.formatting import (
     count,
     percent,
@@ -154,63 +155,6 @@ def places(tokens: pd.DataFrame) -> list[str]:
     size = tokens["delta"].abs().to_numpy(dtype=np.float64)
     if not size.any():
         return ["Nowhere: delta is exactly 0 for every token."]
-    contrasts = [_unlikely(tokens, size), _late(tokens, size), _flipped(tokens, size)]
-    ranked = sorted(
-        (item for item in contrasts if item is not None),
-        key=lambda item: -abs(math.log(item[0])) if item[0] > 0 else 0.0,
-    )
-    return [_concentration(size), *(sentence for _, sentence in ranked)]
-
-
-def _concentration(size: np.ndarray) -> str:
-    worst = max(1, len(size) // 100)
-    share = np.sort(size)[-worst:].sum() / size.sum()
-    return f"The worst 1 % of the tokens carry {percent(share)} of all |delta|."
-
-
-def _contrast(size: np.ndarray, left: np.ndarray, right: np.ndarray) -> float | None:
-    if min(left.sum(), right.sum()) < 20 or size[right].mean() == 0:
-        return None
-    return float(size[left].mean() / size[right].mean())
-
-
-def _unlikely(tokens: pd.DataFrame, size: np.ndarray) -> tuple[float, str] | None:
-    probability = np.exp(tokens["rollout_logprob"].to_numpy(dtype=np.float64))
-    ratio = _contrast(size, probability < 0.1, probability >= 0.9)
-    if ratio is None:
-        return None
-    factor = times(ratio)
-    tail = "the usual tail" if ratio >= 1.5 else "unusual: unlikely tokens should be off by more"
-    return (
-        ratio,
-        f"Unlikely tokens (p < 0.1) are off {factor} as far as sure ones (p ≥ 0.9): {tail}.",
-    )
-
-
-def _late(tokens: pd.DataFrame, size: np.ndarray) -> tuple[float, str] | None:
-    offset = figures.rank_in_response(tokens)
-    third = (int(offset.max()) + 1) / 3
-    ratio = _contrast(size, offset >= 2 * third, offset < third)
-    if ratio is None:
-        return None
-    if 0.67 < ratio < 1.5:
-        return ratio, "Early and late tokens of the responses are off alike."
-    return ratio, (
-        f"Late tokens of the responses (last third of the positions) are off "
-        f"{times(ratio)} as far as early ones."
-    )
-
-
-def _flipped(tokens: pd.DataFrame, size: np.ndarray) -> tuple[float, str] | None:
-    flips = tokens["routing_flips"]
-    if flips.isna().all():
-        return None
-    count = flips.fillna(0).to_numpy(dtype=np.int64)
-    ratio = _contrast(size, count > 0, count == 0)
-    if ratio is None:
-        return None
-    share = percent(float((count > 0).mean()))
-    return ratio, (
-        f"Tokens routed to other experts in some layer ({share}) are off "
-        f"{times(ratio)} as far as the others."
-    )
+    found = (unlikely(tokens), late(tokens), flipped(tokens))
+    ranked = sorted((each for each in found if each is not None), key=lambda each: -each.strength)
+    return [concentration(size), *(contrast.sentence for contrast in ranked)]
