@@ -29,6 +29,7 @@ from mismatch.engines.distribution_capture import Wanted, Watcher, law_logprobs
 from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.errors import MismatchError, first_line
+from mismatch.models.resolved import resolved
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 
@@ -337,6 +338,7 @@ class TransformersEngine:
             "moe_backend": config._experts_implementation if self.info.moe else None,
             "device": str(self.device),
             "model_class": type(self.model).__name__,
+            "config": resolved(self.model, self._attention.honours_sinks) | {"head_dtype": dtype},
             "enforce_eager": True,
             "prefix_caching": False,
             "tensor_parallel_size": 1,

@@ -19,6 +19,7 @@ from mismatch.engines.distribution_capture import Packed, Wanted, Watcher, join_
 from mismatch.engines.fused_weights import NO_DIGESTS
 from mismatch.engines.vllm import capture
 from mismatch.engines.vllm.capture import RunnerWatch
+from mismatch.models.resolved import resolved
 from mismatch.types import Sampling
 
 
@@ -114,6 +115,7 @@ class WorkerExtension:
             "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
             "model_class": type(self._mismatch_model()).__name__,
             "capture_refused": getattr(self._mismatch_model(), capture.REFUSED, ""),
+            "config": resolved(self._mismatch_model()),
         }
 
     # ------------------------------------------------------------ tempered prefill
