@@ -67,6 +67,39 @@ def rope(model: Any, strength: float) -> None:
         cache.copy_(cache[places].clone())
 
 
+def yarn_factor(model: Any, strength: float) -> None:
+    """A part of the factor on cosine and sine is lost: 1 takes out all of it."""
+    seen = set()
+    for module in model.modules():
+        cache = getattr(module, "cos_sin_cache", None)
+        if cache is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        cache.copy_((cache.float() / float(cache[0, 0]) ** strength).to(cache.dtype))
+
+
+def softcap(model: Any, strength: float) -> None:
+    """Logits capped at the strength, which the model does not ask for."""
+    for module in _modules(model, "LogitsProcessor"):
+        module.soft_cap = strength
+
+
+def head_noise(model: Any, strength: float) -> None:
+    """The language-model head alone, multiplied by 1 + strength x noise."""
+    import torch
+
+    weight = model.lm_head.weight
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    weight.data.copy_(weight.float() * (1 + strength * noise))
+
+
+def query_scale(model: Any, strength: float) -> None:
+    """The query projection of one layer, times the strength: an adapter of a wrong scale."""
+    for name, tensor in model.named_parameters():
+        if f".{LAYER}." in name and "qkv_proj" in name:
+            tensor.data[: tensor.shape[0] // 2].mul_(strength)
+
+
 def no_sinks(model: Any, strength: float) -> None:
     """Sinks lowered by the strength, nats: 30 takes them out."""
     for name, tensor in model.named_parameters():
@@ -84,4 +117,8 @@ FAULTS = {
     "epsilon": epsilon,
     "rope": rope,
     "no-sinks": no_sinks,
+    "yarn-factor": yarn_factor,
+    "softcap": softcap,
+    "head-noise": head_noise,
+    "query-scale": query_scale,
 }

@@ -132,9 +132,10 @@ def _raw(made: Draw, temperature: float, untempered: bool) -> Case:
         case.others["reference:fp32"], logprobs=log_law(made.logits / temperature)[at]
     )
     extra = {"logprobs_untempered": log_law(plain)[at]} if untempered else {}
+    exact = {"logprobs_untempered": log_law(made.logits)[at]} if untempered else {}
     return replace(
         case,
-        others={reference.name: reference},
+        others={reference.name: replace(reference, extra=exact)},
         trainer=replace(case.trainer, extra=extra),
     )
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import platform
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
+from mismatch.models.resolved import resolved
 from mismatch.run.scorings import PLAIN
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.distributed import World
@@ -45,6 +48,8 @@ def fingerprint(
         "attention": loaded.attention.label,
         "attention_requested": spec.attention,
         "honours_sinks": loaded.attention.honours_sinks,
+        "cast_forward_inputs": _casts_inputs(scorer),
+        "config": _configuration(loaded, spec),
         "experts": loaded.experts,
         "moe": bool(scorer.moe),
         "routing": routing,
@@ -74,6 +79,22 @@ def fingerprint(
     if loaded.peak_bytes is not None:
         facts["load_peak_bytes"] = [peak for _, peak in shares]
     return facts
+
+
+def _casts_inputs(scorer: Scorer) -> bool:
+    """Whether FSDP2 casts what enters a wrapped module, RoPE tables among it."""
+    policies = [m._get_fsdp_state()._mp_policy for m in scorer.modules()
+                if isinstance(m, FSDPModule)]  # fmt: skip
+    return any(p.cast_forward_inputs and p.param_dtype is not None for p in policies)
+
+
+def _configuration(loaded: LoadedModel, spec: TrainSpec) -> dict[str, Any]:
+    """What the loaded model computes with, and the dtypes that this pass sets."""
+    dtype = spec.autocast or spec.dtype
+    return resolved(loaded.scorer.model, loaded.attention.honours_sinks) | {
+        "head_dtype": spec.head_dtype or dtype,
+        **({"router_dtype": spec.router_dtype or dtype} if loaded.scorer.moe else {}),
+    }
 
 
 def _mode(name: str) -> str:

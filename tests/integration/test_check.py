@@ -258,3 +258,21 @@ def test_a_report_can_be_written_again(default_run, tmp_path):
         default_run.directory / "report.html"
     ).read_bytes()
     assert done.stdout.strip().splitlines()[-1] == default_run.output.strip().splitlines()[-1]
+
+
+def test_both_sides_state_what_their_loaded_models_compute_with(default_run):
+    sides = {name: default_run.report["fingerprints"][name] for name in ("vllm:decode", "fsdp")}
+    engine, trainer = (side["config"] for side in sides.values())
+    common = engine.keys() & trainer.keys()
+    wanted = {"rope_frequencies", "attention_factor", "sliding_window", "rms_norm_eps",
+              "attention_scale", "attention_sinks", "num_experts_per_tok", "head_dtype",
+              "attn_logit_softcapping", "final_logit_softcapping"}  # fmt: skip
+    assert common >= wanted
+    for name in common - {"rope_frequencies"}:
+        assert engine[name] == trainer[name], name
+    np.testing.assert_allclose(engine["rope_frequencies"], trainer["rope_frequencies"], rtol=0.01)
+    assert trainer["attention_factor"] == [pytest.approx(1.1386)]  # YaRN, as config.json asks
+    assert trainer["sliding_window"] == [32, None, 32, None]
+    assert sides["fsdp"]["cast_forward_inputs"] is True
+    assert default_run.report["causes"]["ranked"] == []
+    assert default_run.report["causes"]["failures"] == []

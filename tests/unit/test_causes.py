@@ -114,8 +114,8 @@ def test_the_named_numbers_are_those_that_were_planted() -> None:
 # ---------------------------------------------------------------- two at once
 
 
-@pytest.mark.parametrize("times", [3, 6, 10])
-def test_raw_logprobs_do_not_hide_a_noisy_engine(times: int) -> None:
+@pytest.mark.parametrize("times", [2.2, 3, 6, 10])
+def test_raw_logprobs_do_not_hide_a_noisy_engine(times: float) -> None:
     result = causes(drawn.raw_logprobs_and_noise(0, 0.6, times))
     assert [(cause.id, cause.side, cause.status) for cause in result.ranked] == [
         ("temperature-semantics", "engine", "confirmed"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.declared import (
     attention_sinks,
     failed,
@@ -16,12 +17,10 @@ from mismatch.analysis.diagnosis.declared import (
     special_tokens,
     weights_as_loaded,
 )
-from mismatch.types import Check, Estimate, Floats, Rollout, Scoring
+from mismatch.analysis.diagnosis.detectors.pairing import MIN_TOKENS, NEAR_CERTAIN, lag
+from mismatch.types import Check, Estimate, NotTested, Rollout, Scoring
 
-LAGS = (-2, -1, 0, 1, 2)
-MIN_TOKENS = 32  # below this a correlation says nothing
 WEAK = 0.5  # two scorings of the same tokens correlate above this, or something is wrong
-NEAR_CERTAIN = np.log(0.99)
 ROUNDING = 1e-6  # a float32 log_softmax may end this far above zero
 
 
@@ -91,36 +90,20 @@ def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
 
 
 def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
-    """Logprobs correlate best at lag 0: no off-by-one between the two sides."""
-    sequence = rollout.sequence_of_token[rollout.actions]
-    correlations = {lag: _lagged(left.logprobs, right.logprobs, sequence, lag) for lag in LAGS}
-    known = {lag: value for lag, value in correlations.items() if value is not None}
-    if 0 not in known:
+    """Logprobs correlate best at lag 0, of lags up to ±64: no shift between the two sides."""
+    look = lag(Case.of(rollout, left, right, {}))
+    if isinstance(look, NotTested) or not (left.logprobs.std() and right.logprobs.std()):
         return Check("alignment", "not_tested", f"needs {MIN_TOKENS} tokens that are not all alike")
-    best = max(known, key=lambda lag: known[lag])
-    if best != 0 and known[best] > max(known[0] + 0.1, WEAK):
+    best, at_best, at_zero = (float(item.value) for item in look.evidence)
+    if look.findings:
         detail = (
-            f"best lag is {best:+d} (correlation {known[best]:.3f}), at lag 0 it is {known[0]:.3f}"
+            f"best lag is {best:+.0f} (correlation {at_best:.3f}), at lag 0 it is {at_zero:.3f}"
         )
         return failed("alignment", detail, "logits at t - 1 predict token t: fix the index")
-    if known[0] < WEAK:
-        detail = f"correlation only {known[0]:.3f} at lag 0, and no better at another lag"
+    if at_zero < WEAK:
+        detail = f"correlation only {at_zero:.3f} at lag 0, and no better at another lag"
         return Check("alignment", "warning", detail, "look for shuffled rows or other weights")
-    return Check("alignment", "passed", f"best lag 0 (correlation {known[0]:.4f})")
-
-
-def _lagged(left: Floats, right: Floats, sequence: np.ndarray, lag: int) -> float | None:
-    """Correlation of left[t] with right[t + lag] inside sequences, or None."""
-    shift = abs(lag)
-    stop = len(left) - shift
-    if stop < MIN_TOKENS:
-        return None
-    a, b = (left[:stop], right[shift:]) if lag >= 0 else (left[shift:], right[:stop])
-    inside = sequence[:stop] == sequence[shift:]
-    a, b = a[inside], b[inside]
-    if len(a) < MIN_TOKENS or a.std() == 0 or b.std() == 0:
-        return None
-    return float(np.corrcoef(a, b)[0, 1])
+    return Check("alignment", "passed", f"best lag 0 (correlation {at_zero:.4f})")
 
 
 def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:

@@ -17,6 +17,7 @@ from typing import Any
 from mismatch.engines.fused_weights import NO_DIGESTS, loaded_digests
 from mismatch.engines.routed_experts import stable_top_k
 from mismatch.engines.sglang import cpu as sglang_cpu
+from mismatch.models.resolved import resolved
 
 # A file that the scheduler leaves its last error in: its own log says it to a person only.
 ERROR_FILE = "MISMATCH_SGLANG_ERROR"
@@ -143,6 +144,7 @@ def _facts(runner: Any) -> dict[str, Any]:
         "moe_methods": sorted(methods),
         "device": str(runner.device),
         "model_class": type(model).__name__,
+        "config": resolved(model),
         "dtype": str(runner.dtype),
         "kv_cache_dtype": str(runner.kv_cache_dtype),
         "digests": digests,

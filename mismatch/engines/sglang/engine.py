@@ -246,6 +246,7 @@ class SglangEngine:
             "moe_backend": self._moe_backend(),
             "device": self._facts["device"],
             "model_class": self._facts["model_class"],
+            "config": self._facts["config"],
             "enforce_eager": bool(found.get("disable_cuda_graph")),
             "prefix_caching": not found.get("disable_radix_cache"),
             "tensor_parallel_size": self.spec.tensor_parallel_size,

@@ -27,6 +27,7 @@ from mismatch.engines.model_info import ModelInfo, first_line, load_fix, read_mo
 from mismatch.engines.sequences import require_starts
 from mismatch.engines.transformers.sequences import Row, draw, experts_of
 from mismatch.errors import MismatchError
+from mismatch.models.resolved import resolved
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 
@@ -274,6 +275,7 @@ class TransformersEngine:
             "moe_backend": config._experts_implementation if self.info.moe else None,
             "device": str(self.device),
             "model_class": type(self.model).__name__,
+            "config": resolved(self.model, self._attention.honours_sinks) | {"head_dtype": dtype},
             "enforce_eager": True,
             "prefix_caching": False,
             "tensor_parallel_size": 1,

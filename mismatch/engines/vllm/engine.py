@@ -319,6 +319,7 @@ class VllmEngine:
             "device": self._facts["device"],
             "model_runner": self._facts["model_runner"],
             "model_class": self._facts["model_class"],
+            "config": self._facts["config"] | {"head_dtype": short_dtype(model.head_dtype)},
             "enforce_eager": model.enforce_eager,
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "block_size": config.cache_config.block_size,

@@ -20,6 +20,7 @@ from mismatch.engines.routed_experts import Packed, join_steps, pack
 from mismatch.engines.vllm import capture_guard
 from mismatch.engines.vllm.capture import RunnerWatch
 from mismatch.engines.vllm.weights import loaded_digests
+from mismatch.models.resolved import resolved
 from mismatch.types import Sampling
 
 
@@ -91,6 +92,7 @@ class WorkerExtension:
             "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
             "model_class": type(self._mismatch_model()).__name__,
             "capture_refused": getattr(self._mismatch_model(), capture_guard.REFUSED, ""),
+            "config": resolved(self._mismatch_model()),
         }
 
     # ------------------------------------------------------------ tempered prefill

@@ -11,6 +11,7 @@ import numpy as np
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
 from mismatch.captures import Distributions
+from mismatch.run.scorings import REFERENCE
 from mismatch.types import Floats, NotTested
 
 KNOTS = 8
@@ -64,7 +65,7 @@ def temperature(case: Case) -> Look | NotTested:
         confirmed = above(remeasured, 0.5)
         evidence.append(Evidence("share gone against the untempered trainer", remeasured.value))
     if raw is not None and confirmed:
-        effect, repair = remeasured, _taken_out(case, side, case.right - raw)
+        effect, repair = remeasured, _untempered(case, side, raw)
     finding = Finding(
         "temperature-semantics",
         side,
@@ -75,6 +76,16 @@ def temperature(case: Case) -> Look | NotTested:
         repair=repair,
     )
     return Look(tuple(evidence), (finding,))
+
+
+def _untempered(case: Case, side: Side, raw: Floats) -> Repair:
+    """Both sides at T = 1, as distances from float32 at T = 1 where the run has those."""
+    twin = case.others.get(REFERENCE)
+    exact = None if twin is None else twin.extra.get("logprobs_untempered")
+    if exact is None or case.reference is None or side != "engine":
+        return _taken_out(case, side, case.right - raw)
+    moved = case.reference - exact
+    return Repair(case.left + moved, raw + moved)
 
 
 def _taken_out(case: Case, side: Side, part: Floats, exact: bool = True) -> Repair:

@@ -9,7 +9,7 @@ from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Lo
 from mismatch.types import Floats, NotTested
 
 MAX_LAG = 64
-MIN_TOKENS = 64
+MIN_TOKENS = 32
 MARGIN = 0.15  # of correlation, that another lag must win by
 HEAD = 32  # tokens by which rows are compared
 MIN_HEAD = 6
@@ -173,14 +173,17 @@ def positive(case: Case) -> Look:
     if highest[side] <= 1e-3:
         return Look(evidence)
     values = case.left if side == "engine" else case.right
-    effect = case.share(np.where(values > 1e-3, 0.0, case.delta))
+    sound, repair = np.where(values > 1e-3, 0.0, case.delta), None
+    if case.reference is not None:  # its other tokens are of the same law
+        exact = (case.reference, case.right) if side == "engine" else (case.left, case.reference)
+        sound, repair = exact[1] - exact[0], Repair(*exact)
     finding = Finding(
         "unnormalised-law",
         "engine" if side == "engine" else "trainer",
-        effect,
+        case.share(sound),
         evidence,
         alike=("bf16-lm-head",),
-        repair=Repair(case.left, case.right, values <= 1e-3),
+        repair=repair or Repair(case.left, case.right, values <= 1e-3),
     )
     return Look(evidence, (finding,))
 

@@ -13,8 +13,9 @@ from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Lo
 from mismatch.types import Floats, NotTested
 
 MIN_TOKENS = 400
-JUMP = 3.0  # times, that |delta| must rise by
+JUMP = 2.2  # times, that |delta| must rise by; clean blocks reach 1.5
 FIRST = 4.0
+OPENS = 3.0  # times the others, of tokens that open a block; the best of many lengths
 BLOCKS = (16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048)
 BINS = 16
 KINDS = {
@@ -159,7 +160,7 @@ def blocks(case: Case) -> Look | NotTested:
         Evidence("|delta| of tokens that open one, at least", best[0], "1"),
     )
     opens = forward % best[1] == 0
-    if best[0] < JUMP or not case.beyond_rounding(opens):
+    if best[0] < OPENS or not case.beyond_rounding(opens):
         return Look(evidence)
     scale = np.where(opens, 1 / best[0], 1.0)
     effect = case.share(case.delta * scale)

@@ -6,7 +6,10 @@ difference that is stated is certain; how much of the mismatch is its own, other
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.declared import differing
@@ -15,12 +18,21 @@ from mismatch.types import Fingerprint, NotTested
 
 HEADS = ("lm_head", "embed_out", "output_layer")
 ADAPTERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LONGEST = 60  # characters of a value in the evidence
 SHOWN = 3  # names of parameters in the evidence
 UNQUANTISED = (None, "", "none", "None")
 WIDE = ("bf16", "fp16", "fp32", "auto", None)
 
+CLOSE = 0.01  # relative: tables in bf16 hold 0.4 %
+LEADS = ("head_dtype", "router_dtype")  # often differ on purpose, as a fix on one side
+
 # Field of a resolved configuration -> the cause that a difference in it names.
 FIELDS = {
+    "rope_frequencies": "rope-config",
+    "attention_scale": "yarn-attention-factor",
+    "attention_sinks": "attention-sinks",
+    "head_dtype": "bf16-lm-head",
+    "router_dtype": "router-precision",
     "rope_theta": "rope-config",
     "rope_scaling": "rope-config",
     "rope_parameters": "rope-config",
@@ -87,7 +99,8 @@ def _kind(differ: list[str], common: list[str]) -> tuple[str, tuple[str, ...]]:
 def configurations(case: Case) -> Look | NotTested:
     """Settings as resolved, field by field."""
     engine, trainer = case.engine.fingerprint, case.trainer.fingerprint
-    a, b = _resolved(engine), _resolved(trainer)
+    longest = int(np.diff(case.rollout.offsets).max())
+    a, b = _resolved(engine, longest), _resolved(trainer, longest)
     common = [name for name in FIELDS if name in a and name in b]
     findings = [*_differing(a, b, common), *_one_sided(engine, trainer)]
     if not common and not findings and not (engine.get("dtype") and trainer.get("dtype")):
@@ -99,29 +112,45 @@ def configurations(case: Case) -> Look | NotTested:
     return Look(evidence, tuple(findings))
 
 
-def _resolved(fingerprint: Fingerprint) -> dict[str, Any]:
-    """The model's configuration as this side runs it; {} where it does not state one."""
+def _resolved(fingerprint: Fingerprint, longest: int) -> dict[str, Any]:
+    """The model's configuration as this side runs it; {} where it does not state one.
+
+    A window that no sequence of the run reaches past is none.
+    """
     held = fingerprint.get("config")
-    return dict(held) if isinstance(held, dict) else {}
+    fields = dict(held) if isinstance(held, dict) else {}
+    windows = fields.get("sliding_window")
+    if isinstance(windows, list):
+        fields["sliding_window"] = [None if w is None or w >= longest else w for w in windows]
+    return fields
 
 
 def _differing(a: dict[str, Any], b: dict[str, Any], common: list[str]) -> list[Finding]:
     """One finding a cause, of all the fields that speak for it."""
-    causes: dict[str, list[Evidence]] = {}
+    causes: dict[tuple[str, bool], list[Evidence]] = {}
     for name in common:
-        if _plain(a[name]) != _plain(b[name]):
-            values = f"{a[name]} in the engine, {b[name]} in the trainer"
-            causes.setdefault(FIELDS[name], []).append(Evidence(name, values, "equal"))
-    return [Finding(cause, "either", None, tuple(fields)) for cause, fields in causes.items()]
+        if not _same(a[name], b[name]):
+            values = f"{_shown(a[name])} in the engine, {_shown(b[name])} in the trainer"
+            place = FIELDS[name], name not in LEADS
+            causes.setdefault(place, []).append(Evidence(name, values, "equal"))
+    return [Finding(cause, "either", None, tuple(fields), certain=certain)
+            for (cause, certain), fields in causes.items()]  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
-    """Numbers as floats and sequences as lists, so that 10000 is 10000.0."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are equal: numbers within ``CLOSE``, unset entries left aside."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        a, b = ({k: v for k, v in side.items() if v is not None} for side in (a, b))
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    numbers = [isinstance(v, int | float) and not isinstance(v, bool) for v in (a, b)]
+    return math.isclose(a, b, rel_tol=CLOSE) if all(numbers) else bool(a == b)
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
 def _one_sided(engine: Fingerprint, trainer: Fingerprint) -> list[Finding]:
