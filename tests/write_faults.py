@@ -39,8 +39,8 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
     "check": (*CHECK, "--quick"),
     "fixes": (*CHECK, "--no-noise-floor", *FIXES),
     "gradients": (*CHECK, "--no-noise-floor", "--gradients", "--gradient-prompts", "2"),
-    "two engines": (*CHECK, "--no-noise-floor", "--engine", "toy"),
-    "derived": (*CHECK, "--no-noise-floor", "--weights", "mxfp4"),
+    "two engines": (*CHECK, "--no-noise-floor", "--engine", "toy", "--dtype", "fp32"),
+    "derived": (*CHECK, "--no-noise-floor", "--rollout-weights", "mxfp4"),
 }
 TIMES = {"seconds", "timings", "peak_bytes", "run", "created", "started", "finished"}
 WORKERS = {
@@ -476,9 +476,10 @@ class Scenario:
     def record(self, path: Path) -> int:
         recording = Recording(path)
         play(recording)
-        command(self.command, self.log)
-        recording.save()
-        return 0
+        code = command(self.command, self.log)
+        if code in (0, 1):
+            recording.save()
+        return code
 
     def fresh(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
