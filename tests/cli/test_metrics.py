@@ -53,7 +53,7 @@ def test_explaining_one_says_everything():
         "from mismatch.metrics import k3_kl",
         "verl rollout_corr/k3_kl the same number read in verl 0.9.1,",
         "miles train_rollout_kl mean of per-sequence means; delta clamped to ±20",
-        "bf16 MoE healthy ≤ 0.002, unfit > 0.013 healthy: our judgement; unfit: Fireworks",
+        "bf16 MoE healthy ≤ 0.002, unfit > 0.013 our judgement (prime-rl",
         "how much the trainer's policy differs",
     ):
         assert part in text, part

@@ -176,6 +176,7 @@ TRAIN_DATA = sorted(
             "offload",
             "replay_routing",
         ),
-        *("replay_source", "revision", "router_dtype", "routing", "temperature_in", "weights"),
+        *("replay_source", "revision", "router_dtype", "routing", "sequence_parallel"),
+        *("temperature_in", "weights"),
     ]
 )

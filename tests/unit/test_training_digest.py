@@ -66,11 +66,12 @@ def test_moved_values_show(fault: str) -> None:
     )
     check = weights_as_loaded(*sides)
     assert (check.status, "layers.0.w" in check.detail) == ("failed", True)
-    # A side that knows the values alone, or a layout of the engine's in every layer: no fault.
+    # A side that knows the values alone is no fault; nor is a layout of the engine's in every
+    # layer, but then the order of these parameters was not compared.
     bare = {"weights": {name: digest[:3] for name, digest in sides[1]["weights"].items()}}
     assert weights_as_loaded(sides[0], bare).status == "passed"
     everywhere = {"weights": {"layers.0.w": after, "layers.1.w": after}}
-    assert weights_as_loaded(sides[0], everywhere).status == "passed"
+    assert weights_as_loaded(sides[0], everywhere).status == "not_tested"
 
 
 def test_holding_bf16_values_in_fp32_does_not_matter() -> None:
