@@ -39,7 +39,7 @@ from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
 
 Side = Literal["engine", "trainer", "other-engine", "either"]
 Evidence = Literal["excess", "gap"]
-Standing = Literal["within", "undecided", "uncalibrated", "beyond"]
+Standing = Literal["within", "wide", "undecided", "uncalibrated", "beyond"]
 FP8_KV = "-fp8kv"
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of a significand
@@ -384,7 +384,10 @@ def shared(square: Square, finding: Finding) -> bool:
 
 
 def judged(found: Leg | Gap, level: float | None) -> Finding:
-    """Beyond its level where the whole interval is; undecided where only the value is."""
+    """Beyond its level where the whole interval is; undecided where only the value is.
+
+    Within where the whole interval is; wide where only the value is: a fault could hide there.
+    """
     if isinstance(found, Leg):
         return Finding(
             found.side, "excess", found.scoring, found.excess, level,
@@ -404,7 +407,9 @@ def _standing(value: Estimate, level: float | None, anywhere: float | None) -> S
         return "beyond"
     if level is None:
         return "uncalibrated"
-    return "undecided" if value.value > bound else "within"
+    if not value.value <= bound:  # or not a number
+        return "undecided"
+    return "within" if value.high is not None and value.high <= bound else "wide"
 
 
 ANALYSIS = Analysis(

@@ -7,12 +7,13 @@ from mismatch.types import Check, CheckStatus
 
 STATUS: dict[Standing, CheckStatus] = {
     "within": "passed",
+    "wide": "warning",
     "undecided": "inconclusive",
     "uncalibrated": "warning",
     "beyond": "failed",
 }
 UNSEEN = "let the missing passes run: more memory, a local engine, a dtype that has a yardstick"
-ORDER: tuple[Standing, ...] = ("within", "uncalibrated", "undecided", "beyond")
+ORDER: tuple[Standing, ...] = ("within", "wide", "uncalibrated", "undecided", "beyond")
 FIXES = {
     "engine": "look at the engine's kernels, KV cache and quantisation: mismatch fixes",
     "trainer": "look at the trainer's attention and experts: mismatch kernels",
@@ -54,7 +55,7 @@ def square_checks(square: Square | None) -> list[Check]:
 
 
 def _fix(finding: Finding) -> str:
-    if finding.standing == "undecided":
+    if finding.standing in ("wide", "undecided"):
         return "measure more: --num-prompts"
     return FIXES[finding.side] if finding.standing == "beyond" else ""
 

@@ -5,6 +5,7 @@ Synthetic scorings with known roundings; real passes are in tests/integration.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 
 from mismatch.analysis.levels import verdict
 from mismatch.analysis.registry import Measured
-from mismatch.analysis.square import Square, measure, precision_of
+from mismatch.analysis.square import Square, judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.square_levels import LEVELS
 from mismatch.errors import MismatchError
@@ -223,6 +224,38 @@ def test_a_value_above_its_level_within_its_interval_is_undecided() -> None:
     assert engine.value.low is not None
     assert engine.value.low < LEVELS["cpu"].excess < engine.value.value
     assert engine.standing == "undecided"
+
+
+def test_an_interval_that_reaches_beyond_its_level_excludes_no_fault() -> None:
+    run = run_of({"vllm:decode": 1.15})
+    few = replace(run.rollout, prompt_index=np.repeat(np.arange(4), PROMPTS * SAMPLES // 4))
+    found = square(replace(run, rollout=few))
+    engine = next(f for f in found.findings if f.side == "engine")
+    assert engine.value.high is not None
+    assert engine.value.value < LEVELS["cpu"].excess < engine.value.high
+    assert engine.standing == "wide"
+    assert {one.id: one.status for one in square_checks(found)}["excess-engine"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("ends", "standing"),
+    [
+        ((1.0, 0.9, 1.1), "within"),
+        ((1.0, 0.9, 1.3), "wide"),
+        ((1.0, None, None), "wide"),  # one prompt
+        ((1.3, 1.1, 1.5), "undecided"),
+        ((math.nan, math.nan, math.nan), "undecided"),
+        ((math.inf, None, None), "undecided"),
+        ((1.5, 1.3, 1.7), "beyond"),
+    ],
+)
+def test_a_value_is_within_its_level_only_with_its_interval(
+    ends: tuple[float, float | None, float | None], standing: str
+) -> None:
+    value, low, high = ends
+    leg = square(run_of()).legs[0]
+    found = judged(replace(leg, excess=replace(leg.excess, value=value, low=low, high=high)), 1.2)
+    assert found.standing == standing
 
 
 def test_a_constant_shift_is_an_excess() -> None:

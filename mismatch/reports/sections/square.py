@@ -19,12 +19,14 @@ SHARED = (
 )
 TONES: dict[Standing, Tone] = {
     "within": "healthy",
+    "wide": "warn",
     "undecided": "warn",
     "uncalibrated": "dim",
     "beyond": "critical",
 }
 WORDS: dict[Standing, str] = {
     "within": "within",
+    "wide": "within, but wide",
     "undecided": "undecided",
     "uncalibrated": "not calibrated",
     "beyond": "beyond",
@@ -104,6 +106,8 @@ def _clean(result: Square) -> str:
         return "Neither side could be told from a faulty one: see what was not tested."
     if any(finding.standing == "undecided" for finding in result.findings):
         return "A value lies beyond its level, but its interval does not decide."
+    if any(finding.standing == "wide" for finding in result.findings):
+        return "What was measured is within its level, but an interval reaches beyond it."
     if result.unmeasured:
         return (
             f"What was measured is within its level, but {', '.join(result.unmeasured)} is missing."
