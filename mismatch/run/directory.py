@@ -197,12 +197,13 @@ def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
         MismatchError: it names every setting that differs.
     """
     found = load_spec(run_dir)
-    # Fixes and gradients add to a run; what is there stays what it is.
+    # Fixes, experiments and gradients add to a run; what is there stays what it is.
     found = replace(
         found,
         fixes=spec.fixes,
         budget_minutes=spec.budget_minutes,
         verdict=spec.verdict,
+        explain=spec.explain,
         gradients=spec.gradients,
         gradient_prompts=spec.gradient_prompts,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
 from mismatch.codec import from_json, to_json
+from mismatch.errors import MismatchError
 from mismatch.experiments.explanation import (
     TESTS,
     Costs,
@@ -26,8 +28,10 @@ from mismatch.experiments.explanation import (
 from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.catalogue import fix_named
 from mismatch.reports.sections.explain import section
+from mismatch.run.directory import load_spec, require_same_spec
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from tests import drawn_pair as drawn
+from tests.made_run import make_run
 from tests.reports_fixture import make_report
 
 SPEC = CheckSpec(
@@ -197,3 +201,12 @@ def test_cases_of_other_tokens_are_not_taken_for_the_same() -> None:
     assert isinstance(one, Case)
     assert gone(one, two).value != pytest.approx(gone(one, one).value)
     assert gone(one, one).value == 0
+
+
+def test_a_finished_run_may_be_explained_later(tmp_path: Path) -> None:
+    """--explain adds to a run, as --fix does; any other setting would mix two runs."""
+    run = make_run(tmp_path / "run")
+    spec = load_spec(run)
+    require_same_spec(run, replace(spec, explain=True))
+    with pytest.raises(MismatchError, match="seed"):
+        require_same_spec(run, replace(spec, explain=True, seed=spec.seed + 1))
