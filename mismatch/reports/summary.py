@@ -232,6 +232,8 @@ def in_plain_words(report: Report) -> str:
 def _off_by(size: float) -> str:
     """A distance of log-probabilities as one of probabilities."""
     gap = math.expm1(min(size, 700.0))
+    if gap < 1e-5:
+        return "less than 0.001 %"
     return percent(gap) if gap < 1 else f"a factor of {number(gap + 1, 2)}"
 
 
