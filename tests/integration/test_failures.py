@@ -302,7 +302,10 @@ def test_the_engine_runs_under_the_interpreter_that_was_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("room_kib", "whose"),
-    grid([(32, "rollout|vocabulary|transformers"), (116, "fsdp|manifest")], (116, "fsdp|manifest")),
+    grid(
+        [(32, "rollout|manifest|vocabulary|transformers"), (116, "fsdp|manifest")],
+        (116, "fsdp|manifest"),
+    ),
 )
 def test_a_disk_that_fills_up_under_a_worker(tmp_path, room_kib, whose):
     """Too little for the rollout (in the engine), or for the trainer's scorings (in rank 0)."""
