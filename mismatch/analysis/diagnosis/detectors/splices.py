@@ -51,13 +51,24 @@ def retokenised(case: Case) -> Look:
         Evidence("tokens that they moved by, mostly", _common([s for _, s in splits])),
         Evidence("first of their places, median", float(np.median([at for at, _ in splits]))),
     )
+    return _closing(case, right, kept, evidence, "retokenisation", "template-drift", "misalignment")
+
+
+def _closing(
+    case: Case,
+    right: Floats,
+    kept: np.ndarray,
+    evidence: tuple[Evidence, ...],
+    id: str,
+    *alike: str,
+) -> Look:
+    """A finding if the mismatch goes once the trainer's numbers stand where they belong."""
     repaired = case.repaired(case.left, right, kept)
     effect = repaired.share(repaired.delta, case.delta)
     if not above(effect, CLEAR):
         return Look(evidence)
     repair = Repair(case.left, right, kept)
-    finding = Finding("retokenisation", "either", effect, evidence, confirmed=True,
-                      alike=("template-drift", "misalignment"), repair=repair)  # fmt: skip
+    finding = Finding(id, "either", effect, evidence, confirmed=True, alike=alike, repair=repair)
     return Look(evidence, (finding,))
 
 
@@ -112,15 +123,13 @@ def row_lengths(case: Case) -> Look | NotTested:
         return NotTested("row lengths", "needs 4 rows")
     number = np.repeat(np.arange(len(case.rows)), [_length(row) for row in case.rows])
     place = np.arange(len(case.right))
-    best: tuple[float, int] | None = None
+    tried = []
     for step in (-1, 1):
         source = place + step * number
         inside = (source >= 0) & (source < len(place))
-        gap = np.abs(case.left - case.right[np.clip(source, 0, len(place) - 1)])[inside].mean()
-        if best is None or gap < best[0]:
-            best = float(gap), step
-    assert best is not None
-    gap, step = best
+        right = np.where(inside, case.right[np.clip(source, 0, len(place) - 1)], case.left)
+        tried.append((float(np.abs(case.left - right)[inside].mean()), step, right, inside))
+    gap, step, right, inside = min(tried, key=lambda each: each[0])
     own = float(np.abs(case.delta).mean())
     evidence = (
         Evidence("tokens that each row moves the next ones by", step),
@@ -128,17 +137,7 @@ def row_lengths(case: Case) -> Look | NotTested:
     )
     if own < APART or gap > FITS * own:
         return Look(evidence)
-    source = place + step * number
-    inside = (source >= 0) & (source < len(place))
-    right = np.where(inside, case.right[np.clip(source, 0, len(place) - 1)], case.left)
-    repaired = case.repaired(case.left, right, inside)
-    effect = repaired.share(repaired.delta, case.delta)
-    if not above(effect, CLEAR):
-        return Look(evidence)
-    repair = Repair(case.left, right, inside)
-    finding = Finding("row-lengths", "either", effect, evidence, confirmed=True,
-                      alike=("misalignment", "appended-eos"), repair=repair)  # fmt: skip
-    return Look(evidence, (finding,))
+    return _closing(case, right, inside, evidence, "row-lengths", "misalignment", "appended-eos")
 
 
 def ends(case: Case) -> Look | NotTested:
