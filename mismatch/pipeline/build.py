@@ -12,7 +12,7 @@ import numpy as np
 from mismatch import __version__
 from mismatch.analysis.comparison import compare, is_sampling_law, paired_routing
 from mismatch.analysis.diagnosis.declared import sharding_checks
-from mismatch.analysis.diagnosis.passes import not_finite, pass_checks
+from mismatch.analysis.diagnosis.passes import by_finiteness, not_finite, pass_checks
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
@@ -170,9 +170,7 @@ def measured(
     """
     if not comparisons:
         return {}, []
-    beside = {n: s for n, s in found.scorings.items() if n not in (found.decode.name, TRAIN)}
-    refused = {name: reason for name, one in beside.items() if (reason := not_finite(one))}
-    usable = {name: one for name, one in found.scorings.items() if name not in refused}
+    usable, refused = by_finiteness(found.scorings)
     if (error := read_error(run_dir, FLOAT32_ENGINE)) is not None:
         refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
     run = Measured(found.rollout, found.decode, found.train, comparisons[0], usable, refused)

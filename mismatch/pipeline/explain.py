@@ -15,7 +15,7 @@ from typing import Any
 from mismatch.analysis.causes import others_of
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.passes import not_finite
+from mismatch.analysis.diagnosis.passes import by_finiteness
 from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.analysis.sides import Sides
 from mismatch.codec import from_json, to_json
@@ -134,7 +134,7 @@ def case_of(run_dir: Path, spec: CheckSpec) -> Case:
     """
     artefacts = Artefacts.load(run_dir, spec)
     Sides(artefacts.rollout, artefacts.decode, artefacts.train).pair  # noqa: B018  of the same tokens
-    usable = {n: s for n, s in artefacts.scorings.items() if not not_finite(s)}
+    usable, _ = by_finiteness(artefacts.scorings)
     others = others_of(usable, artefacts.decode, artefacts.train)
     return Case.of(artefacts.rollout, artefacts.decode, artefacts.train, others)
 

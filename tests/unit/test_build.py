@@ -63,7 +63,7 @@ def test_a_scoring_beside_the_headline_that_is_not_finite_is_left_out_and_fails_
     assert report.verdict.judgements == sound.verdict.judgements
     checks = [{check.id: check.status for check in one.checks} for one in (sound, report)]
     assert checks[0]["passes-finite"] == "passed"
-    assert checks[1]["passes-finite"] == ("warning" if name == "fp32" else "failed")
+    assert checks[1]["passes-finite"] == "failed"
     (reason,) = mentioned(report, name)
     assert reason.endswith("2 of 96 logprobs are not finite")
 

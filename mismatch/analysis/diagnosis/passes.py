@@ -34,7 +34,7 @@ def pass_checks(
     rollout: Rollout, decode: Scoring, train: Scoring, scorings: Mapping[str, Scoring]
 ) -> list[Check]:
     """All of them, on scorings of which ``decode`` and ``train`` passed the input checks."""
-    sound = {name: one for name, one in scorings.items() if not not_finite(one)}
+    sound, _ = by_finiteness(scorings)
     found = [enough_data(rollout), passes_finite(decode, scorings)]
     found.append(trainer_agreement(rollout, decode, train, sound))
     prefill = sound.get(decode.name.replace(":decode", ":prefill"))
@@ -47,6 +47,12 @@ def not_finite(scoring: Scoring) -> str:
         if values is not None and not np.isfinite(values).all():
             return f"{int((~np.isfinite(values)).sum())} of {len(values)} {what} are not finite"
     return ""
+
+
+def by_finiteness(scorings: Mapping[str, Scoring]) -> tuple[dict[str, Scoring], dict[str, str]]:
+    """Scorings whose values are all numbers; and name -> :func:`not_finite` of the others."""
+    refused = {name: text for name, one in scorings.items() if (text := not_finite(one))}
+    return {name: one for name, one in scorings.items() if name not in refused}, refused
 
 
 def enough_data(rollout: Rollout) -> Check:
@@ -74,23 +80,16 @@ MORE = "measure more: --num-prompts, --max-tokens"
 
 
 def passes_finite(decode: Scoring, scorings: Mapping[str, Scoring]) -> Check:
-    """No pass beside the headline has a NaN; one under settings of the user's own may warn."""
+    """No pass beside the headline has a NaN."""
     beside = {name: one for name, one in scorings.items() if name not in (decode.name, TRAIN)}
-    broken = {name: text for name, one in beside.items() if (text := not_finite(one))}
+    _, broken = by_finiteness(beside)
     if not beside:
         return Check("passes-finite", "not_tested", "nothing to check: no other pass")
     if not broken:
         return Check("passes-finite", "passed", f"{len(beside)} other passes, all values finite")
     detail = "; ".join(f"{name}: {text}" for name, text in broken.items())
     fix = "a NaN is often overflow: try --train-dtype bf16 or fp32"
-    own = [name for name in broken if not _user_named(name, scorings[name])]
-    return failed("passes-finite", detail, fix) if own else Check(
-        "passes-finite", "warning", detail, fix
-    )  # fmt: skip
-
-
-def _user_named(name: str, scoring: Scoring) -> bool:
-    return scoring.fingerprint.get("mode") == "train" and ":" not in name
+    return failed("passes-finite", detail, fix)
 
 
 def trainer_agreement(

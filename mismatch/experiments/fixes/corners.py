@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mismatch.analysis.diagnosis.passes import enough_data, not_finite
+from mismatch.analysis.diagnosis.passes import by_finiteness, enough_data
 from mismatch.analysis.registry import Measured
 from mismatch.analysis.sides import Sides
 from mismatch.analysis.square import Square, measure
@@ -58,5 +58,5 @@ class Corners:
                     made[name] = store.load_scoring(self.run_dir, name)
                 except MismatchError:  # damaged: its corner is not measured
                     continue
-            self._beside = {n: s for n, s in made.items() if not not_finite(s)}
+            self._beside, _ = by_finiteness(made)
         return self._beside

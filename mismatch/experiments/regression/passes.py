@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mismatch.analysis.diagnosis.passes import not_finite, pass_checks
+from mismatch.analysis.diagnosis.passes import by_finiteness, pass_checks
 from mismatch.analysis.registry import Measured
 from mismatch.analysis.sides import Sides
 from mismatch.analysis.square import Evidence, Finding, Square, measure
@@ -40,8 +40,7 @@ class Beside:
         known = {sides.decode.name: sides.decode, sides.train.name: sides.train}
         names = [n for n in store.scoring_names(run) if not n.startswith(store.FIX_PREFIX)]
         scorings = known | {n: store.load_scoring(run, n) for n in names if n not in known}
-        refused = {name: text for name, one in scorings.items() if (text := not_finite(one))}
-        usable = {name: one for name, one in scorings.items() if name not in refused}
+        usable, refused = by_finiteness(scorings)
         checks = pass_checks(sides.rollout, sides.decode, sides.train, scorings)
         measured = Measured(sides.rollout, sides.decode, sides.train, made, usable, refused)
         try:
