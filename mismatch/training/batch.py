@@ -14,7 +14,7 @@ from mismatch.training.routing.interventions import RouterDtype, RouterNoise
 from mismatch.training.routing.replay import Replay, ReplaySource
 from mismatch.training.scorer import ForwardOptions, torch_dtype
 from mismatch.training.sequence_parallel import SequenceParallel
-from mismatch.types import Ints, Rollout
+from mismatch.types import Bools, Ints, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def to_device(
     predicted, predicting = parallel.local(before, width)
     here, rows = parallel.local(whole.rows, width)
     batch = replace(parallel.split(whole), rows=rows)
-    targets, tokens = tokens[acting][predicted.cpu().numpy()], tokens[here.cpu().numpy()]
+    targets, tokens = tokens[acting][predicted], tokens[here]
     target_ids = torch.from_numpy(rollout.token_ids[targets]).to(device)
     replay = None if source is None else source.on(tokens, batch)
     candidates = (replay, _noise(spec, rollout, group, batch, here), _router_dtype(spec))
@@ -69,13 +69,12 @@ def to_device(
 
 
 def _noise(
-    spec: TrainSpec, rollout: Rollout, group: MicroBatch, batch: Batch, here: torch.Tensor
+    spec: TrainSpec, rollout: Rollout, group: MicroBatch, batch: Batch, here: Bools
 ) -> RouterNoise | None:
     sigma = dict(spec.inject).get(ROUTER_NOISE)
     if sigma is None:
         return None
-    own = here.cpu().numpy()
-    return RouterNoise.of(sigma, spec.inject_seed, rollout, group.sequences, batch, own)
+    return RouterNoise.of(sigma, spec.inject_seed, rollout, group.sequences, batch, here)
 
 
 def _router_dtype(spec: TrainSpec) -> RouterDtype | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ from mismatch.specs import TrainSpec
 from mismatch.training.attention.sink_sdpa import eager_of
 from mismatch.training.distributed import World
 from mismatch.training.packing import PAD_ID, Batch
+from mismatch.types import Bools
 
 SPLIT_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 FLAG = "--sequence-parallel"
@@ -107,18 +109,18 @@ class SequenceParallel:
             whole=self.whole,
         )
 
-    def local(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def local(self, rows: torch.Tensor, width: int) -> tuple[Bools, torch.Tensor]:
         """Flattened rows [n] of a batch of ``width`` that this rank has.
 
         Returns:
             [n] bool, which they are; and their flattened rows in this rank's part.
         """
         if self.size == 1:
-            return torch.ones_like(rows, dtype=torch.bool), rows
+            return np.ones(len(rows), np.bool_), rows
         part = -(-width // self.size)
         sequence, column = rows // width, rows % width
         here = column // part == self.rank
-        return here, (sequence * part + column % part)[here]
+        return here.cpu().numpy(), (sequence * part + column % part)[here]
 
     @contextmanager
     def installed(self, implementation: str) -> Iterator[None]:

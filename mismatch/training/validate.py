@@ -145,7 +145,9 @@ def _gap_of_parts(world: World, loaded: LoadedModel, spec: TrainSpec) -> float:
     here, rows = parallel.local(whole.rows, whole.input_ids.shape[1])
     with parallel.installed(loaded.attention.implementation):
         shared = scorer(scorer.hidden, parallel.split(whole)).flatten(0, 1).float()
-    gaps = (alone[whole.rows[here]] - shared[rows]).abs().amax(-1) / alone[whole.rows].std()
+    gaps = (alone[whole.rows[torch.from_numpy(here)]] - shared[rows]).abs().amax(-1) / alone[
+        whole.rows
+    ].std()
     largest = world.gather(gaps.cpu())
     typical = torch.zeros((), dtype=torch.float64)
     if largest is not None:
