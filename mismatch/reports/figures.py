@@ -92,48 +92,6 @@ def _told(contrast: Contrast | None, kind: str) -> str:
     return contrast.sentence if contrast else f"Too few {kind} tokens to compare."
 
 
-LEAST, MOST = 1e-2, 1e2  # healthy bounds: the ends of the scale
-
-
-def scales(rows: Sequence[tuple[Row, Sequence[float]]]) -> str:
-    """A line for each judged metric, over the zones of its level.
-
-    Args:
-        rows: each with values of the same metric that others measured.
-    """
-    with drawing(6.4, 0.6 + 0.42 * len(rows)) as (figure, axes):
-        for place, (row, others) in enumerate(rows):
-            assert row.judgement is not None
-            unfit = _at(row, row.judgement.unfit)
-            for start, end, zone in (
-                (LEAST, 1, HEALTHY),
-                (1, unfit, WARN),
-                (unfit, MOST, BAD),
-            ):
-                axes.barh(place, end - start, left=start, color=zone, height=0.5)
-            axes.plot([_at(row, other) for other in others], [place] * len(others), "D", ms=4,
-                      markerfacecolor="none", markeredgecolor=INK)  # fmt: skip
-            value = row.estimate.value
-            ends = [value if end is None else end for end in (row.estimate.low, row.estimate.high)]
-            axes.plot([_at(row, end) for end in ends], [place] * 2, color=INK, lw=2)
-            beyond = (row.distance(value) or 0.0) > MOST
-            axes.plot(_at(row, value), place, ">" if beyond else "o", color=INK, ms=6)
-        axes.set(xscale="log", xlim=(LEAST, MOST))
-        axes.set_yticks(range(len(rows)), [f"{row.words.label}: {row.value}" for row, _ in rows])
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
-        axes.minorticks_off()
-        axes.grid(False)
-        axes.invert_yaxis()
-        axes.set_xlabel("distance from agreement, in healthy bounds (log)")
-        return to_svg(figure, "scales", "Each judged metric beside its level")
-
-
-def _at(row: Row, value: float) -> float:
-    """Its place on the scale, held within its ends."""
-    distance = row.distance(value)
-    return MOST if distance is None or distance != distance else min(max(distance, LEAST), MOST)
-
-
 def histogram(tokens: pd.DataFrame) -> str:
     """Counts of delta on a logarithmic axis: the tail is what hurts."""
     delta = tokens["delta"].to_numpy(dtype=np.float64)

@@ -9,6 +9,7 @@ from html import escape
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import MARKS, badge, line, visible
 from mismatch.reports.section import (
+    Answer,
     Block,
     Cell,
     Column,
@@ -25,28 +26,39 @@ from mismatch.types import Report
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
 
 
-def to_markdown(report: Report, elsewhere: Elsewhere | None = None) -> str:
+def to_markdown(report: Report, elsewhere: Elsewhere | None = None, details: bool = False) -> str:
     """GitHub-flavoured Markdown; foreign text is escaped, so that it stays text.
 
     Args:
         elsewhere: a framework's names, for a table of their own.
+        details: with every section, folded away.
     """
-    return show_page(page(report, names=elsewhere))
+    return show_page(page(report, names=elsewhere), details)
 
 
-def show_page(shown: Page) -> str:
-    """The verdict first, then every section."""
+def show_page(shown: Page, details: bool = True) -> str:
+    """Verdict, answers, the numbers that decide, what to do next."""
     facts = " · ".join(plain(fact) for fact in shown.facts)
-    steps = "\n".join(f"- {plain(step)}" for step in shown.steps)
     parts = [
-        f"### {MARKS[shown.tone]} {plain(shown.word.upper())}: {plain(shown.reason)}",
-        f"**{plain(shown.title)}** · {facts}",
-        plain(shown.lead),
-        f"**Next**\n\n{steps}" if steps else "",
-        *(show_section(section) for section in shown.sections),
+        f"### {MARKS[shown.tone]} {plain(shown.word.upper())}: {plain(shown.lead or shown.reason)}",
+        "\n".join(_answer(answer) for answer in shown.answers),
+        show_table(shown.table) if shown.table else "",
+        "\n".join(f"- Next: {plain(step)}" for step in shown.steps),
+        *(show_section(section) for section in shown.sections if details or not shown.table),
+        f"{plain(shown.title)} · {facts} · {plain(shown.reason)}" if shown.lead else facts,
         f"<sub>{_code(shown.command)}</sub>" if shown.command else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _answer(answer: Answer) -> str:
+    flags = f" {_code(answer.flags)}" if answer.flags else ""
+    settings = [
+        f"  - {plain(block.title)}: {'; '.join(map(_code, block.lines))}"
+        for block in answer.settings
+        if block.lines
+    ]
+    return "\n".join([f"- **{answer.question}**: {plain(answer.text)}{flags}", *settings])
 
 
 def plain(text: object) -> str:

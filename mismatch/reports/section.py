@@ -122,10 +122,9 @@ class Section:
         sentences: what the numbers say.
         notes: small print after the tables.
         parts: sections inside it, with titles of their own.
-        folded: a page shows only its title until it is opened (a part), Markdown too.
+        folded: a page shows only title and ``short`` of a part until it is opened, Markdown too.
         page_only: too wide or too long for a terminal and for Markdown.
-        short: one line, which stands for the section on a terminal without ``--details``; "": it
-            is always shown in full.
+        short: what it says, in one sentence.
     """
 
     id: str
@@ -162,8 +161,24 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What a reader asks first, and the answer.
+
+    Attributes:
+        question: a word or two.
+        flags: to be copied: what makes a check with the fix.
+        settings: the same for each framework; its name is the title. No lines: none is known.
+    """
+
+    question: str
+    text: str
+    flags: str = ""
+    settings: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Page:
-    """A whole report: what is read first, then its sections.
+    """A whole report: what is read first, then its chapters.
 
     Attributes:
         kind: of the report, and when it was made.
@@ -172,7 +187,10 @@ class Page:
         reason: of the verdict.
         title: what was measured, a model.
         facts: which sides, how much, by which levels; a line each.
-        lead: what the numbers say, in one sentence.
+        sections: chapters, whose parts are the sections.
+        lead: what is wrong, or that nothing is, in one sentence.
+        answers: what has to be seen without scrolling, in this order.
+        table: the numbers that decide; a terminal and a comment show no others.
         steps: what to do next, most urgent first.
         file: its name as a page; the numbers are in the file of that name that ends in .json.
         command: that made it; "" where it is not known.
@@ -186,6 +204,8 @@ class Page:
     facts: tuple[str, ...]
     sections: tuple[Section, ...]
     lead: str = ""
+    answers: tuple[Answer, ...] = ()
+    table: Table | None = None
     steps: tuple[str, ...] = ()
     file: str = "report"
     command: str = ""

@@ -22,8 +22,7 @@ from mismatch.run.scorings import REFERENCE
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report
 
 HEADLINE, MEDIAN = "logprob_abs_diff_mean", "logprob_abs_diff_p50"
-# Shown below the judged metrics, where the comparison has them.
-UNJUDGED = ("kl", "ratio_mean", "ess_token", "logprob_abs_diff_p99", "logprob_abs_diff_max")
+TELLING = (HEADLINE, "k3_kl", "ratio_outside_2", "clip_fraction", "ess_seq", "exact_kl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +50,6 @@ class Row:
     def unfit(self, bound: float) -> str:
         """The unfit bound with its direction."""
         return f"{'<' if self.low_is_bad else '>'} {self._bound(bound)}"
-
-    def distance(self, value: float) -> float | None:
-        """How far a value is from perfect agreement, in units of the healthy bound.
-
-        None without levels, and where the healthy bound is agreement itself.
-        """
-        if self.judgement is None:
-            return None
-        agreement = 1.0 if self.low_is_bad or self.metric in _FACTORS else 0.0
-        unit = abs(self.judgement.healthy - agreement)
-        return (
-            (agreement - value if self.low_is_bad else value - agreement) / unit if unit else None
-        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -98,7 +84,6 @@ class Row:
         return (near_one if self.metric in _AROUND_ONE else number)(value)
 
 
-_FACTORS = {"token_mult_prob_error", "seq_mult_prob_error_max"}
 # Close to 1 three significant digits hide everything that matters.
 _AROUND_ONE = {
     "token_mult_prob_error",
@@ -144,15 +129,18 @@ def judged_rows(report: Report) -> list[Row]:
     ]
 
 
-def other_rows(report: Report) -> list[Row]:
-    """A few metrics without levels, for context."""
-    comparison = headline(report)
-    judged = {row.metric for row in judged_rows(report)}
-    return [
-        _row(comparison, name)
-        for name in UNJUDGED
-        if name in comparison.metrics and name not in judged
-    ]
+def most_telling(report: Report) -> list[Row]:
+    """Six judged metrics: none that is left out is worse than one that is shown."""
+    rows = judged_rows(report)
+    severity = {"broken": 0, "unfit": 0, "inconclusive": 1, "tolerable": 1}
+
+    def rank(row: Row) -> tuple[int, int]:
+        status = row.judgement.status if row.judgement else ""
+        place = TELLING.index(row.metric) if row.metric in TELLING else len(TELLING)
+        return severity.get(status, 2), place
+
+    kept = sorted(rows, key=rank)[:6]
+    return [row for row in rows if row in kept]
 
 
 def all_rows(comparison: Comparison) -> list[Row]:
@@ -314,50 +302,45 @@ def untested(report: Report) -> list[str]:
 
 
 def next_steps(report: Report) -> list[str]:
-    """What to do now, most urgent first; never empty."""
-    steps = [
-        f"Fix {line(check.id)}: {line(check.fix or check.detail)}"
-        for check in checks(report, "failed", "inconclusive", "warning")
-    ]
-    rows = judged_rows(report)
+    """What to do now, most urgent first; never empty.
+
+    Warnings wait until what failed is mended: they may be consequences of it.
+    """
+    steps = _fixes(report)
+    wrong = checks(report, "failed", "inconclusive") or checks(report, "warning")
+    steps += [f"Fix {line(check.id)}: {line(check.fix or check.detail)}" for check in wrong]
     wanted = [
         row.judgement.deciding_prompts or 0
-        for row in rows
+        for row in judged_rows(report)
         if row.judgement and row.judgement.inconclusive
     ]
     if report.verdict.status in ("tolerable", "inconclusive") and wanted:
         if all(wanted):
-            step = f"Measure more: --num-prompts {max(wanted)} would narrow the interval enough"
-            steps.append(f"{step} to decide")
-        elif any(check.id == "enough-data" for check in checks(report, "warning")):
-            pass  # its fix says so
-        else:
+            steps.append(f"Measure more: --num-prompts {max(wanted)} would decide the verdict")
+        elif not any(check.id == "enough-data" for check in wrong):  # its fix says so
             steps.append(
                 "More prompts alone will not decide this: look at the worst tokens and prompts"
             )
-    steps += _fixes(report)
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
     known = any(check.id == "weights-as-loaded" for check in checks(report, "warning"))
     if report.verdict.status != "healthy" and not (
         known or checks(report, "failed") or _fixes(report)
     ):
         steps.append(_where_to_look(report))
-    if not steps:
-        steps.append(
-            "Nothing to mend. Keep report.json, and check again after a change of engine, kernel, "
-            "dtype or model"
-        )
-    return steps
+    return steps or [
+        "No action needed. Re-run after a change of engine, kernel, dtype, model or trainer: "
+        "mismatch compare RUN --against THIS"
+    ]
 
 
 def _fixes(report: Report) -> list[str]:
-    """The fixes that helped, where some were tried."""
-    made = report.result("fixes")
-    if made is None or made.best_together is None:
+    """The best fix, where some were tried and one helped."""
+    fixes = report.result("fixes")
+    if fixes is None or fixes.best_together is None:
         return []
-    best = made.outcome(made.best_together)
+    best = fixes.outcome(fixes.best_together)
     how = f" ({line(best.flags)})" if best.flags else ""
-    return [f"Use {line(best.id)}{how}: “Fixes tried” says how much it helps, and how to set it"]
+    return [f"Apply {line(best.id)}{how}"]
 
 
 def _where_to_look(report: Report) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from mismatch.reports.elsewhere import Elsewhere
 
+STEPS = 3  # next steps that are printed
 WRAP = 28  # characters of a column of text
 TONES = {
     "healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold", "dim": "dim",
@@ -39,7 +40,7 @@ def print_report(
         console: where to; its width and colours are respected.
         run_dir: where the artefacts lie, None where nothing was saved.
         elsewhere: a framework's names, for a table of their own.
-        details: every section in full, not one line of those that have one.
+        details: with every section, not only what is read first.
     """
     print_page(page(report, names=elsewhere), console, run_dir, details)
 
@@ -47,58 +48,40 @@ def print_report(
 def print_page(
     shown: Page, console: Console, place: Path | str | None = None, details: bool = True
 ) -> None:
-    """Print a page; the last line is ``verdict: WORD – reason``."""
+    """Print a page; its last words are ``verdict: WORD – reason``."""
     _head(shown, console)
-    _body(shown, console, details)
+    if details or shown.table is None:
+        for section in shown.sections:
+            print_section(section, console)
     _tail(shown, console, place)
 
 
 def _head(shown: Page, console: Console) -> None:
+    """What was measured, the numbers that decide, the answers."""
     from rich.text import Text
 
-    say(console, "")
     title = Text(line(shown.title), "bold")
     title.append(f"  {line(shown.facts[0])}")
     console.print(title, highlight=False)
     for fact in shown.facts[1:]:
         paragraph(console, line(fact), indent=0, style="dim")
+    if shown.table is not None:
+        print_table(shown.table, console)
     if shown.lead:
-        say(console, "")
-        paragraph(console, line(shown.lead), indent=0)
-
-
-def _body(shown: Page, console: Console, details: bool) -> None:
-    for section in shown.sections:
-        if details or not section.short:
-            print_section(section, console, details)
-    lines = [] if details else in_short(shown.sections)
-    if not lines:
-        return
-    heading(console, "In short", f"in full: {shown.file}.html, or mismatch report RUN --details")
-    for text in lines:
-        style = "yellow" if text.startswith("! ") else ""
-        paragraph(console, line(text) if style else f"- {line(text)}", style=style)
-
-
-def in_short(sections: tuple[Section, ...]) -> list[str]:
-    """One line of each section that has one; no warning of theirs is left out."""
-    short = [section for section in sections if section.short]
-    warnings = [f"! {warning}" for section in short for warning in section.warnings]
-    return [*warnings, *(section.short for section in short)]
+        paragraph(console, line(shown.lead), indent=0, style="bold")
+    for answer in shown.answers:
+        flags = f"; {line(answer.flags)}" if answer.flags else ""
+        paragraph(console, f"{answer.question}: {line(answer.text).rstrip('.')}{flags}")
 
 
 def _tail(shown: Page, console: Console, place: Path | str | None) -> None:
-    if shown.steps:
-        heading(console, "Next")
-    for step in shown.steps:
-        paragraph(console, f"- {line(step)}")
+    for step in shown.steps[:STEPS]:
+        paragraph(console, f"Next: {line(step)}")
     if place is not None:
-        say(console, "")
         say(console, f"Everything is in {line(place)} (open {shown.file}.html)")
-    say(console, "")
     style = TONES[shown.tone]
     verdict = f"verdict: {shown.word.upper()} – {line(shown.reason)}"
-    say(console, verdict, style if "bold" in style else f"{style} bold")
+    paragraph(console, verdict, 0, style if "bold" in style else f"{style} bold")
 
 
 def say(console: Console, text: str, style: str = "") -> None:

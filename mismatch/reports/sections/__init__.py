@@ -14,6 +14,8 @@ from mismatch.analysis import registry
 from mismatch.reports import summary
 from mismatch.reports.formatting import TONES
 from mismatch.reports.section import Page, Section
+from mismatch.reports.sections import headline
+from mismatch.reports.sections.first import answers, lead
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -21,11 +23,17 @@ if TYPE_CHECKING:
 
     from mismatch.reports.elsewhere import Elsewhere
 
-ORDER = (
-    "headline", "causes", "explain", "normal", "square", "tokens", "where", "routing", "beside",
-    "engines", "budget", "two_passes", "forecast", "kernels", "exact", "fixes", "corrections",
-    "gradients", "checks", "ran",
-)  # fmt: skip
+# Chapters in their order: id, title, the sections in each.
+CHAPTERS = (
+    ("normal-or-not", "Is this normal?", ("headline", "normal", "two_passes", "exact", "forecast")),
+    ("place", "Where does it sit?", ("tokens", "where")),
+    ("why", "Why?", ("causes", "square", "explain", "engines", "budget", "beside", "kernels")),
+    ("helps", "What helps?", ("fixes", "corrections", "gradients")),
+    # the token explorer: ("token-by-token", "Token by token", ("explorer",))
+    ("experts", "Expert routing", ("routing",)),
+    ("unseen", "Checks, and what was not tested", ("checks",)),
+    ("reproduce", "Reproduce", ("ran",)),
+)
 Sections = Section | tuple[Section, ...] | None
 
 
@@ -49,46 +57,49 @@ def page(
         facts=(
             f"{comparison.rollout} against {comparison.train}",
             f"{summary.size(report)}; levels for {report.verdict.levels}",
-            *(
-                f"{question} {answer.status}: {answer.reason}"
-                for question, answer in (
-                    ("Is something broken?", report.verdict.correctness),
-                    ("Will training bear it?", report.verdict.fitness),
-                )
-                if answer is not None
-            ),
         ),
-        sections=tuple(sections(report, tokens, names)),
-        lead=summary.in_plain_words(report),
+        sections=tuple(chapters(report, tokens, names)),
+        lead=lead(report),
+        answers=answers(report),
+        table=headline.table(summary.most_telling(report)),
         steps=tuple(summary.next_steps(report)),
         command=summary.command(report),
     )
 
 
+def chapters(
+    report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
+) -> list[Section]:
+    """Every section of this report in its chapter; analyses without a place come last."""
+    placed = {section for _, _, ids in CHAPTERS for section in ids}
+    rest = ("more", "Also measured", tuple(id for id in report.analyses if id not in placed))
+    shown = []
+    for id, title, ids in (*CHAPTERS, rest):
+        parts = tuple(part for each in ids for part in _sections(each, report, tokens, names))
+        if parts:
+            shown.append(Section(id, title, parts=parts))
+    return shown
+
+
 def sections(
     report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
 ) -> list[Section]:
-    """Every section that this report has; analyses without a place in ORDER come last."""
-    ids = [*ORDER, *(id for id in report.analyses if id not in ORDER)]
-    shown: list[Section] = []
-    for id in ids:
-        made = _sections(id, report, tokens, names)
-        shown += made if isinstance(made, tuple) else [made] if made else []
-    return shown
+    """The same without chapters."""
+    return [part for chapter in chapters(report, tokens, names) for part in chapter.parts]
 
 
 def _sections(
     id: str, report: Report, tokens: pd.DataFrame | None, names: Elsewhere | None
-) -> Sections:
+) -> tuple[Section, ...]:
     place, _, name = registry.section_of(id).partition(":")
     module = import_module(place)
-    made: Sections = None
+    shown: Sections = None
     if not name and hasattr(module, "of_report"):
-        made = module.of_report(report)
+        shown = module.of_report(report)
     elif not name and hasattr(module, "of_names"):
-        made = module.of_names(report, names)
+        shown = module.of_names(report, names)
     elif not name and hasattr(module, "of_tokens"):
-        made = None if tokens is None else module.of_tokens(report, tokens)
+        shown = None if tokens is None else module.of_tokens(report, tokens)
     elif (result := report.result(id)) is not None:
-        made = getattr(module, name or "section")(result, report)
-    return made
+        shown = getattr(module, name or "section")(result, report)
+    return shown if isinstance(shown, tuple) else (shown,) if shown else ()

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from mismatch.reports import figures
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.formatting import text
-from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value, status_cell
-from mismatch.reports.sections.normal import published
-from mismatch.reports.summary import Row, cautions, headline, judged_rows, other_rows
+from mismatch.reports.formatting import number, text
+from mismatch.reports.section import Cell, Column, Section, Table, Value, status_cell
+from mismatch.reports.summary import Row, cautions, headline, in_plain_words, judged_rows
 from mismatch.types import Report
 
-LEAD = (
-    "delta = train - rollout, the log-probability of the same token, in nats. Intervals resample "
-    "whole prompts."
-)
+LEAD = "delta = train − rollout, nats; 95 % intervals by prompt."
 SCORES = " Neither side sampled these tokens: the KL formulas are scores here."
 COLUMNS = (
     Column("metric", text),
-    Column("name", text, 9),
     Column("value", interval=1),
-    Column("healthy"),
-    Column("unfit"),
+    Column("healthy", number),
+    Column("unfit", number),
     Column("level", text),
 )
 NAMES = (
@@ -32,56 +26,39 @@ NAMES = (
 
 
 def of_names(report: Report, names: Elsewhere | None) -> Section | None:
-    """Judged metrics first; None where nothing was compared.
+    """The judged metrics beside their levels; None where nothing was judged.
 
     Args:
         names: a framework's names are a table of their own.
     """
-    judged = judged_rows(report)
-    rows = [*judged, *other_rows(report)]
+    rows = judged_rows(report)
     if not rows:
         return None
     return Section(
         id="headline",
         title="How far apart",
         lead=LEAD + ("" if headline(report).sampled_by_left else SCORES),
-        warnings=tuple(cautions(rows)),
-        tables=(Table(COLUMNS, tuple(_row(row) for row in rows)),),
-        figures=_scales(report, judged),
-        parts=(*_names(report, names), *_sources(judged)),
+        sentences=(in_plain_words(report),),
+        tables=(table(rows),),
+        notes=tuple(cautions(rows)),
+        parts=(*_names(report, names), *_sources(rows)),
         folded=False,
     )
+
+
+def table(rows: list[Row]) -> Table:
+    """Metrics beside their levels."""
+    return Table(COLUMNS, tuple(_row(row) for row in rows))
 
 
 def _row(row: Row) -> tuple[Cell | Value, ...]:
     judgement = row.judgement
     return (
-        Cell(row.words.label, "" if judgement else "dim", note=row.words.meaning),
-        Cell(row.metric, "code"),
+        row.words.label,
         row.cell,
         Cell(judgement.healthy if judgement else None, format=row.healthy),
         Cell(judgement.unfit if judgement else None, format=row.unfit),
         status_cell(judgement.status) if judgement else "",
-    )
-
-
-def _scales(report: Report, rows: list[Row]) -> tuple[Figure, ...]:
-    drawn = [
-        (row, [each.value for each in published(report, row.metric)])
-        for row in rows
-        if row.distance(1.0) is not None
-    ]
-    if not drawn:
-        return ()
-    return (
-        Figure(
-            "scales",
-            "Beside the levels",
-            "Each metric's distance from perfect agreement, in units of its healthy bound. Dot: "
-            "this run; line: its 95 % interval; diamond: measured elsewhere; arrow: off the scale. "
-            "The zones are healthy, tolerable and unfit.",
-            lambda: figures.scales(drawn),
-        ),
     )
 
 

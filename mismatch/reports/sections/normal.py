@@ -102,7 +102,7 @@ def sentences(report: Report) -> list[str]:
 
 def _beside_noise(report: Report) -> list[str]:
     rows = [row for row in noise_rows(report) if row.relative is not None]
-    return _itself([row for row in rows if row.agree]) + _float32(report)
+    return _itself([row for row in rows if row.agree]) + float32(report)
 
 
 def _itself(noise: list[Noise]) -> list[str]:
@@ -117,7 +117,7 @@ def _itself(noise: list[Noise]) -> list[str]:
     ]
 
 
-def _float32(report: Report) -> list[str]:
+def float32(report: Report) -> list[str]:
     """How far each side is from float32: the one that is further off is where to look."""
     sides = {
         "trainer" if pair.left.partition(":")[0] == TRAIN else "engine": pair.metrics[HEADLINE]
