@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 LEAST = 20  # tokens of a group, below which it says nothing
 ALIKE = (0.67, 1.5)  # ratios of two means of |delta| that make no contrast
-NEAR = 0.01  # nats: about 1 % of a probability
 ONE_SIDED = 0.75  # share of the far tokens on one side of 0
 
 
@@ -46,12 +45,22 @@ def unlikely(tokens: pd.DataFrame) -> Contrast | None:
     ratio = _ratio(tokens, probability < 0.1, probability >= 0.9)
     if ratio is None:
         return None
-    usual = ratio >= ALIKE[1]
-    tail = "as rounding does" if usual else "rounding would move the unlikely ones more"
-    return Contrast(
-        ratio,
-        f"Unlikely tokens (p < 0.1) are off {times(ratio)} as far as sure ones (p ≥ 0.9): {tail}.",
-    )
+    if ratio >= ALIKE[1]:
+        told = (
+            f"Unlikely tokens (p < 0.1) have {times(ratio)} the error of confident ones "
+            "(p ≥ 0.9), as rounding does."
+        )
+    elif ratio > ALIKE[0]:
+        told = (
+            "Unlikely (p < 0.1) and confident (p ≥ 0.9) tokens have the same error; rounding would "
+            "move the unlikely ones more."
+        )
+    else:
+        told = (
+            f"Unusual: confident tokens (p ≥ 0.9) have {times(1 / ratio)} the error of unlikely "
+            "ones (p < 0.1). Rounding does the opposite: suspect a kernel, a mask or weights."
+        )
+    return Contrast(ratio, told)
 
 
 def late(tokens: pd.DataFrame) -> Contrast | None:
@@ -61,13 +70,9 @@ def late(tokens: pd.DataFrame) -> Contrast | None:
     ratio = _ratio(tokens, offset >= 2 * third, offset < third)
     if ratio is None:
         return None
-    if ALIKE[0] < ratio < ALIKE[1]:
-        return Contrast(ratio, "Early and late tokens of the responses are off alike.")
-    return Contrast(
-        ratio,
-        "Late tokens of the responses (last third of the positions) are off "
-        f"{times(ratio)} as far as early ones.",
-    )
+    grows = "Grows" if ratio >= ALIKE[1] else "No growth"
+    said = f"{grows} with position: the last third has {times(ratio)} the error of the first."
+    return Contrast(ratio, said)
 
 
 def flipped(tokens: pd.DataFrame) -> Contrast | None:
@@ -82,8 +87,8 @@ def flipped(tokens: pd.DataFrame) -> Contrast | None:
     share = percent(float((count > 0).mean()))
     return Contrast(
         ratio,
-        f"Tokens routed to other experts in some layer ({share}) are off "
-        f"{times(ratio)} as far as the others.",
+        f"{share} of tokens have a routing flip in at least one layer; their error is "
+        f"{times(ratio)} that of the rest.",
     )
 
 
@@ -91,29 +96,23 @@ def concentration(size: Floats) -> str:
     """How much of all |delta|, [A], its largest hundredth carries."""
     worst = max(1, len(size) // 100)
     share = np.sort(size)[-worst:].sum() / size.sum()
-    return f"The worst 1 % of the tokens carry {percent(float(share))} of all |delta|."
+    return f"The worst 1 % of tokens carry {percent(float(share))} of all |delta|."
 
 
 def spread(tokens: pd.DataFrame) -> str:
-    """How many tokens are next to 0, and on which side the far ones lie."""
+    """How many tokens are off by over 2×, and on which side they lie."""
     delta = tokens["delta"].to_numpy(dtype=np.float64)
-    near = percent(float((np.abs(delta) <= NEAR).mean()))
-    said = f"{near} of the tokens lie within {NEAR:g} nats of 0"
     far = delta[np.abs(delta) > math.log(2)]
     if len(far) == 0:
-        return f"{said}; none is off by over 2×."
-    lower = float((far < 0).mean())
-    said += f"; {len(far):,} {'is' if len(far) == 1 else 'are'} off by over 2×"
+        return f"No token of {len(delta):,} is off by over 2×"
+    said = f"{percent(len(far) / len(delta))} of {len(delta):,} tokens are off by over 2×"
     if len(far) < LEAST:
-        return f"{said}."
-    side = "lower" if lower >= 0.5 else "higher"
+        return said
+    lower = float((far < 0).mean())
+    side = "less" if lower >= 0.5 else "more"
     share = percent(max(lower, 1.0 - lower))
-    reading = (
-        "one-sided, a systematic difference"
-        if max(lower, 1.0 - lower) >= ONE_SIDED
-        else "on both sides, as noise is"
-    )
-    return f"{said}, {share} of them {side} in training: {reading}."
+    reading = "one-sided" if max(lower, 1.0 - lower) >= ONE_SIDED else "both ways, as noise is"
+    return f"{said}; {share} of these are {side} likely in training: {reading}"
 
 
 def off_diagonal(tokens: pd.DataFrame) -> str:
@@ -122,7 +121,7 @@ def off_diagonal(tokens: pd.DataFrame) -> str:
         np.exp(tokens[f"{side}_logprob"].to_numpy(np.float64)) for side in ("rollout", "train")
     ]
     far = percent(float((np.abs(sides[0] - sides[1]) > 0.05).mean()))
-    return f"{far} of the tokens are over 0.05 from it"
+    return f"{far} of tokens differ by over 0.05 in probability"
 
 
 def _ratio(tokens: pd.DataFrame, left: Bools, right: Bools) -> float | None:

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mismatch.metrics.corrections import Settings
+from mismatch.metrics.two_passes import CLIP
 from mismatch.reports.contrasts import (
-    Contrast,
+    LEAST,
     late,
     off_diagonal,
     rank_in_response,
     spread,
-    unlikely,
 )
+from mismatch.reports.formatting import bound, number, percent, plural
 from mismatch.reports.section import Figure
-from mismatch.reports.summary import Row
 from mismatch.reports.svg import (
     ACCENT,
-    BAD,
     BAND,
     FAINT,
-    HEALTHY,
     INK,
     OPACITIES,
     SECOND,
-    WARN,
     Array,
-    bars,
     drawing,
     shades,
     to_svg,
@@ -49,69 +45,98 @@ def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_tokens(tokens: pd.DataFrame) -> tuple[Figure, ...]:
-    """The pictures that the data allow, in reading order.
+    """The ratio of every token, and what becomes of it along the response.
 
     Args:
         tokens: finite deltas only (:func:`comparable`).
     """
     if tokens.empty:
         return ()
+    drift = late(tokens)
     return (
-        Figure(
-            "histogram",
-            "How far single tokens are off",
-            spread(tokens),
-            lambda: histogram(tokens),
-        ),
-        Figure(
-            "probabilities",
-            "Probability, side against side",
-            "Every token once; stronger colour means more of them. Agreement is the diagonal; "
-            f"{off_diagonal(tokens)}. Another temperature would bend the band, misaligned tokens "
-            "would leave a cloud without a diagonal.",
-            lambda: probabilities(tokens),
-        ),
-        Figure(
-            "by-probability",
-            "Likely and unlikely tokens",
-            f"{_told(unlikely(tokens), 'likely or unlikely')} Above the bars: tokens.",
-            lambda: by_probability(tokens),
-        ),
+        Figure("histogram", spread(tokens), beyond(tokens), lambda: histogram(tokens)),
         Figure(
             "by-position",
-            "Along the response",
-            f"{_told(late(tokens), 'early or late')} Rounding gives a flat line; one that climbs "
-            "points at positions (rope, sliding window) or at state that decays (a quantised KV "
-            "cache). Far right few tokens are left.",
+            drift.sentence if drift else "Too few tokens to compare early and late ones.",
+            "Mean |delta| (± 2 standard errors) and mean delta in nats, by place in the response; "
+            f"places with fewer than {LEAST} tokens are left out. Rounding is flat; a climb points "
+            "at positions (rope, sliding window) or a decaying KV cache.",
             lambda: by_position(tokens),
         ),
     )
 
 
-def _told(contrast: Contrast | None, kind: str) -> str:
-    return contrast.sentence if contrast else f"Too few {kind} tokens to compare."
+def scatter(tokens: pd.DataFrame) -> tuple[Figure, ...]:
+    """Both sides' probabilities."""
+    if tokens.empty:
+        return ()
+    return (
+        Figure(
+            "probabilities",
+            off_diagonal(tokens),
+            f"Probability of {plural(len(tokens), 'token')}, side against side; stronger colour is "
+            "more tokens. Another temperature bends the band; misalignment leaves no diagonal.",
+            lambda: probabilities(tokens),
+        ),
+    )
+
+
+REACH = 1e3  # ratios that the axis reaches at most
+NEAREST = 6.0  # and at least: every guide is on it
+
+
+def beyond(tokens: pd.DataFrame) -> str:
+    """How many ratios leave each range that the field draws."""
+    ratio = np.exp(np.clip(tokens["delta"].to_numpy(dtype=np.float64), -700, 700))
+    settings, size = Settings(), len(ratio)
+    low, high = settings.band
+    cut = int(((ratio > REACH) | (ratio < 1 / REACH)).sum())
+    parts = (
+        f"outside PPO's clip range ({1 - CLIP:g} to {1 + CLIP:g}) "
+        f"{percent(float((np.abs(ratio - 1) > CLIP).mean()))}",
+        f"over TIS's cap of {bound(settings.cap)} {percent(float((ratio > settings.cap).mean()))}",
+        f"outside IcePop's {bound(low)} to {bound(high)} "
+        f"{percent(float(((ratio < low) | (ratio > high)).mean()))}",
+        *([f"beyond the axis {plural(cut, 'token')}"] if cut else []),
+    )
+    return f"Ratio train / rollout of {plural(size, 'token')}: {'; '.join(parts)}."
 
 
 def histogram(tokens: pd.DataFrame) -> str:
-    """Counts of delta on a logarithmic axis: the tail is what hurts."""
-    delta = tokens["delta"].to_numpy(dtype=np.float64)
-    counts, edges = delta_histogram(delta)
+    """Counts of the ratio, both axes logarithmic, with the ranges of PPO, TIS and IcePop."""
+    settings = Settings()
+    counts, edges = ratio_histogram(tokens["delta"].to_numpy(dtype=np.float64))
     with drawing() as (figure, axes):
+        axes.axvspan(1 - CLIP, 1 + CLIP, color=BAND, lw=0, label=f"PPO clip, {CLIP:g}")
         axes.stairs(counts, edges, fill=True, color=ACCENT, linewidth=0)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        guides = (
+            ([1 / settings.cap, settings.cap], (4, 2), f"{settings.cap:g}×; TIS caps above"),
+            (list(settings.band), (1, 1), "IcePop, {:g} to {:g}".format(*settings.band)),
+        )
+        for places, dashes, label in guides:
+            for number_of, place in enumerate(places):
+                name = label if number_of else None
+                axes.axvline(place, color=SECOND, lw=1.3, dashes=dashes, label=name)
+        axes.axvline(1, color=INK, linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlim=(edges[0], edges[-1]))
         axes.set_ylim(0.6, max(2.0, counts.max() * 1.6))
-        axes.axvline(0, color=INK, linewidth=0.8)
-        axes.set_xlabel("delta = train - rollout, nats")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:,g}")
+            axis.set_minor_formatter(lambda value, _: "")
+        axes.set_xlabel("probability ratio, train / rollout (log)")
         axes.set_ylabel("tokens (log)")
-        return to_svg(figure, "histogram", "Histogram of delta, logarithmic counts")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, handlelength=1.4)
+        return to_svg(figure, "histogram", beyond(tokens))
 
 
-def delta_histogram(delta: Array, bins: int = 81) -> tuple[Array, Array]:
-    """Counts and edges of an odd number of bins centred on 0, [bins] and [bins + 1]."""
-    reach = float(np.abs(delta).max()) or 1e-9
-    counts, edges = np.histogram(delta, bins=bins, range=(-reach * 1.0001, reach * 1.0001))
-    return counts, edges
+def ratio_histogram(delta: Array, bins: int = 61) -> tuple[Array, Array]:
+    """Counts and edges of an odd number of bins centred on ratio 1, [bins] and [bins + 1].
+
+    Ratios beyond the axis are counted in its outermost bins.
+    """
+    far = np.log(np.clip(np.exp(min(float(np.abs(delta).max()), 700.0)), NEAREST, REACH)) * 1.0001
+    counts, edges = np.histogram(np.clip(delta, -far, far), bins=bins, range=(-far, far))
+    return counts, np.exp(edges)
 
 
 def probabilities(tokens: pd.DataFrame, bins: int = 64) -> str:
@@ -135,47 +160,25 @@ def probability_grid(tokens: pd.DataFrame, bins: int = 64) -> tuple[Array, Array
     return counts, edges
 
 
-def by_probability(tokens: pd.DataFrame) -> str:
-    """Mean |delta| by the probability that the engine gave."""
-    edges = np.array([0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0 + 1e-9])
-    probability = np.exp(tokens["rollout_logprob"].to_numpy(dtype=np.float64))
-    bucket = np.clip(np.searchsorted(edges, probability, side="right") - 1, 0, len(edges) - 2)
-    labels = ["<.01", ".01", ".05", ".1", ".25", ".5", ".75", ".9", "≥.99"]
-    mean, count = bucket_means(bucket, tokens, len(labels))
-    return bars(
-        "by-probability", "Mean |delta| by the engine's probability", labels,
-        ("probability that the engine gave the token, from", "mean |delta|, nats"), mean,
-        counts=count,
-    )  # fmt: skip
-
-
 def by_position(tokens: pd.DataFrame, buckets: int = 32) -> str:
-    """|delta| along the response: mean and 99 % quantile per bucket of positions."""
+    """delta along the response: mean of its size, and signed mean, per bucket of positions."""
     offset = rank_in_response(tokens)
     width = max(1, -(-int(offset.max() + 1) // buckets))
-    bucket = offset // width
-    size = np.abs(tokens["delta"].to_numpy(dtype=np.float64))
-    rows = [(index, size[bucket == index]) for index in np.unique(bucket)]
+    bucket, delta = offset // width, tokens["delta"].to_numpy(dtype=np.float64)
+    rows = [(index, delta[bucket == index]) for index in np.unique(bucket)]
+    rows = [row for row in rows if len(row[1]) >= LEAST] or rows
     x = np.array([index * width + (width - 1) / 2 for index, _ in rows])
-    mean = np.array([values.mean() for _, values in rows])
-    high = np.array([np.quantile(values, 0.99) for _, values in rows])
-    error = np.array([values.std() / np.sqrt(len(values)) for _, values in rows])
+    mean = np.array([np.abs(values).mean() for _, values in rows])
+    signed = np.array([values.mean() for _, values in rows])
+    error = np.array([np.abs(values).std() / np.sqrt(len(values)) for _, values in rows])
     with drawing() as (figure, axes):
         axes.fill_between(x, np.maximum(mean - 2 * error, 0), mean + 2 * error, color=BAND, lw=0)
-        axes.plot(x, mean, color=ACCENT, linewidth=2, label="mean (± 2 standard errors)")
-        axes.plot(x, high, color=SECOND, linewidth=1.2, dashes=(4, 2), label="99 % quantile")
-        axes.set_ylim(bottom=0)
+        axes.plot(x, mean, color=ACCENT, linewidth=2, label="mean |delta|")
+        axes.plot(x, signed, color=SECOND, linewidth=1.4, dashes=(4, 2), label="mean delta")
+        axes.axhline(0, color=INK, linewidth=0.8)
         axes.set_xlabel("sampled token of the sequence")
-        axes.set_ylabel("|delta|, nats")
-        axes.legend(loc="upper right", ncols=2)
+        axes.set_ylabel("nats")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
         axes.margins(x=0.01)
-        axes.set_ylim(top=max(float(high.max()) * 1.25, 1e-12))
-        return to_svg(figure, "by-position", "|delta| along the response")
-
-
-def bucket_means(bucket: Array, tokens: pd.DataFrame, size: int) -> tuple[Array, Array]:
-    """Mean |delta| and count per bucket, [size] each; NaN where a bucket is empty."""
-    delta = np.abs(tokens["delta"].to_numpy(dtype=np.float64))
-    count = np.bincount(bucket, minlength=size)
-    total = np.bincount(bucket, weights=delta, minlength=size)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan), count
+        ends = f"{number(mean[0])} nats at the start, {number(mean[-1])} at the end"
+        return to_svg(figure, "by-position", f"Mean |delta| along the response: {ends}")

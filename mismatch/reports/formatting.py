@@ -61,14 +61,16 @@ def bound(value: float) -> str:
 
 
 def percent(share: float | None, digits: int = 2) -> str:
-    """A share as percent.
+    """A share as percent, never in scientific notation.
 
-    >>> percent(0.0373), percent(0.0), percent(0.998), percent(0.00021)
-    ('3.7 %', '0 %', '99.80 %', '0.021 %')
+    >>> percent(0.0373), percent(0.0), percent(0.998), percent(0.00021), percent(3e-7)
+    ('3.7 %', '0 %', '99.80 %', '0.021 %', '< 0.001 %')
     """
     if share is None or not math.isfinite(share):
         return MISSING
     scaled = share * 100
+    if 0 < abs(scaled) < 1e-3:
+        return "< 0.001 %"
     if abs(scaled) >= 100:
         return f"{scaled:,.0f} %"
     if scaled >= 90:  # what is missing to 100 % is what matters
@@ -108,15 +110,6 @@ def times(factor: float) -> str:
 def text(value: object) -> str:
     """A string as it stands in a column of text."""
     return line(value)
-
-
-def small_percent(share: float | None) -> str:
-    """A share; far below what any run could show there is no number.
-
-    >>> small_percent(3e-7), small_percent(0.25)
-    ('< 0.001 %', '25 %')
-    """
-    return "< 0.001 %" if share is not None and 0.0 < share < 1e-5 else percent(share)
 
 
 def signed(value: float, digits: int = 3) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.reports.formatting import thousands
+from mismatch.reports.formatting import number, thousands
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +71,7 @@ _STYLE: dict[str, Any] = {
 
 
 @contextmanager
-def drawing(width: float = 6.0, height: float = 3.5) -> Iterator[tuple[Figure, Axes]]:
+def drawing(width: float = 6.0, height: float = 2.7) -> Iterator[tuple[Figure, Axes]]:
     """Figure and axes in the report's style; no pyplot, hence no global state.
 
     Args:
@@ -237,7 +237,9 @@ def bars(
             axes.legend(loc="upper right")
         axes.set_xlabel(words[0])
         axes.set_ylabel(words[1])
-        return to_svg(figure, name, title)
+        pairs = zip(labels, height, strict=True)
+        values = (f"{label} {number(value)}" for label, value in pairs if np.isfinite(value))
+        return to_svg(figure, name, f"{title}; {words[1]}: {', '.join(values)}")
 
 
 def _counts(axes: Axes, tops: Array, counts: Iterable[int]) -> None:

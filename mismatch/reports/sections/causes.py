@@ -10,11 +10,11 @@ from mismatch.reports.section import Cell, Column, Section, Table, Value
 from mismatch.types import Report
 
 LEAD = (
-    "Detectors read the two sides' numbers, and what else this run holds. A cause is suspected "
-    "where its mark is in the data, confirmed where the experiment that separates it was part of "
-    "the run. The share is that of mean |delta| that goes with it."
+    "Suspected: its mark is in the data. Confirmed: the experiment that separates it was part of "
+    "the run."
 )
 PAGE = "docs/causes.md"
+SHOWN = 8  # rows of evidence beyond which they are folded
 SIDES = {"engine": "the engine's side", "trainer": "the trainer's side", "either": "side not known"}
 RANKED = (
     Column("cause", text),
@@ -40,20 +40,24 @@ LOOKED = (
 def section(result: Causes, report: Report) -> Section:
     """The leading cause first, then every other, then what was looked for and not there."""
     parts = [part for part in (_evidence(result), _ruled_out(result), _not_tested(result)) if part]
-    tables = (Table(RANKED, tuple(_row(cause) for cause in result.ranked)),)
+    every = Section(
+        "causes-ranked",
+        f"{plural(len(result.ranked), 'cause')}, with shares",
+        LEAD,
+        tables=(Table(RANKED, tuple(_row(cause) for cause in result.ranked)),),
+    )
     return Section(
         id="causes",
-        title="Why",
-        lead=LEAD,
+        title="Causes",
         warnings=tuple(
             f"The detector {line(failure.detector)} failed ({line(failure.error)}): its causes "
             "were not looked for."
             for failure in result.failures
         ),
-        sentences=tuple(sentences(result)),
-        tables=tables if result.ranked else (),
-        parts=tuple(parts),
-        short=_short(result),
+        sentences=tuple(sentences(result)) if result.ranked else (),
+        parts=(*parts, every),
+        folded=not result.ranked,
+        short="" if result.ranked else _nothing(result),
     )
 
 
@@ -68,9 +72,8 @@ def _nothing(result: Causes) -> str:
     count = len(result.ruled_out)
     rest = plural(len(result.not_tested), "detector")
     return (
-        f"No cause stands out: {plural(count, 'detector')} looked and saw what a healthy pair "
-        f"has{f', {rest} lacked data' if result.not_tested else ''}. What is left is rounding, or "
-        "something that no detector knows."
+        f"None found: {plural(count, 'detector')} saw what a healthy pair has"
+        f"{f', {rest} lacked data' if result.not_tested else ''}."
     )
 
 
@@ -120,7 +123,10 @@ def _evidence(result: Causes) -> Section | None:
     rows = [row for cause in result.ranked for row in _lines(cause.id, cause.evidence)]
     if not rows:
         return None
-    return Section("causes-evidence", "Evidence", tables=(Table(EVIDENCE, tuple(rows)),))
+    few = len(rows) <= SHOWN
+    return Section(
+        "causes-evidence", "Evidence", tables=(Table(EVIDENCE, tuple(rows)),), folded=not few
+    )
 
 
 def _ruled_out(result: Causes) -> Section | None:
@@ -143,13 +149,3 @@ def _not_tested(result: Causes) -> Section | None:
         "Causes not tested",
         notes=tuple(line(str(missing)) for missing in result.not_tested),
     )
-
-
-def _short(result: Causes) -> str:
-    if not result.ranked:
-        return f"why: {_nothing(result)}"
-    cause = result.ranked[0]
-    entry = catalogue().get(cause.id)
-    share = "" if cause.effect is None else f", {percent(cause.effect.value)} of mean |delta|"
-    mend = f" {entry.mend}" if entry else ""
-    return f"why: {line(title_of(cause.id))} ({cause.status}, {SIDES[cause.side]}{share}).{mend}"

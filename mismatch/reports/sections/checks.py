@@ -5,13 +5,10 @@ from __future__ import annotations
 from mismatch.reports.formatting import plural, text
 from mismatch.reports.section import Column, Section, Table, status_cell
 from mismatch.reports.summary import checks, untested
-from mismatch.types import Report
+from mismatch.types import Check, Report
 
-LEAD = (
-    "Do both sides speak of the same thing? A failed check makes the run broken, whatever the "
-    "numbers say."
-)
-UNSEEN = "What this run could not see. None of it counts as passed."
+LEAD = "Are both sides scoring the same thing? A failed check makes the verdict “broken”."
+UNSEEN = "None of it counts as passed."
 COLUMNS = (
     Column("check", text),
     Column("result", text),
@@ -21,34 +18,23 @@ COLUMNS = (
 
 
 def of_report(report: Report) -> tuple[Section, ...]:
-    """Failed ones first, each with its fix; then what was not tested."""
-    shown = checks(report, "failed", "inconclusive", "warning", "passed")
+    """Failed ones with their fix, passed ones folded; then what was not tested."""
+    wrong = checks(report, "failed", "inconclusive", "warning")
+    passed = checks(report, "passed")
     reasons = tuple(untested(report))
-    sections = (_checked(report), Section("untested", "Not tested", UNSEEN, sentences=reasons))
-    return tuple(s for s, there in zip(sections, (shown, reasons), strict=True) if there)
-
-
-def _checked(report: Report) -> Section:
-    passed = [check.id for check in checks(report, "passed")]
-    summary = f"{plural(len(passed), 'check')} passed: {', '.join(passed)}." if passed else ""
-    return Section(
-        id="checks",
-        title="Checks",
-        lead=LEAD,
-        warnings=tuple(
-            f"{check.id} ({check.status}): {check.detail}"
-            + (f"; fix: {check.fix}" if check.fix else "")
-            for check in checks(report, "failed", "inconclusive", "warning")
-        ),
-        sentences=(summary,) if summary else (),
-        tables=(
-            Table(
-                COLUMNS,
-                tuple(
-                    (check.id, status_cell(check.status), check.detail, check.fix)
-                    for check in checks(report, "failed", "inconclusive", "warning", "passed")
-                ),
-            ),
-        ),
-        short=summary or "checks: none passed",
+    sections = (
+        _part("checks", "Checks", wrong, folded=False),
+        _part("passed", f"{plural(len(passed), 'check')} passed", passed, folded=True),
+        Section("untested", "Not tested", UNSEEN, sentences=reasons, folded=False),
     )
+    there = wrong, passed, reasons
+    return tuple(section for section, any_ in zip(sections, there, strict=True) if any_)
+
+
+def _part(id: str, title: str, shown: list[Check], folded: bool) -> Section:
+    rows = tuple((each.id, status_cell(each.status), each.detail, each.fix) for each in shown)
+    columns = COLUMNS[:-1] if folded else COLUMNS
+    table = Table(columns, tuple(row[: len(columns)] for row in rows))
+    lead = "" if folded else LEAD
+    short = ", ".join(each.id for each in shown) if folded else ""
+    return Section(id, title, lead, tables=(table,), folded=folded, short=short)

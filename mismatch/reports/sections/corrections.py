@@ -68,7 +68,7 @@ def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Sectio
             ),
             *_settings(result),
         ),
-        short=f"corrections: {best}",
+        short=best,
     )
 
 

@@ -35,7 +35,7 @@ def section(result: Explanation, report: Report) -> Section:
         tables=(Table(COLUMNS, tuple(map(_row, result.experiments))),)
         if result.experiments
         else (),
-        short=f"experiments: {' '.join(told)}",
+        short=" ".join(told),
     )
 
 

@@ -7,6 +7,7 @@ Fixes of the loss are listed apart: they change weights and no log-probability, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from mismatch.analysis.corrections.types import Corrections
@@ -34,16 +35,14 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import Cell, Column, Section, Table, Tone, Value
+from mismatch.reports.section import Block, Cell, Column, Figure, Section, Table, Tone, Value
 from mismatch.reports.sections.corrections import recipe_block
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, rows_of, to_svg
 from mismatch.types import Estimate, Report, Verdict
 
 K3, MEAN = RANKED_BY
 TAIL, ROUTES = "logprob_abs_diff_p999", "routing_disagree_layer"
-LEAD = (
-    "Each fix was applied for real and the mismatch measured again, without any weight in the "
-    "loss. Changes are after minus before: below 0 is better."
-)
+LEAD = "Each fix applied and measured again; no importance weights. Changes below 0 are better."
 ON_LOSS = (
     "They change weights and no log-probability: no “after”, no rank among the fixes, no better "
     "verdict."
@@ -59,26 +58,26 @@ RESULTS: dict[str | None, tuple[str, Tone]] = {
 }
 REMOVES_NOTHING = "it reweighs the loss and removes nothing"
 HIDES = "it hides the mismatch and does not remove it"
-VALUES = (
-    Column("fix", text),
-    Column("k3", number),
-    Column("mean |delta|", number, detail="nats"),
-    Column("99.9 % of |delta|", number, 1, detail="nats", narrow="99.9 %"),
-    Column("other experts", percent, 2, detail="of (token, layer)", narrow="experts"),
-    Column("took", seconds, 3),
-    Column("memory", memory, 4, detail="at the peak"),
-    Column("verdict", text, detail="with it"),
-)
 change = partial(signed, digits=2)
-CHANGES = (
+TRIED = (
     Column("fix", text),
     Column("result", text),
+    Column("k3", number),
     Column("removed", percent, detail="of mean |delta|", interval=1),
+    Column("verdict with it", text),
+)
+NUMBERS = (
+    Column("fix", text),
+    Column("mean |delta|", number, detail="nats"),
+    Column("99.9 % of |delta|", number, 1, detail="nats", narrow="99.9 %"),
+    Column("routing flips", percent, 2, detail="of (token, layer)", narrow="flips"),
     Column("change of k3", change, interval=0),
     Column("p", chance),
     Column("change of mean |delta|", change, 2, interval=3),
     Column("p, mean", chance, 2),
-    Column("measured on", text, 1),
+    Column("measured on", text, 3),
+    Column("took", seconds, 4),
+    Column("memory", memory, 5, detail="at the peak"),
 )
 LOSSES = (
     Column("fix", text),
@@ -91,27 +90,31 @@ LOSSES = (
 
 
 def section(result: FixTable, report: Report) -> Section:
-    """Values and changes, best first; how to use the best; what was not measured."""
+    """Each fix with k3 and verdict after, best first; how to use it; what was not measured."""
     rows = [outcome for outcome in result.outcomes if outcome.measured]
     tables: tuple[Table, ...] = ()
+    numbers = Section("fixes-numbers", "Every number, intervals and p-values", LEAD)
     if rows:
-        before = _values(rows[0].before)
-        without = Table(VALUES, (("without", *before, None, None, ""), *map(_after, rows)))
-        tables = without, Table(CHANGES, tuple(_changes(result, outcome) for outcome in rows))
+        before = rows[0].before
+        verdict = result.verdict_as_is or report.verdict
+        now = "without", None, before.get(K3), None, verdict.status
+        tables = (Table(TRIED, (now, *(_tried(result, row) for row in rows))),)
+        was = "without", *_values(before), *[None] * (len(NUMBERS) - 4)
+        more = Table(NUMBERS, (was, *(_numbers(row) for row in rows)))
+        numbers = replace(numbers, tables=(more,), notes=(result.method,))
     return Section(
         id="fixes",
         title="Fixes tried",
-        lead=LEAD,
-        sentences=(*sentences(result), *_commands(result)),
+        sentences=tuple(sentences(result)),
         tables=tables,
-        notes=(result.method,),
-        parts=(_losses(result, report), *_settings(result), _others(result)),
+        figures=_figures(result, rows, report),
+        parts=(numbers, _losses(result, report), *_settings(result), _others(result)),
         folded=False,
     )
 
 
 def _values(metrics: Mapping[str, Estimate]) -> tuple[Value, ...]:
-    return tuple(metrics.get(name) for name in (K3, MEAN, TAIL, ROUTES))
+    return tuple(metrics.get(name) for name in (MEAN, TAIL, ROUTES))
 
 
 def _name(id: str) -> str:
@@ -119,40 +122,85 @@ def _name(id: str) -> str:
     return " + ".join(labels(id))
 
 
-def _after(row: FixOutcome) -> tuple[Cell | Value, ...]:
-    about = "; ".join(part for part in (f"{KINDS[row.side]}: {row.summary}", row.flags) if part)
-    return (
-        Cell(_name(row.id), note=about),
-        *_values(row.after),
-        row.cost.seconds,
-        row.cost.peak_bytes,
-        row.verdict_after.status if row.verdict_after else None,
-    )
-
-
-def _changes(result: FixTable, row: FixOutcome) -> tuple[Cell | Value, ...]:
-    """Each p-value stands beside the change that it is of; they are adjusted already."""
+def _tried(result: FixTable, row: FixOutcome) -> tuple[Cell | Value, ...]:
+    """Each by what it does, how much it removes, and the verdict with it."""
     word, tone = RESULTS[row.outcome]
     sure = {metric for metric, p in row.p_values.items() if p <= LEVEL}
     if row.outcome in ("better", "worse") and sure == {MEAN}:
         word += " (mean)"  # the change of k3 alone would not be significant
+    best = row.id in (result.best, result.best_together)
     return (
-        Cell(_name(row.id), "strong" if row.id in (result.best, result.best_together) else ""),
+        Cell(_name(row.id), "strong" if best else ""),
         Cell(word, tone),
+        row.after.get(K3),
         row.removed.get(MEAN),
+        row.verdict_after.status if row.verdict_after else None,
+    )
+
+
+def _numbers(row: FixOutcome) -> tuple[Cell | Value, ...]:
+    """Each p-value stands beside the change that it is of; they are adjusted already."""
+    about = "; ".join(part for part in (f"{KINDS[row.side]}: {row.summary}", row.flags) if part)
+    return (
+        Cell(_name(row.id), note=about),
+        *_values(row.after),
         row.paired or row.difference or row.changes.get(K3),
         row.p_values.get(K3),
         row.changes.get(MEAN),
         row.p_values.get(MEAN),
         "the same tokens" if row.paired else "sampled anew, by prompt",
+        row.cost.seconds,
+        row.cost.peak_bytes,
     )
+
+
+def _figures(result: FixTable, rows: list[FixOutcome], report: Report) -> tuple[Figure, ...]:
+    """k3 before and after each fix, where both are above 0 and there is more than one fix."""
+    drawn = [row for row in rows if K3 in row.before and K3 in row.after]
+    if len(drawn) < 2 or min(min(r.before[K3].value, r.after[K3].value) for r in drawn) <= 0:
+        return ()
+    lowest = min(drawn, key=lambda row: row.after[K3].value)
+    fall = _fall(lowest.before[K3].value, lowest.after[K3].value)
+    title = f"{lowest.id} gives the lowest k3: {fall}"
+    tokens = plural(lowest.after[K3].n_tokens, "token")
+    caption = (
+        f"k3 in nats per token before (ring) and after (dot), {tokens}, 95 % intervals; log axis. "
+        "Dashed: healthy and unfit bounds."
+    )
+    return (Figure("fixes-k3", title, caption, lambda: _dots(drawn, report, title)),)
+
+
+def _dots(rows: list[FixOutcome], report: Report, title: str) -> str:
+    bounds = [
+        bound
+        for judgement in report.verdict.judgements
+        if judgement.metric == K3
+        for bound in (judgement.healthy, judgement.unfit)
+        if bound > 0
+    ]
+    with drawing(6.0, 1.0 + 0.33 * len(rows)) as (figure, axes):
+        for place, row in enumerate(rows):
+            before, after = row.before[K3], row.after[K3]
+            axes.plot([before.value, after.value], [place] * 2, color=FAINT, lw=1)
+            if after.low and after.high:
+                axes.plot([after.low, after.high], [place] * 2, color=ACCENT, lw=3)
+            axes.plot(before.value, place, "o", ms=7, mfc="none", mec=INK)
+            axes.plot(after.value, place, "o", ms=7, color=ACCENT)
+        for bound in bounds:
+            axes.axvline(bound, color=SECOND, lw=1.2, dashes=(4, 3))
+        axes.set(xscale="log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_formatter(lambda value, _: "")
+        rows_of(axes, [_name(row.id) for row in rows])
+        axes.set_xlabel("k3, nats per token (log)")
+        return to_svg(figure, "fixes-k3", title)
 
 
 def _losses(result: FixTable, report: Report) -> Section:
     """The fixes of the loss; they are never ranked among the others."""
     preview = report.result("corrections")
     table = Table(LOSSES, tuple(_loss(fix, preview) for fix in result.estimators))
-    return Section("fixes-loss", "Fixes of the loss", ON_LOSS, tables=(table,), folded=False)
+    return Section("fixes-loss", "Fixes of the loss", ON_LOSS, tables=(table,))
 
 
 def _loss(fix: EstimatorFix, corrections: Corrections | None) -> tuple[Cell | Value, ...]:
@@ -167,13 +215,6 @@ def _loss(fix: EstimatorFix, corrections: Corrections | None) -> tuple[Cell | Va
         preview.token.bias if preview and preview.token else None,
         f"{remark}; {fix.reason}" if fix.reason else remark,
     )
-
-
-def _commands(result: FixTable) -> list[str]:
-    """How to use the best single fix and the best combination, where they help."""
-    best = dict.fromkeys(id for id in (result.best, result.best_together) if id)
-    said = [f"To use {id}: {command_of(result.outcome(id))}" for id in best]
-    return [*said, "How verl, TRL and others set one: mismatch fixes ID"] if best else []
 
 
 def command_of(row: FixOutcome) -> str:
@@ -191,11 +232,14 @@ def command_of(row: FixOutcome) -> str:
 
 
 def _settings(result: FixTable) -> Iterable[Section]:
-    """Each framework's settings of what the best consist of, once each."""
-    best = [label for id in (result.best, result.best_together) if id for label in labels(id)]
+    """The command, and each framework's settings, of what the best consist of, once each."""
+    used = [id for id in dict.fromkeys((result.best, result.best_together)) if id]
+    best = [label for id in used for label in labels(id)]
+    commands = tuple(command_of(result.outcome(id)) for id in used)
+    own = Block("mismatch", commands)
     for place, label in enumerate(dict.fromkeys(best)):
         recipes = settings_of(label.partition("=")[0])
-        blocks = tuple(recipe_block(recipe) for recipe in recipes)
+        blocks = (*([own] if place == 0 else []), *map(recipe_block, recipes))
         yield Section(f"fixes-settings-{place}", f"How to set {label}", blocks=blocks)
 
 
@@ -204,7 +248,7 @@ def _others(result: FixTable) -> Section:
     rows = tuple((row.id, row.reason) for row in result.outcomes if not row.measured)
     tables = (Table((Column("fix", text), Column("not measured, because", text)), rows),)
     notes = result.left_out
-    return Section("fixes-others", "Not measured", tables=tables, notes=notes, folded=False)
+    return Section("fixes-others", "Not measured", tables=tables, notes=notes)
 
 
 # ---------------------------------------------------------------- sentences
@@ -237,7 +281,7 @@ def _best(result: FixTable) -> list[str]:
     if result.best is not None:
         said.append(f"Best single fix: {_effect(result.outcome(result.best))}")
     if result.best_together not in (None, result.best):
-        said.append(f"Best together: {_effect(result.outcome(str(result.best_together)))}")
+        said.append(f"Best combination: {_effect(result.outcome(str(result.best_together)))}")
     several = next((row for row in measured if is_combination(row)), None)
     if result.best is not None and result.best == result.best_together and several is not None:
         said.append(f"No combination does clearly better. Best of them: {_effect(several)}")

@@ -13,7 +13,6 @@ from mismatch.reports.formatting import (
     interval,
     number,
     percent,
-    small_percent,
     times,
 )
 from mismatch.reports.section import Cell, Column, Figure, Section, Table
@@ -40,11 +39,11 @@ LEAD = (
 COLUMNS = (
     Column("tokens", count),
     Column("spread, nats", number, interval=1),
-    Column("effective size", small_percent, 3, interval=4, detail="ratios capped at 2"),
-    Column("effective size, full ratios", small_percent, 1, detail="ratios not capped"),
-    Column("ratio over 2", small_percent, 3, detail="truncated or masked"),
-    Column("outside [1/2, 2]", small_percent, 3, detail="two-sided mask"),
-    Column("rejected", small_percent, 2, detail="geometric bounds"),
+    Column("effective size", percent, 3, interval=4, detail="ratios capped at 2"),
+    Column("effective size, full ratios", percent, 1, detail="ratios not capped"),
+    Column("ratio over 2", percent, 3, detail="truncated or masked"),
+    Column("outside [1/2, 2]", percent, 3, detail="two-sided mask"),
+    Column("rejected", percent, 2, detail="geometric bounds"),
 )
 
 
@@ -87,8 +86,8 @@ def _headline(forecast: Forecast) -> str:
     return (
         f"At {count(last.length)} tokens the sequence log-ratio would spread by "
         f"{number(last.spread.value)} nats ({between}); full importance weights would leave an "
-        f"effective sample of {small_percent(last.ess_untruncated.value)}, geometric bounds of "
-        f"0.999 and 1.001 would reject {small_percent(last.geo_rejected.value)}."
+        f"effective sample of {percent(last.ess_untruncated.value)}, geometric bounds of "
+        f"0.999 and 1.001 would reject {percent(last.geo_rejected.value)}."
     )
 
 
@@ -119,13 +118,6 @@ def _signed(share: float) -> str:
 def _figures(forecast: Forecast) -> tuple[Figure, ...]:
     return (
         Figure(
-            "forecast-spread",
-            "How sequence ratios spread with length",
-            "Standard deviation of the sum of delta over a response. Dots: this run's own "
-            "responses, cut to that length. The dashed line is where the data end.",
-            lambda: _spread(forecast),
-        ),
-        Figure(
             "forecast-kept",
             "What importance weights would keep",
             "Effective size is the share of the sequences that importance weights leave in force. "
@@ -134,29 +126,6 @@ def _figures(forecast: Forecast) -> tuple[Figure, ...]:
             lambda: _kept(forecast),
         ),
     )
-
-
-def _spread(forecast: Forecast) -> str:
-    length = np.array([row.length for row in forecast.rows])
-    spread = np.array([row.spread.value for row in forecast.rows])
-    low = np.array([_end(row.spread, "low") for row in forecast.rows])
-    high = np.array([_end(row.spread, "high") for row in forecast.rows])
-    with drawing() as (figure, axes):
-        axes.fill_between(length, low, high, color=BAND, lw=0)
-        axes.plot(length, spread, color=ACCENT, lw=2, label="forecast, 95 % interval")
-        seen = np.array([point for point in forecast.observed if point[1] > 0]).reshape(-1, 2)
-        axes.plot(seen[:, 0], seen[:, 1], "o", color=SECOND, ms=5, label="this run")
-        axes.set(xscale="log", yscale="log")
-        _lengths(axes, forecast)
-        axes.yaxis.set_major_formatter(lambda value, _: number(value, 2))
-        axes.yaxis.set_minor_formatter(lambda value, _: "")
-        decades = np.arange(np.floor(np.log10(seen[:, 1].min())), np.log10(high.max()) + 1)
-        marks = np.outer(10.0**decades, [1.0, 2.0, 5.0]).ravel()
-        bottom, top = axes.get_ylim()
-        axes.set_yticks([mark for mark in marks if bottom <= mark <= top][:12])
-        axes.set_ylabel("spread of the log-ratio, nats")
-        axes.legend(loc="upper left")
-        return to_svg(figure, "forecast-spread", "Spread of the sequence log-ratio by length")
 
 
 def _kept(forecast: Forecast) -> str:

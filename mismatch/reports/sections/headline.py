@@ -5,7 +5,14 @@ from __future__ import annotations
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import number, text
 from mismatch.reports.section import Cell, Column, Section, Table, Value, status_cell
-from mismatch.reports.summary import Row, cautions, headline, in_plain_words, judged_rows
+from mismatch.reports.summary import (
+    Row,
+    cautions,
+    headline,
+    in_plain_words,
+    judged_rows,
+    most_telling,
+)
 from mismatch.types import Report
 
 LEAD = "delta = train − rollout, nats; 95 % intervals by prompt."
@@ -34,14 +41,25 @@ def of_names(report: Report, names: Elsewhere | None) -> Section | None:
     rows = judged_rows(report)
     if not rows:
         return None
+    shown = most_telling(report)
     return Section(
         id="headline",
         title="How far apart",
         lead=LEAD + ("" if headline(report).sampled_by_left else SCORES),
         sentences=(in_plain_words(report),),
-        tables=(table(rows),),
-        notes=tuple(cautions(rows)),
-        parts=(*_names(report, names), *_sources(rows)),
+        tables=(table(shown),),
+        parts=(
+            Section(
+                "judged",
+                f"All {len(rows)} judged metrics, and where their levels come from",
+                tables=(table(rows) if len(shown) < len(rows) else Table(COLUMNS, ()),),
+                sentences=tuple(
+                    f"{row.words.label}: {row.judgement.source}" for row in rows if row.judgement
+                ),
+                notes=tuple(cautions(rows)),
+            ),
+            *_names(report, names),
+        ),
         folded=False,
     )
 
@@ -92,9 +110,3 @@ def _names(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
             folded=False,
         ),
     )
-
-
-def _sources(rows: list[Row]) -> tuple[Section, ...]:
-    said = tuple(f"{row.words.label}: {row.judgement.source}" for row in rows if row.judgement)
-    title = "Where the levels come from"
-    return (Section("levels", title, sentences=said, page_only=True),) if said else ()

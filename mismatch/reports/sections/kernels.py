@@ -120,7 +120,7 @@ def section(result: AuditReport, report: Report | None = None) -> Section:
         sentences=tuple(said),
         notes=tuple(f"Not tested: {reason}" for reason in result.not_tested),
         parts=(*_kinds(result), _harm(result)),
-        short=f"kernels: {said[0] if verdict.code else about}",
+        short=said[0] if verdict.code else about,
     )
 
 

@@ -6,7 +6,7 @@ import math
 from statistics import median
 
 from mismatch.analysis.published_values import Reference, references_for
-from mismatch.reports.formatting import line, number, plural, text, times
+from mismatch.reports.formatting import line, number, text, times
 from mismatch.reports.section import Cell, Column, Section, Table, Value
 from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows, relative
 from mismatch.reports.words import words_for
@@ -16,9 +16,8 @@ from mismatch.types import Report
 COMPARED = (HEADLINE, "k3_kl")
 ORDERS = "Other models, lengths and reductions: orders of magnitude, no levels."
 NOISE = (
-    "A side against itself, which should agree, and each side against float32, measured on the "
-    "same tokens. The last column compares with the headline's mean |delta|; rows are independent "
-    "and do not sum."
+    "A side against itself, which should agree, and each side against float32, on the same tokens. "
+    "Rows are independent comparisons; they do not sum."
 )
 PASSES = (
     Column("pass", text),
@@ -31,18 +30,22 @@ PASSES = (
 def of_report(report: Report) -> tuple[Section, ...]:
     """Values published for stacks of this class; then passes beside the headline's."""
     ladders = [ladder for metric in COMPARED if (ladder := _ladder(report, metric))]
-    rest = Section("ladders", "Measured elsewhere", tables=tuple(ladders[1:]), page_only=True)
     normal = Section(
         id="normal",
-        title="Is this normal?",
-        sentences=tuple(sentences(report)),
-        tables=tuple(ladders[:1]),
+        title="Published values",
+        tables=tuple(ladders),
         notes=(ORDERS,) if ladders else (),
-        parts=(rest,) if rest.tables else (),
-        folded=False,
+        short=_beside_others(report),
     )
     rows = tuple(_row(row) for row in noise_rows(report))
-    noise = Section("noise", "How much of this is noise?", NOISE, tables=(Table(PASSES, rows),))
+    noise = Section(
+        "noise",
+        "Noise of this run",
+        NOISE,
+        sentences=tuple(float32(report)),
+        tables=(Table(PASSES, rows),),
+        short="".join(_itself(report)),
+    )
     return (normal, noise) if rows else (normal,)
 
 
@@ -83,38 +86,27 @@ def _number(cell: Cell | Value) -> float:
     return value
 
 
-def sentences(report: Report) -> list[str]:
-    """Against others, and against this run's own noise."""
+def _beside_others(report: Report) -> str:
+    """Against published values, as a ratio to their median."""
     others = published(report, HEADLINE)
     estimate = headline(report).metrics.get(HEADLINE)
     stack = line(report.verdict.levels)
-    said = []
-    if others and estimate is not None:
-        ratio = times(estimate.value / median(other.value for other in others))
-        values = plural(len(others), "value")
-        said.append(f"mean |delta| is {ratio} the median of {values} published for {stack}.")
-    elif estimate is not None:
-        said.append(f"No published mean |delta| for stacks of this class ({stack}) is known to us.")
-    else:
-        said.append("Unknown: there is no mean |delta| to set beside others'.")
-    return said + _beside_noise(report)
+    if estimate is None:
+        return "Unknown: there is no mean |delta| to compare."
+    if not others:
+        return f"No published mean |delta| for stacks of this class ({stack}) is known to us."
+    ratio = times(estimate.value / median(other.value for other in others))
+    return f"Mean |delta| is {ratio} the median of {len(others)} values published for {stack}."
 
 
-def _beside_noise(report: Report) -> list[str]:
-    rows = [row for row in noise_rows(report) if row.relative is not None]
-    return _itself([row for row in rows if row.agree]) + float32(report)
-
-
-def _itself(noise: list[Noise]) -> list[str]:
+def _itself(report: Report) -> list[str]:
+    noise = [row for row in noise_rows(report) if row.relative is not None and row.agree]
     if not noise:
         return []
     largest = max(noise, key=lambda row: row.relative or 0.0)
     if not largest.relative:
-        return ["This run's own noise is 0: every pass that should agree with another one does."]
-    return [
-        f"Of this run's passes that should agree, “{largest.words.label}” are furthest apart: "
-        f"{largest.beside}."
-    ]
+        return ["None: every pass that was repeated gave the same numbers."]
+    return [f"At most {largest.beside} ({largest.words.label})."]
 
 
 def float32(report: Report) -> list[str]:

@@ -8,16 +8,17 @@ from typing import Any
 from mismatch.models import moe
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import MISSING, bound, line, number, plural, text
-from mismatch.reports.section import Block, Cell, Column, Section, Table
+from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.reports.summary import all_rows, command, headline
 from mismatch.types import Comparison, Report
 
-LONG = 40  # entries of a fingerprint beyond which it says how many there are
-LEAD = "Resolved by each side while it ran, not what was asked for."
+LONG = 80  # characters of a setting, beyond which it is cut: report.json has it whole
+LEAD = "As each side resolved it while it ran (actual kernels and dtypes); differing rows first."
+APART = ("weights", "weights_parameters", "source_files", "engine_args", "not_tested", "seconds")
 
 
 def of_names(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
-    """Aspect by aspect; then every number, folded away.
+    """Both sides beside each other; then every number of the headline.
 
     Args:
         names: what others call the metrics; None: no such column.
@@ -25,38 +26,62 @@ def of_names(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
     comparison = headline(report)
     columns = (
         Column("", text),
+        Column("", text),
         Column(comparison.rollout, text),
         Column(comparison.train, text),
     )
+    aspects = what_ran(report)
+    differing = [name for name, left, right in aspects if _differ(left, right)]
     ran = Section(
         id="ran",
-        title="What really ran",
+        title="Resolved configuration",
         lead=LEAD,
-        tables=(Table(columns, tuple(what_ran(report))),),
-        parts=tuple(_fingerprint(*side) for side in report.fingerprints.items()),
+        tables=(Table(columns, _differing_first(aspects)),),
+        parts=(
+            Section(
+                "settings",
+                "Every setting of both sides",
+                tables=(Table(columns, _differing_first(_settings(report))),),
+                page_only=True,
+            ),
+            _this_run(report),
+        ),
+        short=f"differs in {', '.join(differing)}" if differing else "alike on both sides",
     )
-    parts = [_everything(place, item, names) for place, item in enumerate(report.comparisons)]
-    everything = Section(
-        id="everything",
-        title="Everything measured",
-        parts=(*parts, _this_run(report)),
-        page_only=True,
-    )
-    return ran, everything
+    parts = tuple(_everything(place, item, names) for place, item in enumerate(report.comparisons))
+    everything = Section("everything", "Everything measured", parts=parts, page_only=True)
+    return (ran, everything) if parts else (ran,)
 
 
-def _fingerprint(name: str, side: dict[str, Any]) -> Section:
-    """As JSON without the digest of the weights; long tables (source files) as their length."""
-    short = {
-        key: f"{len(value)} entries, see report.json"
-        if isinstance(value, dict | list | tuple) and len(value) > LONG
-        else value
-        for key, value in side.items()
-        if key not in ("weights", "weights_parameters")
-    }
-    shown = json.dumps(short, indent=2, ensure_ascii=True, sort_keys=True, default=str)
-    block = Block("", tuple(shown.splitlines()))
-    return Section(f"side-{name}", f"Everything about {name}", blocks=(block,), page_only=True)
+def _differing_first(rows: list[tuple[str, str, str]]) -> tuple[tuple[Cell | str, ...], ...]:
+    """(name, left, right) with a mark where both sides say something and it differs."""
+    marked = []
+    for name, left, right in rows:
+        differ = _differ(left, right)
+        mark = Cell("≠", "strong") if differ else Cell("")
+        marked.append((not differ, (name, mark, Cell(left), Cell(right))))
+    return tuple(row for _, row in sorted(marked, key=lambda item: item[0]))
+
+
+def _differ(left: str, right: str) -> bool:
+    return left != right and MISSING not in (left, right)
+
+
+def _settings(report: Report) -> list[tuple[str, str, str]]:
+    """Every entry of the two fingerprints, without digests and long tables."""
+    comparison = headline(report)
+    sides = [report.fingerprints.get(name, {}) for name in (comparison.rollout, comparison.train)]
+    keys = [key for key in dict.fromkeys([*sides[0], *sides[1]]) if key not in APART]
+    return [(line(key), _setting(sides[0], key), _setting(sides[1], key)) for key in keys]
+
+
+def _setting(side: dict[str, Any], key: str) -> str:
+    value = side.get(key)
+    if value is None or value == "":
+        return MISSING
+    shown = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    shown = line(shown)
+    return shown if len(shown) <= LONG else f"{shown[: LONG - 1]}…"
 
 
 def _everything(place: int, item: Comparison, names: Elsewhere | None) -> Section:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mismatch.reports.contrasts import LEAST
 from mismatch.reports.formatting import (
     MISSING,
     count,
@@ -28,33 +29,24 @@ from mismatch.reports.section import Table as Rows
 from mismatch.reports.summary import headline, metric_table, routing_rows
 from mismatch.reports.svg import (
     ACCENT,
-    CROWDED,
     FAINT,
     GRID,
-    INK,
     OPACITIES,
     SECOND,
     Array,
     bars,
     drawing,
-    segments,
     shades,
     ticks,
     to_svg,
 )
 from mismatch.types import Comparison, Estimate, Report
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 Table = dict[str, list[Any]]
 MOST_MOVED = 10
 WIDE = 2.0  # times the share of the tokens: an interval that reaches there decides nothing
-LEAD = (
-    "Does the trainer's router send a token to the same experts as the engine's did when the token "
-    "was sampled?"
-)
-# The rows that answer: how often, which, what does it cost. The rest is folded away.
+LEAD = "A flip: in some layer the trainer's router picks another set of experts than the engine's."
+# The rows that answer: how often, which, what does it cost. They come first.
 CORE = (
     "routing_disagree_layer",
     "routing_disagree_any",
@@ -66,10 +58,10 @@ CORE = (
 )
 LAYERS = (
     Column("layer", text),
-    Column("other experts", percent, interval=0),
+    Column("flips", percent, interval=0),
     Column("margin", number),
-    Column("margin where they differ", number),
-    Column("of those near-ties", percent),
+    Column("margin of flips", number),
+    Column("near-ties", percent, detail="of flips"),
     Column("weights, L1", number),
     Column("load moved", percent),
 )
@@ -94,23 +86,32 @@ def of_report(report: Report) -> Section | None:
     if not rows:
         return None
     tables = comparison.breakdowns
-    rest = [row for name, row in rows.items() if name not in CORE]
-    parts = [("rest", f"{len(rest)} more numbers about experts", metric_table(rest), "", False)]
     by_layer, by_expert = (tables.get(f"routing_by_{name}", {}) for name in ("layer", "expert"))
-    parts.append(("layers", "Every layer", Rows(LAYERS, _layers(by_layer)), "", True))
-    moved = Rows(EXPERTS, _experts(by_expert))
-    parts.append(("moved", "Experts whose load moved most", moved, LOST, True))
+    numbers = metric_table([*(rows[name] for name in CORE if name in rows),
+                            *(row for name, row in rows.items() if name not in CORE)])  # fmt: skip
+    layers, moved = Rows(LAYERS, _layers(by_layer)), Rows(EXPERTS, _experts(by_expert))
+    drawn = tuple(figures(tables))
+    short = "; ".join(figure.title for figure in drawn)
     return Section(
         id="routing",
         title="Experts chosen",
         lead=LEAD,
         sentences=tuple(sentences(comparison)),
-        tables=(metric_table([rows[name] for name in CORE if name in rows]),),
-        figures=tuple(figures(tables)),
-        parts=tuple(
-            Section(f"routing-{id}", title, lead, tables=(table,), page_only=page_only)
-            for id, title, table, lead, page_only in parts
+        parts=(
+            Section(
+                "routing-pictures", "By layer, position and margin", figures=drawn, short=short
+            ),
+            Section(
+                "routing-numbers",
+                f"{len(rows)} numbers; every layer; experts whose load moved most",
+                tables=(numbers,),
+                parts=(
+                    Section("routing-layers", "Every layer", tables=(layers,), page_only=True),
+                    Section("routing-moved", "Load moved", LOST, tables=(moved,), page_only=True),
+                ),
+            ),
         ),
+        folded=False,
     )
 
 
@@ -165,8 +166,8 @@ def sentences(comparison: Comparison) -> list[str]:
     any_layer = routing["routing_disagree_any"]
     if any_layer.value == 0.0 and not given:
         said.append(
-            f"No layer of any of the {plural(any_layer.n_tokens, 'token')} chose other experts: "
-            "there is no harm to measure."
+            f"No flip in any layer of {plural(any_layer.n_tokens, 'token')}: there is no harm to "
+            "measure."
         )
     elif any_layer.value > 0.0:
         said += [*_harm(routing), *_near_ties(comparison)]
@@ -180,15 +181,13 @@ def _harm(routing: dict[str, Estimate]) -> list[str]:
     if carried is None:
         return []
     if any_layer.value == 1.0:
-        return [
-            "Every token has a layer with other experts: there are none without to compare with."
-        ]
+        return ["Every token has a flip in some layer: there are none without to compare with."]
     said = (
-        f"Tokens with other experts in some layer are {percent(any_layer.value)} of the "
-        f"tokens and carry {percent(carried.value)}{_between(carried)} of all delta²"
+        f"{percent(any_layer.value)} of tokens have a flip in at least one layer; they carry "
+        f"{percent(carried.value)}{_between(carried)} of all delta²"
     )
     if factor is not None:
-        said += f"; they are off {times(factor.value)} as far as the others"
+        said += f", and their error is {times(factor.value)} that of the rest"
     return [f"{said}. {_meaning(any_layer.value, carried)}"]
 
 
@@ -197,7 +196,7 @@ def _meaning(share: float, carried: Estimate) -> str:
     if carried.low is None or carried.high is None:
         return "Without an interval it is open whether that is more than their share."
     if carried.low > share:
-        return "It coincides; replaying the experts shows what it causes."
+        return "Correlation only: --replay-routing ids measures the cause."
     if carried.high > WIDE * share:
         return "The interval is too wide to tell that from their share: measure more prompts."
     return "That is no more than their share: no harm is seen."
@@ -214,8 +213,8 @@ def _near_ties(comparison: Comparison) -> list[str]:
         else f"measured against {source[0]}"
     )
     return [
-        f"{percent(ties.value)}{_between(ties)} of the differing choices were "
-        f"near-ties: their margin lies within the router's own noise ({where})."
+        f"{percent(ties.value)}{_between(ties)} of flips are near-ties: their margin lies within "
+        f"the router's own noise ({where})."
     ]
 
 
@@ -234,85 +233,46 @@ def _facts(comparison: Comparison, wanted: str) -> list[str]:
 
 
 def figures(tables: dict[str, Table]) -> Iterable[Figure]:
-    """All that the tables allow, in reading order."""
+    """Where flips sit, and whether they are near-ties."""
     table = tables.get("routing_layer_position", {})
     if table.get("layer"):
+        seen = tables.get("routing_by_position", {}).get("count", [])
         yield Figure(
             "routing-map",
-            "Which layer, and when",
-            "Share of tokens whose experts differ, per layer and place in the response. A colour "
-            "that grows stronger upwards: rounding that adds up with depth. One strong row: that "
-            "layer's router or capture. Stronger to the right: state that decays along the "
-            "response.",
-            partial(_map, table),
+            _worst_layer(tables.get("routing_by_layer", {})),
+            "Share of tokens with a flip, by layer and place in the response; places with fewer "
+            f"than {LEAST} tokens are blank. Stronger upwards: rounding that adds up. One strong "
+            "row: that layer's router. Stronger to the right: state that decays.",
+            partial(_map, table, seen),
         )
-    table = tables.get("routing_by_layer", {})
-    if any(table.get("disagree", ())):
-        yield Figure(
-            "routing-by-layer",
-            "Where the experts differ",
-            "Share of tokens for which the trainer's router picks another set of experts. A slow "
-            "rise with depth is accumulated rounding; one layer near 100 % is a broken capture or "
-            "router.",
-            partial(
-                _bars, "routing-by-layer", "Routing disagreement per layer", table, "disagree",
-                table["layer"], ("layer", "other experts, % of tokens"),
-            ),
-        )  # fmt: skip
     table = tables.get("routing_by_margin", {})
     if any(table.get("disagree", ())):
         colours = [ACCENT if start < 1.0 else SECOND for start in table["from"]]
+        total = sum(table["count"])
+        flips = np.array(table["disagree"], np.float64) * np.array(table["count"], np.float64)
+        clear = float(flips[[start >= 1.0 for start in table["from"]]].sum() / flips.sum())
         yield Figure(
             "routing-by-margin",
-            "Near-ties or real differences",
-            "How often a choice differs, by the gap between its last chosen and first rejected "
-            "expert. Left of 1 (blue) the router's own noise can turn it; bars right of 1 (orange) "
-            "that stay high are differences that rounding does not explain. Above the bars: "
-            "choices.",
+            f"{percent(clear)} of flips are no near-ties",
+            f"Flip rate of {plural(total, 'choice')} by router margin, in units of the router's "
+            "own noise. Left of 1 (blue) noise can turn a choice; right of 1 (orange) rounding "
+            "does not explain it.",
             partial(
-                _bars, "routing-by-margin", "Routing disagreement by router margin", table,
+                _bars, "routing-by-margin", "Flip rate by router margin", table,
                 "disagree", [f"{start:g}" for start in table["from"]],
-                ("margin over the router's own noise, from", "other experts, % of choices"),
+                ("router margin over its noise, from", "flips, % of choices"),
                 colours=colours, counts=table["count"],
             ),
         )  # fmt: skip
-    table = tables.get("routing_harm", {})
-    if table.get("flips") and [str(label) for label in table["flips"]] != ["0"]:
-        yield Figure(
-            "routing-harm",
-            "What other experts cost",
-            "Equal bars: the differing experts are near-ties and harmless. Rising bars: routing "
-            "carries part of the mismatch. Above the bars: tokens.",
-            partial(
-                _bars, "routing-harm", "Mean |delta| by number of differing layers", table,
-                "mean_abs_delta", table["flips"],
-                ("layers of the token that chose other experts", "mean |delta|, nats"),
-                counts=table["count"],
-            ),
-        )  # fmt: skip
-    table = tables.get("routing_harm_by_layer", {})
-    rows = [row for row, layer in enumerate(table.get("layer", [])) if layer is not None]
-    if rows:
-        untouched = [row for row in range(len(table["layer"])) if row not in rows]
-        levels = [(table["mean_abs_delta"][row], "no such layer") for row in untouched[:1]]
-        table = {name: [values[row] for row in rows] for name, values in table.items()}
-        yield Figure(
-            "routing-harm-by-layer",
-            "What an early flip costs",
-            "Tokens by the first layer that chose other experts. Falling bars: an early flip is "
-            "carried through all layers above. Bars at the dashed line cost nothing.",
-            partial(
-                _bars, "routing-harm-by-layer", "Mean |delta| by first differing layer", table,
-                "mean_abs_delta", table["layer"],
-                ("first layer of the token that chose other experts", "mean |delta|, nats"),
-                level=levels[0] if levels else None,
-            ),
-        )  # fmt: skip
-    table = tables.get("routing_load", {})
-    if table.get("layer"):
-        yield Figure(
-            "routing-load", "How busy the experts are", _load_words(table), partial(_load, table)
-        )
+
+
+def _worst_layer(table: Table) -> str:
+    """The layer of most flips."""
+    if not any(table.get("disagree", ())):
+        return "No flip in any layer"
+    row = int(np.argmax(table["disagree"]))
+    share = percent(table["disagree"][row])
+    return f"Layer {table['layer'][row]} flips most: {share} of tokens"
 
 
 def shade_levels(share: Array) -> tuple[Array, Array]:
@@ -326,13 +286,15 @@ def shade_levels(share: Array) -> tuple[Array, Array]:
     return np.where(share > 0.0, np.searchsorted(bounds, share * (1 - 1e-12)) + 1, 0), bounds
 
 
-def _map(table: Table) -> str:
+def _map(table: Table, seen: Sequence[int] = ()) -> str:
     """Layer by position in the response, the first layer at the bottom."""
     from matplotlib.patches import Patch
 
     layers = list(dict.fromkeys(table["layer"]))
     share = np.array(table["disagree"], dtype=np.float64).reshape(len(layers), -1)
     rows, columns = share.shape
+    if len(seen) == columns:  # a share of a few tokens says nothing
+        share[:, np.array(seen) < LEAST] = 0.0
     level, bounds = shade_levels(share)
     edges = [*table["start"][:columns], table["end"][columns - 1]]
     with drawing(6.0, 1.1 + min(0.36 * rows, 2.5)) as (figure, axes):
@@ -353,9 +315,11 @@ def _map(table: Table) -> str:
                 bbox_to_anchor=(0.5, 1.0),
             )  # fmt: skip
         else:
-            words = "no token has other experts in any layer"
+            words = "no flip in any layer"
             axes.text(columns / 2, (rows - 1) / 2, words, ha="center", va="center", color=FAINT)
-        title = "Share of tokens with other experts, by layer and position"
+        mean = zip(layers, share.mean(axis=1), strict=True)
+        title = "Share of tokens with a flip, mean by layer: "
+        title += ", ".join(f"{layer} {percent(value)}" for layer, value in mean)
         return to_svg(figure, "routing-map", title)
 
 
@@ -367,67 +331,6 @@ def _bars(
     scale = 100.0 if value == "disagree" else 1.0
     ends = (_column(table, column, scale) for column in (value, "low", "high"))
     return bars(name, title, labels, words, *ends, **options)
-
-
-def _load_words(table: Table) -> str:
-    worst = int(np.argmax(table["tv"]))
-    shown = (
-        "The most loaded expert and the median one of every layer, on both sides; grey band: from "
-        "10 to 90 % of the experts, rollout side."
-        if len(table["layer"]) > CROWDED
-        else "Per layer and side: line from the least to the most loaded expert, bar from 10 to "
-        "90 % of them, tick at the median."
-    )
-    if table["tv"][worst] <= 0.0:
-        return f"{shown} Both sides load every expert alike."
-    return (
-        f"{shown} The sides' loads differ most in layer {table['layer'][worst]}: "
-        f"{percent(table['tv'][worst])} of its choices would have to move."
-    )
-
-
-def _load(table: Table) -> str:
-    """Spread of the experts' loads per layer, both sides next to each other."""
-    with drawing() as (figure, axes):
-        axes.axhline(1.0, color=FAINT, linewidth=0.8, dashes=(4, 3))
-        (_load_lines if len(table["layer"]) > CROWDED else _load_candles)(axes, table)
-        ticks(axes.xaxis, table["layer"])
-        axes.set_ylim(bottom=0)
-        axes.set_ylim(top=axes.get_ylim()[1] * 1.14)
-        axes.legend(loc="upper right", ncols=2)
-        axes.set_xlabel("layer")
-        axes.set_ylabel("load of an expert, even = 1")
-        return to_svg(figure, "routing-load", "Load of the experts per layer, both sides")
-
-
-def _load_candles(axes: Axes, table: Table) -> None:
-    x = np.arange(len(table["layer"]))
-    margin = max(0.6, (5 - len(x)) / 2)  # a single layer does not fill the drawing
-    thick = max(3.0, min(9.0, 120.0 / len(x)))
-    for side, colour, shift in (("rollout", ACCENT, -0.19), ("train", SECOND, 0.19)):
-        least, p10, median, p90, most = (
-            _column(table, f"{side}_{name}") for name in ("least", "p10", "median", "p90", "most")
-        )
-        at = (x + shift, x + shift)
-        segments(axes, at, (least, most), color=colour, linewidth=1)
-        segments(axes, at, (p10, p90), color=colour, linewidth=thick, label=side)
-        ends = (x + shift - 0.17, x + shift + 0.17)
-        segments(axes, ends, (median, median), color=INK, linewidth=1.4, zorder=3)
-    axes.set_xlim(-margin, len(x) - 1 + margin)
-
-
-def _load_lines(axes: Axes, table: Table) -> None:
-    """For many layers: the sides nearly coincide, so the second is dashed and lies on the first."""
-    x = np.arange(len(table["layer"]))
-    low, high = _column(table, "rollout_p10"), _column(table, "rollout_p90")
-    axes.fill_between(x, low, high, color=GRID, lw=0)
-    for side, colour, style in (
-        ("rollout", ACCENT, {"linewidth": 2.0}),
-        ("train", SECOND, {"linewidth": 1.2, "dashes": (3, 2)}),
-    ):
-        axes.plot(x, _column(table, f"{side}_most"), color=colour, label=side, **style)
-        axes.plot(x, _column(table, f"{side}_median"), color=colour, **style)
-    axes.margins(x=0.01)
 
 
 def _column(table: Table, name: str, scale: float = 1.0) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mismatch.analysis.square import Finding, Gap, Leg, Square, Standing, shared
-from mismatch.reports.formatting import bound, count, interval, line, number, text, times
+from mismatch.reports.formatting import bound, count, interval, line, number, plural, text, times
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
 from mismatch.reports.svg import ACCENT, INK, SECOND, drawing, to_svg
 from mismatch.types import Report
@@ -54,22 +54,22 @@ def section(result: Square, report: Report) -> Section:
     """Both tables, and which side is off."""
     told = sentences(result)
     excess, gap = _tables(result)
+    notes = tuple(_notes(result))
     return Section(
         id="square",
         title="Rounding or fault",
-        lead=LEAD,
         sentences=tuple(told),
-        tables=tuple(table for table in (excess, gap) if table.rows),
         figures=(_figure(result),) if result.legs else (),
-        notes=tuple(_notes(result)),
-        short=told[0],
+        parts=(Section("square-numbers", "Numbers", LEAD, tables=(excess, gap), notes=notes),),
+        folded=False,
     )
 
 
 def sentences(result: Square) -> list[str]:
     """Which side is off and by what evidence; whether the two sides round alike."""
     beyond = [finding for finding in result.findings if finding.standing == "beyond"]
-    told = [_off(result, finding) for finding in beyond]
+    first = {(finding.side, finding.evidence): finding for finding in reversed(beyond)}
+    told = [_off(result, finding) for finding in beyond if finding in first.values()]
     if not beyond:
         told.append(_clean(result))
     elif any(shared(result, finding) for finding in beyond):
@@ -168,18 +168,20 @@ def standing_cell(standing: Standing) -> Cell:
 
 
 def _figure(result: Square) -> Figure:
+    worst = max(result.legs, key=lambda leg: leg.excess.value)
     return Figure(
         "square-excess",
-        "Excess over rounding",
-        "A bar per side, with its 95 % interval by prompt; 1 is a plain forward at the same "
-        "precision, the dashed line the level that clean runs stay below.",
+        f"{line(worst.scoring)} rounds {times(worst.excess.value)} as much as a plain forward",
+        f"Distance from float32 over that of a plain forward at the same precision, "
+        f"{plural(worst.excess.n_tokens, 'token')}, with 95 % intervals. Line: 1, pure rounding; "
+        "dashed: the level that clean runs stay below.",
         lambda: _bars(result),
     )
 
 
 def _bars(result: Square) -> str:
     levels = {f.level for f in result.findings if f.evidence == "excess" and f.level is not None}
-    with drawing() as (figure, axes):
+    with drawing(6.0, 1.2 + 0.33 * len(result.legs)) as (figure, axes):
         places = list(range(len(result.legs)))
         axes.barh(places, [leg.excess.value for leg in result.legs], color=ACCENT, height=0.5)
         for place, leg in zip(places, result.legs, strict=True):
@@ -191,4 +193,5 @@ def _bars(result: Square) -> str:
         axes.set_yticks(places, [line(leg.scoring) for leg in result.legs])
         axes.invert_yaxis()
         axes.set_xlabel("excess over a plain forward")
-        return to_svg(figure, "square-excess", "Excess over rounding, a bar per side")
+        values = (f"{line(leg.scoring)} {times(leg.excess.value)}" for leg in result.legs)
+        return to_svg(figure, "square-excess", f"Excess over rounding: {', '.join(values)}")

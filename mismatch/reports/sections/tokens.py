@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mismatch.reports import figures
-from mismatch.reports.contrasts import concentration, flipped, late, unlikely
+from mismatch.reports.contrasts import concentration, flipped, unlikely
 from mismatch.reports.formatting import (
     count,
     percent,
@@ -51,12 +51,14 @@ def of_tokens(report: Report, tokens: pd.DataFrame) -> Section:
             token, rollout_logprob, train_logprob, delta, entropy, turn, routing_flips.
     """
     tokens = figures.comparable(tokens)
+    pair = Section("scatter", "Probability, side against side", figures=figures.scatter(tokens))
     return Section(
         id="tokens",
-        title="Where does it sit?",
+        title="By token",
         sentences=tuple(places(tokens)),
         figures=figures.of_tokens(tokens),
-        parts=(worst_tokens(tokens),),
+        parts=(worst_tokens(tokens), pair),
+        folded=False,
         page_only=True,
     )
 
@@ -77,7 +79,6 @@ def worst_tokens(tokens: pd.DataFrame, most: int = 20, reach: int = 16) -> Secti
         lead=LEAD.format(n=len(order)) if order else "",
         sentences=("" if order else f"{none}.",),
         tables=(Table(COLUMNS, tuple(_row(tokens, row, reach) for row in order)),),
-        folded=False,
     )
 
 
@@ -155,6 +156,6 @@ def places(tokens: pd.DataFrame) -> list[str]:
     size = tokens["delta"].abs().to_numpy(dtype=np.float64)
     if not size.any():
         return ["Nowhere: delta is exactly 0 for every token."]
-    found = (unlikely(tokens), late(tokens), flipped(tokens))
+    found = (unlikely(tokens), flipped(tokens))  # early and late ones: the picture's title
     ranked = sorted((each for each in found if each is not None), key=lambda each: -each.strength)
     return [concentration(size), *(contrast.sentence for contrast in ranked)]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mismatch.metrics.two_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
 from mismatch.reports.formatting import line, number, percent, text
-from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
-from mismatch.reports.svg import ACCENT, SECOND, drawing, to_svg
+from mismatch.reports.section import Cell, Column, Section, Table, Value
 from mismatch.types import Report
 
 LEAD = (
@@ -19,7 +16,6 @@ LABELS = {
     REPLAY: "with router replay",
     OVERRIDE: "on-policy override",
 }
-SIZES = ("exactly 1", "≤ 1e-6", "≤ 1e-5", "≤ 1e-4", "≤ 1e-3", "≤ 0.01", f"≤ {CLIP}", f"> {CLIP}")
 COLUMNS = (
     Column("new pass", text),
     Column("ratio ≠ 1", percent, interval=4, detail="of the tokens"),
@@ -41,9 +37,8 @@ def section(result: TwoPasses, report: Report) -> Section:
         warnings=(injected(result),),
         sentences=tuple(said),
         tables=(Table(COLUMNS, tuple(_row(result, variant) for variant in result.variants)),),
-        figures=(_figure(result),),
         notes=tuple(f"Not run: {note}" for note in result.notes),
-        short=f"two forward passes of the trainer: {said[0]}",
+        short=said[0],
     )
 
 
@@ -139,37 +134,3 @@ def _row(result: TwoPasses, variant: Variant) -> tuple[Cell | Value, ...]:
 
 def _value(variant: Variant, name: str) -> float:
     return variant.metrics[name].value
-
-
-def _figure(result: TwoPasses) -> Figure:
-    return Figure(
-        "two-passes",
-        "How far the ratio is from 1",
-        "Left: ratios that are exactly 1. Right: beyond PPO's usual clip range, where a token's "
-        "gradient is cut although no update has happened."
-        + (" Noise was injected into the new pass on purpose." if result.injected else ""),
-        lambda: _by_size(result),
-    )
-
-
-def _by_size(result: TwoPasses) -> str:
-    """Share of tokens by |ratio - 1|, one bar per pass that was run."""
-    ran = [variant for variant in result.variants if variant.by_size]
-    colours = {AS_RUN: ACCENT, REPLAY: SECOND}
-    width = 0.8 / len(ran)
-    with drawing() as (figure, axes):
-        places = np.arange(len(SIZES))
-        for index, variant in enumerate(ran):
-            counts = np.array(variant.by_size["count"], np.float64)
-            offset = (index - (len(ran) - 1) / 2) * width
-            axes.bar(
-                places + offset, 100 * counts / counts.sum(), width * 0.95,
-                color=colours[variant.id], label=LABELS[variant.id],
-            )  # fmt: skip
-        axes.set_xticks(places, SIZES)
-        axes.set_xlabel("|ratio - 1|, up to")
-        axes.set_ylabel("tokens, %")
-        if len(ran) > 1:
-            axes.legend(loc="upper left")
-            axes.margins(y=0.25)
-        return to_svg(figure, "two-passes", "Tokens by the distance of their ratio from 1")

@@ -41,9 +41,9 @@ def of_report(report: Report) -> Section | None:
     carried = carriers(report)
     return Section(
         id="where",
-        title="Where and when",
+        title="Groups of tokens",
         lead=LEAD,
-        sentences=(carried,),
+        short=carried,
         parts=tuple(parts),
         page_only=True,
     )
