@@ -63,17 +63,16 @@ def test_it_is_in_json_and_its_schema(toy: Report) -> None:
 
 def test_it_is_in_every_rendering(toy: Report) -> None:
     full = printed(toy, details=True)
-    for rendering in (full, to_markdown(toy), to_html(toy, make_tokens())):
+    for rendering in (full, to_markdown(toy, details=True), to_html(toy, make_tokens())):
         words = " ".join(rendering.replace("\u00a0", " ").split())
         for wanted in ("Toy ", "Word.", "50 %", "25 % … 75 %", "0.123", "✓ healthy", "Inside."):
             assert wanted in words
     short = printed(toy, details=False)
-    assert "in short: toy" in short
     assert "Word." not in short
 
 
 def test_hostile_text_stays_text(toy: Report) -> None:
-    page, comment = to_html(toy, make_tokens()), to_markdown(toy)
+    page, comment = to_html(toy, make_tokens()), to_markdown(toy, details=True)
     for rendering in (page, comment, printed(toy, details=True), printed(toy, details=False)):
         assert "\x1b" not in rendering
         assert "\u202e" not in rendering

@@ -48,6 +48,8 @@ def page(
     """
     comparison, status = summary.headline(report), report.verdict.status
     created = report.run.get("created", "")
+    shown = chapters(report, tokens, names)
+    warnings = [text for chapter in shown for part in chapter.parts for text in part.warnings]
     return Page(
         kind="train–inference check" + (f" · {created}" if created else ""),
         word=status,
@@ -58,9 +60,9 @@ def page(
             f"{comparison.rollout} against {comparison.train}",
             f"{summary.size(report)}; levels for {report.verdict.levels}",
         ),
-        sections=tuple(chapters(report, tokens, names)),
+        sections=tuple(shown),
         lead=lead(report),
-        answers=answers(report),
+        answers=answers(report, warnings),
         table=headline.table(summary.most_telling(report)),
         steps=tuple(summary.next_steps(report)),
         command=summary.command(report),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
@@ -28,17 +30,23 @@ def lead(report: Report) -> str:
     return in_plain_words(report)
 
 
-def answers(report: Report) -> tuple[Answer, ...]:
-    """The fix or what was ruled out, side, effect on training, how sure, what was not tested."""
+def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
+    """The fix or what was ruled out, side, effect on training, how sure, what was not tested.
+
+    Args:
+        warnings: of all sections: what has to be known before numbers are believed.
+    """
     texts = {
         "Cause": _cause(report),
         "Ruled out": _ruled_out(report),
         "Side at fault": _side(report),
         "In training": _training(report),
         "How sure": _sure(report),
+        "Checks": _checks(report),
         "Not tested": _untested(report),
     }
-    said = [Answer(question, text) for question, text in texts.items() if text]
+    said = [Answer("Careful", line(" ".join(warnings)))] if warnings else []
+    said += [Answer(question, text) for question, text in texts.items() if text]
     fix = _fix(report)
     return (fix, *said) if fix else tuple(said)
 
@@ -152,6 +160,15 @@ def _sure(report: Report) -> str:
     if "heavy-tail" in row.estimate.flags:
         said.append("heavy-tailed: a few tokens carry k3")
     return "; ".join(said) + "."
+
+
+def _checks(report: Report) -> str:
+    """Those that did not pass, by status."""
+    said = []
+    for status in ("failed", "inconclusive", "warning"):
+        names = [line(check.id) for check in checks(report, status)]
+        said += [f"{status}: {', '.join(names)}"] if names else []
+    return _capital("; ".join(said)) + "." if said else ""
 
 
 def _untested(report: Report) -> str:
