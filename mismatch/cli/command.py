@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callabl
             if flags.get("print_config"):
                 typer.echo(to_toml(options, flags), nl=False)
                 return 0
-            return verb(flags)
+            return _run(verb, flags)
 
         def take_config(ctx: typer.Context, value: Path | None) -> Path | None:
             if value is not None:
@@ -51,6 +54,18 @@ def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callabl
         return command
 
     return decorate
+
+
+def _run(verb: Verb, flags: Flags) -> int:
+    """The command; with ``--format`` or ``--quiet`` its report stands alone on standard output."""
+    if not flags.get("quiet") and flags.get("format", "text") == "text":
+        return verb(flags)
+    flags.output = sys.stdout
+    with (
+        open(os.devnull, "w") as nothing,
+        redirect_stdout(nothing if flags.get("quiet") else sys.stderr),
+    ):
+        return verb(flags)
 
 
 def _flat(groups: Iterable[Option | tuple[Option, ...]]) -> Iterable[Option]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -37,9 +37,11 @@ class Flags(dict[str, Any]):
 
     Attributes:
         explicit: names that the user set, on the command line or in a ``--config`` file.
+        output: where the report goes, where that is not where everything else goes.
     """
 
     explicit: frozenset[str] = frozenset()
+    output: TextIO | None = None
 
     def pick(self, names: str) -> dict[str, Any]:
         """Some of them, e.g. as arguments of a spec."""

@@ -121,6 +121,14 @@ NAME_FLAGS = (
         "Also show a framework's names, and values by its conventions.",
     ),
     Option("details", bool, OUTPUT, "Print every analysis in full.", default=False, switch=True),
+    Option("quiet", bool, OUTPUT, "Print the verdict alone.", default=False, switch=True),
+    Option(
+        "format",
+        Literal["text", "json", "markdown", "github", "junit"],
+        OUTPUT,
+        "Of the report on standard output (github: annotations); all else goes to standard error.",
+        default="text",
+    ),
 )
 FORECAST = flags_of(CheckSpec, "forecast_length")
 FAIL_ON = Option(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mismatch.analysis.levels import Thresholds
+    from mismatch.reports.elsewhere import Elsewhere
     from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
     from mismatch.types import Report
 
@@ -226,10 +227,7 @@ def conclude(
         tokens: the tokens table, where the report was written with ``--names`` already or no run
             directory holds it.
     """
-    from rich.console import Console
-
     from mismatch.analysis.levels import exit_code, fails_on
-    from mismatch.reports.terminal import print_report
 
     elsewhere = None
     if flags.get("names") is not None:
@@ -238,10 +236,31 @@ def conclude(
         if tokens is None and run_dir is not None:
             tokens = written_with_names(report, run_dir, flags["names"])
         elsewhere = Elsewhere(tokens, flags["names"])
-    print_report(report, Console(), run_dir, elsewhere, details=bool(flags.get("details")))
+    _show(report, run_dir, flags, elsewhere)
     quick = bool(report.run.get("spec", {}).get("quick"))
     code: int = exit_code(report.verdict, fails_on(flags["fail_on"], quick))
     return code
+
+
+def _show(report: Report, run_dir: Path | None, flags: Flags, elsewhere: Elsewhere | None) -> None:
+    """The report on standard output, as ``--format`` asks."""
+    from mismatch.reports import machine, markdown, terminal
+
+    form, details = flags.get("format", "text"), bool(flags.get("details"))
+    output = flags.output or sys.stdout
+    if form == "text":
+        from rich.console import Console
+
+        console = Console(file=output)
+        if flags.get("quiet"):
+            terminal.print_verdict(report, console)
+        else:
+            terminal.print_report(report, console, run_dir, elsewhere, details=details)
+    elif form == "markdown":
+        output.write(markdown.to_markdown(report, elsewhere, details))
+    else:
+        write = {"json": machine.to_json, "github": machine.to_github, "junit": machine.to_junit}
+        output.write(write[form](report))
 
 
 def written_with_names(report: Report, run_dir: Path, framework: str) -> pd.DataFrame:

@@ -55,8 +55,8 @@ class Row:
     def notes(self) -> tuple[str, ...]:
         """What a reader has to know before trusting the number."""
         known = {
-            "heavy-tail": "a few tokens carry it, so the interval may be too narrow",
-            "heavy-prompts": "a few prompts carry it, so the interval may be too narrow",
+            "heavy-tail": "heavy-tailed, a few tokens carry it",
+            "heavy-prompts": "a few prompts carry it",
             "few-prompts": "few prompts, so the interval may be too narrow",
             "one-prompt": "one prompt only, hence no interval",
             "few-tokens": "too few tokens for an interval",

@@ -45,6 +45,11 @@ def print_report(
     print_page(page(report, names=elsewhere), console, run_dir, details)
 
 
+def print_verdict(report: Report, console: Console) -> None:
+    """The last words alone."""
+    _tail(replace(page(report), steps=()), console, None)
+
+
 def print_page(
     shown: Page, console: Console, place: Path | str | None = None, details: bool = True
 ) -> None:

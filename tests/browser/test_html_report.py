@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from mismatch.reports.html import to_html
 from tests.browser.chromium import Browser, find_chromium
 from tests.reports_fixture import make_failing_report
+from tests.unit.test_goldens import MAKERS
 
 BINARY = find_chromium()
 pytestmark = pytest.mark.skipif(
@@ -46,6 +49,56 @@ CONTRAST = """
 """
 
 
+OPEN_ALL = "(document.querySelectorAll('details').forEach(d => d.open = true), 0)"
+# Numbers in visible text, those of pictures included.
+NUMBERS = """
+(() => {
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let count = 0, node;
+  while (node = walk.nextNode()) {
+    const parent = node.parentElement;
+    if (parent.closest('title, style') || !parent.checkVisibility()) continue;
+    if (!parent.getClientRects().length) continue;
+    count += (node.textContent.match(/(?<![\\w.])[+\\-−]?\\d[\\d,]*(\\.\\d+)?(e-?\\d+)?/g) || []).length;
+  }
+  return count;
+})()
+"""
+EXAMPLES = ("tiny-gpt-oss", "tiny-gpt-oss-no-sinks")
+
+
+@pytest.fixture(scope="module", params=EXAMPLES)
+def example_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    report, tokens = MAKERS[f"example-{request.param}"]()
+    path = tmp_path_factory.mktemp("example") / "report.html"
+    path.write_text(to_html(report, tokens), encoding="utf-8")
+    return path.as_uri()
+
+
+def test_an_example_is_five_screens_six_pages_and_250_numbers(
+    browser: Browser, example_url: str
+) -> None:
+    browser.open(example_url, width=1280, height=800)
+    bottom = "document.querySelector('.answers').getBoundingClientRect().bottom"
+    assert browser.evaluate(bottom) <= 800
+    assert browser.evaluate("document.documentElement.scrollHeight") <= 5 * 800
+    assert browser.evaluate(NUMBERS) <= 250
+    printed = browser.call("Page.printToPDF", paperWidth=8.27, paperHeight=11.69)
+    pdf = base64.b64decode(printed["data"])
+    assert 1 <= len(re.findall(rb"/Type\s*/Page[^s]", pdf)) <= 6
+
+
+def test_text_of_pictures_can_be_read_on_a_phone(browser: Browser, example_url: str) -> None:
+    browser.open(example_url, width=390, height=844)
+    sizes = browser.evaluate(
+        "[...document.querySelectorAll('svg.figure')].filter(s => s.getBoundingClientRect().width)"
+        ".flatMap(s => [...s.querySelectorAll('text')].map(t => parseFloat(getComputedStyle(t)"
+        ".fontSize) * s.getBoundingClientRect().width / s.viewBox.baseVal.width))"
+    )
+    assert len(sizes) > 20
+    assert min(sizes) >= 11
+
+
 @pytest.fixture(scope="module")
 def report_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("report") / "report.html"
@@ -77,7 +130,7 @@ def test_loads_without_a_complaint_and_asks_for_nothing(browser: Browser, report
 
 def test_verdict_and_next_steps_are_on_the_first_screen(browser: Browser, report_url: str) -> None:
     browser.open(report_url, width=1280, height=800)
-    bottom = "document.querySelector('header').getBoundingClientRect().bottom"
+    bottom = "document.querySelector('.answers').getBoundingClientRect().bottom"
     assert browser.evaluate(bottom) <= 800
 
 
@@ -87,8 +140,8 @@ def test_every_figure_is_painted(browser: Browser, report_url: str) -> None:
         "[...document.querySelectorAll('svg.figure')].map(s => s.getBoundingClientRect())"
         ".map(r => [r.width, r.height])"
     )
-    assert len(sizes) >= 10
-    assert all(width > 300 and height > 150 for width, height in sizes)
+    assert len(sizes) >= 4
+    assert all(width > 300 and height > 100 for width, height in sizes if width)
     browser.evaluate("document.getElementById('histogram').scrollIntoView()")
     picture = pixels(browser.screenshot())[..., :3]
     accent = np.array([0x2B, 0x5C, 0xC4]) / 255  # --accent of the light scheme: the bars
@@ -100,6 +153,7 @@ def test_the_map_of_layers_is_painted_in_its_shades(
     browser: Browser, report_url: str, width: int
 ) -> None:
     browser.open(report_url, width=width)
+    browser.evaluate(OPEN_ALL)
     cells = browser.evaluate(
         "[...document.querySelectorAll('#routing-map path[clip-path]')].map(p => "
         "[p.getBBox().width, getComputedStyle(p).fill, +getComputedStyle(p).opacity])"
@@ -120,7 +174,7 @@ def test_tables_of_layers_and_experts_open(browser: Browser, report_url: str) ->
         "return all[0].querySelectorAll('tbody tr').length; })()"
     )
     assert browser.evaluate(rows % "Every layer") == 4
-    assert browser.evaluate(rows % "Experts whose load moved most") == 10
+    assert browser.evaluate(rows % "Load moved") == 10
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -136,8 +190,7 @@ def test_both_schemes_can_be_read(browser: Browser, report_url: str, dark: bool)
 def test_a_phone_scrolls_in_one_direction_only(browser: Browser, report_url: str) -> None:
     browser.open(report_url, width=390, height=844)
     assert browser.evaluate("document.documentElement.scrollWidth") <= 390
-    opened = "document.querySelectorAll('details').forEach(d => d.open = true)"
-    browser.evaluate(f"({opened}, 0)")
+    browser.evaluate(OPEN_ALL)
     assert browser.evaluate("document.documentElement.scrollWidth") <= 390
     bottom = "document.querySelector('.verdict').getBoundingClientRect().bottom"
     assert browser.evaluate(bottom) <= 844  # the verdict is on the first screen

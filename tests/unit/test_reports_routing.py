@@ -13,7 +13,8 @@ import pytest
 from mismatch.analysis.comparison import compare
 from mismatch.metrics.routing_pairs import RouterNoise
 from mismatch.reports.figures import comparable
-from mismatch.reports.section import Section
+from mismatch.reports.formatting import thousands
+from mismatch.reports.section import Figure, Section
 from mismatch.reports.sections import routing
 from mismatch.reports.sections.tokens import worst_tokens
 from mismatch.reports.svg import OPACITIES
@@ -24,8 +25,7 @@ from tests.routing_fixture import rollout_of, routing_pair, with_routing
 
 TOKENS = make_tokens()
 ROLLOUT = rollout_of(TOKENS)
-NAMES = ["routing-map", "routing-by-layer", "routing-by-margin", "routing-harm"]
-NAMES += ["routing-harm-by-layer", "routing-load"]
+NAMES = ["routing-map", "routing-by-margin"]
 MOST_BYTES = 150_000
 
 
@@ -47,12 +47,17 @@ def shown(comparison: Comparison) -> Section:
 
 
 def drawn_figures(comparison: Comparison) -> dict[str, str]:
-    return {figure.name: figure.draw() for figure in shown(comparison).figures}
+    return {figure.name: figure.draw() for figure in pictures(shown(comparison))}
+
+
+def pictures(section: Section) -> tuple[Figure, ...]:
+    return next((part.figures for part in section.parts if part.figures), ())
 
 
 def rows(section: Section, part: str) -> list[list[object]]:
     """Bare values of the table of a part; none where there is no such part."""
-    tables = [item.tables[0] for item in section.parts if item.id == f"routing-{part}"]
+    parts = [item for folded in section.parts for item in (folded, *folded.parts)]
+    tables = [item.tables[0] for item in parts if item.id == f"routing-{part}"]
     return [[cell.value for cell in row] for table in tables for row in table.cells()]
 
 
@@ -74,9 +79,9 @@ def test_every_picture_is_there_and_names_no_token_twice() -> None:
 
 def test_counts_above_the_bars_are_the_tables() -> None:
     comparison = compared(some(3, 0.2))
-    counts = comparison.breakdowns["routing_harm"]["count"]
-    drawn = drawn_figures(comparison)["routing-harm"]
-    assert svg_numbers(drawn)[-4:] == [f"{count:,}" for count in counts]
+    counts = comparison.breakdowns["routing_by_margin"]["count"]
+    drawn = drawn_figures(comparison)["routing-by-margin"]
+    assert svg_numbers(drawn)[-len(counts) :] == [thousands(count) for count in counts]
 
 
 @pytest.mark.parametrize(("layers", "experts", "top_k"), [(61, 256, 8), (94, 128, 8)])
@@ -89,24 +94,23 @@ def test_large_models_stay_small(layers: int, experts: int, top_k: int) -> None:
 def test_one_layer_one_expert_without_flips_says_so() -> None:
     comparison = compared(np.zeros((len(TOKENS), 1), bool), top_k=1)
     section, drawn = shown(comparison), drawn_figures(comparison)
-    assert section.sentences[0].startswith("No layer of any of the 5,142 tokens")
-    assert list(drawn) == ["routing-map", "routing-load"]
-    assert "no token has other experts in any layer" in drawn["routing-map"]
-    assert "Both sides load every expert alike." in section.figures[1].caption
+    assert section.sentences[0].startswith("No flip in any layer of 5,142 tokens")
+    assert list(drawn) == ["routing-map"]
+    assert "no flip in any layer" in drawn["routing-map"]
     assert rows(section, "moved") == []
 
 
 def test_all_flips_says_so() -> None:
     section = shown(compared(np.ones((len(TOKENS), 2), bool)))
-    assert "Every token has a layer with other experts" in section.sentences[0]
-    assert [figure.name for figure in section.figures] == NAMES
+    assert "Every token has a flip in some layer" in section.sentences[0]
+    assert [figure.name for figure in pictures(section)] == NAMES
 
 
 def test_harm_is_told_from_no_harm() -> None:
     flips = TOKENS["routing_flips"].to_numpy(np.int64) > 0
     harmful = routing.sentences(compared(flips[:, None]))
-    assert "13 % of the tokens" in harmful[0]
-    assert "It coincides" in harmful[0]
+    assert "13 % of tokens" in harmful[0]
+    assert "Correlation only" in harmful[0]
     shuffled = np.random.default_rng(1).permutation(flips)
     assert "no harm is seen" in routing.sentences(compared(shuffled[:, None]))[0]
 
@@ -152,8 +156,7 @@ def test_reports_of_earlier_versions_still_render() -> None:
     }  # fmt: skip
     earlier = replace(report().comparisons[0], breakdowns=old)
     section = shown(earlier)
-    assert [figure.name for figure in section.figures] == ["routing-by-layer", "routing-harm"]
-    assert all("<svg" in figure.draw() for figure in section.figures)
+    assert pictures(section) == ()
     assert len(rows(section, "layers")) == 2
     dense = replace(earlier, breakdowns={}, routing={})
     assert routing.of_report(replace(report(), comparisons=(dense,))) is None
@@ -161,10 +164,20 @@ def test_reports_of_earlier_versions_still_render() -> None:
 
 def test_the_core_and_the_rest_are_all_rows() -> None:
     section = shown(report().comparisons[0])
-    core = section.tables[0].cells()
-    assert len(core) + len(rows(section, "rest")) == len(report().comparisons[0].routing)
+    numbers = rows(section, "numbers")
+    assert len(numbers) == len(report().comparisons[0].routing)
     assert set(routing.CORE) <= set(ROUTING)
-    assert core[0][1].value == report().comparisons[0].routing["routing_disagree_layer"]
+    assert numbers[0][1] == report().comparisons[0].routing["routing_disagree_layer"]
+
+
+def test_places_of_few_tokens_are_blank() -> None:
+    table = {"layer": [0, 0], "disagree": [0.5, 1.0], "start": [0, 8], "end": [8, 16]}
+    tables = {"routing_layer_position": table}
+    (every,) = routing.figures(tables)
+    (masked,) = routing.figures({**tables, "routing_by_position": {"count": [400, 19]}})
+    assert every.draw().count('style="fill: var(--accent)') > masked.draw().count(
+        'style="fill: var(--accent)'
+    )
 
 
 def test_layers_and_experts() -> None:

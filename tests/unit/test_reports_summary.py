@@ -8,7 +8,7 @@ import pytest
 
 from mismatch.analysis.published_values import Reference
 from mismatch.metrics import METRICS as DECLARED
-from mismatch.reports import figures, summary, words
+from mismatch.reports import summary, words
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.section import cell_interval, cell_text
 from mismatch.reports.sections import checks, headline, normal, ran
@@ -56,16 +56,15 @@ def test_the_table_has_value_interval_level_and_status() -> None:
     report = make_report()
     shown = headline.of_names(report, None)
     assert shown is not None
-    rows = {item["name"]: item for item in values(shown.tables[0])}
+    rows = {item["metric"]: item for item in values(shown.tables[0])}
     for judgement in report.verdict.judgements:
-        item = rows[judgement.metric]
+        item = rows[words.words_for(judgement.metric).label]
         assert item["value"] == report.comparisons[0].metrics[judgement.metric]
         assert (item["healthy"], item["unfit"]) == (judgement.healthy, judgement.unfit)
         assert item["level"] == judgement.status
-    assert (rows["kl"]["healthy"], rows["kl"]["level"]) == (None, "")
     cells = shown.tables[0].cells()[1]
-    assert cell_text(cells[3], shown.tables[0].columns[3]) == "≤ 0.002"
-    assert " … " in cell_interval(cells[2], shown.tables[0].columns[2])
+    assert cell_text(cells[2], shown.tables[0].columns[2]) == "≤ 0.002"
+    assert " … " in cell_interval(cells[1], shown.tables[0].columns[1])
 
 
 def test_a_note_that_concerns_every_metric_is_said_once() -> None:
@@ -74,10 +73,10 @@ def test_a_note_that_concerns_every_metric_is_said_once() -> None:
     flagged = {k: replace(v, flags=("few-prompts",)) for k, v in first.metrics.items()}
     shown = headline.of_names(replace(report, comparisons=(replace(first, metrics=flagged),)), None)
     assert shown is not None
-    assert len(shown.warnings) == 1
-    assert shown.warnings[0].startswith("all: few prompts")
-    (tail,) = headline.of_names(report, None).warnings  # type: ignore[union-attr]
-    assert tail.startswith("k3 KL: a few tokens carry it")
+    (note,) = shown.parts[0].notes
+    assert note.startswith("all: few prompts")
+    (tail,) = headline.of_names(report, None).parts[0].notes  # type: ignore[union-attr]
+    assert tail.startswith("k3 KL: heavy-tailed")
 
 
 def test_a_frameworks_names_are_a_table_with_its_values() -> None:
@@ -89,7 +88,7 @@ def test_a_frameworks_names_are_a_table_with_its_values() -> None:
         by_name["train_rollout_kl"]["ours"], rel=0.2
     )
     assert any("train_rollout_kl" in note for note in names.notes)
-    assert headline.of_names(make_report(), None).parts[0].id == "levels"  # type: ignore[union-attr]
+    assert headline.of_names(make_report(), None).parts[0].id == "judged"  # type: ignore[union-attr]
 
 
 def test_an_inconclusive_metric_says_how_many_prompts_decide() -> None:
@@ -102,13 +101,14 @@ def test_an_inconclusive_metric_says_how_many_prompts_decide() -> None:
     assert item.notes == ()
 
 
-def test_judged_first_then_context_and_nothing_twice() -> None:
-    report = make_report()
-    judged = [item.metric for item in summary.judged_rows(report)]
-    assert judged == [item.metric for item in report.verdict.judgements]
-    others = [item.metric for item in summary.other_rows(report)]
-    assert others
-    assert not set(judged) & set(others)
+def test_nothing_that_is_left_out_is_worse_than_what_is_shown() -> None:
+    ranks = {"healthy": 0, "tolerable": 1, "inconclusive": 1, "unfit": 2}
+    for report in (make_report(), make_failing_report()[0]):
+        shown = [row.judgement for row in summary.most_telling(report)]
+        rest = [each for each in report.verdict.judgements if each not in shown]
+        assert len(shown) == min(6, len(report.verdict.judgements))
+        worst = max((ranks[each.status] for each in rest), default=0)
+        assert all(each and ranks[each.status] >= worst for each in shown)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,12 @@ def test_a_side_against_float32_is_no_pass_that_should_agree_with_it() -> None:
     )
     rows = summary.noise_rows(replace(report, noise_floor=pairs))
     assert [row.agree for row in rows] == [True, False, False]
-    itself, sides = normal.sentences(replace(report, noise_floor=pairs))[1:]
-    assert "“trainer: regrouped” are furthest apart: 25 %" in itself
-    assert sides.endswith("the trainer is 20× as far off.")
+    noise = normal.of_report(replace(report, noise_floor=pairs))[1]
+    assert noise.short.startswith("At most 25 %")
+    assert "trainer: regrouped" in noise.short
+    assert noise.sentences[0].endswith("the trainer is 20× as far off.")
     alike = (pairs[0], noise_pair("vllm:decode", "reference:fp32", 0.98 * mean, 0.1), pairs[2])
-    assert normal.sentences(replace(report, noise_floor=alike))[-1].endswith(
+    assert normal.float32(replace(report, noise_floor=alike))[0].endswith(
         "neither side clearly more."
     )
 
@@ -203,7 +204,7 @@ def test_a_healthy_run_has_nothing_to_mend() -> None:
     healthy = Judgement("k3_kl", "healthy", 1e-4, 2e-3, 0.013, "x")
     steps = summary.next_steps(with_verdict(make_report(), healthy))
     assert len(steps) == 1
-    assert steps[0].startswith("Nothing to mend.")
+    assert steps[0].startswith("No action needed.")
 
 
 def test_untested_names_each_reason_once() -> None:
@@ -223,26 +224,21 @@ def test_what_ran_is_what_the_fingerprints_resolved() -> None:
     assert failing["attention"][2] == "no-sinks, ignores sinks"
 
 
+def test_differing_settings_come_first() -> None:
+    resolved = ran.of_names(make_report(), None)[0]
+    for table in (resolved.tables[0], resolved.parts[0].tables[0]):
+        marks = [cells[1].value for cells in table.cells()]
+        assert marks == sorted(marks, reverse=True)
+        for _, mark, left, right in table.cells():
+            known = "–" not in (left.value, right.value)
+            assert bool(mark.value) == (known and left.value != right.value)
+    assert "attention" in resolved.short
+
+
 def test_local_paths_are_not_a_models_name() -> None:
     report = make_report()
     assert summary.model_name(replace(report, model="/data/models/my-model")) == "my-model"
     assert summary.model_name(replace(report, model="openai/gpt-oss-20b")) == "openai/gpt-oss-20b"
-
-
-def test_the_distance_is_in_healthy_bounds_from_agreement() -> None:
-    high, low = row(4e-3, 2e-3, 0.013), row(0.98, 0.99, 0.97, "probs_pearson")
-    factor = row(1.06, 1.03, 1.08, "token_mult_prob_error")
-    assert high.distance(4e-3) == pytest.approx(2.0)
-    assert low.distance(0.98) == pytest.approx(2.0)
-    assert factor.distance(1.06) == pytest.approx(2.0)
-    assert row(1e-4, 0.0, 5e-4).distance(1e-4) is None  # no room for a logarithm
-    assert summary.Row("kl", words.words_for("kl"), estimate(0.1)).distance(0.1) is None
-
-
-def test_the_scales_draw_what_lies_beyond_their_ends() -> None:
-    drawn = figures.scales([(row(1e9, 2e-3, 0.013), [1e-9]), (row(0.0, 2e-3, 0.013), [])])
-    assert drawn.startswith("<svg")
-    assert all(colour in drawn for colour in ("--healthy-soft", "--warn-soft", "--critical-soft"))
 
 
 def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,17 +258,17 @@ def test_a_class_of_stack_without_references_says_so() -> None:
     other = replace(report, verdict=replace(report.verdict, levels="fp64"), noise_floor=())
     (section,) = normal.of_report(other)
     assert (section.tables, section.notes) == ((), ())
-    assert "fp64" in section.sentences[0]
+    assert "fp64" in section.short
 
 
 def test_failed_checks_come_first_with_their_fix() -> None:
-    checked, unseen = checks.of_report(make_failing_report()[0])
+    checked, passed, unseen = checks.of_report(make_failing_report()[0])
     results = [item["result"] for item in values(checked.tables[0])]
-    assert results == ["failed", "warning", *["passed"] * 5]
+    assert results == ["failed", "warning"]
     assert checked.tables[0].cells()[0][1].tone == "critical"
-    assert "attention-sinks" in checked.warnings[0]
-    assert "fix: mismatch check --attention auto" in checked.warnings[0]
-    assert len(checked.warnings) == 2
+    assert values(checked.tables[0])[0]["fix"] == "mismatch check --attention auto"
+    assert (checked.folded, passed.folded) == (False, True)
+    assert [item["result"] for item in values(passed.tables[0])] == ["passed"] * 5
     assert unseen.sentences == tuple(summary.untested(make_failing_report()[0]))
 
 
@@ -280,11 +276,14 @@ def test_everything_measured_is_in_one_table_a_comparison() -> None:
     report = make_report()
     _, everything = ran.of_names(report, Elsewhere(None))
     tables = [part.tables[0] for part in everything.parts]
-    assert len(tables) == len(report.comparisons) + 1
+    assert len(tables) == len(report.comparisons)
     first = report.comparisons[0]
     named = [item["name"] for item in values(tables[0])]
     assert named == [*first.metrics, *first.routing]
-    facts = dict(tuple(item.value for item in cells) for cells in tables[-1].cells())
+    resolved = ran.of_names(report, None)[0]
+    facts = dict(
+        tuple(item.value for item in cells) for cells in resolved.parts[-1].tables[0].cells()
+    )
     assert facts["command"] == summary.command(report)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from mismatch.reports.contrasts import late, unlikely
 from mismatch.reports.figures import comparable
 from mismatch.reports.section import Excerpt
 from mismatch.reports.sections.tokens import of_tokens, places, worst_tokens
@@ -50,10 +51,10 @@ def test_places_see_a_planted_contrast() -> None:
     flipped = tokens["routing_flips"].to_numpy() > 0
     tokens["delta"] = np.where(flipped, 0.5, 0.01)
     said = " ".join(places(comparable(tokens)))
-    assert "are off 50× as far as the others" in said
-    assert "Early and late tokens of the responses are off alike." in said
+    assert "their error is 50× that of the rest" in said
+    assert not late(comparable(tokens)).sentence.startswith("Grows")  # type: ignore[union-attr]
     tokens["delta"] = np.where(tokens["position"] > 100, 0.5, 0.01)
-    assert "Late tokens" in " ".join(places(comparable(tokens)))
+    assert late(comparable(tokens)).sentence.startswith("Grows")  # type: ignore[union-attr]
 
 
 def test_places_without_data_or_mismatch() -> None:
@@ -63,20 +64,32 @@ def test_places_without_data_or_mismatch() -> None:
     ]
 
 
-@pytest.mark.parametrize(("unlikely", "sure", "words"), [(0.5, 0.1, "5.0×"), (0.1, 0.5, "0.20×")])
-def test_captions_are_of_this_runs_data(unlikely: float, sure: float, words: str) -> None:
+@pytest.mark.parametrize(
+    ("unsure", "sure", "start"),
+    [(0.5, 0.1, "Unlikely tokens (p < 0.1) have 5.0×"), (0.1, 0.5, "Unusual: confident tokens")],
+)
+def test_sentences_are_of_this_runs_data(unsure: float, sure: float, start: str) -> None:
     tokens = make_tokens()
     likely = np.exp(tokens["rollout_logprob"].to_numpy()) >= 0.1
-    tokens["delta"] = -np.where(likely, sure, unlikely)
-    captions = {each.name: each.caption for each in of_tokens(make_report(), tokens).figures}
-    assert f"are off {words} as far" in captions["by-probability"]
-    assert ("as rounding does" in captions["by-probability"]) == (unlikely > sure)
-    assert "none is off by over 2×" in captions["histogram"]
-    late = tokens["position"] > tokens["position"].median()
-    tokens["delta"] = np.where(late, -1.0, 0.01)
-    captions = {each.name: each.caption for each in of_tokens(make_report(), tokens).figures}
-    assert "100 % of them lower in training" in captions["histogram"]
-    assert "Late tokens" in captions["by-position"]
+    tokens["delta"] = -np.where(likely, sure, unsure)
+    contrast = unlikely(tokens)
+    assert contrast is not None
+    assert contrast.sentence.startswith(start)
+    assert "5.0×" in contrast.sentence
+    assert contrast.ratio == pytest.approx(unsure / sure)
+
+
+def test_titles_are_findings_of_this_runs_data() -> None:
+    tokens = make_tokens()
+
+    def titles() -> dict[str, str]:
+        return {each.name: each.title for each in of_tokens(make_report(), tokens).figures}
+
+    tokens["delta"] = 0.1
+    assert titles()["histogram"].startswith("No token of 5,142")
+    after = tokens["position"] > tokens["position"].median()
+    tokens["delta"] = np.where(after, -1.0, 0.01)
+    assert "100 % of these are less likely in training: one-sided" in titles()["histogram"]
+    assert titles()["by-position"].startswith("Grows with position")
     tokens["delta"] *= np.where(np.arange(len(tokens)) % 2, 1.0, -1.0)
-    captions = {each.name: each.caption for each in of_tokens(make_report(), tokens).figures}
-    assert "on both sides" in captions["histogram"]
+    assert "both ways" in titles()["histogram"]

@@ -315,7 +315,9 @@ def test_a_run_without_noise_says_nothing_of_injections() -> None:
     report = _report()
     assert section.section(report.result("two_passes"), report).warnings == ()
     without = report.with_analyses(two_passes=None)
-    assert "two_passes" not in [shown.id for chapter in page(without).sections for shown in chapter.parts]
+    assert "two_passes" not in [
+        shown.id for chapter in page(without).sections for shown in chapter.parts
+    ]
 
 
 def test_passes_that_agree_bit_for_bit_need_no_remedy() -> None:

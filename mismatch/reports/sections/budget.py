@@ -61,7 +61,7 @@ def remarks(result: Budget) -> list[str]:
     """What was not run and why, and what else a reader must know; one sentence each."""
     gaps = [f"{line(gap.step)}: not run, because {line(gap.reason)}" for gap in result.gaps]
     carried = [
-        f"{_label(step)}: a few tokens carry it, so the interval of its share may be too narrow"
+        f"{_label(step)}: heavy-tailed, a few tokens carry its share"
         for step in result.steps
         if step.share is not None and "heavy-tail" in step.share.flags
     ]

@@ -1,0 +1,87 @@
+"""A report for machines: JSON, GitHub's annotations, JUnit XML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from xml.etree import ElementTree
+
+from mismatch.pipeline.document import report_to_json
+from mismatch.reports.formatting import TONES, line
+from mismatch.reports.summary import checks, judged_rows, next_steps
+from mismatch.types import Report
+
+LEVELS = {"critical": "error", "warn": "warning"}  # tone -> annotation
+
+
+def to_json(report: Report) -> str:
+    """``report.json``, with what to do next."""
+    return json.dumps(report_to_json(report, next_steps(report)), indent=1, allow_nan=False) + "\n"
+
+
+def to_github(report: Report) -> str:
+    """Workflow commands that GitHub shows as annotations, errors first; the verdict last."""
+    found = [(LEVELS[TONES[status]], name, text) for name, status, text in _faults(report)]
+    lines = [
+        _annotation(level, f"mismatch {name}", text)
+        for level, name, text in sorted(found, key=lambda fault: fault[0])
+    ]
+    verdict = report.verdict
+    level = LEVELS.get(TONES[verdict.status], "notice")
+    lines.append(_annotation(level, f"mismatch: {verdict.status.upper()}", verdict.reason))
+    return "\n".join(lines) + "\n"
+
+
+def _faults(report: Report) -> Iterator[tuple[str, str, str]]:
+    """(name, status, text) of every check that did not pass and metric that is not healthy."""
+    for check in checks(report, "failed", "inconclusive", "warning"):
+        fix = f"; fix: {check.fix}" if check.fix else ""
+        yield check.id, check.status, f"{check.detail}{fix}"
+    for row in judged_rows(report):
+        judgement = row.judgement
+        if judgement is not None and judgement.status != "healthy":
+            bounds = f"healthy {row.healthy(judgement.healthy)}, unfit {row.unfit(judgement.unfit)}"
+            yield row.metric, judgement.status, f"{row.words.label}: {row.value} ({bounds})"
+
+
+def _annotation(level: str, title: str, text: str) -> str:
+    """One workflow command; its separators are escaped as GitHub asks.
+
+    >>> _annotation("error", "a: b", "50 % off")
+    '::error title=a%3A b::50 %25 off'
+    """
+    escaped = line(title).replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
+    return f"::{level} title={escaped}::{line(text).replace('%', '%25')}"
+
+
+def to_junit(report: Report) -> str:
+    """A test case for every check and every judged metric.
+
+    Failed and unfit ones fail; what was not tested is skipped; the rest passes, warnings with
+    their text as output.
+    """
+    suite = ElementTree.Element("testsuite", name="mismatch")
+    faults = {name: (status, text) for name, status, text in _faults(report)}
+    names = [("checks", check.id) for check in report.checks]
+    names += [("metrics", row.metric) for row in judged_rows(report)]
+    skipped = {check.id: check.detail for check in checks(report, "not_tested")}
+    failures = 0
+    for kind, name in names:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=f"mismatch.{kind}", name=line(name)
+        )
+        status, text = faults.get(name, ("", ""))
+        if name in skipped and kind == "checks":
+            ElementTree.SubElement(case, "skipped", message=line(skipped[name]))
+        elif status and TONES[status] == "critical":
+            failures += 1
+            ElementTree.SubElement(case, "failure", type=status, message=line(text))
+        elif status:
+            ElementTree.SubElement(case, "system-out").text = f"{status}: {line(text)}"
+    suite.attrib |= {
+        "tests": str(len(names)),
+        "failures": str(failures),
+        "skipped": str(len(skipped)),
+    }
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
