@@ -59,7 +59,7 @@ NUMBERS = """
     const parent = node.parentElement;
     if (parent.closest('title, style') || !parent.checkVisibility()) continue;
     if (!parent.getClientRects().length) continue;
-    count += (node.textContent.match(/(?<![\\w.])[+\\-−]?\\d[\\d,]*(\\.\\d+)?(e-?\\d+)?/g) || []).length;
+    count += [...node.textContent.matchAll(/(?<![\\w.])\\d[\\d,]*(\\.\\d+)?(e-?\\d+)?/g)].length;
   }
   return count;
 })()

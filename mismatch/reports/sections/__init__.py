@@ -32,7 +32,7 @@ CHAPTERS = (
     # the token explorer: ("token-by-token", "Token by token", ("explorer",))
     ("experts", "Expert routing", ("routing",)),
     ("unseen", "Checks, and what was not tested", ("checks",)),
-    ("reproduce", "Reproduce", ("ran",)),
+    ("reproduce", "Reproduce", ("ran", "glossary")),
 )
 Sections = Section | tuple[Section, ...] | None
 
