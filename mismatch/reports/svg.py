@@ -71,7 +71,7 @@ _STYLE: dict[str, Any] = {
 
 
 @contextmanager
-def drawing(width: float = 6.0, height: float = 2.7) -> Iterator[tuple[Figure, Axes]]:
+def drawing(width: float = 6.0, height: float = 2.5) -> Iterator[tuple[Figure, Axes]]:
     """Figure and axes in the report's style; no pyplot, hence no global state.
 
     Args:

@@ -24,7 +24,7 @@ def section(report):
 def test_the_sentence_comes_first_and_stands_for_the_section():
     shown = section(FAVOURED)
     assert shown.sentences[0] == corrections.headline(FAVOURED.result("corrections"))
-    assert shown.short == f"corrections: {shown.sentences[0]}"
+    assert shown.short == shown.sentences[0]
 
 
 def test_the_table_has_the_preview_best_first():

@@ -12,7 +12,8 @@ from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import summary
-from mismatch.reports.sections import fixes, sections
+from mismatch.reports.formatting import number as digits
+from mismatch.reports.sections import fixes, page, sections
 from mismatch.types import Answer, Estimate
 from tests.fixes_fixture import K3, MEAN, make_table, make_useless_table, number, verdict
 from tests.reports_fixture import make_failing_report, make_report
@@ -23,8 +24,9 @@ USELESS = make_report().with_analyses(fixes=make_useless_table())
 
 
 def rows(table, place):
-    """Fix -> title -> cell, of the values (0) or the changes (1)."""
-    shown = fixes.section(table, TRIED).tables[place]
+    """Fix -> title -> cell, of the open table (0) or of every number (1)."""
+    section = fixes.section(table, TRIED)
+    shown = (section, section.parts[0])[place].tables[0]
     titles = [column.title for column in shown.columns]
     return {cells[0].value: dict(zip(titles, cells, strict=True)) for cells in shown.cells()}
 
@@ -39,9 +41,9 @@ def test_best_single_and_best_together_are_named_with_their_effect():
     assert single.startswith("Best single fix: attention-sinks. ")
     assert "598×" in single
     assert "34×" in single
-    assert together.startswith("Best together: attention-sinks+router-replay=ids. ")
-    said = fixes.section(make_table(), TRIED).sentences
-    assert "To use attention-sinks: mismatch check … --set attention-sinks" in said
+    assert together.startswith("Best combination: attention-sinks+router-replay=ids. ")
+    own = part(TRIED, "fixes-settings-0").blocks[0]
+    assert "mismatch check … --set attention-sinks" in own.lines
 
 
 def share(value):
@@ -73,7 +75,7 @@ def test_a_change_that_is_sure_and_tiny_is_negligible_and_never_a_check_mark():
         removed={MEAN: share(0.004)}, p_values={K3: 0.86, MEAN: 1e-4},
     )  # fmt: skip
     alone = replace(make_table(), outcomes=(tiny,), best=None, best_together=None)
-    (shown,) = rows(alone, 1).values()
+    shown = rows(alone, 0)[tiny.id]
     assert (shown["result"].value, shown["result"].tone) == ("negligible", "dim")
     assert shown["removed"].value == tiny.removed[MEAN]
 
@@ -96,7 +98,7 @@ def test_what_worsens_and_what_fails_is_said():
     others = part(TRIED, "fixes-others")
     assert dict(others.tables[0].rows)["batch-invariant"] == "only on a GPU, and there is none"
     assert others.notes == make_table().left_out
-    assert fixes.section(make_table(), TRIED).notes == (make_table().method,)
+    assert part(TRIED, "fixes-numbers").notes == (make_table().method,)
 
 
 def test_a_report_without_fixes_has_no_section():
@@ -165,21 +167,20 @@ def test_best_first_with_values_and_changes():
     names = [
         "attention-sinks + router-replay=ids", "attention-sinks", "engine-fp32", "fp32-router",
     ]  # fmt: skip
-    assert list(values) == ["without", *names]
-    assert list(changes) == names
-    assert [row["result"].tone for row in changes.values()] == [
-        "healthy", "healthy", "dim", "critical",
+    assert list(values) == list(changes) == ["without", *names]
+    assert [row["result"].tone for row in values.values()] == [
+        "", "healthy", "healthy", "dim", "critical",
     ]  # fmt: skip
     assert [row["measured on"].value == "the same tokens" for row in changes.values()] == [
-        True, True, False, True,
+        False, True, True, False, True,
     ]  # fmt: skip
-    assert [row["fix"].tone for row in changes.values()] == ["strong", "strong", "", ""]
+    assert [row["fix"].tone for row in values.values()] == ["", "strong", "strong", "", ""]
     first = make_table().outcomes[0]
     assert changes[names[0]]["change of k3"].value == first.paired
     assert changes["engine-fp32"]["change of k3"].value == make_table().outcomes[2].difference
     assert values["without"]["k3"].value == first.before[K3]
     assert values[names[0]]["k3"].value == first.after[K3]
-    assert (values[names[0]]["memory"].value, values["engine-fp32"]["memory"].value) == (
+    assert (changes[names[0]]["memory"].value, changes["engine-fp32"]["memory"].value) == (
         3 * 2**30, None,
     )  # fmt: skip
 
@@ -188,15 +189,17 @@ def test_help_that_only_the_mean_shows_is_marked():
     table = make_table()
     mean_only = replace(table.outcomes[1], p_values={K3: 0.4, "logprob_abs_diff_mean": 0.01})
     k3_only = replace(table.outcomes[0], p_values={K3: 0.01, "logprob_abs_diff_mean": 0.4})
-    shown = rows(replace(table, outcomes=(mean_only, k3_only)), 1)
-    assert [row["result"].value for row in shown.values()] == ["helps (mean)", "helps"]
+    shown = rows(replace(table, outcomes=(mean_only, k3_only)), 0)
+    assert [row["result"].value for row in shown.values()] == [None, "helps (mean)", "helps"]
 
 
 def test_a_single_fix_that_beats_all_combinations_is_said():
     both, sinks, *others = make_table().outcomes
     alone = replace(make_table(), outcomes=(sinks, both, *others), best_together="attention-sinks")
     assert any("No combination" in text for text in fixes.sentences(alone))
-    assert len([s for s in fixes.section(alone, TRIED).sentences if s.startswith("To use")]) == 1
+    (own,) = [p.blocks[0] for p in fixes.section(alone, TRIED).parts if p.id == "fixes-settings-0"]
+    assert own.title == "mismatch"
+    assert len(own.lines) == 1
     assert not any("No combination" in text for text in fixes.sentences(make_table()))
 
 
@@ -224,9 +227,9 @@ def test_the_loss_rows_take_their_numbers_from_the_preview():
 
 def test_next_says_to_use_the_best():
     assert any(
-        "Use attention-sinks+router-replay=ids" in step for step in summary.next_steps(TRIED)
+        "Apply attention-sinks+router-replay=ids" in step for step in summary.next_steps(TRIED)
     )
-    assert not any("Use " in step for step in summary.next_steps(USELESS))
+    assert not any("Apply " in step for step in summary.next_steps(USELESS))
 
 
 def test_labels_of_a_combination():
@@ -282,3 +285,27 @@ def test_infinite_k3_survives():
     report = TRIED.with_analyses(fixes=replace(table, outcomes=(broken,)))
     text = json.dumps(report_to_json(report), allow_nan=False)
     assert report_from_json(json.loads(text)) == report
+
+
+def test_the_picture_draws_every_fix_before_and_after():
+    (figure,) = fixes.section(make_table(), TRIED).figures
+    svg = figure.draw()
+    measured = [row for row in make_table().outcomes if row.measured and K3 in row.after]
+    assert all(" + ".join(labels(row.id)) in svg for row in measured)
+    lowest = min(measured, key=lambda row: row.after[K3].value)
+    assert figure.title.startswith(lowest.id)
+
+
+def test_the_first_answer_is_the_best_fix_with_its_flag_and_settings():
+    first, *_ = page(TRIED).answers
+    best = make_table().outcome(make_table().best_together)
+    assert first.question == "Best fix"
+    assert first.flags == best.flags
+    for value in (best.before[K3].value, best.after[K3].value):
+        assert digits(value) in first.text
+    assert f"→ {best.verdict_after.status.upper()}" in first.text
+    assert [block.title for block in first.settings] == ["verl", "TRL", "NeMo-RL", "prime-rl"]
+    assert first.settings[0].lines  # and none is made up:
+    assert all(isinstance(line, str) and line for block in first.settings for line in block.lines)
+    useless = page(USELESS).answers
+    assert not [answer for answer in useless if answer.settings or answer.flags == best.flags]

@@ -256,7 +256,7 @@ def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPa
 def test_a_class_of_stack_without_references_says_so() -> None:
     report = make_report()
     other = replace(report, verdict=replace(report.verdict, levels="fp64"), noise_floor=())
-    (section,) = normal.of_report(other)
+    (section, *_) = normal.of_report(other)
     assert (section.tables, section.notes) == ((), ())
     assert "fp64" in section.short
 

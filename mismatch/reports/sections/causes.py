@@ -55,7 +55,7 @@ def section(result: Causes, report: Report) -> Section:
             for failure in result.failures
         ),
         sentences=tuple(sentences(result)) if result.ranked else (),
-        parts=(*parts, every),
+        parts=(*parts, every) if len(result.ranked) > 1 else tuple(parts),
         folded=not result.ranked,
         short="" if result.ranked else _nothing(result),
     )

@@ -7,8 +7,6 @@ from mismatch.reports.section import Column, Section, Table, status_cell
 from mismatch.reports.summary import checks, untested
 from mismatch.types import Check, Report
 
-LEAD = "Are both sides scoring the same thing? A failed check makes the verdict “broken”."
-UNSEEN = "None of it counts as passed."
 COLUMNS = (
     Column("check", text),
     Column("result", text),
@@ -25,7 +23,7 @@ def of_report(report: Report) -> tuple[Section, ...]:
     sections = (
         _part("checks", "Checks", wrong, folded=False),
         _part("passed", f"{plural(len(passed), 'check')} passed", passed, folded=True),
-        Section("untested", "Not tested", UNSEEN, sentences=reasons, folded=False),
+        Section("untested", "Not tested", sentences=reasons, folded=False),
     )
     there = wrong, passed, reasons
     return tuple(section for section, any_ in zip(sections, there, strict=True) if any_)
@@ -35,6 +33,5 @@ def _part(id: str, title: str, shown: list[Check], folded: bool) -> Section:
     rows = tuple((each.id, status_cell(each.status), each.detail, each.fix) for each in shown)
     columns = COLUMNS[:-1] if folded else COLUMNS
     table = Table(columns, tuple(row[: len(columns)] for row in rows))
-    lead = "" if folded else LEAD
     short = ", ".join(each.id for each in shown) if folded else ""
-    return Section(id, title, lead, tables=(table,), folded=folded, short=short)
+    return Section(id, title, tables=(table,), folded=folded, short=short)
