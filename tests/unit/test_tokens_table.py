@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from mismatch.captures import Distributions
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import FixOutcome, FixTable
 from mismatch.pipeline.tokens import record_best_fix, token_table
 from mismatch.run import store
 from mismatch.run.tables import write_table
-from mismatch.types import Distributions, Rollout, Routing, Sampling, Scoring
+from mismatch.types import Rollout, Routing, Sampling, Scoring
 from tests.reports_fixture import make_report
 
 # Two samples of prompt 7 (tokens 5 6), one with a tool's answer (8) between its turns; one of 4.

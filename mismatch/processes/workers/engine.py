@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from mismatch.captures import Distributions
 from mismatch.engines.artefacts import (
     build_rollout,
     decode_fingerprint,
@@ -40,7 +41,7 @@ from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import resume, store
 from mismatch.run.messages import leave, report_ready, report_timing, say, write_error
 from mismatch.specs import RolloutSpec, from_dict, spec_hash
-from mismatch.types import Distributions, Ints, Rollout, Scoring
+from mismatch.types import Ints, Rollout, Scoring
 
 NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
 LIKELY = 8  # outcomes of a position whose texts are kept
