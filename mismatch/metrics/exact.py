@@ -245,7 +245,7 @@ exact_kl_topk, exact_reverse_kl_topk, exact_js_topk, exact_tv_topk = _means(
     unit="share",
     bounds=SHARE,
     good="high",
-    label="same likeliest, there",
+    label="top-1 agreement",
     meaning="share of these positions where both sides prefer it",
 )
 def exact_argmax_agree(exact_argmax_agree: Array) -> Array:
@@ -274,7 +274,7 @@ def _at_exact(name: str, label: str, meaning: str) -> Function:
 
 
 kl_at_exact = _at_exact("kl", "k1 there", "what k1 says of the same positions")
-k3_kl_at_exact = _at_exact("k3_kl", "k3 there", "what k3 says of the same positions")
+k3_kl_at_exact = _at_exact("k3_kl", "k3, same positions", "what k3 says of the same positions")
 
 
 @metric(

@@ -16,7 +16,7 @@ from mismatch.types import Bools, Floats
 @metric(
     unit="share",
     bounds=SHARE,
-    label="other experts, per layer",
+    label="routing flips, per layer",
     meaning="share of (token, layer) pairs where the two sides chose another set of experts",
 )
 def routing_disagree_layer(differs: Bools) -> Floats:
@@ -27,7 +27,7 @@ def routing_disagree_layer(differs: Bools) -> Floats:
 @metric(
     unit="share",
     bounds=SHARE,
-    label="tokens with such a layer",
+    label="tokens with a flip",
     meaning="share of tokens with at least one",
 )
 def routing_disagree_any(differs: Bools) -> Floats:
@@ -50,7 +50,7 @@ def routing_overlap(overlap: Floats) -> Floats:
 @metric(
     unit="layers",
     bounds=POSITIVE,
-    label="such layers per token",
+    label="flips per token",
     meaning="mean number of differing layers",
 )
 def routing_layers_per_token(differs: Bools) -> Floats:
@@ -143,7 +143,7 @@ def routing_near_tie(near_tie: Bools) -> Floats:
     combine=quotient,
     bounds=SHARE,
     good="neither",
-    label="near-ties among these",
+    label="flips that are near-ties",
     meaning="share of the differing choices that were near-ties",
 )
 def routing_near_tie_flipped(near_tie: Bools, differs: Bools) -> Floats:
@@ -154,7 +154,7 @@ def routing_near_tie_flipped(near_tie: Bools, differs: Bools) -> Floats:
 @metric(
     unit="share",
     bounds=SHARE,
-    label="prompt: other experts",
+    label="prompt: flips per layer",
     meaning="the first number, over prompt and tool output: apart from the headline",
 )
 def routing_prompt_disagree_layer(prompt_differs: Bools) -> Floats:
@@ -168,7 +168,7 @@ def routing_prompt_disagree_layer(prompt_differs: Bools) -> Floats:
 @metric(
     unit="share",
     bounds=SHARE,
-    label="prompt: tokens with such",
+    label="prompt tokens with flips",
     meaning="share of those tokens with at least one layer",
 )
 def routing_prompt_disagree_any(prompt_differs: Bools) -> Floats:
@@ -198,7 +198,7 @@ def _between(means: Floats) -> Floats:
     combine=_harm_factor,
     bounds=POSITIVE,
     good="neither",
-    label="|delta|, such tokens",
+    label="|delta|, flipped tokens",
     meaning="their mean |delta| over that of the other tokens",
 )
 def routing_harm_factor(differs: Bools, delta: Floats) -> Floats:
@@ -217,7 +217,7 @@ def routing_harm_factor(differs: Bools, delta: Floats) -> Floats:
     combine=quotient,
     bounds=SHARE,
     good="neither",
-    label="of delta², such tokens",
+    label="delta², flipped tokens",
     meaning="share of all delta² on tokens with such a layer",
 )
 def routing_delta2_share(differs: Bools, delta: Floats) -> Floats:
@@ -233,7 +233,7 @@ def routing_delta2_share(differs: Bools, delta: Floats) -> Floats:
     combine=quotient,
     bounds=SHARE,
     good="neither",
-    label="of k3, such tokens",
+    label="k3, flipped tokens",
     meaning="share of the k3 score on tokens with such a layer",
 )
 def routing_k3_share(differs: Bools, delta: Floats) -> Floats:

@@ -118,7 +118,7 @@ def log_ppl_abs_diff(delta: Floats, sequence: Ints) -> Floats:
     unit="nats",
     reduction="sequence",
     good="neither",
-    label="log-perplexity gap, most",
+    label="log-perplexity gap, max",
     meaning="largest of a sequence",
 )
 def log_ppl_diff_max(delta: Floats, sequence: Ints) -> float:
@@ -238,7 +238,7 @@ def seq_logratio_std(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     unit="nats",
     reduction="sequence",
     bounds=POSITIVE,
-    label="sequence log-ratio, most",
+    label="sequence log-ratio, max",
     meaning="largest |sum of delta| of a sequence",
 )
 def seq_logratio_abs_max(delta: Floats, sequence: Ints) -> float:
@@ -378,7 +378,7 @@ def seq_ratio_geo_std(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     reduction="sequence",
     bounds=POSITIVE,
     good="neither",
-    label="geometric ratio, least",
+    label="geometric ratio, min",
     meaning="smallest exp(mean delta) of a sequence",
 )
 def seq_ratio_geo_min(delta: Floats, sequence: Ints) -> float:
@@ -392,7 +392,7 @@ def seq_ratio_geo_min(delta: Floats, sequence: Ints) -> float:
     reduction="sequence",
     bounds=POSITIVE,
     good="neither",
-    label="geometric ratio, most",
+    label="geometric ratio, max",
     meaning="largest exp(mean delta) of a sequence",
 )
 def seq_ratio_geo_max(delta: Floats, sequence: Ints) -> float:

@@ -325,7 +325,7 @@ def ratio_std(delta: Floats) -> tuple[Floats, ...]:
     unit="ratio",
     bounds=POSITIVE,
     good="neither",
-    label="importance ratio, least",
+    label="importance ratio, min",
     meaning="smallest exp(delta)",
 )
 def ratio_min(delta: Floats) -> float:
@@ -338,7 +338,7 @@ def ratio_min(delta: Floats) -> float:
     unit="ratio",
     bounds=POSITIVE,
     good="neither",
-    label="importance ratio, most",
+    label="importance ratio, max",
     meaning="largest exp(delta)",
 )
 def ratio_max(delta: Floats) -> float:
@@ -471,7 +471,7 @@ def kl_over_entropy(delta: Floats, train_entropy: Floats) -> tuple[Floats, ...]:
     unit="share",
     bounds=SHARE,
     good="high",
-    label="same most likely token",
+    label="top-1 agreement, all",
     meaning="share of tokens where both sides prefer the same token",
 )
 def argmax_agree(rollout_top1: Ints, train_top1: Ints) -> Floats:

@@ -187,9 +187,9 @@ def size(report: Report) -> str:
 
 
 def in_plain_words(report: Report) -> str:
-    """By how much the two sides differ, as a sentence without a Greek letter.
+    """By how much the two sides differ: the median token, the mean, the tail.
 
-    "Typically" is the median token: the mean is ruled by the few tokens that are far off.
+    The mean is ruled by the few tokens that are far off.
     """
     metrics = headline(report).metrics
     mean = metrics.get(HEADLINE)
@@ -198,31 +198,24 @@ def in_plain_words(report: Report) -> str:
     if mean.value == 0:
         return "Both sides give every token exactly the same probability."
     median, far = metrics.get(MEDIAN), metrics.get("ratio_outside_2")
-    average = f"{number(mean.value, 2)} nats"
-    if median is None:
-        sentence = f"On average the two sides differ by {average} about a token"
-    elif median.value == 0:
-        sentence = (
-            "Over half of the tokens have exactly the same probability on both sides; on average "
-            f"they differ by {average}"
-        )
-    else:
-        sentence = (
-            "The two sides' probabilities of a token typically (the median) differ by "
-            f"{_off_by(median.value)}; on average by {average}"
-        )
-    if far is None:
-        return sentence + "."
-    share = "no token" if far.value == 0 else f"{percent(far.value)} of the tokens"
-    return f"{sentence}; {share} by more than a factor of 2."
+    said = []
+    if median is not None:
+        same = median.value == 0
+        said.append(f"Median token: {'no difference' if same else _off_by(median.value)}")
+    said.append(f"mean |delta| {number(mean.value, 2)} nats")
+    if far is not None:
+        share = "no token differs" if far.value == 0 else f"{percent(far.value)} of tokens differ"
+        said.append(f"{share} by more than 2×")
+    sentence = "; ".join(said)
+    return f"{sentence[0].upper()}{sentence[1:]}."
 
 
 def _off_by(size: float) -> str:
     """A distance of log-probabilities as one of probabilities."""
     gap = math.expm1(min(size, 700.0))
     if gap < 1e-5:
-        return "less than 0.001 %"
-    return percent(gap) if gap < 1 else f"a factor of {number(gap + 1, 2)}"
+        return "less than 0.001 % apart"
+    return f"{percent(gap)} apart" if gap < 1 else f"{times(gap + 1)} apart"
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,9 +115,14 @@ def test_nothing_that_is_left_out_is_worse_than_what_is_shown() -> None:
     ("mean", "median", "far", "parts"),
     [
         (0.0, 0.0, 0.0, ["Both sides give every token exactly the same probability."]),
-        (0.125, 0.0023, 0.038, ["(the median) differ by 0.23 %", "0.12 nats", "3.8 % of the"]),
-        (0.9, 0.9, 0.0, ["(the median) differ by a factor of 2.5", "no token by more than"]),
-        (0.01, 0.0, 0.0, ["Over half of the tokens have exactly the same", "0.010 nats"]),
+        (
+            0.125,
+            0.0023,
+            0.038,
+            ["Median token: 0.23 % apart", "0.12 nats", "3.8 % of tokens"],
+        ),
+        (0.9, 0.9, 0.0, ["Median token: 2.5× apart", "no token differs by more than 2×"]),
+        (0.01, 0.0, 0.0, ["Median token: no difference", "0.010 nats"]),
     ],
 )
 def test_typically_is_the_median_and_not_the_mean(
@@ -137,7 +142,7 @@ def test_typically_is_the_median_and_not_the_mean(
 def test_without_a_median_nothing_is_called_typical() -> None:
     metrics = {"logprob_abs_diff_mean": estimate(0.125)}
     report = replace(make_report(), comparisons=(Comparison("a", "b", True, metrics),))
-    assert "typically" not in summary.in_plain_words(report)
+    assert "Median" not in summary.in_plain_words(report)
 
 
 def test_noise_is_named_and_set_against_the_headline() -> None:

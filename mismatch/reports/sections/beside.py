@@ -17,7 +17,7 @@ COLUMNS = (
     Column("left / right", text),
     Column("mean |delta|", number),
     Column("k3 KL", number),
-    Column("other experts", percent, detail="of (token, layer)"),
+    Column("routing flips", percent, detail="of (token, layer)"),
 )
 
 

@@ -9,6 +9,7 @@ from mismatch.analysis.corrections.recipes import Recipe, recipes
 from mismatch.analysis.corrections.types import Against, Corrections, Preview
 from mismatch.metrics.corrections import NONE, OVERRIDE, Level
 from mismatch.reports.formatting import (
+    brief,
     count,
     line,
     near_one,
@@ -23,7 +24,7 @@ from mismatch.types import Report
 
 LEAD = (
     "What a correction in the trainer's loss would do to the tokens of {rollout} against {train}. "
-    "It reweighs or drops them; it changes no delta, mends nothing, and does not touch the verdict."
+    "It reweighs or drops them; it changes no delta and no verdict."
 )
 STATE_SHIFT = (
     "The token ratio ignores that the two policies would also have reached other states; the "
@@ -140,25 +141,34 @@ def _rank(figures: Against | None) -> str | None:
 
 
 def headline(result: Corrections) -> str:
-    """What the data favour, as one sentence.
-
-    Example: "TIS, token: the mismatch can shift a batch by up to 0.34, beside …".
-    """
-    reason = line(result.reason)
-    return f"{reason[:1].upper()}{reason[1:]}."
+    """What the data favour: its error before and after, and what is as good."""
+    plain = result.named(NONE).against(result.target)
+    if result.best is None or plain is None or plain.error is None:
+        return f"{line(result.reason)[:1].upper()}{line(result.reason)[1:]}."
+    best = result.named(result.best)
+    after = best.against(result.target)
+    tied = [
+        each.label
+        for each in result.previews
+        if (figures := each.against(result.target)) and figures.tied and each.id != result.best
+    ]
+    said = f"Best correction: {best.label}"
+    if result.favoured != result.best:
+        said = f"None is needed; the least error has {best.label}"
+    if after is not None and after.error is not None:
+        said += f": error {brief(plain.error)} → {brief(after.error)}"
+    return f"{said}{'; as good: ' + ', '.join(tied) if tied else ''}."
 
 
 def remarks(result: Corrections) -> list[str]:
     """What has to be known before the table is believed."""
     said = _about_the_ranking(result)
     if result.heavy_tail:
-        said.append(
-            "A few tokens carry the ratios (heavy tail): with other prompts the order may change."
-        )
+        said.append("Heavy-tailed ratios: with other prompts the order may change.")
     if result.clamped:
         said.append(
             f"{plural(result.clamped, 'log-ratio')} beyond ±20 (of tokens or sequences) "
-            "entered as ±20."
+            "clamped to ±20."
         )
     said.extend(f"Not tested: {line(reason)}." for reason in result.not_tested)
     return said
@@ -188,7 +198,7 @@ def _nearest_other(result: Corrections) -> str:
         if (figures := preview.against(other)) and figures.rank is not None
     ]
     _, first = min(ranked, key=lambda pair: pair[0])
-    return f"Beside the {TARGET_WORDS[other]}, {first.label} has the least error."
+    return f"Judged by the {TARGET_WORDS[other]}: {first.label}."
 
 
 def _settings(result: Corrections) -> tuple[Section, ...]:

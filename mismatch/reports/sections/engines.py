@@ -36,7 +36,7 @@ EDGES = (
     Column("mean |delta|", number, interval=1, detail="nats"),
     Column("k3", number, 2),
     Column("largest |delta|", number, 4),
-    Column("other experts", percent, 3, detail="of (token, layer)"),
+    Column("routing flips", percent, 3, detail="of (token, layer)"),
 )
 COMPARED = (
     Column("first edge", text),

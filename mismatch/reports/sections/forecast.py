@@ -73,10 +73,7 @@ def sentences(forecast: Forecast) -> list[str]:
         return [f"No forecast: {forecast.missing}."]
     said = [_headline(forecast), *_reach(forecast)]
     if any(r.ess_untruncated.value <= forecast.floor * (1 + 1e-9) for r in forecast.rows):
-        said.append(
-            f"A sample of {count(round(1 / forecast.floor))} sequences never shows an effective "
-            f"size under {percent(forecast.floor)}: one sequence is left."
-        )
+        said.append(f"ESS floor: 1/{count(round(1 / forecast.floor))} ({percent(forecast.floor)}).")
     return said + [f"Caution: {CAUTIONS[flag]}." for flag in forecast.flags if flag in CAUTIONS]
 
 
@@ -86,7 +83,7 @@ def _headline(forecast: Forecast) -> str:
     return (
         f"At {count(last.length)} tokens the sequence log-ratio would spread by "
         f"{number(last.spread.value)} nats ({between}); full importance weights would leave an "
-        f"effective sample of {percent(last.ess_untruncated.value)}, geometric bounds of "
+        f"ESS of {percent(last.ess_untruncated.value)}, geometric bounds of "
         f"0.999 and 1.001 would reject {percent(last.geo_rejected.value)}."
     )
 
@@ -101,8 +98,8 @@ def _reach(forecast: Forecast) -> list[str]:
     reach = (
         "The target lies within the data."
         if forecast.reach <= 1
-        else f"That vouches for a factor of 2; the target is {times(forecast.reach)} as long as "
-        "the data."
+        else f"Validated to 2× the observed length; the target is {times(forecast.reach)}: order "
+        "of magnitude only."
     )
     return [
         f"Checked on this run: the first {count(check.fitted)} positions predict the spread at "

@@ -22,7 +22,7 @@ COLUMNS = (
     Column("mean |ratio - 1|", number, interval=4),
     Column("largest", number, 3),
     Column("clipped", percent, 1, detail=f"beyond {CLIP}"),
-    Column("other experts", percent, 1, detail="of (token, layer)"),
+    Column("routing flips", percent, 1, detail="of (token, layer)"),
     Column("mean |new - old|", number, 2, detail="nats"),
 )
 
@@ -67,7 +67,7 @@ def sentences(result: TwoPasses) -> list[str]:
     left = number(_value(plain, "logprob_abs_diff_mean"))
     said.append(
         "The on-policy override (old := new, detached) sets every ratio to 1 by construction. It "
-        f"hides the difference and mends none of it: the passes stay {left} nats apart."
+        f"hides the difference: the passes stay {left} nats apart."
     )
     return said
 
@@ -93,10 +93,10 @@ def _flips(result: TwoPasses, plain: Variant) -> str:
         plain.routing[n].value for n in ("routing_disagree_layer", "routing_disagree_any")
     )
     if layer == 0:
-        return "No router chose other experts in the new pass."
+        return "No routing flip in the new pass."
     return (
-        f"Routers chose other experts in {percent(layer)} of (token, layer), for "
-        f"{percent(some)} of the tokens."
+        f"{percent(some)} of tokens have a routing flip in some layer ({percent(layer)} of "
+        "(token, layer))."
     )
 
 
