@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 FIX_NAMES = frozenset(option.name for option in FIX_FLAGS)
 GRADIENT_NAMES = frozenset(option.name for option in GRADIENT_FLAGS)
 BESIDE_RESUME = AROUND_A_RUN | FIX_NAMES | GRADIENT_NAMES | SERVER_NAMES
+DONE = re.compile(r"\b(\d+)/(\d+)\b")  # of a progress line
 PLAIN_INTERVAL_S = 15.0  # between progress lines where lines cannot be rewritten
 
 
@@ -114,7 +116,10 @@ def narrator(silent: bool = False) -> ConsoleNarrator:
 
 
 class ConsoleNarrator:
-    """A spinner on a terminal; plain lines, few of them, anywhere else."""
+    """A bar a stage on a terminal; plain lines, few of them, anywhere else.
+
+    Workers say how much is done, tokens per second and the time left: ``12/64 sequences …``.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -123,10 +128,8 @@ class ConsoleNarrator:
     def stage(self, title: str) -> Iterator[Callable[[str], None]]:
         start = time.monotonic()
         if self.console.is_terminal:
-            from rich.markup import escape
-
-            with self.console.status(escape(title)) as status:
-                yield lambda line: status.update(f"{escape(title)}: {escape(plain_lines(line))}")
+            with self._bar(title) as show:
+                yield show
         else:
             self.console.print(f"{title} …", highlight=False)
             yield self._plain_lines()
@@ -136,6 +139,24 @@ class ConsoleNarrator:
     def note(self, text: str) -> None:
         """One line between stages."""
         self.console.print(plain_lines(text), highlight=False, markup=False)
+
+    @contextmanager
+    def _bar(self, title: str) -> Iterator[Callable[[str], None]]:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+        text = TextColumn("{task.description}", markup=False)
+        columns = SpinnerColumn(), text, BarColumn(bar_width=20)
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task(title, total=None)
+
+            def show(line: str) -> None:
+                said = plain_lines(line)
+                if done := DONE.search(said):
+                    completed, total = int(done[1]), int(done[2])
+                    progress.update(task, completed=completed, total=total)
+                progress.update(task, description=f"{title}: {said}")
+
+            yield show
 
     def _plain_lines(self) -> Callable[[str], None]:
         last = time.monotonic()

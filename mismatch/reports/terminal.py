@@ -70,7 +70,7 @@ def _head(shown: Page, console: Console) -> None:
     console.print(title, highlight=False)
     for fact in shown.facts[1:]:
         paragraph(console, line(fact), indent=0, style="dim")
-    if shown.table is not None:
+    if shown.table is not None and shown.table.rows:
         print_table(shown.table, console)
     if shown.lead:
         paragraph(console, line(shown.lead), indent=0, style="bold")
