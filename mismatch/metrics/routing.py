@@ -218,7 +218,7 @@ def routing_harm_factor(differs: Bools, delta: Floats) -> Floats:
     bounds=SHARE,
     good="neither",
     label="delta², flipped tokens",
-    meaning="share of all delta² on tokens with such a layer",
+    meaning="share of all delta² on tokens with a routing flip",
 )
 def routing_delta2_share(differs: Bools, delta: Floats) -> Floats:
     """Σ delta² of the tokens with a differing layer, over Σ delta² of all. Beside their share of
@@ -234,7 +234,7 @@ def routing_delta2_share(differs: Bools, delta: Floats) -> Floats:
     bounds=SHARE,
     good="neither",
     label="k3, flipped tokens",
-    meaning="share of the k3 score on tokens with such a layer",
+    meaning="share of the k3 score on tokens with a routing flip",
 )
 def routing_k3_share(differs: Bools, delta: Floats) -> Floats:
     """Share of ``k3_kl`` that the tokens with a differing layer carry: Σ k3 there over Σ k3."""

@@ -202,7 +202,6 @@ def bars(
     *,
     colours: Sequence[str] = (),
     counts: Iterable[int] = (),
-    level: tuple[float, str] | None = None,
 ) -> str:
     """Bars with their intervals; the highest bar sets the scale, not the widest interval.
 
@@ -210,7 +209,6 @@ def bars(
         words: under the bars, beside them.
         height: [N]; NaN: no bar. ``low`` and ``high`` likewise, NaN where there is no interval.
         counts: how many each bar stands for, above it.
-        level: a dashed line and what it is.
     """
     x, paint = np.arange(len(height)), np.array(colours or [ACCENT] * len(height))
     none = np.full(len(height), np.nan)
@@ -231,10 +229,6 @@ def bars(
         axes.set_ylim(0, 1.15 * min(max(top, reach), 1.6 * top))
         _counts(axes, np.fmax(height, high), counts)
         ticks(axes.xaxis, labels)
-        if level is not None:
-            axes.axhline(level[0], color=SECOND, linewidth=1.4, dashes=(4, 2), label=level[1])
-            axes.set_ylim(top=max(axes.get_ylim()[1], level[0] * 1.1) * 1.12)
-            axes.legend(loc="upper right")
         axes.set_xlabel(words[0])
         axes.set_ylabel(words[1])
         pairs = zip(labels, height, strict=True)

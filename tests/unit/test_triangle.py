@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -272,27 +271,18 @@ def test_the_section_names_the_odd_one_and_every_edge(tmp_path: Path) -> None:
     for row in edges.cells():
         assert cell_text(row[3], edges.columns[3]) in terminal
     assert len(told.parts[0].tables[0].rows) == 6  # three pairs of edges, two sets of tokens
-    assert [figure.draw().count("<svg") for figure in told.figures] == [1, 1]
 
 
 @pytest.mark.slow
-def test_three_that_agree_are_written_so_and_drawn_thin(tmp_path: Path) -> None:
+def test_three_that_agree_are_written_so(tmp_path: Path) -> None:
     told = section(shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}), tmp_path))
     assert told.sentences[0].startswith("All three agree: on both sets of tokens")
-    assert not any("stands apart" in figure.caption for figure in told.figures)
     assert "shorter than 1e-5 nats, all three agree" in told.parts[0].lead
-    odd = section(shown(make(tmp_path / "clear", ODD_A), tmp_path / "clear"))
-    assert max(thickest(f.draw()) for f in told.figures) < thickest(odd.figures[0].draw()) / 2
-
-
-def thickest(svg: str) -> float:
-    return max(map(float, re.findall(r"stroke-width: ([\d.]+)", svg)))
 
 
 @pytest.mark.slow
-def test_without_a_complete_triangle_there_is_no_picture(tmp_path: Path) -> None:
+def test_an_incomplete_triangle_says_what_is_missing(tmp_path: Path) -> None:
     told = section(shown(make(tmp_path, ODD_A, unable=B), tmp_path))
-    assert told.figures == ()
     assert any(row[0].note.startswith("not tested: ") for row in told.tables[0].cells())
     assert any("not tested" in sentence.lower() for sentence in told.sentences)
 

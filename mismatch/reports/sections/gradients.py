@@ -222,7 +222,6 @@ def _figures(made: GradientCheck) -> tuple[Figure, ...]:
     """Those that the rows of one loss allow."""
     loss = main_loss(made)
     rows = [row for row in made.rows if row.loss == loss and not row.same_as]
-    ratios = [row for row in rows if row.whole.norm_ratio is not None]
     directions = Figure(
         "gradient-directions",
         "Direction, by group of parameters",
@@ -230,14 +229,7 @@ def _figures(made: GradientCheck) -> tuple[Figure, ...]:
         "the two have nothing in common. A cross there: no gradient arrives where one should.",
         lambda: _directions(chosen(rows)),
     )
-    lengths = Figure(
-        "gradient-lengths",
-        "Length",
-        "Dots with 95 % intervals over prompts; the dashed line is the reference. Corrections, in "
-        "the other colour, may shorten the gradient on purpose.",
-        lambda: _lengths(ratios),
-    )
-    return tuple(figure for figure, any_ in ((directions, rows), (lengths, ratios)) if any_)
+    return (directions,) if rows else ()
 
 
 def chosen(rows: Sequence[GradientRow]) -> list[GradientRow]:
@@ -286,22 +278,3 @@ def _points(
         [x for x, _ in placed], [y for _, y in placed], marker, color=colour, ms=5, label=label
     )
     axes.plot([90.0] * len(crossed), crossed, "x", color=colour, ms=8, mew=2.2)
-
-
-def _lengths(rows: Sequence[GradientRow]) -> str:
-    shown = [(row, ratio) for row in rows if (ratio := row.whole.norm_ratio) is not None]
-    with drawing(6.0, 1.1 + 0.3 * len(shown)) as (figure, axes):
-        axes.axvline(1.0, color=FAINT, lw=1, dashes=(4, 3))
-        for place, (row, ratio) in enumerate(shown):
-            colour = SECOND if row.kind == "correction" else ACCENT
-            if ratio.low is not None and ratio.high is not None:
-                axes.plot([ratio.low, ratio.high], [place, place], color=colour, lw=2)
-            axes.plot([ratio.value], [place], "o", color=colour, ms=6)
-        rows_of(axes, [line(row.id) for row, _ in shown])
-        ends = [
-            end for _, one in shown for end in (one.low, one.value, one.high) if end is not None
-        ]
-        reach = max(0.02, *(abs(end - 1.0) for end in ends))
-        axes.set_xlim(1.0 - 1.15 * min(reach, 0.95), 1.0 + 1.15 * min(reach, 4.0))
-        axes.set_xlabel("length of the gradient over the reference's")
-        return to_svg(figure, "gradient-lengths", "Length of the gradient over the reference's")
