@@ -64,11 +64,11 @@ def replica_environment(index: int, spec: EngineSpec, count: int) -> dict[str, s
     return {name: os.environ.get(name) or value for name, value in shared.items()}
 
 
-def make_engine(spec: EngineSpec, sampling: Sampling, longest: int) -> Engine:
-    """The engine of a spec, behind replicas where it asks for several."""
+def make_engine(kind: type[Engine], spec: EngineSpec, sampling: Sampling, longest: int) -> Engine:
+    """An engine of this kind, or several behind one where the spec asks for replicas."""
     if (spec.data_parallel_size or 1) > 1:
         return cast(Engine, Replicas(spec, sampling, longest))
-    return engine_class(spec.engine)(spec, sampling, longest)
+    return kind(spec, sampling, longest)
 
 
 class Replicas:

@@ -57,6 +57,7 @@ def test_side_by_side_gives_the_numbers_of_one_by_one(tmp_path: Path, tiny_run: 
 
 
 def test_a_replica_that_is_killed_ends_all(tmp_path: Path):
+    from mismatch.engines.registry import engine_class
     from mismatch.engines.replicas import make_engine
     from mismatch.errors import MismatchError
     from mismatch.models import EMBEDDED
@@ -69,7 +70,7 @@ def test_a_replica_that_is_killed_ends_all(tmp_path: Path):
     def kill(done: int, total: int, tokens: int) -> None:
         children[1].kill()
 
-    engine: Any = make_engine(spec, Sampling(max_tokens=32), 64)
+    engine: Any = make_engine(engine_class("transformers"), spec, Sampling(max_tokens=32), 64)
     with engine:
         children += [psutil.Process(process.pid) for process in engine.processes]
         with pytest.raises(MismatchError, match=r"replica 2 of 2 of the engine .*exit code -9"):

@@ -111,14 +111,15 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
         also: runs of other engines whose tokens this one rescores.
     """
     start = time.monotonic()
-    capabilities = engine_class(spec.engine.engine).capabilities(spec.engine, spec.sampling)
+    kind = engine_class(spec.engine.engine)
+    capabilities = kind.capabilities(spec.engine, spec.sampling)
     prompts = read_prompts(spec.prompts)
     info = read_model_info(spec.engine)
     tokenizer = load_tokenizer(spec.engine)
     require_vocabulary(tokenizer, info, spec.engine.model)
     ids = render_prompts(prompts, tokenizer, info.vocab_size)
     longest = require_context(spec, prompts, ids, info)
-    making = make_engine(in_form(spec.engine), spec.sampling, longest)
+    making = make_engine(kind, in_form(spec.engine), spec.sampling, longest)
     with making as engine, journalled(engine, capabilities, run_dir, spec):
         report_ready()
         if not resume.rollout_done(run_dir, spec):
@@ -141,13 +142,14 @@ def score(run_dir: Path, spec: RolloutSpec, name: str) -> None:
             dtype than was asked for.
     """
     start = time.monotonic()
-    capabilities = engine_class(spec.engine.engine).capabilities(spec.engine, spec.sampling)
+    kind = engine_class(spec.engine.engine)
+    capabilities = kind.capabilities(spec.engine, spec.sampling)
     if not wants_prefill(spec, capabilities):
         reason = capabilities.reasons.get("prefill", "it cannot rescore these tokens")
         raise MismatchError(f"{spec.engine.engine}: {reason}")
     rollout = store.load_rollout(run_dir)
     longest = int(np.diff(rollout.offsets).max())
-    with make_engine(in_form(spec.engine), spec.sampling, longest) as engine:
+    with make_engine(kind, in_form(spec.engine), spec.sampling, longest) as engine:
         report_ready()
         with timed("prefill"):
             scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
