@@ -121,9 +121,10 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def test_loads_without_a_complaint_and_asks_for_nothing(browser: Browser, report_url: str) -> None:
+    before = len(browser.requests)
     browser.open(report_url)
     assert browser.problems == []
-    assert browser.requests == [report_url]
+    assert browser.requests[before:] == [report_url]
     assert browser.evaluate("document.querySelectorAll('script, img, iframe').length") == 0
     assert browser.evaluate("document.querySelector('.word').textContent").endswith("Broken")
 

@@ -56,7 +56,8 @@ def test_the_table_has_value_interval_level_and_status() -> None:
     report = make_report()
     shown = headline.of_names(report, None)
     assert shown is not None
-    rows = {item["metric"]: item for item in values(shown.tables[0])}
+    every = shown.parts[0].tables[0]  # six of them are open
+    rows = {item["metric"]: item for item in values(every)}
     for judgement in report.verdict.judgements:
         item = rows[words.words_for(judgement.metric).label]
         assert item["value"] == report.comparisons[0].metrics[judgement.metric]
