@@ -44,7 +44,7 @@ def show_page(shown: Page, details: bool = True) -> str:
         "\n".join(_answer(answer) for answer in shown.answers),
         show_table(shown.table) if shown.table else "",
         "\n".join(f"- Next: {plain(step)}" for step in shown.steps),
-        *(show_section(section) for section in shown.sections if details or not shown.table),
+        *map(show_section, shown.sections if details or not shown.table else shown.asked),
         f"{plain(shown.title)} · {facts} · {plain(shown.reason)}" if shown.lead else facts,
         f"<sub>{_code(shown.command)}</sub>" if shown.command else "",
     ]

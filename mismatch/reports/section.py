@@ -191,6 +191,7 @@ class Page:
         lead: what is wrong, or that nothing is, in one sentence.
         answers: what has to be seen without scrolling, in this order.
         table: the numbers that decide; a terminal and a comment show no others.
+        asked: sections that a flag asked for; shown with the table.
         steps: what to do next, most urgent first.
         file: its name as a page; the numbers are in the file of that name that ends in .json.
         command: that made it; "" where it is not known.
@@ -206,6 +207,7 @@ class Page:
     lead: str = ""
     answers: tuple[Answer, ...] = ()
     table: Table | None = None
+    asked: tuple[Section, ...] = ()
     steps: tuple[str, ...] = ()
     file: str = "report"
     command: str = ""

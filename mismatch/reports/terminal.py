@@ -55,9 +55,11 @@ def print_page(
 ) -> None:
     """Print a page; its last words are ``verdict: WORD – reason``."""
     _head(shown, console)
-    if details or shown.table is None:
-        for section in shown.sections:
-            print_section(section, console)
+    whole = details or shown.table is None
+    for section in shown.sections if whole else shown.asked:
+        print_section(section, console)
+    if whole or shown.asked:
+        say(console, "")
     _tail(shown, console, place)
 
 
@@ -86,7 +88,11 @@ def _tail(shown: Page, console: Console, place: Path | str | None) -> None:
         say(console, f"Everything is in {line(place)} (open {shown.file}.html)")
     style = TONES[shown.tone]
     verdict = f"verdict: {shown.word.upper()} – {line(shown.reason)}"
-    paragraph(console, verdict, 0, style if "bold" in style else f"{style} bold")
+    style = style if "bold" in style else f"{style} bold"
+    if console.is_terminal:
+        paragraph(console, verdict, 0, style)
+    else:  # whole, for `tail -1`
+        say(console, verdict, style)
 
 
 def say(console: Console, text: str, style: str = "") -> None:

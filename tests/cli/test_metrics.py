@@ -139,7 +139,7 @@ def run(tmp_path_factory):
 def test_names_on_an_existing_run_in_the_terminal(run):
     directory, gap, sequence = run
     shown = inside("report", str(directory), "--names", "trl")
-    section = shown.partition("\n  In TRL")[2].partition("\n\n")[0]
+    section = shown.partition("\nIn TRL")[2].partition("\n\n")[0]
     assert max(map(len, section.splitlines())) <= 80
     theirs = conventions.trl_ratio_max(gap, sequence)
     assert theirs != pytest.approx(float(np.exp(gap.max())), rel=0.01)

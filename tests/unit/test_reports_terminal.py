@@ -62,9 +62,13 @@ def printed(
 def test_plain_aligned_and_the_last_line_is_the_verdict(report: Report, width: int) -> None:
     text = printed(report, width=width)
     lines = text.splitlines()
-    start = max(place for place, line in enumerate(lines) if line.startswith("verdict: "))
     verdict = f"verdict: {report.verdict.status.upper()} – {report.verdict.reason}"
-    assert " ".join(lines[start:]) == verdict
+    assert lines.pop() == verdict
+    shown = printed(report, width=width, force_terminal=True, no_color=True, style=None)
+    last = re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()
+    start = max(place for place, line in enumerate(last) if line.startswith("verdict: "))
+    assert " ".join(last[start:]) == verdict  # wrapped, on a terminal
+    assert max(map(len, last[start:])) <= width
     copied = " " * 6  # a block's lines stay whole
     assert max(len(line) for line in lines if not line.startswith(copied)) <= width
     assert "\x1b" not in text

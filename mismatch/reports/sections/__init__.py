@@ -64,6 +64,7 @@ def page(
         lead=lead(report),
         answers=answers(report, warnings),
         table=headline.table(summary.most_telling(report)),
+        asked=headline.names_there(report, names),
         steps=tuple(summary.next_steps(report)),
         command=summary.command(report),
     )

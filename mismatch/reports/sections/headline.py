@@ -58,7 +58,7 @@ def of_names(report: Report, names: Elsewhere | None) -> Section | None:
                 ),
                 notes=tuple(cautions(rows)),
             ),
-            *_names(report, names),
+            *names_there(report, names),
         ),
         folded=False,
     )
@@ -80,7 +80,8 @@ def _row(row: Row) -> tuple[Cell | Value, ...]:
     )
 
 
-def _names(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
+def names_there(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
+    """The metrics under a framework's names, where one was asked for."""
     if names is None or names.framework is None:
         return ()
     rows = names.rows(report)
