@@ -27,6 +27,8 @@ def lead(report: Report) -> str:
         return f"{line(title_of(causes.ranked[0].id)).rstrip('.')}."
     if failed:
         return _capital(f"{line(failed[0].detail).rstrip('.')}.")
+    if report.verdict.status == "healthy":
+        return "Engine and trainer agree within the healthy bounds."
     return in_plain_words(report)
 
 
@@ -39,7 +41,7 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
     texts = {
         "Cause": _cause(report),
         "Ruled out": _ruled_out(report),
-        "Side at fault": _side(report),
+        "Side at fault" if _faulty(report) else "Each side": _side(report),
         "In training": _training(report),
         "How sure": _sure(report),
         "Checks": _checks(report),
@@ -116,6 +118,12 @@ def _ruled_out(report: Report) -> str:
     looked = plural(len(causes.ruled_out), "detector")
     missing = f"; {plural(len(causes.not_tested), 'detector')} lacked data"
     return f"{named}{more} ({looked}{missing if causes.not_tested else ''})." if ids else ""
+
+
+def _faulty(report: Report) -> bool:
+    """Whether the square has a side beyond its level."""
+    result = report.result("square")
+    return result is not None and any(each.standing == "beyond" for each in result.findings)
 
 
 def _side(report: Report) -> str:
