@@ -41,7 +41,7 @@ class Tokens:
 
 
 def every(step: int, size: float) -> Callable[[Tokens], Floats]:
-    return lambda t: t.logprobs - size * (np.arange(len(t.logprobs)) % step == 0)
+    return lambda t: np.where(np.arange(len(t.logprobs)) % step == 0, t.logprobs - size, t.logprobs)
 
 
 def shift(size: float) -> Callable[[Tokens], Floats]:
@@ -55,21 +55,21 @@ def wrong_sequence(t: Tokens) -> Floats:
 
 
 def one_prompt(t: Tokens) -> Floats:
-    return t.logprobs - 0.3 * (t.prompt == t.prompt[len(t.prompt) // 2])
+    return np.where(t.prompt == t.prompt[len(t.prompt) // 2], t.logprobs - 0.3, t.logprobs)
 
 
 def last_token(t: Tokens) -> Floats:
-    return t.logprobs - 2.0 * (np.diff(t.sequence, append=-1) != 0)
+    return np.where(np.diff(t.sequence, append=-1) != 0, t.logprobs - 2.0, t.logprobs)
 
 
 def first_token(t: Tokens) -> Floats:
-    return t.logprobs - 2.0 * (np.diff(t.sequence, prepend=-1) != 0)
+    return np.where(np.diff(t.sequence, prepend=-1) != 0, t.logprobs - 2.0, t.logprobs)
 
 
 def louder(t: Tokens) -> Floats:
     """One token of a hundred rounds ten times as much."""
     rows = np.random.default_rng(0).random(len(t.noise)) < 0.01
-    return t.logprobs + 9.0 * t.noise * rows
+    return np.where(rows, t.logprobs + 9.0 * t.noise, t.logprobs)
 
 
 def one_token(t: Tokens) -> Floats:
@@ -77,7 +77,7 @@ def one_token(t: Tokens) -> Floats:
 
 
 def half_the_prompts(t: Tokens) -> Floats:
-    return t.logprobs + 0.01 * np.where(t.prompt % 2, 1.0, -1.0)
+    return np.where(t.prompt % 2 == 1, t.logprobs + 0.01, t.logprobs - 0.01)
 
 
 def sign_flip(t: Tokens) -> Floats:

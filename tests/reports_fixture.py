@@ -291,8 +291,8 @@ def square_of(excess: float = 1.01, gap: float = 2.1e-7) -> Square:
     sizes = near(gap), near(gap**2), near(60 * gap)
     off = excess > LEVELS["cpu"].excess
     moved = (
-        Displaced("engine", "vllm:decode", "rare", 1.5, 0.31, 41 if off else 3, 2, PROMPTS,
-                  3.2e-12 if off else 0.5, "beyond" if off else "within"),
+        Displaced("engine", "vllm:decode", "rare", 1.5, 0.31, PROMPTS if off else 3, 2, PROMPTS,
+                  6.1e-5 if off else 0.5, "beyond" if off else "within"),
         Displaced("trainer", "fsdp", "rare", 1.5, 0.31, 2, 2, PROMPTS, 0.75, "within"),
     )  # fmt: skip
     apart = Float32Gap("engine", "vllm:fp32", "reference:fp32", *sizes, 9e-8)

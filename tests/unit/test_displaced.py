@@ -5,6 +5,7 @@ Synthetic scorings with heavy tails; planted on either side, and silent where no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -28,18 +29,21 @@ from tests.unit.test_square import SPEC, run_of, square
 CPU = LEVELS["cpu"]
 
 
-def with_fault(name: str, side: str, run: Measured | None = None) -> Measured:
-    """A run with a fault of benchmarks/planted_arrays.py in one side."""
+def with_fault(
+    fault: str | Callable[[Tokens], Floats], side: str, run: Measured | None = None
+) -> Measured:
+    """A run with a fault of benchmarks/planted_arrays.py, or another one, in one side."""
     run = run or run_of()
     sequence = run.rollout.sequence_of_token[run.rollout.actions]
     scoring = run.usable[side]
+    plant = planted_arrays.FAULTS[fault] if isinstance(fault, str) else fault
     tokens = Tokens(
         scoring.logprobs,
         scoring.logprobs - run.usable["reference:fp32"].logprobs,
         sequence,
         run.rollout.prompt_index[sequence],
     )
-    faulty = replace(scoring, logprobs=planted_arrays.FAULTS[name](tokens))
+    faulty = replace(scoring, logprobs=plant(tokens))
     return replace(run, usable=run.usable | {side: faulty},
                    decode=faulty if side == run.decode.name else run.decode,
                    train=faulty if side == run.train.name else run.train)  # fmt: skip
@@ -82,14 +86,16 @@ def test_a_single_prompt_does_not_pass(fault: str, status: str, side: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("fault", "cause"),
+    ("fault", "cause", "without"),
     [
-        ("every 200th token off by 1 nat", "side-off"),
-        ("all tokens off by 0.005 nats", "side-off"),
-        ("last token of each response off by 2 nats", "appended-eos"),
+        (planted_arrays.every(199, 1.0), "side-off", "weights-differ"),
+        (planted_arrays.shift(0.005), "side-off", "function-differs"),
+        (planted_arrays.last_token, "appended-eos", "appended-eos"),
     ],
 )
-def test_no_cause_is_named_that_the_float32_passes_exclude(fault: str, cause: str) -> None:
+def test_no_cause_is_named_that_the_float32_passes_exclude(
+    fault: Callable[[Tokens], Floats], cause: str, without: str
+) -> None:
     """The engine in float32 agrees with the reference: its weights are no cause."""
     run = with_fault(fault, "vllm:decode", run_of({"vllm:decode": 0.1, "fsdp": 0.1}))
     case = Case.of(run.rollout, run.decode, run.train, run.usable)
@@ -97,7 +103,7 @@ def test_no_cause_is_named_that_the_float32_passes_exclude(fault: str, cause: st
     assert [(one.id, one.side) for one in ranked] == [(cause, "engine")]
     others = {name: one for name, one in run.usable.items() if name != "vllm:fp32"}
     blind = diagnose(Case.of(run.rollout, run.decode, run.train, others), detectors()).ranked
-    assert blind[0].id == cause.replace("side-off", "function-differs")
+    assert blind[0].id == without
 
 
 def test_rounding_with_heavy_tails_is_within() -> None:

@@ -128,9 +128,10 @@ def _displaced(found: Displaced) -> str:
 def _clean(result: Square) -> str:
     if not result.findings:
         return "Neither side could be told from a faulty one: see what was not tested."
-    if any(one.standing == "undecided" for one in (*result.findings, *result.displaced)):
+    standings = {one.standing for one in result.findings}
+    if "undecided" in standings | {one.standing for one in result.displaced}:
         return "A value lies beyond its level, but its interval does not decide."
-    if any(finding.standing == "wide" for finding in result.findings):
+    if "wide" in standings:
         return "What was measured is within its level, but an interval reaches beyond it."
     if result.unmeasured:
         return (
