@@ -19,7 +19,8 @@ PICTURE = DOCS / "images" / "calibration.svg"
 MARK = "<!-- measured -->"
 NOTE = (
     "Two numbers in a cell: lowest and highest block. \\*: checks that warn, and in how many "
-    "blocks. Least chance: of the sign tests of displaced prompts. Fitness of a random model says nothing about a trained one."
+    "blocks. Least chance: of the sign tests of displaced prompts. Fitness of a "
+    "random model says nothing about a trained one."
 )
 Result = dict[str, Any]  # of one case, see calibration.result
 
