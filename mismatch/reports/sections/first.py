@@ -123,7 +123,9 @@ def _ruled_out(report: Report) -> str:
 def _faulty(report: Report) -> bool:
     """Whether the square has a side beyond its level."""
     result = report.result("square")
-    return result is not None and any(each.standing == "beyond" for each in result.findings)
+    return result is not None and any(
+        each.standing == "beyond" for each in (*result.findings, *result.displaced)
+    )
 
 
 def _side(report: Report) -> str:
