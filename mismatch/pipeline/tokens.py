@@ -117,7 +117,9 @@ def _words(rollout: Rollout, texts: dict[int, str], special: set[int]) -> dict[s
 
 
 def _text(texts: dict[int, str], token: int) -> str:
-    return texts.get(token, f"<{token}>")
+    """What an id stands for; half a surrogate pair, which no file can hold, as U+FFFD."""
+    text = texts.get(token, f"<{token}>")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _routes(rollout: Rollout, decode: Scoring, train: Scoring) -> dict[str, Any]:
