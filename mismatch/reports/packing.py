@@ -25,12 +25,14 @@ from mismatch.types import Floats, Ints
 if TYPE_CHECKING:
     import pandas as pd
 
-BUDGET = 4_800_000  # characters: with the rest of the page at most 5 MB
+BUDGET = 4_400_000  # characters: with the rest of the page at most 5 MB
+FINE = 200_000  # tokens up to which every value has all steps of a byte; delta always
 EXACT = 1000  # tokens of largest |delta| whose values are kept as they are
 LONGEST = 60  # characters of a token that are shown
 CONTEXT = 200_000  # tokens of prompts and tool outputs, all together
 SMALLEST = {"delta": 1e-4, "left": 1e-5, "entropy": 1e-3, "reference": 1e-4, "fix": 1e-4,
             "margin": 1e-5}  # fmt: skip
+SIGNED = ("delta", "reference", "fix")
 OPTIONAL = ("layers", "fix", "entropy", "reference", "margin")  # what is missed most comes first
 Bytes = NDArray[np.uint8]
 
@@ -104,7 +106,8 @@ def _sampled(tokens: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
 def _lines(tokens: pd.DataFrame, about: dict[str, Any]) -> dict[str, str]:
     words = _Words(tokens)
     values = _columns(tokens)
-    scales = {name: _scale(name, array) for name, array in values.items()}
+    fine = len(tokens) <= FINE
+    scales = {name: _scale(name, array, fine) for name, array in values.items()}
     layers, masks = _layer_masks(tokens)
     meta = about | {
         "scales": {name: scale.round(9).tolist() for name, scale in scales.items()},
@@ -160,27 +163,30 @@ def _columns(tokens: pd.DataFrame) -> dict[str, Floats]:
     return {name: array for name, array in values.items() if array is not None}
 
 
-def _scale(name: str, values: Floats) -> Floats:
-    """What each code stands for, [256]; 0 is nearly 0, and code 128 + n is minus code n."""
+def _scale(name: str, values: Floats, fine: bool) -> Floats:
+    """What each code stands for; 0 is nearly 0. Of a signed scale the second half is negative."""
     low = SMALLEST[name]
     finite = np.abs(values[np.isfinite(values)])
     high = max(float(finite.max(initial=0.0)), 10 * low)
-    if name in ("delta", "reference", "fix"):
-        half = np.concatenate([[0.0], np.geomspace(low, high, 127)])
+    if name in SIGNED:
+        half = np.concatenate(
+            [[0.0], np.geomspace(low, high, 127 if fine or name == "delta" else 31)]
+        )
         return np.concatenate([half, -half])
-    return np.concatenate([[0.0], np.geomspace(low, high, 255)])
+    return np.concatenate([[0.0], np.geomspace(low, high, 255 if fine else 63)])
 
 
 def _codes(values: Floats, scale: Floats) -> Bytes:
     """The nearest code of every value, [A]; NaN is 0."""
     signed = scale[-1] < 0
-    levels = scale[:128] if signed else scale
+    levels = scale[: len(scale) // 2] if signed else scale
     size = np.abs(np.nan_to_num(values, nan=0.0))
     steps = len(levels) - 2
     with np.errstate(divide="ignore"):
         place = 1 + steps * np.log(size / levels[1]) / np.log(levels[-1] / levels[1])
     code = np.where(size < levels[1], 0, np.clip(np.rint(place), 1, steps + 1))
-    return np.asarray(code + (128 * (values < 0) * (code > 0) if signed else 0), np.uint8)
+    below = len(levels) * (values < 0) * (code > 0) if signed else 0
+    return np.asarray(code + below, np.uint8)
 
 
 def _sequences(tokens: pd.DataFrame) -> dict[str, list[Any]]:

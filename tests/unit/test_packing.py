@@ -13,59 +13,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch.pipeline.tokens import _arrow
+from mismatch.reports import packing
 from mismatch.reports.figures import comparable
 from mismatch.reports.html import to_html
 from mismatch.reports.packing import EXACT, LONGEST, Packed, pack
 from mismatch.reports.sections.explorer import notes, of_tokens
 from mismatch.run.secrets import redact
+from tests.explorer_fixture import many
 from tests.reports_fixture import HOSTILE, make_empty_report, make_report, make_tokens
-
-
-def many(sequences: int = 60, length: int = 100, seed: int = 0) -> pd.DataFrame:
-    """A table of version 2, without anything that repeats."""
-    rng = np.random.default_rng(seed)
-    n = sequences * length
-    left = -rng.gamma(0.4, 1.0, n)
-    delta = 0.02 * rng.standard_t(3, n)
-    flips = rng.random((n, 12)) < 0.1
-    sequence = np.repeat(np.arange(sequences), length)
-    first = np.arange(n) % length == 0
-    tops = np.where(np.arange(n) % 97 == 0, 2, 0)
-    ends = np.concatenate([[0], np.cumsum(tops)])
-    return pd.DataFrame(
-        {
-            "sequence": sequence,
-            "prompt": sequence // 4,
-            "sample": sequence % 4,
-            "position": np.tile(np.arange(length), sequences) + 3,
-            "token_id": rng.integers(0, 900, n),
-            "token": [f" t{i}" for i in rng.integers(0, 900, n)],
-            "token_class": "word",
-            "rollout_logprob": left,
-            "train_logprob": left + delta,
-            "delta": delta,
-            "entropy": rng.gamma(1.0, 0.5, n),
-            "reward": (sequence % 2).astype(float),
-            "reference_logprob": left + 0.1 * delta,
-            "fix": "a-fix",
-            "fix_logprob": left + 0.5 * delta,
-            "routing_flips": pd.array(flips.sum(axis=1), dtype="Int16"),
-            "routing_flipped_layers": _arrow(
-                2 * np.nonzero(flips)[1], np.concatenate([[0], np.cumsum(flips.sum(axis=1))])
-            ),
-            "routing_margin": rng.gamma(1, 0.1, n).astype(np.float32),
-            "context": _arrow(
-                ["What", "is", "?"] * sequences,
-                np.concatenate([[0], np.cumsum(3 * first)]),
-                "string",
-            ),
-            "top_ids": _arrow(np.arange(ends[-1]), ends),
-            "top_tokens": _arrow(["</script>", "b"] * (ends[-1] // 2), ends, "string"),
-            "top_rollout": _arrow(np.full(ends[-1], -0.5), ends),
-            "top_train": _arrow(np.full(ends[-1], -np.inf), ends),
-        }
-    )
 
 
 def unpacked(packed: Packed) -> dict[str, Any]:
@@ -79,7 +34,11 @@ def unpacked(packed: Packed) -> dict[str, Any]:
     return found
 
 
-def test_every_value_comes_back_within_its_step() -> None:
+@pytest.mark.parametrize(("fine", "step"), [(10**6, 0.06), (10, 0.25)])
+def test_every_value_comes_back_within_its_step(
+    monkeypatch: pytest.MonkeyPatch, fine: int, step: float
+) -> None:
+    monkeypatch.setattr(packing, "FINE", fine)
     table = many()
     found = unpacked(pack(table, {}))
     rows = len(table)
@@ -99,7 +58,9 @@ def test_every_value_comes_back_within_its_step() -> None:
         got = scale[found[name]]
         near = np.abs(values) >= scale[1]
         assert near.mean() > 0.5, name
-        assert np.abs(got[near] / values[near] - 1).max() < 0.06, name
+        assert np.abs(got[near] / values[near] - 1).max() < (0.06 if name == "delta" else step), (
+            name
+        )
         assert np.abs(got[~near] - values[~near]).max(initial=0) <= scale[1], name
     layers = found["meta"]["layers"]
     masks = found["layers"].reshape(-1, rows)
@@ -121,8 +82,8 @@ def test_the_worst_and_the_likeliest_are_exact() -> None:
     assert (left, right) == (-0.5, None)
     contexts = found["contexts"]
     assert contexts["at"] == list(range(0, len(table), 100))
-    assert set(contexts["of"]) == {0}  # the same prompt is kept once
-    assert [found["words"]["texts"][i] for i in contexts["texts"][0]] == ["What", "is", "?"]
+    assert set(contexts["of"]) == set(range(15))  # of a prompt's four samples it is kept once
+    assert [found["words"]["texts"][i] for i in contexts["texts"][2]] == [" q2", " is", "?"]
 
 
 def test_a_budget_takes_columns_then_whole_sequences() -> None:
@@ -159,9 +120,7 @@ def test_hostile_texts_are_harmless_and_short(text: str) -> None:
     table["token"] = pd.Series([text] * len(table), dtype=object)
     packed = pack(table, {"fix": text})
     assert re.fullmatch(r"[a-z]+ [A-Za-z0-9_-]+(\n[a-z]+ [A-Za-z0-9_-]+)*", packed.text)
-    (shown,) = set(unpacked(packed)["words"]["texts"]) - {"What", "is", "?", "</script>", "b"} or {
-        "</script>"
-    }
+    shown = unpacked(packed)["words"]["texts"][0]
     assert len(shown) <= 8 * LONGEST
     assert not set(shown) & set("\u202e\x1b\x00\ud83d\u200d")
 

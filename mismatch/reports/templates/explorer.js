@@ -260,7 +260,7 @@ async function filter() {
 // ---------------------------------------------------------------- the strips
 
 const pool = new Map();
-let list, sheet, chosen = -1, drawing = 0;
+let list, sheet, chosen = -1, drawing = 0, listWidth = 0;
 function rowOf(place) {
   const n = order[place], row = el("div", "", "strip");
   row.id = `strip-${n}`;
@@ -280,7 +280,7 @@ function rowOf(place) {
   return row;
 }
 function paint(canvas, n) {
-  const ratio = window.devicePixelRatio || 1, wide = Math.max(50, list.clientWidth - 24), high = 16;
+  const ratio = window.devicePixelRatio || 1, wide = Math.max(50, listWidth - 24), high = 16;
   canvas.width = wide * ratio;
   canvas.height = high * ratio;
   canvas.style.width = `${wide}px`;
@@ -307,8 +307,10 @@ function paint(canvas, n) {
 }
 function drawStrips(afresh = false) {
   if (afresh) { for (const row of pool.values()) row.remove(); pool.clear(); }
-  const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 2);
-  const last = Math.min(N - 1, Math.ceil((list.scrollTop + list.clientHeight) / ROW) + 2);
+  const top = list.scrollTop, height = list.clientHeight;  // read before anything is written
+  listWidth = list.clientWidth;
+  const first = Math.max(0, Math.floor(top / ROW) - 2);
+  const last = Math.min(N - 1, Math.ceil((top + height) / ROW) + 2);
   for (const [place, row] of pool) if (place < first || place > last) { row.remove(); pool.delete(place); }
   const until = performance.now() + SLICE;
   for (let place = first; place <= last; place++) {
