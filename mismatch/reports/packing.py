@@ -196,7 +196,7 @@ def _sequences(tokens: pd.DataFrame) -> dict[str, list[Any]]:
     for name, column in (("numbers", "sequence"), ("prompts", "prompt"), ("samples", "sample"),
                          ("rewards", "reward"), ("starts", "position")):  # fmt: skip
         if column in tokens:
-            first = groups[column].nth(0)
+            first = groups[column].first()
             found[name] = [None if value != value else value for value in first.tolist()]
     return found
 
@@ -233,20 +233,17 @@ class _Words:
     """Every text once, the commonest first; those of prompts and of likely outcomes too."""
 
     def __init__(self, tokens: pd.DataFrame) -> None:
-        names = tokens["token"].to_numpy(object)
-        texts, which = _factorized(names)
-        self._class_of = [""] * len(texts)
+        texts, which = _factorized(tokens["token"])
+        classes, kind = [""], np.zeros(len(tokens), np.int64)
         if "token_class" in tokens:
-            classes = tokens["token_class"].to_numpy(object)
-            first = np.zeros(len(texts), np.int64)
-            first[which[::-1]] = np.arange(len(which))[::-1]
-            self._class_of = [str(classes[row]) for row in first]
-        order = np.argsort(-np.bincount(which, minlength=len(texts)), kind="stable")
+            classes, kind = _factorized(tokens["token_class"])
+        pairs, word = np.unique(which * len(classes) + kind, return_inverse=True)
+        order = np.argsort(-np.bincount(word), kind="stable")
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order))
-        self._word = rank[which]
-        self._texts = [str(texts[i]) for i in order]
-        self._class_of = [self._class_of[i] for i in order]
+        self._word = rank[word]
+        self._texts = [texts[pair // len(classes)] for pair in pairs[order]]
+        self._class_of = [classes[pair % len(classes)] for pair in pairs[order]]
         self._index = {text: i for i, text in enumerate(self._texts)}
 
     def number(self, text: str) -> int:
@@ -296,11 +293,12 @@ def shown(text: str) -> str:
     return visible(text) if len(text) <= LONGEST else visible(text[: LONGEST - 1]) + "…"
 
 
-def _factorized(values: NDArray[Any]) -> tuple[NDArray[Any], Ints]:
+def _factorized(column: pd.Series[Any]) -> tuple[list[str], Ints]:
+    """Its texts, each once, and which of them stands in every row, [A]."""
     import pandas as pd
 
-    which, texts = pd.factorize(values)
-    return np.asarray(texts, dtype=object), np.asarray(which, np.int64)
+    which, texts = pd.factorize(column.to_numpy(object))
+    return [str(text) for text in texts], np.asarray(which, np.int64)
 
 
 def _exact(tokens: pd.DataFrame, values: dict[str, Floats], words: _Words) -> dict[str, Any]:
