@@ -16,7 +16,7 @@ from mismatch.reports.figures import comparable
 from mismatch.reports.formatting import thousands
 from mismatch.reports.section import Figure, Section
 from mismatch.reports.sections import routing
-from mismatch.reports.sections.tokens import worst_tokens
+from mismatch.reports.sections.patterns import worst_tokens
 from mismatch.reports.svg import OPACITIES
 from mismatch.reports.words import ROUTING
 from mismatch.types import Comparison, Estimate, Report

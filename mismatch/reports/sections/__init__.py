@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
     ("normal-or-not", "Is this normal?", ("headline", "normal", "two_passes", "exact", "forecast")),
-    ("place", "Where does it sit?", ("tokens", "where")),
+    ("place", "Where does it sit?", ("tokens", "patterns", "where")),
     ("why", "Why?", ("causes", "square", "explain", "engines", "budget", "beside", "kernels")),
     ("helps", "What helps?", ("fixes", "corrections", "gradients")),
-    # the token explorer: ("token-by-token", "Token by token", ("explorer",))
+    ("token-by-token", "Token by token", ("explorer",)),
     ("experts", "Expert routing", ("routing",)),
     ("unseen", "Checks, and what was not tested", ("checks",)),
     ("reproduce", "Reproduce", ("ran", "glossary")),
