@@ -79,7 +79,7 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
     Raises:
         MismatchError: see :func:`preflight`.
     """
-    from mismatch.prompts.sources import read_prompts
+    from mismatch.prompts.sources import read_prompts, require_within
 
     require_ranges(spec, spec.engine, spec.prompts, spec.sampling)
     if own_python(spec.engine) is None:
@@ -87,12 +87,25 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
     else:
         require_interpreter(spec.engine, dataset=spec.prompts.dataset is not None)
     require_a_law(spec.sampling)
-    read_prompts(spec.prompts)
+    given = [prompt for prompt in read_prompts(spec.prompts) if prompt.token_ids]
+    vocabulary = _vocabulary(spec.engine) if given else 0
+    for prompt in given if vocabulary else ():
+        require_within(prompt, prompt.token_ids or (), vocabulary)
     require_form(spec.engine)
     require_replicas(spec.engine)
     check_machine(spec.engine)
     if reach:
         require_reachable(spec.engine.model, spec.engine.revision)
+
+
+def _vocabulary(spec: EngineSpec) -> int:
+    """Rows of the model's head; 0 where its config.json is not on this machine."""
+    from mismatch.models.config import find_config
+
+    try:
+        return find_config(spec.model, spec.revision).model.vocab
+    except MismatchError:
+        return 0
 
 
 def preflight_training(
