@@ -281,7 +281,7 @@ FAULTS = (
     Fault("parameter lost in a reload", "weights", ("PrimeIntellect-ai/prime-rl#2714",),
           (*MOVED, *FUNCTION, "side-off"), "engine", (0.3, 1, 3), lost_parameter),
     Fault("experts swapped", "weights", ("NovaSky-AI/SkyRL#1680", "vllm-project/vllm#42821",
-          "vllm-project/vime#274"), (*MOVED, "experts-differ", "corrupt-route-capture"), "engine",
+          "vllm-project/vime#274"), (*MOVED, *FUNCTION, "experts-differ"), "engine",
           (1, 2, 4), swapped_experts, ("gpt-oss", "mixtral")),
     Fault("adapter scale", "weights", ("radixark/miles#2075", "UniRL/UniRL#155"),
           (*MOVED, *FUNCTION, "lora-scale", "side-off"), "engine", (1.3, 1.6, 2), adapter_scale),

@@ -39,6 +39,7 @@ from benchmarks.fault_blocks import BLOCK, measured, of_prompts  # noqa: E402
 from benchmarks.known_faults import FAULTS, Fault  # noqa: E402
 from mismatch.analysis.diagnosis.case import Case  # noqa: E402
 from mismatch.analysis.diagnosis.detector import detectors  # noqa: E402
+from mismatch.analysis.diagnosis.detectors.displacement import tellable  # noqa: E402
 from mismatch.analysis.diagnosis.ranking import Causes, diagnose  # noqa: E402
 from mismatch.analysis.registry import Measured  # noqa: E402
 from mismatch.types import Rollout, Scoring  # noqa: E402
@@ -93,8 +94,7 @@ ENGINES = (
                 ("logit-softcap", "function-differs", "temperature-semantics"), "softcap:15"),
     EngineFault("fp8-kv", ("vllm-project/vllm#54035",), ("fp8-kv", *DIFFERS), "", FP8_KV),
     EngineFault("swapped-experts", ("NovaSky-AI/SkyRL#1680", "vllm-project/vllm#42821"),
-                ("experts-differ", "weights-differ", "corrupt-route-capture"),
-                "swapped-experts:1"),
+                ("experts-differ", "weights-differ", "function-differs"), "swapped-experts:1"),
     EngineFault("head-noise", ("pytorch/torchtitan#2402",),
                 ("tied-head-stale", "weights-differ"), "head-noise:0.05"),
     EngineFault("query-scale", ("UniRL/UniRL#155",), ("lora-scale", "stale-weights", *DIFFERS),
@@ -204,6 +204,9 @@ def cell(fault: Any, strength: float, model: str, seed: int, half: str, case: Ca
     ranked = judged(case).ranked
     named = [cause.id for cause in ranked]
     lead = ranked[0] if ranked else None
+    expected = set(fault.expected)
+    if not tellable(case):  # then this is all that can be said of one side
+        expected.add("side-off")
     return {
         "fault": fault.name,
         "strength": strength,
@@ -214,7 +217,7 @@ def cell(fault: Any, strength: float, model: str, seed: int, half: str, case: Ca
         "named": named,
         "side": lead.side if lead else "",
         "alike": list(lead.alike) if lead else [],
-        "first": bool(lead and lead.id in fault.expected),
+        "first": bool(lead and lead.id in expected),
         "right side": None if not fault.side else bool(lead and lead.side == fault.side),
     }
 
@@ -242,6 +245,7 @@ class Trainer:
         from mismatch.training.score import prepare_pass, score_pass
 
         rollout: Rollout = run.rollout
+        spec = replace(spec, model=here(spec.model))
         if fault.place == "packing":
             spec = replace(spec, layout="packing")
         if fault.place == "template":
@@ -256,6 +260,13 @@ class Trainer:
             made = score_pass(self.world, loaded, rollout, Pass(name, spec))
         assert made is not None
         return replace(made, routing=None)
+
+
+def here(model: str) -> str:
+    """The model's place on this machine; a recorded run may name another checkout's."""
+    from mismatch.models import resolve_model
+
+    return model if Path(model).is_dir() else resolve_model(Path(model).name)
 
 
 def without(rollout: Rollout, count: int) -> Rollout:
