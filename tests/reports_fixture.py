@@ -77,12 +77,9 @@ def make_tokens(seed: int = 0, scale: float = 0.6, routing: bool = True) -> pd.D
             "entropy": rng.gamma(1.0, 0.4, n_tokens),
             "turn": np.ones(n_tokens, dtype=np.int64),
             "routing_flips": pd.array(flips if routing else [None] * n_tokens, dtype="Int64"),
-            "routing_flipped_layers": pd.array(
-                [", ".join(map(str, range(LAYERS - n, LAYERS))) for n in flips]
-                if routing
-                else [None] * n_tokens,
-                dtype="string",
-            ),
+            "routing_flipped_layers": [
+                list(range(LAYERS - n, LAYERS)) if routing else None for n in flips
+            ],
         }
     )
 
@@ -130,8 +127,8 @@ def metrics_of(tokens: pd.DataFrame) -> dict[str, Estimate]:
 def routed(tokens: pd.DataFrame) -> Comparison:
     """The tokens compared, with invented experts that differ in the layers that they name."""
     rollout = rollout_of(tokens, SEQUENCES // PROMPTS)
-    named = tokens["routing_flipped_layers"].fillna("").str.split(", ")
-    differs = np.array([[str(layer) in names for layer in range(LAYERS)] for names in named])
+    named = tokens["routing_flipped_layers"]
+    differs = np.array([[layer in (names or ()) for layer in range(LAYERS)] for names in named])
     sides = with_routing(rollout, tokens, *routing_pair(rollout, differs, weights=True))
     return compare(rollout, *sides[:2], sampled_by_left=True, noise=sides[2])
 

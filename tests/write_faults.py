@@ -394,15 +394,13 @@ def in_child(work: Callable[[], int]) -> int:
 def results(run: Path) -> dict[str, str]:
     """A digest of every artefact with numbers, its times left out; of the report, its judgement."""
     from mismatch.run import manifest
-    from mismatch.run.tables import read_table
+    from mismatch.run.tables import read_table, schema_of
 
     found = {}
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))
         if path.suffix == ".parquet":
-            schema = {"rollout.parquet": "rollout", "tokens.parquet": "tokens"}
-            kind = f"mismatch.{schema.get(path.name, 'scoring')}/1"
-            table, _ = read_table(path, kind, set())
+            table, _ = read_table(path, schema_of(path) or "", set())
             found[name] = digest({key: table.column(key).to_pylist() for key in table.column_names})
         elif path.suffix == ".safetensors":
             found[name] = arrays(path)

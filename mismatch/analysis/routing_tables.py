@@ -24,7 +24,7 @@ from mismatch.metrics.routing_pairs import (
     other_rows,
     pair_routing,
 )
-from mismatch.types import Bools, Estimate, Floats, Pair, Rollout, Routing, Scoring
+from mismatch.types import Estimate, Floats, Ints, Pair, Rollout, Routing, Scoring
 
 FLIP_EDGES = (0, 1, 2, 3, 4, 8, 16, 32)  # flipped layers of a token, from
 MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)  # times the router's noise, from
@@ -283,24 +283,14 @@ def _expert_intervals(
     return group_means(stacked, np.tile(tokens[:, None], stacked.shape[1]), REAL)
 
 
-def flipped_layers(routes: PairedRouting) -> list[str]:
-    """The layers whose sets of experts differ, per token, as text: "" or "0, 3, 5-7"."""
-    packed = np.packbits(routes.differs, axis=1)
-    patterns, which = np.unique(packed, axis=0, return_inverse=True)
-    rows = np.unpackbits(patterns, axis=1, count=len(routes.layers)).astype(bool)
-    texts = [_ranges(routes.layers, row) for row in rows]
-    return [texts[index] for index in which.ravel()]
+def flipped_layers(routes: PairedRouting) -> tuple[Ints, Ints]:
+    """Numbers of the layers whose sets of experts differ, [F], and each token's offsets, [R + 1].
 
-
-def _ranges(layers: tuple[int, ...], marked: Bools) -> str:
-    """Marked layers, consecutive numbers joined: "0, 3, 5-7"."""
-    parts: list[list[int]] = []
-    for column in np.flatnonzero(marked):
-        if parts and parts[-1][1] == layers[column] - 1:
-            parts[-1][1] = layers[column]
-        else:
-            parts.append([layers[column], layers[column]])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    Token r flips in layers ``[offsets[r], offsets[r + 1])``, ascending.
+    """
+    _, columns = np.nonzero(routes.differs)
+    offsets = np.concatenate([[0], np.cumsum(routes.flips)])
+    return np.array(routes.layers, np.int64)[columns], offsets
 
 
 def _span(edges: tuple[int, ...], index: int) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch import __version__
-from mismatch.analysis.comparison import compare, is_sampling_law, paired_routing
+from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
 from mismatch.analysis.diagnosis.passes import by_finiteness, not_finite, pass_checks
 from mismatch.analysis.diagnosis.routes import routing_checks
@@ -18,7 +18,6 @@ from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
 from mismatch.analysis.levels import column_for, judge, require_applied, verdict
 from mismatch.analysis.registry import Measured, analyses
-from mismatch.analysis.routing_tables import flipped_layers
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
@@ -26,6 +25,7 @@ from mismatch.experiments.kernels import of_run
 from mismatch.experiments.passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
+from mismatch.pipeline.tokens import token_table
 from mismatch.processes.stages import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
 from mismatch.run.manifest import damage_named
@@ -197,7 +197,8 @@ def compare_artefacts(
         texts = store.load_vocabulary(run_dir)
         pairs = compare_all(found, spec.seed, texts) if _sound(checks) else ([], [])
         document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(*pairs)}
-        tokens = token_table(run_dir, found.rollout, found.decode, found.train)
+        reference = found.scorings.get(REFERENCE)
+        tokens = token_table(run_dir, found.rollout, found.decode, found.train, reference)
         entry: dict[str, Any] = {"made_by": made_by, "inputs": inputs}
         store.save_tokens(run_dir, tokens, **entry)
         store.save_document(run_dir, COMPARISON, document, schema=COMPARISON_SCHEMA, **entry)
@@ -256,39 +257,6 @@ def noise_floor(
         for left, right in pairs
         if not not_finite(left) and not not_finite(right)
     ]
-
-
-def token_table(run_dir: Path, rollout: Rollout, decode: Scoring, train: Scoring) -> pd.DataFrame:
-    """One row per action token: sequence, position, ids and text, both logprobs, flips."""
-    import pandas as pd
-
-    actions = rollout.actions
-    sequence = rollout.sequence_of_token[actions]
-    texts = store.load_vocabulary(run_dir)
-    frame = pd.DataFrame(
-        {
-            "sequence": sequence,
-            "position": actions - rollout.offsets[sequence],
-            "token_id": rollout.token_ids[actions],
-            "token": [texts.get(int(i), f"<{i}>") for i in rollout.token_ids[actions]],
-        }
-    )
-    if len(decode.logprobs) == len(train.logprobs) == len(actions):
-        frame["rollout_logprob"] = decode.logprobs
-        frame["train_logprob"] = train.logprobs
-        frame["delta"] = train.logprobs - decode.logprobs
-        frame["entropy"] = np.nan if train.entropy is None else train.entropy
-    else:  # the check same-token-ids has failed: nothing can be paired
-        for name in ("rollout_logprob", "train_logprob", "delta", "entropy"):
-            frame[name] = np.nan
-    frame["turn"] = rollout.turn[actions]
-    frame["routing_flips"] = pd.array([pd.NA] * len(frame), dtype="Int16")
-    frame["routing_flipped_layers"] = pd.array([pd.NA] * len(frame), dtype="string")
-    routes = paired_routing(rollout, decode, train)
-    if routes is not None:
-        frame["routing_flips"] = pd.array(routes.flips, dtype="Int16")
-        frame["routing_flipped_layers"] = pd.array(flipped_layers(routes), dtype="string")
-    return frame
 
 
 def not_tested(

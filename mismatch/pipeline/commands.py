@@ -186,6 +186,7 @@ def conclude(
     from mismatch.experiments.fixes.results import with_fixes
     from mismatch.pipeline.build import build_report
     from mismatch.pipeline.explain import with_explanation
+    from mismatch.pipeline.tokens import record_best_fix
 
     with stages.timed("compare", "compare: metrics with intervals"):
         report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
@@ -194,6 +195,7 @@ def conclude(
 
             report = with_engines(report, stages.run_dir, stages.spec, thresholds)
         report = with_fixes(report, stages.run_dir, stages.spec, thresholds)
+        tokens = record_best_fix(stages.run_dir, report, tokens)
         report = with_explanation(report, stages.run_dir, stages.spec)
     stages.journal.save()
     report.run.update(journal_facts(stages.journal))

@@ -14,7 +14,8 @@ from mismatch.analysis.diagnosis.semantics import input_checks
 from mismatch.analysis.growth import forecast_of
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
-from mismatch.pipeline.build import facts, token_table
+from mismatch.pipeline.build import facts
+from mismatch.pipeline.tokens import token_table
 from mismatch.run import store
 from mismatch.run.directory import load_spec
 from mismatch.types import Pair, Report, Rollout

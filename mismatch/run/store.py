@@ -12,7 +12,7 @@ A run directory holds::
     dists/<name>.safetensors  whole distributions at a sample of positions
     gradients/                what --gradients took, see mismatch/experiments/gradients/files.py
     comparison.json           two scorings side by side, every metric with its interval
-    tokens.parquet            one row per action token: both logprobs side by side
+    tokens.parquet            one row per action token: all that was measured about it
     report.json, report.html, report.md
     kernels.json              what `mismatch kernels --run` found
     jobs/, logs/, errors/     what the child processes were asked and said
@@ -36,6 +36,7 @@ from mismatch.run.provenance import checkpoint_digest, numeric_versions
 from mismatch.run.secrets import redact
 from mismatch.run.tables import (
     flat,
+    layers_of,
     missing_fix,
     plain,
     ragged,
@@ -43,6 +44,7 @@ from mismatch.run.tables import (
     read_table,
     require_file,
     require_schema,
+    schema_of,
     write_table,
 )
 from mismatch.specs import RolloutSpec, spec_hash, to_dict
@@ -58,7 +60,8 @@ if TYPE_CHECKING:
 ROLLOUT_SCHEMA = "mismatch.rollout/1"
 SCORING_SCHEMA = "mismatch.scoring/1"
 ROUTING_SCHEMA = "mismatch.routing/1"
-TOKENS_SCHEMA = "mismatch.tokens/1"
+TOKENS_SCHEMA = "mismatch.tokens/2"
+TOKENS_BEFORE = "mismatch.tokens/1"  # fewer columns, flipped layers as text
 VOCABULARY_SCHEMA = "mismatch.vocabulary/1"
 REQUIRED_COLUMNS = {
     ROLLOUT_SCHEMA: {"token_ids", "action_mask", "turn", "prompt_index", "finish_reason"},
@@ -338,8 +341,18 @@ def save_tokens(run_dir: Path | str, frame: pd.DataFrame, **entry: Any) -> Path:
 
 @readable(TOKENS)
 def load_tokens(run_dir: Path | str) -> pd.DataFrame:
+    """Read ``tokens.parquet``, of this version or of the one before; lists are Arrow lists."""
+    import pandas as pd
+    import pyarrow as pa
+
     manifest.verify(run_dir, TOKENS)
     path = Path(run_dir) / TOKENS
-    table, _ = read_table(path, TOKENS_SCHEMA, REQUIRED_COLUMNS[TOKENS_SCHEMA])
-    frame: pd.DataFrame = table.to_pandas()
+    schema = TOKENS_BEFORE if schema_of(path) == TOKENS_BEFORE else TOKENS_SCHEMA
+    table, _ = read_table(path, schema, REQUIRED_COLUMNS[TOKENS_SCHEMA])
+    if schema == TOKENS_BEFORE and "routing_flipped_layers" in table.column_names:
+        place = table.column_names.index("routing_flipped_layers")
+        table = table.set_column(place, "routing_flipped_layers", layers_of(table.column(place)))
+    frame: pd.DataFrame = table.to_pandas(
+        types_mapper=lambda kind: pd.ArrowDtype(kind) if pa.types.is_large_list(kind) else None
+    )
     return frame

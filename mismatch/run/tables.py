@@ -76,12 +76,39 @@ def read_header(path: Path, schema: str) -> dict[str, Any]:
     """
     import pyarrow.parquet as pq
 
+    require_schema(path, schema_of(path), schema)
+    with _parquet(path):
+        metadata = pq.read_schema(path).metadata
+    header: dict[str, Any] = json.loads(metadata[b"header"])
+    return header
+
+
+def schema_of(path: Path) -> str | None:
+    """The schema that a file says it has, None where it says none.
+
+    Raises:
+        MismatchError: absent, truncated or foreign.
+    """
+    import pyarrow.parquet as pq
+
     require_file(path)
     with _parquet(path):
         metadata = pq.read_schema(path).metadata or {}
-    require_schema(path, metadata.get(b"schema", b"").decode() or None, schema)
-    header: dict[str, Any] = json.loads(metadata[b"header"])
-    return header
+    return metadata.get(b"schema", b"").decode() or None
+
+
+def layers_of(texts: pa.ChunkedArray) -> pa.Array:
+    """Runs of layers as text, ``0, 3, 5-7``, as lists of their numbers; null stays null."""
+    import pyarrow as pa
+
+    unique = {text: _numbers(text) for text in texts.unique().to_pylist() if text is not None}
+    rows = [None if text is None else unique[text] for text in texts.to_pylist()]
+    return pa.array(rows, pa.large_list(pa.int16()))
+
+
+def _numbers(text: str) -> list[int]:
+    ends = [[int(end) for end in part.split("-")] for part in text.split(", ") if part]
+    return [layer for run in ends for layer in range(run[0], run[-1] + 1)]
 
 
 @contextmanager

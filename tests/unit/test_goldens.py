@@ -26,6 +26,7 @@ from mismatch.pipeline.document import comparisons_to_json, report_from_json, re
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report
+from mismatch.run import store
 from mismatch.specs import CheckSpec, from_dict, spec_hash
 from mismatch.types import Report
 from tests import reports_fixture as made
@@ -44,7 +45,7 @@ Made = tuple[Report, pd.DataFrame]
 def _example(name: str) -> Made:
     place = ROOT / "examples" / name
     document = json.loads((place / "report.json").read_text())
-    return report_from_json(document), pd.read_parquet(place / "tokens.parquet")
+    return report_from_json(document), store.load_tokens(place)
 
 
 def _healthy() -> Made:

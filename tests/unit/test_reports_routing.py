@@ -220,14 +220,14 @@ def test_worst_tokens_name_their_layers() -> None:
     tokens = comparable(make_tokens())
 
     def named(layers: object) -> list[str]:
-        first = worst_tokens(tokens.assign(routing_flipped_layers=layers)).tables[0].cells()[0]
+        table = tokens.assign(routing_flipped_layers=[layers] * len(tokens))
+        first = worst_tokens(table).tables[0].cells()[0]
         return [cell.note for cell in first if cell.note.startswith("layer")]
 
-    assert named("0, 3, 5-7") == ["layers 0, 3, 5–7"]
-    assert named("12") == ["layer 12"]
-    many = ", ".join(str(n) for n in range(0, 60, 2))
-    assert named(many) == ["layers 0, 2, 4, 6, 8, 10 …"]
-    assert named("") == named(pd.NA) == []
+    assert named([0, 3, 5, 6, 7]) == ["layers 0, 3, 5–7"]
+    assert named([12]) == ["layer 12"]
+    assert named(list(range(0, 60, 2))) == ["layers 0, 2, 4, 6, 8, 10 …"]
+    assert named([]) == named(pd.NA) == named(None) == []
     bare = worst_tokens(tokens.drop(columns="routing_flipped_layers")).tables[0].cells()[0]
     assert not [cell for cell in bare if cell.note.startswith("layer")]
 

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from mismatch.captures import Distributions
 from mismatch.engines.artefacts import (
     build_rollout,
     decode_fingerprint,
@@ -40,9 +41,10 @@ from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import resume, store
 from mismatch.run.messages import leave, report_ready, report_timing, say, write_error
 from mismatch.specs import RolloutSpec, from_dict, spec_hash
-from mismatch.types import Rollout, Scoring
+from mismatch.types import Ints, Rollout, Scoring
 
 NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
+LIKELY = 8  # outcomes of a position whose texts are kept
 LOG_DELAY_S = 1.0  # for the lines on their way to the log
 PROGRESS_INTERVAL_S = 0.5
 REASONS = {"distributions": "exact KL: it gives no whole distributions"}  # where it gives no other
@@ -193,7 +195,8 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     decode = decode_scoring(engine, samples, rollout, fingerprint)
     if watching is not None:
         decode = with_distributions(watching, decode, rollout, ready.info.vocab_size)
-    texts = token_texts(ready.tokenizer, np.unique(rollout.token_ids).tolist())
+    ids = np.union1d(rollout.token_ids, likely_ids(decode.distributions))
+    texts = token_texts(ready.tokenizer, ids.tolist())
     store.save_rollout(run_dir, rollout, made_by=spec)
     store.save_vocabulary(run_dir, texts)
     if ready.capabilities.routed_experts:
@@ -266,6 +269,16 @@ def keep_without_routes(
         f"{error.fix}; tokens and logprobs are kept, to go on without routes: "
         f"mismatch score {run_dir}, then mismatch compare {run_dir}",
     )
+
+
+def likely_ids(distributions: Distributions | None) -> Ints:
+    """What the engine thought likeliest at the positions whose distribution is kept: sorted ids."""
+    if distributions is None:
+        return np.zeros(0, np.int64)
+    columns = np.argsort(-distributions.logprobs, axis=1)[:, :LIKELY]
+    if distributions.ids is not None:
+        columns = np.take_along_axis(distributions.ids, columns, axis=1)
+    return np.unique(columns)
 
 
 def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,16 +110,18 @@ def _factor(size: float) -> str:
 
 
 def _layers(flipped: object) -> str:
-    """The layers that chose other experts, in words; cut short where there are many.
+    """The layers that chose other experts, in words; cut short where there are many runs of them.
 
-    >>> _layers("0, 3, 5-7"), _layers("4"), _layers("")
+    >>> _layers([0, 3, 5, 6, 7]), _layers([4]), _layers([])
     ('layers 0, 3, 5–7', 'layer 4', '')
     """
-    if _is_missing(flipped) or not flipped:  # runs of earlier versions do not name them
-        return ""
-    parts = str(flipped).replace("-", "–").split(", ")
+    if not isinstance(flipped, Sequence | np.ndarray) or len(flipped) == 0:
+        return ""  # null without routes; runs of earlier versions do not name them
+    layers = np.asarray(flipped)
+    runs = np.split(layers, np.flatnonzero(np.diff(layers) > 1) + 1)
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
     more = " …" if len(parts) > MOST_LAYERS else ""
-    noun = "layer" if len(parts) == 1 and parts[0].isdigit() else "layers"
+    noun = "layer" if len(layers) == 1 else "layers"
     return f"{noun} {', '.join(parts[:MOST_LAYERS])}{more}"
 
 

@@ -1,0 +1,187 @@
+"""The tokens table: every action token of a run, with all that was measured about it.
+
+Lists are Arrow lists, so that a million of them are two flat arrays and not a million objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mismatch.analysis.comparison import paired_routing
+from mismatch.analysis.routing_tables import flipped_layers
+from mismatch.analysis.token_classes import special_ids, token_class
+from mismatch.captures import why_incomparable
+from mismatch.run import manifest, store
+from mismatch.types import Floats, Ints, Report, Rollout, Scoring
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+LIKELIEST = 5  # outcomes of either side that are kept where both give their distribution
+PAIRED = ("rollout_logprob", "train_logprob", "delta", "entropy")
+
+
+def token_table(
+    run_dir: Path,
+    rollout: Rollout,
+    decode: Scoring,
+    train: Scoring,
+    reference: Scoring | None = None,
+) -> pd.DataFrame:
+    """One row per action token, [A]; docs/report-json.md lists the columns.
+
+    Args:
+        run_dir: whose vocabulary holds the tokens' texts.
+        reference: the trainer in float32.
+    """
+    import pandas as pd
+
+    texts = store.load_vocabulary(run_dir)
+    frame = pd.DataFrame(_places(rollout) | _words(rollout, texts, special_ids(decode.fingerprint)))
+    if len(decode.logprobs) == len(train.logprobs) == len(frame):
+        frame["rollout_logprob"] = decode.logprobs
+        frame["train_logprob"] = train.logprobs
+        frame["delta"] = train.logprobs - decode.logprobs
+        frame["entropy"] = np.nan if train.entropy is None else train.entropy
+    else:  # the check same-token-ids has failed: nothing can be paired
+        for name in PAIRED:
+            frame[name] = np.nan
+    if reference is not None and len(reference.logprobs) == len(frame):
+        frame["reference_logprob"] = reference.logprobs
+    return frame.assign(
+        **_routes(rollout, decode, train),
+        context=_arrow(*_contexts(rollout, texts), "string"),
+        **_likeliest(decode, train, texts, len(frame)),
+    )
+
+
+def record_best_fix(run_dir: Path, report: Report, tokens: pd.DataFrame) -> pd.DataFrame:
+    """The table with the log-probabilities of the best fix that kept the tokens, and saved so.
+
+    A fix of the engine samples tokens of its own, which have no row here.
+    """
+    table = report.result("fixes")
+    names = [] if table is None else [row.id for row in table.outcomes if row.outcome == "better"]
+    held = set(store.scoring_names(run_dir)) if names else set()
+    name = next((name for name in names if f"{store.FIX_PREFIX}{name}" in held), None)
+    if name is None:
+        return tokens
+    logprobs = store.load_scoring(run_dir, f"{store.FIX_PREFIX}{name}").logprobs
+    if len(logprobs) != len(tokens):
+        return tokens
+    tokens = tokens.assign(fix=name, fix_logprob=logprobs)
+    entry = manifest.entries(run_dir).get(store.TOKENS, {})
+    kept = {key: entry[key] for key in ("made_by", "inputs") if key in entry}
+    store.save_tokens(run_dir, tokens, **kept)
+    return tokens
+
+
+def _places(rollout: Rollout) -> dict[str, Any]:
+    """Where each token stands, and the reward of its sequence."""
+    actions = rollout.actions
+    sequence = rollout.sequence_of_token[actions]
+    place = {
+        "sequence": sequence,
+        "prompt": rollout.prompt_index[sequence],
+        "sample": _sample_index(rollout.prompt_index)[sequence],
+        "position": actions - rollout.offsets[sequence],
+        "turn": rollout.turn[actions],
+    }
+    return place if rollout.rewards is None else place | {"reward": rollout.rewards[sequence]}
+
+
+def _sample_index(prompts: Ints) -> Ints:
+    """Which of its prompt's samples each sequence is, from 0, [N]."""
+    order = np.argsort(prompts, kind="stable")
+    starts = np.flatnonzero(np.diff(prompts[order], prepend=prompts[order][0] - 1))
+    ranks = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    index = np.empty(len(order), np.int64)
+    index[order] = ranks
+    return index
+
+
+def _words(rollout: Rollout, texts: dict[int, str], special: set[int]) -> dict[str, Any]:
+    ids, which = np.unique(rollout.token_ids[rollout.actions], return_inverse=True)
+    names = np.array([_text(texts, int(i)) for i in ids] or [""], dtype=object)
+    classes = [token_class(texts.get(int(i)), int(i) in special) for i in ids]
+    return {
+        "token_id": ids[which],
+        "token": names[which],
+        "token_class": np.array(classes or [""], dtype=object)[which],
+    }
+
+
+def _text(texts: dict[int, str], token: int) -> str:
+    return texts.get(token, f"<{token}>")
+
+
+def _routes(rollout: Rollout, decode: Scoring, train: Scoring) -> dict[str, Any]:
+    """Flipped layers of each token, and its smallest gap between a chosen and a rejected expert."""
+    import pandas as pd
+
+    nothing = pd.array([pd.NA] * rollout.n_actions, dtype="Int16")
+    routes = paired_routing(rollout, decode, train)
+    if routes is None:
+        return {"routing_flips": nothing}
+    layers, offsets = flipped_layers(routes)
+    found: dict[str, Any] = {
+        "routing_flips": pd.array(routes.flips, dtype="Int16"),
+        "routing_flipped_layers": _arrow(layers.astype(np.int16), offsets),
+    }
+    margin = routes.arrays.get("margin")
+    if margin is not None:
+        found["routing_margin"] = margin.min(axis=1)
+    return found
+
+
+def _contexts(rollout: Rollout, texts: dict[int, str]) -> tuple[Any, Ints]:
+    """Texts of the tokens between the action before and each action, and offsets [A + 1]."""
+    actions = rollout.actions
+    sequence = rollout.sequence_of_token[actions]
+    first = rollout.offsets[sequence]
+    start = np.maximum(np.concatenate([[0], actions[:-1] + 1]), first)
+    offsets = np.concatenate([[0], np.cumsum(actions - start)])
+    given = np.flatnonzero(~rollout.action_mask)
+    last = np.maximum.reduceat(np.where(rollout.action_mask, np.arange(len(rollout.token_ids)), -1),
+                               rollout.offsets[:-1])  # fmt: skip
+    given = given[given < last[rollout.sequence_of_token[given]]]
+    return [_text(texts, int(i)) for i in rollout.token_ids[given]], offsets
+
+
+def _likeliest(decode: Scoring, train: Scoring, texts: dict[int, str], size: int) -> dict[str, Any]:
+    """What either side thinks likeliest where both give their distribution, else nothing."""
+    left, right = decode.distributions, train.distributions
+    if left is None or right is None or why_incomparable(left, right):
+        return {}
+    rows: list[tuple[Ints, Floats, Floats]] = []
+    for index in range(len(left.positions)):
+        sides = left.logprobs[index], right.logprobs[index]
+        columns = np.unique(np.concatenate([np.argsort(-side)[:LIKELIEST] for side in sides]))
+        columns = columns[np.argsort(-sides[0][columns], kind="stable")]
+        ids = columns if left.ids is None else left.ids[index][columns]
+        rows.append((ids, sides[0][columns], sides[1][columns]))
+    counts = np.zeros(size, np.int64)
+    counts[left.positions] = [len(ids) for ids, _, _ in rows]
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    ids, first, second = (np.concatenate(parts) for parts in zip(*rows, strict=True))
+    return {
+        "top_ids": _arrow(ids, offsets),
+        "top_tokens": _arrow([_text(texts, int(i)) for i in ids], offsets, "string"),
+        "top_rollout": _arrow(first, offsets),
+        "top_train": _arrow(second, offsets),
+    }
+
+
+def _arrow(values: Sequence[Any] | np.ndarray, offsets: Ints, kind: str | None = None) -> Any:
+    """Flat values as a pandas column of Arrow lists, [len(offsets) - 1]."""
+    import pandas as pd
+    import pyarrow as pa
+
+    flat: pa.Array = pa.array(values, None if kind is None else pa.type_for_alias(kind))
+    lists = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), flat)
+    return pd.array(lists, dtype=pd.ArrowDtype(lists.type))
