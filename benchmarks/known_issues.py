@@ -1,6 +1,6 @@
 """Known issues of the field, planted: is the cause named first, and the side right?
 
-    python benchmarks/known_issues.py DIR [--engines] [--write]
+    python benchmarks/known_issues.py DIR [--engines] [--calibration DIR] [--write]
 
 Clean runs of `mismatch check` (vLLM or transformers against FSDP2) lie in DIR/runs/clean-*; those
 that are missing are made. Faults of a trainer are planted in the model that FSDP2 has loaded (a
@@ -12,7 +12,8 @@ been measured is not measured again.
 
 Cells are cut in two halves by the sum of their places in the lists of strengths, models and seeds:
 detectors are tuned on the even half and reported on the odd one. `--write` writes
-docs/known-issues.md from what DIR holds.
+docs/known-issues.md from what DIR holds. `--calibration` adds the clean runs that levels were set
+on, each cut into disjoint blocks, to those in which nothing may be named.
 """
 
 from __future__ import annotations
@@ -155,6 +156,13 @@ def clean_runs(home: Path, make: bool) -> dict[str, Path]:
         if (place / "report.json").is_file():
             places[name] = place
     return places
+
+
+def calibration_runs(place: Path) -> dict[str, Path]:
+    """Clean runs of benchmarks/calibration.py that are complete."""
+    found = {f"calibration {p.name}": p for p in sorted(place.iterdir())
+             if (p / "scores" / "fsdp.parquet").is_file()}  # fmt: skip
+    return {name: p for name, p in found.items() if not p.name.startswith("fault-")}
 
 
 def blocks(run: Measured, drawn: int = 0) -> list[Measured]:
@@ -414,7 +422,7 @@ def pair_cells(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[di
     held = blocks(whole)
     for n, (first, second) in enumerate(PAIRS):
         one, other = by_name[first], by_name[second]
-        for s in (1, 2):
+        for s in (0, 1, 2):
             key = f"{other.name}/{s}/gpt-oss/0"
             if f"pair/{n}/{s}" in done or not stored(home, key).is_file():
                 continue
@@ -492,6 +500,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--engines", action="store_true", help="make the runs that are missing")
     parser.add_argument("--drawn", type=int, default=24, help="blocks drawn from each clean run")
+    parser.add_argument("--calibration", type=Path, help="clean runs of benchmarks/calibration.py")
     parser.add_argument("--again", action="store_true", help="judge all cells again")
     parser.add_argument("--stored", action="store_true", help="score nothing anew")
     parser.add_argument("--write", action="store_true", help="write docs/known-issues.md")
@@ -504,13 +513,14 @@ def main() -> None:
     cells = [json.loads(line) for line in results.open()] if results.is_file() else []
     done = {one["key"] for one in cells}
     runs = clean_runs(home, options.engines)
+    clean = runs | (calibration_runs(options.calibration) if options.calibration else {})
     if options.engines:
         for fault in ENGINES:
             flags = ("--num-prompts", str(BLOCK), *fault.flags)
             check(home, fault.name, "tiny-gpt-oss", flags, fault.plant)
     for source in (
         engine_cells(home, done),
-        clean_cells(runs, done, options.drawn),
+        clean_cells(clean, done, options.drawn),
         planted(home, runs, done, not options.stored),
         pair_cells(home, runs, done),
     ):

@@ -527,3 +527,15 @@ def test_what_the_data_cannot_tell_apart_is_a_side_that_is_off() -> None:
     leading = first(made.case())
     assert (leading.id, leading.side) == ("side-off", "trainer")
     assert {"stale-weights", "rope-config"} <= set(leading.alike)
+
+
+def test_a_decode_that_flipped_in_a_few_prompts_is_no_path_of_its_own() -> None:
+    case = healthy(6)
+    for rows, named in ((case.prompt < 4, []), (case.prompt % 2 == 0, ["decode-vs-prefill"])):
+        rng = np.random.default_rng(6)
+        left = case.left + rows * rng.uniform(-0.4, 0.4, len(case.left))
+        prefill = Scoring("vllm:prefill", case.engine.token_ids, case.right.copy(), {})
+        others = {**case.others, "vllm:prefill": prefill}
+        moved = changed(replace(case, others=others), np.minimum(left, -1e-6))
+        ids = [cause.id for cause in causes(moved).ranked]
+        assert [id for id in ids if id == "decode-vs-prefill"] == named
