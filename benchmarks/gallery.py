@@ -74,7 +74,7 @@ def cases(home: Path) -> tuple[Case, dict[str, tuple[Case, str, tuple[str, ...]]
         strength = fault.strengths[SIZE]
         if fault.place == "recorded":
             rng = np.random.default_rng([SIZE, 0, 0])
-            case = issues.undeclared(run, fault.plant(clean, strength, rng))
+            case = fault.plant(clean, strength, rng)
         elif issues.stored(home, key).is_file():
             case = issues.undeclared(
                 issues.with_fault(home, None, run, spec.train, fault, strength, key)

@@ -55,13 +55,13 @@ PLACES = {
     "weights": "in the weights that FSDP2 loaded, both dtypes: the engine's are older",
     "packing": "in the packing of FSDP2's pass",
     "template": "in the prompts that FSDP2 scored",
-    "engine": "in vLLM",
+    "engine": "in vLLM, or in SGLang where the name says so",
 }
 
 
 @dataclass(frozen=True)
 class EngineFault:
-    """One run of `mismatch check` with a fault in vLLM.
+    """One run of `mismatch check` with a fault in an engine.
 
     Attributes:
         plant: as ``PLANTED_FAULT`` has it; "": the flags are the fault.
@@ -110,6 +110,12 @@ ENGINES = (
                 ("--attention", "no-sinks"), "trainer"),
     EngineFault("raw-and-fp8-kv", (), ("temperature-semantics",), "", RAW + FP8_KV,
                 second=("fp8-kv", *DIFFERS), half="tuning"),
+    EngineFault("sglang-no-sinks", ("volcengine/verl#3794",),
+                ("attention-sinks", "function-differs", "first-token"), "",
+                ("--engine", "sglang", "--attention", "no-sinks"), "trainer"),
+    EngineFault("sglang-top-k-20", ("huggingface/trl#6789", "NVIDIA-NeMo/RL#3497"),
+                ("sampling-truncation", "implicit-generation-config"), "",
+                ("--engine", "sglang", "--top-k", "20")),
 )  # fmt: skip
 CLEAN = {
     "gpt-oss": ("tiny-gpt-oss", ("--num-prompts", "512")),
@@ -179,7 +185,7 @@ def blocks(run: Measured, drawn: int = 0) -> list[Measured]:
 # ---------------------------------------------------------------- what the detectors say
 
 
-def undeclared(run: Measured, case: Case | None = None) -> Case:
+def undeclared(run: Measured) -> Case:
     """The case of a run with nothing stated by either side but its dtype.
 
     The trainer's log-probabilities at T = 1 stay: they are measured, not declared.
@@ -189,8 +195,7 @@ def undeclared(run: Measured, case: Case | None = None) -> Case:
         for name, scoring in run.usable.items()
         if name not in (run.decode.name, run.train.name)
     }
-    found = Case.of(run.rollout, _bare(run.decode), _bare(run.train), others)
-    return found if case is None else replace(found, left=case.left, right=case.right)
+    return Case.of(run.rollout, _bare(run.decode), _bare(run.train), others)
 
 
 def _bare(scoring: Scoring) -> Scoring:
@@ -353,7 +358,7 @@ def planted(home: Path, runs: dict[str, Path], done: set[str], make: bool) -> It
                     run = held[(2 * s + seed) % len(held)]
                     if fault.place == "recorded":
                         rng = np.random.default_rng([s, m, seed])
-                        case = undeclared(run, fault.plant(undeclared(run), strength, rng))
+                        case = fault.plant(undeclared(run), strength, rng)
                     else:
                         if trainer is None and not stored(home, key).is_file():
                             trainer = Trainer()
@@ -430,7 +435,7 @@ def pair_cells(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[di
             # The scoring is there already: no trainer is started.
             run = with_fault(home, None, run, spec.train, other, other.strengths[s], key)
             rng = np.random.default_rng(n)
-            case = undeclared(run, one.plant(undeclared(run), one.strengths[s], rng))
+            case = one.plant(undeclared(run), one.strengths[s], rng)
             named = [cause.id for cause in judged(case).ranked]
             both = set(named[:3]) & set(one.expected) and set(named[:3]) & set(other.expected)
             yield {"key": f"pair/{n}/{s}", "faults": [first, second], "named": named,
