@@ -135,6 +135,8 @@ class EngineSpec:
         python: interpreter that the engine's process runs under; None: this one.
         weights: the form in which the experts are served, see mismatch/models/derived.py.
         env: environment variables of the engine's process, (name, value) pairs.
+        data_parallel_size: None: by doctor.fit.placed, which also chooses the tensor parallel size
+            where the model needs several GPUs; one replica where nobody asks that.
         servers: addresses of running servers that sample, for the engine "server".
     """
 
@@ -150,6 +152,10 @@ class EngineSpec:
     revision: Annotated[str | None, Flag(MODEL, "Revision of a hub model.")] = None
     dtype: Annotated[Dtype, Flag(ENGINE, "Of the engine.")] = "bf16"
     tensor_parallel_size: Annotated[int, Flag(ENGINE, range=RANKS)] = 1
+    data_parallel_size: Annotated[
+        int | None,
+        Flag(ENGINE, "Replicas that share the requests; default: as the GPUs allow.", range=RANKS),
+    ] = None
     max_model_len: Annotated[int | None, Flag(ENGINE, range=Range(2, MANY))] = None
     gpu_memory_utilization: Annotated[float | None, Flag(ENGINE, range=SHARE)] = None
     args: Annotated[
@@ -453,6 +459,13 @@ class CheckSpec:
         ),
     ] = False
     other_engine: EngineSpec | None = None
+    overlap: Annotated[
+        bool | None,
+        Flag(
+            TRAIN,
+            "Score while the engine rescores; default: where both have GPUs of their own.",
+        ),
+    ] = None
     gradients: Annotated[
         bool,
         Flag(
@@ -518,11 +531,14 @@ def load_key(spec: TrainSpec) -> tuple[Any, ...]:
     return (*weights_key(spec), spec.attention, spec.autocast, spec.experts)
 
 
-PLACES = ("servers", "served_model", "server_concurrency", "server_timeout_s")
+PLACES = (
+    *("servers", "served_model", "server_concurrency", "server_timeout_s"),
+    *("data_parallel_size", "overlap"),
+)
 
 
 def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
-    """A spec's data without the places of servers."""
+    """A spec's data without where it runs, which changes no number."""
     return {
         name: _anywhere(value) if isinstance(value, dict) else value
         for name, value in data.items()
@@ -531,10 +547,11 @@ def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def spec_hash(spec: Any) -> str:
-    """Twelve hex digits that change whenever anything in the spec does, but where servers are.
+    """Twelve hex digits that change whenever anything in the spec does, but the place.
 
     A run may go on with servers at other addresses: that they are the same otherwise is asked of
-    the servers, see mismatch/engines/servers.
+    the servers, see mismatch/engines/servers. Requests keep their seeds whichever replica they go
+    to, and passes do not depend on what runs beside them.
     """
     import hashlib
     import json

@@ -75,7 +75,8 @@ ENGINE_FLAGS = (
         ENGINE,
         "The same for SGLang; default: .venv-sglang beside this environment.",
     ),
-    *flags_of(EngineSpec, "dtype tensor_parallel_size max_model_len gpu_memory_utilization"),
+    *flags_of(EngineSpec, "dtype tensor_parallel_size data_parallel_size max_model_len"),
+    *flags_of(EngineSpec, "gpu_memory_utilization"),
     *flags_of(EngineSpec, "args weights prefill"),
     *flags_of(RolloutSpec),
 )
@@ -122,6 +123,7 @@ NAME_FLAGS = (
     ),
     Option("details", bool, OUTPUT, "Print every analysis in full.", default=False, switch=True),
 )
+OVERLAP = flags_of(CheckSpec, "overlap")
 FORECAST = flags_of(CheckSpec, "forecast_length")
 FAIL_ON = Option(
     "fail_on",
@@ -189,6 +191,7 @@ CHECK = (
     *SERVER_FLAGS,
     *ROUTING,
     *TRAIN_FLAGS,
+    *OVERLAP,
     *VERL_FLAGS,
     LEVELS,
     *NAME_FLAGS,

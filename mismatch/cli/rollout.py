@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import (
@@ -39,7 +41,9 @@ def rollout(flags: Flags) -> int:
         model = resolve_model(require_model(flags))
         train = TrainSpec(model=model, **flags.pick("revision trust_remote_code"))
         spec = CheckSpec(rollout=rollout_spec(flags, model), train=train, seed=flags["seed"])
+    ranks = spec.nproc_per_node
     session.warn_of_key(spec.rollout)
+    spec = replace(session.placed(replace(spec, nproc_per_node=0)), nproc_per_node=ranks)
     preflight_rollout(spec.rollout)
     run_dir = session.open_run("rollout", spec, flags)
     run_rollout(spec, run_dir, session.narrator(), session.command())

@@ -175,6 +175,29 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
     return 0 if planned.fits else 2
 
 
+def placed(spec: CheckSpec, resumed: bool = False) -> CheckSpec:
+    """With the engine's replicas on the GPUs of this machine, see :func:`doctor.plan.placed`.
+
+    Args:
+        resumed: the number of replicas is of the machine where the run began.
+    """
+    from dataclasses import replace
+
+    from mismatch.run.machine import local_gpus
+    from mismatch.run.placement import engine_gpus
+
+    engine, gpus = spec.rollout.engine, local_gpus()
+    if resumed and engine_gpus(engine) > max(gpus, engine.tensor_parallel_size):
+        engine = replace(engine, data_parallel_size=None)
+        spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
+    if gpus < 2:
+        return spec
+    from mismatch.doctor.machine import look
+    from mismatch.doctor.plan import placed as on_machine
+
+    return on_machine(spec, look(try_imports=False))
+
+
 def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
     """Say before anything starts what will probably not fit, and what would help.
 

@@ -24,8 +24,8 @@ ALL_OF_A_FILE = MANY  # prompts
 SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
 # What only an engine that mismatch starts can be told.
 OURS = (
-    *("engine_python", "vllm_python", "sglang_python", "tensor_parallel_size", "max_model_len"),
-    "engine_arg",
+    *("engine_python", "vllm_python", "sglang_python", "max_model_len", "engine_arg"),
+    *("tensor_parallel_size", "data_parallel_size"),
     *("gpu_memory_utilization", "rollout_weights", "verl_config", "other_engine_arg"),
 )
 
@@ -70,7 +70,7 @@ def check_spec(flags: Flags) -> CheckSpec:
         other_engine=other_engine(flags, model),
         **training_fields(flags),
         **fix_fields(flags),
-        **spec_values(CheckSpec, flags, f"forecast_length {GRADIENT_FIELDS}"),
+        **spec_values(CheckSpec, flags, f"forecast_length overlap {GRADIENT_FIELDS}"),
     )
 
 

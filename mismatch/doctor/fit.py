@@ -26,6 +26,7 @@ from mismatch.doctor.memory import (
 from mismatch.errors import MismatchError
 from mismatch.models.config import ModelConfig
 from mismatch.run.machine import gib
+from mismatch.run.placement import engine_gpus
 from mismatch.specs import CheckSpec, Pass
 
 ERROR = 0.15  # the prediction's own: what needs more than this share of the rest is tight
@@ -124,6 +125,7 @@ def engine_fit(spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine
             for than there are.
     """
     engine, gpus = spec.rollout.engine, machine.gpus
+    replicas = engine.data_parallel_size or 1
     context = engine.max_model_len or shape.context
     if context is not None and work.longest > context:
         raise MismatchError(
@@ -132,10 +134,12 @@ def engine_fit(spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine
         )
     if not gpus:
         prediction = predict_engine(shape, engine, work, "cpu")
-        return fits(prediction, machine.ram_free_bytes, CPU_ENGINE_RESERVE, most=machine.ram_bytes)
-    if engine.tensor_parallel_size > len(gpus):
+        free, most = machine.ram_free_bytes // replicas, machine.ram_bytes // replicas
+        return fits(prediction, free, CPU_ENGINE_RESERVE, most=most)
+    if engine_gpus(engine) > len(gpus):
+        times = "" if replicas == 1 else f" × --data-parallel-size {replicas}"
         raise MismatchError(
-            f"--tensor-parallel-size {engine.tensor_parallel_size}: {len(gpus)} GPUs here",
+            f"--tensor-parallel-size {engine.tensor_parallel_size}{times}: {len(gpus)} GPUs here",
             f"use at most {len(gpus)}",
         )
     size, free = (min(getattr(g, name) for g in gpus) for name in ("memory_bytes", "free_bytes"))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
 from mismatch.doctor.fit import (
+    SPLITS,
     ExpertChoice,
     Fit,
     engine_fit,
@@ -22,11 +23,13 @@ from mismatch.doctor.fit import (
 )
 from mismatch.doctor.machine import GpuType, Machine, look, machine_with, parse_kind
 from mismatch.doctor.memory import Work
+from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
 from mismatch.experiments.passes import float32_engine, training_passes, wants_square
 from mismatch.models.config import FoundConfig, ModelConfig, find_config
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts
+from mismatch.run.placement import in_words, placement
 from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec, Pass, PromptSpec
 
@@ -122,6 +125,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     if gpus:
         count, kind = parse_kind(gpus)
         machine = machine_with(machine, count, kind)
+    spec = placed(spec, machine)
     config = find_config(spec.train.model, spec.train.revision)
     shape = config.model.require_counts()
     work, tokens, notes = _work(spec)
@@ -135,7 +139,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         model=spec.rollout.engine.model,
         config_source=config.source,
         device=machine.device,
-        stages=_stages(spec, [item.name for item in passes]),
+        stages=_stages(spec, [item.name for item in passes], len(machine.gpus)),
         tokens=tokens,
         kernels=_kernels(spec, config, machine.device),
         sides=sides,
@@ -175,6 +179,46 @@ def refused(sides: Sequence[Fit], certain: bool = False) -> list[Fit]:
 def side_passes(sides: Sequence[Fit]) -> set[str]:
     """Names of the passes that a check can do without."""
     return {fit.side for fit in sides} - {"engine", TRAIN, "host memory"}
+
+
+def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
+    """With as many replicas of the engine as the GPUs allow, where nobody said how many.
+
+    On the GPUs that the trainer leaves over, if the engine fits there, else on all of them, in
+    turn with the trainer. A model that does not fit on one GPU gets a larger tensor parallel size.
+    """
+    engine, gpus = spec.rollout.engine, len(machine.gpus)
+    free = gpus - spec.nproc_per_node
+    if engine.data_parallel_size is not None or engine.servers or gpus < 2:
+        return spec
+    if not engine_info(engine.engine).replicas:
+        return spec
+    try:
+        shape = find_config(engine.model, engine.revision).model.require_counts()
+        work, tokens, _ = _work(spec)
+        for room in (free, gpus):
+            size = _tensor_parallel(spec, shape, work, machine, room)
+            if size:
+                count = min(room // size, tokens["prompts"])
+                wide = replace(engine, tensor_parallel_size=size, data_parallel_size=count)
+                return replace(spec, rollout=replace(spec.rollout, engine=wide))
+    except MismatchError:  # not for this function to say
+        pass
+    return spec
+
+
+def _tensor_parallel(
+    spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine, room: int
+) -> int:
+    """The smallest size at which the engine fits well on ``room`` GPUs, or just; 0: none."""
+    own = spec.rollout.engine.tensor_parallel_size
+    sizes = [n for n in (own, *SPLITS) if own <= n <= room and shape.heads % n == 0]
+    levels: dict[str, int] = {}
+    for size in sizes:
+        engine = replace(spec.rollout.engine, tensor_parallel_size=size)
+        wider = replace(spec, rollout=replace(spec.rollout, engine=engine))
+        levels.setdefault(engine_fit(wider, shape, work, machine).level, size)
+    return levels.get("fits") or levels.get("tight") or 0
 
 
 def memory_of(spec: CheckSpec) -> Memory:
@@ -249,21 +293,33 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
     return len(prompts), max(tokens(prompt) for prompt in prompts), notes
 
 
-def _stages(spec: CheckSpec, passes: list[str]) -> tuple[Stage, ...]:
-    engine = spec.rollout.engine
+def _stages(spec: CheckSpec, passes: list[str], gpus: int) -> tuple[Stage, ...]:
+    engine, place = spec.rollout.engine, placement(spec, gpus)
+    replicas = engine.data_parallel_size or 1
+    where = in_words(place.engine)
     prefill = ", then rescores the same tokens by prefill" if engine.prefill else ""
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
     again = not engine.servers and wants_square(spec) and float32_engine(spec.rollout) is not None
-    float32 = Stage("rollout in float32", f"1 × {engine.engine}, float32", "scores the same tokens")
+    meanwhile = ", while the engine rescores" if place.overlap and not spec.fixes else ""
+    float32 = Stage(
+        "rollout in float32",
+        f"{replicas} × {engine.engine}, float32{where}",
+        "scores the same tokens",
+    )
     return (
         Stage(
             "rollout",
             ", ".join(engine.servers)
-            or f"1 × {engine.engine}, tensor parallel {engine.tensor_parallel_size}",
+            or f"{replicas} × {engine.engine}, tensor parallel {engine.tensor_parallel_size}"
+            f"{where}",
             f"samples{prefill}",
         ),
         *([float32] if again else []),
-        Stage("score", f"torchrun, {ranks}, FSDP2", f"passes: {', '.join(passes)}"),
+        Stage(
+            "score",
+            f"torchrun, {ranks}, FSDP2{in_words(place.trainer)}",
+            f"passes: {', '.join(passes)}{meanwhile}",
+        ),
         Stage("compare", "this process", "metrics with intervals, semantic checks, noise floor"),
         Stage("report", "this process", "report.html, report.json, report.md, tokens.parquet"),
     )

@@ -81,14 +81,10 @@ def checked_arguments(
     Raises:
         MismatchError: an unknown name, or one of ``options`` or ``kept``.
     """
+    refuse_own(spec, options, kept)
     arguments: dict[str, Any] = {}
     for raw, value in spec.args:
         name = argument_name(raw)
-        if name in options:
-            message = f"--engine-arg {raw}: mismatch sets this itself"
-            raise MismatchError(message, f"use {options[name]}")
-        if name in kept:
-            raise MismatchError(f"--engine-arg {raw}: mismatch needs {kept[name]}", "drop it")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
             raise MismatchError(
@@ -97,6 +93,17 @@ def checked_arguments(
             )
         arguments[name] = value
     return arguments
+
+
+def refuse_own(spec: EngineSpec, options: Mapping[str, str], kept: Mapping[str, str]) -> None:
+    """The part of :func:`checked_arguments` that is known before the engine is imported."""
+    for raw, _ in spec.args:
+        name = argument_name(raw)
+        if name in options:
+            message = f"--engine-arg {raw}: mismatch sets this itself"
+            raise MismatchError(message, f"use {options[name]}")
+        if name in kept:
+            raise MismatchError(f"--engine-arg {raw}: mismatch needs {kept[name]}", "drop it")
 
 
 def context_needed(longest: int, limit: int | None) -> int:

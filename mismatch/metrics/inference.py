@@ -290,16 +290,10 @@ def wilson(share: float, error: float, z: float) -> Interval:
 
 
 def student(freedom: int) -> float:
-    """97.5 % point of Student's t: exact at 1 and 2, else its expansion about the normal's."""
-    if freedom <= 2:
-        return (12.706, 4.303)[freedom - 1]
-    z = 1.959964
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
+    """97.5 % point of Student's t."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, LEVELS[1]))
 
 
 def woodruff(values: Floats, cluster: Ints, probability: float) -> Interval | None:

@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mismatch import __version__
-from mismatch.engines.registry import check_machine, engine_info, require_engine, weight_givers
+from mismatch.engines.registry import (
+    check_machine,
+    engine_info,
+    engine_infos,
+    require_engine,
+    weight_givers,
+)
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.launch import interpreter_environment, own_python
 from mismatch.run.machine import local_gpus, unknown_host
+from mismatch.run.placement import engine_gpus, placement
 from mismatch.specs import (
     AS_STORED,
     CheckSpec,
@@ -61,6 +68,7 @@ def preflight(spec: CheckSpec, *, reach: bool = True) -> None:
     if spec.other_engine is not None:
         preflight_rollout(replace(spec.rollout, engine=spec.other_engine), reach=reach)
     preflight_training(spec.train, spec.nproc_per_node, reach=reach)
+    placement(spec, local_gpus())
     require_routes(spec, weight_givers())
     require_forms(spec)
 
@@ -71,7 +79,7 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
     Raises:
         MismatchError: see :func:`preflight`.
     """
-    from mismatch.prompts.sources import read_prompts
+    from mismatch.prompts.sources import read_prompts, require_within
 
     require_ranges(spec, spec.engine, spec.prompts, spec.sampling)
     if own_python(spec.engine) is None:
@@ -79,11 +87,25 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
     else:
         require_interpreter(spec.engine, dataset=spec.prompts.dataset is not None)
     require_a_law(spec.sampling)
-    read_prompts(spec.prompts)
+    given = [prompt for prompt in read_prompts(spec.prompts) if prompt.token_ids]
+    vocabulary = _vocabulary(spec.engine) if given else 0
+    for prompt in given if vocabulary else ():
+        require_within(prompt, prompt.token_ids or (), vocabulary)
     require_form(spec.engine)
+    require_replicas(spec.engine)
     check_machine(spec.engine)
     if reach:
         require_reachable(spec.engine.model, spec.engine.revision)
+
+
+def _vocabulary(spec: EngineSpec) -> int:
+    """Rows of the model's head; 0 where its config.json is not on this machine."""
+    from mismatch.models.config import find_config
+
+    try:
+        return find_config(spec.model, spec.revision).model.vocab
+    except MismatchError:
+        return 0
 
 
 def preflight_training(
@@ -121,6 +143,27 @@ def preflight_training(
         require_free_port(os.environ)
     if reach:
         require_reachable(spec.model, spec.revision)
+
+
+def require_replicas(spec: EngineSpec) -> None:
+    """As many replicas as are asked for can run.
+
+    Raises:
+        MismatchError: the engine has none, or there are too few GPUs.
+    """
+    count, gpus = spec.data_parallel_size or 1, local_gpus()
+    if count > 1 and not engine_info(spec.engine).replicas:
+        able = [name for name, info in engine_infos().items() if info.replicas]
+        raise MismatchError(
+            f"--data-parallel-size {count}: mismatch runs no replicas of {spec.engine}",
+            f"drop it, or --engine {' or '.join(able)}",
+        )
+    if count > 1 and gpus and engine_gpus(spec) > gpus:
+        raise MismatchError(
+            f"--data-parallel-size {count} × --tensor-parallel-size {spec.tensor_parallel_size}: "
+            f"this machine has {gpus} GPUs",
+            "lower one of them",
+        )
 
 
 def require_form(spec: EngineSpec) -> None:

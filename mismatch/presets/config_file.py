@@ -16,6 +16,7 @@ from typing import Any
 from mismatch.errors import MismatchError
 
 MISSING = "???"  # hydra's mandatory value that nobody has given
+MOST_VALUES = 100_000  # of a file, aliases written out
 INSTALL = "pip install 'train-infer-mismatch[verl]'"
 
 
@@ -110,6 +111,7 @@ def _load(path: Path) -> Any:
 
     where, fix = f"verl config {path}", "give a hydra config: --verl-config FILE"
     try:
+        _require_bounded(path)
         tree = OmegaConf.load(path)
     except UnicodeDecodeError as error:
         raise MismatchError(f"{where}: not UTF-8", "save the file as UTF-8") from error
@@ -126,6 +128,29 @@ def _load(path: Path) -> Any:
     if not OmegaConf.is_dict(tree):
         raise MismatchError(f"{where} holds a list, not keys", fix)
     return tree
+
+
+def _require_bounded(path: Path) -> None:
+    """Refuse aliases that stand for more values than any config has: OmegaConf copies each."""
+    import yaml
+
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 1  # also of a node that holds itself
+            children = node.value if isinstance(node.value, list) else []
+            pairs = (child if isinstance(child, tuple) else (child,) for child in children)
+            sizes[id(node)] += sum(size(part) for pair in pairs for part in pair)
+        return sizes[id(node)]
+
+    with path.open(encoding="utf-8") as file:
+        root = yaml.compose(file, Loader=yaml.SafeLoader)
+    if root is not None and size(root) > MOST_VALUES:
+        raise MismatchError(
+            f"{path}: its aliases stand for over {MOST_VALUES:,} values",
+            "write the values that are meant in their places",
+        )
 
 
 def _groups(tree: Any, path: Path) -> set[str]:

@@ -31,6 +31,7 @@ from mismatch.run.messages import (
     OUT_OF_MEMORY,
     PROGRESS,
     READY,
+    SCORED,
     TIMING_LINE,
     clear_errors,
     error_files,
@@ -264,21 +265,23 @@ def started(
         worker.stop()
 
 
-def finish(worker: Worker, *beside: Worker, more_s: float = 0.0) -> None:
+def finish(worker: Worker, *beside: Worker, more_s: float = 0.0, until: str = "") -> None:
     """Wait until a worker is done.
 
     Args:
-        beside: workers that wait for this one; they may be idle.
+        beside: workers that wait for this one, or work meanwhile; they may be idle.
         more_s: what the worker may itself wait for others.
+        until: or until it has reported a timing of this name.
 
     Raises:
         MismatchError: it failed or stalled, or one beside it failed: whichever was first.
     """
     watch = worker.watch(more_s)
-    while not worker.ended():
+    while not worker.ended() and until not in worker.timings:
         worker.require_activity(watch)
         for other in beside:
-            other.ended()
+            if SCORED not in other.timings:  # what comes then costs the gradients alone
+                other.ended()
         time.sleep(POLL_S)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +29,8 @@ from mismatch.processes.launch import (
 from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
 from mismatch.run.machine import free_gpu_bytes, gib, local_gpus
-from mismatch.run.messages import SCORED, error_path, pass_label, write_error
+from mismatch.run.messages import SAMPLED, SCORED, error_path, pass_label, write_error
+from mismatch.run.placement import Placement, placement, visible_as
 from mismatch.run.scorings import FLOAT32
 from mismatch.specs import CheckSpec, Pass, RolloutSpec, TrainSpec, spec_hash, to_dict
 
@@ -84,13 +86,19 @@ class Stages:
     gradients: GradientPlan | None = None  # taken by the training world after its passes
     square: bool = False  # whether the engine is started once more, in float32
 
+    @cached_property
+    def placement(self) -> Placement:
+        """Which GPUs each side takes."""
+        return placement(self.spec, local_gpus())
+
     def measure(
         self, passes: list[Pass], sample: bool = True, beside: Beside | None = None
     ) -> None:
         """Sample and rescore in the engine, then score ``passes`` in one training world.
 
         The training world starts while the engine is at work: it refuses what it cannot run before
-        anything is sampled, and where memory allows loads the weights meanwhile.
+        anything is sampled, and where memory allows loads the weights meanwhile. Where each has
+        devices of its own it scores as soon as the tokens are there, while the engine rescores.
 
         Args:
             sample: False leaves the rollout as it is, wherever it was made.
@@ -112,19 +120,26 @@ class Stages:
         with ExitStack() as stack:
             train = stack.enter_context(self._world(jobs, plan)) if jobs or plan else None
             with_train = [train] if train else []
+            at_once = self.placement.overlap and train is not None and beside is None
             if sample and not (sampled and self._rescored()):
                 with self.engine(self.spec.rollout) as engine:
-                    title = f"rollout: {self.spec.rollout.engine.engine} samples"
-                    self.wait(engine, "rollout", title, *with_train)
+                    name = self.spec.rollout.engine.engine
+                    title, until = f"rollout: {name} samples", SAMPLED if at_once else ""
+                    self.wait(engine, "rollout", title, *with_train, until=until)
+                    if at_once:
+                        store.write_json(self.run_dir / GO, {})
+                        title = f"rollout: {name} rescores, the trainer scores meanwhile"
+                        self.wait(engine, "rescore", title, *with_train)
             elif sample:
                 self.narrator.note("rollout: there already")
+            if at_once:
+                store.write_json(self.run_dir / GO, {})
             if sample and self.square:
                 score_in_float32(self, *with_train)
-            go: dict[str, Any] = {}
-            if beside is not None:
-                go = beside.prepare(*with_train)
+            go = {} if beside is None else beside.prepare(*with_train)
             if train is not None:
-                store.write_json(self.run_dir / GO, go)
+                if not at_once:
+                    store.write_json(self.run_dir / GO, go)
                 self._score(train, len(jobs), plan)
             elif wanted:
                 self.narrator.note("score: there already")
@@ -194,8 +209,10 @@ class Stages:
         asked = {"run_dir": str(self.run_dir), "spec": to_dict(spec), **(job or {})}
         path = store.write_json(self.run_dir / "jobs" / f"{label}.json", asked)
         command = [engine_python(spec.engine), "-m", "mismatch.processes.workers.engine", str(path)]
-        env = interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
-        before = free_gpu_bytes()
+        env = interpreter_environment(own_python(spec.engine)) | visible_as(self.placement.engine)
+        env |= dict(spec.engine.env)
+        # With GPUs of its own the engine leaves them to nobody, and others' change meanwhile.
+        before = [] if self.placement.engine else free_gpu_bytes()
         with started(label, command, self.run_dir, env=env) as worker:
             yield worker
         if held := still_held(before):
@@ -208,7 +225,7 @@ class Stages:
         job = {
             "run_dir": str(self.run_dir),
             "wait_for": str(self.run_dir / GO),
-            "load_first": may_load_early(self.spec.train),
+            "load_first": bool(self.placement.trainer) or may_load_early(self.spec.train),
             "passes": [job.entry(self.run_dir) for job in jobs],
         }
         job |= {} if plan is None else {"gradients": plan.to_json()}
@@ -219,15 +236,15 @@ class Stages:
             *("--nproc-per-node", str(world), "-m", "mismatch.processes.workers.train", str(path)),
         ]
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-        env = {"OMP_NUM_THREADS": threads, **EXACT}
+        env = {"OMP_NUM_THREADS": threads, **EXACT, **visible_as(self.placement.trainer)}
         with started("train", command, self.run_dir, env=env) as worker:
             yield worker
 
-    def wait(self, worker: Worker, key: str, title: str, *beside: Worker) -> None:
-        """Show a worker's progress until it ends, and note its times."""
+    def wait(self, worker: Worker, key: str, title: str, *beside: Worker, until: str = "") -> None:
+        """Show a worker's progress until it ends (or as `finish`), and note its times."""
         with self.timed(key, title) as progress:
             worker.on_progress = progress
-            finish(worker, *beside, more_s=self._servers_may_take())
+            finish(worker, *beside, more_s=self._servers_may_take(), until=until)
         self.journal.timings[worker.label] = worker.timings
         self.journal.save()
 

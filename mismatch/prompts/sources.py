@@ -154,12 +154,17 @@ def render_prompts(prompts: Sequence[Prompt], tokenizer: Any, vocab_size: int) -
     for prompt, ids in zip(prompts, rendered, strict=True):
         if not ids:
             raise MismatchError(f"{prompt.origin}: no tokens", "give a prompt that is not empty")
-        if max(ids) >= vocab_size:
-            raise MismatchError(
-                f"{prompt.origin}: token id {max(ids)} is outside the vocabulary of {vocab_size}",
-                "tokenise the prompt with this model's own tokenizer",
-            )
+        require_within(prompt, ids, vocab_size)
     return rendered
+
+
+def require_within(prompt: Prompt, ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse an id that the model has no row for."""
+    if max(ids) >= vocab_size:
+        raise MismatchError(
+            f"{prompt.origin}: token id {max(ids)} is outside the vocabulary of {vocab_size}",
+            "tokenise the prompt with this model's own tokenizer",
+        )
 
 
 def _render(prompt: Prompt, tokenizer: Any) -> list[int]:

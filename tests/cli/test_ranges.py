@@ -118,11 +118,13 @@ def test_a_margin_without_a_run_to_hold_against_is_refused(monkeypatch, capsys):
         ([], {"MASTER_PORT": "x"}),
         (["--prompts", "none.jsonl"], {}),
         (["--engine", "sglang"], {}),
+        (["--prompts", "ids.jsonl"], {}),
     ],
-    ids=["port", "prompts", "engine"],
+    ids=["port", "prompts", "engine", "ids"],
 )
 def test_a_dry_run_refuses_what_a_run_refuses(flags, environment, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "ids.jsonl").write_text(f'{{"prompt_token_ids": [1, {10**20}]}}')
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("mismatch.pipeline.preflight.own_python", lambda engine: None)

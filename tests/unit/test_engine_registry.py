@@ -11,7 +11,7 @@ import pytest
 
 from mismatch.doctor.machine import inspect_package
 from mismatch.engines import registry
-from mismatch.engines.registry import model_facts, versions
+from mismatch.engines.registry import check_machine, model_facts, versions
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_routes
 from mismatch.pipeline.preflight import preflight_rollout
@@ -92,3 +92,14 @@ def test_a_verl_config_may_name_it(tmp_path: Path) -> None:
     config.write_text("actor_rollout_ref: {rollout: {name: toy_rollout}}\n")
     applied = read_verl_config(config, ()).apply(CheckSpec(), (), ())
     assert applied.spec.rollout.engine.engine == "toy"
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"), [("vllm", "model"), ("vllm", "worker_extension_cls"), ("sglang", "dp_size")]
+)
+def test_an_argument_that_is_ours_is_refused_before_the_engine_is_imported(
+    engine: str, name: str
+) -> None:
+    spec = EngineSpec(engine, "tiny-gpt-oss", args=((name, "x"),))
+    with pytest.raises(MismatchError, match=f"--engine-arg {name}"):
+        check_machine(spec)

@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from mismatch.pipeline.document import comparisons_to_json, report_from_json, report_to_json
@@ -39,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = ROOT / "tests" / "goldens"
 ARTEFACTS = GOLDENS / "artefacts.json"
 EXAMPLES = ("tiny-gpt-oss", "tiny-gpt-oss-no-sinks")
+EMPTY = '<svg viewBox="0 0 6 4"></svg>'
 Made = tuple[Report, pd.DataFrame]
 
 
@@ -123,8 +125,22 @@ def _terminal(report: Report, details: bool) -> str:
 
 
 @cache
+def _made(name: str) -> Made:
+    return MAKERS[name]()
+
+
+@cache
 def rendered(name: str) -> dict[str, str]:
-    report, tokens = MAKERS[name]()
+    report, tokens = _made(name)
+    with pytest.MonkeyPatch.context() as patch:
+        # What matplotlib draws is not read here, and takes most of a page's time.
+        patch.setattr(
+            Figure, "savefig", lambda figure, file, **_: file.write('<svg viewBox="0 0 6 4"></svg>')
+        )
+        return _rendered(report, tokens)
+
+
+def _rendered(report: Report, tokens: pd.DataFrame) -> dict[str, str]:
     return {
         "report.json": _json(report_to_json(report)),
         "md": to_markdown(report),
@@ -154,7 +170,7 @@ def test_rendering_is_the_golden_one(name: str, suffix: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_comparison_json_is_that_part_of_the_report(name: str) -> None:
-    report, _ = MAKERS[name]()
+    report, _ = _made(name)
     golden = json.loads(_golden(name, "report.json").read_text("utf-8"))
     part = {key: golden[key] for key in ("comparisons", "noise_floor")}
     made = comparisons_to_json(report.comparisons, report.noise_floor)

@@ -378,3 +378,14 @@ def test_circles_end(tmp_path: Path) -> None:
     _write(tmp_path, "defaults: [one]\n", "two.yaml")
     with pytest.raises(MismatchError, match="lead back"):
         read_config(tmp_path / "one.yaml")
+
+
+def test_aliases_that_multiply_are_refused_before_they_are_written_out(tmp_path: Path) -> None:
+    rows = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
+    file = tmp_path / "bomb.yaml"
+    file.write_text("\n".join(rows))
+    with pytest.raises(MismatchError, match="aliases"):
+        read_config(file)
+    file.write_text("\n".join(rows[:3]))
+    assert len(read_config(file).get("a2")) == 9

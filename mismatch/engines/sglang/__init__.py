@@ -10,5 +10,6 @@ INFO = EngineInfo(
     "in a clone; elsewhere pip install 'train-infer-mismatch[sglang]' there and name its "
     "interpreter: --sglang-python ENV/bin/python",
     import_check="import sglang",
+    preflight="mismatch.engines.sglang.arguments:require_arguments",
     own_environment=True,
 )

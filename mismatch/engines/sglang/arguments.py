@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mismatch.engines.base import argument_name, checked_arguments, context_needed
+from mismatch.engines.base import (
+    argument_name,
+    checked_arguments,
+    context_needed,
+    refuse_own,
+)
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.errors import MismatchError
@@ -25,13 +30,22 @@ OWN_OPTIONS = {
     "trust_remote_code": "--trust-remote-code",
     "enable_return_routed_experts": "--routing or --no-routing",
 }
-NOT_OURS = {  # they would take the engine out of this process's hands
-    *("custom_sigquit_handler", "skip_tokenizer_init", "nnodes", "node_rank", "use_ray"),
-    *("is_embedding", "tokenizer_worker_num", "dp_size"),
-}
+# They would take the engine out of this process's hands.
+KEPT = dict.fromkeys(
+    (
+        *("custom_sigquit_handler", "skip_tokenizer_init", "nnodes", "node_rank", "use_ray"),
+        *("is_embedding", "tokenizer_worker_num", "dp_size"),
+    ),
+    "SGLang's own setting of this",
+)
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"  # SGLang's switch: output logprobs at T = 1
 # SGLang keeps room behind a prompt, and takes one token less than the context in all.
 SPARE_TOKENS = 8
+
+
+def require_arguments(spec: EngineSpec) -> None:
+    """Before the engine's process starts: no argument that mismatch sets itself."""
+    refuse_own(spec, OWN_OPTIONS, KEPT)
 
 
 def set_environment() -> None:
@@ -97,6 +111,5 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     from sglang.srt.server_args import ServerArgs
 
     known = set(ServerArgs.__struct_fields__)
-    kept = dict.fromkeys(NOT_OURS, "SGLang's own setting of this")
     help_command = "python -m sglang.launch_server --help"
-    return checked_arguments(spec, "SGLang", known, OWN_OPTIONS, kept, help_command)
+    return checked_arguments(spec, "SGLang", known, OWN_OPTIONS, KEPT, help_command)

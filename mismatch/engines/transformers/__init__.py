@@ -10,4 +10,5 @@ INFO = EngineInfo(
     import_check="import transformers",
     gives_routing_weights=True,
     verl_name="hf",
+    replicas=True,
 )

@@ -60,11 +60,16 @@ class Row:
     routed: list[NDArray[Any]] = field(default_factory=list)
 
     @classmethod
-    def seeded(cls, seed: int, job: tuple[int, int]) -> Self:
-        """A row that depends on the run's seed and its own place, not on the batch."""
+    def seeded(cls, seed: int, job: tuple[int, int], first: int = 0) -> Self:
+        """A row that depends on the run's seed and its own place, not on the batch.
+
+        Args:
+            first: place of prompt 0 among those of all replicas.
+        """
         import torch
 
-        return cls(job, torch.Generator().manual_seed(sample_seed(seed, *job)))
+        prompt, sample = job
+        return cls(job, torch.Generator().manual_seed(sample_seed(seed, first + prompt, sample)))
 
     def finish(self, reason: str) -> Sample:
         logprobs = np.asarray(self.logprobs, np.float64)
@@ -112,6 +117,7 @@ class TransformersEngine:
     """A plain transformers model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "transformers"
+    first_prompt = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.spec = spec
@@ -222,7 +228,7 @@ class TransformersEngine:
         cache.batch_repeat_interleave(count)
         logits = logits.repeat_interleave(count, dim=0)
         jobs = [(prompt, sample) for prompt in indices for sample in range(count)]
-        rows = [Row.seeded(self.sampling.seed, job) for job in jobs]
+        rows = [Row.seeded(self.sampling.seed, job, self.first_prompt) for job in jobs]
         if routed is not None:
             routed = routed.repeat(count, axis=0)
         while True:

@@ -22,4 +22,5 @@ INFO = EngineInfo(
     "--engine transformers",
     import_check=LOAD_LIBRARY,
     preflight="mismatch.engines.vllm.arguments:require_machine",
+    replicas=True,
 )

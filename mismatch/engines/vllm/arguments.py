@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mismatch.engines.base import argument_name, checked_arguments, context_needed
+from mismatch.engines.base import argument_name, checked_arguments, context_needed, refuse_own
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import MismatchError, first_line
 from mismatch.run.machine import SHARED_BYTES
@@ -28,18 +28,21 @@ OWN_OPTIONS = {
     "seed": "--seed",
     "trust_remote_code": "--trust-remote-code",
 }
+KEPT = {"worker_extension_cls": "this for its own worker extension"}
 CAPTURE = "enable_return_routed_experts"
 LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
 
 
 def require_machine(spec: EngineSpec) -> None:
-    """Before the engine's process starts: kernels for the experts' form, and shared memory.
+    """Before the engine's process starts: arguments, kernels for the experts, shared memory.
 
     Raises:
-        MismatchError: MXFP4 on vLLM's CPU build; less shared memory than several processes need.
+        MismatchError: an engine argument that mismatch sets; MXFP4 on vLLM's CPU build; less
+            shared memory than several processes need.
     """
     from mismatch.models.derived import is_mxfp4
 
+    refuse_own(spec, OWN_OPTIONS, KEPT)
     directory = Path(spec.model)
     local = (directory / "config.json").is_file()
     stored = spec.weights == AS_STORED and local and is_mxfp4(directory)
@@ -217,8 +220,7 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     from vllm import EngineArgs
 
     known = set(EngineArgs.__dataclass_fields__) | {"kv_transfer_config", "disable_log_stats"}
-    kept = {"worker_extension_cls": "this for its own worker extension"}
-    arguments = checked_arguments(spec, "vLLM", known, OWN_OPTIONS, kept, "vllm serve --help")
+    arguments = checked_arguments(spec, "vLLM", known, OWN_OPTIONS, KEPT, "vllm serve --help")
     if arguments.get("logprobs_mode", LOGPROB_MODES[0]) not in LOGPROB_MODES:
         raise MismatchError(
             f"--engine-arg logprobs_mode={arguments['logprobs_mode']}: not logprobs",

@@ -44,6 +44,7 @@ class VllmEngine:
     """vLLM's offline ``LLM`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "vllm"
+    first_prompt = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         set_environment()
@@ -126,7 +127,7 @@ class VllmEngine:
 
         arguments = sampling_arguments(self.sampling, self.info.stop_ids)
         if self._seeds_requests:
-            arguments["seed"] = sample_seed(self.sampling.seed, prompt, sample)
+            arguments["seed"] = sample_seed(self.sampling.seed, self.first_prompt + prompt, sample)
         params = SamplingParams(**arguments)
         self._sent = {name: getattr(params, name) for name in arguments if name != "seed"}
         return params

@@ -34,12 +34,20 @@ from mismatch.engines.base import Capabilities, Engine, Journaling, Sample, Watc
 from mismatch.engines.distribution_capture import Wanted, build_distributions, reported_law
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
+from mismatch.engines.replicas import make_engine
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import resume, store
-from mismatch.run.messages import leave, report_ready, report_timing, say, write_error
+from mismatch.run.messages import (
+    SAMPLED,
+    leave,
+    report_ready,
+    report_timing,
+    say,
+    write_error,
+)
 from mismatch.specs import RolloutSpec, from_dict, spec_hash
 from mismatch.types import Ints, Rollout, Scoring
 
@@ -102,6 +110,7 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
     Args:
         also: runs of other engines whose tokens this one rescores.
     """
+    start = time.monotonic()
     kind = engine_class(spec.engine.engine)
     capabilities = kind.capabilities(spec.engine, spec.sampling)
     prompts = read_prompts(spec.prompts)
@@ -110,11 +119,12 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
     require_vocabulary(tokenizer, info, spec.engine.model)
     ids = render_prompts(prompts, tokenizer, info.vocab_size)
     longest = require_context(spec, prompts, ids, info)
-    making = kind(in_form(spec.engine), spec.sampling, longest)
+    making = make_engine(kind, in_form(spec.engine), spec.sampling, longest)
     with making as engine, journalled(engine, capabilities, run_dir, spec):
         report_ready()
         if not resume.rollout_done(run_dir, spec):
             sample(run_dir, spec, engine, Ready(prompts, ids, tokenizer, info, capabilities))
+        report_timing(SAMPLED, time.monotonic() - start)
         if not wants_prefill(spec, capabilities):
             return
         if not resume.rescored(run_dir, run_dir, spec):
@@ -139,7 +149,7 @@ def score(run_dir: Path, spec: RolloutSpec, name: str) -> None:
         raise MismatchError(f"{spec.engine.engine}: {reason}")
     rollout = store.load_rollout(run_dir)
     longest = int(np.diff(rollout.offsets).max())
-    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
+    with make_engine(kind, in_form(spec.engine), spec.sampling, longest) as engine:
         report_ready()
         with timed("prefill"):
             scoring = prefill_scoring(engine, rollout, Reporter("prefill"))

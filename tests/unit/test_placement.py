@@ -1,0 +1,283 @@
+"""Devices of both sides, replicas of an engine, and a trainer that scores while the engine does."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from mismatch.captures import priority
+from mismatch.cli import session
+from mismatch.doctor.plan import plan
+from mismatch.engines.distribution_capture import Wanted, join_collected
+from mismatch.engines.replicas import blocks, replica_environment
+from mismatch.errors import MismatchError
+from mismatch.pipeline.preflight import require_replicas
+from mismatch.processes.launch import started
+from mismatch.processes.stages import GO, Stages
+from mismatch.run.placement import Placement, placement
+from mismatch.specs import (
+    CheckSpec,
+    EngineSpec,
+    Pass,
+    PromptSpec,
+    RolloutSpec,
+    TrainSpec,
+    spec_hash,
+)
+from mismatch.types import Sampling
+
+
+def check(model: str = "openai/gpt-oss-20b", ranks: int = 8, **engine: Any) -> CheckSpec:
+    return CheckSpec(
+        RolloutSpec(EngineSpec(model=model, **engine)), TrainSpec(model), nproc_per_node=ranks
+    )
+
+
+def processes(spec: CheckSpec, gpus: str) -> dict[str, str]:
+    return {stage.name: stage.processes for stage in plan(spec, gpus=gpus).stages}
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def test_a_model_that_fits_one_gpu_gets_a_replica_on_each():
+    assert processes(check(), "8xH100-80GB")["rollout"] == "8 × vllm, tensor parallel 1"
+    assert processes(check(ranks=1), "1xH100-80GB")["rollout"] == "1 × vllm, tensor parallel 1"
+    said = check(data_parallel_size=2, tensor_parallel_size=2)
+    assert processes(said, "8xH100-80GB")["rollout"] == "2 × vllm, tensor parallel 2"
+
+
+def test_a_model_that_does_not_fit_one_gpu_is_split(tmp_path: Path):
+    size = {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
+    llama = {"model_type": "llama", "max_position_embeddings": 8192, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(llama | size | heads))  # 70 B: 141 GB
+    assert processes(check(str(tmp_path)), "8xH100-80GB")["rollout"] == (
+        "2 × vllm, tensor parallel 4"
+    )
+
+
+def test_replicas_are_no_more_than_prompts():
+    spec = check()
+    few = replace(spec, rollout=replace(spec.rollout, prompts=PromptSpec(num_prompts=3)))
+    assert processes(few, "8xH100-80GB")["rollout"] == "3 × vllm, tensor parallel 1"
+
+
+def test_gpus_that_the_trainer_leaves_are_the_engines_and_both_work_at_once():
+    planned = plan(check(ranks=4), gpus="8xH100-80GB")
+    stages = {stage.name: stage for stage in planned.stages}
+    assert stages["rollout"].processes == "4 × vllm, tensor parallel 1, GPUs 4 to 7"
+    assert stages["score"].processes == "torchrun, 4 ranks, FSDP2, GPUs 0 to 3"
+    assert stages["score"].work.endswith("while the engine rescores")
+    shared = plan(check(ranks=8), gpus="8xH100-80GB").stages
+    assert not any("while the engine" in stage.work for stage in shared)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "gpus", "overlap", "expected"),
+    [
+        (2, 1, 0, None, Placement()),
+        (2, 1, 0, True, Placement(overlap=True)),
+        (1, 1, 2, None, Placement((1,), (0,), overlap=True)),
+        (1, 1, 2, False, Placement((1,), (0,), overlap=False)),
+        (2, 2, 2, None, Placement()),
+    ],
+)
+def test_who_gets_which_gpu(ranks, replicas, gpus, overlap, expected):
+    spec = replace(check(ranks=ranks, data_parallel_size=replicas), overlap=overlap)
+    assert placement(spec, gpus) == expected
+
+
+def test_both_at_once_is_refused_on_shared_gpus():
+    with pytest.raises(MismatchError, match="takes 2 GPUs and the trainer 2, there are 2"):
+        placement(replace(check(ranks=2, data_parallel_size=2), overlap=True), 2)
+
+
+def test_a_run_goes_on_with_other_replicas_and_at_other_times():
+    spec, other = check(), replace(check(data_parallel_size=4), overlap=True)
+    assert spec_hash(spec) == spec_hash(other)
+    assert spec_hash(spec.rollout) == spec_hash(other.rollout)
+    assert spec_hash(spec) != spec_hash(check(tensor_parallel_size=2))
+
+
+def test_replicas_of_another_machine_are_forgotten_on_resume(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    spec = session.placed(check(data_parallel_size=8), resumed=True)
+    assert spec.rollout.engine.data_parallel_size is None
+    assert session.placed(check(data_parallel_size=8)).rollout.engine.data_parallel_size == 8
+
+
+def test_replicas_that_cannot_run_are_refused(monkeypatch):
+    with pytest.raises(MismatchError, match="no replicas of sglang"):
+        require_replicas(EngineSpec("sglang", data_parallel_size=2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    with pytest.raises(MismatchError, match="has 3 GPUs"):
+        require_replicas(EngineSpec("vllm", data_parallel_size=2, tensor_parallel_size=2))
+    require_replicas(EngineSpec("vllm", data_parallel_size=3))
+
+
+def test_each_replica_sees_its_own_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7")
+    spec = EngineSpec(tensor_parallel_size=2, data_parallel_size=2)
+    assert [replica_environment(index, spec, 2) for index in range(2)] == [
+        {"CUDA_VISIBLE_DEVICES": "2,3"},
+        {"CUDA_VISIBLE_DEVICES": "6,7"},
+    ]
+
+
+# ---------------------------------------------------------------- shares
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 64])
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_blocks_cover_all_in_order(count, parts):
+    items = list(range(count))
+    shares = [items[block] for block in blocks(count, parts)]
+    assert [item for share in shares for item in share] == items
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_joined_watchers_keep_what_one_would():
+    wanted = Wanted(positions=7, top_k=1, seed=5, law=Sampling())
+    keys = np.array([(sequence, index) for sequence in range(6) for index in range(4)])
+    numbers = priority(5, *keys.T)
+    best = set(map(tuple, keys[np.argsort(numbers)[:7]].tolist()))
+
+    def collected(rows):
+        order = np.flatnonzero(rows)[np.argsort(numbers[rows])[:7]]
+        part = keys[np.sort(order)]
+        return {"keys": part, "logprobs": part.astype(float)}
+
+    early = keys[:, 0] < 2
+    joined = join_collected([collected(early), {}, collected(~early)], wanted)
+    assert set(map(tuple, joined["keys"].tolist())) == best
+    assert np.array_equal(joined["keys"], joined["logprobs"])
+    assert join_collected([{}, {}], wanted) == {}
+
+
+# ---------------------------------------------------------------- both at once
+
+ENGINE = """
+import sys, time, pathlib
+sys.stderr.write("timing sampled 0.100\\n"); sys.stderr.flush()
+place = pathlib.Path({run!r})
+(place / "sampled").write_text("")
+{then}
+(place / "rescored").write_text("")
+"""
+TRAINER = """
+import sys, time, pathlib
+place = pathlib.Path({run!r})
+while not (place / {go!r}).exists():
+    time.sleep(0.02)
+(place / "scoring").write_text(str((place / "rescored").exists()))
+{then}
+"""
+WAIT_FOR_TRAINER = """
+while not (place / "scoring").exists():
+    time.sleep(0.02)
+"""
+
+
+class Scripts(Stages):
+    """Stages whose engine and training world are scripts."""
+
+    def scripts(self, engine: str, trainer: str) -> Scripts:
+        run = str(self.run_dir)
+        self.engine_script = ENGINE.format(run=run, then=engine)
+        self.trainer_script = TRAINER.format(run=run, go=GO, then=trainer)
+        self.workers: list[Any] = []
+        return self
+
+    @contextmanager
+    def engine(self, spec, label="engine", job=None):
+        with started(label, [sys.executable, "-c", self.engine_script], self.run_dir) as worker:
+            self.workers.append(worker)
+            yield worker
+
+    @contextmanager
+    def _world(self, jobs, plan):
+        with started("train", [sys.executable, "-c", self.trainer_script], self.run_dir) as worker:
+            self.workers.append(worker)
+            yield worker
+
+    def alive(self) -> list[int]:
+        pids = [worker._process.pid for worker in self.workers]
+        return [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+class Quiet:
+    @contextmanager
+    def stage(self, title):
+        yield lambda line: None
+
+    def note(self, text):
+        pass
+
+
+def scripts(place: Path, overlap: bool, engine: str = "", trainer: str = "") -> Scripts:
+    journal = SimpleNamespace(timings={}, seconds={}, save=lambda: None)
+    spec = replace(check("tiny", 1), overlap=overlap)
+    return Scripts(spec, place, Quiet(), journal).scripts(engine, trainer)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+PASSES = [Pass("fsdp", TrainSpec("tiny"))]
+
+
+def test_the_trainer_scores_while_the_engine_rescores(tmp_path: Path):
+    stages = scripts(tmp_path, True, engine=WAIT_FOR_TRAINER)  # it would wait for ever
+    stages.measure(PASSES)
+    assert (tmp_path / "scoring").read_text() == "False"
+    assert (tmp_path / "rescored").exists()
+    assert list(stages.journal.seconds) == ["rollout", "rescore", "score"]
+    assert stages.journal.timings["engine"]["sampled"] == 0.1
+
+
+def test_without_devices_of_its_own_the_trainer_waits(tmp_path: Path):
+    stages = scripts(tmp_path, False, engine="time.sleep(0.5)")
+    stages.measure(PASSES)
+    assert (tmp_path / "scoring").read_text() == "True"
+    assert list(stages.journal.seconds) == ["rollout", "score"]
+
+
+@pytest.mark.parametrize("failing", ["engine", "train"])
+def test_one_that_fails_ends_the_other(tmp_path: Path, failing: str):
+    forever, fails = (
+        "time.sleep(600)",
+        f"{WAIT_FOR_TRAINER if failing == 'engine' else ''}\nsys.exit(7)",
+    )
+    scripted = {"engine": forever, "trainer": forever} | {
+        "engine" if failing == "engine" else "trainer": fails
+    }
+    stages, start = scripts(tmp_path, True, **scripted), time.monotonic()
+    with pytest.raises(MismatchError, match=f"the {failing} process failed with exit code 7"):
+        stages.measure(PASSES)
+    assert time.monotonic() - start < 120
+    assert not stages.alive()
+    assert os.path.exists(tmp_path / "scoring")
+
+
+def test_gradients_that_fail_meanwhile_cost_no_scoring(tmp_path: Path):
+    """After its scorings a world's failure is noted, whatever the engine still does."""
+    scored = 'sys.stderr.write("timing scored 0.2\\n"); time.sleep(0.3); sys.exit(7)'
+    stages = scripts(tmp_path, True, engine=WAIT_FOR_TRAINER + "time.sleep(2)", trainer=scored)
+    stages._gradients_to_take = lambda jobs: SimpleNamespace(passes=())  # type: ignore[method-assign]
+    stages.measure(PASSES)
+    assert (tmp_path / "rescored").exists()
+    assert list((tmp_path / "errors").glob("*"))
