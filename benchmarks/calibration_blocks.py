@@ -143,7 +143,8 @@ def judged(run: Recorded) -> dict[str, Any]:
 
     Returns:
         correctness, fitness: status of the two answers. failed, warned: checks. values, low: of
-        every finding of the square. floor: of the gap. mean: |delta|.
+        every finding of the square. chance: least of its sign tests. floor: of the gap. mean:
+        |delta|.
     """
     found, spec, measured = run.found, run.spec, run.measured()
     sides = found.rollout, found.decode, found.train
@@ -156,6 +157,7 @@ def judged(run: Recorded) -> dict[str, Any]:
     reason = "" if column == "fp32" else without_square(spec, [comparison], results)
     answer = verdict(judge(comparison, column), checks, column, reason)
     findings = square.findings if isinstance(square, Square) else ()
+    displaced = square.displaced if isinstance(square, Square) else ()
     gaps = square.gaps if isinstance(square, Square) else ()
     assert answer.correctness is not None
     assert answer.fitness is not None
@@ -166,6 +168,7 @@ def judged(run: Recorded) -> dict[str, Any]:
         "warned": sorted(check.id for check in checks if check.status == "warning"),
         "values": {f"{f.evidence} {f.scoring}": _short(f.value.value) for f in findings},
         "low": {f"{f.evidence} {f.scoring}": _short(f.value.low) for f in findings},
+        "chance": _short(min((one.chance for one in displaced), default=None)),
         "floor": _short(gaps[0].floor) if gaps else None,
         "mean": _short(comparison.metrics["logprob_abs_diff_mean"].value),
         "tokens": found.rollout.n_actions,

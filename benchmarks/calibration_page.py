@@ -19,7 +19,8 @@ PICTURE = DOCS / "images" / "calibration.svg"
 MARK = "<!-- measured -->"
 NOTE = (
     "Two numbers in a cell: lowest and highest block. \\*: checks that warn, and in how many "
-    "blocks. Fitness of a random model says nothing about a trained one."
+    "blocks. Least chance: of the sign tests of displaced prompts. Fitness of a "
+    "random model says nothing about a trained one."
 )
 Result = dict[str, Any]  # of one case, see calibration.result
 
@@ -62,8 +63,8 @@ def _summary(state: dict[str, Result], clean: dict[str, Result]) -> str:
 def _clean_table(clean: dict[str, Result]) -> list[str]:
     rows = [
         "| clean run | prompts | tokens | mean abs delta | excess of the engine | of the trainer | "
-        "float32 gap | expected rounding | called broken | warnings* | fitness |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+        "float32 gap | expected rounding | least chance | called broken | warnings* | fitness |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     for name, one in clean.items():
         blocks = one["blocks"]
@@ -73,10 +74,17 @@ def _clean_table(clean: dict[str, Result]) -> list[str]:
         rows.append(
             f"| {name} | {one['prompts']:,} | {one['tokens']:,} | {_number(_mean(one))} | "
             + " | ".join(spans)
-            + f" | {_span(floors)} | {broken} of {len(blocks)} | {_counted(blocks, 'warned')} | "
+            + f" | {_span(floors)} | {_number(_chance(blocks))} | {broken} of {len(blocks)} | "
+            + f"{_counted(blocks, 'warned')} | "
             + f"{_fitness(blocks)} |"
         )
     return rows
+
+
+def _chance(blocks: Sequence[Result]) -> float | None:
+    """The least of a sign test over prompts, of all blocks; None in results of before it."""
+    known = [block["chance"] for block in blocks if block.get("chance") is not None]
+    return min(known, default=None)
 
 
 def _fault_table(planted: Sequence[Case], state: dict[str, Result]) -> list[str]:

@@ -16,9 +16,11 @@ import pandas as pd
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.corrections.types import Corrections
+from mismatch.analysis.displaced import Displaced
 from mismatch.analysis.levels import judge, verdict
 from mismatch.analysis.square import Gap as Float32Gap
 from mismatch.analysis.square import Leg, Square, judged
+from mismatch.analysis.square_levels import LEVELS
 from mismatch.metrics.budget import Budget, Gap, error_budget
 from mismatch.metrics.forecast import Forecast, length_forecast
 from mismatch.types import (
@@ -284,6 +286,12 @@ def square_of(excess: float = 1.01, gap: float = 2.1e-7) -> Square:
         leg("trainer", "fsdp", "reference:fp32", 1.003),
     )
     sizes = near(gap), near(gap**2), near(60 * gap)
+    off = excess > LEVELS["cpu"].excess
+    moved = (
+        Displaced("engine", "vllm:decode", "rare", 1.5, 0.31, PROMPTS if off else 3, 2, PROMPTS,
+                  6.1e-5 if off else 0.5, "beyond" if off else "within"),
+        Displaced("trainer", "fsdp", "rare", 1.5, 0.31, 2, 2, PROMPTS, 0.75, "within"),
+    )  # fmt: skip
     apart = Float32Gap("engine", "vllm:fp32", "reference:fp32", *sizes, 9e-8)
     return Square(
         device="cpu",
@@ -294,6 +302,7 @@ def square_of(excess: float = 1.01, gap: float = 2.1e-7) -> Square:
         findings=(*(judged(leg, 1.2) for leg in legs), judged(apart, 1e-5)),
         not_judged=(NotTested("excess of fsdp:grad", "the run holds no such scoring"),),
         seconds={"plain:bf16": 8.9, "reference:fp32": 6.9, "vllm:fp32": 12.5},
+        displaced=moved,
     )
 
 

@@ -19,9 +19,10 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.analysis.diagnosis.declared import same_weights
+from mismatch.analysis.displaced import Displaced, displaced
 from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
 from mismatch.analysis.registry import Analysis, Measured
-from mismatch.analysis.square_levels import LEVELS, UNCALIBRATED, device_class
+from mismatch.analysis.square_levels import LEVELS, UNCALIBRATED, Side, Standing, device_class
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.excess import (
@@ -37,9 +38,7 @@ from mismatch.run.scorings import FLOAT32, PLAIN, REFERENCE, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
 
-Side = Literal["engine", "trainer", "other-engine", "either"]
 Evidence = Literal["excess", "gap"]
-Standing = Literal["within", "wide", "undecided", "uncalibrated", "beyond"]
 FP8_KV = "-fp8kv"
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of a significand
@@ -113,6 +112,7 @@ class Square:
         calibrated: there are levels for it.
         correlation: of the roundings of engine and trainer; near 0 they add up in quadrature.
         findings: every excess and gap, judged.
+        displaced: prompts of every side that lie farther off than in the plain forward.
         not_judged: sides and corners that could not be measured, and why.
         seconds: of each pass that only the square needs.
         unmeasured: checks that this leaves without any number ("excess-engine" …).
@@ -127,6 +127,7 @@ class Square:
     not_judged: tuple[NotTested, ...]
     seconds: dict[str, float]
     unmeasured: tuple[str, ...] = ()
+    displaced: tuple[Displaced, ...] = ()
 
 
 def measure(run: Measured, spec: CheckSpec) -> Square | NotTested:
@@ -193,6 +194,7 @@ class _Corners:
             gaps=gaps,
             correlation=self.correlation(legs),
             findings=tuple(findings),
+            displaced=tuple(one for leg in legs for one in self.displaced(leg)),
             not_judged=tuple(self.missing),
             unmeasured=self.unmeasured({check_id(finding) for finding in findings}),
             seconds={
@@ -282,6 +284,17 @@ class _Corners:
             side, scoring.name, exact.name, plain.name,
             made[RMS.name], made[SIZE.name], made[EXCESS.name], made[EXCESS_SIZE.name],
         )  # fmt: skip
+
+    def displaced(self, leg: Leg) -> Iterator[Displaced]:
+        away, yardstick = (
+            self.usable[left].logprobs - self.usable[right].logprobs
+            for left, right in ((leg.scoring, leg.exact), (leg.plain, REFERENCE))
+        )
+        actions = self.run.rollout.actions
+        sequence = self.run.rollout.sequence_of_token[actions]
+        prompt = self.run.rollout.prompt_index[sequence]
+        levels = LEVELS.get(self.device)
+        return displaced(leg.side, leg.scoring, away, yardstick, sequence, prompt, levels)
 
     def correlation(self, legs: tuple[Leg, ...]) -> Estimate | None:
         """Of the two sides' roundings, from the first leg of each; None without both."""
@@ -377,10 +390,26 @@ def check_id(finding: Finding) -> str:
 def shared(square: Square, finding: Finding) -> bool:
     """Whether the finding rests on the reference, so that a fault of the trainer's loader, which
     the reference shares, would look the same."""
-    from_reference = {leg.scoring for leg in square.legs if leg.exact == REFERENCE}
     if finding.evidence == "excess":
-        return finding.side != "trainer" and finding.scoring in from_reference
+        return _from_reference(square, finding)
     return finding.side == "engine"
+
+
+def _from_reference(square: Square, found: Finding | Displaced) -> bool:
+    legs = {leg.scoring for leg in square.legs if leg.exact == REFERENCE}
+    return found.side != "trainer" and found.scoring in legs
+
+
+def sides_at_fault(square: Square) -> list[Side]:
+    """The side of everything that lies beyond its level; "either" where that cannot be told."""
+    found: list[Finding | Displaced] = [*square.findings, *square.displaced]
+    return [
+        "either"
+        if not (isinstance(one, Finding) and one.evidence == "gap") and _from_reference(square, one)
+        else one.side
+        for one in found
+        if one.standing == "beyond"
+    ]
 
 
 def judged(found: Leg | Gap, level: float | None) -> Finding:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.square import Finding, Square, Standing, check_id
+from collections.abc import Sequence
+
+from mismatch.analysis.displaced import Displaced
+from mismatch.analysis.square import Finding, Square, check_id
+from mismatch.analysis.square_levels import Standing
 from mismatch.types import Check, CheckStatus
 
 STATUS: dict[Standing, CheckStatus] = {
@@ -43,18 +47,40 @@ def square_checks(square: Square | None) -> list[Check]:
         Check(id, "warning", f"could not be measured ({reasons})", UNSEEN)
         for id in square.unmeasured
     ]
-    return unseen + [
-        Check(
-            id,
-            STATUS[finding.standing],
-            detail(finding),
-            _fix(finding),
-        )
+    found = [
+        Check(id, STATUS[finding.standing], detail(finding), _fix(finding))
         for id, finding in worst.items()
+    ]
+    return unseen + found + _displacement_checks(square.displaced)
+
+
+def _displacement_checks(found: Sequence[Displaced]) -> list[Check]:
+    """One for each side: of its passes and kinds the worst, and of equals the least by chance."""
+    worst: dict[str, Displaced] = {}
+    for one in sorted(found, key=lambda one: (-ORDER.index(one.standing), one.chance)):
+        worst.setdefault(f"displaced-{one.side}", one)
+    return [
+        Check(id, STATUS[one.standing], displacement(one), _fix(one)) for id, one in worst.items()
     ]
 
 
-def _fix(finding: Finding) -> str:
+SAID = {
+    "rare": "have a token",
+    "shift": "have a mean",
+    "response": "have a response whose median token is",
+}
+
+
+def displacement(found: Displaced) -> str:
+    """How many prompts are how far from float32, and how many a plain forward has."""
+    return (
+        f"{found.scoring}: {found.beyond} of {found.n_prompts} prompts {SAID[found.kind]} more "
+        f"than {found.nats:.3g} nats from its float32, {found.plain_beyond} in a plain forward by "
+        f"{found.nats / found.factor:.3g} (chance {found.chance:.2g})"
+    )
+
+
+def _fix(finding: Finding | Displaced) -> str:
     if finding.standing in ("wide", "undecided"):
         return "measure more: --num-prompts"
     return FIXES[finding.side] if finding.standing == "beyond" else ""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
+from typing import Literal
 
 from mismatch.types import Fingerprint
 
 UNCALIBRATED = 2.0  # excess from which a side is off on any device
 FILE = "square_levels.toml"
+Side = Literal["engine", "trainer", "other-engine", "either"]
+Standing = Literal["within", "wide", "undecided", "uncalibrated", "beyond"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +23,18 @@ class Levels:
         excess: of a side's rounding over a plain forward's, root mean square.
         gap: mean |delta| of two implementations in float32, times the rounding that is expected.
         least_gap: nats under which no gap is beyond its level.
+        displaced: factor by which a prompt may lie farther from float32 than in a plain forward.
+        chance: of a sign test over prompts, at or below which a side lies beyond that factor.
+        response: the factor for the median token of one response.
         source: the page or run that they were measured in.
     """
 
     excess: float
     gap: float
     least_gap: float
+    displaced: float
+    chance: float
+    response: float
     source: str
 
     def gap_level(self, floor: float | None) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mismatch.analysis.levels import exit_code, fails_on
 from mismatch.analysis.registry import analyses
-from mismatch.analysis.square import shared
+from mismatch.analysis.square import sides_at_fault
 from mismatch.codec import Misfit, fields_of, from_json, refused, schema_of, to_json
 from mismatch.metrics import METRICS
 from mismatch.types import Check, Comparison, Report, SidePair, Status, Verdict
@@ -105,10 +105,7 @@ def headline_of(report: Report) -> Headline:
     metrics = {} if first is None else {**first.metrics, **first.routing}
     k3, verdict = metrics.get("k3_kl"), report.verdict
     square, fixes = report.result("square"), report.result("fixes")
-    beyond = [one for one in square.findings if one.standing == "beyond"] if square else []
-    faults = [
-        "either" if one.evidence == "excess" and shared(square, one) else one.side for one in beyond
-    ]
+    faults = sides_at_fault(square) if square else []
     quick = bool((report.run.get("spec") or {}).get("quick"))
 
     def value(name: str) -> float | None:

@@ -59,7 +59,7 @@ def test_blocks_share_no_prompt_and_each_is_judged() -> None:
     assert len(set.union(*prompts)) == 64
     assert [judged(part)["failed"] for part in parts] == [[]] * 4
     off = list(blocks(recorded({"vllm:decode": 3.0}), 16))
-    assert [judged(part)["failed"] for part in off] == [["excess-engine"]] * 4
+    assert all("excess-engine" in judged(part)["failed"] for part in off)
     assert {judged(part)["correctness"] for part in off} == {"broken"}
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.analysis.sides import Sides
-from mismatch.analysis.square import Evidence, Standing
+from mismatch.analysis.square import Evidence
+from mismatch.analysis.square_levels import Standing
 from mismatch.codec import object_schema, to_json
 from mismatch.errors import MismatchError
 from mismatch.metrics.inference import prompts_to_tell

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.square import Finding, Gap, Leg, Square, Standing, shared
+from mismatch.analysis.displaced import Displaced
+from mismatch.analysis.square import Finding, Gap, Leg, Square, shared
+from mismatch.analysis.square_checks import displacement
+from mismatch.analysis.square_levels import Standing
 from mismatch.reports.formatting import bound, count, interval, line, number, text, times
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
 from mismatch.reports.svg import ACCENT, INK, SECOND, drawing, to_svg
@@ -31,6 +34,7 @@ WORDS: dict[Standing, str] = {
     "uncalibrated": "not calibrated",
     "beyond": "beyond",
 }
+WHOSE = {"engine": "The engine", "other-engine": "The second engine"}
 EXCESS = (
     Column("side", text),
     Column("from float32", number, 2, detail="root mean square, nats"),
@@ -39,6 +43,19 @@ EXCESS = (
     Column("level", bound, 2),
     Column("", text),
 )
+DISPLACED = (
+    Column("prompts displaced", text),
+    Column("by more than", number, detail="nats"),
+    Column("prompts", count, 1),
+    Column("plain", count, 2, detail="of a plain forward, by its part of that"),
+    Column("chance", number, 3, detail="sign test"),
+    Column("", text),
+)
+KINDS = {
+    "rare": "largest token of a prompt",
+    "shift": "mean of a prompt",
+    "response": "median token of a response",
+}
 GAP = (
     Column("in float32", text),
     Column("mean |delta|", number, interval=2, detail="nats"),
@@ -53,13 +70,12 @@ GAP = (
 def section(result: Square, report: Report) -> Section:
     """Both tables, and which side is off."""
     told = sentences(result)
-    excess, gap = _tables(result)
     return Section(
         id="square",
         title="Rounding or fault",
         lead=LEAD,
         sentences=tuple(told),
-        tables=tuple(table for table in (excess, gap) if table.rows),
+        tables=tuple(table for table in _tables(result) if table.rows),
         figures=(_figure(result),) if result.legs else (),
         notes=tuple(_notes(result)),
         short=told[0],
@@ -70,7 +86,8 @@ def sentences(result: Square) -> list[str]:
     """Which side is off and by what evidence; whether the two sides round alike."""
     beyond = [finding for finding in result.findings if finding.standing == "beyond"]
     told = [_off(result, finding) for finding in beyond]
-    if not beyond:
+    told += [_displaced(one) for one in result.displaced if one.standing == "beyond"]
+    if not told:
         told.append(_clean(result))
     elif any(shared(result, finding) for finding in beyond):
         told.append(SHARED)
@@ -85,9 +102,9 @@ def sentences(result: Square) -> list[str]:
 def _off(result: Square, finding: Finding) -> str:
     name, value = line(finding.scoring), finding.value
     if finding.evidence == "excess":
-        whose = {"engine": "engine", "other-engine": "second engine"}.get(finding.side, "trainer")
+        whose = WHOSE.get(finding.side, "The trainer")
         return (
-            f"The {whose} is off: {name} is {times(value.value)} as far from its own float32 as a "
+            f"{whose} is off: {name} is {times(value.value)} as far from its own float32 as a "
             f"plain forward at its precision ({interval(value, times)})."
         )
     gap = next(gap for gap in result.gaps if gap.left == finding.scoring)
@@ -101,12 +118,20 @@ def _off(result: Square, finding: Finding) -> str:
     return f"{subject}: mean |delta| {number(value.value)} nats in float32{over}."
 
 
+def _displaced(found: Displaced) -> str:
+    return (
+        f"{WHOSE.get(found.side, 'The trainer')} is off: {line(displacement(found))}, more than "
+        f"{times(found.factor)} as far as in a plain forward."
+    )
+
+
 def _clean(result: Square) -> str:
     if not result.findings:
         return "Neither side could be told from a faulty one: see what was not tested."
-    if any(finding.standing == "undecided" for finding in result.findings):
+    standings = {one.standing for one in result.findings}
+    if "undecided" in standings | {one.standing for one in result.displaced}:
         return "A value lies beyond its level, but its interval does not decide."
-    if any(finding.standing == "wide" for finding in result.findings):
+    if "wide" in standings:
         return "What was measured is within its level, but an interval reaches beyond it."
     if result.unmeasured:
         return (
@@ -128,11 +153,12 @@ def _notes(result: Square) -> list[str]:
     return notes
 
 
-def _tables(result: Square) -> tuple[Table, Table]:
+def _tables(result: Square) -> tuple[Table, Table, Table]:
     judged = {(f.evidence, f.scoring): f for f in result.findings}
     legs = [_leg(leg, judged["excess", leg.scoring]) for leg in result.legs]
     gaps = [_gap(gap, judged["gap", gap.left]) for gap in result.gaps]
-    return Table(EXCESS, tuple(legs)), Table(GAP, tuple(gaps))
+    moved = [_row(one) for one in result.displaced]
+    return Table(EXCESS, tuple(legs)), Table(DISPLACED, tuple(moved)), Table(GAP, tuple(gaps))
 
 
 def _leg(leg: Leg, finding: Finding) -> tuple[Cell | Value, ...]:
@@ -143,6 +169,17 @@ def _leg(leg: Leg, finding: Finding) -> tuple[Cell | Value, ...]:
         leg.excess_size,
         finding.level,
         _standing(finding),
+    )
+
+
+def _row(found: Displaced) -> tuple[Cell | Value, ...]:
+    return (
+        Cell(found.scoring, note=KINDS[found.kind]),
+        found.nats,
+        found.beyond,
+        found.plain_beyond,
+        found.chance,
+        standing_cell(found.standing),
     )
 
 

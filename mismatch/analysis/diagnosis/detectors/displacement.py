@@ -11,13 +11,14 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
-from mismatch.run.scorings import REFERENCE
+from mismatch.run.scorings import FLOAT32, REFERENCE
 from mismatch.types import Bools, Floats, NotTested
 
 CONFIDENT = (0.5, 0.9)
 UNLIKELY = 0.1
 MIN_TOKENS = 40
-FLOAT32 = 1e-5  # nats that a float32 pass may be away from another one
+NO_ROUNDING = 1e-5  # nats that a float32 pass may be away from another one
+SAME = 0.01  # of the engine's distance, that two implementations may differ by in float32
 RISING = 7.0
 EVEN, UNEVEN = 0.55, 0.45  # median over mean |eps|; weights: 0.7 to 0.9, a context: 0.2 to 0.4
 NEARLY, LIKELY = float(np.log(0.99)), float(np.log(0.9))
@@ -123,7 +124,18 @@ def legs_of(case: Case) -> tuple[Floats, Floats] | None:
     legs = case.left - reference, case.right - reference
     sizes = sorted(float(np.abs(leg[case.kept]).mean()) for leg in legs)
     # A side that is in float32 itself has no rounding to hold against.
-    return legs if sizes[0] > FLOAT32 else None
+    return legs if sizes[0] > NO_ROUNDING else None
+
+
+def _agree_in_float32(case: Case) -> bool:
+    """Whether the engine started in float32 computes what the reference computes: then its distance
+    is of its kernels, its cache, or what happened to its numbers later."""
+    exact = case.others.get(f"{case.engine.name.partition(':')[0]}:{FLOAT32}")
+    reference = case.reference
+    if exact is None or reference is None:
+        return False
+    gap, leg = np.abs(reference - exact.logprobs), np.abs(case.left - reference)
+    return float(gap[case.kept].mean()) < SAME * float(leg[case.kept].mean())
 
 
 def imbalance(case: Case, where: Bools) -> float:
@@ -168,6 +180,8 @@ def far_side(case: Case) -> Look | NotTested:
     reference = case.reference
     assert reference is not None
     repaired = (reference, case.right) if side == "engine" else (case.left, reference)
+    if side == "engine" and _agree_in_float32(case):
+        cause = "side-off"
     finding = Finding(cause, side, effect, evidence, alike=alike, repair=Repair(*repaired))
     return Look(evidence, (finding,))
 

@@ -173,6 +173,11 @@ def ends(case: Case) -> Look | NotTested:
     if not above(effect, 0.0):
         return Look(evidence)
     side: Side = "engine" if case.delta[far].mean() < 0 else "trainer"
+    if case.reference is not None:
+        engine, trainer = (
+            float(np.abs(values - case.reference)[far].mean()) for values in (case.left, case.right)
+        )
+        side = "engine" if engine > trainer else "trainer"
     repair = Repair(case.left, case.right, ~far)
     finding = Finding("appended-eos", side, effect, evidence, confirmed=True,
                       alike=("template-drift",), repair=repair)  # fmt: skip

@@ -1,0 +1,128 @@
+"""Prompts that one side moves farther from float32 than rounding moves them.
+
+The excess (:mod:`mismatch.analysis.square`) cuts heavy tails on both sides alike. A fault of few
+tokens, one that moves every token a little one way, or one response that is wholly wrong can lie
+within it. Here each prompt of the side stands against the same prompt in the plain forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mismatch.analysis.square_levels import UNCALIBRATED, Levels, Side, Standing
+from mismatch.metrics.excess import sign_test
+from mismatch.types import Floats, Ints
+
+Kind = Literal["rare", "shift", "response"]
+UNSURE = 1e-3  # chance below which a number of prompts is not passed either
+LONG = 16  # tokens of a response whose median says something about all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Displaced:
+    """How many prompts of a scoring lie beyond what the plain forward shows, at the worst bound.
+
+    Attributes:
+        kind: of displacement. "rare": the largest of a prompt's tokens. "shift": the mean of a
+            prompt's tokens. "response": the median token of a prompt's worst response.
+        nats: the bound, for the side: ``factor`` times the plain forward's.
+        beyond, plain_beyond: prompts beyond it.
+        chance: that as many are the side's and not the plain forward's, if it were no more than
+            ``factor`` times as far off (sign test over prompts).
+    """
+
+    side: Side
+    scoring: str
+    kind: Kind
+    factor: float
+    nats: float
+    beyond: int
+    plain_beyond: int
+    n_prompts: int
+    chance: float
+    standing: Standing
+
+
+def displaced(
+    side: Side,
+    scoring: str,
+    away: Floats,
+    yardstick: Floats,
+    sequence: Ints,
+    prompt: Ints,
+    levels: Levels | None,
+) -> Iterator[Displaced]:
+    """All kinds of one scoring.
+
+    Args:
+        away: [A] its difference from its float32, nats.
+        yardstick: [A] that of the plain forward at its precision.
+        sequence: [A] sequence of each token, rising.
+        prompt: [A] prompt of each token.
+        levels: None: none are calibrated, so that only a larger factor is beyond.
+    """
+    prompts = np.unique(prompt, return_inverse=True)[1]
+    factor = levels.displaced if levels else UNCALIBRATED
+    yield _judged(side, scoring, "rare", factor, _largest(away, prompts),
+                  _largest(yardstick, prompts), levels)  # fmt: skip
+    # The mean of a side over tokens that it drew itself is a KL: half of its variance, not zero.
+    drift = float(np.mean(yardstick**2))
+    yield _judged(side, scoring, "shift", factor,
+                  np.maximum(_mean(away, prompts) - drift, 0.0),
+                  _mean(yardstick, prompts), levels)  # fmt: skip
+    if levels is not None:
+        moved, plain = (_medians(values, sequence, prompts) for values in (away, yardstick))
+        if len(moved):
+            plain = np.maximum(plain, np.abs(yardstick).mean())  # near 0 where tokens are certain
+            yield _judged(side, scoring, "response", levels.response, moved, plain, levels)
+
+
+def _judged(
+    side: Side,
+    scoring: str,
+    kind: Kind,
+    factor: float,
+    moved: Floats,
+    plain: Floats,
+    levels: Levels | None,
+) -> Displaced:
+    test = sign_test(moved / factor, plain, only_largest=kind == "response")
+    standing: Standing = "within" if levels else "uncalibrated"
+    if test.chance <= (levels.chance if levels else CHANCE):
+        standing = "beyond"
+    elif levels and test.chance <= max(UNSURE, 0.5 ** len(moved)):
+        standing = "undecided"
+    elif kind == "response" and test.beyond:
+        standing = "undecided"  # too few prompts to count, and too far to pass
+    return Displaced(side, scoring, kind, factor, factor * test.bound, test.beyond,
+                     test.other_beyond, len(moved), test.chance, standing)  # fmt: skip
+
+
+CHANCE = 1e-4  # where no level is calibrated
+
+
+def _largest(values: Floats, prompts: Ints) -> Floats:
+    sizes = np.zeros(prompts.max() + 1)
+    np.maximum.at(sizes, prompts, np.abs(values))
+    return sizes
+
+
+def _mean(values: Floats, prompts: Ints) -> Floats:
+    return np.asarray(np.abs(np.bincount(prompts, values) / np.bincount(prompts)))
+
+
+def _medians(values: Floats, sequence: Ints, prompts: Ints) -> Floats:
+    """The largest median of |values| of a prompt's long responses, of prompts that have one."""
+    starts = np.flatnonzero(np.diff(sequence, prepend=-1))
+    ends = np.append(starts[1:], len(sequence))
+    found: dict[int, float] = {}
+    for start, end in zip(starts, ends, strict=True):
+        if end - start >= LONG:
+            median = float(np.median(np.abs(values[start:end])))
+            prompt = int(prompts[start])
+            found[prompt] = max(found.get(prompt, 0.0), median)
+    return np.array(list(found.values()))

@@ -1,0 +1,182 @@
+"""Displaced prompts: faults of few tokens, small shifts and single responses do not pass.
+
+Synthetic scorings with heavy tails; planted on either side, and silent where nothing is planted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import planted_arrays
+from benchmarks.planted_arrays import Tokens
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detector import detectors
+from mismatch.analysis.diagnosis.ranking import diagnose
+from mismatch.analysis.displaced import displaced
+from mismatch.analysis.levels import verdict
+from mismatch.analysis.registry import Measured
+from mismatch.analysis.square import measure, sides_at_fault
+from mismatch.analysis.square_checks import square_checks
+from mismatch.analysis.square_levels import LEVELS
+from mismatch.metrics.excess import sign_test
+from mismatch.types import Floats
+from tests.unit.test_square import SPEC, run_of, square
+
+CPU = LEVELS["cpu"]
+
+
+def with_fault(
+    fault: str | Callable[[Tokens], Floats], side: str, run: Measured | None = None
+) -> Measured:
+    """A run with a fault of benchmarks/planted_arrays.py, or another one, in one side."""
+    run = run or run_of()
+    sequence = run.rollout.sequence_of_token[run.rollout.actions]
+    scoring = run.usable[side]
+    plant = planted_arrays.FAULTS[fault] if isinstance(fault, str) else fault
+    tokens = Tokens(
+        scoring.logprobs,
+        scoring.logprobs - run.usable["reference:fp32"].logprobs,
+        sequence,
+        run.rollout.prompt_index[sequence],
+    )
+    faulty = replace(scoring, logprobs=plant(tokens))
+    return replace(run, usable=run.usable | {side: faulty},
+                   decode=faulty if side == run.decode.name else run.decode,
+                   train=faulty if side == run.train.name else run.train)  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["vllm:decode", "fsdp"])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("every 200th token off by 1 nat", "rare"),
+        ("every 200th token off by 0.3 nats", "rare"),
+        ("all tokens off by 0.005 nats", "shift"),
+        ("half of the prompts 0.01 nats up, half down", "shift"),
+    ],
+)
+def test_a_fault_that_the_excess_may_hide_is_beyond_on_its_side(
+    fault: str, kind: str, side: str
+) -> None:
+    found = square(with_fault(fault, side))
+    beyond = {(one.scoring, one.kind) for one in found.displaced if one.standing == "beyond"}
+    assert (side, kind) in beyond
+    assert {scoring for scoring, _ in beyond} == {side}
+    assert set(sides_at_fault(found)) == {"engine" if side == "vllm:decode" else "trainer"}
+    assert verdict((), square_checks(found), None).status == "broken"
+
+
+@pytest.mark.parametrize("side", ["vllm:decode", "fsdp"])
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [("one response wholly wrong", "inconclusive"),
+     ("one prompt's tokens off by 0.3 nats", "broken")],
+)  # fmt: skip
+def test_a_single_prompt_does_not_pass(fault: str, status: str, side: str) -> None:
+    """The excess may call it broken; that one prompt lies beyond, alone, does not."""
+    found = square(with_fault(fault, side))
+    (one,) = (one for one in found.displaced if one.standing != "within")
+    assert (one.scoring, one.kind, one.beyond, one.plain_beyond) == (side, "response", 1, 0)
+    assert one.standing == "undecided"
+    assert verdict((), square_checks(found), None).status == status
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "without"),
+    [
+        (planted_arrays.every(199, 1.0), "side-off", "weights-differ"),
+        (planted_arrays.shift(0.005), "side-off", "function-differs"),
+        (planted_arrays.last_token, "appended-eos", "appended-eos"),
+    ],
+)
+def test_no_cause_is_named_that_the_float32_passes_exclude(
+    fault: Callable[[Tokens], Floats], cause: str, without: str
+) -> None:
+    """The engine in float32 agrees with the reference: its weights are no cause."""
+    run = with_fault(fault, "vllm:decode", run_of({"vllm:decode": 0.1, "fsdp": 0.1}))
+    case = Case.of(run.rollout, run.decode, run.train, run.usable)
+    ranked = diagnose(case, detectors()).ranked
+    assert [(one.id, one.side) for one in ranked] == [(cause, "engine")]
+    others = {name: one for name, one in run.usable.items() if name != "vllm:fp32"}
+    blind = diagnose(Case.of(run.rollout, run.decode, run.train, others), detectors()).ranked
+    assert blind[0].id == without
+
+
+def test_rounding_with_heavy_tails_is_within() -> None:
+    """Tails of index 1.5, blown up on single tokens of either side."""
+    standings = set()
+    for seed in range(60):
+        draw = np.random.default_rng(seed)
+        away, plain = 0.01 * draw.standard_t(1.5, (2, 64 * 30))
+        prompt = np.repeat(np.arange(64), 30)
+        found = displaced("engine", "e", away, plain, prompt, prompt, CPU)
+        standings |= {one.standing for one in found}
+    assert standings == {"within"}
+
+
+def test_the_law_of_the_side_that_sampled_is_no_shift() -> None:
+    """Over its own samples an engine lies above float32 by a KL, half of its variance."""
+    draw = np.random.default_rng(0)
+    plain = draw.normal(0, 0.5, 64 * 400)
+    away = draw.normal(0.125, 0.5, 64 * 400)
+    prompt = np.repeat(np.arange(64), 400)
+    found = {one.kind: one for one in displaced("engine", "e", away, plain, prompt, prompt, CPU)}
+    assert found["shift"].standing == "within"
+    further = displaced("engine", "e", away + 0.4, plain, prompt, prompt, CPU)
+    assert {one.kind: one.standing for one in further}["shift"] == "beyond"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "standing"), [(64, "beyond"), (14, "beyond"), (10, "undecided"), (5, "undecided")]
+)
+def test_few_prompts_leave_it_open(prompts: int, standing: str) -> None:
+    draw = np.random.default_rng(0)
+    prompt = np.repeat(np.arange(prompts), 40)
+    away, plain = 0.01 * draw.normal(size=(2, len(prompt)))
+    away[::40] += 1.0
+    found = {one.kind: one for one in displaced("engine", "e", away, plain, prompt, prompt, CPU)}
+    assert found["rare"].standing == standing
+    assert found["rare"].chance == pytest.approx(0.5**prompts)
+    assert (found["rare"].beyond, found["rare"].plain_beyond) == (prompts, 0)
+
+
+def test_without_levels_the_factor_is_two_and_nothing_passes() -> None:
+    draw = np.random.default_rng(0)
+    prompt = np.repeat(np.arange(64), 40)
+    away, plain = 0.01 * draw.normal(size=(2, len(prompt)))
+
+    def standings(values: Floats) -> dict[str, str]:
+        found = displaced("engine", "e", values, plain, prompt, prompt, None)
+        return {one.kind: one.standing for one in found}
+
+    assert standings(away) == dict.fromkeys(("rare", "shift"), "uncalibrated")
+    assert standings(1.8 * away)["rare"] == "uncalibrated"
+    assert standings(away + 0.5 * (np.arange(len(away)) % 40 == 0))["rare"] == "beyond"
+
+
+def test_the_sign_test_counts_discordant_units() -> None:
+    plain = np.arange(20.0)
+    same = sign_test(plain, plain)
+    assert same.chance == 1.0
+    above = sign_test(plain + np.where(np.arange(20) < 10, 100, 0), plain)
+    assert (above.beyond, above.other_beyond, above.bound) == (10, 0, 19.0)
+    assert above.chance == pytest.approx(2**-10)
+    largest = sign_test(np.array([5.0, 0.0, 0.0]), np.array([1.0, 2.0, 3.0]), only_largest=True)
+    assert (largest.bound, largest.beyond, largest.chance) == (3.0, 1, 0.5)
+
+
+def test_a_second_engine_is_looked_at_as_well() -> None:
+    from tests.unit.test_square import with_second_engine
+
+    run, spec = with_second_engine(1.0)
+    name = next(name for name in run.usable if name.startswith("sglang"))
+    faulty = with_fault("every 200th token off by 1 nat", name, run)
+    found = measure(faulty, spec)
+    assert {check.id: check.status for check in square_checks(found)}[  # type: ignore[arg-type]
+        "displaced-other-engine"
+    ] == "failed"
+    assert measure(run, SPEC) is not None
