@@ -541,3 +541,14 @@ def test_a_decode_that_flipped_in_a_few_prompts_is_no_path_of_its_own() -> None:
         moved = changed(replace(case, others=others), np.minimum(left, -1e-6))
         ids = [cause.id for cause in causes(moved).ranked]
         assert [id for id in ids if id == "decode-vs-prefill"] == named
+
+
+def test_other_weights_are_not_named_that_the_float32_passes_exclude() -> None:
+    """The engine started in float32 agrees with the reference: its weights are no cause."""
+    case = healthy(7)
+    assert case.reference is not None
+    blind = changed(case, np.minimum(case.reference + 4 * (case.left - case.reference), -1e-6))
+    assert [(c.id, c.side) for c in causes(blind).ranked] == [("weights-differ", "engine")]
+    exact = Scoring("vllm:fp32", case.engine.token_ids, case.reference, {})
+    seen = replace(blind, others={**blind.others, exact.name: exact})
+    assert [(c.id, c.side) for c in causes(seen).ranked] == [("side-off", "engine")]
