@@ -48,7 +48,11 @@ async function unpack(name) {
   for (const part of parts) { all.set(part, at); at += part.length; await rest(); }
   return all;
 }
-const json = async name => JSON.parse(new TextDecoder().decode(await unpack(name)));
+async function json(name) {
+  const data = await unpack(name);
+  await pause();
+  return JSON.parse(new TextDecoder().decode(data));
+}
 
 let meta, words, contexts, exact, bytes = {}, A = 0, N = 0;
 let start, position, sequenceOf, contextAt, exactAt, stats, width;
@@ -60,6 +64,7 @@ async function load() {
     lines[line.slice(0, cut)] = line.slice(cut + 1);
   }
   packed.textContent = "";
+  await pause();
   meta = await json("meta");
   words = await json("words");
   contexts = await json("contexts");
@@ -251,10 +256,12 @@ async function filter() {
   if (mine !== run) return;
   matched = marks;
   const sharp = rows.subarray(0, 2000);  // codes are steps: the first ones by what was measured
-  sharp.sort((a, b) => Math.abs(best("delta", b)[0]) - Math.abs(best("delta", a)[0]) || a - b);
+  const size = new Map(Array.from(sharp, row => [row, Math.abs(best("delta", row)[0])]));
+  sharp.sort((a, b) => size.get(b) - size.get(a) || a - b);
   hits = rows;
   root.dataset.matches = total;
-  drawAll();
+  await pause();
+  await drawAll();
 }
 
 // ---------------------------------------------------------------- the strips
@@ -501,11 +508,12 @@ function drawLegend() {
   for (let at = 1; at <= LEVELS; at++) legend.append(chip(`p${at}`, at === 1 || at === LEVELS || !ends[0] ? `≥ ${steps[at - 1]}` : ""));
   legend.append(el("span", ends[1]));
 }
-function drawAll() {
+async function drawAll() {
   shownSequence = -1;
-  drawStrips(true);
   if (active() && hits.length && !matched[chosen]) chosen = hits[0];
   if (chosen < 0) chosen = hits.length ? hits[0] : 0;
+  drawStrips(true);
+  await pause();
   focusOn(chosen);
 }
 function options(select, pairs) {
@@ -564,11 +572,13 @@ async function begin() {
     text = $("body");
     sheet.style.height = `${N * ROW}px`;
     await chooseEdges();
+    await pause();
     readColours();
     sortSequences();
     controls();
     drawLegend();
     $("live").hidden = false;
+    await pause();
     await filter();
     followLink();
     root.dataset.ready = "yes";
