@@ -193,7 +193,7 @@ const grouped = n => n.toLocaleString("en-US");
 
 // ---------------------------------------------------------------- which tokens, in which order
 
-let order, matched, hits, run = 0;  // sequences as sorted; a byte per token; rows, largest |delta| first
+let order, matched, matching, hits, run = 0;  // sequences as sorted; a byte per token; rows, largest |delta| first
 const asked = { sort: "worst", kind: "", layer: "", least: 0, text: "", regex: false };
 const active = () => Boolean(asked.kind || asked.layer || asked.least || asked.text);
 function sortSequences() {
@@ -202,7 +202,9 @@ function sortSequences() {
     length: n => -meta.lengths[n], run: n => meta.numbers[n],
   };
   const key = Float64Array.from({ length: N }, (_, n) => keys[asked.sort](n));
-  order = Uint32Array.from({ length: N }, (_, n) => n).sort((a, b) => key[a] - key[b] || a - b);
+  const all = Uint32Array.from({ length: N }, (_, n) => n);
+  order = (active() && matching ? all.filter(n => matching[n]) : all).sort((a, b) => key[a] - key[b] || a - b);
+  sheet.style.height = `${order.length * ROW}px`;
 }
 function pattern() {
   if (!asked.text) return null;
@@ -255,12 +257,15 @@ async function filter() {
   }
   if (mine !== run) return;
   matched = marks;
+  matching = new Uint8Array(N);
+  for (const row of rows) matching[sequenceOf[row]] = 1;
   const sharp = rows.subarray(0, 2000);  // codes are steps: the first ones by what was measured
   const size = new Map(Array.from(sharp, row => [row, Math.abs(best("delta", row)[0])]));
   sharp.sort((a, b) => size.get(b) - size.get(a) || a - b);
   hits = rows;
   root.dataset.matches = total;
   await pause();
+  sortSequences();
   await drawAll();
 }
 
@@ -317,7 +322,7 @@ function drawStrips(afresh = false) {
   const top = list.scrollTop, height = list.clientHeight;  // read before anything is written
   listWidth = list.clientWidth;
   const first = Math.max(0, Math.floor(top / ROW) - 2);
-  const last = Math.min(N - 1, Math.ceil((top + height) / ROW) + 2);
+  const last = Math.min(order.length - 1, Math.ceil((top + height) / ROW) + 2);
   for (const [place, row] of pool) if (place < first || place > last) { row.remove(); pool.delete(place); }
   const until = performance.now() + SLICE;
   for (let place = first; place <= last; place++) {
@@ -396,7 +401,7 @@ function drawCard() {
   const fact = (name, text) => { facts.append(el("dt", name), el("dd", text)); };
   const delta = best("delta", row), left = best("left", row).slice();
   left[0] = -left[0];
-  const chance = ([x, exactly]) => `${about([x, exactly])}  (p ${short(Math.exp(x))})`;
+  const chance = ([x, exactly]) => `${about([x, exactly])}  (p ${x > -1e-3 ? `1 − ${short(-Math.expm1(x))}` : short(Math.exp(x))})`;
   fact("rollout logprob", chance(left));
   fact("train logprob", chance([Math.min(0, left[0] + delta[0]), delta[1]]));
   fact("Δ, ratio", `${about(delta, plus)} nats, ${short(Math.exp(delta[0]))}×`);
@@ -449,7 +454,7 @@ function likeliest(top, own) {
 function focusOn(row, link = false) {
   chosen = row;
   const n = sequenceOf[row], place = order.indexOf(n), top = place * ROW;
-  if (top < list.scrollTop || top + ROW > list.scrollTop + list.clientHeight) list.scrollTop = top - list.clientHeight / 3;
+  if (place >= 0 && (top < list.scrollTop || top + ROW > list.scrollTop + list.clientHeight)) list.scrollTop = top - list.clientHeight / 3;
   drawStrips();
   drawText();
   drawCard();
@@ -479,7 +484,7 @@ function move(by) {
 }
 function moveSequence(by) {
   const place = order.indexOf(sequenceOf[chosen]) + by;
-  if (place >= 0 && place < N) focusOn(worstOf(order[place]), true);
+  if (place >= 0 && place < order.length) focusOn(worstOf(order[place]), true);
 }
 const keys = { j: () => step(1), k: () => step(-1), ArrowRight: () => move(1), ArrowLeft: () => move(-1),
   ArrowDown: () => moveSequence(1), ArrowUp: () => moveSequence(-1) };
@@ -570,7 +575,6 @@ async function begin() {
     list = $("list");
     sheet = $("sheet");
     text = $("body");
-    sheet.style.height = `${N * ROW}px`;
     await chooseEdges();
     await pause();
     readColours();
