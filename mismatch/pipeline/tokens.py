@@ -55,7 +55,7 @@ def token_table(
         frame["reference_logprob"] = reference.logprobs
     return frame.assign(
         **_routes(rollout, decode, train),
-        context=_arrow(*_contexts(rollout, texts), "string"),
+        context=arrow_lists(*_contexts(rollout, texts), "string"),
         **_likeliest(decode, train, texts, len(frame)),
     )
 
@@ -117,7 +117,9 @@ def _words(rollout: Rollout, texts: dict[int, str], special: set[int]) -> dict[s
 
 
 def _text(texts: dict[int, str], token: int) -> str:
-    return texts.get(token, f"<{token}>")
+    """What an id stands for; half a surrogate pair, which no file can hold, as U+FFFD."""
+    text = texts.get(token, f"<{token}>")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _routes(rollout: Rollout, decode: Scoring, train: Scoring) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def _routes(rollout: Rollout, decode: Scoring, train: Scoring) -> dict[str, Any]
     layers, offsets = flipped_layers(routes)
     found: dict[str, Any] = {
         "routing_flips": pd.array(routes.flips, dtype="Int16"),
-        "routing_flipped_layers": _arrow(layers.astype(np.int16), offsets),
+        "routing_flipped_layers": arrow_lists(layers.astype(np.int16), offsets),
     }
     margin = routes.arrays.get("margin")
     if margin is not None:
@@ -170,14 +172,14 @@ def _likeliest(decode: Scoring, train: Scoring, texts: dict[int, str], size: int
     offsets = np.concatenate([[0], np.cumsum(counts)])
     ids, first, second = (np.concatenate(parts) for parts in zip(*rows, strict=True))
     return {
-        "top_ids": _arrow(ids, offsets),
-        "top_tokens": _arrow([_text(texts, int(i)) for i in ids], offsets, "string"),
-        "top_rollout": _arrow(first, offsets),
-        "top_train": _arrow(second, offsets),
+        "top_ids": arrow_lists(ids, offsets),
+        "top_tokens": arrow_lists([_text(texts, int(i)) for i in ids], offsets, "string"),
+        "top_rollout": arrow_lists(first, offsets),
+        "top_train": arrow_lists(second, offsets),
     }
 
 
-def _arrow(values: Sequence[Any] | np.ndarray, offsets: Ints, kind: str | None = None) -> Any:
+def arrow_lists(values: Sequence[Any] | np.ndarray, offsets: Ints, kind: str | None = None) -> Any:
     """Flat values as a pandas column of Arrow lists, [len(offsets) - 1]."""
     import pandas as pd
     import pyarrow as pa

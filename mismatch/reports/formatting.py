@@ -247,6 +247,8 @@ _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 # Control, format (bidi, zero width, tags), surrogate, private, unassigned, line separators.
 _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _DOTTED_CIRCLE = "\u25cc"
+_JOINER = "\u200d"
+_ADDED = "\ufe0f\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"  # colour, shade of skin
 
 
 def visible(text: str) -> str:
@@ -254,10 +256,28 @@ def visible(text: str) -> str:
 
     >>> visible("a\\tb\\x1b[31m\\u202e")
     'a⇥b⟨1B⟩[31m⟨202E⟩'
+
+    Joined emoji stay whole.
+
+    >>> visible("\\U0001f469\\u200d\\U0001f52c a\\u200db")
+    '\U0001f469\u200d\U0001f52c a⟨200D⟩b'
     """
     if text and unicodedata.combining(text[0]):
         text = _DOTTED_CIRCLE + text  # else the mark would sit on the character before the token
-    return "".join(_visible_character(character) for character in text)
+    if text.isascii() and text.isprintable():
+        return text
+    if _JOINER not in text:
+        return "".join(map(_visible_character, text))
+    return "".join(
+        character if character == _JOINER and _joins(text, at) else _visible_character(character)
+        for at, character in enumerate(text)
+    )
+
+
+def _joins(text: str, at: int) -> bool:
+    """Whether the joiner at a place stands between two pictures: a picture of its own."""
+    before = text[max(0, at - 4) : at].rstrip(_ADDED)[-1:]
+    return all(unicodedata.category(one or " ") == "So" for one in (before, text[at + 1 : at + 2]))
 
 
 def _visible_character(character: str) -> str:

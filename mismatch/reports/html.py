@@ -1,14 +1,20 @@
-"""One self-contained HTML file: no script, no request; for phones, dark screens and paper too."""
+"""One self-contained HTML file, no request; for phones, dark screens and paper too.
+
+The only scripts are those of widgets that ship with the package, each allowed by its SHA-256.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import MARKS, line
-from mismatch.reports.section import Page, cell_interval, cell_text
+from mismatch.reports.section import Page, Section, Widget, cell_interval, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Report
 
@@ -29,7 +35,29 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
 
 def show_page(shown: Page) -> str:
     """A page with its verdict first, a list of contents, and every section."""
-    return template("page.html").render(page=shown, css=packaged("report.css"))
+    widgets = list(_widgets(shown.sections))
+    names = [widget.name for widget in widgets]
+    scripts = {name: _unbroken(packaged(f"{name}.js").strip()) for name in names}
+    return template("page.html").render(
+        page=shown,
+        css="".join(packaged(name) for name in ("report.css", *(f"{name}.css" for name in names))),
+        widgets=widgets,
+        scripts=scripts,
+        hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts.values()),
+    )
+
+
+def _widgets(sections: Iterable[Section]) -> Iterator[Widget]:
+    for section in sections:
+        if section.widget is not None:
+            if "<" in section.widget.data:
+                raise ValueError(f"the data of {section.widget.name} could end its element")
+            yield section.widget
+        yield from _widgets(section.parts)
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 @cache

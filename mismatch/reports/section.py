@@ -40,12 +40,14 @@ class Cell:
             that a user types.
         note: small print beside it; a terminal leaves it out.
         format: of this value, where it is not the column's.
+        link: anchor in the same page.
     """
 
     value: Value
     tone: Tone = ""
     note: str = ""
     format: Format | None = None
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,20 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Widget:
+    """A part of a page that its reader works with: ``templates/<name>.html``, ``.js`` and ``.css``.
+
+    Attributes:
+        data: what the script draws: text without angle brackets, in ``<script id="<name>-data">``.
+        still: what stands in its place without scripts, and on paper.
+    """
+
+    name: str
+    data: str
+    still: tuple[Table, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """One part of a report.
 
@@ -122,6 +138,7 @@ class Section:
         sentences: what the numbers say.
         notes: small print after the tables.
         parts: sections inside it, with titles of their own.
+        widget: of a page; its script is the page's.
         folded: a page shows only its title until it is opened (a part), Markdown too.
         page_only: too wide or too long for a terminal and for Markdown.
         short: one line, which stands for the section on a terminal without ``--details``; "": it
@@ -138,6 +155,7 @@ class Section:
     blocks: tuple[Block, ...] = ()
     notes: tuple[str, ...] = ()
     parts: tuple[Section, ...] = ()
+    widget: Widget | None = None
     folded: bool = True
     page_only: bool = False
     short: str = ""
@@ -158,7 +176,7 @@ class Section:
     def holds(self) -> bool:
         """Whether there is anything below the lead."""
         lists = self.warnings, self.sentences, self.tables, self.figures, self.blocks, self.notes
-        return any(lists) or any(self.parts)
+        return any(lists) or any(self.parts) or self.widget is not None
 
 
 @dataclass(frozen=True, slots=True)

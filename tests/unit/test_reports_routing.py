@@ -15,7 +15,7 @@ from mismatch.metrics.routing_pairs import RouterNoise
 from mismatch.reports.figures import comparable
 from mismatch.reports.section import Section
 from mismatch.reports.sections import routing
-from mismatch.reports.sections.tokens import worst_tokens
+from mismatch.reports.sections.patterns import worst_tokens
 from mismatch.reports.svg import OPACITIES
 from mismatch.reports.words import ROUTING
 from mismatch.types import Comparison, Estimate, Report

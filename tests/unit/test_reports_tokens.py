@@ -1,16 +1,13 @@
-"""Where the mismatch sits, and the tokens that it is worst at."""
+"""Where the mismatch sits."""
 
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from mismatch.reports.figures import comparable
-from mismatch.reports.section import Excerpt
-from mismatch.reports.sections.tokens import of_tokens, places, worst_tokens
+from mismatch.reports.sections.tokens import of_tokens, places
 from tests.reports_fixture import make_empty_report, make_report, make_tokens
-from tests.tables import values
 
 
 def test_every_figure_is_drawn_once_where_there_are_tokens() -> None:
@@ -19,30 +16,7 @@ def test_every_figure_is_drawn_once_where_there_are_tokens() -> None:
     assert all(svg.startswith("<svg") for svg in drawn)
     empty, tokens = make_empty_report()
     nothing = of_tokens(empty, tokens)
-    assert (nothing.figures, nothing.parts[0].tables) == ((), ())
-
-
-def test_worst_tokens_are_the_worst_with_their_neighbours() -> None:
-    table = pd.DataFrame(
-        {
-            "sequence": [0, 0, 0, 1, 1],
-            "position": [4, 5, 9, 4, 5],
-            "token_id": [1, 2, 3, 4, 5],
-            "token": ["a", "b", "c", "d", "e"],
-            "rollout_logprob": [-1.0] * 5,
-            "train_logprob": [-1.0, -1.5, -1.1, -1.0, 0.0],
-            "routing_flips": pd.array([0, 2, None, 0, 0], dtype="Int16"),
-        }
-    )
-    table["delta"] = table["train_logprob"] - table["rollout_logprob"]
-    rows = values(worst_tokens(comparable(table.sample(frac=1, random_state=0))).tables[0])
-    assert [row["token"] for row in rows] == ["e", "b", "c"]  # delta 0 is not a disagreement
-    texts = [row["in its text"] for row in rows]
-    assert texts[0] == Excerpt("d", "e", "")  # nothing of sequence 0
-    assert texts[1] == Excerpt("a", "b", " ⋯ c")
-    assert [row["delta"] for row in rows] == pytest.approx([1.0, -0.5, -0.1])
-    assert [row["off by"] for row in rows] == ["2.7×", "65 %", "11 %"]
-    assert [row["rerouted"] for row in rows] == [0, 2, None]
+    assert nothing.figures == ()
 
 
 def test_places_see_a_planted_contrast() -> None:

@@ -77,6 +77,11 @@ def test_each_token_stands_with_its_place_context_class_and_reward(run: Path) ->
     assert "routing_margin" not in columns
 
 
+def test_half_a_surrogate_pair_can_be_saved(run: Path) -> None:
+    store.save_vocabulary(run, TEXTS | {10: "a\ud83d", 11: "\ud83d\ude00"})
+    assert saved(run, DECODE, TRAIN)["token"].tolist()[:2] == ["a\ufffd", "\U0001f600"]
+
+
 def test_tokens_after_the_last_action_belong_to_no_row(run: Path) -> None:
     mask = ROLLOUT.action_mask.copy()
     mask[4] = False  # the first sequence now ends with a tool's answer and one more given token

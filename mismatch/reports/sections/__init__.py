@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from mismatch.reports.elsewhere import Elsewhere
 
 ORDER = (
-    "headline", "causes", "explain", "normal", "square", "tokens", "where", "routing", "beside",
-    "engines", "budget", "two_passes", "forecast", "kernels", "exact", "fixes", "corrections",
-    "gradients", "checks", "ran",
+    "headline", "causes", "explain", "normal", "square", "tokens", "patterns", "explorer", "where",
+    "routing", "beside", "engines", "budget", "two_passes", "forecast", "kernels", "exact", "fixes",
+    "corrections", "gradients", "checks", "ran",
 )  # fmt: skip
 Sections = Section | tuple[Section, ...] | None
 

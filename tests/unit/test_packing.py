@@ -1,0 +1,160 @@
+"""What a page holds of the tokens: within a budget, near what was measured, harmless."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import zlib
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from mismatch.reports import packing
+from mismatch.reports.figures import comparable
+from mismatch.reports.html import to_html
+from mismatch.reports.packing import EXACT, LONGEST, Packed, pack
+from mismatch.reports.sections.explorer import notes, of_tokens
+from mismatch.run.secrets import redact
+from tests.explorer_fixture import many
+from tests.reports_fixture import HOSTILE, make_empty_report, make_report, make_tokens
+
+
+def unpacked(packed: Packed) -> dict[str, Any]:
+    """What the page's script reads."""
+    found: dict[str, Any] = {}
+    for line in packed.text.split("\n"):
+        name, text = line.split(" ")
+        data = zlib.decompress(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+        as_json = name in ("meta", "contexts", "words", "exact")
+        found[name] = json.loads(data) if as_json else np.frombuffer(data, np.uint8)
+    return found
+
+
+@pytest.mark.parametrize(("fine", "step"), [(10**6, 0.06), (10, 0.25)])
+def test_every_value_comes_back_within_its_step(
+    monkeypatch: pytest.MonkeyPatch, fine: int, step: float
+) -> None:
+    monkeypatch.setattr(packing, "FINE", fine)
+    table = many()
+    found = unpacked(pack(table, {}))
+    rows = len(table)
+    word = found["word"][:rows] + 256 * found["word"][rows:].astype(int)
+    assert [found["words"]["texts"][i] for i in word] == table["token"].tolist()
+    left = table["rollout_logprob"].to_numpy()
+    wanted = {
+        "delta": table["delta"].to_numpy(),
+        "left": -left,
+        "entropy": table["entropy"].to_numpy(),
+        "margin": table["routing_margin"].to_numpy(),
+        "reference": table["reference_logprob"].to_numpy() - left,
+        "fix": table["fix_logprob"].to_numpy() - left,
+    }
+    for name, values in wanted.items():
+        scale = np.array(found["meta"]["scales"][name])
+        got = scale[found[name]]
+        near = np.abs(values) >= scale[1]
+        assert near.mean() > 0.5, name
+        assert np.abs(got[near] / values[near] - 1).max() < (0.06 if name == "delta" else step), (
+            name
+        )
+        assert np.abs(got[~near] - values[~near]).max(initial=0) <= scale[1], name
+    layers = found["meta"]["layers"]
+    masks = found["layers"].reshape(-1, rows)
+    for row in (0, 1, 777):
+        bits = [layer for i, layer in enumerate(layers) if masks[i // 8, row] >> i % 8 & 1]
+        assert bits == list(table["routing_flipped_layers"][row])
+
+
+def test_the_worst_and_the_likeliest_are_exact() -> None:
+    table = many()
+    found = unpacked(pack(table, {}))
+    exact = found["exact"]
+    worst = table["delta"].abs().nlargest(EXACT).index
+    tops = np.arange(0, len(table), 97)
+    assert exact["at"] == sorted({*worst, *tops})
+    assert exact["delta"] == pytest.approx(table["delta"][exact["at"]].tolist(), rel=1e-6)
+    word, left, right = exact["top"]["97"][0]
+    assert found["words"]["texts"][word] == "</script>"
+    assert (left, right) == (-0.5, None)
+    contexts = found["contexts"]
+    assert contexts["at"] == list(range(0, len(table), 100))
+    assert set(contexts["of"]) == set(range(15))  # of a prompt's four samples it is kept once
+    assert [found["words"]["texts"][i] for i in contexts["texts"][2]] == [" q2", " is", "?"]
+
+
+def test_a_budget_takes_columns_then_whole_sequences() -> None:
+    table = many()
+    whole = pack(table, {})
+    assert (whole.tokens, whole.left_out) == (len(table), ())
+    less = pack(table, {}, budget=len(whole.text) - 10)
+    assert less.left_out == ("margin",)
+    assert less.tokens == len(table)
+    table.loc[5 * 100 + 7, "delta"] = 9.0
+    few = pack(table, {}, budget=len(whole.text) // 3)
+    assert len(few.text) <= len(whole.text) // 3
+    assert 0 < few.tokens < len(table)
+    assert few.tokens == 100 * few.sequences
+    assert 5 in unpacked(few)["meta"]["numbers"]  # the sequence of the worst token
+    said = " ".join(notes(few, len(table), 60))
+    assert f"{few.sequences} of 60 sequences" in said
+    assert "tokens.parquet" in said
+    assert "sample" not in " ".join(notes(whole, len(table), 60)).lower()
+
+
+def test_a_table_of_version_one_is_packed_too() -> None:
+    tokens = make_tokens()
+    found = unpacked(pack(comparable(tokens), {}))
+    assert len(found["delta"]) == len(tokens)
+    assert "reference" not in found
+    assert found["contexts"]["at"] == []
+    assert of_tokens(*make_empty_report()) is None
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, "\ud83d", "a" * 100_000, "\u200d" * 90, ""])
+def test_hostile_texts_are_harmless_and_short(text: str) -> None:
+    table = many(4, 20)
+    table["token"] = pd.Series([text] * len(table), dtype=object)
+    packed = pack(table, {"fix": text})
+    assert re.fullmatch(r"[a-z]+ [A-Za-z0-9_-]+(\n[a-z]+ [A-Za-z0-9_-]+)*", packed.text)
+    shown = unpacked(packed)["words"]["texts"][0]
+    assert len(shown) <= 8 * LONGEST
+    assert not set(shown) & set("\u202e\x1b\x00\ud83d\u200d")
+
+
+def test_an_emoji_sequence_stays_whole() -> None:
+    family = "\U0001f469\u200d\U0001f469\u200d\U0001f467"
+    table = many(4, 20)
+    table["token"] = family
+    assert family in unpacked(pack(table, {}))["words"]["texts"]
+
+
+def test_a_page_has_one_script_and_allows_no_other() -> None:
+    page = to_html(make_report(), many())
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == 1
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe-eval" not in policy
+    assert policy.count("script-src") == 1
+    assert not re.search(r"\b(eval|Function|innerHTML|outerHTML|insertAdjacentHTML|fetch|"
+                         r"XMLHttpRequest|document\.write)\b", scripts[0])  # fmt: skip
+    assert redact(page) == page  # or the packed data would be damaged where it is written
+
+
+def test_data_that_could_end_its_element_are_refused() -> None:
+    from dataclasses import replace
+
+    from mismatch.reports.html import show_page
+    from mismatch.reports.section import Widget
+    from mismatch.reports.sections import page
+
+    shown = page(make_report())
+    section = replace(shown.sections[0], widget=Widget("explorer", "</script>"))
+    with pytest.raises(ValueError, match="explorer"):
+        show_page(replace(shown, sections=(section,)))
