@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from mismatch.training.memory import capture_rng_and_autocast
+from mismatch.training.distributed import capture_rng_and_autocast
 from mismatch.training.packing import EXPERT_ROWS
 
 NAME = "bounded"

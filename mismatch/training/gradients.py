@@ -16,16 +16,14 @@ import torch
 
 from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.specs import Pass
-from mismatch.training.batch import to_device
-from mismatch.training.distributed import Progress, World
+from mismatch.training.distributed import MemoryPeak, Progress, World
 from mismatch.training.gradient_sketch import ParameterShards, chunks
 from mismatch.training.load import LoadedModel
-from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import MicroBatch, plan_batches
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions
 from mismatch.training.sequence_parallel import SequenceParallel
-from mismatch.training.validate import prepare_pass
+from mismatch.training.validate import prepare_pass, to_device
 from mismatch.types import Floats, Ints, Rollout
 
 LOSS_SCALE = 2.0**16  # where fp16 starts, as trainers do

@@ -29,10 +29,10 @@ from mismatch.models import mxfp4
 from mismatch.models.derived import in_form
 from mismatch.specs import MasterDtype, TrainSpec, weights_key
 from mismatch.training.attention.resolve import ResolvedAttention, resolve_for
+from mismatch.training.distributed import MemoryPeak
 from mismatch.training.experts import NAME as BOUNDED
 from mismatch.training.experts import implementations_for
 from mismatch.training.experts import register as register_bounded
-from mismatch.training.memory import MemoryPeak
 from mismatch.training.routing.capture import require_readable
 from mismatch.training.routing.interventions import checkpoint_contexts
 from mismatch.training.routing.probe import require_interventions_possible

@@ -19,17 +19,15 @@ from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, sou
 from mismatch.models.resolved import resolved
 from mismatch.run.scorings import PLAIN
 from mismatch.specs import Pass, Sampling, TrainSpec
-from mismatch.training.batch import DeviceBatch, to_device
-from mismatch.training.distributed import Progress, World
+from mismatch.training.distributed import MemoryPeak, Progress, World
 from mismatch.training.load import LoadedModel, resident_share
 from mismatch.training.logprobs import DistributionCapture, TokenStats
-from mismatch.training.memory import MemoryPeak
 from mismatch.training.packing import Batch, plan_batches
 from mismatch.training.routing.capture import LayerRoutes
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions, Scorer
 from mismatch.training.sequence_parallel import SequenceParallel
-from mismatch.training.validate import prepare_pass
+from mismatch.training.validate import DeviceBatch, prepare_pass, to_device
 from mismatch.types import Fingerprint, Ints, Rollout, Routing, Scoring
 
 

@@ -137,7 +137,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from mismatch.specs import TrainSpec
 from mismatch.training.load import load
-from mismatch.training.memory import MemoryPeak
+from mismatch.training.distributed import MemoryPeak
 from mismatch.training.packing import collate
 from mismatch.training.distributed import World
 

@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 from mismatch.training.attention import sink_sdpa
 from mismatch.training.attention.sink_sdpa import BlockedMask, sink_attention
 from mismatch.training.attention.trial import definition, relative_error
-from mismatch.training.memory import MemoryPeak
+from mismatch.training.distributed import MemoryPeak
 from tests.tensors import Largest
 
 HEADS, KV_HEADS, SIZE, VALUE_SIZE, SCALE = 4, 2, 6, 4, 0.7

@@ -18,7 +18,7 @@ from mismatch.processes.kernels.cases import DTYPES, full, inputs_of
 from mismatch.processes.kernels.findings import leaves_of
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
 from mismatch.processes.kernels.runner import Runner
-from mismatch.training.memory import MemoryPeak
+from mismatch.training.distributed import MemoryPeak
 
 RUNS = 3
 QUICK_S = 5.0  # a pass that takes longer is not run again

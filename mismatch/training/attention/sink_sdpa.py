@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from mismatch.training.memory import capture_rng_and_autocast
+from mismatch.training.distributed import capture_rng_and_autocast
 
 BLOCK = 256  # queries per block
 EXTRA = 8  # columns appended to queries and keys: fused kernels want head sizes in eights
