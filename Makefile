@@ -44,7 +44,7 @@ example: env  ## the saved run under examples/ and the README's pictures
 	$(BIN)/python tools/make_pictures.py
 
 bench: env  ## speed and memory against their floors; docs/benchmarks.md has the goals (about half an hour)
-	for name in startup logprobs long_sequences sequence_parallel attention memory experts fixes end_to_end metrics; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in startup logprobs long_sequences sequence_parallel attention memory experts fixes end_to_end metrics explorer; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:  ## runs and caches; not the environment
 	rm -rf runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -49,6 +49,8 @@ __all__ = [
 
 NO_COLUMN = "not judged"
 TAILS = {"heavy-tail", "heavy-prompts"}
+UNEVEN = ("k3_kl",)  # metrics whose intervals are too short where few prompts carry them
+ARMS, FEW, UNDRAWN = 2.0, 32, 10.0
 MOST_PROMPTS = 10_000  # advice beyond this is none
 FAIL_ON = ("tolerable", "inconclusive", "unfit", "broken")
 SEVERITY: dict[str, int] = {
@@ -166,7 +168,8 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     """One metric against one cell.
 
     Unfit if the whole interval is beyond the unfit bound, or the value is infinite; inconclusive
-    if the interval spans that bound; healthy if all of it is within the healthy bound; otherwise
+    if the interval spans that bound, or if few prompts or tokens carry it and it would not hold
+    when widened (:func:`_uneven`); healthy if all of it is within the healthy bound; otherwise
     tolerable. ``inconclusive`` says of any status that the interval spans a bound, with the number
     of prompts that would decide. A maximum has no interval: its value stands for it. Where one
     exists in principle but not from this run, the metric is inconclusive.
@@ -186,6 +189,10 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
         status = "inconclusive"
     elif high <= healthy:
         status = "healthy"
+    if status in ("healthy", "tolerable") and metric in UNEVEN and TAILS & set(estimate.flags):
+        bound = healthy if status == "healthy" else unfit
+        if _uneven(estimate, high) > bound:
+            status, blind = "inconclusive", True
     return Judgement(
         metric,
         status,
@@ -196,6 +203,16 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
         inconclusive=bool(spanned) or blind,
         deciding_prompts=_deciding(estimate, level, sign, spanned),
     )
+
+
+def _uneven(estimate: Estimate, high: float) -> float:
+    """The upper end of an interval that few tokens or prompts carry, as far as it is believed.
+
+    Twice its arm covers as it says from 32 prompts on; with fewer, prompts of another kind may not
+    have been drawn at all, and no interval knows of them (benchmarks/coverage.py).
+    """
+    widened = estimate.value + ARMS * (high - estimate.value)
+    return widened if estimate.n_prompts >= FEW else max(widened, UNDRAWN * estimate.value)
 
 
 def _deciding(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from mismatch.analysis.comparison import compare, is_sampling_law
+from mismatch.analysis.diagnosis.declared import failed
+from mismatch.analysis.diagnosis.passes import not_finite
 from mismatch.analysis.levels import default_thresholds, worse
 from mismatch.analysis.sides import Sides
 from mismatch.experiments.fixes.base import SHOWN
@@ -21,6 +23,7 @@ from mismatch.run import store
 from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import (
+    Answer,
     Estimate,
     Floats,
     NotTested,
@@ -276,7 +279,12 @@ class Corner:
 def with_engines(
     report: Report, run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = None
 ) -> Report:
-    """The report with its triangle; the verdict is that of the worse engine."""
+    """The report with its triangle; the verdict is that of the worse engine.
+
+    A value that is not finite in any of their scorings leaves no triangle: the run is broken.
+    """
+    if refused := _not_finite(run_dir, spec):
+        return _broken(report, "; ".join(f"{name}: {text}" for name, text in refused.items()))
     made = triangle(run_dir, spec, thresholds)
     first, second = made.sides
     made = replace(made, sides=(replace(first, verdict=report.verdict), second))
@@ -291,6 +299,40 @@ def with_engines(
         analyses=report.analyses | {"engines": made},
         fingerprints=report.fingerprints | {name: facts},
         not_tested=(*report.not_tested, *missing),
+    )
+
+
+def _not_finite(run_dir: Path, spec: CheckSpec) -> dict[str, str]:
+    """Scorings of both engines' tokens with a value that is not finite, and what it is."""
+    assert spec.other_engine is not None
+    names = [spec.rollout.engine.engine, spec.other_engine.engine]
+    wanted = {TRAIN, *(f"{name}:{mode}" for name in names for mode in ("decode", "prefill"))}
+    held = [
+        (place, name)
+        for place in ("", other_place(spec))
+        for name in store.scoring_names(run_dir / place)
+        if name in wanted
+    ]
+    found = {
+        f"{place}/{name}".lstrip("/"): not_finite(store.load_scoring(run_dir / place, name))
+        for place, name in held
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def _broken(report: Report, detail: str) -> Report:
+    """The report of a run whose engines cannot be compared, because a value is not finite."""
+    check = failed("engines-finite", detail, "a NaN is often overflow: look at that engine's log")
+    answer = Answer("broken", f"check {check.id} failed: {detail}")
+    verdict = report.verdict
+    if verdict.status != "broken":
+        verdict = replace(verdict, status="broken", reason=answer.reason, correctness=answer)
+    entry = NotTested("two engines", detail)
+    return replace(
+        report,
+        verdict=verdict,
+        checks=(*report.checks, check),
+        not_tested=(*report.not_tested, str(entry)),
     )
 
 

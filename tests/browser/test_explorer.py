@@ -179,6 +179,8 @@ def test_search_joins_tokens_and_takes_patterns(browser: Browser, url: str) -> N
     choose(browser, "text", "forty-TWO")
     assert browser.evaluate(MATCHES) == 2
     assert browser.evaluate(TOKEN) in ("s3t43", "s3t44")
+    strips = "[...document.querySelectorAll('.strip')].map(r => r.dataset.n)"
+    assert browser.evaluate(strips) == ["3"]  # sequences without a match are not listed
     browser.evaluate("document.querySelector('[data-part=regex]').click()")
     choose(browser, "text", "Fort[a-y]+-tw.")
     assert browser.evaluate(MATCHES) == 2

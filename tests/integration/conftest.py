@@ -27,6 +27,11 @@ class Run:
     def report(self) -> dict[str, Any]:
         return json.loads((self.directory / "report.json").read_text())
 
+    def require_judged(self) -> None:
+        """It measured something, and ended as its report says."""
+        assert (self.directory / "report.json").is_file(), self.output
+        assert self.code == self.report["headline"]["exit_code"], self.output
+
     @property
     def headline(self) -> dict[str, Any]:
         return self.report["comparisons"][0]
@@ -95,7 +100,7 @@ def shared_run(name: str, *flags: str) -> Any:
 def _once(factory: pytest.TempPathFactory, name: str, flags: tuple[str, ...]) -> Run:
     def make(place: Path) -> None:
         run = run_check(place / name, *flags)
-        assert run.code in (0, 1), run.output  # 2: nothing was measured
+        run.require_judged()
         (place / "outcome.json").write_text(json.dumps([run.code, run.output]))
 
     place = once(factory, name, make)

@@ -88,7 +88,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
             flags += ["--train-dtype", "fp32", "--no-noise-floor", "--nproc-per-node", "1"]
             flags += ["--samples-per-prompt", "2", "--max-tokens", "16"]
             made[family] = run_check(place / "run", *map(str, flags))
-            assert made[family].code in (0, 1), made[family].output
+            made[family].require_judged()
         return made[family]
 
     return get

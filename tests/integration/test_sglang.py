@@ -51,7 +51,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 flags[1] = str(checkpoints.make(model, place / "model"))
                 flags += ["--prompts", str(families.write_prompts(place / "prompts.jsonl", 12))]
             made[model] = run_check(place / "run", *FP32, *flags)
-            assert made[model].code in (0, 1), made[model].output
+            made[model].require_judged()
         return made[model]
 
     return get

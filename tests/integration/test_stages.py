@@ -12,21 +12,25 @@ import pytest
 from mismatch.models import EMBEDDED
 from mismatch.run import store
 
-from .conftest import TINY_RUN, TINY_SAMPLING
+from .conftest import TINY_RUN, TINY_SAMPLING, Run
 
 pytestmark = pytest.mark.slow
 
 
-def mismatch(*arguments: object, cwd: Path) -> str:
+def mismatch(verb: str, *arguments: object, cwd: Path, of: Path | None = None) -> str:
+    """What a command printed; it ended with 0, or as the report of the run ``of`` says."""
     done = subprocess.run(
-        [sys.executable, "-m", "mismatch", *map(str, arguments)],
+        [sys.executable, "-m", "mismatch", verb, *map(str, arguments)],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=300,
     )
-    assert done.returncode in (0, 1), done.stdout
+    if of is None:
+        assert done.returncode == 0, done.stdout
+    else:
+        Run(of, done.returncode, done.stdout).require_judged()
     return done.stdout
 
 
@@ -43,7 +47,7 @@ def made_apart(tmp_path_factory):
 
 
 def test_stages_apart_give_the_numbers_of_check(made_apart, tiny_run):
-    output = mismatch("compare", "run", cwd=made_apart.parent)
+    output = mismatch("compare", "run", cwd=made_apart.parent, of=made_apart)
     assert output.strip().splitlines()[-1].startswith("verdict: ")
     one, other = (json.loads((r / "report.json").read_text()) for r in (made_apart, tiny_run))
     assert one["comparisons"] == other["comparisons"]
@@ -63,20 +67,21 @@ def test_what_is_scored_already_is_not_scored_again(made_apart):
 
 def test_two_runs_of_the_same_tokens_are_compared(made_apart, tiny_run, tmp_path):
     """The same weights, kernels and tokens, one rank against two: equal to the last bit."""
-    mismatch("compare", made_apart, tiny_run, "--out", tmp_path / "pair", cwd=tmp_path)
-    report = json.loads((tmp_path / "pair" / "report.json").read_text())
+    pair = tmp_path / "pair"
+    mismatch("compare", made_apart, tiny_run, "--out", pair, cwd=tmp_path, of=pair)
+    report = json.loads((pair / "report.json").read_text())
     (comparison,) = report["comparisons"]
     assert (comparison["rollout"], comparison["train"]) == ("run/fsdp", "tiny/fsdp")
     assert comparison["metrics"]["logprob_abs_diff_max"]["value"] == 0
     assert report["run"]["n_tokens"] == store.load_rollout(tiny_run).n_actions
-    mismatch("report", tmp_path / "pair", cwd=tmp_path)
+    mismatch("report", pair, cwd=tmp_path, of=pair)
 
 
 def test_a_second_scoring_of_the_run_stands_beside_the_first(tiny_run, tmp_path):
     run = shutil.copytree(tiny_run, tmp_path / "run")
     flags = ("--name", "fp32", "--train-dtype", "fp32", "--nproc-per-node", "1")
     mismatch("score", run, *flags, cwd=tmp_path)
-    mismatch("compare", run, cwd=tmp_path)
+    mismatch("compare", run, cwd=tmp_path, of=run)
     report = json.loads((run / "report.json").read_text())
     pairs = [(c["rollout"], c["train"]) for c in report["comparisons"]]
     assert pairs[0] == ("transformers:decode", "fsdp")

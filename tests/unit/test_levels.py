@@ -103,6 +103,25 @@ def test_more_prompts_are_no_advice_where_a_tail_rules():
     assert judge_one("k3_kl", heavy, K3).deciding_prompts is None
 
 
+@pytest.mark.parametrize(
+    ("flag", "prompts", "value", "high", "status"),
+    [
+        ("heavy-prompts", 64, 2e-4, 3e-4, "healthy"),
+        ("heavy-tail", 64, 5e-4, 8e-4, "inconclusive"),  # 5e-4 + 2 * 3e-4 is above 1e-3
+        ("few-prompts", 64, 5e-4, 8e-4, "healthy"),
+        ("heavy-prompts", 16, 2e-4, 3e-4, "inconclusive"),  # ten times as much is not healthy
+        ("heavy-prompts", 16, 5e-5, 8e-5, "healthy"),
+        ("few-prompts", 16, 2e-4, 3e-4, "healthy"),
+        ("heavy-prompts", 64, 2e-3, 4e-3, "tolerable"),
+        ("heavy-prompts", 64, 5e-3, 8e-3, "inconclusive"),  # 1.1e-2 is above the unfit bound
+    ],
+)
+def test_an_interval_that_few_prompts_carry_does_not_decide(flag, prompts, value, high, status):
+    held = replace(estimate(value, value / 2, high, (flag,)), n_prompts=prompts)
+    judged = judge_one("k3_kl", held, K3)
+    assert judged.status == status
+
+
 def test_columns():
     bf16, fp16, fp32 = ({"dtype": d} for d in ("bf16", "fp16", "fp32"))
     assert column_for(fp32, fp32) == "fp32"

@@ -436,6 +436,25 @@ def test_a_check_with_two_engines_reports_them(
     assert not any(one.startswith(B) for one in report.not_tested)
 
 
+@pytest.mark.parametrize("name", [f"{B}:decode", f"{A}:prefill", "fsdp"])
+def test_a_nan_on_the_second_engines_tokens_is_broken(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    make(run_dir, ALIKE)
+    place = run_dir / other_place(spec_of())
+    scoring = store.load_scoring(place, name)
+    logprobs = scoring.logprobs.copy()
+    logprobs[5] = np.nan
+    store.save_scoring(place, replace(scoring, logprobs=logprobs), store.load_rollout(place))
+    monkeypatch.setattr(Stages, "measure", lambda *_, **__: None)
+    report = run_check(replace(spec_of(), noise_floor=False), run_dir, Quiet())
+    assert report.verdict.status == "broken"
+    assert report.verdict.correctness.status == "broken"
+    assert [one.id for one in report.checks if one.status == "failed"] == ["engines-finite"]
+    assert report.result("engines") is None
+
+
 def test_what_the_second_engine_cannot_do_is_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ GROUP = (
 WORST = (
     Column("token", text),
     Column("Δ, nats", signed),
-    Column("ratio", text),
+    Column("ratio", times),
     Column("logprob, rollout", number),
     Column("logprob, train", number),
     Column("flipped layers", count),
@@ -199,7 +199,7 @@ def _row(table: pd.DataFrame, group: list[int], reach: int) -> tuple[Cell | Valu
     return (
         Cell(token, note=f"id {entry['token_id']}"),
         float(entry["delta"]),
-        times(math.exp(min(float(entry["delta"]), 700.0))),
+        math.exp(min(float(entry["delta"]), 700.0)),
         float(entry["rollout_logprob"]),
         float(entry["train_logprob"]),
         Cell(

@@ -48,7 +48,11 @@ async function unpack(name) {
   for (const part of parts) { all.set(part, at); at += part.length; await rest(); }
   return all;
 }
-const json = async name => JSON.parse(new TextDecoder().decode(await unpack(name)));
+async function json(name) {
+  const data = await unpack(name);
+  await pause();
+  return JSON.parse(new TextDecoder().decode(data));
+}
 
 let meta, words, contexts, exact, bytes = {}, A = 0, N = 0;
 let start, position, sequenceOf, contextAt, exactAt, stats, width;
@@ -60,6 +64,7 @@ async function load() {
     lines[line.slice(0, cut)] = line.slice(cut + 1);
   }
   packed.textContent = "";
+  await pause();
   meta = await json("meta");
   words = await json("words");
   contexts = await json("contexts");
@@ -188,7 +193,7 @@ const grouped = n => n.toLocaleString("en-US");
 
 // ---------------------------------------------------------------- which tokens, in which order
 
-let order, matched, hits, run = 0;  // sequences as sorted; a byte per token; rows, largest |delta| first
+let order, matched, matching, hits, run = 0;  // sequences as sorted; a byte per token; rows, largest |delta| first
 const asked = { sort: "worst", kind: "", layer: "", least: 0, text: "", regex: false };
 const active = () => Boolean(asked.kind || asked.layer || asked.least || asked.text);
 function sortSequences() {
@@ -197,7 +202,9 @@ function sortSequences() {
     length: n => -meta.lengths[n], run: n => meta.numbers[n],
   };
   const key = Float64Array.from({ length: N }, (_, n) => keys[asked.sort](n));
-  order = Uint32Array.from({ length: N }, (_, n) => n).sort((a, b) => key[a] - key[b] || a - b);
+  const all = Uint32Array.from({ length: N }, (_, n) => n);
+  order = (active() && matching ? all.filter(n => matching[n]) : all).sort((a, b) => key[a] - key[b] || a - b);
+  sheet.style.height = `${order.length * ROW}px`;
 }
 function pattern() {
   if (!asked.text) return null;
@@ -250,11 +257,16 @@ async function filter() {
   }
   if (mine !== run) return;
   matched = marks;
+  matching = new Uint8Array(N);
+  for (const row of rows) matching[sequenceOf[row]] = 1;
   const sharp = rows.subarray(0, 2000);  // codes are steps: the first ones by what was measured
-  sharp.sort((a, b) => Math.abs(best("delta", b)[0]) - Math.abs(best("delta", a)[0]) || a - b);
+  const size = new Map(Array.from(sharp, row => [row, Math.abs(best("delta", row)[0])]));
+  sharp.sort((a, b) => size.get(b) - size.get(a) || a - b);
   hits = rows;
   root.dataset.matches = total;
-  drawAll();
+  await pause();
+  sortSequences();
+  await drawAll();
 }
 
 // ---------------------------------------------------------------- the strips
@@ -310,7 +322,7 @@ function drawStrips(afresh = false) {
   const top = list.scrollTop, height = list.clientHeight;  // read before anything is written
   listWidth = list.clientWidth;
   const first = Math.max(0, Math.floor(top / ROW) - 2);
-  const last = Math.min(N - 1, Math.ceil((top + height) / ROW) + 2);
+  const last = Math.min(order.length - 1, Math.ceil((top + height) / ROW) + 2);
   for (const [place, row] of pool) if (place < first || place > last) { row.remove(); pool.delete(place); }
   const until = performance.now() + SLICE;
   for (let place = first; place <= last; place++) {
@@ -389,7 +401,7 @@ function drawCard() {
   const fact = (name, text) => { facts.append(el("dt", name), el("dd", text)); };
   const delta = best("delta", row), left = best("left", row).slice();
   left[0] = -left[0];
-  const chance = ([x, exactly]) => `${about([x, exactly])}  (p ${short(Math.exp(x))})`;
+  const chance = ([x, exactly]) => `${about([x, exactly])}  (p ${x > -1e-3 ? `1 − ${short(-Math.expm1(x))}` : short(Math.exp(x))})`;
   fact("rollout logprob", chance(left));
   fact("train logprob", chance([Math.min(0, left[0] + delta[0]), delta[1]]));
   fact("Δ, ratio", `${about(delta, plus)} nats, ${short(Math.exp(delta[0]))}×`);
@@ -442,7 +454,7 @@ function likeliest(top, own) {
 function focusOn(row, link = false) {
   chosen = row;
   const n = sequenceOf[row], place = order.indexOf(n), top = place * ROW;
-  if (top < list.scrollTop || top + ROW > list.scrollTop + list.clientHeight) list.scrollTop = top - list.clientHeight / 3;
+  if (place >= 0 && (top < list.scrollTop || top + ROW > list.scrollTop + list.clientHeight)) list.scrollTop = top - list.clientHeight / 3;
   drawStrips();
   drawText();
   drawCard();
@@ -472,7 +484,7 @@ function move(by) {
 }
 function moveSequence(by) {
   const place = order.indexOf(sequenceOf[chosen]) + by;
-  if (place >= 0 && place < N) focusOn(worstOf(order[place]), true);
+  if (place >= 0 && place < order.length) focusOn(worstOf(order[place]), true);
 }
 const keys = { j: () => step(1), k: () => step(-1), ArrowRight: () => move(1), ArrowLeft: () => move(-1),
   ArrowDown: () => moveSequence(1), ArrowUp: () => moveSequence(-1) };
@@ -501,11 +513,12 @@ function drawLegend() {
   for (let at = 1; at <= LEVELS; at++) legend.append(chip(`p${at}`, at === 1 || at === LEVELS || !ends[0] ? `≥ ${steps[at - 1]}` : ""));
   legend.append(el("span", ends[1]));
 }
-function drawAll() {
+async function drawAll() {
   shownSequence = -1;
-  drawStrips(true);
   if (active() && hits.length && !matched[chosen]) chosen = hits[0];
   if (chosen < 0) chosen = hits.length ? hits[0] : 0;
+  drawStrips(true);
+  await pause();
   focusOn(chosen);
 }
 function options(select, pairs) {
@@ -562,13 +575,14 @@ async function begin() {
     list = $("list");
     sheet = $("sheet");
     text = $("body");
-    sheet.style.height = `${N * ROW}px`;
     await chooseEdges();
+    await pause();
     readColours();
     sortSequences();
     controls();
     drawLegend();
     $("live").hidden = false;
+    await pause();
     await filter();
     followLink();
     root.dataset.ready = "yes";
