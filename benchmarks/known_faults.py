@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
+from mismatch.run.scorings import REFERENCE
 
 FUNCTION = ("function-differs",)
 MOVED = ("weights-differ", "stale-weights")
@@ -79,10 +80,14 @@ def fake_end(case: Case, share: float, rng: np.random.Generator) -> Case:
 
 def unsampled_end(case: Case, nats: float, rng: np.random.Generator) -> Case:
     """Last tokens that a framework appended to a rollout: the trainer finds them unlikely."""
-    rows = _rows(case, case.right)
-    for row in rows:
-        row[-1] -= nats * rng.random() * 2
-    return case.repaired(case.left, np.concatenate(rows))
+    lower = np.zeros(len(case.right))
+    for row in case.rows:
+        lower[row.stop - 1] = nats * rng.random() * 2
+    others = dict(case.others)
+    exact = others.get(REFERENCE)
+    if exact is not None:  # the same model in float32 finds them as unlikely
+        others[REFERENCE] = replace(exact, logprobs=exact.logprobs - lower)
+    return replace(case, others=others).repaired(case.left, case.right - lower)
 
 
 def row_lengths(case: Case, share: float, rng: np.random.Generator) -> Case:
@@ -232,8 +237,6 @@ def softcap(scorer: Any, cap: float) -> None:
 @contextmanager
 def packed_without_bounds() -> Iterator[None]:
     """Packing that does not tell the model where its documents end."""
-    from dataclasses import replace
-
     from mismatch.training import packing
 
     packed = packing._packed
@@ -281,7 +284,7 @@ FAULTS = (
     Fault("parameter lost in a reload", "weights", ("PrimeIntellect-ai/prime-rl#2714",),
           (*MOVED, *FUNCTION, "side-off"), "engine", (0.3, 1, 3), lost_parameter),
     Fault("experts swapped", "weights", ("NovaSky-AI/SkyRL#1680", "vllm-project/vllm#42821",
-          "vllm-project/vime#274"), (*MOVED, "experts-differ", "corrupt-route-capture"), "engine",
+          "vllm-project/vime#274"), (*MOVED, *FUNCTION, "experts-differ"), "engine",
           (1, 2, 4), swapped_experts, ("gpt-oss", "mixtral")),
     Fault("adapter scale", "weights", ("radixark/miles#2075", "UniRL/UniRL#155"),
           (*MOVED, *FUNCTION, "lora-scale", "side-off"), "engine", (1.3, 1.6, 2), adapter_scale),

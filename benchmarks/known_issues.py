@@ -1,6 +1,6 @@
 """Known issues of the field, planted: is the cause named first, and the side right?
 
-    python benchmarks/known_issues.py DIR [--engines] [--write]
+    python benchmarks/known_issues.py DIR [--engines] [--calibration DIR] [--write]
 
 Clean runs of `mismatch check` (vLLM or transformers against FSDP2) lie in DIR/runs/clean-*; those
 that are missing are made. Faults of a trainer are planted in the model that FSDP2 has loaded (a
@@ -12,7 +12,8 @@ been measured is not measured again.
 
 Cells are cut in two halves by the sum of their places in the lists of strengths, models and seeds:
 detectors are tuned on the even half and reported on the odd one. `--write` writes
-docs/known-issues.md from what DIR holds.
+docs/known-issues.md from what DIR holds. `--calibration` adds the clean runs that levels were set
+on, each cut into disjoint blocks, to those in which nothing may be named.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from benchmarks.fault_blocks import BLOCK, measured, of_prompts  # noqa: E402
 from benchmarks.known_faults import FAULTS, Fault  # noqa: E402
 from mismatch.analysis.diagnosis.case import Case  # noqa: E402
 from mismatch.analysis.diagnosis.detector import detectors  # noqa: E402
+from mismatch.analysis.diagnosis.detectors.displacement import tellable  # noqa: E402
 from mismatch.analysis.diagnosis.ranking import Causes, diagnose  # noqa: E402
 from mismatch.analysis.registry import Measured  # noqa: E402
 from mismatch.types import Rollout, Scoring  # noqa: E402
@@ -53,13 +55,13 @@ PLACES = {
     "weights": "in the weights that FSDP2 loaded, both dtypes: the engine's are older",
     "packing": "in the packing of FSDP2's pass",
     "template": "in the prompts that FSDP2 scored",
-    "engine": "in vLLM",
+    "engine": "in vLLM, or in SGLang where the name says so",
 }
 
 
 @dataclass(frozen=True)
 class EngineFault:
-    """One run of `mismatch check` with a fault in vLLM.
+    """One run of `mismatch check` with a fault in an engine.
 
     Attributes:
         plant: as ``PLANTED_FAULT`` has it; "": the flags are the fault.
@@ -93,8 +95,7 @@ ENGINES = (
                 ("logit-softcap", "function-differs", "temperature-semantics"), "softcap:15"),
     EngineFault("fp8-kv", ("vllm-project/vllm#54035",), ("fp8-kv", *DIFFERS), "", FP8_KV),
     EngineFault("swapped-experts", ("NovaSky-AI/SkyRL#1680", "vllm-project/vllm#42821"),
-                ("experts-differ", "weights-differ", "corrupt-route-capture"),
-                "swapped-experts:1"),
+                ("experts-differ", "weights-differ", "function-differs"), "swapped-experts:1"),
     EngineFault("head-noise", ("pytorch/torchtitan#2402",),
                 ("tied-head-stale", "weights-differ"), "head-noise:0.05"),
     EngineFault("query-scale", ("UniRL/UniRL#155",), ("lora-scale", "stale-weights", *DIFFERS),
@@ -109,6 +110,12 @@ ENGINES = (
                 ("--attention", "no-sinks"), "trainer"),
     EngineFault("raw-and-fp8-kv", (), ("temperature-semantics",), "", RAW + FP8_KV,
                 second=("fp8-kv", *DIFFERS), half="tuning"),
+    EngineFault("sglang-no-sinks", ("volcengine/verl#3794",),
+                ("attention-sinks", "function-differs", "first-token"), "",
+                ("--engine", "sglang", "--attention", "no-sinks"), "trainer"),
+    EngineFault("sglang-top-k-20", ("huggingface/trl#6789", "NVIDIA-NeMo/RL#3497"),
+                ("sampling-truncation", "implicit-generation-config"), "",
+                ("--engine", "sglang", "--top-k", "20")),
 )  # fmt: skip
 CLEAN = {
     "gpt-oss": ("tiny-gpt-oss", ("--num-prompts", "512")),
@@ -157,6 +164,13 @@ def clean_runs(home: Path, make: bool) -> dict[str, Path]:
     return places
 
 
+def calibration_runs(place: Path) -> dict[str, Path]:
+    """Clean runs of benchmarks/calibration.py that are complete."""
+    found = {f"calibration {p.name}": p for p in sorted(place.iterdir())
+             if (p / "scores" / "fsdp.parquet").is_file()}  # fmt: skip
+    return {name: p for name, p in found.items() if not p.name.startswith("fault-")}
+
+
 def blocks(run: Measured, drawn: int = 0) -> list[Measured]:
     """Disjoint blocks of 64 prompts, then drawn ones; the whole where it is no longer."""
     prompts = np.unique(run.rollout.prompt_index)
@@ -171,7 +185,7 @@ def blocks(run: Measured, drawn: int = 0) -> list[Measured]:
 # ---------------------------------------------------------------- what the detectors say
 
 
-def undeclared(run: Measured, case: Case | None = None) -> Case:
+def undeclared(run: Measured) -> Case:
     """The case of a run with nothing stated by either side but its dtype.
 
     The trainer's log-probabilities at T = 1 stay: they are measured, not declared.
@@ -181,8 +195,7 @@ def undeclared(run: Measured, case: Case | None = None) -> Case:
         for name, scoring in run.usable.items()
         if name not in (run.decode.name, run.train.name)
     }
-    found = Case.of(run.rollout, _bare(run.decode), _bare(run.train), others)
-    return found if case is None else replace(found, left=case.left, right=case.right)
+    return Case.of(run.rollout, _bare(run.decode), _bare(run.train), others)
 
 
 def _bare(scoring: Scoring) -> Scoring:
@@ -204,6 +217,9 @@ def cell(fault: Any, strength: float, model: str, seed: int, half: str, case: Ca
     ranked = judged(case).ranked
     named = [cause.id for cause in ranked]
     lead = ranked[0] if ranked else None
+    expected = set(fault.expected)
+    if not tellable(case):  # then this is all that can be said of one side
+        expected.add("side-off")
     return {
         "fault": fault.name,
         "strength": strength,
@@ -214,7 +230,7 @@ def cell(fault: Any, strength: float, model: str, seed: int, half: str, case: Ca
         "named": named,
         "side": lead.side if lead else "",
         "alike": list(lead.alike) if lead else [],
-        "first": bool(lead and lead.id in fault.expected),
+        "first": bool(lead and lead.id in expected),
         "right side": None if not fault.side else bool(lead and lead.side == fault.side),
     }
 
@@ -242,6 +258,7 @@ class Trainer:
         from mismatch.training.score import prepare_pass, score_pass
 
         rollout: Rollout = run.rollout
+        spec = replace(spec, model=here(spec.model))
         if fault.place == "packing":
             spec = replace(spec, layout="packing")
         if fault.place == "template":
@@ -256,6 +273,13 @@ class Trainer:
             made = score_pass(self.world, loaded, rollout, Pass(name, spec))
         assert made is not None
         return replace(made, routing=None)
+
+
+def here(model: str) -> str:
+    """The model's place on this machine; a recorded run may name another checkout's."""
+    from mismatch.models import resolve_model
+
+    return model if Path(model).is_dir() else resolve_model(Path(model).name)
 
 
 def without(rollout: Rollout, count: int) -> Rollout:
@@ -334,7 +358,7 @@ def planted(home: Path, runs: dict[str, Path], done: set[str], make: bool) -> It
                     run = held[(2 * s + seed) % len(held)]
                     if fault.place == "recorded":
                         rng = np.random.default_rng([s, m, seed])
-                        case = undeclared(run, fault.plant(undeclared(run), strength, rng))
+                        case = fault.plant(undeclared(run), strength, rng)
                     else:
                         if trainer is None and not stored(home, key).is_file():
                             trainer = Trainer()
@@ -403,7 +427,7 @@ def pair_cells(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[di
     held = blocks(whole)
     for n, (first, second) in enumerate(PAIRS):
         one, other = by_name[first], by_name[second]
-        for s in (1, 2):
+        for s in (0, 1, 2):
             key = f"{other.name}/{s}/gpt-oss/0"
             if f"pair/{n}/{s}" in done or not stored(home, key).is_file():
                 continue
@@ -411,7 +435,7 @@ def pair_cells(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[di
             # The scoring is there already: no trainer is started.
             run = with_fault(home, None, run, spec.train, other, other.strengths[s], key)
             rng = np.random.default_rng(n)
-            case = undeclared(run, one.plant(undeclared(run), one.strengths[s], rng))
+            case = one.plant(undeclared(run), one.strengths[s], rng)
             named = [cause.id for cause in judged(case).ranked]
             both = set(named[:3]) & set(one.expected) and set(named[:3]) & set(other.expected)
             yield {"key": f"pair/{n}/{s}", "faults": [first, second], "named": named,
@@ -481,6 +505,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--engines", action="store_true", help="make the runs that are missing")
     parser.add_argument("--drawn", type=int, default=24, help="blocks drawn from each clean run")
+    parser.add_argument("--calibration", type=Path, help="clean runs of benchmarks/calibration.py")
     parser.add_argument("--again", action="store_true", help="judge all cells again")
     parser.add_argument("--stored", action="store_true", help="score nothing anew")
     parser.add_argument("--write", action="store_true", help="write docs/known-issues.md")
@@ -493,13 +518,14 @@ def main() -> None:
     cells = [json.loads(line) for line in results.open()] if results.is_file() else []
     done = {one["key"] for one in cells}
     runs = clean_runs(home, options.engines)
+    clean = runs | (calibration_runs(options.calibration) if options.calibration else {})
     if options.engines:
         for fault in ENGINES:
             flags = ("--num-prompts", str(BLOCK), *fault.flags)
             check(home, fault.name, "tiny-gpt-oss", flags, fault.plant)
     for source in (
         engine_cells(home, done),
-        clean_cells(runs, done, options.drawn),
+        clean_cells(clean, done, options.drawn),
         planted(home, runs, done, not options.stored),
         pair_cells(home, runs, done),
     ):

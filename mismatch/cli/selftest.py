@@ -25,6 +25,13 @@ from mismatch.cli.options import (
 if TYPE_CHECKING:
     from mismatch.pipeline.selftest import SelfTest, Tried
 
+GRADES = {
+    "first": "named first",
+    "top three": "in the first three",
+    "noticed": "only noticed",
+    "missed": "missed",
+}
+SIDES = {True: "right", False: "not right", None: "–"}
 SMALLER = {"num_prompts": 32, "samples_per_prompt": 2, "max_tokens": 64, "temperature": 0.8}
 
 
@@ -37,7 +44,7 @@ def selftest(flags: Flags) -> int:
 
     The engine samples once (32 prompts, 2 samples of 64 tokens at temperature 0.8, unless flags
     say otherwise).
-    Exit code 0: every fault is named first at its largest size. 1: one is not.
+    Exit code 0: every fault is among the first three causes at its largest size. 1: one is not.
     """
     from mismatch.cli import session
     from mismatch.cli.to_spec import check_spec, with_trainer
@@ -67,22 +74,35 @@ def _print(result: SelfTest) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("fault", "size", "named first", "rank", "share", "mean |delta|"):
-        table.add_column(title, justify="left" if title in ("fault", "named first") else "right")
+    words = ("fault", "named first", "result")
+    for title in (
+        "fault",
+        "size",
+        "named first",
+        "side",
+        "rank",
+        "share",
+        "mean |delta|",
+        "result",
+    ):
+        table.add_column(title, justify="left" if title in words else "right")
     for tried in result.faults:
         for place, one in enumerate(tried.attempts):
             table.add_row(
                 "" if place else tried.fault,
                 f"{one.size:g}",
                 one.named or "–",
+                SIDES[one.right_side],
                 str(one.rank or "–"),
                 "–" if one.effect is None else f"{100 * one.effect.value:.0f} %",
                 f"{one.mean_abs_delta:.3g}",
+                GRADES[one.grade],
             )
     console = Console()
     console.print(table, highlight=False, markup=False)
     for tried in result.faults:
         console.print(_line(tried), highlight=False, markup=False)
+    console.print(_counts(result), highlight=False, markup=False)
     clean = ", ".join(result.clean) or "no cause"
     console.print(
         f"without a fault: {clean}, mean |delta| {result.mean_abs_delta:.3g}, "
@@ -96,6 +116,13 @@ def _line(tried: Tried) -> str:
     if tried.found is None:
         return f"{tried.fault}: not planted: {tried.reason}"
     if tried.smallest is None:
-        return f"{tried.fault}: NOT FOUND"
-    word = "found" if tried.found else "NOT FOUND at its largest size, but"
+        return f"{tried.fault}: NOT CAUGHT"
+    word = "caught" if tried.found else "NOT CAUGHT at its largest size, but"
     return f"{tried.fault}: {word} down to size {tried.smallest:g}"
+
+
+def _counts(result: SelfTest) -> str:
+    """How the largest sizes ended."""
+    right, sided = result.sides
+    counts = ", ".join(f"{count} {GRADES[grade]}" for grade, count in result.grades.items())
+    return f"at the largest size: {counts}; side right {right} of {sided}"

@@ -10,13 +10,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import Side, detectors
-from mismatch.analysis.diagnosis.detectors.displacement import FUNCTIONS, WEIGHTS
-from mismatch.analysis.diagnosis.ranking import KINDS, diagnose
+from mismatch.analysis.diagnosis.detectors.stated import configurations, weights
+from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.passes import reference_of
@@ -28,10 +29,14 @@ from mismatch.run.directory import at_work
 from mismatch.run.manifest import is_current
 from mismatch.run.scorings import REFERENCE, TRAIN
 from mismatch.specs import CheckSpec, Pass, spec_hash
-from mismatch.types import Estimate, Floats
+from mismatch.types import Estimate, Floats, NotTested
 
 SCHEMA, FILE, PLACE = "mismatch.selftest/1", "selftest.json", "planted"
 Record = Callable[[Case, float], tuple[Floats, Floats]]
+
+
+Grade = Literal["first", "top three", "noticed", "missed"]
+TOP = 3  # causes among which a caught fault is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +44,26 @@ class Planted:
     """A fault that is planted.
 
     Attributes:
-        sizes: the largest first; it has to be found at that one.
-        expected: causes whose mark it leaves; the first is its name.
+        sizes: the largest first; it has to be caught at that one.
+        causes: its name, and what even digests and resolved settings cannot tell from it.
+        side: whose numbers it moves; None: a pairing, which is of both.
+        kin: causes with the same mark in the log-probabilities: they count only where the sides
+            do not state what ``stated`` reads.
+        stated: detector that reads the fault off what both sides state; "" where none does.
         record: of recorded numbers: (case, size) -> both sides; None: a checkpoint of that name.
     """
 
     id: str
     sizes: tuple[float, ...]
-    expected: tuple[str, ...]
+    causes: tuple[str, ...]
+    side: Side | None = "trainer"
+    kin: tuple[str, ...] = ()
+    stated: str = ""
     record: Record | None = None
+
+    def expected(self, known: frozenset[str]) -> tuple[str, ...]:
+        """Causes that the data cannot tell apart, by the detectors that had something to read."""
+        return self.causes if self.stated in known else (*self.causes, *self.kin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +75,9 @@ class Attempt:
         rank: of the first expected cause, from 1; None where none is named.
         effect: share of mean |delta| of that cause.
         mean_abs_delta: with the fault, nats.
+        grade: "noticed": a cause is named that the pipeline lacks without the fault, but not this.
+        right_side: of the expected cause, else of the leading one; None where a fault has no side
+            or nothing is named.
     """
 
     size: float
@@ -67,6 +86,13 @@ class Attempt:
     rank: int | None
     effect: Estimate | None
     mean_abs_delta: float
+    grade: Grade = "missed"
+    right_side: bool | None = None
+
+    @property
+    def caught(self) -> bool:
+        """Whether it is named among the first three causes."""
+        return self.grade in ("first", "top three")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +100,9 @@ class Tried:
     """One fault at all its sizes.
 
     Attributes:
-        found: it leads at its largest size; None where it could not be planted.
-        smallest: the smallest size at which it leads, sizes in their order; None where at none.
+        expected: causes that these data cannot tell apart, the fault's own name first.
+        found: it is caught at its largest size; None where it could not be planted.
+        smallest: the smallest size at which it is caught, sizes in their order; None: at none.
         reason: why it could not be planted.
     """
 
@@ -98,9 +125,25 @@ class SelfTest:
 
     @property
     def caught(self) -> bool:
-        """Whether every fault that could be planted was found, and there was one."""
-        planted = [one.found for one in self.faults if one.found is not None]
+        """Whether every fault that could be planted was caught, and there was one."""
+        planted = [tried.found for tried in self.faults if tried.found is not None]
         return bool(planted) and all(planted)
+
+    @property
+    def grades(self) -> dict[Grade, int]:
+        """How many faults ended so, each at its largest size."""
+        counts: dict[Grade, int] = {"first": 0, "top three": 0, "noticed": 0, "missed": 0}
+        for tried in self.faults:
+            if tried.attempts:
+                counts[tried.attempts[0].grade] += 1
+        return counts
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Of the faults with a side, at their largest size: those named on it, and all."""
+        right = [t.attempts[0].right_side for t in self.faults if t.attempts]
+        sided = [side for side in right if side is not None]
+        return sum(sided), len(sided)
 
 
 def _shift(case: Case, size: float) -> tuple[Floats, Floats]:
@@ -141,22 +184,29 @@ def _raw(case: Case, size: float) -> tuple[Floats, Floats]:
     return case.left, np.asarray(raw, np.float64)
 
 
-FUNCTION = (*KINDS, *FUNCTIONS, "grows-with-position", "onset", "first-token")
-VALUES = (*KINDS, *WEIGHTS, "onset", "first-token")
+NUMBERS = ("weights-differ",)  # what log-probabilities alone say of other values
+FUNCTION = ("function-differs",)  # and of another function
 FAULTS = (
-    Planted("layer-noise", (0.3, 0.1, 0.03), VALUES),
-    Planted("stale-weights", (0.1, 0.03, 0.01), VALUES),
-    Planted("swapped-experts", (1.0,), ("experts-differ", *VALUES)),
-    Planted("norm-eps", (100.0, 10.0), ("norm-eps", *VALUES, *FUNCTION)),
-    Planted("rope", (10.0, 2.0), ("rope-config", *FUNCTION)),
-    Planted("window", (0.5, 0.9), ("sliding-window", *FUNCTION)),
-    Planted("no-sinks", (30.0, 1.0), ("attention-sinks", *FUNCTION)),
-    Planted("temperature", (1.0,), ("temperature-semantics",), _raw),
-    Planted("misalignment", (1.0, 3.0), ("misalignment",), _shift),
-    Planted("row-pairing", (1.0, 0.25), ("row-pairing",), _rows),
-    Planted("appended-eos", (1.0, 0.1), ("appended-eos",), _ends),
-    Planted("bf16-logprobs", (8.0, 11.0), ("bf16-logprobs",), _rounded),
-)
+    # A dense model's layer is projections only: an adapter's scale differs in just those.
+    Planted("layer-noise", (0.3, 0.1, 0.03), ("stale-weights", "lora-scale"), kin=NUMBERS,
+            stated="weights"),
+    Planted("stale-weights", (0.1, 0.03, 0.01), ("stale-weights", "lora-scale"), kin=NUMBERS,
+            stated="weights"),
+    Planted("swapped-experts", (1.0,), ("experts-differ",), kin=(*NUMBERS, *FUNCTION),
+            stated="weights"),
+    Planted("norm-eps", (100.0, 10.0), ("norm-eps",), kin=NUMBERS, stated="configurations"),
+    Planted("rope", (10.0, 2.0), ("rope-config",), kin=(*FUNCTION, "grows-with-position"),
+            stated="configurations"),
+    Planted("window", (0.5, 0.9), ("sliding-window",),
+            kin=(*FUNCTION, "onset", "grows-with-position"), stated="configurations"),
+    Planted("no-sinks", (30.0, 1.0), ("attention-sinks",), kin=(*FUNCTION, "first-token"),
+            stated="weights"),
+    Planted("temperature", (1.0,), ("temperature-semantics",), record=_raw),
+    Planted("misalignment", (1.0, 3.0), ("misalignment",), None, record=_shift),
+    Planted("row-pairing", (1.0, 0.25), ("row-pairing",), None, record=_rows),
+    Planted("appended-eos", (1.0, 0.1), ("appended-eos",), "engine", record=_ends),
+    Planted("bf16-logprobs", (8.0, 11.0), ("bf16-logprobs",), "engine", record=_rounded),
+)  # fmt: skip
 
 
 def run_selftest(spec: CheckSpec, run_dir: Path, narrator: Narrator, command: str = "") -> SelfTest:
@@ -215,9 +265,12 @@ def _planted(spec: CheckSpec, place: Path, reasons: dict[str, str]) -> list[Pass
 def judged(clean: Case, run_dir: Path, reasons: dict[str, str]) -> SelfTest:
     """What the detectors say of every fault."""
     clean = replace(clean, others={n: s for n, s in clean.others.items() if TRAIN not in n})
-    known = set(store.scoring_names(run_dir))
+    plain = diagnose(clean, detectors())
+    without = frozenset(cause.id for cause in plain.ranked)
+    scored = set(store.scoring_names(run_dir))
     tried = []
     for fault in FAULTS:
+        expected = fault.expected(stated_by(clean))
         attempts = []
         for size in fault.sizes:
             name = pass_name(fault.id, size)
@@ -227,20 +280,25 @@ def judged(clean: Case, run_dir: Path, reasons: dict[str, str]) -> SelfTest:
                 except MismatchError as error:
                     reasons = reasons | {fault.id: error.message}
                     break
-            elif name in known:
+            elif name in scored:
                 scoring = replace(store.load_scoring(run_dir, name), name=TRAIN)
                 case = Case.of(clean.rollout, clean.engine, scoring, clean.others)
             else:
                 continue
-            attempts.append(_attempt(fault, size, case))
-        tried.append(_told(fault, attempts, reasons.get(fault.id, "")))
-    plain = diagnose(clean, detectors())
+            attempts.append(_attempt(expected, fault.side, size, case, without))
+        tried.append(_told(fault.id, expected, attempts, reasons.get(fault.id, "")))
     return SelfTest(
         tuple(tried),
         tuple(cause.id for cause in plain.ranked),
         plain.mean_abs_delta,
         clean.rollout.n_actions,
     )
+
+
+def stated_by(case: Case) -> frozenset[str]:
+    """Detectors that find what they need in what both sides state."""
+    found = {"weights": weights(case), "configurations": configurations(case)}
+    return frozenset(id for id, look in found.items() if not isinstance(look, NotTested))
 
 
 def _recorded(clean: Case, left: Floats, right: Floats) -> Case:
@@ -250,30 +308,40 @@ def _recorded(clean: Case, left: Floats, right: Floats) -> Case:
     return Case.of(clean.rollout, engine, trainer, clean.others)
 
 
-def _attempt(fault: Planted, size: float, case: Case) -> Attempt:
+def _attempt(
+    expected: tuple[str, ...], side: Side | None, size: float, case: Case, without: frozenset[str]
+) -> Attempt:
+    """One fault judged; ``without``: causes that the pipeline has without it."""
     causes = diagnose(case, detectors())
-    ids = [cause.id for cause in causes.ranked]
-    rank = next((n for n, id in enumerate(ids, 1) if id in fault.expected), None)
-    first = causes.ranked[0] if ids else None
+    rank = next((n for n, cause in enumerate(causes.ranked, 1) if cause.id in expected), None)
+    leading = causes.ranked[0] if causes.ranked else None
+    meant = leading if rank is None else causes.ranked[rank - 1]
+    grade: Grade = "missed"
+    if rank is not None and rank <= TOP:
+        grade = "first" if rank == 1 else "top three"
+    elif any(cause.id not in without for cause in causes.ranked):
+        grade = "noticed"
     return Attempt(
         size,
-        first.id if first else "",
-        first.side if first else None,
+        leading.id if leading else "",
+        leading.side if leading else None,
         rank,
-        None if rank is None else causes.ranked[rank - 1].effect,
+        None if rank is None or meant is None else meant.effect,
         causes.mean_abs_delta,
+        grade,
+        None if side is None or meant is None else meant.side == side,
     )
 
 
-def _told(fault: Planted, attempts: list[Attempt], reason: str) -> Tried:
-    led = [one.size for one in attempts if one.rank == 1]
+def _told(id: str, expected: tuple[str, ...], attempts: list[Attempt], reason: str) -> Tried:
+    caught = [attempt.size for attempt in attempts if attempt.caught]
     if not attempts and not reason:
         reason = "its pass could not be made; see logs/train.log"
     return Tried(
-        fault.id,
-        fault.expected[:1],
+        id,
+        expected,
         tuple(attempts),
-        attempts[0].rank == 1 if attempts else None,
-        led[-1] if led else None,
+        attempts[0].caught if attempts else None,
+        caught[-1] if caught else None,
         reason,
     )

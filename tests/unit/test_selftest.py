@@ -12,11 +12,13 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detector import detectors
+from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
 from mismatch.models import resolve_model
 from mismatch.models.planted import plant
-from mismatch.pipeline.selftest import FAULTS, SelfTest, judged
+from mismatch.pipeline.selftest import FAULTS, SelfTest, _attempt, judged
 from tests import drawn_pair as drawn
 
 TINY = Path(resolve_model("tiny-gpt-oss"))
@@ -96,11 +98,60 @@ def test_faults_of_the_record_are_named(tmp_path: Path) -> None:
             assert tried.reason
         else:
             assert tried.found, fault.id
-            assert tried.attempts[0].named == fault.expected[0]
+            assert tried.attempts[0].named == fault.causes[0]
             assert tried.smallest in fault.sizes
     assert found["window"].reason == "no window"
     assert result.caught
     assert from_json(SelfTest, to_json(result)) == result
+
+
+def graded(case: Case, expected: tuple[str, ...], side: str | None = "trainer", **how):
+    return _attempt(expected, side, 1.0, case, how.get("without", frozenset()))
+
+
+def test_a_kind_of_cause_is_noticed_and_not_caught() -> None:
+    moved = drawn.other_weights(0, 10)
+    assert graded(moved, ("stale-weights",)).grade == "noticed"
+    assert not graded(moved, ("stale-weights",)).caught
+    assert graded(moved, ("stale-weights",)).right_side
+    assert graded(moved, ("weights-differ",)).grade == "first"
+    assert graded(moved, ("weights-differ",), "engine").right_side is False
+    assert graded(moved, ("stale-weights",), without=frozenset({"weights-differ"})).grade == (
+        "missed"
+    )
+    assert graded(drawn.draw(0).case(), ("stale-weights",)).grade == "missed"
+
+
+def test_a_second_cause_is_among_the_first_three() -> None:
+    case = drawn.raw_logprobs_and_noise(0, 0.6, 6)
+    attempt = graded(case, ("weights-differ",), "engine")
+    assert (attempt.grade, attempt.rank, attempt.caught) == ("top three", 2, True)
+    assert attempt.right_side
+
+
+def test_what_the_sides_state_leaves_one_name_and_numbers_alone_a_kind() -> None:
+    fault = next(fault for fault in FAULTS if fault.id == "stale-weights")
+    assert "weights-differ" in fault.expected(frozenset())
+    assert "weights-differ" not in fault.expected(frozenset({"weights"}))
+    for fault in FAULTS:
+        assert not {"function-differs", "weights-differ", "side-off"} & set(fault.causes)
+        assert "side-off" not in fault.expected(frozenset())
+
+
+def test_a_stated_difference_gives_its_name_to_the_mark_that_it_leaves() -> None:
+    """Other parameters move another law: by numbers alone "another function"."""
+    for case, kind in ((drawn.other_function(0, 2.0), "function-differs"),
+                       (drawn.other_weights(0, 10), "weights-differ")):  # fmt: skip
+        assert [c.id for c in diagnose(case, detectors()).ranked] == [kind]
+        stated = [{"config": {"rms_norm_eps": 1e-5 * n}} for n in (1, 2)]
+        sides = (case.engine, case.trainer)
+        engine, trainer = (
+            replace(side, fingerprint={**side.fingerprint, **facts})
+            for side, facts in zip(sides, stated, strict=True)
+        )
+        ranked = diagnose(replace(case, engine=engine, trainer=trainer), detectors()).ranked
+        assert [(c.id, c.side) for c in ranked] == [("norm-eps", "trainer")]
+        assert ranked[0].effect is not None
 
 
 def test_one_fault_that_is_missed_is_enough_and_none_planted_is_no_success(tmp_path: Path) -> None:

@@ -154,6 +154,14 @@ class Case:
         return Estimate(value, low, high, int(self.kept.sum()), n_sequences, n_prompts, flags)
 
 
+def correlation(case: Case) -> float:
+    """Of the two sides' log-probabilities, over the tokens that count; 0 where one is constant."""
+    left, right = (np.clip(side[case.kept], -12.0, 0.0) for side in (case.left, case.right))
+    if len(left) < 2 or not left.std() or not right.std():
+        return 0.0
+    return float(np.corrcoef(left, right)[0, 1])
+
+
 def above(estimate: Estimate, bound: float) -> bool:
     """Whether the whole 95 % interval lies above a bound; False where there is no interval."""
     return estimate.low is not None and estimate.low > bound

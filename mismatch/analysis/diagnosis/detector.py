@@ -66,6 +66,7 @@ class Finding:
         alike: other causes that these data cannot tell from it.
         repair: what is left without it; None: it cannot be taken out.
         certain: shown even where no share was measured.
+        stated: a difference in what the sides state of weights or settings: it explains any mark.
     """
 
     cause: str
@@ -76,6 +77,7 @@ class Finding:
     alike: tuple[str, ...] = ()
     repair: Repair | None = None
     certain: bool = True
+    stated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Detector:
         id: unique; the cause that it looks for, or the kind.
         causes: ids that it can name.
         needs: data beyond two arrays of log-probabilities, as words for a user; "" for none.
+        alone: asked only while nothing has been taken out: what repairs leave looks like it.
         order: of two explanations that are equally good, the one of the lower number is taken.
     """
 
@@ -103,6 +106,7 @@ class Detector:
     find: Callable[[Case], Look | NotTested]
     needs: str = ""
     order: int = 100
+    alone: bool = False
 
 
 def detectors() -> list[Detector]:

@@ -21,10 +21,13 @@ from mismatch.types import Estimate, NotTested
 ROUNDS = 4
 NEGLIGIBLE = 1e-5  # nats of mean |delta|, below which there is nothing to explain
 TIER = 10  # detectors of one tens digit look for causes that are equally specific
+PAIRING = 1  # tens digit of detectors whose repair gives every token its partner
 TERMINAL = 40  # where a side computes another function, its rest says nothing about a second cause
 KINDS = ("function-differs", "weights-differ", "side-off")  # of cause, where none is named
+MARKS = (*KINDS, "onset", "grows-with-position", "first-token")  # what a stated fact explains
 FUNCTION = 50  # detectors from here on ask only how far a side is off
-SURE = ("padding", "implementation")  # what these see is wrong, however little it costs
+# What these see is wrong, however little it costs.
+SURE = ("padding", "ends", "scattered", "constant", "implementation")
 SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
 
 Status = Literal["suspected", "confirmed"]
@@ -93,11 +96,13 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
     first = _look(case, detectors, failures)
     whole = _size(case)
     causes: list[Cause] = []
-    rest, looks, left = case, first, list(detectors)
+    rest, looks, left, fitted = case, first, list(detectors), False
     if whole > NEGLIGIBLE:
         for _ in range(ROUNDS):
             before = _size(rest) / whole
-            taken = _next(left, looks, {cause.id for cause in causes}, before)
+            # Behind a re-pairing the rest is a run of its own, however small a part it is.
+            worth = before if fitted else 1.0
+            taken = _next(left, looks, {cause.id for cause in causes}, worth)
             if taken is None:
                 break
             place, found = taken
@@ -105,6 +110,8 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
             assert repair is not None
             # What is more specific was not there before, and a repair can only imitate it.
             left = [d for d in left if d.order // TIER >= place.order // TIER]
+            fitted |= place.order // TIER > PAIRING
+            left = [d for d in left if not d.alone]
             if not repair.exact:  # its misfit looks like another function
                 left = [d for d in left if d.order < FUNCTION]
             left = [] if place.order >= TERMINAL else left
@@ -159,13 +166,13 @@ def _look(case: Case, detectors: Sequence[Detector], failures: dict[str, Failure
 
 
 def _next(
-    detectors: Sequence[Detector], looks: Looks, named: set[str], before: float
+    detectors: Sequence[Detector], looks: Looks, named: set[str], worth: float
 ) -> tuple[Detector, Finding] | None:
     """The most specific finding of a measured share that can be taken out."""
     for detector in detectors:
         look = looks.get(detector.id)
         for finding in look.findings if isinstance(look, Look) else ():
-            large = finding.effect is not None and finding.effect.value * before > SMALL
+            large = finding.effect is not None and finding.effect.value * worth > SMALL
             large |= detector.id in SURE
             if finding.cause not in named and finding.repair is not None and large:
                 return detector, finding
@@ -236,9 +243,9 @@ def _joined(causes: list[Cause], stated: list[Finding]) -> list[Cause]:
 
 def _explains(fact: Finding, cause: Cause) -> bool:
     """Whether a stated difference is one of those that a cause could be."""
-    return (
-        fact.cause == cause.id or fact.cause in cause.alike or cause.id in fact.alike
-    ) and _agree(fact.side, cause.side)
+    meant = fact.cause == cause.id or fact.cause in cause.alike or cause.id in fact.alike
+    meant |= fact.stated and fact.certain and cause.id in MARKS
+    return meant and _agree(fact.side, cause.side)
 
 
 def _agree(one: Side, other: Side) -> bool:

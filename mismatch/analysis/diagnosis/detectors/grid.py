@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
@@ -10,6 +12,7 @@ from mismatch.types import Floats, NotTested
 
 BITS = {"bf16": 8, "fp16": 11}  # of the significand
 MIN_TOKENS = 64
+SMALLEST = 0.01  # nats; float32 itself leaves few bits of a log-probability nearer to 0
 
 
 def on_grid(values: Floats, bits: int) -> float:
@@ -22,9 +25,9 @@ def on_grid(values: Floats, bits: int) -> float:
 def grid(case: Case) -> Look | NotTested:
     """Whether one side's log-probabilities were rounded to 16 bits, and what that costs."""
     sides: dict[Side, Floats] = {"engine": case.left, "trainer": case.right}
-    useful = {name: v[(np.abs(v) > 1e-6) & case.kept] for name, v in sides.items()}
+    useful = {name: v[(np.abs(v) > SMALLEST) & case.kept] for name, v in sides.items()}
     if min(map(len, useful.values())) < MIN_TOKENS:
-        return NotTested("dtype of the log-probabilities", f"needs {MIN_TOKENS} that are not 0")
+        return NotTested("dtype of the log-probabilities", f"needs {MIN_TOKENS} beyond {SMALLEST}")
     evidence: list[Evidence] = []
     findings: list[Finding] = []
     for side, values in useful.items():
@@ -41,20 +44,16 @@ def grid(case: Case) -> Look | NotTested:
         step = 2.0 ** (exponent.astype(float) - BITS[name])
         lost = step / 4  # mean |error| of rounding to the nearest
         effect = case.share(np.maximum(np.abs(case.delta) - lost, 0.0))
+        # Drowned in other differences it is as certain, and has no share.
+        shown = tuple(evidence[-1:])
+        finding = Finding("bf16-logprobs", side, None, shown, alike=("bf16-lm-head",))
         if above(effect, 0.05):
             part = np.clip(case.delta, -lost, lost)
             at_left = Repair(case.left + part, case.right, exact=False)
             at_right = Repair(case.left, case.right - part, exact=False)
-            findings.append(
-                Finding(
-                    "bf16-logprobs",
-                    side,
-                    effect,
-                    tuple(evidence[-1:]),
-                    alike=("bf16-lm-head",),
-                    repair=at_left if side == "engine" else at_right,
-                )
-            )
+            repair = at_left if side == "engine" else at_right
+            finding = replace(finding, effect=effect, repair=repair)
+        findings.append(finding)
     return Look(tuple(evidence), tuple(findings))
 
 

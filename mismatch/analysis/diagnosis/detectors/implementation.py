@@ -6,12 +6,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
-from mismatch.analysis.diagnosis.detectors.displacement import (
-    FUNCTIONS,
-    RISING,
-    WEIGHTS,
-    spread_ratio,
-)
+from mismatch.analysis.diagnosis.detectors.displacement import kind
 from mismatch.analysis.diagnosis.detectors.position import first_token, onset
 from mismatch.analysis.levels import PRECISION
 from mismatch.analysis.square import BITS
@@ -44,13 +39,8 @@ def implementation(case: Case) -> Look | NotTested:
     if not above(size, level):
         return Look(evidence)
     pair = case.repaired(exact.logprobs, reference)
-    spread = spread_ratio(pair)[0]
-    if np.isfinite(spread):
-        evidence += (Evidence("spread of its log-odds, confident over unlikely", spread, "1 to 4"),)
-    alike: tuple[str, ...] = WEIGHTS
-    cause = "weights-differ"
-    if spread >= RISING:
-        cause, alike = "function-differs", FUNCTIONS
+    cause, alike, numbers = kind(pair)
+    evidence += numbers
     for look in (onset(pair), first_token(pair)):  # a place says more than a spread
         for finding in look.findings if isinstance(look, Look) else ():
             cause, alike, evidence = finding.cause, finding.alike, evidence + finding.evidence
@@ -74,8 +64,8 @@ DETECTORS = (
     Detector(
         "implementation",
         "function",
-        ("function-differs", "weights-differ", "onset", "sliding-window", "grows-with-position",
-         "first-token", "chunked-prefill", "kv-block"),
+        ("function-differs", "weights-differ", "side-off", "onset", "sliding-window",
+         "grows-with-position", "first-token", "chunked-prefill", "kv-block"),
         implementation,
         "both implementations in float32",
         39,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below
+from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
 from mismatch.captures import Distributions
 from mismatch.run.scorings import REFERENCE
@@ -16,6 +16,12 @@ from mismatch.types import Floats, NotTested
 
 KNOTS = 8
 MIN_TOKENS = 200
+SAME_LAW = 0.5  # correlation of the sides; another law of the same logits keeps their order
+LEAST_SHARE = 0.1  # of mean |delta|, that goes with a constant
+STEADY = 0.25  # of the constant, that near-certain tokens vary by
+ONE_LAW = 0.9  # correlation of the sides, where a constant alone tells them apart
+CERTAIN = float(np.log(0.99))
+MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy law moves them
 TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256)
 TOP_P = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
 NEEDS = "the entropy of the trainer's law"
@@ -54,7 +60,7 @@ def temperature(case: Case) -> Look | NotTested:
         wanted not in (0, 1) and abs(abs(np.log(max(beta, 0.01))) / abs(np.log(wanted)) - 1) < 0.4
     )
     enough = above(effect, 0.3 if expected else 0.6) and above(beyond, 0.15)
-    if not (low > 1.02 or high < 0.98) or not enough:
+    if not (low > 1.02 or high < 0.98) or not enough or correlation(case) < SAME_LAW:
         return Look(tuple(evidence))
     side = off_law(case)
     repair = _taken_out(case, side, whole, exact=False)
@@ -156,7 +162,7 @@ def truncation(case: Case) -> Look | NotTested:
     direct = _cut_entries(case.engine.distributions)
     if direct is not None:
         evidence.append(Evidence("entries of the engine's law that are exactly 0", direct, "0"))
-    if not (above(mass, 1e-3) and above(sided, 0.35)):
+    if not (above(mass, 1e-3) and above(sided, 0.35)) or correlation(case) < SAME_LAW:
         return Look(tuple(evidence))
     features = hats(case.entropy if case.entropy is not None else case.right)
     kept_mass = case.trainer.extra.get("kept_mass")
@@ -182,6 +188,34 @@ def truncation(case: Case) -> Look | NotTested:
         repair=_taken_out(case, "engine", fitted, exact=kept_mass is not None),
     )
     return Look(tuple(evidence), (finding,))
+
+
+def constant(case: Case) -> Look | NotTested:
+    """Whether one side's log-probabilities are off by a constant: its law does not sum to 1.
+
+    Near-certain tokens tell it from all else: there a normalised law has nothing to give away.
+    """
+    certain = (np.maximum(case.left, case.right) > CERTAIN) & case.kept
+    if certain.sum() < MIN_CERTAIN:
+        return NotTested("a constant in all tokens", f"needs {MIN_CERTAIN} near-certain tokens")
+    offset = float(np.median(case.delta[certain]))
+    effect = case.share(case.delta - offset)
+    evidence = (
+        Evidence("median delta of near-certain tokens, nats", offset, "0"),
+        Evidence("share of mean |delta| gone without it", effect.value, "0"),
+    )
+    spread = float(np.median(np.abs(case.delta[certain] - offset)))
+    steady = spread < STEADY * abs(offset) and correlation(case) > ONE_LAW
+    if not above(effect, LEAST_SHARE) or not steady:
+        return Look(evidence)
+    exact = case.reference
+    off = [0.0, 0.0] if exact is None else [
+        abs(float(np.median((side - exact)[certain]))) for side in (case.left, case.right)
+    ]  # fmt: skip
+    side: Side = "either" if off[0] == off[1] else "engine" if off[0] > off[1] else "trainer"
+    finding = Finding("unnormalised-law", side, effect, evidence, confirmed=True,
+                      repair=_taken_out(case, side, np.full(len(case.delta), offset)))  # fmt: skip
+    return Look(evidence, (finding,))
 
 
 def _cut_entries(law: Distributions | None) -> float | None:
@@ -242,6 +276,7 @@ def sampling_law(case: Case) -> Look | NotTested:
 
 
 DETECTORS = (
+    Detector("constant", "semantics", ("unnormalised-law",), constant, order=15),
     Detector("temperature", "semantics", ("temperature-semantics",), temperature, NEEDS, 20),
     Detector("truncation", "semantics", ("sampling-truncation",), truncation, order=21),
     Detector("sampling-law", "semantics", ("sampling-law",), sampling_law, NEEDS, 22),

@@ -13,10 +13,15 @@ MIN_TOKENS = 32
 MARGIN = 0.15  # of correlation, that another lag must win by
 HEAD = 32  # tokens by which rows are compared
 MIN_HEAD = 6
+LOWEST = -12.0  # nats; log-probabilities are clipped to it, and to 0, where rows are compared
 BETTER = 0.25  # distance to another row, as a share of that to the own one
+CLOSER = 0.5  # of the distance to the own row, where one other row fits as rows do here
+ALONE = 0.6  # of the distance to the next best row, that its distance may be
+USUAL = 3.0  # times the typical distance of a row to its own numbers
 SUSPECTS = 512  # rows that are tried against all others
 APART = 0.1  # nats of mean |delta|, from which a row is held against others
-CLEAR = 0.5  # share of the mismatch that must go with a re-pairing
+CLEAR = 0.5  # share of the mismatch that must go with a shift
+LEAST = 0.05  # with a re-pairing of rows, each of which fits its new partner
 NEAR_CERTAIN = float(np.log(0.99))
 
 
@@ -48,7 +53,7 @@ def lag(case: Case) -> Look | NotTested:
 
 def _correlations(case: Case) -> Floats:
     """Pearson correlation of left[t] with right[t + lag] over all rows, [2 * MAX_LAG + 1]."""
-    left, right = np.maximum(case.left, -12.0), np.maximum(case.right, -12.0)
+    left, right = np.clip(case.left, LOWEST, 0.0), np.clip(case.right, LOWEST, 0.0)
     left, right = left - left.mean(), right - right.mean()
     longest = max(row.stop - row.start for row in case.rows)
     size = 1 << int(np.ceil(np.log2(longest + MAX_LAG + 1)))
@@ -101,8 +106,7 @@ def rows(case: Case) -> Look | NotTested:
         distances = _distance(heads_left[row], heads_right, width[row], width)
         distances[row] = np.inf
         best = int(distances.argmin())
-        outlier = own[row] > 4 * float(distances[best])
-        if outlier and distances[best] < BETTER * own[row]:
+        if _fits(distances, float(own[row]), typical):
             partner[int(row)] = best
     share = len(partner) / len(order)
     evidence = (
@@ -120,11 +124,20 @@ def rows(case: Case) -> Look | NotTested:
         kept[mine.start + length : mine.stop] = False
     repaired = case.repaired(case.left, right, kept)
     effect = repaired.share(repaired.delta, case.delta)
-    if not above(effect, 0.2):
+    if effect.value < LEAST:  # a few prompts carry it: their rows are certain, no interval is
         return Look(evidence)
     repair = Repair(case.left, right, kept)
     finding = Finding("row-pairing", "either", effect, evidence, confirmed=True, repair=repair)
     return Look(evidence, (finding,))
+
+
+def _fits(distances: Floats, own: float, typical: float) -> bool:
+    """Whether the nearest of the other rows is this row's own: far nearer, or alone as near as
+    rows are to their own numbers in this run (where rounding is large).
+    """
+    best, second = np.partition(distances, 1)[:2]
+    clear = best < BETTER * own
+    return bool(clear or (best < CLOSER * own and best < ALONE * second and best < USUAL * typical))
 
 
 def _heads(case: Case, values: Floats, numbers: list[int]) -> tuple[Floats, np.ndarray]:
@@ -133,7 +146,7 @@ def _heads(case: Case, values: Floats, numbers: list[int]) -> tuple[Floats, np.n
     for line, number in enumerate(numbers):
         row = case.rows[number]
         width[line] = min(HEAD, row.stop - row.start)
-        heads[line, : width[line]] = np.maximum(values[row.start : row.start + width[line]], -12)
+        heads[line, : width[line]] = np.clip(values[row.start : row.start + width[line]], LOWEST, 0)
     return heads, width
 
 

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
+from mismatch.analysis.diagnosis.case import Case, above, correlation
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.detectors.displacement import (
+    CALM,
+    UNLIKE,
+    imbalance,
+    legs_of,
+)
 from mismatch.types import Floats, NotTested
 
 MIN_TOKENS = 400
@@ -17,7 +23,8 @@ JUMP = 2.2  # times, that |delta| must rise by; clean blocks reach 1.5
 FIRST = 4.0
 OPENS = 3.0  # times the others, of tokens that open a block; the best of many lengths
 BLOCKS = (16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048)
-BINS = 16
+SPIKE = 0.5  # nats from float32, of a token that is far off
+MOST_SPIKES = 0.03  # of the tokens; more are no few
 KINDS = {
     "sliding_window": "sliding-window",
     "max_num_batched_tokens": "chunked-prefill",
@@ -50,6 +57,8 @@ def onset(case: Case) -> Look | NotTested:
         Evidence("|delta| after over before", after / before if before else float("inf"), "1"),
         Evidence("share of the rise at that place", steep),
     )
+    if correlation(case) < UNLIKE:  # where nothing of the law is left a place says nothing
+        return Look(evidence)
     later = place >= at
     u = size(case)
     rise = case.ratio(np.where(later, u, 0.0), np.where(later, before, 0.0) + 1e-12)
@@ -64,6 +73,8 @@ def onset(case: Case) -> Look | NotTested:
         finding = Finding("grows-with-position", "either", effect, evidence, repair=repair,
                           alike=("rope-config", "fsdp-cast-inputs", "template-drift"))  # fmt: skip
         return Look(evidence, (finding,))
+    if case.reference is not None and case.beyond_rounding(~later):
+        return Look(evidence)  # what begins somewhere leaves nothing before it
     cause, known = _boundary(case, at)
     evidence += known
     alike = ("fp8-kv-tile", "sliding-window", "chunked-prefill")
@@ -172,7 +183,47 @@ def blocks(case: Case) -> Look | NotTested:
     return Look(evidence, (finding,))
 
 
+def scattered(case: Case) -> Look | NotTested:
+    """Whether a few tokens of one side are far from float32 while all its others are not.
+
+    Rounding and flips of experts make such tokens on both sides; a kernel, a setting or weights
+    move the others as well.
+    """
+    legs = legs_of(case)
+    if legs is None:
+        return NotTested("scattered tokens", "needs float32 and both sides in one dtype")
+    sizes = [np.abs(leg) for leg in legs]
+    far = [(a > SPIKE) & (b < a / 4) & case.kept for a, b in (sizes, sizes[::-1])]
+    counts = [int(tokens.sum()) for tokens in far]
+    n = int(counts[1] > counts[0])
+    side: Side = ("engine", "trainer")[n]
+    rest = case.kept & ~far[0] & ~far[1]
+    calm = imbalance(case, rest)
+    evidence = (
+        Evidence(f"tokens of the {side} that alone are far from float32", counts[n], "few"),
+        Evidence("such tokens of the other side", counts[1 - n]),
+        Evidence("distances from float32 of the others, larger over smaller", calm, "1 to 1.1"),
+    )
+    chance = 4 * np.sqrt(counts[1 - n] + 1)
+    one_sided = counts[n] > counts[1 - n] + chance and counts[n] >= 3 * counts[1 - n]
+    if not one_sided or counts[n] > MOST_SPIKES * case.kept.sum() or calm > CALM:
+        return Look(evidence)
+    repair = Repair(case.left, case.right, ~far[n])
+    effect = case.share(np.where(far[n], 0.0, case.delta))
+    finding = Finding("scattered-tokens", side, effect, evidence, confirmed=True, repair=repair)
+    return Look(evidence, (finding,))
+
+
 DETECTORS = (
+    Detector(
+        "scattered",
+        "position",
+        ("scattered-tokens",),
+        scattered,
+        "float32 and both sides in one dtype",
+        16,
+        alone=True,
+    ),
     Detector(
         "onset", "position", ("onset", *KINDS.values(), "grows-with-position"), onset, order=40
     ),

@@ -11,6 +11,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.detectors.displacement import CALM, imbalance
 from mismatch.types import Floats, NotTested
 
 SHIFTS = (-4, -3, -2, -1, 1, 2, 3, 4)
@@ -21,6 +22,8 @@ FITS = 0.25  # of its mean |delta|, that may be left of the part that moved
 FEW = 3  # rows
 CLEAR = 0.3  # share of the mismatch that must go
 ENDS = 8.0  # times the other tokens' |delta|, on last tokens
+ONE_SIDED = 0.7  # |mean delta| over mean |delta| of last tokens, that speaks at a smaller size
+LARGER = 1.5  # times the other tokens' |delta|, where they are one-sided
 LARGE = 0.1  # nats
 
 
@@ -130,6 +133,8 @@ def row_lengths(case: Case) -> Look | NotTested:
         right = np.where(inside, case.right[np.clip(source, 0, len(place) - 1)], case.left)
         tried.append((float(np.abs(case.left - right)[inside].mean()), step, right, inside))
     gap, step, right, inside = min(tried, key=lambda each: each[0])
+    if step < 0:  # the trainer lacks the last token of every row
+        inside[[row.stop - 1 for row in case.rows]] = False
     own = float(np.abs(case.delta).mean())
     evidence = (
         Evidence("tokens that each row moves the next ones by", step),
@@ -146,7 +151,7 @@ def ends(case: Case) -> Look | NotTested:
     last[[row.stop - 1 for row in case.rows if _length(row) > 1]] = True
     far = last & case.kept & (np.abs(case.delta) > LARGE)
     rest = case.kept & ~last
-    if last.sum() < 8 or rest.sum() < 64:
+    if (last & case.kept).sum() < 8 or rest.sum() < 64:
         return NotTested("last tokens", "needs 8 rows of several tokens")
     elsewhere = float(np.abs(case.delta[rest]).mean())
     ratio = case.ratio(
@@ -156,10 +161,16 @@ def ends(case: Case) -> Look | NotTested:
         Evidence("|delta| of last tokens over the others", ratio.value, "near 1"),
         Evidence("last tokens that are off by 0.1 nats or more", int(far.sum()), "few"),
     )
-    if not above(ratio, ENDS) or far.sum() < FEW:
+    sided = abs(float(case.delta[last & case.kept].mean()))
+    one_sided = sided > ONE_SIDED * float(np.abs(case.delta[last & case.kept]).mean())
+    alone = sided > 3 * abs(float(case.delta[rest].mean()))
+    clear = above(ratio, ENDS) or (
+        above(ratio, LARGER) and one_sided and alone and imbalance(case, rest) < CALM
+    )
+    if not clear or far.sum() < FEW:
         return Look(evidence)
     effect = case.share(np.where(far, 0.0, case.delta))
-    if not above(effect, CLEAR):
+    if not above(effect, 0.0):
         return Look(evidence)
     side: Side = "engine" if case.delta[far].mean() < 0 else "trainer"
     if case.reference is not None:

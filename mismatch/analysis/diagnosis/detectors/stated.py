@@ -79,13 +79,15 @@ def weights(case: Case) -> Look | NotTested:
         return Look(evidence)
     evidence += (Evidence("first of them", ", ".join(differ[:SHOWN])),)
     cause, alike = _kind(differ, common)
-    return Look(evidence, (Finding(cause, "either", None, evidence, alike=alike),))
+    return Look(evidence, (Finding(cause, "either", None, evidence, alike=alike, stated=True),))
 
 
 def _kind(differ: list[str], common: list[str]) -> tuple[str, tuple[str, ...]]:
     """The cause that explains exactly these parameters."""
     if all(any(head in name for head in HEADS) for name in differ):
         return "tied-head-stale", ("stale-weights",)
+    if all(name.endswith("sinks") for name in differ):
+        return "attention-sinks", ("stale-weights",)
     if all(".experts" in name for name in differ):
         return "experts-differ", ("double-load", "quantised-rollout")
     projections = [n for n in common if any(part in n for part in ADAPTERS)]
@@ -133,7 +135,7 @@ def _differing(a: dict[str, Any], b: dict[str, Any], common: list[str]) -> list[
             values = f"{_shown(a[name])} in the engine, {_shown(b[name])} in the trainer"
             place = FIELDS[name], name not in LEADS
             causes.setdefault(place, []).append(Evidence(name, values, "equal"))
-    return [Finding(cause, "either", None, tuple(fields), certain=certain)
+    return [Finding(cause, "either", None, tuple(fields), certain=certain, stated=True)
             for (cause, certain), fields in causes.items()]  # fmt: skip
 
 
@@ -161,7 +163,7 @@ def _one_sided(engine: Fingerprint, trainer: Fingerprint) -> list[Finding]:
         cause: str, side: Side, what: str, value: Any, normal: str, certain: bool = True
     ) -> None:
         evidence = (Evidence(what, str(value), normal),)
-        findings.append(Finding(cause, side, None, evidence, certain=certain))
+        findings.append(Finding(cause, side, None, evidence, certain=certain, stated=True))
 
     if trainer.get("honours_sinks") is False:
         add("attention-sinks", "trainer", "attention kernel that ignores the learned sinks",
@@ -190,7 +192,7 @@ DETECTORS = (
     Detector(
         "weights",
         "weights",
-        ("stale-weights", "tied-head-stale", "experts-differ", "lora-scale"),
+        ("stale-weights", "tied-head-stale", "experts-differ", "lora-scale", "attention-sinks"),
         weights,
         "digests of both sides' parameters",
         60,

@@ -1,0 +1,225 @@
+"""Pictures of planted faults: docs/gallery.md and one small SVG a cause in docs/images/gallery/.
+
+    python benchmarks/gallery.py DIR && python tools/cause_page.py
+
+DIR is that of benchmarks/known_issues.py, with its recorded runs and scores; nothing is started.
+Left: every token, the engine's probability against the trainer's. Right: mean |delta| along the
+sampled tokens, on a logarithmic axis, beside the same block of the clean run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import known_issues as issues  # noqa: E402
+from benchmarks.fault_blocks import measured  # noqa: E402
+from benchmarks.known_faults import FAULTS, Fault  # noqa: E402
+from mismatch.analysis.diagnosis.case import Case  # noqa: E402
+from mismatch.analysis.diagnosis.catalogue import title_of  # noqa: E402
+from mismatch.types import Floats  # noqa: E402
+
+PAGE = ROOT / "docs" / "gallery.md"
+IMAGES = ROOT / "docs" / "images" / "gallery"
+MODEL, SIZE = "gpt-oss", 2  # the model that faults are shown on, and the place of their strength
+# Cause -> the planted fault that shows it.
+SHOWN = {
+    "misalignment": "shift",
+    "row-pairing": "other rows",
+    "row-lengths": "end counted on one side",
+    "retokenisation": "turn encoded again",
+    "appended-eos": "appended end, not sampled",
+    "unnormalised-law": "fused cross-entropy",
+    "bf16-logprobs": "16-bit log-softmax",
+    "temperature-semantics": "raw-logprobs-0.6",
+    "sampling-truncation": "top-k-20",
+    "onset": "fp8 tile from a position on",
+    "kv-block": "state lost at chunks",
+    "fp8-kv": "fp8-kv",
+    "stale-weights": "weights not refitted",
+    "tied-head-stale": "head not carried",
+    "experts-differ": "experts swapped",
+    "lora-scale": "adapter scale",
+    "attention-sinks": "sinks ignored",
+    "yarn-attention-factor": "YaRN factor dropped",
+    "rope-config": "other rope base",
+    "sliding-window": "other window",
+    "logit-softcap": "softcap on one side",
+    "norm-eps": "norm epsilon",
+    "packing-leak": "packed rows see each other",
+    "template-drift": "template token lost",
+}
+WIDTH, HEIGHT, PANEL = 560, 220, 170  # pixels
+CELLS, STEPS = 34, 20  # cells of a side of the grid; points of a line
+LOWEST, HIGHEST = 1e-4, 10.0  # nats, of the logarithmic axis
+INK, GREY, BLUE = "#333", "#999", "#2b6cb0"
+
+
+def cases(home: Path) -> tuple[Case, dict[str, tuple[Case, str, tuple[str, ...]]]]:
+    """The clean case, and by fault: its case, what was planted, and issues."""
+    whole, spec = measured(home / "runs" / f"clean-{MODEL}")
+    held = issues.blocks(whole)
+    run = held[(2 * SIZE) % len(held)]
+    clean = issues.undeclared(run)
+    found: dict[str, tuple[Case, str, tuple[str, ...]]] = {}
+    for fault in FAULTS:
+        key = f"{fault.name}/{SIZE}/{MODEL}/0"
+        strength = fault.strengths[SIZE]
+        if fault.place == "recorded":
+            rng = np.random.default_rng([SIZE, 0, 0])
+            case = fault.plant(clean, strength, rng)
+        elif issues.stored(home, key).is_file():
+            case = issues.undeclared(
+                issues.with_fault(home, None, run, spec.train, fault, strength, key)
+            )
+        else:
+            continue
+        found[fault.name] = case, _planted(fault, strength), fault.issues
+    for engine in issues.ENGINES:
+        place = home / "runs" / engine.name
+        if (place / "report.json").is_file():
+            case = issues.undeclared(issues.blocks(measured(place)[0])[0])
+            found[engine.name] = case, f"a run of vLLM with `{engine.name}`", engine.issues
+    return clean, found
+
+
+def _planted(fault: Fault, strength: float) -> str:
+    place = issues.PLACES[fault.place]
+    return f"{fault.name}, strength {strength:g}, {place}"
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def picture(case: Case, clean: Case, title: str) -> str:
+    """The SVG of one case beside the clean one."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" font-family="sans-serif" font-size="10" fill="{INK}">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        *_grid(case),
+        *_lines(case, clean),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _grid(case: Case) -> list[str]:
+    """Tokens by the probability of either side; darker for more of them."""
+    left, top = 34, 14
+    p, q = (np.exp(np.clip(side, -50, 0)) for side in (case.left, case.right))
+    counts = np.histogram2d(p, q, bins=CELLS, range=[[0, 1], [0, 1]])[0]
+    shade = np.log1p(counts) / np.log1p(max(counts.max(), 1))
+    step = PANEL / CELLS
+    cells = [
+        f'<rect x="{left + i * step:.1f}" y="{top + PANEL - (j + 1) * step:.1f}" '
+        f'width="{step:.1f}" height="{step:.1f}" opacity="{max(shade[i, j], 0.08):.2f}"/>'
+        for i, j in zip(*np.nonzero(counts), strict=True)
+    ]
+    return [
+        f'<g fill="{BLUE}">',
+        *cells,
+        "</g>",
+        f'<path d="M{left} {top}v{PANEL}h{PANEL}M{left} {top + PANEL}L{left + PANEL} {top}" '
+        f'stroke="{GREY}" fill="none" stroke-width=".7"/>',
+        f'<text x="{left + PANEL / 2}" y="{top + PANEL + 26}" text-anchor="middle">'
+        "probability, engine</text>",
+        f'<text transform="translate(12 {top + PANEL / 2}) rotate(-90)" text-anchor="middle">'
+        "probability, trainer</text>",
+        *(f'<text x="{left + PANEL * v}" y="{top + PANEL + 12}" text-anchor="middle">{v:g}</text>'
+          for v in (0, 0.5, 1)),
+    ]  # fmt: skip
+
+
+def _lines(case: Case, clean: Case) -> list[str]:
+    """Mean |delta| along the sampled tokens, of the fault and of the clean run."""
+    left, top, width = 270, 14, 275
+    longest = int(max(case.index.max(), clean.index.max())) + 1
+
+    def line(one: Case, colour: str) -> str:
+        mean = along(one, longest)
+        points = " ".join(
+            f"{left + width * (n + 0.5) / STEPS:.1f},{top + PANEL * (1 - _height(value)):.1f}"
+            for n, value in enumerate(mean)
+            if np.isfinite(value)
+        )
+        return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+
+    decades = [10.0**n for n in range(-4, 2)]
+    return [
+        *(f'<path d="M{left} {top + PANEL * (1 - _height(v)):.1f}h{width}" stroke="#ddd" '
+          f'stroke-width=".7"/><text x="{left - 4}" y="{top + PANEL * (1 - _height(v)) + 3:.1f}" '
+          f'text-anchor="end">{v:g}</text>' for v in decades),
+        line(clean, GREY),
+        line(case, BLUE),
+        f'<text x="{left}" y="{top + PANEL + 12}">1</text>',
+        f'<text x="{left + width}" y="{top + PANEL + 12}" text-anchor="end">{longest}</text>',
+        f'<text x="{left + width / 2}" y="{top + PANEL + 26}" text-anchor="middle">'
+        "sampled token; mean |delta|, nats; grey: without the fault</text>",
+    ]  # fmt: skip
+
+
+def along(case: Case, longest: int) -> Floats:
+    """Mean |delta| of so many parts of the longest response, [STEPS]; NaN where there is none."""
+    part = np.minimum(case.index * STEPS // longest, STEPS - 1)
+    count = np.bincount(part, minlength=STEPS)
+    total = np.bincount(part, np.abs(case.delta), STEPS)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _height(nats: float) -> float:
+    """Place on the logarithmic axis, 0 to 1."""
+    low, high = np.log10(LOWEST), np.log10(HIGHEST)
+    return float(np.clip((np.log10(max(nats, LOWEST)) - low) / (high - low), 0, 1))
+
+
+# ---------------------------------------------------------------- page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    clean, found = cases(parser.parse_args().directory)
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for old in IMAGES.glob("*.svg"):
+        old.unlink()
+    (IMAGES / "healthy.svg").write_text(picture(clean, clean, "A healthy pair"), "utf-8")
+    lines = [
+        "# Gallery: what causes look like", "",
+        "<!-- Made by benchmarks/gallery.py from recorded runs of benchmarks/known_issues.py. -->",
+        "", "One fault each, planted in a run of tiny-gpt-oss (vLLM and FSDP2 on a CPU, bf16, 64 "
+        "prompts). Left: every", "token, the engine's probability against the trainer's. Right: "
+        "mean |delta| along the sampled tokens, grey without", "the fault. Named: by the numbers "
+        "alone, with nothing stated by either side.", "", "## A healthy pair", "",
+        "![A healthy pair](images/gallery/healthy.svg)", "",
+        f"Mean |delta| {np.abs(clean.delta).mean():.3g} nats.", "",
+    ]  # fmt: skip
+    for cause, name in SHOWN.items():
+        if name not in found:
+            continue
+        case, planted, seen = found[name]
+        title = title_of(cause)
+        (IMAGES / f"{cause}.svg").write_text(picture(case, clean, title), "utf-8")
+        named = ", ".join(one.id for one in issues.judged(case).ranked) or "nothing"
+        said = f" Seen in {', '.join(map(issues.link, seen))}." if seen else ""
+        lines += [
+            f"## [{title}](causes/{cause}.md)", "",
+            f"![{title}](images/gallery/{cause}.svg)", "",
+            f"Planted: {planted}. Mean |delta| {np.abs(case.delta).mean():.3g} nats; "
+            f"named: {named}.{said}", "",
+        ]  # fmt: skip
+    PAGE.write_text("\n".join(lines), "utf-8")
+    size = sum(path.stat().st_size for path in IMAGES.glob("*.svg"))
+    print(f"{len(list(IMAGES.glob('*.svg')))} pictures, {size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
