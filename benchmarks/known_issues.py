@@ -55,7 +55,7 @@ PLACES = {
     "weights": "in the weights that FSDP2 loaded, both dtypes: the engine's are older",
     "packing": "in the packing of FSDP2's pass",
     "template": "in the prompts that FSDP2 scored",
-    "engine": "in vLLM, or in SGLang where the name says so",
+    "engine": "in the engine (vLLM; SGLang where named)",
 }
 
 

@@ -162,7 +162,7 @@ ENGINE_DATA = sorted(
             "revision",
         ),
         *("routing", "served_model", "server_concurrency", "server_timeout_s"),
-        *("tensor_parallel_size", "weights"),
+        *("data_parallel_size", "tensor_parallel_size", "weights"),
     ]
 )
 TRAIN_DATA = sorted(
