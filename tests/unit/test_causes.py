@@ -376,7 +376,8 @@ def test_it_is_an_analysis_of_every_check(tmp_path: Path) -> None:
 def test_the_section_puts_the_leading_cause_first_with_one_action_each() -> None:
     result = causes(drawn.raw_logprobs_and_noise(0, 0.6, 6))
     made = section(result, make_report())
-    ids = [row[1].value for row in made.tables[0].rows]  # type: ignore[union-attr]
+    (every,) = [part.tables[0] for part in made.parts if part.id == "causes-ranked"]
+    ids = [row[1].value for row in every.rows]  # type: ignore[union-attr]
     assert ids == [cause.id for cause in result.ranked]
     for sentence, cause in zip(made.sentences, result.ranked, strict=True):
         assert sentence.count(catalogue()[cause.id].mend.rstrip(".")) == 1

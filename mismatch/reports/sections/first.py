@@ -144,7 +144,9 @@ def _training(report: Report) -> str:
     if "ess_seq" in metrics:
         parts.append(f"sequence ESS {percent(metrics['ess_seq'].value)}")
     forecast: Forecast | None = report.result("forecast")
-    if forecast is not None and not forecast.missing:
+    if forecast is not None and forecast.missing:
+        parts.append(f"no forecast: {line(forecast.missing)}")
+    elif forecast is not None:
         last = forecast.rows[-1]
         kept, floor = last.ess_untruncated.value, forecast.floor
         at = f"forecast at {count(last.length)} tokens: "
