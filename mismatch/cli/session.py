@@ -280,13 +280,20 @@ def conclude(
         if tokens is None and run_dir is not None:
             tokens = written_with_names(report, run_dir, flags["names"])
         elsewhere = Elsewhere(tokens, flags["names"])
-    _show(report, run_dir, flags, elsewhere)
     quick = bool(report.run.get("spec", {}).get("quick"))
     code: int = exit_code(report.verdict, fails_on(flags["fail_on"], quick))
+    _show(report, run_dir, flags, elsewhere, failing=bool(code))
     return code
 
 
-def _show(report: Report, run_dir: Path | None, flags: Flags, elsewhere: Elsewhere | None) -> None:
+def _show(
+    report: Report,
+    run_dir: Path | None,
+    flags: Flags,
+    elsewhere: Elsewhere | None,
+    *,
+    failing: bool,
+) -> None:
     """The report on standard output, as ``--format`` asks."""
     from mismatch.reports import machine, markdown, terminal
 
@@ -304,7 +311,7 @@ def _show(report: Report, run_dir: Path | None, flags: Flags, elsewhere: Elsewhe
         output.write(markdown.to_markdown(report, elsewhere, details))
     else:
         write = {"json": machine.to_json, "github": machine.to_github, "junit": machine.to_junit}
-        output.write(write[form](report))
+        output.write(write[form](report, failing))
 
 
 def written_with_names(report: Report, run_dir: Path, framework: str) -> pd.DataFrame:

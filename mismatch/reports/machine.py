@@ -14,20 +14,24 @@ from mismatch.types import Report
 LEVELS = {"critical": "error", "warn": "warning"}  # tone -> annotation
 
 
-def to_json(report: Report) -> str:
-    """``report.json``, with what to do next."""
+def to_json(report: Report, failing: bool) -> str:
+    """``report.json``, with what to do next; its exit code is that of no ``--fail-on``."""
     return json.dumps(report_to_json(report, next_steps(report)), indent=1, allow_nan=False) + "\n"
 
 
-def to_github(report: Report) -> str:
-    """Workflow commands that GitHub shows as annotations, errors first; the verdict last."""
+def to_github(report: Report, failing: bool) -> str:
+    """Workflow commands that GitHub shows as annotations, errors first; the verdict last.
+
+    Args:
+        failing: the command ends with exit code 1; then the verdict is an error.
+    """
     found = [(LEVELS[TONES[status]], name, text) for name, status, text in _faults(report)]
     lines = [
         _annotation(level, f"mismatch {name}", text)
         for level, name, text in sorted(found, key=lambda fault: fault[0])
     ]
     verdict = report.verdict
-    level = LEVELS.get(TONES[verdict.status], "notice")
+    level = "error" if failing else LEVELS.get(TONES[verdict.status], "notice")
     lines.append(_annotation(level, f"mismatch: {verdict.status.upper()}", verdict.reason))
     return "\n".join(lines) + "\n"
 
@@ -54,11 +58,15 @@ def _annotation(level: str, title: str, text: str) -> str:
     return f"::{level} title={escaped}::{line(text).replace('%', '%25')}"
 
 
-def to_junit(report: Report) -> str:
-    """A test case for every check and every judged metric.
+def to_junit(report: Report, failing: bool) -> str:
+    """A test case for every check, every judged metric, and the verdict.
 
     Failed and unfit ones fail; what was not tested is skipped; the rest passes, warnings with
-    their text as output.
+    their text as output. The verdict fails where the command does: an inconclusive run that no
+    check failed is not green.
+
+    Args:
+        failing: the command ends with exit code 1.
     """
     suite = ElementTree.Element("testsuite", name="mismatch")
     faults = {name: (status, text) for name, status, text in _faults(report)}
@@ -78,8 +86,13 @@ def to_junit(report: Report) -> str:
             ElementTree.SubElement(case, "failure", type=status, message=line(text))
         elif status:
             ElementTree.SubElement(case, "system-out").text = f"{status}: {line(text)}"
+    case = ElementTree.SubElement(suite, "testcase", classname="mismatch", name="verdict")
+    if failing:
+        verdict = report.verdict
+        failures += 1
+        ElementTree.SubElement(case, "failure", type=verdict.status, message=line(verdict.reason))
     suite.attrib |= {
-        "tests": str(len(names)),
+        "tests": str(len(suite)),
         "failures": str(failures),
         "skipped": str(len(skipped)),
     }

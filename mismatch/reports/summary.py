@@ -297,10 +297,13 @@ def untested(report: Report) -> list[str]:
 def next_steps(report: Report) -> list[str]:
     """What to do now, most urgent first; never empty.
 
-    Warnings wait until what failed is mended: they may be consequences of it.
+    Warnings wait until what failed is mended: they may be consequences of it. A fix that was
+    measured to end well leaves nothing else to do.
     """
-    steps = _fixes(report)
+    best, mends = _best_fix(report)
+    steps = list(best)
     wrong = checks(report, "failed", "inconclusive") or checks(report, "warning")
+    wrong = [] if mends else wrong
     steps += [f"Fix {line(check.id)}: {line(check.fix or check.detail)}" for check in wrong]
     wanted = [
         row.judgement.deciding_prompts or 0
@@ -316,9 +319,7 @@ def next_steps(report: Report) -> list[str]:
             )
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
     known = any(check.id == "weights-as-loaded" for check in checks(report, "warning"))
-    if report.verdict.status != "healthy" and not (
-        known or checks(report, "failed") or _fixes(report)
-    ):
+    if report.verdict.status != "healthy" and not (known or checks(report, "failed") or best):
         steps.append(_where_to_look(report))
     return steps or [
         "No action needed. Re-run after a change of engine, kernel, dtype, model or trainer: "
@@ -326,14 +327,15 @@ def next_steps(report: Report) -> list[str]:
     ]
 
 
-def _fixes(report: Report) -> list[str]:
-    """The best fix, where some were tried and one helped."""
+def _best_fix(report: Report) -> tuple[list[str], bool]:
+    """The best fix, where some were tried and one helped; whether the verdict with it passes."""
     fixes = report.result("fixes")
     if fixes is None or fixes.best_together is None:
-        return []
+        return [], False
     best = fixes.outcome(fixes.best_together)
     how = f" ({line(best.flags)})" if best.flags else ""
-    return [f"Apply {line(best.id)}{how}"]
+    after = best.verdict_after
+    return [f"Apply {line(best.id)}{how}"], bool(after and after.status in ("healthy", "tolerable"))
 
 
 def _where_to_look(report: Report) -> str:

@@ -232,6 +232,21 @@ def test_next_says_to_use_the_best():
     assert not any("Apply " in step for step in summary.next_steps(USELESS))
 
 
+def test_a_fix_that_ends_well_leaves_nothing_else_to_do():
+    report, _ = make_failing_report()
+    table = make_table()
+    best = table.outcome(table.best_together)
+    for status, steps in (("healthy", 1), ("unfit", 2)):
+        after = replace(best.verdict_after or report.verdict, status=status)
+        outcomes = tuple(
+            replace(each, verdict_after=after) if each.id == best.id else each
+            for each in table.outcomes
+        )
+        tried = report.with_analyses(fixes=replace(table, outcomes=outcomes))
+        assert len(summary.next_steps(tried)[:2]) == steps
+        assert summary.next_steps(tried)[0].startswith(f"Apply {best.id}")
+
+
 def test_labels_of_a_combination():
     assert labels("router-replay=ids+weights+fp32-router") == [
         "router-replay=ids+weights", "fp32-router",

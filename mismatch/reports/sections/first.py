@@ -103,7 +103,11 @@ def _cause(report: Report) -> str:
     share = "share not measured"
     if cause.effect is not None:
         share = f"{percent(cause.effect.value)} of mean |delta| goes with it"
-    how = "confirmed by experiment" if cause.status == "confirmed" else "suspected; --explain tests"
+    how = (
+        "confirmed by experiment"
+        if cause.status == "confirmed"
+        else "suspected, --explain confirms or rules it out"
+    )
     return f"{line(cause.id)}: {share}; {how}."
 
 
