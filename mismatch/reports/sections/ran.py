@@ -79,6 +79,8 @@ def _setting(side: dict[str, Any], key: str) -> str:
     value = side.get(key)
     if value is None or value == "":
         return MISSING
+    if key == "substitutes":  # what is ours in an engine is said in full
+        return line("; ".join(map(str, value)))
     shown = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
     shown = line(shown)
     return shown if len(shown) <= LONG else f"{shown[: LONG - 1]}…"
