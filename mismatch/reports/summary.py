@@ -48,7 +48,9 @@ class Row:
         return f"{'≥' if self.low_is_bad else '≤'} {self._bound(bound)}"
 
     def unfit(self, bound: float) -> str:
-        """The unfit bound with its direction."""
+        """The unfit bound with its direction; "never" where no value can lie beyond it."""
+        if self.low_is_bad and bound <= 0.0:
+            return "never"
         return f"{'<' if self.low_is_bad else '>'} {self._bound(bound)}"
 
     @property
