@@ -18,6 +18,7 @@ from mismatch.metrics.excess import sign_test
 from mismatch.types import Floats, Ints
 
 Kind = Literal["rare", "shift", "response"]
+CHANCE = 1e-4  # where no level is calibrated
 UNSURE = 1e-3  # chance below which a number of prompts is not passed either
 LONG = 16  # tokens of a response whose median says something about all of it
 
@@ -100,9 +101,6 @@ def _judged(
         standing = "undecided"  # too few prompts to count, and too far to pass
     return Displaced(side, scoring, kind, factor, factor * test.bound, test.beyond,
                      test.other_beyond, len(moved), test.chance, standing)  # fmt: skip
-
-
-CHANCE = 1e-4  # where no level is calibrated
 
 
 def _largest(values: Floats, prompts: Ints) -> Floats:
