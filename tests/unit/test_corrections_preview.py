@@ -166,9 +166,9 @@ def test_a_larger_batch_makes_the_same_bias_matter():
 
 def test_what_the_other_target_says_is_said():
     found = tried(noise(rollout(), 0.08))
-    assert "Beside the sequence ratio, TIS, sequence has the least error." in words.remarks(found)
+    assert "Judged by the sequence ratio: TIS, sequence." in words.remarks(found)
     agreed = words.remarks(tried(batch=1000))
-    assert "Beside the sequence ratio, no correction has the least error." in agreed
+    assert "Judged by the sequence ratio: no correction." in agreed
     assert not any("--batch" in remark for remark in agreed)
     assert any("128 sequences; for yours" in remark for remark in words.remarks(found))
 

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import signal
 import subprocess
-import textwrap
 import time
 
 import psutil
@@ -100,6 +99,7 @@ TOOL = """
 import pathlib, signal
 from mismatch.cli import main
 from mismatch.processes import launch
+signal.signal(signal.SIGHUP, {hup})
 launch.GRACE_S = {grace}
 def app(**arguments):
     launch.run_worker("engine", {command!r}, pathlib.Path({place!r}))
@@ -110,7 +110,8 @@ main.main()
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_the_end_of_the_tool_ends_a_child_that_hides(tmp_path, way, number):
-    code = TOOL.format(grace=GRACE_S, command=worker(tmp_path, way), place=str(tmp_path))
+    facts = {"grace": GRACE_S, "command": worker(tmp_path, way), "place": str(tmp_path)}
+    code = TOOL.format(hup="signal.SIG_DFL", **facts)  # also where the tests run under nohup
     tool = subprocess.Popen(python(code), stderr=subprocess.DEVNULL, cwd=tmp_path)
     family = pids(tmp_path)
     os.kill(tool.pid, number)
@@ -119,11 +120,9 @@ def test_the_end_of_the_tool_ends_a_child_that_hides(tmp_path, way, number):
 
 
 def test_hup_is_ignored_under_nohup(tmp_path):
-    code = TOOL.format(grace=GRACE_S, command=worker(tmp_path, WAYS[1]), place=str(tmp_path))
-    ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    tool = subprocess.Popen(
-        python(ignore + textwrap.dedent(code)), stderr=subprocess.DEVNULL, cwd=tmp_path
-    )
+    facts = {"grace": GRACE_S, "command": worker(tmp_path, WAYS[1]), "place": str(tmp_path)}
+    code = TOOL.format(hup="signal.SIG_IGN", **facts)
+    tool = subprocess.Popen(python(code), stderr=subprocess.DEVNULL, cwd=tmp_path)
     family = pids(tmp_path)
     os.kill(tool.pid, signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
