@@ -240,4 +240,4 @@ def test_a_trainer_that_replays_says_so(tiny_run: Path, tmp_path: Path) -> None:
     assert report["comparisons"][0]["routing"]["routing_disagree_any"]["value"] == 0
     assert any("0 by construction" in reason for reason in report["not_tested"])
     page = (copy / "report.html").read_text().replace("\u00a0", " ")
-    assert "Replayed: ids of transformers:decode" in page
+    assert "fsdp replays the ids of transformers:decode" in page

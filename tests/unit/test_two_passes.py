@@ -327,7 +327,7 @@ def test_passes_that_agree_bit_for_bit_need_no_remedy() -> None:
     said = section.sentences(made)
     assert said == [
         "Every ratio is exactly 1: the two passes agree bit for bit.",
-        "No router chose other experts in the new pass.",
+        "No routing flip in the new pass.",
     ]
 
 
