@@ -149,12 +149,13 @@ class Stages:
         from mismatch.experiments.gradients.files import ALL_PASSES, failure_label, is_finished
 
         plan = self.gradients
-        own = any(not job.optional for job in jobs)  # what the gradients rest on is made anew
-        if plan is None or (not own and is_finished(self.run_dir, plan.made_by)):
+        if plan is None:
             return None
+        own = any(not job.optional for job in jobs)  # what the gradients rest on is made anew
+        finished = not own and is_finished(self.run_dir, plan.made_by)
         for name in (ALL_PASSES, *(planned.trainer.name for planned in plan.passes)):
             error_path(self.run_dir, failure_label(name)).unlink(missing_ok=True)
-        return plan
+        return None if finished else plan
 
     def _score(self, train: Worker, passes: int, plan: GradientPlan | None) -> None:
         """Wait for the training world. Where it ends in its gradients, the scorings stand."""

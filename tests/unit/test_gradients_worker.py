@@ -31,7 +31,7 @@ from mismatch.processes.workers.gradients import take_gradients
 from mismatch.processes.workers.train import _Passes
 from mismatch.run import store
 from mismatch.run.directory import Journal
-from mismatch.run.messages import SCORED, error_path, read_error
+from mismatch.run.messages import SCORED, error_path, read_error, write_error
 from mismatch.specs import CheckSpec, TrainSpec
 from mismatch.training import gradients
 from mismatch.training.distributed import World
@@ -301,7 +301,10 @@ def test_finished_gradients_need_no_world(done: Path, model: str) -> None:
     journal = Journal(done, "check", CheckSpec(), "mismatch check")
     narrator: Any = Quiet()
     plan = plan_of(model)
+    # The disk was full when they were there already: what is resumed has lost nothing.
+    write_error(done, failure_label("gradients"), MismatchError("cannot write run.json", "space"))
     assert Stages(CheckSpec(), done, narrator, journal, plan)._gradients_to_take([]) is None
+    assert read_error(done, failure_label("gradients")) is None
     more = replace(plan, prompts=1)
     assert Stages(CheckSpec(), done, narrator, journal, more)._gradients_to_take([]) is more
     assert Stages(CheckSpec(), done, narrator, journal)._gradients_to_take([]) is None
