@@ -70,7 +70,8 @@ def displaced(
     factor = levels.displaced if levels else UNCALIBRATED
     yield _judged(side, scoring, "rare", factor, _largest(away, prompts),
                   _largest(yardstick, prompts), levels)  # fmt: skip
-    # The mean of a side over tokens that it drew itself is a KL: half of its variance, not zero.
+    # Over tokens that a side drew itself its mean is a KL, half of its variance: twice that is let
+    # pass.
     drift = float(np.mean(yardstick**2))
     yield _judged(side, scoring, "shift", factor,
                   np.maximum(_mean(away, prompts) - drift, 0.0),

@@ -387,26 +387,24 @@ def check_id(finding: Finding) -> str:
     return "implementation-gap" + ("-trainer" if finding.side == "trainer" else "")
 
 
-def shared(square: Square, finding: Finding) -> bool:
+def shared(square: Square, found: Finding | Displaced) -> bool:
     """Whether the finding rests on the reference, so that a fault of the trainer's loader, which
     the reference shares, would look the same."""
-    if finding.evidence == "excess":
-        return _from_reference(square, finding)
-    return finding.side == "engine"
-
-
-def _from_reference(square: Square, found: Finding | Displaced) -> bool:
+    if _is_gap(found):
+        return found.side == "engine"
     legs = {leg.scoring for leg in square.legs if leg.exact == REFERENCE}
     return found.side != "trainer" and found.scoring in legs
+
+
+def _is_gap(found: Finding | Displaced) -> bool:
+    return isinstance(found, Finding) and found.evidence == "gap"
 
 
 def sides_at_fault(square: Square) -> list[Side]:
     """The side of everything that lies beyond its level; "either" where that cannot be told."""
     found: list[Finding | Displaced] = [*square.findings, *square.displaced]
     return [
-        "either"
-        if not (isinstance(one, Finding) and one.evidence == "gap") and _from_reference(square, one)
-        else one.side
+        "either" if not _is_gap(one) and shared(square, one) else one.side
         for one in found
         if one.standing == "beyond"
     ]

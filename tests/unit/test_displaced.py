@@ -23,6 +23,7 @@ from mismatch.analysis.square import measure, sides_at_fault
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.square_levels import LEVELS
 from mismatch.metrics.excess import sign_test
+from mismatch.reports.sections import square as section
 from mismatch.types import Floats
 from tests.unit.test_square import SPEC, run_of, square
 
@@ -178,3 +179,12 @@ def test_a_second_engine_is_looked_at_as_well() -> None:
         "displaced-other-engine"
     ] == "failed"
     assert measure(run, SPEC) is not None
+
+
+def test_without_the_engine_in_float32_the_side_is_not_certain_on_the_page_either() -> None:
+    run = with_fault("all tokens off by 0.002 nats", "vllm:decode")
+    usable = {name: one for name, one in run.usable.items() if name != "vllm:fp32"}
+    found = square(replace(run, usable=usable))
+    found = replace(found, findings=tuple(f for f in found.findings if f.standing != "beyond"))
+    assert set(sides_at_fault(found)) == {"either"}
+    assert section.SHARED in section.sentences(found)

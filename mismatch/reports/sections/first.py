@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
+from mismatch.analysis.square import sides_at_fault
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.pages import settings_of
@@ -127,9 +128,7 @@ def _ruled_out(report: Report) -> str:
 def _faulty(report: Report) -> bool:
     """Whether the square has a side beyond its level."""
     result = report.result("square")
-    return result is not None and any(
-        each.standing == "beyond" for each in (*result.findings, *result.displaced)
-    )
+    return result is not None and bool(sides_at_fault(result))
 
 
 def _side(report: Report) -> str:

@@ -86,10 +86,11 @@ def sentences(result: Square) -> list[str]:
     beyond = [finding for finding in result.findings if finding.standing == "beyond"]
     first = {(finding.side, finding.evidence): finding for finding in reversed(beyond)}
     told = [_off(result, finding) for finding in beyond if finding in first.values()]
-    told += [_displaced(one) for one in result.displaced if one.standing == "beyond"]
+    displaced = [one for one in result.displaced if one.standing == "beyond"]
+    told += [_displaced(one) for one in displaced]
     if not told:
         told.append(_clean(result))
-    elif any(shared(result, finding) for finding in beyond):
+    elif any(shared(result, found) for found in (*beyond, *displaced)):
         told.append(SHARED)
     if result.correlation is not None:
         told.append(
