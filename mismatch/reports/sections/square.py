@@ -90,7 +90,9 @@ def sentences(result: Square) -> list[str]:
     told += [_displaced(one) for one in displaced]
     if not told:
         told.append(_clean(result))
-    elif any(shared(result, found) for found in (*beyond, *displaced)):
+    elif any(shared(result, found) for found in beyond) or any(
+        shared(result, found) for found in displaced
+    ):
         told.append(SHARED)
     if result.correlation is not None:
         told.append(
