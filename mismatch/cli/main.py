@@ -27,7 +27,7 @@ COMMANDS = {
     "fixes": "List the fixes that a check can try, or show one of them.",
     "kernels": "Audit attention and expert kernels, and your own.",
     "selftest": "Plant known faults in your own pipeline and see which are named.",
-    "report": "Print the report of a run, write its HTML and Markdown again.",
+    "report": "Print a run's report, or several runs side by side, or over time.",
     "doctor": "What this machine can measure, and whether a model fits.",
     "metrics": "List every metric, or explain one.",
     "models": "List embedded models and short names.",
