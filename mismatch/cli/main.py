@@ -28,6 +28,7 @@ COMMANDS = {
     "kernels": "Audit attention and expert kernels, and your own.",
     "selftest": "Plant known faults in your own pipeline and see which are named.",
     "report": "Print a run's report, or several runs side by side, or over time.",
+    "serve": "The runs of a folder as pages on this machine, side by side.",
     "doctor": "What this machine can measure, and whether a model fits.",
     "metrics": "List every metric, or explain one.",
     "models": "List embedded models and short names.",

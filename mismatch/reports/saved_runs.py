@@ -107,7 +107,7 @@ def _metrics(result: SideBySide) -> Section:
 
 def _row(item: Line) -> tuple[Cell | Value, ...]:
     words = words_for(item.metric)
-    write = _format(item.metric, [value for value in item.values if value is not None])
+    write = metric_format(item.metric, item.values)
     return (
         words.label,
         *(
@@ -117,8 +117,9 @@ def _row(item: Line) -> tuple[Cell | Value, ...]:
     )
 
 
-def _format(metric: str, values: Sequence[Estimate]) -> Format:
+def metric_format(metric: str, estimates: Sequence[Estimate | None]) -> Format:
     """One way of writing a metric in all runs."""
+    values = [value for value in estimates if value is not None]
     if not values:
         return number
     row = Row(metric, words_for(metric), values[0])
@@ -232,7 +233,7 @@ def _over_time(result: History) -> Section:
 
 
 def _listed(result: History) -> Section:
-    write = _format(result.metric, [p.value for p in result.points if p.value is not None])
+    write = metric_format(result.metric, [p.value for p in result.points])
     share = words_for(result.metric).share
     columns = (
         Column("date", text),
@@ -284,7 +285,7 @@ def _unreadable(result: History) -> tuple[Section, ...]:
 def _figure(number_of: int, model: str, result: History) -> Figure:
     shown = [p for p in result.points if p.model == model and p.value is not None]
     values = [p.value.value for p in shown if p.value is not None]
-    write = _format(result.metric, [p.value for p in shown if p.value is not None])
+    write = metric_format(result.metric, [p.value for p in shown])
     moved = sum(p.moved for p in shown)
     first, last = write(values[0]), write(values[-1])
     title = f"{_model(model)}: {first} → {last} in {plural(len(shown), 'run')}"
