@@ -244,7 +244,7 @@ def _listed(result: History) -> Section:
         Column(words_for(result.metric).label, interval=1),
         Column("change", signed, 3, interval=5),
     )
-    rows = tuple(
+    rows: tuple[tuple[Cell | Value, ...], ...] = tuple(
         (
             point.created[:16].replace("T", " "),
             point.place,

@@ -108,6 +108,8 @@ def test_without_tokens_the_intervals_of_the_reports_tell(tmp_path: Path) -> Non
     changed = move(result, "k3_kl")
     assert (changed.basis, changed.p_value, changed.outcome) == ("intervals", None, "worse")
     one, other = (load_run(path).values["k3_kl"] for path in paths)
+    assert one.high is not None
+    assert other.low is not None
     assert changed.change.low == pytest.approx(
         other.value - one.value - np.hypot(other.value - other.low, one.high - one.value)
     )
