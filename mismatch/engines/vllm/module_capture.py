@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ class ModuleCapture:
     def __init__(self, model: Any) -> None:
         self.parts: dict[str, list[torch.Tensor]] = {}
         self._handles: list[Any] = []
+        self._ropes: set[int] = set()
+        self._number = 0  # of the layer whose attention is at work
         layers = {
             int(match[1]): module
             for name, module in model.named_modules()
@@ -75,8 +78,11 @@ class ModuleCapture:
         self._norm(
             layer.post_attention_layernorm, f"{number}.attention_residual", f"{number}.post_norm"
         )
-        self._before(attention.rotary_emb, self._unrotated(number))
-        self._after(attention.rotary_emb, self._rotated(number))
+        self._before(attention, partial(self._enter, number))
+        if id(attention.rotary_emb) not in self._ropes:  # layers may share one
+            self._ropes.add(id(attention.rotary_emb))
+            self._before(attention.rotary_emb, self._unrotated)
+            self._after(attention.rotary_emb, self._rotated)
         self._before(attention.attn, lambda args: self._keep(f"{number}.v", args[2]))
         self._after(attention.attn, lambda out: self._keep(f"{number}.attention", out))
         self._after(
@@ -106,19 +112,16 @@ class ModuleCapture:
         self._before(norm, before)
         self._after(norm, after)
 
-    def _unrotated(self, number: int) -> Callable[[Any], None]:
-        def keep(args: Any) -> None:  # positions, queries, keys
-            self._keep(f"{number}.q", args[1])
-            self._keep(f"{number}.k", args[2])
+    def _enter(self, number: int, args: Any) -> None:
+        self._number = number
 
-        return keep
+    def _unrotated(self, args: Any) -> None:  # positions, queries, keys
+        self._keep(f"{self._number}.q", args[1])
+        self._keep(f"{self._number}.k", args[2])
 
-    def _rotated(self, number: int) -> Callable[[Any], None]:
-        def keep(out: Any) -> None:
-            self._keep(f"{number}.rope_q", out[0])
-            self._keep(f"{number}.rope_k", out[1])
-
-        return keep
+    def _rotated(self, out: Any) -> None:
+        self._keep(f"{self._number}.rope_q", out[0])
+        self._keep(f"{self._number}.rope_k", out[1])
 
     def _keep(self, key: str, value: Any) -> None:
         flat = value.detach().reshape(len(value), -1).to("cpu", copy=True)
