@@ -64,8 +64,8 @@ def locate(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli import session
+    from mismatch.experiments.locate.document import to_document
     from mismatch.experiments.locate.judge import judge
-    from mismatch.experiments.locate.types import to_document
     from mismatch.pipeline.locate import Asked, locate
     from mismatch.run.directory import load_spec, require_trust
 

@@ -22,7 +22,7 @@ from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
 from mismatch.experiments.kernels import of_run
-from mismatch.experiments.locate.types import of_run as located
+from mismatch.experiments.locate.document import of_run as located
 from mismatch.experiments.passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json

@@ -15,6 +15,7 @@ import numpy as np
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
+from mismatch.experiments.locate.document import FILE, SCHEMA, to_document
 from mismatch.experiments.locate.plan import (
     SEQUENCES,
     TOKENS,
@@ -24,13 +25,7 @@ from mismatch.experiments.locate.plan import (
     passes_of,
     select,
 )
-from mismatch.experiments.locate.types import (
-    FILE,
-    SCHEMA,
-    Location,
-    SideLocation,
-    to_document,
-)
+from mismatch.experiments.locate.types import Location, SideLocation
 from mismatch.processes.launch import engine_python, finish, interpreter_environment, own_python
 from mismatch.processes.launch import started as start_worker
 from mismatch.processes.stages import EXACT, Narrator

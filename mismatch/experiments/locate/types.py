@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
-from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
 from mismatch.experiments.locate.sites import Site
 from mismatch.types import NotTested
 
 Role = Literal["source", "amplifier", "passed on"]
 Status = Literal["none", "located", "unlocated"]
-SCHEMA, FILE = "mismatch.locate/1", "locate.json"
-COMMAND, PAGE = "mismatch locate", "docs/locate.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,56 +150,3 @@ class Location:
     sides: tuple[SideLocation, ...]
     not_tested: tuple[NotTested, ...]
     seconds: float = 0.0
-
-
-def to_document(found: Location) -> dict[str, Any]:
-    """As JSON data, with the verdict."""
-    from mismatch.experiments.locate.judge import judge
-
-    verdict = judge(found)
-    head = {"status": verdict.status, "reason": verdict.reason}
-    return {"schema": SCHEMA, "verdict": head, **to_json(found)}
-
-
-def from_document(document: Any) -> Location:
-    """The inverse of :func:`to_document`.
-
-    Raises:
-        MismatchError: no such document, or one of another version.
-    """
-    fields = fields_of(document, SCHEMA, command=COMMAND)
-    fields.pop("verdict", None)
-    with refused(SCHEMA, command=COMMAND, page=PAGE):
-        return from_json(Location, fields)
-
-
-def of_run(run_dir: Path | str) -> Location | None:
-    """What ``mismatch locate`` left in a run; None where it left nothing.
-
-    Raises:
-        MismatchError: it is damaged.
-    """
-    from mismatch.run import store
-
-    if not (Path(run_dir) / FILE).exists():
-        return None
-    return from_document(store.load_document(run_dir, FILE))
-
-
-def document_schema(definitions: dict[str, Any]) -> dict[str, Any]:
-    """The JSON Schema of the document, as a part of another."""
-    location = object_schema(Location, definitions)
-    verdict = {
-        "type": "object",
-        "properties": {
-            "status": {"enum": list(get_args(Status))},
-            "reason": {"type": "string"},
-        },
-        "required": ["status", "reason"],
-        "additionalProperties": False,
-    }
-    head = {"schema": {"const": SCHEMA}, "verdict": verdict}
-    return location | {
-        "properties": head | location["properties"],
-        "required": [*head, *location["required"]],
-    }

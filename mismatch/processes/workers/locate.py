@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import from_json, to_json
-from mismatch.errors import MismatchError, first_line, named_line
+from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.locate.plan import part_of
 from mismatch.experiments.locate.types import Sequence, SideLocation
 from mismatch.run import store
@@ -109,6 +109,7 @@ def run_passes(job: dict[str, Any]) -> None:
     """Record the trainer and the plain forwards, then replay every side in the reference."""
     import transformers
 
+    from mismatch.processes.workers.locate_forward import Forward
     from mismatch.processes.workers.locate_reference import Reference
     from mismatch.training.distributed import World
 
@@ -141,69 +142,6 @@ def run_passes(job: dict[str, Any]) -> None:
         {"sides": to_json(sides), "not_tested": to_json(not_tested), "layers": reference.layers},
     )
     world.close()
-
-
-class Forward:
-    """One loaded trainer, and its forward passes over one sequence each.
-
-    Raises:
-        MismatchError: a model that cannot be loaded, or whose modules cannot be told apart.
-    """
-
-    def __init__(self, world: Any, one: Pass, rollout: Rollout) -> None:
-        from mismatch.training.load import load
-        from mismatch.training.module_capture import require_known
-        from mismatch.training.validate import prepare_pass
-
-        self.world, self.spec, self.rollout = world, one.spec, rollout
-        self.loaded = load(one.spec, world.mesh, world.device)
-        require_known(self.loaded.scorer.decoder)
-        self.options = prepare_pass(world, self.loaded, rollout, one.spec, None)[0]
-
-    @property
-    def count(self) -> int:
-        """Of sequences."""
-        return self.rollout.n_sequences
-
-    def logprobs(self, number: int, visit: Any) -> np.ndarray:
-        """Log-probabilities [A] of one sequence; ``visit``: see :class:`Boundaries`."""
-        import torch
-
-        from mismatch.training.module_capture import Boundaries
-        from mismatch.training.packing import MicroBatch
-        from mismatch.training.sequence_parallel import SequenceParallel
-        from mismatch.training.validate import to_device
-
-        scorer, rollout = self.loaded.scorer, self.rollout
-        length = int(rollout.offsets[number + 1] - rollout.offsets[number])
-        parallel = SequenceParallel.of(self.world, 1)
-        inputs = to_device(
-            rollout, MicroBatch((number,), length), self.spec, self.options, self.world.device,
-            None, parallel,
-        )  # fmt: skip
-        with torch.no_grad(), Boundaries(scorer.decoder, visit).shown():
-            values, _ = scorer(
-                scorer.score, inputs.batch, inputs.predicting, inputs.target_ids, inputs.options,
-                None,
-            )  # fmt: skip
-        result: np.ndarray = values[0].double().cpu().numpy()
-        return result
-
-    def record(self, folder: Path) -> None:
-        """Leave every boundary of every sequence."""
-        from safetensors.torch import save_file
-
-        from mismatch.training.module_capture import Recorder
-
-        for number in range(self.count):
-            recorder = Recorder()
-            np.save(folder / f"{number}.npy", self.logprobs(number, recorder))
-            save_file(recorder.values, folder / f"{number}.safetensors")
-
-
-def reason_of(error: Exception) -> str:
-    """In one line."""
-    return error.message if isinstance(error, MismatchError) else first_line(error)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +30,9 @@ from mismatch.experiments.locate.judge import (
 from mismatch.experiments.locate.measure import Sums, site_errors
 from mismatch.experiments.locate.sites import Site
 from mismatch.experiments.locate.types import Group, PairEffect, SideLocation
+from mismatch.processes.workers.locate_forward import Forward
 from mismatch.training.module_capture import Recorder, expert_count, mlp_of
 from mismatch.types import Floats, NotTested
-
-if TYPE_CHECKING:
-    from mismatch.processes.workers.locate import Forward
 
 LEAST = 2  # sequences that are replayed whatever the time
 TESTED = 6  # groups whose effect is measured one by one
@@ -143,8 +142,6 @@ class Reference:
     def _with_effects(
         self, side: SideLocation, end: Floats, found: list[tuple[Group, tuple[Site, ...]]]
     ) -> SideLocation:
-        from dataclasses import replace
-
         keys = [frozenset(site.key for site in sites) for _, sites in found]
         everything = frozenset(one.place.key for one in side.sites)
         sources: frozenset[str] = frozenset().union(*keys)
@@ -248,8 +245,6 @@ class Replay:
         return counted
 
     def _with_flips(self, sums: Sums, own: torch.Tensor, natural: torch.Tensor) -> Sums:
-        from dataclasses import replace
-
         if not 0 < self.top_k < own.shape[-1]:
             return sums
         mine, theirs = (
