@@ -31,7 +31,8 @@ def test_the_source_comes_first_with_its_share() -> None:
     rows = table.cells()
     assert rows[0][0].value == "fsdp"
     assert rows[0][3].value == FIRST.explains
-    assert rows[0][1].tone == "critical" and not rows[1][1].tone
+    assert rows[0][1].tone == "critical"
+    assert not rows[1][1].tone
     sources = [row for row in shown.parts[0].tables[0].cells() if row[-1].tone == "critical"]
     assert [row[0].value for row in sources] == ["1"]
 
