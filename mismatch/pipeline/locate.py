@@ -158,8 +158,8 @@ class _Locating:
         assert dtype is not None  # a trainer quantises nothing
         sides = [{"name": TRAIN, "role": "trainer", "dtype": dtype}]
         if facts is not None:
-            engine_dtype = dtype_of(facts)
-            sides.insert(0, {"name": self.engine, "role": "engine", "dtype": engine_dtype})
+            precision = dtype_of(facts) or dtype
+            sides.insert(0, {"name": self.engine, "role": "engine", "dtype": precision})
         dtypes = {side["dtype"] for side in sides}
         passes = passes_of(train, dtypes)  # type: ignore[arg-type]
         job = self._job(PASSES) | {

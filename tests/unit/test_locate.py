@@ -25,6 +25,7 @@ from mismatch.experiments.locate.types import (
     Location,
     Sequence,
     SideLocation,
+    SiteError,
 )
 from mismatch.types import NotTested
 from tests import checkpoints
@@ -55,7 +56,9 @@ def chain(
     return sums
 
 
-def errors(side: dict[Site, list[Sums]], plain: dict[Site, list[Sums]] | None = None) -> dict:
+def errors(
+    side: dict[Site, list[Sums]], plain: dict[Site, list[Sums]] | None = None
+) -> dict[str, SiteError]:
     return {one.place.key: one for one in site_errors(side, plain, "bf16", LAYERS)}
 
 

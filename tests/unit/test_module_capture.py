@@ -22,7 +22,8 @@ def model_of(family: str, **overrides: Any) -> Any:
 
     config = checkpoints.configuration(family, **overrides)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.2)

@@ -64,12 +64,13 @@ class Sums:
         y, r, s = (np.asarray(array, np.float64) for array in (own, reference, same))
         kept = slice(None) if counted is None else counted
         return cls(
-            *(float((a * b).sum()) for a, b in ((r, r), (y, y))),
-            float((s[kept] ** 2).sum()),
-            float((y * r).sum()),
-            float(((y - r) ** 2).sum()),
-            float(((y - s)[kept] ** 2).sum()),
-            float(((s - r) ** 2).sum()),
+            reference=float((r * r).sum()),
+            own=float((y * y).sum()),
+            same=float((s[kept] ** 2).sum()),
+            product=float((y * r).sum()),
+            error=float(((y - r) ** 2).sum()),
+            new=float(((y - s)[kept] ** 2).sum()),
+            inherited=float(((s - r) ** 2).sum()),
         )
 
     def __add__(self, other: Sums) -> Sums:

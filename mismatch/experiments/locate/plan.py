@@ -13,7 +13,7 @@ from mismatch.experiments.locate.types import Sequence
 from mismatch.experiments.passes import plain_of, reference_of
 from mismatch.run.scorings import PLAIN, REFERENCE, TRAIN
 from mismatch.specs import Dtype, EngineSpec, Pass, TrainSpec
-from mismatch.types import Fingerprint, Floats, Rollout
+from mismatch.types import Fingerprint, Floats, Ints, Rollout
 
 SEQUENCES, TOKENS = 8, 512  # recorded by default, and of each at most
 SHORT: dict[str, Dtype] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
@@ -74,12 +74,13 @@ def part_of(rollout: Rollout, sequences: Several[Sequence]) -> Rollout:
     )
 
 
-def actions_of(rollout: Rollout, sequences: Several[Sequence]) -> np.ndarray:
+def actions_of(rollout: Rollout, sequences: Several[Sequence]) -> Ints:
     """Places among the rollout's action tokens [A] of those in :func:`part_of`, in its order."""
     place = np.cumsum(rollout.action_mask) - 1
     spans = [(int(rollout.offsets[s.index]), s.tokens) for s in sequences]
     rows = np.concatenate([np.arange(start, start + size) for start, size in spans])
-    return place[rows[rollout.action_mask[rows]]]
+    places: Ints = place[rows[rollout.action_mask[rows]]]
+    return places
 
 
 def dtype_of(facts: Fingerprint | dict[str, object]) -> Dtype | None:

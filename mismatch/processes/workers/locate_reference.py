@@ -101,7 +101,7 @@ class Reference:
         replay = Replay(load_file(folder / f"{number}.safetensors"), natural, self.top_k)
         given = self.forward.logprobs(number, replay)
         own = np.load(folder / f"{number}.npy")
-        replay.sums[HEAD] = Sums.of(*(v[:, None] for v in (own, self.own[number], given)))
+        replay.sums[HEAD] = Sums.of(own[:, None], self.own[number][:, None], given[:, None])
         replay.news[HEAD.key] = torch.from_numpy(own - given)
         return replay
 

@@ -11,7 +11,7 @@ from mismatch.experiments.locate.sites import TITLES
 from mismatch.experiments.locate.types import Group, Location, SideLocation, SiteError
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
-from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, ticks, to_svg
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ def _drawn(sides: Sequence[SideLocation]) -> str:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.minorticks_off()
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        layers = [one.layer for side in sides for one in side.sites if one.layer is not None]
+        ticks(axes.xaxis, range(1 + max(layers)))
         axes.set_xlabel("layer")
         axes.set_ylabel("relative error (log)")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
