@@ -3,9 +3,9 @@
     PYTHONPATH=. python benchmarks/locate.py PLACE [--models tiny-gpt-oss,qwen3,qwen3_moe]
         [--only fault,…] [--page docs/locate.md]
 
-Each model is checked once in bf16 (vLLM, FSDP2); its tokens serve every fault. Faults of weights and
-settings are planted in a copy of the trainer's checkpoint, whose weights the reference holds: there
-the engine is named. Faults of function are planted in the loaded model of one side
+Each model is checked once in bf16 (vLLM, FSDP2); its tokens serve every fault. Faults of weights
+and settings are planted in a copy of the trainer's checkpoint, whose weights the reference holds:
+there the engine is named. Faults of function are planted in the loaded model of one side
 (``benchmarks/locate_planted.py``). Results go to PLACE/results.json as they come; what is there is
 not measured again.
 """
@@ -87,9 +87,10 @@ FAULTS = (
     Fault("norm eps x 100", "vllm", ("input_norm",), 0, GPT_OSS, ("norm-eps", 100)),
     Fault("window off by one", "vllm", ("attention",), 0, GPT_OSS, ("window", 31 / 32)),
     Fault("attention without sinks", "vllm", ("attention",), 0, GPT_OSS, ("no-sinks", 30)),
-    Fault("window off by one, in vLLM", "vllm", ("attention",), 0, GPT_OSS, planted="engine:window"),
-    Fault("rope of one layer, in vLLM", "vllm", ("rope_q",), 1, planted="engine:rope"),
-    Fault("eps of one norm, in vLLM", "vllm", ("post_norm",), 1, planted="engine:eps"),
+    Fault("window off by one in vLLM", "vllm", ("attention",), 0, GPT_OSS,
+          planted="engine:window"),
+    Fault("rope of one layer in vLLM", "vllm", ("rope_q",), 1, planted="engine:rope"),
+    Fault("eps of one norm in vLLM", "vllm", ("post_norm",), 1, planted="engine:eps"),
     Fault("rope theta of one layer", "fsdp", ("rope_q",), 1, planted="trainer:rope"),
     Fault("wrong activation clamp", "fsdp", ("mlp",), 0, GPT_OSS, planted="trainer:clamp"),
     Fault("router in bf16, float32 run", "fsdp", ("router",), 0, MOE, planted="trainer:router-bf16",

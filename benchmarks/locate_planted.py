@@ -1,7 +1,7 @@
 """A worker of ``mismatch locate`` with a fault planted in a loaded model.
 
-The environment variable ``MISMATCH_PLANT`` names it, ``SIDE:FAULT``. Everything else is the product's
-worker: the fault sits in the modules that are recorded, not in what is recorded.
+The environment variable ``MISMATCH_PLANT`` names it, ``SIDE:FAULT``. Everything else is the
+product's worker: the fault sits in the modules that are recorded, not in what is recorded.
 """
 
 from __future__ import annotations
