@@ -19,6 +19,7 @@ from mismatch.engines.distribution_capture import Packed, Wanted, Watcher, join_
 from mismatch.engines.fused_weights import NO_DIGESTS
 from mismatch.engines.vllm import capture
 from mismatch.engines.vllm.capture import RunnerWatch
+from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.models.resolved import resolved
 from mismatch.types import Sampling
 
@@ -70,7 +71,7 @@ _digest_before_repacking()
 capture.install()
 
 
-class WorkerExtension:
+class WorkerExtension(WeightSync):
     """Calls that the engine makes by ``collective_rpc``; every name starts with ``mismatch_``."""
 
     model_runner: Any
