@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from mismatch.models.config import read_config
 from mismatch.models.derived import INDEX, Shards, open_tensors, require_space
 from mismatch.models.digests import Digest, digest_tensor
 
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 SIZE = 0.1  # of an update, in the parameter's own root mean square
 OF_ZEROS = 0.02  # of an update of a parameter that is all 0
 SAMPLES = 256  # values of a parameter that are kept
+PUSHES = 3
 BLOCKS = 4  # of rows, and of columns, of what are no experts
 MATRIX = 2  # axes
 EXPERTS = ".experts."
-TIED = ("lm_head.weight", "model.embed_tokens.weight")
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +131,47 @@ def updated(name: str, base: torch.Tensor, seed: int, push: int) -> torch.Tensor
     return (wide + size * noise.to(base.device)).to(base.dtype)
 
 
+def state_of(push: int) -> int:
+    """The state that a push brings: the third brings the first weights back.
+
+    >>> [state_of(push) for push in range(4)]
+    [0, 1, 2, 0]
+    """
+    return push % PUSHES
+
+
 class Checkpoint:
     """Tensors of a checkpoint's files in one of its states, read one at a time.
 
     Args:
-        directory: with safetensors files.
+        directory: with safetensors files, and config.json.
         seed: of the updates.
     """
 
     def __init__(self, directory: str | Path, seed: int) -> None:
         self.directory, self.seed = Path(directory), seed
 
+    def names(self) -> list[str]:
+        with ExitStack() as stack:
+            return list(open_tensors(self.directory, stack))
+
+    def tied(self) -> dict[str, str]:
+        """The head of a model with tied embeddings -> the embeddings."""
+        if not read_config(self.directory).get("tie_word_embeddings", False):
+            return {}
+        names = self.names()
+        source = next((name for name in names if name.endswith("embed_tokens.weight")), None)
+        head = next((name for name in names if name.endswith(HEAD)), HEAD)
+        return {} if source is None else {head: source}
+
     def tensors(self, push: int) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, value) of every tensor after this push."""
+        tied = self.tied()
         with ExitStack() as stack:
-            for name, file in open_tensors(self.directory, stack).items():
-                yield name, updated(name, file.get_tensor(name), self.seed, push)
+            files = open_tensors(self.directory, stack)
+            for name in files:
+                own = tied.get(name, name)  # a stored copy moves with what it is tied to
+                yield name, updated(own, files[own].get_tensor(own), self.seed, state_of(push))
 
     def prints(self, push: int) -> dict[str, Prints]:
         """Prints of all tensors of floating-point numbers after this push."""

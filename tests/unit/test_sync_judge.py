@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.sync.judge import judge, kept_caches, kinds, parameters, parted, score_rows
+from mismatch.experiments.sync.document import schema, sync_from_json, sync_to_json
+from mismatch.experiments.sync.judge import (
+    judge,
+    kept_caches,
+    kind_of,
+    parameters,
+    parted,
+    score_rows,
+)
 from mismatch.experiments.sync.types import (
     CacheRow,
     Parameter,
     ScoreRow,
     SyncReport,
-    schema,
-    sync_from_json,
-    sync_to_json,
 )
 from mismatch.models.weight_states import Prints, updated
 
@@ -29,18 +35,29 @@ SHAPES = {EXPERTS: (4, 8, 16), SQUARE: (16, 16), WIDE: (24, 8), NORM: (16,), EMB
 Fault = Callable[[list[Tensors]], list[Tensors]]
 
 
-def states(seed: int = 0) -> list[Tensors]:
+def states() -> list[Tensors]:
     """Before any push, after two, and back."""
+    return [dict(state) for state in _states()]
+
+
+@lru_cache(1)
+def _states() -> list[Tensors]:
     generator = torch.Generator().manual_seed(7)
     base = {n: torch.randn(s, generator=generator).bfloat16() for n, s in SHAPES.items()}
     base[NORM] = torch.ones(16, dtype=torch.bfloat16)
-    pushed = [{n: updated(n, t, seed, push) for n, t in base.items()} for push in (0, 1, 2)]
+    pushed = [{n: updated(n, t, 0, push) for n, t in base.items()} for push in (0, 1, 2)]
     return [*pushed, dict(pushed[0])]
 
 
+@lru_cache
+def prints(name: str, tensor: torch.Tensor) -> Prints:
+    """Tensors are keys by identity; most states share them."""
+    return Prints.of(name, tensor)
+
+
 def probe(held: list[Tensors], tied: dict[str, str] | None = None) -> SyncReport:
-    expected = [{n: Prints.of(n, t) for n, t in state.items()} for state in states()]
-    seen = [{n: Prints.of(n, t) for n, t in state.items()} for state in held]
+    expected = [{n: prints(n, t) for n, t in state.items()} for state in states()]
+    seen = [{n: prints(n, t) for n, t in state.items()} for state in held]
     found = parameters(expected, seen, {}, tied or {})
     return SyncReport("toy", "vllm", "reload", 0, 0.1, found)
 
@@ -258,8 +275,10 @@ def test_updates_differ_between_parameters_pushes_and_experts() -> None:
     assert (zeros != 0).all()
 
 
-def test_kinds_gather_layers_and_numbered_experts() -> None:
-    names = ("model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.experts.4.up_proj.weight")
-    assert kinds([Parameter(name, "stale") for name in names]) == {
-        "mlp.experts.up_proj.weight": 2
-    }
+def test_a_verdict_names_modules_not_every_layer() -> None:
+    names = ("layers.0.mlp.experts.w_up", "layers.1.mlp.experts.w_down", "layers.1.self_attn.sinks")
+    found = tuple(Parameter(f"model.{name}", "stale") for name in names)
+    reason = judge(SyncReport("toy", "vllm", "reload", 0, 0.1, found)).reason
+    assert "mlp.experts (2)" in reason
+    assert "self_attn.sinks (1)" in reason
+    assert kind_of("model.layers.0.mlp.experts.3.up_proj.weight") == "mlp.experts.up_proj.weight"

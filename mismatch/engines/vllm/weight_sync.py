@@ -145,7 +145,9 @@ def _unpadded(tensor: torch.Tensor, module: Any) -> torch.Tensor:
     return tensor if size is None else tensor[:size]
 
 
-def _unfused(path: str, tensor: torch.Tensor, module: Any, packed: Mapping[str, list[str]]) -> Parts:
+def _unfused(
+    path: str, tensor: torch.Tensor, module: Any, packed: Mapping[str, list[str]]
+) -> Parts:
     parent, _, own = path.rpartition(".")
     sizes = getattr(module, "output_partition_sizes", None) or []
     if own in packed and len(sizes) == len(packed[own]) > 1 and sum(sizes) == tensor.shape[0]:

@@ -35,7 +35,9 @@ RESCALED = 0.05  # of a parameter's size: what may be left beside its factor
 MAGNITUDE = 100.0  # times the parameter's size, or a part of it: no values of it
 APART = 3.0  # times the distance of both sides before any push
 APART_NATS = 0.02
-SAME = 1e-6  # nats: warm and cold prompts
+NUMBERED = re.compile(r"^.*layers\.\d+\.|(?<=experts)\.\d+")
+MODULE = re.compile(r"(?<=\.experts)\..*|\.(weight|bias)$")
+WARM_NATS = 1e-3  # that a prompt's first logprob may differ between a warm and a cold cache
 
 
 def outcome(push: int, expected: Sequence[Prints], held: Prints) -> Outcome:
@@ -189,7 +191,9 @@ def parameters(
     return tuple(_alias(result, by_name, tied) for result in results)
 
 
-def _alias(result: Parameter, by_name: Mapping[str, Parameter], tied: Mapping[str, str]) -> Parameter:
+def _alias(
+    result: Parameter, by_name: Mapping[str, Parameter], tied: Mapping[str, str]
+) -> Parameter:
     """A tied parameter that is stale while its source arrived has lost its tie."""
     source = by_name.get(tied.get(result.name, ""))
     if source is None or not source.arrived or result.status != "stale":
@@ -238,9 +242,34 @@ def parted(report: SyncReport) -> tuple[ScoreRow, ...]:
     return tuple(row for row in rows[1:] if (row.apart or 0.0) > level)
 
 
+def cache_row(push: int, warm: Sequence[float], cold: Sequence[float], noise: float) -> CacheRow:
+    """The same prompts answered warm and cold.
+
+    Args:
+        warm, cold: logprob of the likeliest first token, per prompt.
+        noise: nats, the largest difference without any push.
+    """
+    apart = np.abs(np.asarray(warm) - np.asarray(cold))
+    level = APART * noise + WARM_NATS
+    return CacheRow(push, len(apart), int((apart > level).sum()), float(apart.max(initial=0)))
+
+
+def transposed_names(expected: States, held: States) -> list[str]:
+    """Parameters that the engine holds, rightly, with their last two axes exchanged."""
+    names = []
+    for name, now in expected.items():
+        own = held.get(name)
+        if own is None or own.cells == now.cells:
+            continue
+        flipped = (*own.shape[:-2], *own.shape[:-3:-1])
+        if own.turned == now.cells if own.turned else flipped == now.shape:
+            names.append(name)
+    return names
+
+
 def kept_caches(report: SyncReport) -> tuple[CacheRow, ...]:
     """Pushes after which prompts were answered out of the old weights' cache."""
-    return tuple(row for row in report.caches if row.differ)
+    return tuple(row for row in report.caches if row.push and row.differ)
 
 
 def judge(report: SyncReport) -> SyncVerdict:
@@ -289,15 +318,16 @@ def _group(status: Status, found: Sequence[Parameter]) -> str:
 
 
 def _kinds(found: Sequence[Parameter]) -> str:
-    counted = kinds(found)
-    named = [name if count == 1 else f"{name} ({count})" for name, count in counted.items()]
-    return ", ".join(named[:4]) + (f" and {len(named) - 4} more kinds" if len(named) > 4 else "")
+    """Modules and how many parameters of each; a page has the parameters."""
+    counted = Counter(MODULE.sub("", kind_of(p.name)) for p in found)
+    named = [f"{name} ({count})" for name, count in counted.items()]
+    return ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
 
 
-def kinds(found: Sequence[Parameter]) -> dict[str, int]:
-    """Parameters grouped over layers and experts: kind -> how many.
+def kind_of(name: str) -> str:
+    """A parameter's name without its layer and the number of its expert.
 
-    >>> kinds([Parameter("model.layers.3.self_attn.sinks", "stale")])
-    {'self_attn.sinks': 1}
+    >>> kind_of("model.layers.3.self_attn.sinks"), kind_of("mlp.experts.7.up_proj.weight")
+    ('self_attn.sinks', 'mlp.experts.up_proj.weight')
     """
-    return dict(Counter(re.sub(r"^.*layers\.\d+\.|(?<=experts)\.\d+", "", p.name) for p in found))
+    return NUMBERED.sub("", name)

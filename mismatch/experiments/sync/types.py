@@ -1,11 +1,11 @@
-"""Results of a probe of the weight sync, and their document; plain data, no torch."""
+"""What a probe of the weight sync is asked, and its results; plain data, no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
+from mismatch.specs import EngineSpec
 from mismatch.types import NotTested
 
 Status = Literal[
@@ -21,10 +21,30 @@ Status = Literal[
     "not_compared",
 ]
 Word = Literal["healthy", "broken", "inconclusive"]
-SCHEMA = "mismatch.sync-probe/1"
-FILE = "sync-probe.json"
-COMMAND, PAGE = "mismatch sync-probe", "docs/sync-probe.md"
 BACK = 3  # number of the push that brings the first weights back
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSpec:
+    """What to probe.
+
+    Attributes:
+        path: one of the engine's own; "own" with ``push``.
+        push: package.module:function of the user's, called with a state dict and the engine.
+        seed: of the updates and of the tokens.
+        keep_caches: leave the engine's caches to the path; default: reset after every push.
+        trainer: score with transformers too.
+        sequences, length: of the tokens that both sides score.
+    """
+
+    engine: EngineSpec
+    path: str = "reload"
+    push: str | None = None
+    seed: int = 0
+    keep_caches: bool = False
+    trainer: bool = True
+    sequences: int = 4
+    length: int = 280
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,38 +174,3 @@ class SyncVerdict:
     def line(self) -> str:
         """As it is printed."""
         return f"verdict: {self.word} – {self.reason}"
-
-
-def schema() -> dict[str, Any]:
-    """The JSON Schema of the document."""
-    definitions: dict[str, Any] = {}
-    report = object_schema(SyncReport, definitions)
-    verdict = object_schema(SyncVerdict, definitions)
-    head = {"schema": {"const": SCHEMA}, "verdict": verdict}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": SCHEMA,
-        **report,
-        "properties": head | report["properties"],
-        "required": [*head, *report["required"]],
-        "$defs": definitions,
-    }
-
-
-def sync_to_json(report: SyncReport) -> dict[str, Any]:
-    """The report as JSON data, with its verdict."""
-    from mismatch.experiments.sync.judge import judge
-
-    return {"schema": SCHEMA, "verdict": to_json(judge(report)), **to_json(report)}
-
-
-def sync_from_json(document: Any) -> SyncReport:
-    """The inverse of :func:`sync_to_json`; the verdict is not read: it follows from the rest.
-
-    Raises:
-        MismatchError: no such document, a schema of another version, or a field that does not fit.
-    """
-    fields = fields_of(document, SCHEMA, command=COMMAND)
-    fields.pop("verdict", None)
-    with refused(SCHEMA, command=COMMAND, page=PAGE):
-        return from_json(SyncReport, fields)
