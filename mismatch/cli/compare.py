@@ -83,15 +83,12 @@ def compare(flags: Flags) -> int:
 
 
 def _against(flags: Flags) -> int:
-    from rich.console import Console
-
     from mismatch.cli import session
     from mismatch.errors import MismatchError
     from mismatch.experiments.regression.measure import against
-    from mismatch.reports.files import write_regression
+    from mismatch.experiments.regression.types import against_to_json
+    from mismatch.reports import machine
     from mismatch.reports.sections.regression import page
-    from mismatch.reports.terminal import print_page
-    from mismatch.run.directory import new_directory
 
     new, old = flags["run"], flags["against"]
     clash = [name for name in ("other", "left", "right", "names") if flags[name]]
@@ -105,8 +102,9 @@ def _against(flags: Flags) -> int:
     fail_on = flags["fail_on"] or "unfit"
     thresholds = session.levels(flags)
     regression = against(old, new, margin=flags["margin"], thresholds=thresholds, fail_on=fail_on)
-    out = None if flags["out"] is None else new_directory(flags["out"], "against")
-    if out is not None:
-        write_regression(out, regression)
-    print_page(page(regression), Console(), out)
+    machines = {
+        "github": lambda: machine.against_to_github(regression),
+        "junit": lambda: machine.against_to_junit(regression),
+    }
+    session.conclude_page(page(regression), against_to_json(regression), flags, machines)
     return int(regression.fails)

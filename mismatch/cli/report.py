@@ -1,31 +1,62 @@
-"""`mismatch report`: write and print the report of a run again."""
+"""`mismatch report`: a run's report again, several runs side by side, or a metric over time."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags
-from mismatch.cli.options import FAIL_ON, NAME_FLAGS, RUN
+from mismatch.cli.flags import Flags, Option
+from mismatch.cli.options import FAIL_ON, NAME_FLAGS
+from mismatch.errors import MismatchError
+from mismatch.specs import OUTPUT
+
+RUNS = Option("runs", list[Path] | None, "", "Run directory, or several.", argument=True)
+SEVERAL = (
+    Option("history", Path | None, OUTPUT, "Draw a metric over all runs in this folder."),
+    Option("metric", str, OUTPUT, "With --history: which.", default="k3_kl"),
+    Option("out", Path | None, OUTPUT, "Directory for the page of several runs."),
+)
+OF_ONE = ("names", "fail_on", "details")  # flags of one run's report
+USE = "mismatch report RUN, mismatch report A B C, or mismatch report --history DIR"
 
 
-@with_flags(RUN, NAME_FLAGS, FAIL_ON)
+@with_flags(RUNS, SEVERAL, NAME_FLAGS, FAIL_ON)
 def report(flags: Flags) -> int:
-    """Print the report of a run, write its HTML and Markdown again.
+    """Print the report of a run, write its HTML and Markdown again; or compare several.
 
-    Refused where a scoring is newer than the report: `mismatch compare RUN` judges it. Exit code as
-    `check`. A run that cannot be written is printed all the same.
+    RUN alone: refused where a scoring is newer than the report: `mismatch compare RUN` judges it.
+    Exit code as `check`. A run that cannot be written is printed all the same.
+
+    A B C: side by side, from report.json and tokens.parquet alone; significant changes from A are
+    marked, paired where the tokens are the same. Exit code 0: `compare NEW --against OLD` judges.
+
+    --history DIR: one metric over every run in DIR, oldest first. Exit code 0.
     """
+    runs = flags["runs"] or []
+    if flags["history"] is None and len(runs) == 1:
+        wrong = [f"--{name}" for name in ("out", "metric") if name in flags.explicit]
+        if wrong:
+            raise MismatchError(f"{wrong[0]} is for several runs", USE)
+        return _one(runs[0], flags)
+    wrong = [f"--{name.replace('_', '-')}" for name in OF_ONE if flags[name]]
+    if flags["format"] in ("github", "junit"):
+        wrong.append(f"--format {flags['format']}")
+    if wrong:
+        raise MismatchError(f"{wrong[0]} is for the report of one run", USE)
+    return _several(runs, flags)
+
+
+def _one(run: Path, flags: Flags) -> int:
     from mismatch.cli import session
-    from mismatch.errors import MismatchError
     from mismatch.pipeline.document import report_from_json
     from mismatch.reports.files import require_fresh, write_rendered
     from mismatch.run import store
 
-    run, names = flags["run"], flags["names"]
     require_fresh(run)
     document = report_from_json(store.load_document(run, "report.json"))
     tokens = store.load_tokens(run)
     try:
-        write_rendered(run, document, tokens, names)
+        write_rendered(run, document, tokens, flags["names"])
     except MismatchError as error:
         session.say(
             f"note: the HTML and Markdown report could not be written: {error.message}; "
@@ -33,3 +64,26 @@ def report(flags: Flags) -> int:
         )
         return session.conclude(document, None, flags, tokens)
     return session.conclude(document, run, flags, tokens)
+
+
+def _several(runs: list[Path], flags: Flags) -> int:
+    from mismatch.cli import session
+    from mismatch.reports import saved_runs
+
+    if flags["history"] is not None:
+        from mismatch.pipeline.history import history
+
+        if runs:
+            raise MismatchError("--history takes its runs from its folder", USE)
+        found = history(flags["history"], flags["metric"])
+        session.conclude_page(saved_runs.history_page(found), found.to_json(), flags)
+        return 0
+    from mismatch.pipeline.side_by_side import side_by_side
+
+    if not runs:
+        raise MismatchError("Missing argument 'RUN'", USE)
+    if "metric" in flags.explicit:
+        raise MismatchError("--metric without --history", USE)
+    result = side_by_side(runs)
+    session.conclude_page(saved_runs.beside_page(result), result.to_json(), flags)
+    return 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from mismatch.cli.flags import Flags, spec_values
 from mismatch.cli.options import AROUND_A_RUN, FIX_FLAGS, GRADIENT_FLAGS
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from mismatch.analysis.levels import Thresholds
     from mismatch.reports.elsewhere import Elsewhere
+    from mismatch.reports.section import Page
     from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
     from mismatch.types import Report
 
@@ -284,6 +287,45 @@ def conclude(
     code: int = exit_code(report.verdict, fails_on(flags["fail_on"], quick))
     _show(report, run_dir, flags, elsewhere, failing=bool(code))
     return code
+
+
+def conclude_page(
+    shown: Page,
+    document: dict[str, Any],
+    flags: Flags,
+    machines: Mapping[str, Callable[[], str]] = MappingProxyType({}),
+) -> None:
+    """A page that is no report of one run: written to ``--out``, and shown as ``--format`` asks.
+
+    Args:
+        document: its numbers, with their schema.
+        machines: ``--format`` -> what writes it, of those that only some pages have.
+
+    Raises:
+        MismatchError: a directory that cannot be written.
+    """
+    from mismatch.reports import markdown, terminal
+    from mismatch.reports.files import write_page
+    from mismatch.run.directory import new_directory
+
+    out = None if flags["out"] is None else new_directory(flags["out"], shown.file)
+    if out is not None:
+        write_page(out, shown, document)
+    form, output = flags.get("format", "text"), flags.output or sys.stdout
+    if form == "text":
+        from rich.console import Console
+
+        console = Console(file=output)
+        if flags.get("quiet"):
+            terminal.print_tail(shown, console)
+        else:
+            terminal.print_page(shown, console, out)
+    elif form == "json":
+        output.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    elif form == "markdown":
+        output.write(markdown.show_page(shown))
+    else:
+        output.write(machines[form]())
 
 
 def _show(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
 from mismatch.pipeline.build import COMPARISON, COMPARISON_SCHEMA
@@ -14,7 +14,7 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.experiments.regression.types import Against
+    from mismatch.reports.section import Page
 
 REPORT = "report.json"
 
@@ -89,21 +89,18 @@ def write_pair(directory: Path, report: Report, tokens: pd.DataFrame) -> None:
     write_report(directory, report, tokens)
 
 
-def write_regression(directory: Path, result: Against) -> None:
-    """Write against.html, against.md, and last against.json: where that is, the rest is.
+def write_page(directory: Path, shown: Page, document: dict[str, Any]) -> None:
+    """Write a page as HTML and Markdown, and last its numbers as JSON: where that is, the rest is.
 
     Raises:
         MismatchError: the directory cannot be written.
     """
-    from mismatch.experiments.regression.types import SCHEMA, against_to_json
     from mismatch.reports import html, markdown
-    from mismatch.reports.sections.regression import page
 
-    shown = page(result)
     for name, text in (
-        ("against.html", html.show_page(shown)),
-        ("against.md", markdown.show_page(shown)),
+        (f"{shown.file}.html", html.show_page(shown)),
+        (f"{shown.file}.md", markdown.show_page(shown)),
     ):
         store.write_text(directory / name, text)
         manifest.record(directory, name, "")
-    store.save_document(directory, "against.json", against_to_json(result), schema=SCHEMA)
+    store.save_document(directory, f"{shown.file}.json", document, schema=document["schema"])

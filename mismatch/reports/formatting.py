@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from mismatch.types import Estimate
@@ -46,6 +46,37 @@ def number(value: float | None, digits: int = 3) -> str:
         return f"{value:,.0f}"
     decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
     return f"{value:.{decimals}f}"
+
+
+def alike(values: Iterable[float | None], write: Format = number) -> Format:
+    """One way of writing several numbers that stand together: all plain, or all scientific.
+
+    >>> [alike([9.48e-5, 0.063])(value) for value in (9.48e-5, 0.063)]
+    ['0.0000948', '0.0630']
+    >>> alike([9.48e-8, 0.063])(0.063), alike([0.5, 0.063])(0.063)
+    ('6.30e-2', '0.0630')
+    """
+    sizes = [abs(value) for value in values if value is not None and math.isfinite(value) and value]
+    if write not in (number, signed, brief) or not sizes:
+        return write
+    small, large = min(sizes), max(sizes)
+    if small >= 1e-3 and large < 1e7:
+        return write
+    digits = 2 if write is brief else 3
+    plain = small >= 1e-6 and large < 1e7
+
+    def shown(value: float | None) -> str:
+        if value is None or not math.isfinite(value) or value == 0:
+            return write(value)
+        sign = "+" if write is signed and value > 0 else ""
+        if plain:
+            rounded = float(f"{value:.{digits}g}")
+            places = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+            return f"{sign}{value:,.{places}f}"
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{sign}{mantissa}e{int(exponent)}"
+
+    return shown
 
 
 def bound(value: float) -> str:

@@ -37,7 +37,7 @@ def show_page(shown: Page) -> str:
     """A page with its verdict first, a list of contents, and every section."""
     widgets = list(_widgets(shown.sections))
     names = [widget.name for widget in widgets]
-    scripts = {name: _unbroken(packaged(f"{name}.js").strip()) for name in names}
+    scripts = {name: script(name) for name in names}
     return template("page.html").render(
         page=shown,
         css="".join(packaged(name) for name in ("report.css", *(f"{name}.css" for name in names))),
@@ -54,6 +54,19 @@ def _widgets(sections: Iterable[Section]) -> Iterator[Widget]:
                 raise ValueError(f"the data of {section.widget.name} could end its element")
             yield section.widget
         yield from _widgets(section.parts)
+
+
+def script(name: str) -> str:
+    """The script of a widget, as pages hold it."""
+    text: str = _unbroken(packaged(f"{name}.js").strip())
+    return text
+
+
+def own_scripts() -> str:
+    """The digests of all scripts that pages may hold, for a Content-Security-Policy."""
+    folder = resources.files("mismatch.reports").joinpath("templates")
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".js"))
+    return " ".join(f"'sha256-{_digest(script(name.removesuffix('.js')))}'" for name in names)
 
 
 def _digest(script: str) -> str:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
+from mismatch.experiments.regression.types import Against, AgainstRow
 from mismatch.pipeline.document import report_to_json
-from mismatch.reports.formatting import TONES, line
+from mismatch.reports.formatting import TONES, alike, chance, line
 from mismatch.reports.summary import checks, judged_rows, next_steps
 from mismatch.types import Report
 
@@ -91,10 +92,49 @@ def to_junit(report: Report, failing: bool) -> str:
         verdict = report.verdict
         failures += 1
         ElementTree.SubElement(case, "failure", type=verdict.status, message=line(verdict.reason))
-    suite.attrib |= {
-        "tests": str(len(suite)),
-        "failures": str(failures),
-        "skipped": str(len(skipped)),
-    }
+    return _written(suite, failures, len(skipped))
+
+
+def _written(suite: ElementTree.Element, failures: int, skipped: int) -> str:
+    counts = {"tests": len(suite), "failures": failures, "skipped": skipped}
+    suite.attrib |= {name: str(count) for name, count in counts.items()}
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def against_to_github(result: Against) -> str:
+    """An annotation for every deciding metric that moved; the outcome last."""
+    lines = [
+        _annotation("error" if row.beyond else "warning", f"mismatch {row.metric}", _move(row))
+        for row in result.rows
+        if row.outcome in ("worse", "undecided")
+    ]
+    level = "error" if result.fails else "notice"
+    return "\n".join([*lines, _annotation(level, "mismatch: against", result.reason)]) + "\n"
+
+
+def against_to_junit(result: Against) -> str:
+    """A test case for every deciding metric, and the outcome; it fails where the command does."""
+    suite = ElementTree.Element("testsuite", name="mismatch against")
+    failures = int(result.fails)
+    for row in result.rows:
+        if row.outcome is None:
+            continue
+        case = ElementTree.SubElement(
+            suite, "testcase", classname="mismatch.against", name=line(row.metric)
+        )
+        if row.beyond or row.outcome == "undecided":
+            failures += 1
+            ElementTree.SubElement(case, "failure", type=row.outcome, message=line(_move(row)))
+        else:
+            ElementTree.SubElement(case, "system-out").text = f"{row.outcome}: {line(_move(row))}"
+    case = ElementTree.SubElement(suite, "testcase", classname="mismatch", name="against")
+    if result.fails:
+        ElementTree.SubElement(case, "failure", type=result.outcome, message=line(result.reason))
+    return _written(suite, failures, 0)
+
+
+def _move(row: AgainstRow) -> str:
+    p_value = "" if row.p_value is None else f", p {chance(row.p_value)}"
+    write = alike((row.old.value, row.new.value))
+    return f"{row.metric} {write(row.old.value)} → {write(row.new.value)}{p_value}"

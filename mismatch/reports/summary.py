@@ -80,10 +80,15 @@ class Row:
     def _bound(self, value: float) -> str:
         return f"{100 * value:g} %" if self.words.share else bound(value)
 
+    @property
+    def around_one(self) -> bool:
+        """Whether 1 is where nothing differs, so that three digits are too few."""
+        return self.metric in _AROUND_ONE
+
     def write(self, value: float) -> str:
         if self.words.share:
             return percent(value)
-        return (near_one if self.metric in _AROUND_ONE else number)(value)
+        return (near_one if self.around_one else number)(value)
 
 
 # Close to 1 three significant digits hide everything that matters.

@@ -47,7 +47,12 @@ def print_report(
 
 def print_verdict(report: Report, console: Console) -> None:
     """The last words alone."""
-    _tail(replace(page(report), steps=()), console, None)
+    print_tail(page(report), console)
+
+
+def print_tail(shown: Page, console: Console) -> None:
+    """The last words of a page alone."""
+    _tail(replace(shown, steps=()), console, None)
 
 
 def print_page(

@@ -122,6 +122,11 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
             _require_entries(artefacts)
     except FileNotFoundError:
         return {}
+    except NotADirectoryError:
+        raise MismatchError(
+            f"{run_dir} is a file, not a run directory",
+            f"name the directory that holds report.json: {Path(run_dir).parent}",
+        ) from None
     except (OSError, *WRONG) as error:
         raise MismatchError(
             f"{path} cannot be read: {error}",

@@ -246,6 +246,7 @@ def test_a_read_only_directory(tmp_path):
     assert_refused(done, "Read-only file system")
 
 
+@pytest.mark.slow
 def test_a_read_only_run_is_not_worked_in_but_can_be_read(tmp_path):
     run = make_run(tmp_path / "run")
     mismatch("compare", "run", cwd=tmp_path)
@@ -261,6 +262,7 @@ def test_a_read_only_run_is_not_worked_in_but_can_be_read(tmp_path):
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(tmp_path):
     run = make_run(tmp_path / "run")
     size = sum(len(data) for data in contents(run).values())
@@ -274,7 +276,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
         name: data for name, data in before.items() if name != "manifest.json"
     }
     assert not [name for name in kept if "partial" in name]
-    assert mismatch("compare", "kept", cwd=tmp_path).returncode in (0, 1)
+    assert mismatch("compare", "kept", cwd=tmp_path).returncode == 1  # its own verdict
 
 
 # ---------------------------------------------------------------- artefacts

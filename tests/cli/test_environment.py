@@ -78,6 +78,7 @@ C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ELSEWHERE = {"HOME": "/proc", "XDG_CACHE_HOME": "/proc/x", "XDG_CONFIG_HOME": "/proc/x"}
 
 
+@pytest.mark.slow
 def test_a_locale_of_ascii_and_a_home_that_cannot_be_written(tmp_path, plain):
     done = in_an_interpreter(make_run(tmp_path / "run"), **C, **ELSEWHERE)
     assert done.returncode == plain[0], done.stderr

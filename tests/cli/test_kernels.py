@@ -101,6 +101,7 @@ def test_a_run_of_another_machine_needs_to_be_told_where_its_model_is(tmp_path, 
     assert (asked[0].run, Path(asked[0].model).is_dir()) == (str(run), True)
 
 
+@pytest.mark.slow
 def test_a_run_gets_the_audit_and_keeps_it(tmp_path):
     run = make_run(tmp_path / "run")
     write_report(run, *build_report(run, spec()))
@@ -167,6 +168,7 @@ def audited(tmp_path_factory):
     return done, folder / "out"
 
 
+@pytest.mark.slow
 def test_good_and_bad_kernels_are_told_apart_and_a_crash_stops_nothing(audited):
     done, out = audited
     assert done.returncode == 1, done.stdout + done.stderr
@@ -194,6 +196,7 @@ def test_the_last_line_is_the_verdict_and_the_page_is_there(audited):
     assert "my_kernels:right is" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_mistake_leaves_nothing_in_the_directory_that_was_asked_for(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(MismatchError, match="is no function"):
@@ -201,6 +204,7 @@ def test_a_mistake_leaves_nothing_in_the_directory_that_was_asked_for(tmp_path):
     assert not out.exists()  # so that the same command, mended, is not refused
 
 
+@pytest.mark.slow
 def test_nothing_audited_is_exit_2(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["mismatch", "kernels", *ONLY_FLEX])

@@ -27,7 +27,7 @@ def said(*arguments: str) -> str:
 def inside(*arguments: str) -> str:
     """The same without a process of its own; what it prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert app(list(arguments), standalone_mode=False) in (0, 1)
+        assert app(list(arguments), standalone_mode=False) == 1  # inconclusive: without a square
     return printed.getvalue()
 
 
@@ -136,6 +136,7 @@ def run(tmp_path_factory):
     return directory, gap, rollout.sequence_of_token[rollout.actions]
 
 
+@pytest.mark.slow
 def test_names_on_an_existing_run_in_the_terminal(run):
     directory, gap, sequence = run
     shown = inside("report", str(directory), "--names", "trl")

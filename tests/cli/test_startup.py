@@ -34,6 +34,7 @@ def test_the_top_level_links_show_the_two_rooms_a_user_meets_first():
     assert (ROOT / "reports").resolve() == ROOT / "mismatch" / "reports"
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_only_mismatch(tmp_path):
     source = tmp_path / "source"  # a copy: a stale build folder must not decide what is inside
     ignore = shutil.ignore_patterns(".venv*", "runs", ".git", "build", "*.egg-info")

@@ -152,6 +152,7 @@ def test_fingerprints_hold_what_ran(default_run):
     assert prints["reference:fp32"]["dtype"] == "fp32"
 
 
+@pytest.mark.grid
 def test_float32_on_both_sides_agrees(fp32_run):
     assert fp32_run.value("logprob_abs_diff_max") <= 1e-4
     assert fp32_run.headline["routing"]["routing_disagree_layer"]["value"] == 0
@@ -175,18 +176,21 @@ def test_a_sinkless_trainer_is_critical(default_run, no_sinks_run):
     assert "broken" in no_sinks_run.output.strip().splitlines()[-1].lower()
 
 
+@pytest.mark.grid
 def test_raw_logprobs_at_another_temperature_fail_as_that(raw_run):
     assert raw_run.code == 1
     assert "temperature" in raw_run.failed
     assert "processed_logprobs" in raw_run.output
 
 
+@pytest.mark.grid
 def test_the_right_logprob_mode_for_a_temperature_is_chosen(tempered_run):
     assert "temperature" not in tempered_run.failed
     assert not tempered_run.failed, tempered_run.output
     assert tempered_run.value("logprob_abs_diff_mean") < 0.03
 
 
+@pytest.mark.grid
 def test_another_checkpoint_on_the_train_side_is_named(tmp_path):
     """One parameter of the trainer's copy is changed: files and values as loaded both show it."""
     from safetensors.torch import load_file, save_file

@@ -22,6 +22,7 @@ def metric(run: Run, name: str) -> dict:
     return run.headline["metrics"][name]
 
 
+@pytest.mark.grid
 def test_in_fp32_nothing_is_left(fp32_run: Run) -> None:
     assert 0 <= run_value(fp32_run, "exact_kl") < 1e-9
     assert run_value(fp32_run, "exact_argmax_agree") > 0.99
@@ -72,11 +73,13 @@ def test_the_trainers_rows_are_those_that_it_scored(default_run: Run) -> None:
         np.testing.assert_allclose(given, scoring.logprobs[whole.positions], atol=1e-5)
 
 
+@pytest.mark.grid
 def test_a_tempered_law_is_compared_as_such(tempered_run: Run) -> None:
     assert tempered_run.checks["exact-kl"] == "passed"
     assert 0 < run_value(tempered_run, "exact_kl") < 0.01
 
 
+@pytest.mark.grid
 def test_a_large_vocabulary_gives_a_lower_bound(tmp_path: Path) -> None:
     model = make("qwen3", tmp_path / "model", vocab_size=LARGE)
     ids = np.random.default_rng(0).integers(3, LARGE, (6, 8)).tolist()

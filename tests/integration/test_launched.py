@@ -95,6 +95,7 @@ def rank_of(agent: subprocess.Popen[str]) -> psutil.Process:
     raise AssertionError("no rank was started")
 
 
+@pytest.mark.grid
 def test_a_killed_rank_ends_the_others_and_the_same_command_goes_on(place: Path) -> None:
     port = free_port()
     flags = ("--attention", "sink-sdpa", "--micro-batch-tokens", "64")

@@ -254,6 +254,7 @@ def with_shutdown(one: socket.socket) -> None:
 LONG = ("--num-prompts", "20", "--samples-per-prompt", "2", "--max-tokens", "48")
 
 
+@pytest.mark.grid
 def test_a_run_outlives_the_loss_of_its_servers(
     servers: tuple[Served, Served], sglang: Served | None, tmp_path: Path
 ) -> None:
@@ -310,6 +311,7 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served | None]:
         server.kill()
 
 
+@pytest.mark.grid
 def test_a_check_with_an_sglang_server_has_its_routes(
     sglang: Served | None, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def children_of(directory: Path) -> list[psutil.Process]:
     raise AssertionError("SGLang never started its processes")
 
 
+@pytest.mark.grid
 def test_a_killed_scheduler_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
     flags = ("--engine", "sglang", "--num-prompts", "64", "--max-tokens", "200")
     process = start(tmp_path / "run", "--model", "tiny-gpt-oss", *flags)

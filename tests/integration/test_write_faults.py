@@ -52,6 +52,7 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("faults")
 
 
+@pytest.mark.grid
 def test_a_write_that_fails_changes_no_number(place):
     state = place / "faults.jsonl"
     done = python(
@@ -64,6 +65,7 @@ def test_a_write_that_fails_changes_no_number(place):
     assert {trial["fault"] for trial in trials} >= {"ENOSPC", "EIO", "kill"}
 
 
+@pytest.mark.grid
 def test_a_manifest_that_is_written_in_place_is_seen(place):
     done = python("-c", SABOTAGED, place / "check")
     assert "manifest.json cannot be read" in done.stdout, done.stdout + done.stderr

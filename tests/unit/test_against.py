@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jsonschema
 import numpy as np
@@ -21,7 +22,8 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.regression.measure import against
 from mismatch.experiments.regression.types import Against, against_to_json, schema
 from mismatch.reports import html, markdown
-from mismatch.reports.files import write_regression
+from mismatch.reports.files import write_page
+from mismatch.reports.machine import against_to_github, against_to_junit
 from mismatch.reports.sections.regression import page
 from mismatch.reports.terminal import print_page
 from mismatch.run import store
@@ -323,13 +325,38 @@ def test_other_experts_decide_as_well(tmp_path: Path) -> None:
 
 def test_the_document_obeys_its_schema(tmp_path: Path) -> None:
     old, new = make_run(tmp_path / "old", tokens=1), make_run(tmp_path / "new", tokens=2)
-    write_regression(tmp_path, against(old, new))
+    made = against(old, new)
+    write_page(tmp_path, page(made), against_to_json(made))
     document = json.loads((tmp_path / "against.json").read_text())
     jsonschema.validate(document, schema())
     assert document["metrics"]["k3_kl"]["outcome"] == "none"
     assert document["metrics"]["logprob_abs_diff_max"]["change"]["low"] is None
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(document | {"more": 1}, schema())
+
+
+def test_machines_fail_where_the_command_fails(tmp_path: Path) -> None:
+    old, new = (
+        make_run(tmp_path / "old", tokens=1),
+        make_run(tmp_path / "new", tokens=2, spread=0.05),
+    )
+    for made, failing in ((against(old, new), True), (against(new, old), False)):
+        suite = ElementTree.fromstring(against_to_junit(made))
+        failures = {case.get("name") for case in suite if case.find("failure") is not None}
+        beyond = {one.metric for one in made.rows if one.beyond}
+        assert failures == (beyond | {"against"} if failing else set())
+        assert suite.get("failures") == str(len(failures))
+        assert int(suite.get("tests", 0)) == 1 + sum(one.outcome is not None for one in made.rows)
+        assert against_to_github(made).splitlines()[-1].startswith("::error" if failing else "::no")
+
+
+def test_formats_of_a_comparison_stand_alone_on_standard_output(tmp_path: Path) -> None:
+    make_run(tmp_path / "old", tokens=1)
+    make_run(tmp_path / "new", tokens=2)
+    call = ("compare", "new", "--against", "old", "--format")
+    assert json.loads(mismatch(*call, "json", cwd=tmp_path).stdout)["outcome"] == "none"
+    assert ElementTree.fromstring(mismatch(*call, "junit", cwd=tmp_path).stdout).tag == "testsuite"
+    assert mismatch(*call, "markdown", cwd=tmp_path).stdout.startswith("### ")
 
 
 def test_foreign_text_stays_text(tmp_path: Path) -> None:

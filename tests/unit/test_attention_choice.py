@@ -194,6 +194,7 @@ def test_families_that_compute_with_their_masks_are_refused(
         resolve_for(_name("attend"), model)
 
 
+@pytest.mark.slow
 def test_a_pass_runs_with_it(tmp_path: Path) -> None:
     from tests.unit import user_attention
 

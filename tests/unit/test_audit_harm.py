@@ -45,6 +45,7 @@ def test_dropped_sinks_are_seen_in_logprobs_and_gradients() -> None:
     assert harm.gradient_error > 5 * own.gradient_error
 
 
+@pytest.mark.slow
 def test_a_missing_sink_gradient_shows_there_alone() -> None:
     from mismatch.training.user_kernels import register_attention
     from tests.planted_attention import no_sink_gradient

@@ -33,6 +33,7 @@ def audited(place, *names, limit_s=60.0, model="made-up", **more):
     return {one.name: one for one in report.audits}, report, lines
 
 
+@pytest.mark.slow
 def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
     names = ("good", "SIGSEGV", "raises", "SIGKILL", "exits", "leaves", "last")
     found, report, lines = audited(tmp_path, *names)
@@ -62,6 +63,7 @@ def test_one_that_hangs_is_ended_and_is_not_waited_for_twice(tmp_path):
     assert time.monotonic() - start < 40
 
 
+@pytest.mark.slow
 def test_what_a_crash_on_the_model_costs_is_the_harm_alone(tmp_path):
     found, report, _ = audited(tmp_path, "harm:SIGSEGV", "harm:fine", "good")
     assert found["harm:SIGSEGV"].findings
@@ -76,6 +78,7 @@ def test_what_a_crash_on_the_model_costs_is_the_harm_alone(tmp_path):
     assert found["good"].harm is None
 
 
+@pytest.mark.slow
 def test_what_fails_before_any_kernel_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(MismatchError, match="there is no such model") as caught:
         audited(tmp_path / "a", "good", names=("unplanned",))

@@ -77,6 +77,7 @@ def test_the_cases_of_the_calibration_can_be_made() -> None:
     assert {case.of for case in calibration.CASES if case.fault} <= clean
 
 
+@pytest.mark.slow
 def test_a_measurement_that_was_stopped_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

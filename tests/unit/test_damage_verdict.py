@@ -47,6 +47,7 @@ FILES = ("rollout.parquet", "scores/fsdp.parquet", "scores/transformers-decode.p
          "vocabulary.json", "comparison.json", "tokens.parquet", "spec.json", NAME)  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_bytes_are_refused_or_change_nothing(run, name):
     right, path = verdict(run), run / name
@@ -66,6 +67,7 @@ def test_damaged_bytes_are_refused_or_change_nothing(run, name):
     assert sum(outcomes.values()) == TRIALS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPORTS)
 def test_what_the_schema_refuses_is_not_read(name):
     validator = jsonschema.Draft202012Validator(schema())

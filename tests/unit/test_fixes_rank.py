@@ -248,6 +248,7 @@ def test_where_half_of_the_prompts_choose_another_the_best_is_not_confirmed() ->
     assert made.removed[ABS].value == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_the_best_of_null_fixes_looks_good_and_is_not_confirmed() -> None:
     """Selection: the best of six that do nothing seems to remove over 5 %."""
     draw = np.random.default_rng(4)

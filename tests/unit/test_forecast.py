@@ -131,6 +131,7 @@ def test_effective_shares_never_grow_with_the_length() -> None:
                 assert (np.diff(ends) <= 0).all(), (name, part)
 
 
+@pytest.mark.slow
 def test_intervals_reach_to_a_common_part_that_is_too_small_to_be_seen() -> None:
     """Whole responses are off by 2.5e-4 a token: nothing at 128 tokens, everything at 16,384."""
     size, common, covered = 0.005, 2.5e-4, 0

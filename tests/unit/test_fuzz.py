@@ -27,6 +27,7 @@ def run(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_input_is_a_traceback(target, run):
     outcomes = {"refused": 0, "same": 0}

@@ -42,6 +42,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     return write
 
 
+@pytest.mark.slow
 def test_float32_is_float32_whatever_the_container_sets() -> None:
     script = """
 import torch

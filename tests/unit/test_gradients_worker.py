@@ -114,6 +114,7 @@ def test_every_pass_has_its_vectors(done: Path, model: str) -> None:
     assert is_finished(done, plan_of(model).made_by)
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_taken_again(done: Path, world: World, model: str) -> None:
     before = times(done)
     run(world, done, plan_of(model))

@@ -384,6 +384,7 @@ FAULTS = ["status:429:0", "status:503", "status:500", "reset", "half", "text", "
 FAULTS += ['json:{"choices": []}', "json:[]", 'json:{"choices": [{"token_ids": [1]}]}']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_passing_fault_costs_nothing(serve: Any, fault: str) -> None:
     # Two servers: a time-out counts against the one that hangs.

@@ -108,6 +108,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_the_end_of_the_tool_ends_a_child_that_hides(tmp_path, way, number):
     facts = {"grace": GRACE_S, "command": worker(tmp_path, way), "place": str(tmp_path)}

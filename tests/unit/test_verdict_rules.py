@@ -538,6 +538,7 @@ def test_overflow_of_the_ratio_is_named(tmp_path):
     assert "prompts" not in check.detail
 
 
+@pytest.mark.slow
 def test_a_report_older_than_its_scorings_is_refused(tmp_path):
     rollout = sampled(prompts=16)
     left = likely(rollout)

@@ -199,12 +199,17 @@ def judged(
     ]
     p_values = dict(zip(deciding, zip(holm(raw), raw, strict=True), strict=True))
     return tuple(
-        _decided(row, *p_values[row.metric], margin) if row.metric in p_values else row
+        decided(row, *p_values[row.metric], margin) if row.metric in p_values else row
         for row in rows
     )
 
 
-def _decided(row: AgainstRow, p_value: float, raw: float, margin: float) -> AgainstRow:
+def decided(row: AgainstRow, p_value: float, raw: float, margin: float) -> AgainstRow:
+    """A deciding metric with what its change means.
+
+    Args:
+        p_value: adjusted; raw: not.
+    """
     outcome: Outcome = "none"
     if p_value <= LEVEL and row.change.value != 0:
         outcome = "worse" if row.change.value > 0 else "better"

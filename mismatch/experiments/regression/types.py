@@ -213,24 +213,25 @@ def unknown_machine(
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    before, after = dict(_flat(old)), dict(_flat(new))
-    for name in sorted({*before, *after}, key=_order):
+    before, after = dict(flat_facts(old)), dict(flat_facts(new))
+    for name in sorted({*before, *after}, key=fact_order):
         pair = before.get(name, ABSENT), after.get(name, ABSENT)
         if pair[0] != pair[1] and set(pair) != {ABSENT, "null"}:  # unset is as good as unknown
             yield name, *pair
 
 
-def _order(name: str) -> tuple[bool, bool, str]:
+def fact_order(name: str) -> tuple[bool, bool, str]:
     """The version and versions first: they are what an upgrade is about."""
     return name != "version", not name.startswith("versions."), name
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat_facts(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The settings and versions of a fingerprint: dotted name, and value as text."""
     for key, value in facts.items():
         if not prefix and key in NOT_SETTINGS:
             continue
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat_facts(value, f"{prefix}{key}.")
         else:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             yield f"{prefix}{key}", text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
