@@ -62,5 +62,4 @@ def _environment(spec: SyncSpec) -> dict[str, str]:
 
 
 def _scores(run_dir: Path, side: str) -> list[list[Floats]]:
-    with np.load(run_dir / FOLDER / f"{side}.npz") as file:
-        return [[file[name]] for name in sorted(file.files, key=int)]
+    return [[state] for state in np.load(run_dir / FOLDER / f"{side}.npy")]

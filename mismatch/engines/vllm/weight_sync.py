@@ -151,8 +151,10 @@ def _unfused(
     parent, _, own = path.rpartition(".")
     sizes = getattr(module, "output_partition_sizes", None) or []
     if own in packed and len(sizes) == len(packed[own]) > 1 and sum(sizes) == tensor.shape[0]:
-        for part, piece in zip(packed[own], tensor.split(list(sizes)), strict=True):
-            yield f"{parent}.{part}", piece
+        start = 0
+        for part, size in zip(packed[own], sizes, strict=True):
+            yield f"{parent}.{part}", tensor[start : start + size]
+            start += size
         return
     yield path, tensor
 
@@ -264,10 +266,17 @@ def _writable(model: Any) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             if leaf == "sinks":
-                yield f"{path}.sinks", _sinks_in_use(module, parameter.data).copy_
+                yield f"{path}.sinks", _writer(_sinks_in_use(module, parameter.data))
             elif hasattr(module, "w13_weight") and leaf in EXPERT_LEAVES:
                 fused = f"{path.removesuffix('.routed_experts')}.{EXPERT_LEAVES[leaf]}"
                 yield fused, _expert_writer(module, leaf, parameter)
+
+
+def _writer(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def write(tensor: torch.Tensor) -> None:
+        target.copy_(tensor)
+
+    return write
 
 
 def _expert_writer(module: Any, leaf: str, parameter: Any) -> Callable[[torch.Tensor], None]:

@@ -2,7 +2,7 @@
 
 JOB: ``{"run_dir": …, "spec": SyncSpec as a dict, "side": "engine" or "trainer"}``. The engine's
 side pushes, reads back and judges every parameter: ``sync/engine.json`` is a SyncReport without
-scores. Both sides score the same tokens in every state: ``sync/SIDE.npz``.
+scores. Both sides score the same tokens in every state: ``sync/SIDE.npy``.
 """
 
 from __future__ import annotations
@@ -231,10 +231,9 @@ def _report(
 
 
 def save_scores(run_dir: Path, side: str, scores: Sequence[Sequence[Floats]]) -> None:
-    """[states, tokens] of one side, to ``sync/SIDE.npz``."""
-    rows = {str(push): np.concatenate(list(state)) for push, state in enumerate(scores)}
-    with open(run_dir / FOLDER / f"{side}.npz", "wb") as file:
-        np.savez(file, **rows)
+    """[states, tokens] of one side, to ``sync/SIDE.npy``."""
+    rows = np.stack([np.concatenate(list(state)) for state in scores])
+    np.save(run_dir / FOLDER / f"{side}.npy", rows)
 
 
 # ---------------------------------------------------------------- the trainer
