@@ -100,6 +100,18 @@ def query_scale(model: Any, strength: float) -> None:
             tensor.data[: tensor.shape[0] // 2].mul_(strength)
 
 
+def cache_collision(model: Any, strength: float) -> None:
+    """Blocks of the prefix cache are known by their place alone: a prompt reads another's."""
+    import vllm.v1.core.kv_cache_utils as cache
+
+    right = cache.hash_block_tokens
+
+    def hash_block_tokens(function: Any, parent: Any, ids: Any, extra: Any = None) -> Any:
+        return right(function, parent, (0,) * len(ids), extra)
+
+    cache.hash_block_tokens = hash_block_tokens
+
+
 def no_sinks(model: Any, strength: float) -> None:
     """Sinks lowered by the strength, nats: 30 takes them out."""
     for name, tensor in model.named_parameters():
@@ -121,4 +133,5 @@ FAULTS = {
     "softcap": softcap,
     "head-noise": head_noise,
     "query-scale": query_scale,
+    "cache-collision": cache_collision,
 }

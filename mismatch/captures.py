@@ -10,14 +10,15 @@ sequence and its place in it, never on its text; those with the smallest numbers
 engine can choose while it samples, before it knows how many tokens there will be.
 
 M is the number of positions, k that of ids per position, V the size of the vocabulary; other
-letters as in mismatch.types. Beside them, what cannot be true of captured experts.
+letters as in mismatch.types. Beside them, what cannot be true of captured experts, and what an
+engine gives with its prefix cache and without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,35 @@ OFF_BY = 1e-3  # nats that the sum of a float32 distribution may be away from 1
 AGAIN = "make the run again, or without it: --exact-kl 0"
 ENTRIES = 1 << 22  # ids that are validated at a time
 FEW_ROWS = 64  # rows that may share their experts by chance
+CacheKind = Literal[
+    "warm prompt", "warm decode"
+]  # what wrote the cache that a context was read from
 Corruption = tuple[str, int, int]  # what, row of T, column of L
+
+
+@dataclass(frozen=True, slots=True)
+class CachePair:
+    """One context continued greedily twice: with the prefix cache unread, and read.
+
+    Attributes:
+        context: its tokens, the first ``prefilled`` of which were written by prefill.
+        cached: those whose keys and values the second one read.
+        cold, warm: logprobs of the first one's tokens on both, nats.
+        parts: index of the token at which the two part, the last of ``cold``; None: nowhere.
+    """
+
+    kind: CacheKind
+    context: int
+    prefilled: int
+    cached: int
+    cold: tuple[float, ...]
+    warm: tuple[float, ...]
+    parts: int | None = None
+
+    @property
+    def was_read(self) -> bool:
+        """Whether something of the kind was read: for decode, blocks that it had a part in."""
+        return self.cached > (self.prefilled if self.kind == "warm decode" else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,14 +41,27 @@ What a side states is evidence, never a precondition.
 
 `mismatch check … --explain`, or `mismatch check --resume RUN --explain` for a finished run, makes
 the experiments that tell the leading causes apart: fixes of `mismatch fixes` applied and
-measured, and two probes that mend nothing (`no-sinks`: the trainer imitates an engine that
-ignores sinks; `plain-attention`: attention as its definition says). First what `--quick` or
-`--no-noise-floor` left out; then passes of the trainer over the run's tokens, in one world; then
-engines that sample anew, one at a time, the best by expected information per second first, until
-nothing is left to be told apart or `--budget-minutes` is used up. A cause is confirmed where more
-than 30 % of mean |delta| goes with the experiment that takes it out (by the whole 95 % interval),
-and ruled out where less than 10 % goes. The report says which, by what, and how long it took;
-`report.json` has it under `explain`.
+measured, and probes that mend nothing:
+
+- `no-sinks`: the trainer imitates an engine that ignores sinks; `plain-attention`: attention as its
+  definition says.
+- `engine-rescoring`: a fresh engine reads the run's tokens at once. What goes with it belongs to
+  decoding or to the state of the process that sampled (its cache, its weights); what stays is the
+  function that the engine computes.
+- `prefix-cache`, where the run's engine had one (vLLM): 16 of the run's prompts are continued
+  greedily with the cache unread (cold), and read after prefill (warm prompt) and after decode (warm
+  decode) had written it. The cache is at fault where log-probabilities move by more than 1.6 times
+  what rounding costs the nearest pass of this run (by the whole interval over prompts), and ruled
+  out where both move by less.
+- `regenerate`: 24 prompts sampled anew by a fresh engine, with another seed: whether the mismatch
+  was in the state of the process that sampled.
+
+First what `--quick` or `--no-noise-floor` left out; then passes of the trainer over the run's
+tokens, in one world; then engines, one start at a time, the best by expected information per second
+first, until nothing is left to be told apart or `--budget-minutes` is used up. The two probes that
+read share a start. A cause is confirmed where more than 30 % of mean |delta| goes with the
+experiment that takes it out (by the whole 95 % interval), and ruled out where less than 10 % goes.
+The report says which, by what, and how long it took; `report.json` has it under `explain`.
 
 Measured: tiny-gpt-oss in vLLM with an fp8 KV cache (`--engine-arg kv_cache_dtype=fp8
 --explain`, 64 prompts, a CPU). One experiment was made, `bf16-kv-cache`: the engine sampled anew,

@@ -26,6 +26,7 @@ COMMANDS = {
     "corrections": "Try TIS, IcePop, MIS, rejection and more on a run's tokens.",
     "fixes": "List the fixes that a check can try, or show one of them.",
     "kernels": "Audit attention and expert kernels, and your own.",
+    "locate": "Name the first module at which engine and trainer part.",
     "sync-probe": "Push known updates into an engine; which parameters arrive?",
     "selftest": "Plant known faults in your own pipeline and see which are named.",
     "report": "Print a run's report, or several runs side by side, or over time.",

@@ -145,6 +145,21 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Continued:
+    """A context continued greedily.
+
+    Attributes:
+        likeliest: for each sampled token the likeliest ids of its position, itself among them, with
+            their logprobs at T = 1, nats.
+        cached: tokens of the context whose keys and values were read from the prefix cache.
+    """
+
+    token_ids: list[int]
+    likeliest: list[dict[int, float]]
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLayout:
     """Where the experts of a model are: L of its decoder layers, K of E experts in each."""
 
@@ -164,6 +179,7 @@ class Capabilities:
         deterministic: the same seed gives the same tokens.
         distributions: it is a :class:`Watching` engine.
         journals: it is a :class:`Journaling` engine.
+        cache_reading: it is a :class:`CacheReading` engine.
         reasons: capability -> why it is missing, one sentence each.
     """
 
@@ -175,6 +191,7 @@ class Capabilities:
     deterministic: bool = True
     distributions: bool = False
     journals: bool = False
+    cache_reading: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -260,3 +277,17 @@ class Journaling(Engine, Protocol):
 
     def discard_journal(self) -> None:
         """All sequences are saved as a rollout."""
+
+
+class CacheReading(Engine, Protocol):
+    """An engine whose requests may leave its prefix cache unread."""
+
+    def continue_greedily(
+        self, contexts: Sequence[list[int]], max_tokens: int, read_cache: bool, progress: Progress
+    ) -> list[Continued]:
+        """``max_tokens`` likeliest tokens after each context, whatever they are.
+
+        Args:
+            read_cache: False: every token of the context is computed anew. Both leave blocks in
+                the cache that later requests may read.
+        """

@@ -53,6 +53,7 @@ TESTS: dict[str, tuple[Side, tuple[str, ...]]] = {
     "no-cascade-attention": ("engine", ("decode-vs-prefill", "onset", "kv-block")),
     "engine-fp32-lm-head": ("engine", ("bf16-lm-head",)),
     "engine-fp32": ("engine", ("precision", "bf16-lm-head", "decode-vs-prefill", "fp8-kv")),
+    "regenerate": ("engine", ("stale-weights", "sleep-level-2", "double-load")),
 }  # fmt: skip
 
 
@@ -70,6 +71,8 @@ class Experiment:
         gone: share of mean |delta| that goes with it.
         same_tokens: on the tokens of the run; False: the engine sampled anew.
         reason: why it was not made, or failed.
+        evidence: what it measured, where that is no share of mean |delta|.
+        names: the cause that it names where it confirms and no detector suspected one.
     """
 
     id: str
@@ -82,6 +85,8 @@ class Experiment:
     gone: Estimate | None = None
     same_tokens: bool = True
     reason: str = ""
+    evidence: tuple[Evidence, ...] = ()
+    names: str = ""
 
     @property
     def rate(self) -> float:
@@ -108,13 +113,16 @@ Masses = dict[tuple[str, Side], float]
 
 
 def masses(causes: Causes) -> Masses:
-    """Weight of every cause that could be meant, with its side; the rest of 1 is unknown."""
+    """Weight of every cause that could be meant, with its side; the rest of 1 is unknown.
+
+    Of a cause that is confirmed only its look-alikes are still asked about.
+    """
     found: Masses = {}
     for cause in causes.ranked:
-        if cause.status == "confirmed":
-            continue
+        done = cause.status == "confirmed"
         weight = UNMEASURED if cause.effect is None else max(cause.effect.value, 0.01)
         own = 0.0 if cause.id in KINDS and cause.alike else OWN if cause.alike else 1.0
+        own = 0.0 if done else own
         shares = {cause.id: own} | dict.fromkeys(
             cause.alike, (1 - own) / len(cause.alike) if cause.alike else 0.0
         )
@@ -252,18 +260,28 @@ def applied(
             kept.append(replace(
                 cause, id=name, status="confirmed", side=experiment.side,
                 effect=experiment.gone if cause.effect is None else cause.effect,
-                evidence=(*cause.evidence, _evidence(experiment)),
+                evidence=(*cause.evidence, *_evidence(experiment)),
                 alike=() if len(experiment.tests) == 1 else
                 tuple(n for n in alike if n in experiment.tests and n != name),
             ))  # fmt: skip
-        elif cause.id in gone_names and not alike and cause.status != "confirmed":
+        elif cause.id not in gone_names or cause.status == "confirmed":
+            kept.append(replace(cause, alike=alike))
+        elif alike:  # what it could also be is what is left
+            kept.append(replace(cause, id=alike[0], alike=alike[1:]))
+        else:
             evidence = tuple(
-                _evidence(e) for e in experiments
+                item for e in experiments
                 if e.outcome == "ruled out" and cause.id in e.tests
+                for item in _evidence(e)
             )  # fmt: skip
             dropped.append(RuledOut("experiment", (cause.id,), evidence))
-        else:
-            kept.append(replace(cause, alike=alike))
+    for experiment in _of_their_own(experiments, confirmed):
+        confirmed.append(experiment.names)
+        kept.append(
+            Cause(experiment.names, "confirmed", experiment.side, experiment.gone,
+                  _evidence(experiment),
+                  tuple(n for n in experiment.tests[1:] if "engine" not in against.get(n, set())))
+        )  # fmt: skip
     result = replace(causes, ranked=tuple(kept), ruled_out=(*causes.ruled_out, *dropped))
     return result, tuple(confirmed), tuple(sorted(ruled_out - set(confirmed)))
 
@@ -301,10 +319,23 @@ def _confirming(
     return experiment, name
 
 
-def _evidence(experiment: Experiment) -> Evidence:
-    assert experiment.gone is not None
+def _of_their_own(experiments: Sequence[Experiment], confirmed: Sequence[str]) -> list[Experiment]:
+    """Experiments that confirm what no detector suspected, the narrowest first."""
+    yes = [e for e in experiments if e.names and e.outcome == "confirmed"]
+    own: list[Experiment] = []
+    for experiment in sorted(yes, key=lambda e: len(e.tests)):
+        named = {*confirmed, *(e.names for e in own)}
+        if not named & set(experiment.tests):
+            own.append(experiment)
+    return own
+
+
+def _evidence(experiment: Experiment) -> tuple[Evidence, ...]:
+    if experiment.gone is None:
+        return experiment.evidence
     normal = f"above {GONE:g} confirms, below {STAYS:g} rules out"
-    return Evidence(f"share gone with {experiment.id}", experiment.gone.value, normal)
+    share = Evidence(f"share gone with {experiment.id}", experiment.gone.value, normal)
+    return (share, *experiment.evidence)
 
 
 def costs_of(seconds: Mapping[str, float], facts: Mapping[str, object]) -> Costs:

@@ -33,14 +33,17 @@ from mismatch.experiments.fixes.base import Context
 from mismatch.experiments.fixes.environment import context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant
 from mismatch.experiments.passes import training_passes, wants_square
+from mismatch.experiments.probes import CACHE, FRESH, judged_cache, plan_probes
 from mismatch.pipeline.build import Artefacts
 from mismatch.pipeline.fixes import FixRun
+from mismatch.processes.probes import ask_fresh_engine, cache_of
 from mismatch.processes.stages import Stages, score_in_float32
 from mismatch.run import store
 from mismatch.specs import CheckSpec
 from mismatch.types import Report
 
 STATE, STATE_SCHEMA = f"{DIRECTORY}/explain.json", "mismatch.explain/1"
+OVER_BUDGET = "the budget is used up"
 ENGINES = 4  # engines that are started for it, at most
 
 
@@ -56,13 +59,15 @@ def explain(stages: Stages) -> None:
     _passes_left_out(stages, run)
     made: list[Experiment] = []
     for engines in range(1 + ENGINES):
-        planned = _planned(stages, context, made)
-        on_tokens = [pair for pair in planned if pair[0].same_tokens]
-        chosen = on_tokens if engines == 0 else planned[:1]
-        if not chosen and engines:
-            break
+        variants, probes = _planned(stages, context, made)
+        chosen = [pair for pair in variants if pair[0].same_tokens]
+        if engines:
+            chosen = [] if probes and _before(probes[0], variants) else variants[:1]
+            if not chosen and not probes:
+                break
+            made += [] if chosen else _probed(stages, run, probes, start)
         if chosen:
-            _say(stages, chosen)
+            _say(stages, [one for one, _ in chosen])
             run.variants += [variant for _, variant in chosen]
             _measure(run, chosen)
             made += [_result(run, *pair) for pair in chosen]
@@ -85,12 +90,51 @@ def _passes_left_out(stages: Stages, run: FixRun) -> None:
 
 def _planned(
     stages: Stages, context: Context, made: list[Experiment]
-) -> list[tuple[Experiment, Variant]]:
+) -> tuple[list[tuple[Experiment, Variant]], list[Experiment]]:
+    """Fixes, and experiments of a fresh engine; the best of each first."""
     case = case_of(stages.run_dir, stages.spec)
     causes = applied(diagnose(case, detectors()), made)[0]
     header = case.trainer.fingerprint
     costs: Costs = costs_of(stages.journal.seconds, header)
-    return plan(stages.spec, context, causes, costs, [one.id for one in made])
+    ids = [one.id for one in made]
+    variants = plan(stages.spec, context, causes, costs, ids)
+    return variants, plan_probes(case, causes, costs, ids)
+
+
+def _before(probe: Experiment, variants: list[tuple[Experiment, Variant]]) -> bool:
+    return not variants or probe.rate >= variants[0][0].rate
+
+
+def _probed(
+    stages: Stages, run: FixRun, planned: list[Experiment], start: float
+) -> list[Experiment]:
+    """One start of the engine for all of them; what fails is their failure and not the check's."""
+    spent = time.monotonic() - start
+    if run.over(spent + planned[0].expected_s):
+        return [replace(one, reason=OVER_BUDGET) for one in planned]
+    _say(stages, planned)
+    try:
+        ask_fresh_engine(stages, [one.id for one in planned])
+        return [_probe_result(stages, one) for one in planned]
+    except MismatchError as error:
+        stages.narrator.note(f"explain: {error.headline}")
+        return [replace(one, reason=_first_line(error)) for one in planned]
+
+
+def _probe_result(stages: Stages, experiment: Experiment) -> Experiment:
+    case = case_of(stages.run_dir, stages.spec)
+    if experiment.id == CACHE:
+        cache = cache_of(stages)
+        if cache.reason:
+            return replace(experiment, reason=cache.reason)
+        return judged_cache(experiment, case, cache.pairs, cache.seconds)
+    scoring = store.load_scoring(stages.run_dir, FRESH)
+    after = Case.of(case.rollout, scoring, case.trainer, {})
+    return judged(experiment, case, after, float(scoring.fingerprint["seconds"]))
+
+
+def _first_line(error: MismatchError) -> str:
+    return error.headline.splitlines()[0]
 
 
 def _measure(run: FixRun, chosen: list[tuple[Experiment, Variant]]) -> None:
@@ -101,11 +145,11 @@ def _measure(run: FixRun, chosen: list[tuple[Experiment, Variant]]) -> None:
         run.stages.narrator.note(f"explain: {error.headline}")
         for _, variant in chosen:
             if not run.scored(variant):
-                run.failed.setdefault(variant.id, error.headline.splitlines()[0])
+                run.failed.setdefault(variant.id, _first_line(error))
 
 
-def _say(stages: Stages, chosen: list[tuple[Experiment, Variant]]) -> None:
-    words = ", ".join(f"{one.id} ({one.expected_s:.0f} s)" for one, _ in chosen)
+def _say(stages: Stages, chosen: list[Experiment]) -> None:
+    words = ", ".join(f"{one.id} ({one.expected_s:.0f} s)" for one in chosen)
     stages.narrator.note(f"explain: {words}")
 
 
@@ -114,7 +158,7 @@ def _result(run: FixRun, experiment: Experiment, variant: Variant) -> Experiment
     if variant.id in run.failed:
         return replace(experiment, reason=run.failed[variant.id])
     if not run.scored(variant):
-        return replace(experiment, reason="the budget is used up")
+        return replace(experiment, reason=OVER_BUDGET)
     header = store.scoring_header(run.run_dir / variant.place, variant.scoring.name)
     seconds = float(header["fingerprint"].get("seconds", 0.0))
     seconds += run.engine_seconds(variant.place) if variant.place else 0.0

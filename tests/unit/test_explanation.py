@@ -11,7 +11,10 @@ import pytest
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
+from mismatch.captures import CachePair
 from mismatch.codec import from_json, to_json
+from mismatch.engines.base import Continued
+from mismatch.engines.cache_triple import NEW, context_of, measure, pair_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.explanation import (
     TESTS,
@@ -27,6 +30,14 @@ from mismatch.experiments.explanation import (
 )
 from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.catalogue import fix_named
+from mismatch.experiments.probes import (
+    CACHE,
+    PROBES,
+    RESCORING,
+    judged_cache,
+    own_rounding,
+    plan_probes,
+)
 from mismatch.reports.sections.explain import section
 from mismatch.run.directory import load_spec, require_same_spec
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
@@ -196,6 +207,18 @@ def test_the_report_says_what_it_confirmed_and_ruled_out_at_what_cost() -> None:
     assert "bf16-lm-head" in shown.sentences[1]
 
 
+def test_what_reading_the_cache_changed_is_told_in_its_row() -> None:
+    case = drawn.draw(0).case()
+    read = judged_cache(ASKED, case, [*pairs(0.0), *pairs(1.0, "warm decode")], 9.0)
+    result = Explanation((read,), ("prefix-cache-stale",), (), 41.0)
+    assert from_json(Explanation, to_json(result)) == result
+    shown = section(result, make_report())
+    note = str(shown.tables[0].rows[0])
+    assert "warm prompt" in note
+    assert "warm decode" in note
+    assert "1 experiment" in shown.sentences[0]
+
+
 def test_cases_of_other_tokens_are_not_taken_for_the_same() -> None:
     one, two = (drawn.draw(seed).case() for seed in (0, 1))
     assert isinstance(one, Case)
@@ -210,3 +233,143 @@ def test_a_finished_run_may_be_explained_later(tmp_path: Path) -> None:
     require_same_spec(run, replace(spec, explain=True))
     with pytest.raises(MismatchError, match="seed"):
         require_same_spec(run, replace(spec, explain=True, seed=spec.seed + 1))
+
+
+# ---------------------------------------------------------------- a fresh engine
+
+
+def pairs(moved: float, kind: str = "warm prompt", cached: int = 64) -> list[CachePair]:
+    """Eight contexts of six tokens, each moved by that much, nats, give or take a tenth."""
+    rng = np.random.default_rng(0)
+    cold = -rng.random((8, 6))
+    warm = cold + moved * (1 + 0.1 * rng.standard_normal((8, 6)))
+    rows = zip(cold.tolist(), warm.tolist(), strict=True)
+    return [CachePair(kind, 80, 40, cached, tuple(a), tuple(b)) for a, b in rows]  # type: ignore[arg-type]
+
+
+ASKED = Experiment(CACHE, "engine", PROBES[CACHE], 0.5, 1.0, names="prefix-cache-stale")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "decode", "outcome"),
+    [(0.0, 0.0, "ruled out"), (0.0, 1.0, "confirmed"), (1.0, 0.0, "confirmed")],
+)
+def test_a_warm_cache_is_judged_against_the_engines_own_rounding(
+    prompt: float, decode: float, outcome: str
+) -> None:
+    case = drawn.draw(0).case()
+    read = [*pairs(prompt), *pairs(decode, "warm decode")]
+    said = judged_cache(ASKED, case, read, 9.0)
+    assert (said.outcome, said.seconds, said.reason) == (outcome, 9.0, "")
+    noise = [*pairs(own_rounding(case)), *pairs(own_rounding(case), "warm decode")]
+    assert judged_cache(ASKED, case, noise, 9.0).outcome == "ruled out"
+
+
+def test_contexts_that_part_at_once_count_as_much_as_those_that_do_not() -> None:
+    same, moved = pairs(0.0), pairs(3.0)
+    parted = [replace(p, cold=p.cold[:1], warm=p.warm[:1], parts=0) for p in moved]
+    case = drawn.draw(0).case()
+    assert judged_cache(ASKED, case, [*same[:1], *parted[1:]], 9.0).outcome == "confirmed"
+
+
+def test_a_decode_that_read_a_broken_cache_is_no_yardstick_for_it() -> None:
+    case = drawn.draw(0).case()
+    broken = replace(case, engine=replace(case.engine, logprobs=case.engine.logprobs - 3.0))
+    assert own_rounding(broken) < 2 * own_rounding(case)
+
+
+def test_a_cache_that_was_not_read_says_nothing() -> None:
+    case = drawn.draw(0).case()
+    unread = pairs(1.0, "warm decode", cached=32)  # of the prompt alone
+    said = judged_cache(ASKED, case, [*pairs(1.0, cached=0), *unread], 9.0)
+    assert (said.outcome, said.evidence) == ("not run", ())
+    assert said.reason
+    half = judged_cache(ASKED, case, [*pairs(0.0), *unread], 9.0)
+    assert (half.outcome, half.reason) == ("undecided", "")
+    assert [isinstance(item.value, str) for item in half.evidence] == [False, True]
+    assert judged_cache(ASKED, case, [*pairs(1.0), *unread], 9.0).outcome == "confirmed"
+
+
+def test_a_fresh_engine_is_asked_where_decoding_or_its_state_is_in_question() -> None:
+    case = drawn.draw(0).case()
+    cached = replace(case.engine, fingerprint=case.engine.fingerprint | {"prefix_caching": True})
+    with_cache = replace(case, engine=cached)
+    decode = suspected("decode-vs-prefill", "engine", "spec-decode", "prefix-cache-stale")
+    decode = replace(decode, ranked=(replace(decode.ranked[0], status="confirmed"),))
+
+    def asked(one: Case, causes: Causes) -> list[str]:
+        return [found.id for found in plan_probes(one, causes, Costs())]
+
+    assert set(asked(with_cache, decode)) == {CACHE, RESCORING}
+    assert asked(case, decode) == [RESCORING]  # the run had no prefix cache
+    nothing = replace(decode, ranked=())
+    assert asked(with_cache, nothing) == []
+    sinks = suspected("attention-sinks", "trainer")
+    assert asked(case, sinks) == [RESCORING]  # the run holds no rescoring
+    own = {"vllm:prefill": replace(case.engine, name="vllm:prefill")}
+    assert asked(replace(case, others=case.others | own), sinks) == []
+
+
+def test_an_experiment_names_a_cause_that_no_detector_suspected() -> None:
+    fresh = Experiment(RESCORING, "engine", PROBES[RESCORING], 0.5, 1.0, "confirmed", 5.0,
+                       drawn_share(0.9), names="decode-vs-prefill")  # fmt: skip
+    cache = replace(ASKED, outcome="confirmed", seconds=5.0)
+    nothing = replace(suspected("precision", "trainer"), ranked=())
+    after, confirmed, _ = applied(nothing, [fresh, cache])
+    assert confirmed == ("prefix-cache-stale",)  # the narrower name of the same thing
+    assert [(c.id, c.status, c.side) for c in after.ranked] == [
+        ("prefix-cache-stale", "confirmed", "engine")
+    ]
+    known = suspected("decode-vs-prefill", "engine", "prefix-cache-stale")
+    after, _, _ = applied(known, [fresh, cache])
+    assert [c.id for c in after.ranked] == ["prefix-cache-stale"]
+    missed = replace(fresh, outcome="undecided")
+    assert applied(nothing, [missed])[0].ranked == ()
+
+
+def test_a_cause_that_is_ruled_out_goes_on_under_the_name_of_what_it_could_also_be() -> None:
+    causes = suspected("bf16-lm-head", "trainer", "rope-config", "logit-softcap")
+    after, _, ruled_out = applied(causes, [made("fp32-lm-head", 0.0)])
+    assert ruled_out == ("bf16-lm-head",)
+    assert (after.ranked[0].id, after.ranked[0].alike) == ("rope-config", ("logit-softcap",))
+
+
+def test_continuations_that_part_are_compared_on_the_cold_ones_token() -> None:
+    cold = Continued([5, 6, 7], [{5: -0.1}, {6: -0.2, 8: -2.0}, {7: -0.3}], 0)
+    warm = Continued([5, 8, 9], [{5: -0.1}, {8: -0.1, 9: -4.0}, {9: -0.3}], 32)
+    pair = pair_of("warm prompt", (40, 40), cold, warm)
+    assert (pair.parts, pair.cached, pair.cold) == (1, 32, (-0.1, -0.2))
+    assert pair.warm == (-0.1, -4.0)  # at most that likely: it is not among the likeliest
+    assert pair_of("warm prompt", (40, 40), cold, cold).parts is None
+
+
+class Scripted:
+    """Continues every context by its length, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int, bool]] = []
+
+    def continue_greedily(
+        self, contexts: list[list[int]], max_tokens: int, read_cache: bool, progress: object
+    ) -> list[Continued]:
+        self.asked += [(ids, max_tokens, read_cache) for ids in contexts]
+        rows = [[len(ids) + n for n in range(max_tokens)] for ids in contexts]
+        return [Continued(r, [{t: -0.5} for t in r], 16 * read_cache) for r in rows]
+
+
+def test_the_triple_reads_what_prefill_and_what_decode_had_written() -> None:
+    engine = Scripted()
+    triple = measure(engine, [[1, 2, 3]], 16, lambda *_: None)  # type: ignore[arg-type]
+    (first, new, read), (again, _, warm), (longer, _, warm_decode), (last, _, cold) = engine.asked
+    assert (read, warm, warm_decode, cold) == (False, True, True, False)
+    assert first == again
+    assert len(first) > 16  # a whole block can be read
+    assert longer == last == first + [len(first) + n for n in range(new)]
+    assert new > 16  # a whole block is written by decode
+    assert len(longer) + NEW <= context_of(3)
+    assert [(p.kind, p.prefilled) for p in triple] == [
+        ("warm prompt", len(first)),
+        ("warm decode", len(first)),
+    ]
+    with pytest.raises(MismatchError, match="256"):
+        measure(engine, [[1]], 256, lambda *_: None)  # type: ignore[arg-type]

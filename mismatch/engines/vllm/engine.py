@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mismatch.engines.base import (
     Capabilities,
+    Continued,
     ExpertLayout,
     LoadedWeights,
     Mode,
@@ -37,6 +38,7 @@ from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 
+LIKELIEST = 20  # outcomes of a position; vLLM gives no more unless it is told so at its start
 CHILD_FAILED = "See root cause above"  # vLLM's words where its engine's process failed
 
 
@@ -76,6 +78,7 @@ class VllmEngine:
             deterministic=is_cpu_build(),
             routed_experts=obstacle is None,
             distributions=True,
+            cache_reading=True,
             reasons=reasons,
         )
 
@@ -261,6 +264,27 @@ class VllmEngine:
                 np.float64,
             )
             for (_, output), ids, start in zip(outputs, sequences, starts, strict=True)
+        ]
+
+    def continue_greedily(
+        self, contexts: Sequence[list[int]], max_tokens: int, read_cache: bool, progress: Progress
+    ) -> list[Continued]:
+        from vllm import SamplingParams
+
+        arguments = sampling_arguments(Sampling(temperature=0.0, max_tokens=max_tokens), ())
+        arguments |= {"logprobs": LIKELIEST, "ignore_eos": True}
+        params = SamplingParams(**arguments, skip_reading_prefix_cache=not read_cache)
+        outputs = self._run(list(contexts), [params] * len(contexts), progress)
+        return [
+            Continued(
+                list(output.outputs[0].token_ids),
+                [
+                    {token: float(entry.logprob) for token, entry in row.items()}
+                    for row in output.outputs[0].logprobs
+                ],
+                output.num_cached_tokens or 0,
+            )
+            for _, output in outputs
         ]
 
     # ------------------------------------------------------------ what ran

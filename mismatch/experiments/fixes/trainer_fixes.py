@@ -144,6 +144,21 @@ TRAIN_FIXES = (
     ),
 )
 
+FEW = 24  # prompts that are sampled anew
+
+
+def _sampled_anew(spec: CheckSpec, value: str) -> CheckSpec:
+    rollout = spec.rollout
+    prompts = replace(rollout.prompts, num_prompts=min(FEW, rollout.prompts.num_prompts))
+    sampling = replace(rollout.sampling, seed=rollout.sampling.seed + 1)
+    return replace(spec, rollout=replace(rollout, prompts=prompts, sampling=sampling))
+
+
+def _started_here(context: Context) -> str:
+    remote = context.spec.rollout.engine.servers
+    return "servers run as they were started" if remote else ""
+
+
 # Experiments of --explain: they show a cause and mend nothing, so that no list of fixes has them.
 PROBES = (
     Fix(
@@ -165,5 +180,14 @@ PROBES = (
         flags=Flags(set=(("--attention", "plain"),)),
         apply=train(attention="plain", layout="padding"),
         applies=_as_reference,
+    ),
+    Fix(
+        id="regenerate",
+        side="engine",
+        summary="a few prompts are sampled anew by a fresh engine, with another seed",
+        effect="the mismatch goes where it came from the state of the process that sampled",
+        cost="the engine's start",
+        apply=_sampled_anew,
+        applies=_started_here,
     ),
 )

@@ -5,6 +5,8 @@ texts of its tokens and the scoring ``<engine>:decode`` (with the routed experts
 own rescoring of the same tokens as ``<engine>:prefill``. What lies there already is not made again.
 With ``"also": [RUN, …]`` it rescores the tokens of those runs likewise, into their directories.
 With ``"score": NAME`` it samples nothing: it scores the run's tokens, as a scoring of that name.
+With ``"cache": FILE`` it continues some of the run's prompts with its prefix cache unread and read.
+Both may be asked for; FILE holds what was read (CachePair), or the reason why nothing was.
 A failure is left in ``errors/<label>.json``, label being the job's "label" or "engine".
 """
 
@@ -22,6 +24,8 @@ from typing import Any, cast
 import numpy as np
 
 from mismatch.captures import Distributions
+from mismatch.codec import to_json
+from mismatch.engines import cache_triple
 from mismatch.engines.artefacts import (
     build_rollout,
     decode_fingerprint,
@@ -30,7 +34,14 @@ from mismatch.engines.artefacts import (
     prefill_scoring,
     response_rewards,
 )
-from mismatch.engines.base import Capabilities, Engine, Journaling, Sample, Watching
+from mismatch.engines.base import (
+    CacheReading,
+    Capabilities,
+    Engine,
+    Journaling,
+    Sample,
+    Watching,
+)
 from mismatch.engines.distribution_capture import Wanted, build_distributions, reported_law
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
@@ -51,6 +62,7 @@ from mismatch.run.messages import (
 from mismatch.specs import RolloutSpec, from_dict, spec_hash
 from mismatch.types import Ints, Rollout, Scoring
 
+CACHE_SCHEMA = "mismatch.cache/1"
 NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
 LIKELY = 8  # outcomes of a position whose texts are kept
 LOG_DELAY_S = 1.0  # for the lines on their way to the log
@@ -65,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dir, label = Path(job["run_dir"]), job.get("label", "engine")
     spec = from_dict(RolloutSpec, job["spec"])
     try:
-        if "score" in job:
-            score(run_dir, spec, job["score"])
+        if "score" in job or "cache" in job:
+            score(run_dir, spec, job.get("score"), job.get("cache"))
         else:
             run(run_dir, spec, [Path(place) for place in job.get("also", ())])
     except MismatchError as error:
@@ -134,8 +146,12 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
                 rescore(place, spec, engine)
 
 
-def score(run_dir: Path, spec: RolloutSpec, name: str) -> None:
+def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None = None) -> None:
     """Score the tokens of a run by prefill, with an engine that need not have sampled them.
+
+    Args:
+        name: of the scoring; None: none is asked for.
+        cache: document for what the engine gives with its prefix cache and without.
 
     Raises:
         MismatchError: an engine that cannot rescore at the law that sampled, or runs in another
@@ -144,20 +160,53 @@ def score(run_dir: Path, spec: RolloutSpec, name: str) -> None:
     start = time.monotonic()
     kind = engine_class(spec.engine.engine)
     capabilities = kind.capabilities(spec.engine, spec.sampling)
-    if not wants_prefill(spec, capabilities):
+    if name is not None and not wants_prefill(spec, capabilities):
         reason = capabilities.reasons.get("prefill", "it cannot rescore these tokens")
         raise MismatchError(f"{spec.engine.engine}: {reason}")
     rollout = store.load_rollout(run_dir)
     longest = int(np.diff(rollout.offsets).max())
+    prompts = first_prompts(rollout)
+    if cache is not None:
+        longest = max(longest, cache_triple.context_of(max(map(len, prompts))))
     with make_engine(kind, in_form(spec.engine), spec.sampling, longest) as engine:
         report_ready()
-        with timed("prefill"):
-            scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
-    facts = scoring.fingerprint
-    if facts["dtype"] != spec.engine.dtype:
-        raise MismatchError(f"{engine.name} runs in {facts['dtype']}, not in {spec.engine.dtype}")
-    facts |= {"model": spec.engine.model, "seconds": round(time.monotonic() - start, 3)}
-    store.save_scoring(run_dir, replace(scoring, name=name), rollout, made_by=spec)
+        if name is not None:
+            with timed("prefill"):
+                scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
+            facts = scoring.fingerprint
+            if facts["dtype"] != spec.engine.dtype:
+                found = facts["dtype"]
+                raise MismatchError(f"{engine.name} runs in {found}, not in {spec.engine.dtype}")
+            facts |= {"model": spec.engine.model, "seconds": round(time.monotonic() - start, 3)}
+            store.save_scoring(run_dir, replace(scoring, name=name), rollout, made_by=spec)
+        if cache is not None:
+            with timed("cache"):
+                document = read_cache(engine, capabilities, prompts)
+            document |= {"seconds": round(time.monotonic() - start, 3)}
+            store.save_document(run_dir, cache, document, schema=CACHE_SCHEMA)
+
+
+def first_prompts(rollout: Rollout, most: int = 16) -> list[list[int]]:
+    """The prompts of a rollout, each once, at most so many."""
+    _, rows = np.unique(rollout.prompt_index, return_index=True)
+    sequences = rollout.sequences()
+    masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
+    return [sequences[row][: int(np.flatnonzero(masks[row])[0])].tolist() for row in rows[:most]]
+
+
+def read_cache(
+    engine: Engine, capabilities: Capabilities, prompts: Sequence[list[int]]
+) -> dict[str, Any]:
+    """Continuations with the prefix cache and without, or the reason why there are none."""
+    try:
+        if not capabilities.cache_reading:
+            raise MismatchError(f"{engine.name} cannot be asked to leave its prefix cache unread")
+        block = int(engine.fingerprint("decode").get("block_size") or 0)
+        reading = cast(CacheReading, engine)
+        pairs = cache_triple.measure(reading, prompts, block, Reporter("cache"))
+    except MismatchError as error:
+        return {"pairs": [], "reason": error.message}
+    return {"pairs": to_json(pairs), "reason": ""}
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def sentences(result: Explanation) -> list[str]:
     if not result.experiments:
         return ["No experiment was made: no suspected cause has one that could tell it apart."]
     cost = (
-        f"{plural(len([e for e in result.experiments if e.gone]), 'experiment')}, "
+        f"{plural(len([e for e in result.experiments if e.seconds is not None]), 'experiment')}, "
         f"{result.seconds:.0f} s"
     )
     words = []
@@ -70,9 +70,20 @@ def _names(ids: tuple[str, ...]) -> str:
 def _row(one: Experiment) -> tuple[Cell | Value, ...]:
     return (
         Cell(one.id, "code", note="" if one.same_tokens else "sampled anew"),
-        Cell(one.outcome, "strong" if one.outcome == "confirmed" else "", note=line(one.reason)),
+        Cell(one.outcome, "strong" if one.outcome == "confirmed" else "", note=_note(one)),
         one.side,
         one.gone,
         one.seconds,
         ", ".join(one.tests),
+    )
+
+
+def _note(one: Experiment) -> str:
+    """Why it was not made, or what it measured beside the share that is gone."""
+    if one.reason:
+        return line(one.reason)
+    return "; ".join(
+        f"{item.what}: {text(item.value) if isinstance(item.value, str) else number(item.value)}"
+        f" ({item.normal})"
+        for item in one.evidence
     )
