@@ -26,6 +26,8 @@ COMMANDS = {
     "corrections": "Try TIS, IcePop, MIS, rejection and more on a run's tokens.",
     "fixes": "List the fixes that a check can try, or show one of them.",
     "kernels": "Audit attention and expert kernels, and your own.",
+    "locate": "Name the first module at which engine and trainer part.",
+    "sync-probe": "Push known updates into an engine; which parameters arrive?",
     "selftest": "Plant known faults in your own pipeline and see which are named.",
     "report": "Print a run's report, or several runs side by side, or over time.",
     "serve": "The runs of a folder as pages on this machine, side by side.",
@@ -76,9 +78,10 @@ class Group(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        module = import_module(f"mismatch.cli.{cmd_name}")
+        name = cmd_name.replace("-", "_")
+        module = import_module(f"mismatch.cli.{name}")
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, cls=Command)(getattr(module, cmd_name))
+        single.command(cmd_name, cls=Command)(getattr(module, name))
         return typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -16,6 +16,8 @@ from mismatch.experiments.kernels import (
     kernels_schema,
     kernels_to_json,
 )
+from mismatch.experiments.locate.document import document_schema, from_document, to_document
+from mismatch.experiments.locate.types import Location
 
 
 class _Fixes(Analysis[FixTable]):
@@ -55,10 +57,25 @@ class _Kernels(Analysis[AuditReport]):
         return {self.id: kernels_schema(definitions)}
 
 
+class _Locate(Analysis[Location]):
+    """The document of ``mismatch locate``, its schema's name and verdict with it."""
+
+    def write(self, result: Location) -> dict[str, Any]:
+        return {self.id: to_document(result)}
+
+    def read(self, document: dict[str, Any]) -> Location | None:
+        entry = document.get(self.id)
+        return None if entry is None else from_document(entry)
+
+    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
+        return {self.id: document_schema(definitions)}
+
+
 ANALYSES = (
     _Fixes("fixes", FixTable, order=5),
     Analysis("engines", Triangle, order=6),
     _Kernels("kernels", AuditReport, order=7),
     Analysis("gradients", GradientCheck, order=8),
     Analysis("explain", Explanation, order=9),
+    _Locate("locate", Location, order=10),
 )

@@ -78,6 +78,10 @@ def _stale(name: str, tensor: torch.Tensor, size: float) -> torch.Tensor:
     return _noise(tensor, size) if ".layers." in name else tensor
 
 
+def _head(name: str, tensor: torch.Tensor, size: float) -> torch.Tensor:
+    return _noise(tensor, size) if name.startswith("lm_head.") else tensor
+
+
 def _sinks(name: str, tensor: torch.Tensor, size: float) -> torch.Tensor:
     return tensor - size if name.endswith("sinks") else tensor
 
@@ -117,6 +121,7 @@ def _scaled(key: str) -> Config:
 WEIGHTS: dict[str, Weights] = {
     "layer-noise": _layer,
     "stale-weights": _stale,
+    "stale-head": _head,
     "no-sinks": _sinks,
 }
 CONFIGS: dict[str, Config] = {

@@ -22,6 +22,7 @@ from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
 from mismatch.experiments.kernels import of_run
+from mismatch.experiments.locate.document import of_run as located
 from mismatch.experiments.passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
@@ -123,6 +124,7 @@ def build_report(
     missing += [str(one) for one in without_room(run_dir, spec, found.scorings)]
     gradients, unseen = check_of_run(run_dir, asked=spec.gradients)
     results |= {"kernels": of_run(run_dir), "gradients": gradients}
+    results |= {"locate": located(run_dir)}
     report = Report(
         model=spec.rollout.engine.model,
         verdict=mark_injected(verdict(judgements, checks, column, open_question), found.scorings),

@@ -15,6 +15,7 @@ A run directory holds::
     tokens.parquet            one row per action token: all that was measured about it
     report.json, report.html, report.md
     kernels.json              what `mismatch kernels --run` found
+    locate.json               what `mismatch locate` found
     jobs/, logs/, errors/     what the child processes were asked and said
 """
 

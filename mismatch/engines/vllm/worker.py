@@ -19,6 +19,8 @@ from mismatch.engines.distribution_capture import Packed, Wanted, Watcher, join_
 from mismatch.engines.fused_weights import NO_DIGESTS
 from mismatch.engines.vllm import capture
 from mismatch.engines.vllm.capture import RunnerWatch
+from mismatch.engines.vllm.module_capture import ModuleCapture
+from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.models.resolved import resolved
 from mismatch.types import Sampling
 
@@ -70,7 +72,7 @@ _digest_before_repacking()
 capture.install()
 
 
-class WorkerExtension:
+class WorkerExtension(WeightSync):
     """Calls that the engine makes by ``collective_rpc``; every name starts with ``mismatch_``."""
 
     model_runner: Any
@@ -152,6 +154,21 @@ class WorkerExtension:
         """Stop it. What was taken (nothing on ranks without logits), and what went wrong."""
         taken = self._mismatch_watch.stop()
         return {name: pack(array) for name, array in taken.items()}, self._mismatch_watch.failed
+
+    # ------------------------------------------------------------ modules
+
+    def mismatch_start_modules(self) -> str:
+        """Record what every module gives from now on; why that is impossible, or ""."""
+        self._mismatch_modules = ModuleCapture(self._mismatch_model())
+        return self._mismatch_modules.obstacle
+
+    def mismatch_take_modules(self, path: str) -> int:
+        """Write what was recorded since the last time; how many tokens it has."""
+        return self._mismatch_modules.take(path)
+
+    def mismatch_stop_modules(self) -> None:
+        """Stop it."""
+        self._mismatch_modules.close()
 
     # ------------------------------------------------------------ routed experts
 

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 CHAPTERS = (
     ("normal-or-not", "Is this normal?", ("headline", "normal", "two_passes", "exact", "forecast")),
     ("place", "Where does it sit?", ("tokens", "patterns", "where")),
-    ("why", "Why?", ("causes", "square", "explain", "engines", "budget", "beside", "kernels")),
+    (
+        "why",
+        "Why?",
+        ("causes", "square", "explain", "engines", "locate", "budget", "beside", "kernels"),
+    ),
     ("helps", "What helps?", ("fixes", "corrections", "gradients")),
     ("token-by-token", "Token by token", ("explorer",)),
     ("experts", "Expert routing", ("routing",)),

@@ -1,0 +1,110 @@
+"""`mismatch locate`: at which module do engine and trainer part?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags, Option
+from mismatch.cli.options import JSON, RUN, TRUST_RUN
+from mismatch.specs import MANY, OUTPUT, SEEDS, Range
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mismatch.experiments.locate.types import Location
+
+WHAT = "What to record"
+FLAGS = (
+    Option(
+        "sequences",
+        int,
+        WHAT,
+        "Sequences of the run: the worst half, and others at random.",
+        default=8,
+        range=Range(1, MANY),
+    ),
+    Option(
+        "max_sequence_tokens",
+        int,
+        WHAT,
+        "Of each sequence, its beginning; memory and disk grow with it.",
+        default=512,
+        range=Range(2, MANY),
+    ),
+    Option(
+        "budget_minutes",
+        float,
+        WHAT,
+        "After which no further sequence or pair of sources is begun.",
+        default=10.0,
+        range=Range(0, MANY, above=True),
+    ),
+    Option("seed", int, WHAT, "Of the random sequences.", default=0, range=SEEDS),
+)
+DETAILS = Option(
+    "details", bool, OUTPUT, "Every module of every layer.", default=False, switch=True
+)
+
+
+@with_flags(RUN, FLAGS, DETAILS, JSON, TRUST_RUN)
+def locate(flags: Flags) -> int:
+    """Name the first module at which a side of a run parts from float32.
+
+    Engine, trainer and plain forwards run on some of the run's tokens while every module is
+    recorded. A module is a source if it errs on the same input beyond what its precision costs.
+
+    Exit code 0: no module does. 1: one does, or a side is off and none says why. 2: nothing was
+    recorded.
+    """
+    from rich.console import Console
+
+    from mismatch.cli import session
+    from mismatch.experiments.locate.document import to_document
+    from mismatch.experiments.locate.judge import judge
+    from mismatch.pipeline.locate import Asked, locate
+    from mismatch.run.directory import load_spec, require_trust
+
+    run = flags["run"]
+    require_trust(run, load_spec(run), flags["trust_run"])
+    asked = Asked(
+        flags["sequences"],
+        flags["max_sequence_tokens"],
+        60 * flags["budget_minutes"],
+        flags["seed"],
+    )
+    found = locate(run, session.narrator(silent=flags["as_json"]), asked, session.command())
+    in_report(found, run)
+    if flags["as_json"]:
+        typer.echo(json.dumps(to_document(found), indent=2, allow_nan=False))
+    else:
+        show(found, Console(), run, details=flags["details"])
+    return judge(found).code
+
+
+def show(found: Location, console: Console, run: Path, *, details: bool) -> None:
+    """Print the sources; the last line is the verdict."""
+    from mismatch.experiments.locate.judge import judge
+    from mismatch.reports.sections.locate import section
+    from mismatch.reports.terminal import print_section, say
+
+    verdict = judge(found)
+    print_section(section(found), console, details)
+    say(console, f"\nEverything is in {run} (locate.json, report.html)")
+    say(console, verdict.line, "bold red" if verdict.code else "green")
+
+
+def in_report(found: Location, run: Path) -> None:
+    """Write the run's report again, with this section, if it has one."""
+    from mismatch.pipeline.document import report_from_json
+    from mismatch.reports.files import write_report
+    from mismatch.run import store
+
+    if not (run / "report.json").exists():
+        return
+    stored = report_from_json(store.load_document(run, "report.json"))
+    write_report(run, stored.with_analyses(locate=found), store.load_tokens(run))

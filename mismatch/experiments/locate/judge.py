@@ -1,0 +1,151 @@
+"""From errors of modules to sources, and to the sentence; numpy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.locate.sites import TITLES, Site
+from mismatch.experiments.locate.types import (
+    Group,
+    Location,
+    SideLocation,
+    SiteError,
+    Status,
+)
+from mismatch.types import Floats
+
+MATTERS = 0.05  # share of a side's squared distance that a first source explains at least
+FAR = 2.0  # times the plain forward's distance: a side that is off although no source explains it
+PAIRS = 3  # groups whose pairs are taken out
+
+
+def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]]:
+    """The sources, those of one module in several layers together, in the forward pass's order.
+
+    Their effects are not measured yet: NaN.
+    """
+    sources = sorted((one for one in sites if one.role == "source"), key=lambda o: o.place.order())
+    named: dict[str, list[SiteError]] = {}
+    for one in sources:
+        named.setdefault(one.site, []).append(one)
+    groups = []
+    for name, found in named.items():
+        layers = tuple(one.layer for one in found if one.layer is not None)
+        excess = max(one.excess for one in found)
+        groups.append(
+            (Group(name, layers, excess, np.nan, np.nan), tuple(one.place for one in found))
+        )
+    return groups
+
+
+def explained(end: Floats, alone: Floats) -> float:
+    """Share of the squared distance ``end`` [A] that ``alone`` [A] reproduces, token by token.
+
+    >>> explained(np.array([1.0, -1.0]), np.array([1.0, -1.0]))
+    1.0
+    """
+    whole = float((end**2).sum())
+    return 1.0 - float(((end - alone) ** 2).sum()) / whole if whole else 0.0
+
+
+def removed(end: Floats, without: Floats) -> float:
+    """Share of the mean |distance| ``end`` [A] that is gone in ``without`` [A]."""
+    whole = float(np.abs(end).mean())
+    return 1.0 - float(np.abs(without).mean()) / whole if whole else 0.0
+
+
+def with_first(side: SideLocation) -> SideLocation:
+    """The side with its first source: the earliest that explains at least ``MATTERS``."""
+    first = next(
+        (
+            place
+            for place, group in enumerate(side.groups)
+            if max(group.explains, group.removed) >= MATTERS
+        ),
+        None,
+    )
+    return replace(side, first=first)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The last line.
+
+    Attributes:
+        code: of the command: 0 or 1.
+    """
+
+    status: Status
+    reason: str
+    code: int
+
+    @property
+    def line(self) -> str:
+        """As it is printed."""
+        return f"verdict: {self.status} – {self.reason}"
+
+
+def judge(found: Location) -> Verdict:
+    """Located as soon as one side has a source that explains something.
+
+    Raises:
+        MismatchError: no side was recorded.
+    """
+    if not found.sides:
+        raise MismatchError("no side was recorded", "see what was not tested, and why")
+    named = [side for side in found.sides if side.source is not None]
+    if named:
+        return Verdict("located", "; ".join(sentence(side) for side in named), 1)
+    far = [side for side in found.sides if is_far(side)]
+    if far:
+        names = ", ".join(side.name for side in far)
+        reason = f"{names} is off beyond its precision, and no module that was recorded says why"
+        return Verdict("unlocated", reason, 1)
+    names = " and ".join(side.name for side in found.sides)
+    reason = f"no module of {names} errs beyond what its precision costs"
+    return Verdict("none", reason, 0)
+
+
+def is_far(side: SideLocation) -> bool:
+    """Whether a side is further from float32 than the plain forward in its dtype."""
+    return side.plain_distance is not None and side.distance > FAR * side.plain_distance > 0
+
+
+def sentence(side: SideLocation) -> str:
+    """What a side's first source is, and how far it goes.
+
+    Raises:
+        ValueError: it has none.
+    """
+    group = side.source
+    if group is None:
+        raise ValueError("no source")
+    more = len(side.groups) - 1
+    others = f", with {more} more {'source' if more == 1 else 'sources'}" if more else ""
+    share = side.explained if more else group.explains
+    return (
+        f"{side.name} parts from float32 at the {place_of(group)} "
+        f"({group.excess:.3g} times what {side.dtype} costs there){others}: "
+        f"{100 * min(1.0, max(0.0, share or 0.0)):.0f} % of its distance"
+    )
+
+
+def place_of(group: Group) -> str:
+    """Module and layers.
+
+    >>> place_of(Group("rope_q", (3,), 9.0, 0.9, 0.9))
+    'rope of queries of layer 3'
+    """
+    title = TITLES[group.site]
+    if not group.layers:
+        return title
+    if len(group.layers) == 1:
+        return f"{title} of layer {group.layers[0]}"
+    low, high = group.layers[0], group.layers[-1]
+    run = len(group.layers) == high - low + 1
+    listed = f"{low} to {high}" if run else ", ".join(map(str, group.layers))
+    return f"{title} of layers {listed}"

@@ -1,0 +1,266 @@
+"""The float32 reference at work on what other sides recorded.
+
+Its forward pass runs with every module given the side's own recorded input: each module's output
+against the recorded one is what is new there, and the recorded one goes on. So one pass holds every
+module of a side against the reference on the same input. What is new can then be put into the
+reference's own forward pass, all of it or in parts, to see how much of the end comes of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from mismatch.experiments.locate.judge import (
+    MATTERS,
+    PAIRS,
+    explained,
+    groups_of,
+    removed,
+    with_first,
+)
+from mismatch.experiments.locate.measure import Sums, site_errors
+from mismatch.experiments.locate.sites import Site
+from mismatch.experiments.locate.types import Group, PairEffect, SideLocation
+from mismatch.processes.workers.locate_forward import Forward
+from mismatch.training.module_capture import Recorder, expert_count, mlp_of
+from mismatch.types import Floats, NotTested
+
+LEAST = 2  # sequences that are replayed whatever the time
+TESTED = 6  # groups whose effect is measured one by one
+TIE = 1e-6  # of two logits, relative: a choice between equals
+HEAD = Site(None, "head")
+BySite = dict[Site, list[Sums]]
+
+
+class Reference:
+    """A loaded reference, its own forward passes, and what was replayed in it.
+
+    Attributes:
+        not_tested: modules that a side did not show.
+    """
+
+    def __init__(self, forward: Forward, place: Path, end: float) -> None:
+        self.forward, self.place, self.end = forward, place, end
+        decoder: Any = forward.loaded.scorer.decoder
+        self.layers = len(decoder.layers)
+        config = forward.loaded.scorer.decoder_config
+        self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
+        self.routers = {n for n, layer in enumerate(decoder.layers) if expert_count(mlp_of(layer))}
+        self.not_tested: list[NotTested] = []
+        self.count = forward.count  # of sequences that are replayed, fewer where time runs out
+        self.own: list[Floats] = []
+        folder = self._folder("reference")
+        for number in range(self.count):
+            if number >= LEAST and time.monotonic() > end:
+                self.count = number
+                reason = f"the time was used up after {number} of {forward.count}"
+                self.not_tested.append(
+                    NotTested("further sequences", reason, "raise --budget-minutes")
+                )
+                break
+            recorder = Recorder()
+            self.own.append(forward.logprobs(number, recorder))
+            save_file(recorder.values, folder / f"{number}.safetensors")
+
+    def _folder(self, name: str) -> Path:
+        folder = self.place / name.replace(":", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    # ------------------------------------------------------------ replay
+
+    def replayed(self, side: str) -> BySite:
+        """Every site of a side, one entry a sequence; what is new goes to files."""
+        sums: BySite = {}
+        news = self._folder(f"{side}-new")
+        hidden: set[str] = set()
+        for number in range(self.count):
+            replay = self._replay(side, number)
+            for site, one in replay.sums.items():
+                sums.setdefault(site, []).append(one)
+            save_file(replay.news, news / f"{number}.safetensors")
+            hidden |= replay.hidden
+        names = sorted({Site.of(key).title for key in hidden})
+        if names:
+            reason = f"{side} does not show them; what is new there counts for the next module"
+            self.not_tested.append(NotTested(", ".join(names), reason))
+        return {site: parts for site, parts in sums.items() if len(parts) == self.count}
+
+    def _replay(self, side: str, number: int) -> Replay:
+        folder = self._folder(side)
+        natural = load_file(self._folder("reference") / f"{number}.safetensors")
+        replay = Replay(load_file(folder / f"{number}.safetensors"), natural, self.top_k)
+        given = self.forward.logprobs(number, replay)
+        own = np.load(folder / f"{number}.npy")
+        replay.sums[HEAD] = Sums.of(own[:, None], self.own[number][:, None], given[:, None])
+        replay.news[HEAD.key] = torch.from_numpy(own - given)
+        return replay
+
+    # ------------------------------------------------------------ effects
+
+    def located(self, entry: dict[str, Any], plain: BySite | None) -> SideLocation:
+        """One side with its sources and what they do to the end.
+
+        Args:
+            entry: name, role and dtype of the side.
+            plain: of the plain forward in its dtype.
+        """
+        name, dtype = entry["name"], entry["dtype"]
+        sites = site_errors(self.replayed(name), plain, dtype, self.layers)
+        end = self._distance(name)
+        yardstick = f"plain:{dtype}"
+        side = SideLocation(
+            name=name,
+            role=entry["role"],
+            dtype=dtype,
+            distance=float(np.abs(end).mean()),
+            plain_distance=None
+            if plain is None
+            else float(np.abs(self._distance(yardstick)).mean()),
+            held=None,
+            sites=tuple(sites),
+        )
+        found = groups_of(sites)
+        return with_first(self._with_effects(side, end, found)) if found else side
+
+    def _distance(self, side: str) -> Floats:
+        """[A] the side's log-probabilities less the reference's own."""
+        folder = self._folder(side)
+        return np.concatenate(
+            [np.load(folder / f"{n}.npy") - self.own[n] for n in range(self.count)]
+        )
+
+    def _with_effects(
+        self, side: SideLocation, end: Floats, found: list[tuple[Group, tuple[Site, ...]]]
+    ) -> SideLocation:
+        keys = [frozenset(site.key for site in sites) for _, sites in found]
+        everything = frozenset(one.place.key for one in side.sites)
+        sources: frozenset[str] = frozenset().union(*keys)
+        groups = []
+        for place, (group, _) in enumerate(found):
+            if place < TESTED:
+                alone = self._with_new(side.name, keys[place])
+                without = self._with_new(side.name, everything - keys[place])
+                group = replace(
+                    group, explains=explained(end, alone), removed=removed(end, without)
+                )
+            else:
+                group = replace(group, explains=0.0, removed=0.0)
+            groups.append(group)
+        together = self._with_new(side.name, sources)
+        rest = self._with_new(side.name, everything - sources)
+        pairs = self._pairs(side.name, end, keys, groups, everything)
+        return replace(
+            side,
+            groups=tuple(groups),
+            pairs=tuple(pairs),
+            explained=explained(end, together),
+            removed=removed(end, rest),
+        )
+
+    def _pairs(
+        self,
+        name: str,
+        end: Floats,
+        keys: list[frozenset[str]],
+        groups: list[Group],
+        everything: frozenset[str],
+    ) -> Iterable[PairEffect]:
+        """Of the groups that do most, where time is left."""
+        order = sorted(range(len(groups)), key=lambda n: -groups[n].removed)[:PAIRS]
+        for a in sorted(order):
+            for b in sorted(order):
+                strong = max(groups[a].removed, groups[b].removed) >= MATTERS
+                if a >= b or not strong or time.monotonic() > self.end:
+                    continue
+                both = removed(end, self._with_new(name, everything - keys[a] - keys[b]))
+                yield PairEffect(a, b, both, both - groups[a].removed - groups[b].removed)
+
+    def _with_new(self, side: str, keys: Collection[str]) -> Floats:
+        """[A] distance of the reference with a side's new errors at these sites."""
+        folder = self._folder(f"{side}-new")
+        parts = []
+        for number in range(self.count):
+            with safe_open(folder / f"{number}.safetensors", "pt") as file:
+                news = {key: file.get_tensor(key) for key in file.keys() if key in keys}  # noqa: SIM118
+            head = news.pop(HEAD.key, None)
+            end = self.forward.logprobs(number, Adding(news)) - self.own[number]
+            parts.append(end if head is None else end + head.numpy())
+        return np.concatenate(parts)
+
+
+class Replay:
+    """A visitor that gives every module a side's recorded input.
+
+    Args:
+        side: key -> [tokens, features] as the side recorded it.
+        natural: the same of the reference's own forward pass.
+        top_k: experts of a token; 0: dense.
+
+    Attributes:
+        news: what the side adds to the reference's output on the same input.
+        hidden: keys that the side did not show, or in another shape.
+    """
+
+    def __init__(
+        self, side: dict[str, torch.Tensor], natural: dict[str, torch.Tensor], top_k: int
+    ) -> None:
+        self.side, self.natural, self.top_k = side, natural, top_k
+        self.sums: dict[Site, Sums] = {}
+        self.news: dict[str, torch.Tensor] = {}
+        self.hidden: set[str] = set()
+
+    def __call__(self, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        own = self.side.get(key)
+        if own is None or own.shape != value.shape:
+            self.hidden.add(key)
+            return None
+        own = own.to(value.device, torch.float32)
+        site = Site.of(key)
+        natural = self.natural[key].numpy()
+        sums = Sums.of(own.cpu().numpy(), natural, value.cpu().numpy(), self._counted(site))
+        if site.name == "router":
+            sums = self._with_flips(sums, own.cpu(), self.natural[key])
+        self.sums[site] = sums
+        self.news[key] = (own - value).cpu().contiguous()
+        return own
+
+    def _counted(self, site: Site) -> Any:
+        """Of a block of experts: tokens whose choice was none between equals."""
+        logits = self.side.get(Site(site.layer, "router").key)
+        if site.name != "mlp" or logits is None or not 0 < self.top_k < logits.shape[-1]:
+            return None
+        best = torch.topk(logits.float(), self.top_k + 1, dim=-1).values
+        gap = best[:, -2] - best[:, -1]
+        counted: Any = (gap > TIE * best[:, -2].abs()).numpy()
+        return counted
+
+    def _with_flips(self, sums: Sums, own: torch.Tensor, natural: torch.Tensor) -> Sums:
+        if not 0 < self.top_k < own.shape[-1]:
+            return sums
+        mine, theirs = (
+            torch.topk(logits, self.top_k, dim=-1).indices.sort(-1).values
+            for logits in (own, natural)
+        )
+        flips = float((mine != theirs).any(-1).sum())
+        return replace(sums, flips=flips, tokens=float(len(own)))
+
+
+class Adding:
+    """A visitor that adds to some modules' outputs."""
+
+    def __init__(self, news: dict[str, torch.Tensor]) -> None:
+        self.news = news
+
+    def __call__(self, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        new = self.news.get(key)
+        return None if new is None else value + new.to(value.device, value.dtype)

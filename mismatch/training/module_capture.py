@@ -1,0 +1,262 @@
+"""Hooks at the boundaries between a transformers decoder's modules: to record, or to replace.
+
+Every boundary is shown to a visitor under its canonical name (:mod:`mismatch.experiments.locate`
+lists them) as [tokens, features]; what the visitor returns takes its place. Queries and keys around
+rope, values and the attention's output are seen at two functions that nearly all families call:
+``apply_rotary_pos_emb`` of the model's own file, and transformers' attention interface. Router
+logits are the product with the router's E rows of weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mismatch.errors import MismatchError
+
+Visit = Callable[[str, torch.Tensor], torch.Tensor | None]
+ROPE = "apply_rotary_pos_emb"
+FIX = "this family's layers are put together otherwise; please report it"
+PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm")
+MLPS = ("mlp", "block_sparse_moe", "feed_forward")
+FURTHER_NORMS = (
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+    "post_self_attn_layernorm",
+)
+
+
+class Recorder:
+    """A visitor that keeps every boundary, on the CPU, as it is."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+
+    def __call__(self, key: str, value: torch.Tensor) -> None:
+        self.values[key] = value.detach().to("cpu", copy=True).contiguous()
+
+
+def require_known(decoder: Any) -> None:
+    """Refuse a decoder whose residual stream goes another way.
+
+    Raises:
+        MismatchError: a layer has other norms, or no attention of its own.
+    """
+    layers = getattr(decoder, "layers", None)
+    if not layers or not hasattr(decoder, "norm"):
+        raise MismatchError(f"{type(decoder).__name__} has no list of layers and final norm", FIX)
+    for number, layer in enumerate(layers):
+        missing = [name for name in PARTS if not hasattr(layer, name)]
+        further = [name for name in FURTHER_NORMS if hasattr(layer, name)]
+        if missing or further or mlp_of(layer) is None:
+            what = f"lacks {missing[0]}" if missing else f"has {', '.join(further) or 'no MLP'}"
+            raise MismatchError(f"layer {number} of {type(decoder).__name__} {what}", FIX)
+
+
+def mlp_of(layer: Any) -> Any:
+    """The MLP or block of experts of a layer; None where it has none."""
+    return next((getattr(layer, name) for name in MLPS if hasattr(layer, name)), None)
+
+
+@dataclass
+class Boundaries:
+    """Shows the boundaries of a decoder's forward passes to a visitor, within :meth:`shown`.
+
+    Args:
+        decoder: with ``layers`` and ``norm``; see :func:`require_known`.
+        visit: called with key and value; its result, if any, takes the value's place.
+    """
+
+    decoder: Any
+    visit: Visit
+    _layer: int = -1  # whose attention is at work
+    _modes: ExitStack = field(default_factory=ExitStack)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Hooks and wrapped functions, within the block."""
+        require_known(self.decoder)
+        with ExitStack() as stack:
+            for number, layer in enumerate(self.decoder.layers):
+                for handle in self._hooks(number, layer):
+                    stack.callback(handle.remove)
+            for handle in self._final():
+                stack.callback(handle.remove)
+            for name in {type(layer.self_attn).__module__ for layer in self.decoder.layers}:
+                stack.enter_context(self._rope(sys.modules[name]))
+            stack.enter_context(self._attention())
+            stack.callback(self._modes.close)
+            yield
+
+    # ------------------------------------------------------------ modules
+
+    def _hooks(self, number: int, layer: Any) -> list[Any]:
+        before = "embedding" if number == 0 else f"{number - 1}.residual"
+        mlp = mlp_of(layer)
+        handles = [
+            layer.register_forward_pre_hook(self._entering(before), with_kwargs=True),
+            layer.input_layernorm.register_forward_hook(self._leaving(f"{number}.input_norm")),
+            layer.self_attn.register_forward_pre_hook(self._attending(number)),
+            layer.self_attn.register_forward_hook(self._leaving(f"{number}.attention_output")),
+            layer.post_attention_layernorm.register_forward_pre_hook(
+                self._residual(f"{number}.attention_residual")
+            ),
+            layer.post_attention_layernorm.register_forward_hook(
+                self._leaving(f"{number}.post_norm")
+            ),
+            mlp.register_forward_hook(self._leaving(f"{number}.mlp")),
+        ]
+        experts = getattr(mlp, "experts", None)
+        if experts is not None:
+            handles += self._router(number, mlp, experts)
+        return handles
+
+    def _router(self, number: int, mlp: Any, experts: Any) -> list[Any]:
+        count = expert_count(mlp)
+
+        def enter(module: Any, args: Any) -> None:
+            self._modes.enter_context(_RouterLogits(count, f"{number}.router", self._see))
+
+        def leave(module: Any, args: Any) -> None:
+            self._modes.close()
+
+        def end(module: Any, args: Any, out: Any) -> None:
+            self._modes.close()
+
+        return [
+            mlp.register_forward_pre_hook(enter),
+            experts.register_forward_pre_hook(leave, prepend=True),
+            mlp.register_forward_hook(end, always_call=True),
+        ]
+
+    def _final(self) -> list[Any]:
+        last = len(self.decoder.layers) - 1
+        return [
+            self.decoder.norm.register_forward_pre_hook(self._residual(f"{last}.residual")),
+            self.decoder.norm.register_forward_hook(self._leaving("final_norm")),
+        ]
+
+    def _entering(self, key: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> Any:
+            if args:
+                return (self._see(key, args[0]), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": self._see(key, kwargs["hidden_states"])}
+
+        return hook
+
+    def _leaving(self, key: str) -> Any:
+        def hook(module: Any, args: Any, out: Any) -> Any:
+            if isinstance(out, tuple):
+                return (self._see(key, out[0]), *out[1:])
+            return self._see(key, out)
+
+        return hook
+
+    def _residual(self, key: str) -> Any:
+        """The norm's input is the residual stream itself: it is replaced in place."""
+
+        def hook(module: Any, args: Any) -> None:
+            seen = self._see(key, args[0])
+            if seen is not args[0]:
+                args[0].copy_(seen)
+
+        return hook
+
+    def _attending(self, number: int) -> Any:
+        def hook(module: Any, args: Any) -> None:
+            self._layer = number
+
+        return hook
+
+    # ------------------------------------------------------------ functions
+
+    @contextmanager
+    def _rope(self, module: Any) -> Iterator[None]:
+        rotate = getattr(module, ROPE, None)
+        if rotate is None:
+            yield
+            return
+
+        def shown(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+            q, k = self._heads("q", q), self._heads("k", k)
+            q, k = rotate(q, k, *args, **kwargs)
+            return self._heads("rope_q", q), self._heads("rope_k", k)
+
+        setattr(module, ROPE, shown)
+        try:
+            yield
+        finally:
+            setattr(module, ROPE, rotate)
+
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        interface: Any = ALL_ATTENTION_FUNCTIONS
+        kind = type(interface)
+        get = kind.get_interface
+
+        def get_shown(own: Any, *args: Any, **kwargs: Any) -> Any:
+            attend = get(own, *args, **kwargs)
+
+            def shown(module: Any, q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
+                v = self._heads("v", v)
+                out, weights = attend(module, q, k, v, *rest, **named)
+                flat = out.reshape(*out.shape[:2], -1)
+                return self._see(f"{self._layer}.attention", flat).reshape(out.shape), weights
+
+            return shown
+
+        kind.get_interface = get_shown
+        try:
+            yield
+        finally:
+            kind.get_interface = get
+
+    def _heads(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """[B, heads, S, D] is shown as [tokens, heads x D]."""
+        batch, heads, width, size = value.shape
+        flat = value.transpose(1, 2).reshape(batch, width, heads * size)
+        seen = self._see(f"{self._layer}.{name}", flat)
+        if seen is flat:
+            return value
+        return seen.reshape(batch, width, heads, size).transpose(1, 2)
+
+    def _see(self, key: str, value: torch.Tensor) -> torch.Tensor:
+        seen = self.visit(key, value.reshape(-1, value.shape[-1]))
+        return value if seen is None else seen.to(value.dtype).reshape(value.shape)
+
+
+class _RouterLogits(TorchFunctionMode):
+    """Shows the router's logits: the product with a matrix of E rows."""
+
+    def __init__(self, count: int, key: str, see: Any) -> None:
+        super().__init__()
+        self.count, self.key, self.see = count, key, see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and args[1].shape[0] == self.count:
+            return self.see(self.key, out)
+        return out
+
+
+def expert_count(mlp: Any) -> int:
+    """E of a block of experts; 0 where it does not say."""
+    for module in mlp.modules():
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if isinstance(count := getattr(module, name, None), int):
+                return count
+    return 0
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a causal language model that has the layers."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder

@@ -1,0 +1,204 @@
+"""Localisation: known truths of errors, sources, gains and what they explain; numpy alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.locate.document import from_document, to_document
+from mismatch.experiments.locate.judge import (
+    explained,
+    groups_of,
+    judge,
+    place_of,
+    removed,
+    with_first,
+)
+from mismatch.experiments.locate.measure import BEYOND, ROUNDING, Sums, site_errors
+from mismatch.experiments.locate.plan import actions_of, part_of, select
+from mismatch.experiments.locate.sites import LAYER_SITES, Site
+from mismatch.experiments.locate.types import (
+    Group,
+    Location,
+    Sequence,
+    SideLocation,
+    SiteError,
+)
+from mismatch.types import NotTested
+from tests import checkpoints
+
+LAYERS = 2
+SITES = (
+    Site(None, "embedding"),
+    *(Site(layer, name) for layer in range(LAYERS) for name in LAYER_SITES),
+    Site(None, "final_norm"),
+)
+
+
+def chain(
+    new: dict[str, float], gains: dict[str, float] | None = None, sequences: int = 4, seed: int = 0
+) -> dict[Site, list[Sums]]:
+    """A model whose modules multiply by a gain and add noise of a known relative size."""
+    draw = np.random.default_rng(seed)
+    sums: dict[Site, list[Sums]] = {site: [] for site in SITES}
+    for _ in range(sequences):
+        reference = draw.standard_normal((40, 16))
+        own = reference.copy()
+        for site in SITES:
+            gain = (gains or {}).get(site.key, 1.0)
+            same = reference + gain * (own - reference)
+            noise = draw.standard_normal(same.shape) * new.get(site.key, 1e-3)
+            own = same + noise
+            sums[site].append(Sums.of(own, reference, same))
+    return sums
+
+
+def errors(
+    side: dict[Site, list[Sums]], plain: dict[Site, list[Sums]] | None = None
+) -> dict[str, SiteError]:
+    return {one.place.key: one for one in site_errors(side, plain, "bf16", LAYERS)}
+
+
+def test_the_planted_module_is_the_only_source() -> None:
+    found = errors(chain({"1.rope_q": 0.05}), chain({}, seed=1))
+    assert [key for key, one in found.items() if one.role == "source"] == ["1.rope_q"]
+    assert found["1.rope_q"].new == pytest.approx(0.05, rel=0.05)
+    assert found["1.attention"].error > 0.04  # it is passed on to everything behind it
+    assert found["0.mlp"].error < 0.02
+
+
+def test_a_clean_side_has_no_source() -> None:
+    for seed in range(20):
+        found = errors(chain({}, seed=seed), chain({}, seed=seed + 100))
+        assert not [one for one in found.values() if one.role == "source"], seed
+
+
+def test_an_amplifier_is_no_source() -> None:
+    found = errors(chain({"0.input_norm": 0.01}, {"0.mlp": 8.0}), chain({"0.input_norm": 0.01}))
+    assert found["0.mlp"].role == "amplifier"
+    assert found["0.mlp"].gain == pytest.approx(8.0, rel=0.3)
+    assert found["0.q"].role == "passed on"
+
+
+def test_what_the_precision_costs_there_is_no_source() -> None:
+    rough = {"0.attention": 0.05}
+    found = errors(chain(rough), chain(rough, seed=3))
+    assert found["0.attention"].role != "source"
+    assert found["0.attention"].excess == pytest.approx(1.0, rel=0.2)
+
+
+def test_one_sequence_alone_makes_no_source() -> None:
+    side = chain({})
+    side[Site(0, "mlp")][0] = chain({"0.mlp": 0.5})[Site(0, "mlp")][0]
+    found = errors(side, chain({}, seed=5))
+    assert found["0.mlp"].excess > BEYOND > found["0.mlp"].lowest_excess
+    assert found["0.mlp"].role != "source"
+
+
+def test_nothing_is_below_the_dtypes_rounding() -> None:
+    """A module that a plain forward does without any error costs one rounding all the same."""
+    tiny = dict.fromkeys((site.key for site in SITES), 0.0)
+    found = errors(chain({**tiny, "0.residual": ROUNDING["bf16"]}), chain(tiny))
+    assert found["0.residual"].excess == pytest.approx(1.0, rel=0.1)
+
+
+def test_choices_between_equals_do_not_count() -> None:
+    same = np.ones((4, 3))
+    own = same.copy()
+    own[0] = 9.0
+    counted = np.array([False, True, True, True])
+    assert Sums.of(own, same, same, counted).new == 0
+    assert Sums.of(own, same, same).new > 0
+    with pytest.raises(ValueError, match="shapes"):
+        Sums.of(own, same[:2], same)
+
+
+def test_sources_of_one_module_are_one_group() -> None:
+    side = chain({"0.attention": 0.05, "1.attention": 0.06, "1.mlp": 0.2})
+    groups = [group for group, _ in groups_of(site_errors(side, chain({}), "bf16", LAYERS))]
+    assert [(group.site, group.layers) for group in groups] == [
+        ("attention", (0, 1)),
+        ("mlp", (1,)),
+    ]
+    assert place_of(groups[0]).endswith("of layers 0 to 1")
+
+
+def test_explained_and_removed_are_shares() -> None:
+    end = np.array([1.0, -2.0, 0.5])
+    assert explained(end, end) == 1.0
+    assert explained(end, 0 * end) == 0.0
+    assert explained(end, -end) == pytest.approx(-3.0)
+    assert removed(end, 0 * end) == 1.0
+    assert removed(end, end) == 0.0
+
+
+def location(*groups: Group, distance: float = 0.01) -> Location:
+    side = SideLocation(
+        "fsdp", "trainer", "bf16", distance, 0.01, 0.0,
+        tuple(site_errors(chain({}), None, "bf16", LAYERS)), groups,
+    )  # fmt: skip
+    return Location(
+        "tiny", "/m", (Sequence(0, 40, "worst"),), 30, LAYERS, 0.01, (with_first(side),),
+        (NotTested("the modules of sglang", "no hooks reach them yet", "use --engine vllm"),),
+    )  # fmt: skip
+
+
+def test_the_first_source_is_the_first_that_matters() -> None:
+    idle, real = Group("q", (0,), 9.0, 0.001, 0.002), Group("mlp", (1,), 50.0, 0.9, 0.95)
+    assert location(idle, real).sides[0].source == real
+    assert judge(location(idle, real)).status == "located"
+    assert judge(location(idle)).status == "none"
+    assert judge(location()).code == 0
+
+
+def test_a_side_that_is_off_without_a_source_is_not_clean() -> None:
+    verdict = judge(location(distance=0.05))
+    assert (verdict.status, verdict.code) == ("unlocated", 1)
+
+
+def test_without_a_side_nothing_was_measured() -> None:
+    with pytest.raises(MismatchError):
+        judge(replace(location(), sides=()))
+
+
+def test_the_document_comes_back() -> None:
+    found = location(Group("mlp", (1,), 50.0, 0.9, 0.95))
+    document = to_document(found)
+    assert from_document(document) == found
+    assert document["verdict"]["status"] == "located"
+    with pytest.raises(MismatchError):
+        from_document({**document, "schema": "mismatch.locate/0"})
+    with pytest.raises(MismatchError):
+        from_document({key: value for key, value in document.items() if key != "sides"})
+
+
+def test_worst_sequences_are_taken_and_keep_their_beginning() -> None:
+    rollout = checkpoints.rollout()
+    delta = np.zeros(rollout.n_actions)
+    owner = rollout.sequence_of_token[rollout.actions]
+    delta[owner == 3] = 0.5
+    chosen = select(rollout, delta, 2, 20, seed=0)
+    assert [one.index for one in chosen if one.why == "worst"] == [3]
+    assert len(chosen) == 2
+    part = part_of(rollout, chosen)
+    assert part.n_sequences == 2
+    assert int(np.diff(part.offsets).max()) <= 20
+    np.testing.assert_array_equal(
+        rollout.token_ids[rollout.actions][actions_of(rollout, chosen)],
+        part.token_ids[part.actions],
+    )
+
+
+def test_sequences_that_begin_without_actions_are_refused() -> None:
+    with pytest.raises(MismatchError):
+        select(checkpoints.rollout(), None, 2, 2, seed=0)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_keys_come_back_in_order(site: Site) -> None:
+    assert Site.of(site.key) == site
+    assert sorted({*SITES}, key=Site.order) == list(SITES)
+    assert all(one.order() < site.order() for one in site.inputs(LAYERS))

@@ -1,0 +1,113 @@
+"""Boundaries of decoders: every site is seen, replacing one by itself changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.locate.sites import LAYER_SITES
+from mismatch.processes.workers.locate_reference import Adding, Replay
+from mismatch.training.module_capture import Boundaries, Recorder, require_known
+from tests import checkpoints
+
+TOKENS = 12
+DENSE = tuple(name for name in LAYER_SITES if name != "router")
+
+
+def model_of(family: str, **overrides: Any) -> Any:
+    import transformers
+
+    config = checkpoints.configuration(family, **overrides)
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def logits(model: Any, visit: Any) -> torch.Tensor:
+    ids = torch.arange(TOKENS)[None] + 5
+    with torch.no_grad(), Boundaries(model.get_decoder(), visit).shown():
+        out: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return out
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_every_site_is_seen_and_replacing_it_by_itself_changes_nothing(family: str) -> None:
+    model = model_of(family)
+    recorder = Recorder()
+    with torch.no_grad():
+        plain = model(input_ids=torch.arange(TOKENS)[None] + 5, use_cache=False).logits
+    torch.testing.assert_close(logits(model, recorder), plain, rtol=0, atol=0)
+    names = LAYER_SITES if "moe" in family or family == "gpt_oss" else DENSE
+    layers = range(model.config.num_hidden_layers)
+    expected = {f"{layer}.{name}" for layer in layers for name in names}
+    assert set(recorder.values) == expected | {"embedding", "final_norm"}
+    assert all(len(value) == TOKENS for value in recorder.values.values())
+    top_k = getattr(model.config, "num_experts_per_tok", 0) or 0
+    replay = Replay(recorder.values, recorder.values, top_k)
+    torch.testing.assert_close(logits(model, replay), plain, rtol=1e-5, atol=1e-5)
+    assert not replay.hidden
+    assert all(sums.new <= 1e-9 * sums.same for sums in replay.sums.values())
+
+
+def fault(model: Any, name: str) -> None:
+    """Plants one, in the second layer where there is a choice."""
+    layer = model.get_decoder().layers[1]
+    if name == "mlp":
+        for parameter in layer.mlp.experts.parameters():
+            parameter.data[:2] = parameter.data[:2].flip(0).clone()
+    elif name == "q":
+        layer.self_attn.q_proj.weight.data.mul_(1.03)
+    elif name == "post_norm":
+        layer.post_attention_layernorm.variance_epsilon *= 1000
+    elif name == "attention":
+        layer.self_attn.sinks.data.fill_(-1e4)
+    elif name == "router":
+        layer.mlp.router.weight.data.copy_(layer.mlp.router.weight.data.bfloat16())
+    elif name == "final_norm":
+        model.get_decoder().norm.weight.data.mul_(1.001)
+
+
+@pytest.mark.parametrize("name", ["q", "attention", "post_norm", "router", "mlp", "final_norm"])
+def test_a_fault_is_new_at_its_module_alone_and_explains_the_end(name: str) -> None:
+    model, faulty = model_of("gpt_oss"), model_of("gpt_oss")
+    fault(faulty, name)
+    own, natural = Recorder(), Recorder()
+    plain, off = logits(model, natural), logits(faulty, own)
+    replay = Replay(own.values, natural.values, 2)
+    torch.testing.assert_close(logits(model, replay), off, rtol=1e-4, atol=1e-4)
+    large = {s.key for s, sums in replay.sums.items() if sums.new > 1e-9 * sums.same}
+    expected = name if name == "final_norm" else f"1.{name}"
+    assert large == {expected}
+    alone = logits(model, Adding({expected: replay.news[expected]}))
+    assert float((alone - off).abs().max()) < 0.01 * float((plain - off).abs().max())
+
+
+def test_layers_that_are_put_together_otherwise_are_refused() -> None:
+    model = model_of("llama")
+    require_known(model.get_decoder())
+    layer = model.get_decoder().layers[1]
+    layer.pre_feedforward_layernorm = torch.nn.Identity()
+    with pytest.raises(MismatchError):
+        require_known(model.get_decoder())
+    with pytest.raises(MismatchError):
+        require_known(torch.nn.Linear(2, 2))
+
+
+def test_hooks_and_functions_are_gone_behind_the_block() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model = model_of("qwen3_moe")
+    before = type(ALL_ATTENTION_FUNCTIONS).get_interface
+    recorder = Recorder()
+    with pytest.raises(RuntimeError), Boundaries(model.get_decoder(), recorder).shown():
+        raise RuntimeError
+    model(input_ids=torch.arange(TOKENS)[None], use_cache=False)
+    assert recorder.values == {}
+    assert type(ALL_ATTENTION_FUNCTIONS).get_interface is before
