@@ -312,3 +312,19 @@ def test_stale_weights_fail_and_unmapped_names_are_listed():
 )
 def test_what_lacks_its_data_is_not_tested_and_never_passed(check):
     assert check(*make()).status == "not_tested"
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [("lag", "alignment"), ("padding", "zero-logprobs"), ("truncation", "truncation")],
+)
+def test_a_detector_that_raises_leaves_its_check_not_tested(monkeypatch, name, check):
+    def broken(case):
+        raise ValueError("no")
+
+    room = semantics.law if name == "truncation" else semantics
+    monkeypatch.setattr(room, name, broken)
+    checks = statuses(*make())
+    assert checks[check].status == "not_tested"
+    assert "ValueError" in checks[check].detail
+    assert {one.status for id, one in checks.items() if id != check} == {"passed"}

@@ -6,6 +6,8 @@ mend, so a failed check is reported as itself. Where data is missing a check is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
@@ -27,9 +29,11 @@ from mismatch.analysis.diagnosis.detectors.pairing import (
     padding,
 )
 from mismatch.analysis.diagnosis.detectors.stated import NOTHING_CUT
+from mismatch.analysis.diagnosis.ranking import Failure, look_of
 from mismatch.types import Check, Estimate, NotTested, Rollout, Scoring
 
 WEAK = 0.5  # two scorings of the same tokens correlate above this, or something is wrong
+ONE_SIDED = 0.99  # of |delta|: no token is likelier on the side that kept the whole law
 ROUNDING = 1e-6  # a float32 log_softmax may end this far above zero
 
 
@@ -98,9 +102,18 @@ def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     return Check("missing-logprobs", "passed", "every action token has a logprob on both sides")
 
 
+def _seen(
+    find: Callable[[Case], Look | NotTested], rollout: Rollout, left: Scoring, right: Scoring
+) -> Look | NotTested | Failure:
+    """What a detector sees of the two sides; one that raises never ends the check."""
+    return look_of(find.__name__, find, Case.of(rollout, left, right, {}))
+
+
 def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     """Logprobs correlate best at lag 0, of lags up to ±64: no shift between the two sides."""
-    look = lag(Case.of(rollout, left, right, {}))
+    look = _seen(lag, rollout, left, right)
+    if isinstance(look, Failure):
+        return Check("alignment", "not_tested", look.error)
     if isinstance(look, NotTested) or not (left.logprobs.std() and right.logprobs.std()):
         return Check("alignment", "not_tested", f"needs {MIN_TOKENS} tokens that are not all alike")
     best, at_best, at_zero = (float(item.value) for item in look.evidence)
@@ -159,12 +172,13 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         return failed("truncation", detail, fix)
     if left.fingerprint.get("logprobs_truncated") is None:
         return Check("truncation", "not_tested", "the engine does not say how it normalises")
-    look = law.truncation(Case.of(rollout, left, right, {}))
-    if isinstance(look, Look) and look.findings:
-        mass, sided = (float(item.value) for item in look.evidence[:2])
-        detail = (
-            f"delta is as if one side cut its tail: kept mass {mass:.4f}, one-sidedness {sided:.2f}"
-        )
+    look = _seen(law.truncation, rollout, left, right)
+    if isinstance(look, Failure):
+        return Check("truncation", "not_tested", look.error)
+    numbers = look.evidence[:2] if isinstance(look, Look) and look.findings else ()
+    mass, sided = (float(item.value) for item in numbers) if numbers else (1.0, 0.0)
+    if sided > ONE_SIDED:
+        detail = f"delta is as if one side cut its tail: the kept mass would be {mass:.4f}"
         fix = "send every sampling parameter explicitly; look into generation_config.json"
         return failed("truncation", detail, fix)
     return Check("truncation", "passed", "no truncation, full vocabulary on both sides")
@@ -213,7 +227,9 @@ def importance_ratio(
 
 def zero_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     """A logprob of exactly 0 where the other side is not certain is padding, not a probability."""
-    look = padding(Case.of(rollout, left, right, {}))
+    look = _seen(padding, rollout, left, right)
+    if not isinstance(look, Look):
+        return Check("zero-logprobs", "not_tested", getattr(look, "error", str(look)))
     for finding in look.findings:
         name = left.name if finding.side == "engine" else right.name
         count, last = (item.value for item in finding.evidence)
