@@ -176,9 +176,9 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     if isinstance(look, Failure):
         return Check("truncation", "not_tested", look.error)
     numbers = look.evidence[:2] if isinstance(look, Look) and look.findings else ()
-    mass, sided = (float(item.value) for item in numbers) if numbers else (1.0, 0.0)
+    left_over, sided = (float(item.value) for item in numbers) if numbers else (1.0, 0.0)
     if sided > ONE_SIDED:
-        detail = f"delta is as if one side cut its tail: the kept mass would be {mass:.4f}"
+        detail = f"delta is as if one side cut its tail: the kept mass would be {left_over:.4f}"
         fix = "send every sampling parameter explicitly; look into generation_config.json"
         return failed("truncation", detail, fix)
     return Check("truncation", "passed", "no truncation, full vocabulary on both sides")
