@@ -116,6 +116,22 @@ def test_choices_between_equals_do_not_count() -> None:
         Sums.of(own, same[:2], same)
 
 
+def test_a_module_that_gives_no_numbers_is_the_source_and_what_follows_is_not() -> None:
+    reference, broken = np.ones((3, 2)), np.ones((3, 2))
+    broken[1, 0] = np.nan
+    first, after = Sums.of(broken, reference, reference), Sums.of(broken, reference, broken)
+    assert first.new == np.inf
+    assert after.new == 0
+    side = chain({})
+    side[Site(0, "mlp")] = [first] * 4
+    found = errors(side, chain({}))
+    assert [key for key, one in found.items() if one.role == "source"] == ["0.mlp"]
+    group = Group("mlp", (0,), np.inf, np.nan, np.nan)
+    verdict = judge(location(group))
+    assert verdict.status == "located"
+    assert from_document(to_document(location(group))).sides[0].source is not None
+
+
 def test_sources_of_one_module_are_one_group() -> None:
     side = chain({"0.attention": 0.05, "1.attention": 0.06, "1.mlp": 0.2})
     groups = [group for group, _ in groups_of(site_errors(side, chain({}), "bf16", LAYERS))]

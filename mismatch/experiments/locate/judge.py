@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -59,12 +60,15 @@ def removed(end: Floats, without: Floats) -> float:
 
 
 def with_first(side: SideLocation) -> SideLocation:
-    """The side with its first source: the earliest that explains at least ``MATTERS``."""
+    """The side with its first source: the earliest that explains at least ``MATTERS``.
+
+    One that gives no numbers needs to explain nothing: what follows from it are none either.
+    """
     first = next(
         (
             place
             for place, group in enumerate(side.groups)
-            if max(group.explains, group.removed) >= MATTERS
+            if not math.isfinite(group.excess) or max(group.explains, group.removed) >= MATTERS
         ),
         None,
     )
@@ -124,13 +128,18 @@ def sentence(side: SideLocation) -> str:
     group = side.source
     if group is None:
         raise ValueError("no source")
+    if not math.isfinite(group.excess):
+        return f"{side.name} gives values that are no numbers at the {place_of(group)}"
     more = len(side.groups) - 1
     others = f", with {more} more {'source' if more == 1 else 'sources'}" if more else ""
-    share = side.explained if more else group.explains
+    layers = {layer for one in side.groups for layer in one.layers or (None,)}
+    if more and len(layers) == 1 and None not in layers:
+        others += f", all in layer {group.layers[0]}"
+    share = (side.explained if more else group.explains) or 0.0
+    shown = f"{100 * min(1.0, max(0.0, share)):.0f} % of its distance from float32 come of it"
     return (
         f"{side.name} parts from float32 at the {place_of(group)} "
-        f"({group.excess:.3g} times what {side.dtype} costs there){others}: "
-        f"{100 * min(1.0, max(0.0, share or 0.0)):.0f} % of its distance"
+        f"({group.excess:.3g} times what {side.dtype} costs there){others}: {shown}"
     )
 
 

@@ -122,10 +122,8 @@ class Reference:
             name=name,
             role=entry["role"],
             dtype=dtype,
-            distance=float(np.abs(end).mean()),
-            plain_distance=None
-            if plain is None
-            else float(np.abs(self._distance(yardstick)).mean()),
+            distance=_mean(end),
+            plain_distance=None if plain is None else _mean(self._distance(yardstick)),
             held=None,
             sites=tuple(sites),
         )
@@ -196,6 +194,12 @@ class Reference:
             end = self.forward.logprobs(number, Adding(news)) - self.own[number]
             parts.append(end if head is None else end + head.numpy())
         return np.concatenate(parts)
+
+
+def _mean(distance: Floats) -> float:
+    """Mean size of the finite ones; NaN of none."""
+    finite = np.abs(distance[np.isfinite(distance)])
+    return float(finite.mean()) if finite.size else float("nan")
 
 
 class Replay:
