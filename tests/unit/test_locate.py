@@ -18,7 +18,7 @@ from mismatch.experiments.locate.judge import (
     with_first,
 )
 from mismatch.experiments.locate.measure import BEYOND, ROUNDING, Sums, site_errors
-from mismatch.experiments.locate.plan import actions_of, part_of, select
+from mismatch.experiments.locate.plan import actions_of, disk_bytes, part_of, require_disk, select
 from mismatch.experiments.locate.sites import LAYER_SITES, Site
 from mismatch.experiments.locate.types import (
     Group,
@@ -27,6 +27,7 @@ from mismatch.experiments.locate.types import (
     SideLocation,
     SiteError,
 )
+from mismatch.models.config import ModelConfig
 from mismatch.types import NotTested
 from tests import checkpoints
 
@@ -218,3 +219,16 @@ def test_keys_come_back_in_order(site: Site) -> None:
     assert Site.of(site.key) == site
     assert sorted({*SITES}, key=Site.order) == list(SITES)
     assert all(one.order() < site.order() for one in site.inputs(LAYERS))
+
+
+def test_what_would_fill_the_disk_is_refused() -> None:
+    config = ModelConfig(
+        "qwen3_moe", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8
+    )
+    # 2 layers of 6 x 64 hidden, 4 x 48 query side, 2 x 48 key side, 8 logits; 2 x 64 outside.
+    per_token = 2 * 64 + 2 * (6 * 64 + 4 * 48 + 2 * 48 + 8)
+    needed = disk_bytes(config, 10, 4)
+    assert needed == per_token * 10 * 4 * 9
+    require_disk(config, 10, 4, needed)
+    with pytest.raises(MismatchError):
+        require_disk(config, 10, 4, needed - 1)
