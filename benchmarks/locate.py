@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mismatch.experiments.locate.judge import judge
 from mismatch.experiments.locate.types import Location
 from mismatch.models import resolve_model
@@ -125,6 +127,15 @@ def checkpoint_of(model: str, place: Path) -> str:
     return str(target)
 
 
+def prompts(place: Path) -> Path:
+    """Prompts of random ids."""
+    path = place / "prompts.jsonl"
+    draw = np.random.default_rng(0)
+    rows = [{"prompt_token_ids": draw.integers(3, 250, 24).tolist()} for _ in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def run_of(model: str, place: Path) -> Path:
     """A checked run of one model."""
     run = place / "runs" / model
@@ -139,6 +150,8 @@ def run_of(model: str, place: Path) -> Path:
             checkpoint_of(model, place),
         ]
         command += ["--num-prompts", "4", "--samples-per-prompt", "2", "--max-tokens", "48"]
+        if model != "tiny-gpt-oss":  # no chat template
+            command += ["--prompts", str(prompts(place))]
         subprocess.run([*command, "--quick", "--fail-on", "broken", "--out", str(run)], check=False)
     return run
 

@@ -95,6 +95,8 @@ class SideLocation:
         groups: sources in the order of the forward pass.
         first: place of the first one that explains anything; None: none does.
         explained, removed: of all groups together, as in :class:`Group`.
+        reverted: share of its mean |distance| that goes where the side itself runs again with the
+            reference's output in place of the first source's; None: no source, or an engine.
     """
 
     name: str
@@ -109,6 +111,7 @@ class SideLocation:
     first: int | None = None
     explained: float | None = None
     removed: float | None = None
+    reverted: float | None = None
 
     @property
     def source(self) -> Group | None:

@@ -130,6 +130,40 @@ class Reference:
         found = groups_of(sites)
         return with_first(self._with_effects(side, end, found)) if found else side
 
+    def drop(self) -> None:
+        """Give back the model: nothing is replayed any more."""
+        del self.forward
+
+    def reverted(self, side: SideLocation, forward: Forward) -> float:
+        """Share of a side's mean distance that goes without what its first source adds.
+
+        Args:
+            forward: the side's own, at work again.
+        """
+        group = side.source
+        assert group is not None
+        keys = {Site(layer, group.site).key for layer in group.layers or (None,)}
+        end = self._distance(side.name)
+        without = np.concatenate(
+            [
+                self._put_into(forward, side.name, number, keys, -1.0) - self.own[number]
+                for number in range(self.count)
+            ]
+        )
+        return removed(end, without)
+
+    def _put_into(
+        self, forward: Forward, side: str, number: int, keys: Collection[str], sign: float
+    ) -> Floats:
+        """Log-probabilities of a model whose outputs a side's new errors are added to."""
+        path = self._folder(f"{side}-new") / f"{number}.safetensors"
+        with safe_open(path, "pt") as file:
+            names = set(file.keys()) & set(keys)
+            news = {key: sign * file.get_tensor(key) for key in names}
+        head = news.pop(HEAD.key, None)
+        end = forward.logprobs(number, Adding(news))
+        return end if head is None else end + head.numpy()
+
     def _distance(self, side: str) -> Floats:
         """[A] the side's log-probabilities less the reference's own."""
         folder = self._folder(side)
@@ -185,15 +219,12 @@ class Reference:
 
     def _with_new(self, side: str, keys: Collection[str]) -> Floats:
         """[A] distance of the reference with a side's new errors at these sites."""
-        folder = self._folder(f"{side}-new")
-        parts = []
-        for number in range(self.count):
-            with safe_open(folder / f"{number}.safetensors", "pt") as file:
-                news = {key: file.get_tensor(key) for key in file.keys() if key in keys}  # noqa: SIM118
-            head = news.pop(HEAD.key, None)
-            end = self.forward.logprobs(number, Adding(news)) - self.own[number]
-            parts.append(end if head is None else end + head.numpy())
-        return np.concatenate(parts)
+        return np.concatenate(
+            [
+                self._put_into(self.forward, side, number, keys, 1.0) - self.own[number]
+                for number in range(self.count)
+            ]
+        )
 
 
 def _mean(distance: Floats) -> float:

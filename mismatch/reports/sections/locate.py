@@ -78,6 +78,11 @@ def sentences(result: Location) -> Iterator[str]:
                     else "."
                 )
             )
+        if side.reverted is not None and side.source is not None:
+            yield (
+                f"With the reference's output at the {place_of(side.source)}, {line(side.name)} "
+                f"itself loses {percent(side.reverted)} of its distance."
+            )
         for pair in side.pairs:
             names = " and the ".join(place_of(side.groups[n]) for n in (pair.first, pair.second))
             yield (
