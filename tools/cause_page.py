@@ -8,6 +8,7 @@ from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.experiments.explanation import TESTS
 from mismatch.experiments.fixes.pages import settings_of
+from mismatch.experiments.probes import PROBES
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- Made by tools/cause_page.py; edit mismatch/analysis/causes.toml. -->"
@@ -108,6 +109,7 @@ def _index() -> str:
 
 def _page(entry: Entry) -> str:
     fixes = [fix for fix, (_, tests) in TESTS.items() if entry.id in tests]
+    probes = [probe for probe, tests in PROBES.items() if entry.id in tests]
     parts = [
         f"# {entry.title.rstrip('.')}",
         f"`{entry.id}` · [all causes](../causes.md)",
@@ -119,7 +121,7 @@ def _page(entry: Entry) -> str:
         entry.why,
         "## Confirm",
         entry.confirm,
-        *_by_experiment(fixes),
+        *_by_experiment([*fixes, *probes]),
         "## Mend",
         entry.mend,
         *_settings(fixes),

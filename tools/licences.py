@@ -22,6 +22,7 @@ Direct dependencies, as `make env` installs them on a CPU. `tools/licences.py` w
 | package | needed for | version | licence |
 | --- | --- | --- | --- |"""
 
+ELSEWHERE = {"trackio": "MIT"}  # what is in no environment here, else Apache-2.0
 SGLANG_PLACES = sorted((ROOT / ".venv-sglang" / "lib").glob("python3.*/site-packages"))
 SGLANG = """
 `make env-sglang` and `make test` install SGLang in an environment of its own; all of it is in
@@ -44,7 +45,8 @@ def main() -> None:
             try:
                 facts = metadata(name)
             except PackageNotFoundError:
-                print(f"| {name} | {group} | not installed on a CPU | Apache-2.0 |")
+                known = ELSEWHERE.get(name, "Apache-2.0")
+                print(f"| {name} | {group} | not installed by `make env` on a CPU | {known} |")
                 continue
             print(f"| {name} | {group} | {facts['Version']} | {licence(facts)} |")
     print(SGLANG)

@@ -57,7 +57,15 @@ def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callabl
 
 
 def _run(verb: Verb, flags: Flags) -> int:
-    """The command; with ``--format`` or ``--quiet`` its report stands alone on standard output."""
+    """The command; with ``--format`` or ``--quiet`` its report stands alone on standard output.
+
+    Raises:
+        MismatchError: a tracker's client is missing: said before anything is run.
+    """
+    if flags.get("log_to"):
+        from mismatch.reports.sinks import require_clients
+
+        require_clients(flags["log_to"])
     if not flags.get("quiet") and flags.get("format", "text") == "text":
         return verb(flags)
     flags.output = sys.stdout

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
-from mismatch.cli.options import CONFIG, FAIL_ON, FORECAST, LEVELS, NAME_FLAGS, RUN
+from mismatch.cli.options import CONFIG, FAIL_ON, FORECAST, LEVELS, LOG_TO, NAME_FLAGS, RUN
 from mismatch.specs import OUTPUT, Range
 
 OTHER_RUN = Option(
@@ -43,7 +43,7 @@ SIDES = (
 )
 
 
-@with_flags(RUN, OTHER_RUN, AGAINST, SIDES, FAIL_ON, LEVELS, FORECAST, NAME_FLAGS, CONFIG)
+@with_flags(RUN, OTHER_RUN, AGAINST, SIDES, FAIL_ON, LEVELS, FORECAST, NAME_FLAGS, LOG_TO, CONFIG)
 def compare(flags: Flags) -> int:
     """Compare a run again, or any two scorings of the same tokens.
 
@@ -91,7 +91,7 @@ def _against(flags: Flags) -> int:
     from mismatch.reports.sections.regression import page
 
     new, old = flags["run"], flags["against"]
-    clash = [name for name in ("other", "left", "right", "names") if flags[name]]
+    clash = [name for name in ("other", "left", "right", "names", "log_to") if flags[name]]
     if clash:
         raise MismatchError(
             f"--against compares two whole runs: {', '.join(clash)} has no place in it",

@@ -27,9 +27,11 @@ COMMANDS = {
     "fixes": "List the fixes that a check can try, or show one of them.",
     "kernels": "Audit attention and expert kernels, and your own.",
     "locate": "Name the first module at which engine and trainer part.",
+    "sync-probe": "Push known updates into an engine; which parameters arrive?",
     "selftest": "Plant known faults in your own pipeline and see which are named.",
     "report": "Print a run's report, or several runs side by side, or over time.",
     "serve": "The runs of a folder as pages on this machine, side by side.",
+    "template": "Check that a chat template keeps the ids of earlier turns.",
     "doctor": "What this machine can measure, and whether a model fits.",
     "metrics": "List every metric, or explain one.",
     "models": "List embedded models and short names.",
@@ -77,9 +79,10 @@ class Group(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        module = import_module(f"mismatch.cli.{cmd_name}")
+        name = cmd_name.replace("-", "_")
+        module = import_module(f"mismatch.cli.{name}")
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, cls=Command)(getattr(module, cmd_name))
+        single.command(cmd_name, cls=Command)(getattr(module, name))
         return typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

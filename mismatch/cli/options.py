@@ -131,6 +131,13 @@ NAME_FLAGS = (
         default="text",
     ),
 )
+LOG_TO = Option(
+    "log_to",
+    list[str] | None,
+    OUTPUT,
+    "Send the numbers to wandb, tensorboard, mlflow or trackio, with --names by those names too; "
+    "repeatable.",
+)
 OVERLAP = flags_of(CheckSpec, "overlap")
 FORECAST = flags_of(CheckSpec, "forecast_length")
 FAIL_ON = Option(
@@ -203,6 +210,7 @@ CHECK = (
     *VERL_FLAGS,
     LEVELS,
     *NAME_FLAGS,
+    LOG_TO,
     FAIL_ON,
     *FORECAST,
     *FIX_FLAGS,
@@ -218,6 +226,6 @@ CHECK = (
 AROUND_A_RUN = frozenset(
     option.name
     for option in (
-        *(LEVELS, *NAME_FLAGS, FAIL_ON, *NEW_RUN, TRUST_RUN, DRY_RUN, GPUS, FORCE, *CONFIG),
+        *(LEVELS, *NAME_FLAGS, LOG_TO, FAIL_ON, *NEW_RUN, TRUST_RUN, DRY_RUN, GPUS, FORCE, *CONFIG),
     )
 )

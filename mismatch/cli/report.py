@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
-from mismatch.cli.options import FAIL_ON, NAME_FLAGS
+from mismatch.cli.options import FAIL_ON, LOG_TO, NAME_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT
 
@@ -16,11 +16,11 @@ SEVERAL = (
     Option("metric", str, OUTPUT, "With --history: which.", default="k3_kl"),
     Option("out", Path | None, OUTPUT, "Directory for the page of several runs."),
 )
-OF_ONE = ("names", "fail_on", "details")  # flags of one run's report
+OF_ONE = ("names", "log_to", "fail_on", "details")  # flags of one run's report
 USE = "mismatch report RUN, mismatch report A B C, or mismatch report --history DIR"
 
 
-@with_flags(RUNS, SEVERAL, NAME_FLAGS, FAIL_ON)
+@with_flags(RUNS, SEVERAL, NAME_FLAGS, LOG_TO, FAIL_ON)
 def report(flags: Flags) -> int:
     """Print the report of a run, write its HTML and Markdown again; or compare several.
 

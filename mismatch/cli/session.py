@@ -283,6 +283,11 @@ def conclude(
         if tokens is None and run_dir is not None:
             tokens = written_with_names(report, run_dir, flags["names"])
         elsewhere = Elsewhere(tokens, flags["names"])
+    if flags.get("log_to"):
+        from mismatch.reports.sinks import send
+
+        for note in send(flags["log_to"], report, run_dir, elsewhere):
+            print(f"warning: {plain_lines(note)}", file=sys.stderr)
     quick = bool(report.run.get("spec", {}).get("quick"))
     code: int = exit_code(report.verdict, fails_on(flags["fail_on"], quick))
     _show(report, run_dir, flags, elsewhere, failing=bool(code))

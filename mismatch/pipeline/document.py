@@ -197,7 +197,7 @@ def _with_one_digest(side: dict[str, Any]) -> dict[str, Any]:
 
 def _readable(document: dict[str, Any]) -> dict[str, Any]:
     """Comparisons with names of metrics that jq reads without quotes, and that say k1."""
-    return {key: [_renamed(pair, _jq_name) for pair in pairs] for key, pairs in document.items()}
+    return {key: [_renamed(pair, jq_name) for pair in pairs] for key, pairs in document.items()}
 
 
 def _own_names(document: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +220,12 @@ def _renamed(pair: dict[str, Any], rename: Callable[[str], str]) -> dict[str, An
     return pair | tables
 
 
-def _jq_name(name: str) -> str:
+def jq_name(name: str) -> str:
+    """A metric's name as report.json has it.
+
+    >>> jq_name("ratio_outside_1.02"), jq_name("kl")
+    ('ratio_outside_1_02', 'k1_kl')
+    """
     return JQ_NAMES.get(name, name).replace(".", "_")
 
 
@@ -228,7 +233,7 @@ def _own_name(name: str) -> str:
     return _OWN.get(name, name)
 
 
-_OWN = {_jq_name(name): name for name in METRICS}
+_OWN = {jq_name(name): name for name in METRICS}
 
 
 def comparisons_to_json(

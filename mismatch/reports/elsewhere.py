@@ -54,6 +54,11 @@ class Elsewhere:
         self._arrays = {} if tokens is None else _arrays(tokens)
 
     @property
+    def measured(self) -> bool:
+        """Whether there are tokens to compute other conventions from."""
+        return bool(self._arrays)
+
+    @property
     def title(self) -> str:
         """Of the column that holds the names."""
         return "known elsewhere as" if self.framework is None else f"in {self.called}"

@@ -179,7 +179,9 @@ def _facts(result: SideBySide) -> tuple[Section, ...]:
         Column("what", text),
         *(Column(side.run, text) for side in result.runs),
     )
-    rows = tuple((fact.where, Cell(fact.name, "code"), *fact.values) for fact in result.facts)
+    rows: tuple[tuple[Cell | Value, ...], ...] = tuple(
+        (fact.where, Cell(fact.name, "code"), *fact.values) for fact in result.facts
+    )
     return (
         Section(
             id="facts",

@@ -20,6 +20,7 @@ from mismatch.engines.fused_weights import NO_DIGESTS
 from mismatch.engines.vllm import capture
 from mismatch.engines.vllm.capture import RunnerWatch
 from mismatch.engines.vllm.module_capture import ModuleCapture
+from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.models.resolved import resolved
 from mismatch.types import Sampling
 
@@ -71,7 +72,7 @@ _digest_before_repacking()
 capture.install()
 
 
-class WorkerExtension:
+class WorkerExtension(WeightSync):
     """Calls that the engine makes by ``collective_rpc``; every name starts with ``mismatch_``."""
 
     model_runner: Any

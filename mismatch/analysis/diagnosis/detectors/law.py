@@ -12,12 +12,13 @@ from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below, co
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
 from mismatch.captures import Distributions
 from mismatch.run.scorings import REFERENCE
-from mismatch.types import Floats, NotTested
+from mismatch.types import Estimate, Floats, NotTested
 
 KNOTS = 8
 MIN_TOKENS = 200
 SAME_LAW = 0.5  # correlation of the sides; another law of the same logits keeps their order
 LEAST_SHARE = 0.1  # of mean |delta|, that goes with a constant
+MOST = 0.5  # of mean |delta|, that goes with what confirms a cause
 STEADY = 0.25  # of the constant, that near-certain tokens vary by
 ONE_LAW = 0.9  # correlation of the sides, where a constant alone tells them apart
 CERTAIN = float(np.log(0.99))
@@ -64,14 +65,13 @@ def temperature(case: Case) -> Look | NotTested:
         return Look(tuple(evidence))
     side = off_law(case)
     repair = _taken_out(case, side, whole, exact=False)
-    raw = case.trainer.extra.get("logprobs_untempered")
-    confirmed = False
-    if raw is not None:
-        remeasured = case.share(raw - case.left)
-        confirmed = above(remeasured, 0.5)
+    remeasured, confirmed = gone_untempered(case), False
+    if remeasured is not None:
+        confirmed = above(remeasured, MOST)
         evidence.append(Evidence("share gone against the untempered trainer", remeasured.value))
-    if raw is not None and confirmed:
-        effect, repair = remeasured, _untempered(case, side, raw)
+        if confirmed:
+            raw = case.trainer.extra["logprobs_untempered"]
+            effect, repair = remeasured, _untempered(case, side, raw)
     finding = Finding(
         "temperature-semantics",
         side,
@@ -82,6 +82,12 @@ def temperature(case: Case) -> Look | NotTested:
         repair=repair,
     )
     return Look(tuple(evidence), (finding,))
+
+
+def gone_untempered(case: Case) -> Estimate | None:
+    """Share of mean |delta| that goes against the trainer at T = 1; None without that pass."""
+    raw = case.trainer.extra.get("logprobs_untempered")
+    return None if raw is None else case.share(raw - case.left)
 
 
 def _untempered(case: Case, side: Side, raw: Floats) -> Repair:
@@ -177,7 +183,7 @@ def truncation(case: Case) -> Look | NotTested:
         evidence.append(Evidence("share of delta that this setting explains", setting[1]))
     if not above(effect, 0.3):
         return Look(tuple(evidence))
-    confirmed = kept_mass is not None and above(effect, 0.5)
+    confirmed = kept_mass is not None and above(effect, MOST)
     finding = Finding(
         "sampling-truncation",
         "engine",

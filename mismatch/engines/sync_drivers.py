@@ -1,0 +1,78 @@
+"""What a probe of the weight sync asks of an engine: push, read back, drop caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from mismatch.engines.base import Engine
+from mismatch.errors import MismatchError
+from mismatch.models.weight_states import Checkpoint, Prints
+from mismatch.types import NotTested
+
+Held = tuple[dict[str, Prints], dict[str, str]]  # by checkpoint name; name -> why not
+DRIVERS = {
+    "vllm": "mismatch.engines.vllm.sync_driver:VllmDriver",
+    "transformers": "mismatch.engines.transformers.sync_driver:TransformersDriver",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """First token after a prompt.
+
+    Attributes:
+        logprob: nats, of the likeliest token.
+        cached: tokens of the prompt that came out of a cache.
+    """
+
+    logprob: float
+    cached: int
+
+
+class Driver(Protocol):
+    """One loaded engine whose weights are pushed.
+
+    Attributes:
+        paths: name -> what it calls.
+    """
+
+    paths: ClassVar[Mapping[str, str]]
+
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None: ...
+
+    def push(self, path: str, push: int) -> None:
+        """Give the engine the state of this push; 3: the first weights again."""
+
+    def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
+        """The same by a function of the user's."""
+
+    def held(self, names: list[str], transposed: list[str]) -> Held:
+        """What the engine holds now."""
+
+    def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
+        """First tokens, with whatever is cached; None: this engine keeps no cache."""
+
+    def drop_caches(self) -> None:
+        """What is computed from older weights is forgotten."""
+
+    def not_tested(self) -> list[NotTested]:
+        """Ways to new weights that this engine has and this machine does not."""
+
+
+def driver_class(engine: str) -> type[Driver]:
+    """The driver of an engine.
+
+    Raises:
+        MismatchError: it has none.
+    """
+    if engine not in DRIVERS:
+        raise MismatchError(
+            f"the weight sync of {engine} cannot be probed", f"one of {', '.join(DRIVERS)}"
+        )
+    module, _, name = DRIVERS[engine].partition(":")
+    driver: type[Driver] = getattr(import_module(module), name)
+    return driver

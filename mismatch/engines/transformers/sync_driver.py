@@ -1,0 +1,63 @@
+"""New weights for a plain transformers model, for a probe of the weight sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from mismatch.engines.base import Engine
+from mismatch.engines.sync_drivers import Answer, Held
+from mismatch.engines.transformers.engine import TransformersEngine
+from mismatch.errors import MismatchError
+from mismatch.models.weight_states import Checkpoint, Prints
+from mismatch.types import NotTested
+
+
+class TransformersDriver:
+    """See :class:`mismatch.engines.sync_drivers.Driver`."""
+
+    paths: ClassVar[Mapping[str, str]] = {"load": "parameters copied in place, name by name"}
+
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
+        self.model: Any = cast(TransformersEngine, engine).model
+        self.checkpoint = checkpoint
+
+    def push(self, path: str, push: int) -> None:
+        copy_weights(self.model, dict(self.checkpoint.tensors(push)))
+
+    def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
+        function(weights, self.model)
+
+    def held(self, names: list[str], transposed: list[str]) -> Held:
+        prints = {}
+        for name, tensor in self.model.state_dict().items():
+            turned = tensor.transpose(-1, -2) if name in transposed else tensor
+            prints[name] = Prints.of(name, turned)
+        return prints, {}
+
+    def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
+        return None
+
+    def drop_caches(self) -> None:
+        pass
+
+    def not_tested(self) -> list[NotTested]:
+        return []
+
+
+def copy_weights(model: Any, weights: dict[str, Any]) -> None:
+    """Copy tensors into a model's own.
+
+    Raises:
+        MismatchError: a name that the model does not have.
+    """
+    own = model.state_dict()
+    unknown = sorted(set(weights) - set(own))
+    if unknown:
+        raise MismatchError(
+            f"transformers has another name for {unknown[0]} and {len(unknown) - 1} more",
+            "its loader converts this checkpoint: save it again with save_pretrained",
+        )
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)

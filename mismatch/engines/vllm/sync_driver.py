@@ -1,0 +1,81 @@
+"""vLLM's own ways to new weights, for a probe of the weight sync."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from mismatch.engines.base import Engine
+from mismatch.engines.sync_drivers import Answer, Held
+from mismatch.engines.vllm.arguments import is_cpu_build
+from mismatch.engines.vllm.engine import VllmEngine
+from mismatch.models.weight_states import Checkpoint, Prints, state_of
+from mismatch.types import NotTested
+
+
+class VllmDriver:
+    """See :class:`mismatch.engines.sync_drivers.Driver`."""
+
+    paths: ClassVar[Mapping[str, str]] = {
+        "reload": "reload_weights(weights_path=…), vLLM's own",
+        "load": "model.load_weights(…) in the worker, as verl, TRL and SkyRL call it",
+        "rpc": "reload_weights in the worker, and what it leaves out written by mismatch",
+    }
+
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
+        self.engine = cast(VllmEngine, engine)
+        self.checkpoint = checkpoint
+        self.scratch = scratch
+
+    def push(self, path: str, push: int) -> None:
+        if path != "reload":
+            directory, seed = str(self.checkpoint.directory), self.checkpoint.seed
+            self._call("mismatch_push", path, directory, seed, push)
+            return
+        source = self.checkpoint.directory
+        if state_of(push):
+            source = self.checkpoint.write(push, self.scratch / f"push-{push}")
+        try:
+            self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(source)})
+        finally:
+            shutil.rmtree(self.scratch / f"push-{push}", ignore_errors=True)
+
+    def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
+        function(weights, self.engine.llm)
+
+    def held(self, names: list[str], transposed: list[str]) -> Held:
+        ranks = self._call("mismatch_held", names, transposed)
+        prints, missing = ranks[0]
+        return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
+
+    def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
+        from vllm import SamplingParams
+
+        if not self.engine.config.cache_config.enable_prefix_caching:
+            return None
+        greedy = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0)
+        given: Any = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        outputs = self.engine.llm.generate(given, greedy, use_tqdm=False)
+        return [_answer(output) for output in outputs]
+
+    def drop_caches(self) -> None:
+        self.engine.llm.reset_prefix_cache()
+
+    def not_tested(self) -> list[NotTested]:
+        why = "a probe keeps the engine awake"
+        if is_cpu_build():
+            why = "vLLM's CPU build ignores it with a warning only"
+        how = "on a GPU: a --push that sleeps and wakes the engine first"
+        return [NotTested("sleep, levels 1 and 2", why, how)]
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        call: Callable[..., list[Any]] = self.engine.llm.collective_rpc
+        return call(method, args=args)
+
+
+def _answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    token = completion.token_ids[0]
+    return Answer(float(completion.logprobs[0][token].logprob), int(output.num_cached_tokens or 0))

@@ -1,0 +1,196 @@
+"""Known updates of a checkpoint's weights, and what tells their states apart.
+
+A state is the checkpoint (push 0) or the checkpoint with one of its updates. The update of a
+parameter follows from the seed, the push and the parameter's name, so that two parameters, or two
+experts of one, never change alike: a missed, swapped or moved one shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from mismatch.models.config import read_config
+from mismatch.models.derived import INDEX, Shards, open_tensors, require_space
+from mismatch.models.digests import Digest, digest_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+SIZE = 0.1  # of an update, in the parameter's own root mean square
+OF_ZEROS = 0.02  # of an update of a parameter that is all 0
+SAMPLES = 256  # values of a parameter that are kept
+PUSHES = 3
+BLOCKS = 4  # of rows, and of columns, of what are no experts
+MATRIX = 2  # axes
+EXPERTS = ".experts."
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Prints:
+    """What one parameter held at one time, small enough to travel.
+
+    >>> Prints((2, 4), {"rows 0:1": (1, 2, 3)}, (0.5,)).shape
+    (2, 4)
+
+    Attributes:
+        cells: part of the parameter ("expert 3", "rows 0:64, columns 0:32") -> its digest, whose
+            indices count from the part's own beginning.
+        values: of a sample of elements, whose places depend on name and shape alone.
+        turned: digest of the whole with its last two axes exchanged; None where there is one axis.
+    """
+
+    shape: tuple[int, ...]
+    cells: dict[str, Digest] = field(default_factory=dict)
+    values: tuple[float, ...] = ()
+    turned: dict[str, Digest] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Self:
+        """Of a tensor on any device."""
+        cells, turned = {}, {}
+        for label, part in parts_of(name, tensor):
+            cells[label] = digest_tensor(part)
+        if tensor.ndim >= MATRIX and tensor.shape[-1] == tensor.shape[-2]:
+            flipped = tensor.transpose(-1, -2)
+            turned = {label: digest_tensor(part) for label, part in parts_of(name, flipped)}
+        places = _places(name, tensor.numel()).to(tensor.device)
+        values = tensor.detach().flatten()[places].float().cpu().tolist()
+        return cls(tuple(tensor.shape), cells, tuple(values), turned)
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of ``dataclasses.asdict``, after a journey as plain data."""
+        return cls(
+            tuple(data["shape"]),
+            {label: tuple(digest) for label, digest in data["cells"].items()},
+            tuple(data["values"]),
+            {label: tuple(digest) for label, digest in data["turned"].items()},
+        )
+
+
+def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(label, part): every expert of fused ones, else blocks of rows and columns."""
+    if EXPERTS in name and not _numbered(name) and tensor.ndim >= MATRIX:
+        for index, part in enumerate(tensor):
+            yield f"expert {index}", part
+        return
+    rows = _cuts(tensor.shape[0]) if tensor.ndim else [slice(None)]
+    if tensor.ndim < MATRIX:
+        for row in rows:
+            yield f"rows {row.start}:{row.stop}", tensor[row]
+        return
+    for row, column in itertools.product(rows, _cuts(tensor.shape[1])):
+        label = f"rows {row.start}:{row.stop}, columns {column.start}:{column.stop}"
+        yield label, tensor[row, column]
+
+
+def _numbered(name: str) -> bool:
+    """Whether the name is that of one expert."""
+    return name.partition(EXPERTS)[2].partition(".")[0].isdigit()
+
+
+def _cuts(length: int) -> list[slice]:
+    edges = sorted({length * index // BLOCKS for index in range(BLOCKS + 1)})
+    return [slice(low, high) for low, high in itertools.pairwise(edges)]
+
+
+def _generator(text: str) -> torch.Generator:
+    import torch
+
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _places(name: str, count: int) -> torch.Tensor:
+    import torch
+
+    return torch.randint(max(count, 1), (min(SAMPLES, count),), generator=_generator(name))
+
+
+def updated(name: str, base: torch.Tensor, seed: int, push: int) -> torch.Tensor:
+    """The parameter in the state after a push; push 0 is the checkpoint itself.
+
+    Every element moves by :data:`SIZE` of the parameter's root mean square times normal noise, and
+    the result is rounded to the checkpoint's own dtype: all sides have the same values. Integers
+    stay as they are.
+    """
+    import torch
+
+    if push == 0 or not base.is_floating_point():
+        return base
+    wide = base.float()
+    size = float(wide.square().mean().sqrt()) * SIZE or OF_ZEROS
+    noise = torch.randn(base.shape, generator=_generator(f"{seed}/{push}/{name}"))
+    return (wide + size * noise.to(base.device)).to(base.dtype)
+
+
+def state_of(push: int) -> int:
+    """The state that a push brings: the third brings the first weights back.
+
+    >>> [state_of(push) for push in range(4)]
+    [0, 1, 2, 0]
+    """
+    return push % PUSHES
+
+
+class Checkpoint:
+    """Tensors of a checkpoint's files in one of its states, read one at a time.
+
+    Args:
+        directory: with safetensors files, and config.json.
+        seed: of the updates.
+    """
+
+    def __init__(self, directory: str | Path, seed: int) -> None:
+        self.directory, self.seed = Path(directory), seed
+
+    def names(self) -> list[str]:
+        with ExitStack() as stack:
+            return list(open_tensors(self.directory, stack))
+
+    def tied(self) -> dict[str, str]:
+        """The head of a model with tied embeddings -> the embeddings."""
+        if not read_config(self.directory).get("tie_word_embeddings", False):
+            return {}
+        names = self.names()
+        source = next((name for name in names if name.endswith("embed_tokens.weight")), None)
+        head = next((name for name in names if name.endswith(HEAD)), HEAD)
+        return {} if source is None else {head: source}
+
+    def tensors(self, push: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, value) of every tensor after this push."""
+        tied = self.tied()
+        with ExitStack() as stack:
+            files = open_tensors(self.directory, stack)
+            for name in files:
+                own = tied.get(name, name)  # a stored copy moves with what it is tied to
+                yield name, updated(own, files[own].get_tensor(own), self.seed, state_of(push))
+
+    def prints(self, push: int) -> dict[str, Prints]:
+        """Prints of all tensors of floating-point numbers after this push."""
+        return {n: Prints.of(n, t) for n, t in self.tensors(push) if t.is_floating_point()}
+
+    def write(self, push: int, target: Path) -> Path:
+        """This state as a checkpoint of its own, with the configuration and tokenizer as links.
+
+        Raises:
+            MismatchError: too little space.
+        """
+        target.mkdir(parents=True, exist_ok=True)
+        require_space(self.directory, target)
+        for path in self.directory.iterdir():
+            weights = path.name.endswith((".safetensors", ".bin", INDEX))
+            if path.is_file() and not weights and not (target / path.name).exists():
+                (target / path.name).symlink_to(path.resolve())
+        shards = Shards(target)
+        for name, tensor in self.tensors(push):
+            shards.add(name, tensor)
+        shards.finish()
+        return target

@@ -1,0 +1,265 @@
+"""One side of a probe of the weight sync: ``python -m mismatch.processes.workers.sync_probe JOB``.
+
+JOB: ``{"run_dir": …, "spec": SyncSpec as a dict, "side": "engine" or "trainer"}``. The engine's
+side pushes, reads back and judges every parameter: ``sync/engine.json`` is a SyncReport without
+scores. Both sides score the same tokens in every state: ``sync/SIDE.npy``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch.codec import from_json, to_json
+from mismatch.engines.model_info import read_model_info
+from mismatch.engines.registry import engine_class, model_directory, versions
+from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
+from mismatch.errors import MismatchError, first_line, named_line
+from mismatch.experiments.sync.judge import cache_row, parameters, transposed_names
+from mismatch.experiments.sync.types import CacheRow, SyncReport, SyncSpec
+from mismatch.models.weight_states import PUSHES, SIZE, Checkpoint, Prints, state_of
+from mismatch.run.messages import leave, report_ready, report_timing, say, write_error
+from mismatch.run.store import read_json, write_json
+from mismatch.specs import EngineSpec
+from mismatch.types import Floats, NotTested, Sampling
+
+FOLDER = "sync"
+LABEL = "sync-{side}"
+STATES = 4  # before any push, after two, and back
+SPARE = 8  # tokens beyond those that are scored
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one side; 0, or 1 with the error left for the parent."""
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    job = read_json(Path(path))
+    run_dir, side = Path(job["run_dir"]), job["side"]
+    spec = from_json(SyncSpec, job["spec"])
+    (run_dir / FOLDER).mkdir(exist_ok=True)
+    try:
+        {"engine": engine_side, "trainer": trainer_side}[side](run_dir, spec)
+    except MismatchError as error:
+        traceback.print_exc()
+        write_error(run_dir, LABEL.format(side=side), error)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        log = run_dir / "logs" / f"{LABEL.format(side=side)}.log"
+        what = f"the {side}'s side of the probe failed: {named_line(error)}"
+        write_error(
+            run_dir, LABEL.format(side=side), MismatchError(what, f"the whole story is in {log}")
+        )
+        return 1
+    return 0
+
+
+def tokens(spec: SyncSpec, vocabulary: int, context: int | None) -> list[list[int]]:
+    """Sequences of random tokens, the same on both sides."""
+    length = min(spec.length, (context or spec.length) - SPARE)
+    ids = np.random.default_rng(spec.seed).integers(0, vocabulary, (spec.sequences, length))
+    rows: list[list[int]] = ids.tolist()
+    return rows
+
+
+@contextmanager
+def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
+    """(engine, sequences, checkpoint) while the engine lives."""
+    info = read_model_info(engine)
+    sequences = tokens(spec, info.vocab_size, info.context)
+    longest = len(sequences[0]) + SPARE
+    law = Sampling(temperature=0.0, max_tokens=1)
+    with engine_class(engine.engine)(engine, law, longest) as running:
+        report_ready()
+        directory = model_directory(engine)
+        if directory is None or not list(directory.glob("*.safetensors")):
+            raise MismatchError(
+                f"{engine.model} has no safetensors files", "save it again with save_pretrained"
+            )
+        yield running, sequences, Checkpoint(directory, spec.seed)
+
+
+# ---------------------------------------------------------------- the engine
+
+
+@dataclass
+class Probe:
+    """What was seen so far, state by state."""
+
+    driver: Driver
+    engine: Any
+    sequences: list[list[int]]
+    spec: SyncSpec
+    checkpoint: Checkpoint
+    names: list[str]
+    transposed: list[str] = field(default_factory=list)
+    held: list[dict[str, Prints]] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    scores: list[list[Floats]] = field(default_factory=list)
+    caches: list[CacheRow] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Read back, and score."""
+        prints, missing = self._held()
+        self.held.append(prints)
+        self.reasons |= missing
+        self.scores.append(
+            self.engine.prefill(self.sequences, [1] * len(self.sequences), 1.0, _silent)
+        )
+
+    def _held(self) -> Held:
+        return self.driver.held(self.names, self.transposed)
+
+    def answer(self, push: int) -> None:
+        """The same prompts warm, as the path left the caches, and cold."""
+        warm = self.driver.answers(self.sequences)
+        self.driver.drop_caches()
+        cold = self.driver.answers(self.sequences)
+        if warm is not None and cold is not None:
+            noise = self.caches[0].largest if self.caches else 0.0
+            self.caches.append(cache_row(push, _logprobs(warm), _logprobs(cold), noise))
+
+    def push(self, push: int, function: Callable[..., Any] | None) -> bool:
+        """Whether it could be done; the first that cannot ends the probe."""
+        start = time.monotonic()
+        try:
+            if function is None:
+                self.driver.push(self.spec.path, push)
+            else:
+                self.driver.push_own(function, dict(self.checkpoint.tensors(push)))
+        except Exception as error:
+            traceback.print_exc()
+            if push == 1:
+                raise MismatchError(
+                    f"{self.spec.engine.engine} refused the first push by "
+                    f"{self.spec.push or self.spec.path}: {first_line(error)}",
+                    f"another path: {', '.join(self.driver.paths)}",
+                ) from error
+            self.failed[push] = first_line(error)
+            return False
+        report_timing(f"push-{push}", time.monotonic() - start)
+        if function is None and not self.spec.keep_caches:
+            self.driver.drop_caches()
+        return True
+
+
+def _silent(done: int, total: int, count: int) -> None:
+    pass
+
+
+def _logprobs(answers: Sequence[Answer]) -> list[float]:
+    return [answer.logprob for answer in answers]
+
+
+def engine_side(run_dir: Path, spec: SyncSpec) -> None:
+    """Push, read back, score; judge every parameter."""
+    start = time.monotonic()
+    kind = driver_class(spec.engine.engine)
+    function = own_function(spec, kind)
+    with loaded(spec.engine, spec) as (engine, sequences, checkpoint):
+        ready = time.monotonic()
+        scratch = run_dir / FOLDER / "states"
+        driver = kind(engine, checkpoint, scratch)
+        probe = Probe(driver, engine, sequences, spec, checkpoint, checkpoint.names())
+        say("expected values of every parameter")
+        expected = [checkpoint.prints(push) for push in range(PUSHES)]
+        probe.transposed = transposed_names(expected[0], driver.held(probe.names, [])[0])
+        probe.look()
+        driver.answers(sequences)  # fills the cache
+        probe.answer(0)
+        for push in range(1, STATES):
+            say(f"push {push} of {STATES - 1}")
+            if not probe.push(push, function):
+                break
+            probe.answer(push)
+            probe.look()
+        report = _report(spec, probe, expected, engine.fingerprint("prefill"))
+        seconds = {"start": ready - start, "probe": time.monotonic() - ready}
+        report.facts["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
+    write_json(run_dir / FOLDER / "engine.json", to_json(report))
+    save_scores(run_dir, "engine", probe.scores)
+
+
+def own_function(spec: SyncSpec, kind: type[Driver]) -> Callable[..., Any] | None:
+    """The user's push, imported before the engine starts.
+
+    Raises:
+        MismatchError: it cannot be; or the engine has no such path.
+    """
+    if spec.push is not None:
+        from mismatch.training.user_kernels import load_function
+
+        return load_function(spec.push)[0]
+    if spec.path not in kind.paths:
+        raise MismatchError(
+            f"--path {spec.path}: {spec.engine.engine} has none of that name",
+            f"one of {', '.join(kind.paths)}",
+        )
+    return None
+
+
+def _report(
+    spec: SyncSpec, probe: Probe, expected: Sequence[dict[str, Prints]], facts: dict[str, Any]
+) -> SyncReport:
+    states = [expected[state_of(push)] for push in range(len(probe.held))]
+    missing = list(probe.driver.not_tested())
+    if not probe.caches:
+        reason = f"{spec.engine.engine} runs without a prefix cache"
+        missing.append(NotTested("caches after a push", reason, "an engine that keeps one"))
+    compared = parameters(states, probe.held, probe.reasons, probe.checkpoint.tied())
+    kept = ("engine", "dtype", "device", "attention", "moe_backend", "quantization", "model_class")
+    return SyncReport(
+        model=spec.engine.model,
+        engine=spec.engine.engine,
+        path=spec.push or spec.path,
+        seed=spec.seed,
+        size=SIZE,
+        parameters=compared,
+        caches=tuple(probe.caches),
+        push_failed=probe.failed,
+        not_tested=tuple(missing),
+        facts={name: facts.get(name) for name in kept} | {"versions": versions()},
+    )
+
+
+def save_scores(run_dir: Path, side: str, scores: Sequence[Sequence[Floats]]) -> None:
+    """[states, tokens] of one side, to ``sync/SIDE.npy``."""
+    rows = np.stack([np.concatenate(list(state)) for state in scores])
+    np.save(run_dir / FOLDER / f"{side}.npy", rows)
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+def trainer_side(run_dir: Path, spec: SyncSpec) -> None:
+    """The same tokens under transformers, its weights updated in memory."""
+    from mismatch.engines.transformers.sync_driver import TransformersDriver
+
+    engine = EngineSpec(
+        model=spec.engine.model,
+        engine="transformers",
+        dtype=spec.engine.dtype,
+        revision=spec.engine.revision,
+        trust_remote_code=spec.engine.trust_remote_code,
+        routing=False,
+    )
+    scores = []
+    with loaded(engine, spec) as (running, sequences, checkpoint):
+        driver = TransformersDriver(running, checkpoint, run_dir)
+        for push in range(PUSHES):
+            if push:
+                driver.push("load", push)
+            scores.append(running.prefill(sequences, [1] * len(sequences), 1.0, _silent))
+    save_scores(run_dir, "trainer", scores)
+
+
+if __name__ == "__main__":
+    leave(main())
