@@ -168,6 +168,8 @@ def test_the_first_source_is_the_first_that_matters() -> None:
     assert location(idle, real).sides[0].source == real
     assert judge(location(idle, real)).status == "located"
     assert judge(location(idle)).status == "none"
+    hidden = replace(idle, moves=0.3)  # by the rounding of what follows
+    assert location(hidden, real).sides[0].source == hidden
     assert judge(location()).code == 0
 
 

@@ -58,6 +58,8 @@ class Group:
             the float32 reference, reproduces; below 0: it points elsewhere.
         removed: share of the side's mean |distance| at the end that goes where every other new
             error stays and this one is taken out.
+        moves: root mean square of what its new error alone does to the end, over that of the
+            side's distance. Rounding of all other modules can hide it from the other two.
     """
 
     site: str
@@ -65,6 +67,7 @@ class Group:
     excess: float
     explains: float
     removed: float
+    moves: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from mismatch.experiments.locate.judge import (
     PAIRS,
     explained,
     groups_of,
+    moved,
     removed,
     with_first,
 )
@@ -183,7 +184,10 @@ class Reference:
                 alone = self._with_new(side.name, keys[place])
                 without = self._with_new(side.name, everything - keys[place])
                 group = replace(
-                    group, explains=explained(end, alone), removed=removed(end, without)
+                    group,
+                    explains=explained(end, alone),
+                    removed=removed(end, without),
+                    moves=moved(end, alone),
                 )
             else:
                 group = replace(group, explains=0.0, removed=0.0)

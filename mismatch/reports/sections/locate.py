@@ -28,6 +28,7 @@ GROUPS = (
     Column("source", text),
     Column("excess", number, 1, detail="new error over what the precision costs there"),
     Column("explains", percent, detail="of the side's squared distance from float32"),
+    Column("moves", percent, 2, detail="the end by itself, over that distance"),
     Column("goes with it", percent, 1, detail="of its mean distance"),
 )
 SITES = (
@@ -98,7 +99,14 @@ def sentences(result: Location) -> Iterator[str]:
 
 def _row(side: SideLocation, group: Group) -> tuple[Cell | Value, ...]:
     tone = "critical" if side.source is group else ""
-    return (side.name, Cell(place_of(group), tone), group.excess, group.explains, group.removed)  # type: ignore[arg-type]
+    return (
+        side.name,
+        Cell(place_of(group), tone),
+        group.excess,
+        group.explains,
+        group.moves,
+        group.removed,
+    )  # type: ignore[arg-type]
 
 
 def _part(side: SideLocation) -> Section:
