@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,8 @@ from mismatch.experiments.locate.types import (
 )
 from mismatch.types import Floats
 
-MATTERS = 0.05  # share of a side's squared distance that a first source explains at least
+MATTERS = 0.05  # share of a side's distance that a first source explains, or that goes with it
+MOVES = 0.1  # of a side's distance, that a first source moves the end by all the same
 FAR = 2.0  # times the plain forward's distance: a side that is off although no source explains it
 PAIRS = 3  # groups whose pairs are taken out
 
@@ -52,6 +54,16 @@ def explained(end: Floats, alone: Floats) -> float:
     return 1.0 - float(((end - alone) ** 2).sum()) / whole if whole else 0.0
 
 
+def moved(end: Floats, alone: Floats) -> float:
+    """Root mean square of ``alone`` [A] over that of ``end`` [A].
+
+    >>> moved(np.array([2.0, 0.0]), np.array([0.0, 1.0]))
+    0.5
+    """
+    whole = float((end**2).sum())
+    return math.sqrt(float((alone**2).sum()) / whole) if whole else 0.0
+
+
 def removed(end: Floats, without: Floats) -> float:
     """Share of the mean |distance| ``end`` [A] that is gone in ``without`` [A]."""
     whole = float(np.abs(end).mean())
@@ -59,16 +71,19 @@ def removed(end: Floats, without: Floats) -> float:
 
 
 def with_first(side: SideLocation) -> SideLocation:
-    """The side with its first source: the earliest that explains at least ``MATTERS``."""
+    """The side with its first source: the earliest that does anything to the end."""
     first = next(
-        (
-            place
-            for place, group in enumerate(side.groups)
-            if max(group.explains, group.removed) >= MATTERS
-        ),
+        (place for place, group in enumerate(side.groups) if does_anything(group)),
         None,
     )
     return replace(side, first=first)
+
+
+def does_anything(group: Group) -> bool:
+    """Whether a source matters at the end; of one that gives no numbers nothing can be told."""
+    if not math.isfinite(group.excess):
+        return True
+    return max(group.explains, group.removed) >= MATTERS or group.moves >= MOVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +139,18 @@ def sentence(side: SideLocation) -> str:
     group = side.source
     if group is None:
         raise ValueError("no source")
+    if not math.isfinite(group.excess):
+        return f"{side.name} gives values that are no numbers at the {place_of(group)}"
     more = len(side.groups) - 1
     others = f", with {more} more {'source' if more == 1 else 'sources'}" if more else ""
-    share = side.explained if more else group.explains
+    layers = {layer for one in side.groups for layer in one.layers or (None,)}
+    if more and len(layers) == 1 and None not in layers:
+        others += f", all in layer {group.layers[0]}"
+    share = (side.explained if more else group.explains) or 0.0
+    shown = f"{100 * min(1.0, max(0.0, share)):.0f} % of its squared distance come of it"
     return (
         f"{side.name} parts from float32 at the {place_of(group)} "
-        f"({group.excess:.3g} times what {side.dtype} costs there){others}: "
-        f"{100 * min(1.0, max(0.0, share or 0.0)):.0f} % of its distance"
+        f"({group.excess:.3g} times what {side.dtype} costs there){others}: {shown}"
     )
 
 
