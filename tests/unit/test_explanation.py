@@ -44,6 +44,7 @@ from mismatch.experiments.probes import (
 from mismatch.reports.sections.explain import section
 from mismatch.run.directory import load_spec, require_same_spec
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from mismatch.types import Estimate
 from tests import drawn_pair as drawn
 from tests.made_run import make_run
 from tests.reports_fixture import make_report
@@ -61,9 +62,7 @@ def suspected(id: str, side: str, *alike: str, effect: float | None = 0.9) -> Ca
     return Causes((cause,), (), (), (), 0.1, 0.1)
 
 
-def drawn_share(value: float):
-    from mismatch.types import Estimate
-
+def drawn_share(value: float) -> Estimate:
     return Estimate(value, value - 0.02, value + 0.02, 1000, 64, 32)
 
 
