@@ -1,7 +1,7 @@
 """Does ``mismatch locate`` name planted faults, and nothing where there is none?
 
     PYTHONPATH=. python benchmarks/locate.py PLACE [--models tiny-gpt-oss,qwen3,qwen3_moe]
-        [--only fault,…] [--page docs/locate.md]
+        [--only 'fault;…']
 
 Each model is checked once in bf16 (vLLM, FSDP2); its tokens serve every fault. Faults of weights
 and settings are planted in a copy of the trainer's checkpoint, whose weights the reference holds:
@@ -96,7 +96,8 @@ FAULTS = (
     Fault("window off by one in vLLM", "vllm", ("attention",), 0, GPT_OSS,
           planted="engine:window"),
     Fault("rope of one layer in vLLM", "vllm", ("rope_q",), 1, planted="engine:rope"),
-    Fault("eps of one norm in vLLM", "vllm", ("post_norm",), 1, planted="engine:eps"),
+    Fault("eps of one norm x 100 in vLLM, float32 run", "vllm", ("post_norm",), 1,
+          planted="engine:eps", spec=_float32),
     Fault("rope theta of one layer", "fsdp", ("rope_q",), 1, planted="trainer:rope"),
     Fault("wrong activation clamp", "fsdp", ("mlp",), 0, GPT_OSS, planted="trainer:clamp"),
     Fault("router in bf16, float32 run", "fsdp", ("router",), 0, MOE, planted="trainer:router-bf16",
@@ -125,7 +126,7 @@ def checkpoint_of(model: str, place: Path) -> str:
 
     target = place / "models" / model
     if not (target / "config.json").exists():
-        checkpoints.make(model, target)
+        checkpoints.make(model, target, hidden_size=128, head_dim=32)  # vLLM's CPU kernels ask 32
     return str(target)
 
 
@@ -249,7 +250,7 @@ def main() -> None:
     for model in arguments.models.split(","):
         for fault in FAULTS:
             wanted = not arguments.only or any(
-                part in fault.name for part in arguments.only.split(",")
+                part in fault.name for part in arguments.only.split(";")
             )
             if model not in fault.models or (model, fault.name) in done or not wanted:
                 continue

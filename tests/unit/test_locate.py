@@ -143,6 +143,22 @@ def test_sources_of_one_module_are_one_group() -> None:
     assert place_of(groups[0]).endswith("of layers 0 to 1")
 
 
+def test_rope_of_queries_and_keys_is_one_source() -> None:
+    side = site_errors(chain({"1.rope_q": 0.05, "1.rope_k": 0.05}), chain({}), "bf16", LAYERS)
+    ((group, sites),) = groups_of(side)
+    assert (group.site, group.layers) == ("rope_q", (1,))
+    assert [site.key for site in sites] == ["1.rope_q", "1.rope_k"]
+    ((group, _),) = groups_of(site_errors(chain({"1.rope_k": 0.05}), chain({}), "bf16", LAYERS))
+    assert group.site == "rope_k"
+
+
+def test_sources_that_matter_together_alone_are_named_by_the_first() -> None:
+    found = location(Group("q", (0,), 9.0, -0.5, -0.2), Group("k", (0,), 9.0, -0.5, -0.2))
+    assert found.sides[0].source is None
+    together = with_first(replace(found.sides[0], explained=0.9, removed=0.8))
+    assert together.source == together.groups[0]
+
+
 def test_explained_and_removed_are_shares() -> None:
     end = np.array([1.0, -2.0, 0.5])
     assert explained(end, end) == 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,17 +31,34 @@ def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]
     Their effects are not measured yet: NaN.
     """
     sources = sorted((one for one in sites if one.role == "source"), key=lambda o: o.place.order())
+    names = {one.site for one in sources}
     named: dict[str, list[SiteError]] = {}
     for one in sources:
-        named.setdefault(one.site, []).append(one)
+        named.setdefault(module_of(one.site, names), []).append(one)
     groups = []
     for name, found in named.items():
-        layers = tuple(one.layer for one in found if one.layer is not None)
+        layers = tuple(dict.fromkeys(one.layer for one in found if one.layer is not None))
         excess = max(one.excess for one in found)
         groups.append(
             (Group(name, layers, excess, np.nan, np.nan), tuple(one.place for one in found))
         )
     return groups
+
+
+def module_of(site: str, sources: Collection[str]) -> str:
+    """The site that a group is named after: rope turns queries and keys alike.
+
+    >>> module_of("rope_k", {"rope_q", "rope_k"}), module_of("rope_k", {"rope_k"})
+    ('rope_q', 'rope_k')
+    """
+    return "rope_q" if site == "rope_k" and "rope_q" in sources else site
+
+
+def sites_in(side: SideLocation, group: Group) -> tuple[Site, ...]:
+    """The sites of one of a side's groups."""
+    sources = [one for one in side.sites if one.role == "source"]
+    names = {one.site for one in sources}
+    return tuple(one.place for one in sources if module_of(one.site, names) == group.site)
 
 
 def explained(end: Floats, alone: Floats) -> float:
@@ -76,6 +93,9 @@ def with_first(side: SideLocation) -> SideLocation:
         (place for place, group in enumerate(side.groups) if does_anything(group)),
         None,
     )
+    together = max(side.explained or 0.0, side.removed or 0.0)
+    if first is None and side.groups and together >= MATTERS:
+        first = 0  # no module by itself, all of them together
     return replace(side, first=first)
 
 
@@ -120,6 +140,10 @@ def judge(found: Location) -> Verdict:
         names = ", ".join(side.name for side in far)
         reason = f"{names} is off beyond its precision, and no module that was recorded says why"
         return Verdict("unlocated", reason, 1)
+    idle = [f"{side.name} at the {place_of(side.groups[0])}" for side in found.sides if side.groups]
+    if idle:
+        reason = f"{' and '.join(idle)} errs beyond its precision, which does nothing to the end"
+        return Verdict("none", reason, 0)
     names = " and ".join(side.name for side in found.sides)
     reason = f"no module of {names} errs beyond what its precision costs"
     return Verdict("none", reason, 0)
@@ -158,7 +182,7 @@ def place_of(group: Group) -> str:
     """Module and layers.
 
     >>> place_of(Group("rope_q", (3,), 9.0, 0.9, 0.9))
-    'rope of queries of layer 3'
+    'rope of layer 3'
     """
     title = TITLES[group.site]
     if not group.layers:

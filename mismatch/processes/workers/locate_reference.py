@@ -26,6 +26,7 @@ from mismatch.experiments.locate.judge import (
     groups_of,
     moved,
     removed,
+    sites_in,
     with_first,
 )
 from mismatch.experiments.locate.measure import Sums, site_errors
@@ -143,7 +144,7 @@ class Reference:
         """
         group = side.source
         assert group is not None
-        keys = {Site(layer, group.site).key for layer in group.layers or (None,)}
+        keys = {site.key for site in sites_in(side, group)}
         end = self._distance(side.name)
         without = np.concatenate(
             [
