@@ -23,6 +23,8 @@ STEADY = 0.25  # of the constant, that near-certain tokens vary by
 ONE_LAW = 0.9  # correlation of the sides, where a constant alone tells them apart
 CERTAIN = float(np.log(0.99))
 MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy law moves them
+BEYOND_CHANCE = 2.5  # 95 % arms: five standard errors, one run in 10^5 by chance
+OF_ROUNDING = 3.0  # times mean |delta|, that two laws as far apart may move mean log p + entropy
 TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256)
 TOP_P = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
 NEEDS = "the entropy of the trainer's law"
@@ -257,7 +259,9 @@ def _best_setting(case: Case) -> tuple[str, float] | None:
 def sampling_law(case: Case) -> Look | NotTested:
     """Whether the tokens were drawn from the law that both sides score: mean(log p + H) is 0.
 
-    Raw log-probabilities agree with the trainer's though tokens came from a sharper law.
+    Raw log-probabilities agree with the trainer's though tokens came from a sharper law. Two laws
+    that differ by delta move the mean by at most the covariance of delta and log p, which is of
+    the size of delta; what lies beyond that and beyond chance is the sampler's.
     """
     entropy = case.entropy
     if entropy is None:
@@ -271,13 +275,11 @@ def sampling_law(case: Case) -> Look | NotTested:
     size = float(np.abs(case.delta[case.kept]).mean())
     evidence = (Evidence("mean log p + entropy of the trainer's law, nats", surplus.value, "0"),)
     half = 0.0 if surplus.low is None else surplus.value - surplus.low
-    if abs(surplus.value) < max(3 * half, 0.03 + 3 * size):
-        return Look(evidence)
-    sharper = surplus.value > 0
-    if not sharper:
+    if surplus.value < max(BEYOND_CHANCE * half, OF_ROUNDING * size):
         return Look(evidence)
     finding = Finding("sampling-law", "engine", None, evidence,
-                      alike=("implicit-generation-config", "temperature-semantics"))  # fmt: skip
+                      alike=("implicit-generation-config", "sampling-truncation",
+                             "temperature-semantics"))  # fmt: skip
     return Look(evidence, (finding,))
 
 
