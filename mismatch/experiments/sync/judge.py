@@ -20,7 +20,7 @@ from mismatch.experiments.sync.types import (
     SyncVerdict,
 )
 from mismatch.models.digests import UNORDERED, Digest
-from mismatch.models.weight_states import Prints
+from mismatch.models.weight_states import MATRIX, Prints
 from mismatch.types import Floats
 
 States = Mapping[str, Prints]
@@ -259,7 +259,7 @@ def transposed_names(expected: States, held: States) -> list[str]:
     names = []
     for name, now in expected.items():
         own = held.get(name)
-        if own is None or own.cells == now.cells:
+        if own is None or len(own.shape) < MATRIX or own.cells == now.cells:
             continue
         flipped = (*own.shape[:-2], *own.shape[:-3:-1])
         if own.turned == now.cells if own.turned else flipped == now.shape:
