@@ -292,3 +292,12 @@ def test_only_matrices_are_ever_transposed() -> None:
     turned = {"v": prints("v", vector.flip(0)), "f": prints("f", flat.t())}
     assert transposed_names(expected, {**turned, "s": prints("s", square.t())}) == ["f", "s"]
     assert transposed_names(expected, expected) == []
+
+
+def test_an_experts_rows_that_are_shuffled_over_all_blocks_are_rearranged() -> None:
+    """What vLLM's reload leaves of qwen3_moe on a CPU: right values, not packed for the kernel."""
+
+    def shuffled(right: list[Tensors], push: int) -> torch.Tensor:
+        return right[push][SQUARE].flatten().roll(19).view(16, 16)
+
+    assert statuses(probe(change(SQUARE, shuffled))) == {SQUARE: "rearranged"}

@@ -19,7 +19,7 @@ from mismatch.experiments.sync.types import (
     SyncReport,
     SyncVerdict,
 )
-from mismatch.models.digests import UNORDERED, Digest
+from mismatch.models.digests import UNORDERED, Digest, combine
 from mismatch.models.weight_states import MATRIX, Prints
 from mismatch.types import Floats
 
@@ -101,7 +101,7 @@ def _whole(push: int, now: Prints, earlier: Sequence[Prints], held: Prints) -> O
     values = np.asarray(held.values, np.float64)
     if _foreign(values, target):
         return Outcome(push, "uninitialised")
-    if all(held.cells[c][:UNORDERED] == now.cells[c][:UNORDERED] for c in now.cells):
+    if combine(held.cells.values())[:UNORDERED] == combine(now.cells.values())[:UNORDERED]:
         return Outcome(push, "rearranged")
     if not len(before):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mismatch.experiments.sync.exported import ExportReport, Row
-from mismatch.reports.formatting import text
+from mismatch.reports.formatting import Tone, text
 from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.types import Report
 
@@ -30,7 +30,7 @@ def section(result: ExportReport, report: Report | None = None) -> Section:
 
 
 def _row(row: Row) -> tuple[Cell | str, ...]:
-    tone = "warn" if row.difference == "dtype" else "critical"
+    tone: Tone = "warn" if row.difference == "dtype" else "critical"
     return (
         Cell(row.name, "code"),
         Cell(row.detail or row.difference, tone),
