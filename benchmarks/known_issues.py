@@ -114,7 +114,7 @@ ENGINES = (
                 ("attention-sinks", "function-differs", "first-token"), "",
                 ("--engine", "sglang", "--attention", "no-sinks"), "trainer"),
     EngineFault("sglang-top-k-20", ("huggingface/trl#6789", "NVIDIA-NeMo/RL#3497"),
-                ("sampling-truncation", "implicit-generation-config"), "",
+                ("sampling-truncation", "implicit-generation-config", "sampling-law"), "",
                 ("--engine", "sglang", "--top-k", "20")),
 )  # fmt: skip
 CLEAN = {

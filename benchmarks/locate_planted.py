@@ -115,7 +115,8 @@ def plant() -> None:
     if side == "trainer":
         from mismatch.processes.workers import locate_forward
 
-        load = locate_forward.load
+        place: Any = locate_forward
+        load = place.load
 
         def loaded(spec: Any, *args: Any, **kwargs: Any) -> Any:
             model = load(spec, *args, **kwargs)
@@ -123,7 +124,7 @@ def plant() -> None:
                 TRAINER[fault](model.scorer.decoder)
             return model
 
-        locate_forward.load = loaded
+        place.load = loaded
     elif side == "engine":
         from mismatch.engines.vllm.module_capture import ModuleCapture
 

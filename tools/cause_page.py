@@ -8,6 +8,7 @@ from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.experiments.explanation import TESTS
 from mismatch.experiments.fixes.pages import settings_of
+from mismatch.experiments.probes import PROBES
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- Made by tools/cause_page.py; edit mismatch/analysis/causes.toml. -->"
@@ -55,6 +56,10 @@ measured, and probes that mend nothing:
   out where both move by less.
 - `regenerate`: 24 prompts sampled anew by a fresh engine, with another seed: whether the mismatch
   was in the state of the process that sampled.
+
+- `locate`, last, where another function or other weights are named and nothing confirmed them:
+  `mismatch locate` on 4 sequences. Confirmed where more than 30 % of a side's distance from float32
+  goes without the new error of its first module.
 
 First what `--quick` or `--no-noise-floor` left out; then passes of the trainer over the run's
 tokens, in one world; then engines, one start at a time, the best by expected information per second
@@ -108,6 +113,7 @@ def _index() -> str:
 
 def _page(entry: Entry) -> str:
     fixes = [fix for fix, (_, tests) in TESTS.items() if entry.id in tests]
+    probes = [probe for probe, tests in PROBES.items() if entry.id in tests]
     parts = [
         f"# {entry.title.rstrip('.')}",
         f"`{entry.id}` · [all causes](../causes.md)",
@@ -119,7 +125,7 @@ def _page(entry: Entry) -> str:
         entry.why,
         "## Confirm",
         entry.confirm,
-        *_by_experiment(fixes),
+        *_by_experiment([*fixes, *probes]),
         "## Mend",
         entry.mend,
         *_settings(fixes),

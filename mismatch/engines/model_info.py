@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import textwrap
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line
+from mismatch.models import tokenizers
 from mismatch.models.config import ModelConfig
 from mismatch.specs import EngineSpec
 
@@ -71,22 +71,8 @@ def require_model(spec: EngineSpec) -> None:
 
 
 def load_tokenizer(spec: EngineSpec) -> Any:
-    """The model's tokenizer.
-
-    Raises:
-        MismatchError: it is missing or cannot be read.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
-        )
-    except Exception as error:  # transformers raises many kinds here
-        raise MismatchError(
-            f"tokenizer of {spec.model} cannot be loaded: {first_line(error)}",
-            "save it beside the model: tokenizer.save_pretrained(DIR)",
-        ) from error
+    """:func:`mismatch.models.tokenizers.load_tokenizer` of an engine's model."""
+    return tokenizers.load_tokenizer(spec.model, spec.revision, spec.trust_remote_code)
 
 
 def read_model_info(spec: EngineSpec) -> ModelInfo:
@@ -114,7 +100,9 @@ def read_model_info(spec: EngineSpec) -> ModelInfo:
         model_type=config.model_type,
         vocab_size=model.vocab,
         context=model.context,
-        stop_ids=_stop_ids(spec, config.get_text_config()),
+        stop_ids=tokenizers.stop_ids(
+            spec.model, spec.revision, config.get_text_config(), load_tokenizer(spec)
+        ),
         num_experts=model.experts + model.extra_experts if model.top_k else 0,
         top_k=model.top_k,
     )
@@ -173,16 +161,3 @@ def load_fix(error: BaseException) -> str:
     if "not supported" in text or "architecture" in text:
         return "choose a model that this engine supports, or another engine: --engine …"
     return "look into logs/engine.log; --engine-arg key=value passes further options to the engine"
-
-
-def _stop_ids(spec: EngineSpec, config: Any) -> tuple[int, ...]:
-    from transformers import GenerationConfig
-
-    generation: Any = None
-    with contextlib.suppress(OSError):  # many models have none
-        generation = GenerationConfig.from_pretrained(spec.model, revision=spec.revision or "main")
-    ids: set[int] = set()
-    for source in (config, generation, load_tokenizer(spec)):
-        found = getattr(source, "eos_token_id", None)
-        ids.update(found if isinstance(found, list) else [] if found is None else [found])
-    return tuple(sorted(ids))

@@ -16,9 +16,10 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import NOTABLE, Case
 from mismatch.analysis.diagnosis.detector import Evidence, Side
-from mismatch.analysis.diagnosis.ranking import Causes
+from mismatch.analysis.diagnosis.ranking import KINDS, Causes
 from mismatch.captures import CacheKind, CachePair
 from mismatch.experiments.explanation import (
+    GONE,
     LEAST_BITS,
     UNKNOWN,
     Costs,
@@ -27,12 +28,15 @@ from mismatch.experiments.explanation import (
     bits,
     masses,
 )
+from mismatch.experiments.locate.sites import TITLES
+from mismatch.experiments.locate.types import Location
 from mismatch.metrics.inference import student
 from mismatch.run.store import FIX_PREFIX
 from mismatch.types import Estimate, Floats
 
-RESCORING, CACHE = "engine-rescoring", "prefix-cache"
+RESCORING, CACHE, LOCATE = "engine-rescoring", "prefix-cache", "locate"
 FRESH = f"{FIX_PREFIX}{RESCORING}"  # scoring of the fresh engine
+LOCATE_S = 60.0  # an engine's start and a few passes with hooks
 CACHE_FILE = "fixes/prefix-cache.json"
 DECODE: tuple[str, Side] = ("decode-vs-prefill", "engine")
 OWN_ROUNDING = 1.6  # times the engine's own rounding; two roundings of one size differ by 1.4
@@ -126,3 +130,37 @@ def _moved(pairs: Sequence[CachePair]) -> Estimate | None:
         low, high = value - arm, value + arm
     count = sum(len(pair.cold) for pair in pairs)
     return Estimate(value, low, high, count, len(pairs), len(pairs))
+
+
+def to_locate(causes: Causes) -> Experiment | None:
+    """`mismatch locate`, where another function or other weights are named without a place."""
+    for cause in causes.ranked:
+        if cause.status == "suspected" and cause.id in KINDS:
+            side: Side = "engine" if cause.side == "engine" else "trainer"
+            return Experiment(LOCATE, side, (cause.id, *cause.alike), 1.0, LOCATE_S)
+    return None
+
+
+def judged_location(experiment: Experiment, found: Location) -> Experiment:
+    """Confirmed where a module of a side errs on right inputs, and the distance goes with it.
+
+    Its name stays that of the kind: a module is no cause.
+    """
+    sides = [side for side in found.sides if side.source is not None]
+    sides.sort(key=lambda side: (side.role != experiment.side, -side.distance))
+    if not sides:
+        reason = "; ".join(map(str, found.not_tested)) or "no module errs beyond its precision"
+        return replace(experiment, seconds=found.seconds, outcome="undecided", reason=reason)
+    side = sides[0]
+    source = side.source
+    assert source is not None
+    layers = ", ".join(map(str, source.layers))
+    place = f"{TITLES[source.site]}, layer {layers}" if layers else TITLES[source.site]
+    evidence = (
+        Evidence(f"first module of the {side.role} that errs", place, "none"),
+        Evidence("share of that side's distance from float32 gone without it", source.removed),
+    )
+    outcome: Outcome = "confirmed" if source.removed > GONE else "undecided"
+    return replace(
+        experiment, side=side.role, outcome=outcome, seconds=found.seconds, evidence=evidence
+    )

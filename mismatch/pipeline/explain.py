@@ -32,10 +32,21 @@ from mismatch.experiments.explanation import (
 from mismatch.experiments.fixes.base import Context
 from mismatch.experiments.fixes.environment import context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant
+from mismatch.experiments.locate.document import FILE as LOCATED
+from mismatch.experiments.locate.document import SCHEMA as LOCATE_SCHEMA
+from mismatch.experiments.locate.document import of_run, to_document
 from mismatch.experiments.passes import training_passes, wants_square
-from mismatch.experiments.probes import CACHE, FRESH, judged_cache, plan_probes
+from mismatch.experiments.probes import (
+    CACHE,
+    FRESH,
+    judged_cache,
+    judged_location,
+    plan_probes,
+    to_locate,
+)
 from mismatch.pipeline.build import Artefacts
 from mismatch.pipeline.fixes import FixRun
+from mismatch.pipeline.locate import Asked, locate_in
 from mismatch.processes.probes import ask_fresh_engine, cache_of
 from mismatch.processes.stages import Stages, score_in_float32
 from mismatch.run import store
@@ -43,6 +54,7 @@ from mismatch.specs import CheckSpec
 from mismatch.types import Report
 
 STATE, STATE_SCHEMA = f"{DIRECTORY}/explain.json", "mismatch.explain/1"
+LOCATE_MOST_S, FEW_SEQUENCES = 300.0, 4
 OVER_BUDGET = "the budget is used up"
 ENGINES = 4  # engines that are started for it, at most
 
@@ -71,6 +83,7 @@ def explain(stages: Stages) -> None:
             run.variants += [variant for _, variant in chosen]
             _measure(run, chosen)
             made += [_result(run, *pair) for pair in chosen]
+    made += _located(stages, run, made, start)
     (run_dir / DIRECTORY).mkdir(exist_ok=True)
     before = _state(run_dir)["seconds"] if (run_dir / STATE).exists() else 0.0
     spent = round(max(before, time.monotonic() - start), 2)  # made before: nothing runs again
@@ -103,6 +116,31 @@ def _planned(
 
 def _before(probe: Experiment, variants: list[tuple[Experiment, Variant]]) -> bool:
     return not variants or probe.rate >= variants[0][0].rate
+
+
+def _located(stages: Stages, run: FixRun, made: list[Experiment], start: float) -> list[Experiment]:
+    """The module, where a function is at fault and nothing else gave it a name."""
+    causes = applied(diagnose(case_of(stages.run_dir, stages.spec), detectors()), made)[0]
+    planned = to_locate(causes)
+    if planned is None:
+        return []
+    spent = time.monotonic() - start
+    if run.over(spent + planned.expected_s):
+        return [replace(planned, reason=f"{OVER_BUDGET}: mismatch locate {stages.run_dir}")]
+    allowed = run.allowed_s()
+    seconds = LOCATE_MOST_S if allowed is None else min(LOCATE_MOST_S, allowed - spent)
+    _say(stages, [planned])
+    try:
+        found = of_run(stages.run_dir)
+        if found is None:
+            asked = Asked(sequences=FEW_SEQUENCES, seconds=seconds, seed=stages.spec.seed)
+            found = locate_in(stages.run_dir, stages.spec, stages.narrator, asked)
+            document = to_document(found)
+            store.save_document(stages.run_dir, LOCATED, document, schema=LOCATE_SCHEMA)
+        return [judged_location(planned, found)]
+    except MismatchError as error:
+        stages.narrator.note(f"explain: {error.headline}")
+        return [replace(planned, reason=_first_line(error))]
 
 
 def _probed(

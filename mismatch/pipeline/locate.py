@@ -23,9 +23,11 @@ from mismatch.experiments.locate.plan import (
     dtype_of,
     eager,
     passes_of,
+    require_disk,
     select,
 )
 from mismatch.experiments.locate.types import Location, SideLocation
+from mismatch.models.config import find_config
 from mismatch.processes.launch import engine_python, finish, interpreter_environment, own_python
 from mismatch.processes.launch import started as start_worker
 from mismatch.processes.stages import EXACT, Narrator
@@ -37,6 +39,7 @@ from mismatch.run.scorings import TRAIN
 from mismatch.specs import CheckSpec, RolloutSpec, to_dict
 from mismatch.types import Floats, NotTested
 
+MOST_SIDES = 4  # engine, trainer, a plain forward in the dtype of each
 WORKER = "mismatch.processes.workers.locate"
 PLACE = "locate"  # scratch in the run directory; gone at the end
 ENGINE, PASSES = "locate-engine", "locate"
@@ -101,6 +104,10 @@ class _Locating:
         self.not_tested: list[NotTested] = []
 
     def found(self) -> Location:
+        tokens = sum(one.tokens for one in self.sequences)
+        train = self.spec.train
+        config = find_config(train.model, train.revision).model
+        require_disk(config, tokens, MOST_SIDES, shutil.disk_usage(self.run_dir).free)
         facts = self._recorded_engine()
         result = self._passes(facts)
         sides = tuple(self._held(from_json(SideLocation, side)) for side in result["sides"])

@@ -199,6 +199,36 @@ def test_an_onset_at_the_stated_window_is_the_window() -> None:
     assert first(case).id == "sliding-window"
 
 
+@pytest.mark.parametrize("kept", [None, 1.0, 0.98])
+def test_a_law_that_was_cut_for_sampling_alone_is_named_by_the_settings(kept: float | None) -> None:
+    """SGLang scores the whole law: what it cut leaves no mark in any number."""
+    case = stating(healthy(0), {"logprobs_truncated": False}, {})
+    assert causes(case).ranked == ()
+    cut = replace(case.rollout, sampling=replace(case.rollout.sampling, top_k=20))
+    case = replace(case, rollout=cut)
+    if kept is not None:
+        extra = {"kept_mass": np.full(len(case.left), kept)}
+        case = replace(case, trainer=replace(case.trainer, extra=extra))
+    named = [(cause.id, cause.side) for cause in causes(case).ranked]
+    assert named == ([] if kept == 1.0 else [("sampling-truncation", "engine")])
+    renormalised = stating(case, {"logprobs_truncated": True}, {})
+    assert causes(renormalised).ranked == ()  # that one is seen in the numbers
+
+
+def test_tokens_of_a_cut_law_are_seen_though_both_sides_score_the_whole_one() -> None:
+    """Four hundredths of a nat are nine times mean |delta|; no setting is stated."""
+    made = drawn.draw(11, prompts=256, rounding=0.005)
+    law = drawn.log_law(made.engine)
+    least = np.sort(law, axis=1)[:, -17][:, None]
+    kept = np.where(law >= least, law, -np.inf)
+    made.sampled = kept - np.log(np.exp(kept).sum(axis=1, keepdims=True))
+    named = first(made.case())
+    assert (named.id, named.side) == ("sampling-law", "engine")
+    assert "sampling-truncation" in named.alike
+    surplus = next(item.value for item in named.evidence if "entropy" in item.what)
+    assert 0.035 < float(surplus) < 0.0434
+
+
 def test_settings_in_use_are_no_cause_of_their_own() -> None:
     case = stating(
         healthy(0), {"quantization": "mxfp4", "prefix_caching": True}, {"autocast": "bf16"}

@@ -30,17 +30,21 @@ from mismatch.experiments.explanation import (
 )
 from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.catalogue import fix_named
+from mismatch.experiments.locate.types import Group, Location, SideLocation
 from mismatch.experiments.probes import (
     CACHE,
     PROBES,
     RESCORING,
     judged_cache,
+    judged_location,
     own_rounding,
     plan_probes,
+    to_locate,
 )
 from mismatch.reports.sections.explain import section
 from mismatch.run.directory import load_spec, require_same_spec
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from mismatch.types import Estimate
 from tests import drawn_pair as drawn
 from tests.made_run import make_run
 from tests.reports_fixture import make_report
@@ -58,9 +62,7 @@ def suspected(id: str, side: str, *alike: str, effect: float | None = 0.9) -> Ca
     return Causes((cause,), (), (), (), 0.1, 0.1)
 
 
-def drawn_share(value: float):
-    from mismatch.types import Estimate
-
+def drawn_share(value: float) -> Estimate:
     return Estimate(value, value - 0.02, value + 0.02, 1000, 64, 32)
 
 
@@ -373,3 +375,46 @@ def test_the_triple_reads_what_prefill_and_what_decode_had_written() -> None:
     ]
     with pytest.raises(MismatchError, match="256"):
         measure(engine, [[1]], 256, lambda *_: None)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- a module
+
+
+def location(removed: float | None, role: str = "engine") -> Location:
+    """One side that parts at the second layer's router, with so much gone without it."""
+    groups = () if removed is None else (Group("router", (1,), 9.0, 0.8, removed),)
+    side = SideLocation(
+        "vllm:prefill" if role == "engine" else "fsdp", role, "bf16", 0.2, 0.01, 0.0, (),  # type: ignore[arg-type]
+        groups=groups, first=None if removed is None else 0,
+    )  # fmt: skip
+    return Location("m", "m", (), 100, 2, 0.2, (side,), (), seconds=33.0)
+
+
+def test_a_function_without_a_name_is_located_and_nothing_else_is() -> None:
+    asked = to_locate(suspected("function-differs", "engine", "rope-config"))
+    assert asked is not None
+    assert (asked.side, asked.tests) == ("engine", ("function-differs", "rope-config"))
+    assert to_locate(suspected("attention-sinks", "trainer")) is None
+    named = suspected("weights-differ", "engine")
+    done = replace(named, ranked=(replace(named.ranked[0], status="confirmed"),))
+    assert to_locate(done) is None
+
+
+@pytest.mark.parametrize(("removed", "outcome"), [(0.7, "confirmed"), (0.1, "undecided")])
+def test_a_module_that_the_distance_goes_with_confirms_its_side(
+    removed: float, outcome: str
+) -> None:
+    causes = suspected("function-differs", "engine", "rope-config")
+    asked = to_locate(causes)
+    assert asked is not None
+    said = judged_location(asked, location(removed))
+    assert (said.outcome, said.seconds, said.reason) == (outcome, 33.0, "")
+    after, confirmed, _ = applied(causes, [said])
+    assert confirmed == (("function-differs",) if outcome == "confirmed" else ())
+    assert after.ranked[0].alike == ("rope-config",)  # a module is no cause
+    other = judged_location(asked, location(removed, "trainer"))
+    assert other.side == "trainer"
+    assert applied(causes, [other])[1] == ()  # nothing is said of the engine
+    nowhere = judged_location(asked, location(None))
+    assert nowhere.outcome == "undecided"
+    assert nowhere.reason

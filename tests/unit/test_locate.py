@@ -18,7 +18,7 @@ from mismatch.experiments.locate.judge import (
     with_first,
 )
 from mismatch.experiments.locate.measure import BEYOND, ROUNDING, Sums, site_errors
-from mismatch.experiments.locate.plan import actions_of, part_of, select
+from mismatch.experiments.locate.plan import actions_of, disk_bytes, part_of, require_disk, select
 from mismatch.experiments.locate.sites import LAYER_SITES, Site
 from mismatch.experiments.locate.types import (
     Group,
@@ -27,6 +27,7 @@ from mismatch.experiments.locate.types import (
     SideLocation,
     SiteError,
 )
+from mismatch.models.config import ModelConfig
 from mismatch.types import NotTested
 from tests import checkpoints
 
@@ -116,6 +117,22 @@ def test_choices_between_equals_do_not_count() -> None:
         Sums.of(own, same[:2], same)
 
 
+def test_a_module_that_gives_no_numbers_is_the_source_and_what_follows_is_not() -> None:
+    reference, broken = np.ones((3, 2)), np.ones((3, 2))
+    broken[1, 0] = np.nan
+    first, after = Sums.of(broken, reference, reference), Sums.of(broken, reference, broken)
+    assert first.new == np.inf
+    assert after.new == 0
+    side = chain({})
+    side[Site(0, "mlp")] = [first] * 4
+    found = errors(side, chain({}))
+    assert [key for key, one in found.items() if one.role == "source"] == ["0.mlp"]
+    group = Group("mlp", (0,), np.inf, np.nan, np.nan)
+    verdict = judge(location(group))
+    assert verdict.status == "located"
+    assert from_document(to_document(location(group))).sides[0].source is not None
+
+
 def test_sources_of_one_module_are_one_group() -> None:
     side = chain({"0.attention": 0.05, "1.attention": 0.06, "1.mlp": 0.2})
     groups = [group for group, _ in groups_of(site_errors(side, chain({}), "bf16", LAYERS))]
@@ -124,6 +141,22 @@ def test_sources_of_one_module_are_one_group() -> None:
         ("mlp", (1,)),
     ]
     assert place_of(groups[0]).endswith("of layers 0 to 1")
+
+
+def test_rope_of_queries_and_keys_is_one_source() -> None:
+    side = site_errors(chain({"1.rope_q": 0.05, "1.rope_k": 0.05}), chain({}), "bf16", LAYERS)
+    ((group, sites),) = groups_of(side)
+    assert (group.site, group.layers) == ("rope_q", (1,))
+    assert [site.key for site in sites] == ["1.rope_q", "1.rope_k"]
+    ((group, _),) = groups_of(site_errors(chain({"1.rope_k": 0.05}), chain({}), "bf16", LAYERS))
+    assert group.site == "rope_k"
+
+
+def test_sources_that_matter_together_alone_are_named_by_the_first() -> None:
+    found = location(Group("q", (0,), 9.0, -0.5, -0.2), Group("k", (0,), 9.0, -0.5, -0.2))
+    assert found.sides[0].source is None
+    together = with_first(replace(found.sides[0], explained=0.9, removed=0.8))
+    assert together.source == together.groups[0]
 
 
 def test_explained_and_removed_are_shares() -> None:
@@ -151,6 +184,8 @@ def test_the_first_source_is_the_first_that_matters() -> None:
     assert location(idle, real).sides[0].source == real
     assert judge(location(idle, real)).status == "located"
     assert judge(location(idle)).status == "none"
+    hidden = replace(idle, moves=0.3)  # by the rounding of what follows
+    assert location(hidden, real).sides[0].source == hidden
     assert judge(location()).code == 0
 
 
@@ -202,3 +237,16 @@ def test_keys_come_back_in_order(site: Site) -> None:
     assert Site.of(site.key) == site
     assert sorted({*SITES}, key=Site.order) == list(SITES)
     assert all(one.order() < site.order() for one in site.inputs(LAYERS))
+
+
+def test_what_would_fill_the_disk_is_refused() -> None:
+    config = ModelConfig(
+        "qwen3_moe", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8
+    )
+    # 2 layers of 6 x 64 hidden, 4 x 48 query side, 2 x 48 key side, 8 logits; 2 x 64 outside.
+    per_token = 2 * 64 + 2 * (6 * 64 + 4 * 48 + 2 * 48 + 8)
+    needed = disk_bytes(config, 10, 4)
+    assert needed == per_token * 10 * 4 * 9
+    require_disk(config, 10, 4, needed)
+    with pytest.raises(MismatchError):
+        require_disk(config, 10, 4, needed - 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from mismatch.reports import figures
 from mismatch.reports.contrasts import late, unlikely
 from mismatch.reports.figures import comparable
 from mismatch.reports.sections.tokens import of_tokens, places
@@ -67,3 +69,64 @@ def test_titles_are_findings_of_this_runs_data() -> None:
     assert titles()["by-position"].startswith("Grows with position")
     tokens["delta"] *= np.where(np.arange(len(tokens)) % 2, 1.0, -1.0)
     assert "both ways" in titles()["histogram"]
+
+
+def test_drift_adds_delta_up_along_each_sequence() -> None:
+    lengths = np.repeat([10, 20], [30, 25])
+    tokens = pd.DataFrame({"sequence": np.repeat(np.arange(55), lengths)})
+    tokens["delta"] = -0.25
+    table = figures.drift_table(tokens)
+    assert table is not None
+    assert table["length"].tolist() == list(range(1, 21))
+    assert table["n"].tolist() == [55] * 10 + [25] * 10
+    for name in ("q5", "q50", "q95"):
+        assert table[name] == pytest.approx(-0.25 * table["length"])
+    assert figures.drift_title(table).startswith("After 20 tokens the sequence log-ratio is -5.00")
+    assert "25 sequences" in figures.drift_title(table)
+    assert figures.drift_table(tokens[tokens["sequence"] < figures.LEAST - 1]) is None
+    svg = figures.drift(tokens)[0].draw()
+    assert figures.drift_title(table).split(" (")[0] in svg
+
+
+def test_lengths_that_few_sequences_reach_are_left_out() -> None:
+    tokens = pd.DataFrame({"sequence": np.repeat(np.arange(30), [8] * 29 + [500])})
+    tokens["delta"] = 1.0
+    table = figures.drift_table(tokens)
+    assert table is not None
+    assert table["length"].max() == 8
+
+
+def test_the_histogram_tells_before_and_after_the_best_fix() -> None:
+    tokens = make_tokens()
+    tokens["delta"] = np.where(np.arange(len(tokens)) % 4 == 0, -1.0, 0.0)
+    tokens["train_logprob"] = tokens["rollout_logprob"] + tokens["delta"]
+    before = of_tokens(make_report(), tokens).figures[0]
+    assert "with the best fix" not in before.draw()
+    fixed = tokens.assign(fix="attention-sinks", fix_logprob=tokens["rollout_logprob"] + 0.01)
+    after = of_tokens(make_report(), fixed).figures[0]
+    assert after.title == before.title + "; with attention-sinks none"
+    assert "with the best fix" in after.draw()
+    assert "median |delta| 0.0100, largest 0.0100" in after.draw()
+    half = fixed.assign(fix_logprob=fixed["rollout_logprob"] + np.arange(len(tokens)) % 2)
+    assert of_tokens(make_report(), half).figures[0].title.endswith("with attention-sinks 50 %")
+
+
+def test_the_noise_floor_is_drawn_where_passes_that_should_agree_end() -> None:
+    tokens = figures.comparable(make_tokens())
+    assert "noise floor" in figures.histogram(tokens, 0.05)
+    assert "noise floor" not in figures.histogram(tokens, 0.0)
+    assert "noise floor" not in figures.histogram(tokens, None)
+    assert "noise floor" in of_tokens(make_report(), make_tokens()).figures[0].draw()
+
+
+def test_the_scatter_says_how_far_sure_and_unlikely_tokens_are_off() -> None:
+    n = 4 * figures.LEAST
+    rollout = np.log(np.where(np.arange(n) % 2, 0.95, 0.05))
+    tokens = pd.DataFrame({"rollout_logprob": rollout})
+    tokens["delta"] = np.where(np.arange(n) % 2, 0.002, 0.3)
+    tokens["train_logprob"] = rollout + tokens["delta"]
+    assert figures.off_by_class(tokens) == (
+        "Median |delta| 0.300 nats at p < 0.1, 0.00200 at p ≥ 0.9"
+    )
+    assert figures.off_by_class(tokens[:8]) == "Median |delta| 0.151 nats"
+    assert "<svg" in figures.logprobs(tokens.assign(train_logprob=-99.0))

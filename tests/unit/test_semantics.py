@@ -8,7 +8,7 @@ import pytest
 from mismatch.analysis.diagnosis import declared, semantics
 from mismatch.types import Estimate, Rollout, Sampling, Scoring
 
-VOCABULARY, PROMPT, RESPONSE, EOS = 40, 3, 12, 1
+VOCABULARY, PROMPT, RESPONSE, EOS = 40, 3, 14, 1
 
 
 def law(rng, temperature=1.0):
@@ -110,7 +110,7 @@ def test_missing_logprobs_fail(value):
     logprobs[5] = value
     check = semantics.missing_logprobs(rollout, left, replace(right, logprobs=logprobs))
     assert check.status == "failed"
-    assert "1 of 192" in check.detail
+    assert "1 of 224" in check.detail
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -193,26 +193,31 @@ def test_ratios_that_spread_both_ways_are_a_mismatch_and_no_wrong_law():
 
 
 def test_padding_with_zero_fails():
-    _, left, right = make()
+    rollout, left, right = make()
     logprobs = left.logprobs.copy()
     logprobs[RESPONSE - 1 :: RESPONSE] = 0.0
-    assert semantics.zero_logprobs(replace(left, logprobs=logprobs), right).status == "failed"
+    assert (
+        semantics.zero_logprobs(rollout, replace(left, logprobs=logprobs), right).status == "failed"
+    )
 
 
 def test_a_certain_token_may_have_logprob_zero():
-    _, left, right = make()
+    rollout, left, right = make()
     a, b = left.logprobs.copy(), right.logprobs.copy()
     a[3], b[3] = 0.0, -1e-7
-    check = semantics.zero_logprobs(replace(left, logprobs=a), replace(right, logprobs=b))
+    check = semantics.zero_logprobs(rollout, replace(left, logprobs=a), replace(right, logprobs=b))
     assert check.status == "passed"
 
 
 @pytest.mark.parametrize(("value", "status"), [(0.02, "failed"), (1e-5, "warning")])
 def test_positive_logprobs(value, status):
-    _, left, right = make()
+    rollout, left, right = make()
     logprobs = right.logprobs.copy()
     logprobs[0] = value
-    assert semantics.positive_logprobs(left, replace(right, logprobs=logprobs)).status == status
+    assert (
+        semantics.positive_logprobs(rollout, left, replace(right, logprobs=logprobs)).status
+        == status
+    )
 
 
 def test_a_parameter_from_generation_config_fails():
@@ -307,3 +312,19 @@ def test_stale_weights_fail_and_unmapped_names_are_listed():
 )
 def test_what_lacks_its_data_is_not_tested_and_never_passed(check):
     assert check(*make()).status == "not_tested"
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [("lag", "alignment"), ("padding", "zero-logprobs"), ("truncation", "truncation")],
+)
+def test_a_detector_that_raises_leaves_its_check_not_tested(monkeypatch, name, check):
+    def broken(case):
+        raise ValueError("no")
+
+    room = semantics.law if name == "truncation" else semantics
+    monkeypatch.setattr(room, name, broken)
+    checks = statuses(*make())
+    assert checks[check].status == "not_tested"
+    assert "ValueError" in checks[check].detail
+    assert {one.status for id, one in checks.items() if id != check} == {"passed"}

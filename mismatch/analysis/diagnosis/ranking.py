@@ -8,7 +8,7 @@ the numbers that they explain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -157,12 +157,23 @@ def _look(case: Case, detectors: Sequence[Detector], failures: dict[str, Failure
     """What each detector sees; one that raises is written down and never ends the check."""
     looks: Looks = {}
     for detector in detectors:
-        try:
-            with np.errstate(all="ignore"):
-                looks[detector.id] = detector.find(case)
-        except Exception as error:
-            failures[detector.id] = Failure(detector.id, f"{type(error).__name__}: {error}")
+        look = look_of(detector.id, detector.find, case)
+        if isinstance(look, Failure):
+            failures[detector.id] = look
+        else:
+            looks[detector.id] = look
     return looks
+
+
+def look_of(
+    id: str, find: Callable[[Case], Look | NotTested], case: Case
+) -> Look | NotTested | Failure:
+    """What a detector sees, or that it raised."""
+    try:
+        with np.errstate(all="ignore"):
+            return find(case)
+    except Exception as error:
+        return Failure(id, f"{type(error).__name__}: {error}")
 
 
 def _next(

@@ -6,6 +6,8 @@ mend, so a failed check is reported as itself. Where data is missing a check is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
@@ -17,10 +19,21 @@ from mismatch.analysis.diagnosis.declared import (
     special_tokens,
     weights_as_loaded,
 )
-from mismatch.analysis.diagnosis.detectors.pairing import MIN_TOKENS, NEAR_CERTAIN, lag
+from mismatch.analysis.diagnosis.detector import Look
+from mismatch.analysis.diagnosis.detectors import law
+from mismatch.analysis.diagnosis.detectors.pairing import (
+    MIN_TOKENS,
+    POSITIVE,
+    lag,
+    largest,
+    padding,
+)
+from mismatch.analysis.diagnosis.detectors.stated import NOTHING_CUT
+from mismatch.analysis.diagnosis.ranking import Failure, look_of
 from mismatch.types import Check, Estimate, NotTested, Rollout, Scoring
 
 WEAK = 0.5  # two scorings of the same tokens correlate above this, or something is wrong
+ONE_SIDED = 0.99  # of |delta|: no token is likelier on the side that kept the whole law
 ROUNDING = 1e-6  # a float32 log_softmax may end this far above zero
 
 
@@ -45,8 +58,8 @@ def semantic_checks(
         temperature(rollout, left, right),
         truncation(rollout, left, right),
         importance_ratio(rollout, left, right, ratio_mean),
-        zero_logprobs(left, right),
-        positive_logprobs(left, right),
+        zero_logprobs(rollout, left, right),
+        positive_logprobs(rollout, left, right),
         sampling_parameters(rollout, left),
         special_tokens(rollout, left, right),
         source_files(left.fingerprint, right.fingerprint),
@@ -89,9 +102,18 @@ def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     return Check("missing-logprobs", "passed", "every action token has a logprob on both sides")
 
 
+def _seen(
+    find: Callable[[Case], Look | NotTested], rollout: Rollout, left: Scoring, right: Scoring
+) -> Look | NotTested | Failure:
+    """What a detector sees of the two sides; one that raises never ends the check."""
+    return look_of(find.__name__, find, Case.of(rollout, left, right, {}))
+
+
 def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     """Logprobs correlate best at lag 0, of lags up to ±64: no shift between the two sides."""
-    look = lag(Case.of(rollout, left, right, {}))
+    look = _seen(lag, rollout, left, right)
+    if isinstance(look, Failure):
+        return Check("alignment", "not_tested", look.error)
     if isinstance(look, NotTested) or not (left.logprobs.std() and right.logprobs.std()):
         return Check("alignment", "not_tested", f"needs {MIN_TOKENS} tokens that are not all alike")
     best, at_best, at_zero = (float(item.value) for item in look.evidence)
@@ -114,16 +136,11 @@ def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         return Check("temperature", "warning", detail, "sample at the temperature of training")
     claims = {s.name: s.fingerprint.get("logprobs_temperature") for s in (left, right)}
     wrong = {name: t for name, t in claims.items() if t is not None and abs(t - wanted) > 1e-9}
-    untempered = right.extra.get("logprobs_untempered")
+    gone = law.gone_untempered(Case.of(rollout, left, right, {}))
     evidence = ""
-    if untempered is not None:
-        tempered_gap = float(np.abs(right.logprobs - left.logprobs).mean())
-        raw_gap = float(np.abs(untempered - left.logprobs).mean())
-        evidence = (
-            f"; mean |delta| is {tempered_gap:.3g} against the trainer at T = {wanted:g}, "
-            f"{raw_gap:.3g} at T = 1"
-        )
-        if raw_gap < 0.5 * tempered_gap and not wrong:
+    if gone is not None:
+        evidence = f"; {gone.value:.0%} of mean |delta| goes against the trainer at T = 1"
+        if gone.value > law.MOST and not wrong:
             wrong = {left.name: 1.0}
     if wrong:
         which = ", ".join(f"{name} is at T = {t:g}" for name, t in wrong.items())
@@ -145,7 +162,7 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     if sampling.truncates:
         kept = right.extra.get("kept_mass")
         mass = "" if kept is None else f"; the trainer's mean kept mass is {float(kept.mean()):.4f}"
-        if kept is not None and float(kept.min()) > 1 - 1e-9:
+        if kept is not None and float(kept.min()) > NOTHING_CUT:
             return Check("truncation", "passed", f"{cut} cut nothing off in this run")
         if left.fingerprint.get("logprobs_truncated"):
             detail = f"{cut}: the engine renormalised over what it kept, the trainer did not{mass}"
@@ -155,9 +172,13 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         return failed("truncation", detail, fix)
     if left.fingerprint.get("logprobs_truncated") is None:
         return Check("truncation", "not_tested", "the engine does not say how it normalises")
-    delta = right.logprobs - left.logprobs
-    if len(delta) >= MIN_TOKENS and (delta <= ROUNDING).all() and delta.mean() < -0.01:
-        detail = f"delta is never positive (mean {delta.mean():.3g}): as if one side cut its tail"
+    look = _seen(law.truncation, rollout, left, right)
+    if isinstance(look, Failure):
+        return Check("truncation", "not_tested", look.error)
+    numbers = look.evidence[:2] if isinstance(look, Look) and look.findings else ()
+    left_over, sided = (float(item.value) for item in numbers) if numbers else (1.0, 0.0)
+    if sided > ONE_SIDED:
+        detail = f"delta is as if one side cut its tail: the kept mass would be {left_over:.4f}"
         fix = "send every sampling parameter explicitly; look into generation_config.json"
         return failed("truncation", detail, fix)
     return Check("truncation", "passed", "no truncation, full vocabulary on both sides")
@@ -204,29 +225,28 @@ def importance_ratio(
     return Check("importance-ratio", "warning", f"{found} excludes {name}, {reason}", fix)
 
 
-def zero_logprobs(left: Scoring, right: Scoring) -> Check:
+def zero_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     """A logprob of exactly 0 where the other side is not certain is padding, not a probability."""
-    for scoring, other in ((left, right), (right, left)):
-        zero = (scoring.logprobs == 0) & (other.logprobs < NEAR_CERTAIN)
-        if zero.any():
-            first = int(np.flatnonzero(zero)[0])
-            detail = (
-                f"{scoring.name}: {int(zero.sum())} logprobs are exactly 0 where {other.name} is "
-                f"not certain (action token {first}: {other.logprobs[first]:.3f})"
-            )
-            fix = "mask tokens that the policy did not sample (an appended EOS, padding with 0.0)"
-            return failed("zero-logprobs", detail, fix)
+    look = _seen(padding, rollout, left, right)
+    if not isinstance(look, Look):
+        return Check("zero-logprobs", "not_tested", getattr(look, "error", str(look)))
+    for finding in look.findings:
+        name = left.name if finding.side == "engine" else right.name
+        count, last = (item.value for item in finding.evidence)
+        detail = f"{name}: {count} logprobs are exactly 0 and not certain, {last} on a last token"
+        fix = "mask tokens that the policy did not sample (an appended EOS, padding with 0.0)"
+        return failed("zero-logprobs", detail, fix)
     return Check("zero-logprobs", "passed", "no logprob is exactly 0 without being certain")
 
 
-def positive_logprobs(left: Scoring, right: Scoring) -> Check:
+def positive_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     """No probability above one: that is a low-precision head or an unnormalised law."""
-    highest = {s.name: float(s.logprobs.max()) for s in (left, right)}
-    name = max(highest, key=lambda key: highest[key])
-    if highest[name] > 1e-3:
-        detail = f"{name}: a logprob of {highest[name]:+.4g}"
+    side, highest = largest(Case.of(rollout, left, right, {}))
+    name = left.name if side == "engine" else right.name
+    if highest > POSITIVE:
+        detail = f"{name}: a logprob of {highest:+.4g}"
         return failed("positive-logprobs", detail, "compute the head and log_softmax in float32")
-    if highest[name] > ROUNDING:
-        detail = f"{name}: a logprob of {highest[name]:+.2g}, more than float32 rounding"
+    if highest > ROUNDING:
+        detail = f"{name}: a logprob of {highest:+.2g}, more than float32 rounding"
         return Check("positive-logprobs", "warning", detail, "compute the log_softmax in float32")
     return Check("positive-logprobs", "passed", "no logprob above 0")

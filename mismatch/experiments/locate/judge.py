@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +19,8 @@ from mismatch.experiments.locate.types import (
 )
 from mismatch.types import Floats
 
-MATTERS = 0.05  # share of a side's squared distance that a first source explains at least
+MATTERS = 0.05  # share of a side's distance that a first source explains, or that goes with it
+MOVES = 0.1  # of a side's distance, that a first source moves the end by all the same
 FAR = 2.0  # times the plain forward's distance: a side that is off although no source explains it
 PAIRS = 3  # groups whose pairs are taken out
 
@@ -29,17 +31,34 @@ def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]
     Their effects are not measured yet: NaN.
     """
     sources = sorted((one for one in sites if one.role == "source"), key=lambda o: o.place.order())
+    names = {one.site for one in sources}
     named: dict[str, list[SiteError]] = {}
     for one in sources:
-        named.setdefault(one.site, []).append(one)
+        named.setdefault(module_of(one.site, names), []).append(one)
     groups = []
     for name, found in named.items():
-        layers = tuple(one.layer for one in found if one.layer is not None)
+        layers = tuple(dict.fromkeys(one.layer for one in found if one.layer is not None))
         excess = max(one.excess for one in found)
         groups.append(
             (Group(name, layers, excess, np.nan, np.nan), tuple(one.place for one in found))
         )
     return groups
+
+
+def module_of(site: str, sources: Collection[str]) -> str:
+    """The site that a group is named after: rope turns queries and keys alike.
+
+    >>> module_of("rope_k", {"rope_q", "rope_k"}), module_of("rope_k", {"rope_k"})
+    ('rope_q', 'rope_k')
+    """
+    return "rope_q" if site == "rope_k" and "rope_q" in sources else site
+
+
+def sites_in(side: SideLocation, group: Group) -> tuple[Site, ...]:
+    """The sites of one of a side's groups."""
+    sources = [one for one in side.sites if one.role == "source"]
+    names = {one.site for one in sources}
+    return tuple(one.place for one in sources if module_of(one.site, names) == group.site)
 
 
 def explained(end: Floats, alone: Floats) -> float:
@@ -52,6 +71,16 @@ def explained(end: Floats, alone: Floats) -> float:
     return 1.0 - float(((end - alone) ** 2).sum()) / whole if whole else 0.0
 
 
+def moved(end: Floats, alone: Floats) -> float:
+    """Root mean square of ``alone`` [A] over that of ``end`` [A].
+
+    >>> moved(np.array([2.0, 0.0]), np.array([0.0, 1.0]))
+    0.5
+    """
+    whole = float((end**2).sum())
+    return math.sqrt(float((alone**2).sum()) / whole) if whole else 0.0
+
+
 def removed(end: Floats, without: Floats) -> float:
     """Share of the mean |distance| ``end`` [A] that is gone in ``without`` [A]."""
     whole = float(np.abs(end).mean())
@@ -59,16 +88,22 @@ def removed(end: Floats, without: Floats) -> float:
 
 
 def with_first(side: SideLocation) -> SideLocation:
-    """The side with its first source: the earliest that explains at least ``MATTERS``."""
+    """The side with its first source: the earliest that does anything to the end."""
     first = next(
-        (
-            place
-            for place, group in enumerate(side.groups)
-            if max(group.explains, group.removed) >= MATTERS
-        ),
+        (place for place, group in enumerate(side.groups) if does_anything(group)),
         None,
     )
+    together = max(side.explained or 0.0, side.removed or 0.0)
+    if first is None and side.groups and together >= MATTERS:
+        first = 0  # no module by itself, all of them together
     return replace(side, first=first)
+
+
+def does_anything(group: Group) -> bool:
+    """Whether a source matters at the end; of one that gives no numbers nothing can be told."""
+    if not math.isfinite(group.excess):
+        return True
+    return max(group.explains, group.removed) >= MATTERS or group.moves >= MOVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +140,10 @@ def judge(found: Location) -> Verdict:
         names = ", ".join(side.name for side in far)
         reason = f"{names} is off beyond its precision, and no module that was recorded says why"
         return Verdict("unlocated", reason, 1)
+    idle = [f"{side.name} at the {place_of(side.groups[0])}" for side in found.sides if side.groups]
+    if idle:
+        reason = f"{' and '.join(idle)} errs beyond its precision, which does nothing to the end"
+        return Verdict("none", reason, 0)
     names = " and ".join(side.name for side in found.sides)
     reason = f"no module of {names} errs beyond what its precision costs"
     return Verdict("none", reason, 0)
@@ -124,13 +163,18 @@ def sentence(side: SideLocation) -> str:
     group = side.source
     if group is None:
         raise ValueError("no source")
+    if not math.isfinite(group.excess):
+        return f"{side.name} gives values that are no numbers at the {place_of(group)}"
     more = len(side.groups) - 1
     others = f", with {more} more {'source' if more == 1 else 'sources'}" if more else ""
-    share = side.explained if more else group.explains
+    layers = {layer for one in side.groups for layer in one.layers or (None,)}
+    if more and len(layers) == 1 and None not in layers:
+        others += f", all in layer {group.layers[0]}"
+    share = (side.explained if more else group.explains) or 0.0
+    shown = f"{100 * min(1.0, max(0.0, share)):.0f} % of its squared distance come of it"
     return (
         f"{side.name} parts from float32 at the {place_of(group)} "
-        f"({group.excess:.3g} times what {side.dtype} costs there){others}: "
-        f"{100 * min(1.0, max(0.0, share or 0.0)):.0f} % of its distance"
+        f"({group.excess:.3g} times what {side.dtype} costs there){others}: {shown}"
     )
 
 
@@ -138,7 +182,7 @@ def place_of(group: Group) -> str:
     """Module and layers.
 
     >>> place_of(Group("rope_q", (3,), 9.0, 0.9, 0.9))
-    'rope of queries of layer 3'
+    'rope of layer 3'
     """
     title = TITLES[group.site]
     if not group.layers:

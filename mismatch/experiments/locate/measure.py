@@ -51,7 +51,7 @@ class Sums:
         same: NDArray[np.floating],
         counted: NDArray[np.bool_] | None = None,
     ) -> Sums:
-        """Of arrays [tokens, features].
+        """Of arrays [tokens, features]; what is no number counts as nothing, once as infinite.
 
         Args:
             counted: [tokens] those whose new error counts; the others chose between equals.
@@ -62,6 +62,9 @@ class Sums:
         if not own.shape == reference.shape == same.shape:
             raise ValueError(f"shapes {own.shape}, {reference.shape}, {same.shape}")
         y, r, s = (np.asarray(array, np.float64) for array in (own, reference, same))
+        lost = bool((np.isfinite(s) & ~np.isfinite(y)).any())
+        finite = np.isfinite(y) & np.isfinite(r) & np.isfinite(s)
+        y, r, s = (np.where(finite, array, 0.0) for array in (y, r, s))
         kept = slice(None) if counted is None else counted
         return cls(
             reference=float((r * r).sum()),
@@ -69,7 +72,7 @@ class Sums:
             same=float((s[kept] ** 2).sum()),
             product=float((y * r).sum()),
             error=float(((y - r) ** 2).sum()),
-            new=float(((y - s)[kept] ** 2).sum()),
+            new=math.inf if lost else float(((y - s)[kept] ** 2).sum()),
             inherited=float(((s - r) ** 2).sum()),
         )
 
@@ -97,7 +100,7 @@ def ratio(part: float, whole: float) -> float:
     """
     if part == 0:
         return 0.0
-    return math.sqrt(part / whole) if whole > 0 else math.inf
+    return math.sqrt(part / whole) if whole > 0 and math.isfinite(part) else math.inf
 
 
 def site_errors(side: BySite, plain: BySite | None, dtype: str, layers: int) -> list[SiteError]:

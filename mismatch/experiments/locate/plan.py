@@ -11,11 +11,13 @@ from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.locate.types import Sequence
 from mismatch.experiments.passes import plain_of, reference_of
+from mismatch.models.config import ModelConfig
 from mismatch.run.scorings import PLAIN, REFERENCE, TRAIN
 from mismatch.specs import Dtype, EngineSpec, Pass, TrainSpec
 from mismatch.types import Fingerprint, Floats, Ints, Rollout
 
 SEQUENCES, TOKENS = 8, 512  # recorded by default, and of each at most
+FLOAT32_BYTES = 4
 SHORT: dict[str, Dtype] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 
 
@@ -81,6 +83,36 @@ def actions_of(rollout: Rollout, sequences: Several[Sequence]) -> Ints:
     rows = np.concatenate([np.arange(start, start + size) for start, size in spans])
     places: Ints = place[rows[rollout.action_mask[rows]]]
     return places
+
+
+def values_of(config: ModelConfig) -> int:
+    """Numbers that all sites of one token hold."""
+    heads = config.heads * (2 * config.head_dim + (config.value_dim or config.head_dim))
+    shared = config.kv_heads * (2 * config.head_dim + (config.value_dim or config.head_dim))
+    return 2 * config.hidden + config.layers * (6 * config.hidden + heads + shared + config.experts)
+
+
+def disk_bytes(config: ModelConfig, tokens: int, sides: int) -> int:
+    """What is on disk at most while these sides are held against the reference.
+
+    Each leaves what it recorded and what is new in it, in float32 at most; so does the reference.
+    """
+    return values_of(config) * tokens * FLOAT32_BYTES * (2 * sides + 1)
+
+
+def require_disk(config: ModelConfig, tokens: int, sides: int, free: int) -> None:
+    """Refuse what would fill a disk.
+
+    Raises:
+        MismatchError: more than ``free`` bytes.
+    """
+    needed = disk_bytes(config, tokens, sides)
+    if needed > free:
+        raise MismatchError(
+            f"what {sides} sides record of {tokens:,} tokens takes up to {needed / 1e9:.1f} GB, "
+            f"{free / 1e9:.1f} GB are free in the run directory",
+            "lower --max-sequence-tokens or --sequences, or free some",
+        )
 
 
 def dtype_of(facts: Fingerprint | dict[str, object]) -> Dtype | None:

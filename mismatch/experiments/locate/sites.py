@@ -31,7 +31,7 @@ TITLES = {
     "q": "query projection",
     "k": "key projection",
     "v": "value projection",
-    "rope_q": "rope of queries",
+    "rope_q": "rope",
     "rope_k": "rope of keys",
     "attention": "attention",
     "attention_output": "attention's output projection",

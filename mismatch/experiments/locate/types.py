@@ -58,6 +58,8 @@ class Group:
             the float32 reference, reproduces; below 0: it points elsewhere.
         removed: share of the side's mean |distance| at the end that goes where every other new
             error stays and this one is taken out.
+        moves: root mean square of what its new error alone does to the end, over that of the
+            side's distance. Rounding of all other modules can hide it from the other two.
     """
 
     site: str
@@ -65,6 +67,7 @@ class Group:
     excess: float
     explains: float
     removed: float
+    moves: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class SideLocation:
         groups: sources in the order of the forward pass.
         first: place of the first one that explains anything; None: none does.
         explained, removed: of all groups together, as in :class:`Group`.
+        reverted: share of its mean |distance| that goes where the side itself runs again with the
+            reference's output in place of the first source's; None: no source, or an engine.
     """
 
     name: str
@@ -109,6 +114,7 @@ class SideLocation:
     first: int | None = None
     explained: float | None = None
     removed: float | None = None
+    reverted: float | None = None
 
     @property
     def source(self) -> Group | None:

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence as Several
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,21 @@ def record_engine(job: dict[str, Any]) -> None:
     store.write_json(folder / "facts.json", {key: facts.get(key) for key in kept})
 
 
+def with_revert(
+    side: SideLocation, reference: Any, world: Any, passes: list[Pass], rollout: Rollout
+) -> SideLocation:
+    """The trainer runs again with the reference's output at its first source."""
+    from mismatch.processes.workers.locate_forward import Forward
+
+    if side.role != "trainer" or side.source is None:
+        return side
+    say(f"{PROGRESS}{side.name} with the reference's {side.source.site}")
+    reference.drop()
+    gc.collect()
+    share = reference.reverted(side, Forward(world, passes[0], rollout))
+    return replace(side, reverted=share)
+
+
 def masks_of(rollout: Rollout) -> list[np.ndarray]:
     """Action mask of each sequence."""
     return np.split(rollout.action_mask, rollout.offsets[1:-1])
@@ -136,6 +152,7 @@ def run_passes(job: dict[str, Any]) -> None:
     for entry in job["sides"]:
         say(f"{PROGRESS}{entry['name']} in the reference")
         sides.append(reference.located(entry, plain.get(entry["dtype"])))
+    sides = [with_revert(side, reference, world, passes, rollout) for side in sides]
     not_tested += reference.not_tested
     store.write_json(
         place / "sides.json",

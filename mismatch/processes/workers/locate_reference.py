@@ -24,7 +24,9 @@ from mismatch.experiments.locate.judge import (
     PAIRS,
     explained,
     groups_of,
+    moved,
     removed,
+    sites_in,
     with_first,
 )
 from mismatch.experiments.locate.measure import Sums, site_errors
@@ -122,15 +124,47 @@ class Reference:
             name=name,
             role=entry["role"],
             dtype=dtype,
-            distance=float(np.abs(end).mean()),
-            plain_distance=None
-            if plain is None
-            else float(np.abs(self._distance(yardstick)).mean()),
+            distance=_mean(end),
+            plain_distance=None if plain is None else _mean(self._distance(yardstick)),
             held=None,
             sites=tuple(sites),
         )
         found = groups_of(sites)
         return with_first(self._with_effects(side, end, found)) if found else side
+
+    def drop(self) -> None:
+        """Give back the model: nothing is replayed any more."""
+        del self.forward
+
+    def reverted(self, side: SideLocation, forward: Forward) -> float:
+        """Share of a side's mean distance that goes without what its first source adds.
+
+        Args:
+            forward: the side's own, at work again.
+        """
+        group = side.source
+        assert group is not None
+        keys = {site.key for site in sites_in(side, group)}
+        end = self._distance(side.name)
+        without = np.concatenate(
+            [
+                self._put_into(forward, side.name, number, keys, -1.0) - self.own[number]
+                for number in range(self.count)
+            ]
+        )
+        return removed(end, without)
+
+    def _put_into(
+        self, forward: Forward, side: str, number: int, keys: Collection[str], sign: float
+    ) -> Floats:
+        """Log-probabilities of a model whose outputs a side's new errors are added to."""
+        path = self._folder(f"{side}-new") / f"{number}.safetensors"
+        with safe_open(path, "pt") as file:
+            names = set(file.keys()) & set(keys)
+            news = {key: sign * file.get_tensor(key) for key in names}
+        head = news.pop(HEAD.key, None)
+        end = forward.logprobs(number, Adding(news))
+        return end if head is None else end + head.numpy()
 
     def _distance(self, side: str) -> Floats:
         """[A] the side's log-probabilities less the reference's own."""
@@ -151,7 +185,10 @@ class Reference:
                 alone = self._with_new(side.name, keys[place])
                 without = self._with_new(side.name, everything - keys[place])
                 group = replace(
-                    group, explains=explained(end, alone), removed=removed(end, without)
+                    group,
+                    explains=explained(end, alone),
+                    removed=removed(end, without),
+                    moves=moved(end, alone),
                 )
             else:
                 group = replace(group, explains=0.0, removed=0.0)
@@ -187,15 +224,18 @@ class Reference:
 
     def _with_new(self, side: str, keys: Collection[str]) -> Floats:
         """[A] distance of the reference with a side's new errors at these sites."""
-        folder = self._folder(f"{side}-new")
-        parts = []
-        for number in range(self.count):
-            with safe_open(folder / f"{number}.safetensors", "pt") as file:
-                news = {key: file.get_tensor(key) for key in file.keys() if key in keys}  # noqa: SIM118
-            head = news.pop(HEAD.key, None)
-            end = self.forward.logprobs(number, Adding(news)) - self.own[number]
-            parts.append(end if head is None else end + head.numpy())
-        return np.concatenate(parts)
+        return np.concatenate(
+            [
+                self._put_into(self.forward, side, number, keys, 1.0) - self.own[number]
+                for number in range(self.count)
+            ]
+        )
+
+
+def _mean(distance: Floats) -> float:
+    """Mean size of the finite ones; NaN of none."""
+    finite = np.abs(distance[np.isfinite(distance)])
+    return float(finite.mean()) if finite.size else float("nan")
 
 
 class Replay:

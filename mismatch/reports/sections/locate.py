@@ -10,7 +10,7 @@ from mismatch.experiments.locate.judge import judge, place_of, sentence
 from mismatch.experiments.locate.sites import TITLES
 from mismatch.experiments.locate.types import Group, Location, SideLocation, SiteError
 from mismatch.reports.formatting import line, number, percent, plural, text
-from mismatch.reports.section import Cell, Column, Figure, Section, Table, Value
+from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, ticks, to_svg
 from mismatch.types import Report
 
@@ -28,6 +28,7 @@ GROUPS = (
     Column("source", text),
     Column("excess", number, 1, detail="new error over what the precision costs there"),
     Column("explains", percent, detail="of the side's squared distance from float32"),
+    Column("moves", percent, 2, detail="the end by itself, over that distance"),
     Column("goes with it", percent, 1, detail="of its mean distance"),
 )
 SITES = (
@@ -78,6 +79,11 @@ def sentences(result: Location) -> Iterator[str]:
                     else "."
                 )
             )
+        if side.reverted is not None and side.source is not None:
+            yield (
+                f"With the reference's output at the {place_of(side.source)}, {line(side.name)} "
+                f"itself loses {percent(side.reverted)} of its distance."
+            )
         for pair in side.pairs:
             names = " and the ".join(place_of(side.groups[n]) for n in (pair.first, pair.second))
             yield (
@@ -92,8 +98,9 @@ def sentences(result: Location) -> Iterator[str]:
 
 
 def _row(side: SideLocation, group: Group) -> tuple[Cell | Value, ...]:
-    tone = "critical" if side.source is group else ""
-    return (side.name, Cell(place_of(group), tone), group.excess, group.explains, group.removed)  # type: ignore[arg-type]
+    tone: Tone = "critical" if side.source is group else ""
+    place = Cell(place_of(group), tone)
+    return side.name, place, group.excess, group.explains, group.moves, group.removed
 
 
 def _part(side: SideLocation) -> Section:
@@ -118,11 +125,11 @@ def _largest(sites: Sequence[SiteError]) -> str:
 
 
 def _site(one: SiteError) -> tuple[Cell | Value, ...]:
-    tone = "critical" if one.role == "source" else "warn" if one.role == "amplifier" else ""
+    tone: Tone = "critical" if one.role == "source" else "warn" if one.role == "amplifier" else ""
     layer = "" if one.layer is None else str(one.layer)
     return (
         layer, TITLES[one.site], one.error, one.new, one.cost, one.excess, one.gain, one.cosine,
-        one.other_experts, Cell(one.role, tone),  # type: ignore[arg-type]
+        one.other_experts, Cell(one.role, tone),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from mismatch.reports import figures
 from mismatch.reports.contrasts import concentration, flipped, unlikely
 from mismatch.reports.section import Section
+from mismatch.reports.summary import noise_rows
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -23,12 +24,15 @@ def of_tokens(report: Report, tokens: pd.DataFrame) -> Section:
     """
     tokens = figures.comparable(tokens)
     pair = Section("scatter", "Probability, side against side", figures=figures.scatter(tokens))
+    drift = Section("drift-along", "Drift of whole sequences", figures=figures.drift(tokens))
+    noise = (row.largest for row in noise_rows(report) if row.agree)
+    floor = max((largest.value for largest in noise if largest is not None), default=None)
     return Section(
         id="tokens",
         title="By token",
         sentences=tuple(places(tokens)),
-        figures=figures.of_tokens(tokens),
-        parts=(pair,),
+        figures=figures.of_tokens(tokens, floor),
+        parts=(pair, drift),
         folded=False,
         page_only=True,
     )

@@ -12,16 +12,19 @@ from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below, co
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
 from mismatch.captures import Distributions
 from mismatch.run.scorings import REFERENCE
-from mismatch.types import Floats, NotTested
+from mismatch.types import Estimate, Floats, NotTested
 
 KNOTS = 8
 MIN_TOKENS = 200
 SAME_LAW = 0.5  # correlation of the sides; another law of the same logits keeps their order
 LEAST_SHARE = 0.1  # of mean |delta|, that goes with a constant
+MOST = 0.5  # of mean |delta|, that goes with what confirms a cause
 STEADY = 0.25  # of the constant, that near-certain tokens vary by
 ONE_LAW = 0.9  # correlation of the sides, where a constant alone tells them apart
 CERTAIN = float(np.log(0.99))
 MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy law moves them
+BEYOND_CHANCE = 2.5  # 95 % arms: five standard errors, one run in 10^5 by chance
+OF_ROUNDING = 3.0  # times mean |delta|, that two laws as far apart may move mean log p + entropy
 TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256)
 TOP_P = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
 NEEDS = "the entropy of the trainer's law"
@@ -64,14 +67,13 @@ def temperature(case: Case) -> Look | NotTested:
         return Look(tuple(evidence))
     side = off_law(case)
     repair = _taken_out(case, side, whole, exact=False)
-    raw = case.trainer.extra.get("logprobs_untempered")
-    confirmed = False
-    if raw is not None:
-        remeasured = case.share(raw - case.left)
-        confirmed = above(remeasured, 0.5)
+    remeasured, confirmed = gone_untempered(case), False
+    if remeasured is not None:
+        confirmed = above(remeasured, MOST)
         evidence.append(Evidence("share gone against the untempered trainer", remeasured.value))
-    if raw is not None and confirmed:
-        effect, repair = remeasured, _untempered(case, side, raw)
+        if confirmed:
+            raw = case.trainer.extra["logprobs_untempered"]
+            effect, repair = remeasured, _untempered(case, side, raw)
     finding = Finding(
         "temperature-semantics",
         side,
@@ -82,6 +84,12 @@ def temperature(case: Case) -> Look | NotTested:
         repair=repair,
     )
     return Look(tuple(evidence), (finding,))
+
+
+def gone_untempered(case: Case) -> Estimate | None:
+    """Share of mean |delta| that goes against the trainer at T = 1; None without that pass."""
+    raw = case.trainer.extra.get("logprobs_untempered")
+    return None if raw is None else case.share(raw - case.left)
 
 
 def _untempered(case: Case, side: Side, raw: Floats) -> Repair:
@@ -177,7 +185,7 @@ def truncation(case: Case) -> Look | NotTested:
         evidence.append(Evidence("share of delta that this setting explains", setting[1]))
     if not above(effect, 0.3):
         return Look(tuple(evidence))
-    confirmed = kept_mass is not None and above(effect, 0.5)
+    confirmed = kept_mass is not None and above(effect, MOST)
     finding = Finding(
         "sampling-truncation",
         "engine",
@@ -251,7 +259,9 @@ def _best_setting(case: Case) -> tuple[str, float] | None:
 def sampling_law(case: Case) -> Look | NotTested:
     """Whether the tokens were drawn from the law that both sides score: mean(log p + H) is 0.
 
-    Raw log-probabilities agree with the trainer's though tokens came from a sharper law.
+    Raw log-probabilities agree with the trainer's though tokens came from a sharper law. Two laws
+    that differ by delta move the mean by at most the covariance of delta and log p, which is of
+    the size of delta; what lies beyond that and beyond chance is the sampler's.
     """
     entropy = case.entropy
     if entropy is None:
@@ -265,13 +275,11 @@ def sampling_law(case: Case) -> Look | NotTested:
     size = float(np.abs(case.delta[case.kept]).mean())
     evidence = (Evidence("mean log p + entropy of the trainer's law, nats", surplus.value, "0"),)
     half = 0.0 if surplus.low is None else surplus.value - surplus.low
-    if abs(surplus.value) < max(3 * half, 0.03 + 3 * size):
-        return Look(evidence)
-    sharper = surplus.value > 0
-    if not sharper:
+    if surplus.value < max(BEYOND_CHANCE * half, OF_ROUNDING * size):
         return Look(evidence)
     finding = Finding("sampling-law", "engine", None, evidence,
-                      alike=("implicit-generation-config", "temperature-semantics"))  # fmt: skip
+                      alike=("implicit-generation-config", "sampling-truncation",
+                             "temperature-semantics"))  # fmt: skip
     return Look(evidence, (finding,))
 
 

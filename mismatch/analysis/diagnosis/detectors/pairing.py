@@ -22,6 +22,7 @@ SUSPECTS = 512  # rows that are tried against all others
 APART = 0.1  # nats of mean |delta|, from which a row is held against others
 CLEAR = 0.5  # share of the mismatch that must go with a shift
 LEAST = 0.05  # with a re-pairing of rows, each of which fits its new partner
+POSITIVE = 1e-3  # nats above 0, that no rounding of a float32 log_softmax reaches
 NEAR_CERTAIN = float(np.log(0.99))
 
 
@@ -178,25 +179,30 @@ def padding(case: Case) -> Look:
     return Look(evidence, (finding,))
 
 
+def largest(case: Case) -> tuple[Side, float]:
+    """The side with the largest log-probability, and that."""
+    left, right = float(case.left.max()), float(case.right.max())
+    return ("engine", left) if left >= right else ("trainer", right)
+
+
 def positive(case: Case) -> Look:
     """Probabilities above one: the law of that side is not normalised."""
-    highest = {"engine": float(case.left.max()), "trainer": float(case.right.max())}
-    side = "engine" if highest["engine"] >= highest["trainer"] else "trainer"
-    evidence = (Evidence("largest log-probability", highest[side], "0"),)
-    if highest[side] <= 1e-3:
+    side, highest = largest(case)
+    evidence = (Evidence("largest log-probability", highest, "0"),)
+    if highest <= POSITIVE:
         return Look(evidence)
     values = case.left if side == "engine" else case.right
-    sound, repair = np.where(values > 1e-3, 0.0, case.delta), None
+    sound, repair = np.where(values > POSITIVE, 0.0, case.delta), None
     if case.reference is not None:  # its other tokens are of the same law
         exact = (case.reference, case.right) if side == "engine" else (case.left, case.reference)
         sound, repair = exact[1] - exact[0], Repair(*exact)
     finding = Finding(
         "unnormalised-law",
-        "engine" if side == "engine" else "trainer",
+        side,
         case.share(sound),
         evidence,
         alike=("bf16-lm-head",),
-        repair=repair or Repair(case.left, case.right, values <= 1e-3),
+        repair=repair or Repair(case.left, case.right, values <= POSITIVE),
     )
     return Look(evidence, (finding,))
 

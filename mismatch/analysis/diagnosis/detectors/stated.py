@@ -24,6 +24,7 @@ UNQUANTISED = (None, "", "none", "None")
 WIDE = ("bf16", "fp16", "fp32", "auto", None)
 
 CLOSE = 0.01  # relative: tables in bf16 hold 0.4 %
+NOTHING_CUT = 1 - 1e-9  # kept mass, from which a truncation cut nothing off
 LEADS = ("head_dtype", "router_dtype")  # often differ on purpose, as a fix on one side
 
 # Field of a resolved configuration -> the cause that a difference in it names.
@@ -104,7 +105,7 @@ def configurations(case: Case) -> Look | NotTested:
     longest = int(np.diff(case.rollout.offsets).max())
     a, b = _resolved(engine, longest), _resolved(trainer, longest)
     common = [name for name in FIELDS if name in a and name in b]
-    findings = [*_differing(a, b, common), *_one_sided(engine, trainer)]
+    findings = [*_differing(a, b, common), *_one_sided(engine, trainer), *_sampled(case)]
     if not common and not findings and not (engine.get("dtype") and trainer.get("dtype")):
         return NotTested("resolved configurations", "a side states no settings")
     evidence = (
@@ -188,6 +189,18 @@ def _one_sided(engine: Fingerprint, trainer: Fingerprint) -> list[Finding]:
     return findings
 
 
+def _sampled(case: Case) -> list[Finding]:
+    """A law cut for sampling alone leaves no mark in log-probabilities of the whole one."""
+    sampling, kept = case.rollout.sampling, case.trainer.extra.get("kept_mass")
+    nothing_cut = kept is not None and float(kept.min()) > NOTHING_CUT
+    scored_whole = case.engine.fingerprint.get("logprobs_truncated") is False
+    if not sampling.truncates or sampling.temperature == 0 or not scored_whole or nothing_cut:
+        return []
+    cut = f"top-p {sampling.top_p:g}, top-k {sampling.top_k or 'off'}"
+    evidence = (Evidence("law that sampled; log-probabilities are of the whole one", cut, "whole"),)
+    return [Finding("sampling-truncation", "engine", None, evidence)]
+
+
 DETECTORS = (
     Detector(
         "weights",
@@ -209,6 +222,7 @@ DETECTORS = (
             "trainer-autocast",
             "precision",
             "prefix-cache-stale",
+            "sampling-truncation",
         ),
         configurations,
         order=61,

@@ -1,0 +1,41 @@
+"""A model's tokenizer, and the ids at which engines stop."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from mismatch.errors import MismatchError, first_line
+
+
+def load_tokenizer(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a directory or hub id.
+
+    Raises:
+        MismatchError: it is missing or cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # transformers raises many kinds here
+        raise MismatchError(
+            f"tokenizer of {model} cannot be loaded: {first_line(error)}",
+            "save it beside the model: tokenizer.save_pretrained(DIR)",
+        ) from error
+
+
+def stop_ids(model: str, revision: str | None, *sources: Any) -> tuple[int, ...]:
+    """End tokens of generation_config.json and of ``sources``: tokenizer, config; sorted."""
+    from transformers import GenerationConfig
+
+    generation: Any = None
+    with contextlib.suppress(OSError):  # many models have none
+        generation = GenerationConfig.from_pretrained(model, revision=revision or "main")
+    ids: set[int] = set()
+    for source in (generation, *sources):
+        found = getattr(source, "eos_token_id", None)
+        ids.update(found if isinstance(found, list) else [] if found is None else [found])
+    return tuple(sorted(ids))

@@ -1,0 +1,150 @@
+"""Faults planted in tiny models of three families: the first source is the module at fault.
+
+The side computes in bf16 (or float32, for faults of precision), the yardstick is a plain forward in
+the same dtype, the reference is float32. Real engines and the head: tests/integration.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mismatch.experiments.locate.judge import groups_of
+from mismatch.experiments.locate.measure import Sums, site_errors
+from mismatch.experiments.locate.sites import Site
+from mismatch.processes.workers.locate_reference import Replay
+from mismatch.training.module_capture import Boundaries, Recorder
+from tests import checkpoints
+from tests.unit.test_module_capture import model_of
+
+SEQUENCES, TOKENS = 3, 40
+FAULTY = 1  # layer
+Plant = Callable[[Any], None]
+
+
+def rope(model: Any) -> None:
+    decoder = model.get_decoder()
+    other = copy.deepcopy(decoder.rotary_emb)
+    count = other.inv_freq.numel()
+    other.inv_freq.mul_(4.0 ** -(torch.arange(count) / count))
+
+    def hook(module: Any, args: Any, kwargs: Any) -> Any:
+        tables = other(kwargs["hidden_states"], torch.arange(TOKENS)[None])
+        return args, kwargs | {"position_embeddings": tables}
+
+    decoder.layers[FAULTY].self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def window(model: Any) -> None:
+    model.config.sliding_window -= 1
+
+
+def sinks(model: Any) -> None:
+    for layer in model.get_decoder().layers:
+        layer.self_attn.sinks.data.fill_(-1e4)
+
+
+def swapped(model: Any) -> None:
+    for parameter in model.get_decoder().layers[FAULTY].mlp.experts.parameters():
+        parameter.data[:2] = parameter.data[:2].flip(0).clone()
+
+
+def noise(model: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.get_decoder().layers[FAULTY].named_parameters():
+        if "norm" not in name:
+            off = 0.03 * torch.randn(parameter.shape, generator=generator)
+            parameter.data.mul_((1 + off).to(parameter.dtype))
+
+
+def eps(model: Any) -> None:
+    model.get_decoder().layers[FAULTY].post_attention_layernorm.variance_epsilon = 0.5
+
+
+def clamp(model: Any) -> None:
+    for layer in model.get_decoder().layers:
+        layer.mlp.experts.limit = 0.3
+
+
+def router_bf16(model: Any) -> None:
+    for layer in model.get_decoder().layers:
+        router = getattr(layer.mlp, "router", None) or layer.mlp.gate
+        router.weight.data.copy_(router.weight.data.bfloat16())
+        router.register_forward_pre_hook(lambda _, args: tuple(x.bfloat16().float() for x in args))
+
+
+FAULTS: tuple[tuple[str, Plant, str, torch.dtype], ...] = (
+    ("gpt_oss", sinks, "0.attention", torch.bfloat16),
+    ("gpt_oss", window, "0.attention", torch.bfloat16),
+    ("gpt_oss", rope, "1.rope_q", torch.bfloat16),
+    ("gpt_oss", swapped, "1.mlp", torch.bfloat16),
+    ("gpt_oss", noise, "1.q", torch.bfloat16),
+    ("gpt_oss", eps, "1.post_norm", torch.bfloat16),
+    ("gpt_oss", clamp, "0.mlp", torch.bfloat16),
+    ("gpt_oss", router_bf16, "0.router", torch.float32),
+    ("qwen3", rope, "1.rope_q", torch.bfloat16),
+    ("qwen3", noise, "1.q", torch.bfloat16),
+    ("qwen3", eps, "1.post_norm", torch.bfloat16),
+    ("qwen3_moe", rope, "1.rope_q", torch.bfloat16),
+    ("qwen3_moe", swapped, "1.mlp", torch.bfloat16),
+    ("qwen3_moe", noise, "1.q", torch.bfloat16),
+    ("qwen3_moe", router_bf16, "0.router", torch.float32),
+)
+
+
+def recorded(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 250, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
+    recorder = Recorder()
+    with torch.no_grad(), Boundaries(model.get_decoder(), recorder).shown():
+        model(input_ids=ids, use_cache=False)
+    return recorder.values
+
+
+def replayed(model: Any, side: Any) -> dict[Site, list[Sums]]:
+    sums: dict[Site, list[Sums]] = {}
+    top_k = getattr(model.config, "num_experts_per_tok", 0) or 0
+    for seed in range(SEQUENCES):
+        replay = Replay(recorded(side, seed), recorded(model, seed), top_k)
+        ids = torch.randint(3, 250, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad(), Boundaries(model.get_decoder(), replay).shown():
+            model(input_ids=ids, use_cache=False)
+        for site, one in replay.sums.items():
+            sums.setdefault(site, []).append(one)
+    return sums
+
+
+def published(family: str) -> Any:
+    """A model all of whose values are bf16."""
+    model = model_of(family)
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.bfloat16())
+    return model
+
+
+def sources(family: str, plant: Plant | None, dtype: torch.dtype) -> list[str]:
+    """Keys of the sources, in their order."""
+    reference = published(family)
+    side = published(family).to(dtype)
+    plain = None if dtype == torch.float32 else replayed(reference, published(family).to(dtype))
+    if plant is not None:
+        plant(side)
+    short = "fp32" if dtype == torch.float32 else "bf16"
+    layers = reference.config.num_hidden_layers
+    errors = site_errors(replayed(reference, side), plain, short, layers)
+    return [sites[0].key for _, sites in groups_of(errors)]
+
+
+@pytest.mark.parametrize(("family", "plant", "expected", "dtype"), FAULTS)
+def test_the_first_source_is_the_module_at_fault(
+    family: str, plant: Plant, expected: str, dtype: torch.dtype
+) -> None:
+    assert sources(family, plant, dtype)[:1] == [expected]
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_a_clean_side_has_no_source(family: str) -> None:
+    assert sources(family, None, torch.bfloat16) == []
