@@ -92,17 +92,18 @@ def main() -> int:
 @contextmanager
 def planted(fault: Callable[[Weights, int], Weights]) -> Iterator[None]:
     """The worker pushes tensors with the fault."""
-    right = Checkpoint.tensors
+    patched: Any = Checkpoint
+    right = patched.tensors
 
     def tensors(checkpoint: Checkpoint, push: int) -> Iterator[tuple[str, Any]]:
         weights = {n: updated(n, t, checkpoint.seed, state_of(push)) for n, t in BASE.items()}
         yield from (fault(weights, push) if push else weights).items()
 
-    Checkpoint.tensors = tensors  # type: ignore[method-assign]
+    patched.tensors = tensors
     try:
         yield
     finally:
-        Checkpoint.tensors = right  # type: ignore[method-assign]
+        patched.tensors = right
 
 
 if __name__ == "__main__":
