@@ -18,6 +18,7 @@ from mismatch.experiments.sync.document import sync_to_json
 from mismatch.experiments.sync.types import SyncSpec
 from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import PUSHES, Checkpoint, state_of, updated
+from mismatch.probe import probe as library_call
 from mismatch.processes.workers.sync_probe import Probe, loaded
 from mismatch.run.messages import leave
 from mismatch.run.store import write_json
@@ -85,6 +86,10 @@ def main() -> int:
         for name, fault in FAULTS.items():
             with planted(fault):
                 probe(name, spec, None)
+        parameters = {name: tensor.clone() for name, tensor in BASE.items()}
+        with planted(lambda weights, push: parameters):
+            report = library_call(running.llm, parameters, lambda: driver.push("rpc", 1))
+        write_json(place / "library.json", sync_to_json(report))
         probe("reload", replace(spec, path="reload"), None)
     return 0
 

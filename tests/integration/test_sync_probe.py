@@ -47,6 +47,12 @@ def test_every_parameter_arrives_where_it_is_written_into_the_kernels(scenarios:
     assert all(row.differ == 0 for row in report.caches)
 
 
+def test_the_library_call_reads_a_real_engine(scenarios: Path) -> None:
+    report = report_of(scenarios / "library.json")
+    assert judge(report).word == "healthy"
+    assert len(report.of_status("arrived")) == 71
+
+
 def test_vllms_own_reload_leaves_experts_and_sinks_stale(scenarios: Path) -> None:
     """On a CPU, without an error; the way back to the first weights hides it."""
     report = report_of(scenarios / "reload.json")
