@@ -211,7 +211,7 @@ class _Locating:
         """With its distance from what the run itself recorded."""
         names = [side.name, side.name.replace(":prefill", ":decode")]
         name = next((name for name in names if name in self.scorings), None)
-        if name is None:
+        if name is None or self.rollout.sampling.truncates:  # recorded under another law
             return side
         own = store.load_scoring(self.run_dir, name).logprobs
         there = own[actions_of(self.rollout, self.sequences)]

@@ -28,6 +28,7 @@ from mismatch.experiments.locate.types import (
     SiteError,
 )
 from mismatch.models.config import ModelConfig
+from mismatch.specs import Sampling
 from mismatch.types import NotTested
 from tests import checkpoints
 
@@ -225,6 +226,13 @@ def test_worst_sequences_are_taken_and_keep_their_beginning() -> None:
         rollout.token_ids[rollout.actions][actions_of(rollout, chosen)],
         part.token_ids[part.actions],
     )
+
+
+def test_the_law_is_that_of_all_tokens() -> None:
+    rollout = checkpoints.rollout(sampling=Sampling(temperature=0.7, top_p=0.8, top_k=20))
+    law = part_of(rollout, select(rollout, None, 2, 40, seed=0)).sampling
+    assert not law.truncates
+    assert law.temperature == 0.7
 
 
 def test_sequences_that_begin_without_actions_are_refused() -> None:

@@ -13,11 +13,12 @@ from mismatch.experiments.locate.types import Sequence
 from mismatch.experiments.passes import plain_of, reference_of
 from mismatch.models.config import ModelConfig
 from mismatch.run.scorings import PLAIN, REFERENCE, TRAIN
-from mismatch.specs import Dtype, EngineSpec, Pass, TrainSpec
+from mismatch.specs import Dtype, EngineSpec, Pass, Sampling, TrainSpec
 from mismatch.types import Fingerprint, Floats, Ints, Rollout
 
 SEQUENCES, TOKENS = 8, 512  # recorded by default, and of each at most
 FLOAT32_BYTES = 4
+WHOLE = Sampling().top_k  # no token is cut
 SHORT: dict[str, Dtype] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 
 
@@ -60,13 +61,17 @@ def select(
 
 
 def part_of(rollout: Rollout, sequences: Several[Sequence]) -> Rollout:
-    """The rollout of these sequences alone, as far as they are kept."""
+    """The rollout of these sequences alone, as far as they are kept.
+
+    The law is that of all tokens: engines rescore without top-p and top-k.
+    """
     spans = [(int(rollout.offsets[s.index]), s.tokens) for s in sequences]
     rows = np.concatenate([np.arange(start, start + size) for start, size in spans])
     index = np.asarray([one.index for one in sequences])
     return replace(
         rollout,
         token_ids=rollout.token_ids[rows],
+        sampling=replace(rollout.sampling, top_p=1.0, top_k=WHOLE),
         offsets=np.concatenate([[0], np.cumsum([size for _, size in spans])]),
         action_mask=rollout.action_mask[rows],
         turn=rollout.turn[rows],
