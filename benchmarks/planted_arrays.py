@@ -85,6 +85,25 @@ def sign_flip(t: Tokens) -> Floats:
     return np.where(np.arange(len(t.logprobs)) % 200 == 0, -t.logprobs, t.logprobs)
 
 
+def shifted_by_a_token(t: Tokens) -> Floats:
+    """Every twentieth response holds each token's value at the next one."""
+    changed = t.logprobs.copy()
+    for number in np.unique(t.sequence)[::20]:
+        rows = np.flatnonzero(t.sequence == number)
+        changed[rows] = np.roll(t.logprobs[rows], 1)
+    return changed
+
+
+def one_rank(t: Tokens) -> Floats:
+    """A quarter of the prompts, as one rank of four has them."""
+    return np.where(t.prompt % 4 == 0, t.logprobs + t.noise, t.logprobs)
+
+
+def truncated_to_bf16(t: Tokens) -> Floats:
+    bits = t.logprobs.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(np.float64)
+
+
 def _with(t: Tokens, rows: Ints, values: Floats) -> Floats:
     changed = t.logprobs.copy()
     changed[rows] = values
@@ -105,6 +124,14 @@ FAULTS: dict[str, Callable[[Tokens], Floats]] = {
     "1 % of the tokens round 10 times as much": louder,
     "every 200th logprob with its sign turned": sign_flip,
     "one token off by 8 nats": one_token,
+    "5 % of the responses shifted by a token": shifted_by_a_token,
+    "clamped at -5": lambda t: np.maximum(t.logprobs, -5.0),
+    "times 1.002": lambda t: t.logprobs * 1.002,
+    "tokens under e^-3 times 1.02": lambda t: np.where(t.logprobs < -3, 1.02, 1.0) * t.logprobs,
+    "all round 1.3 times as much": lambda t: t.logprobs + 0.3 * t.noise,
+    "one rank of four rounds twice as much": one_rank,
+    "stored in bf16, cut off": truncated_to_bf16,
+    "stored with 2 decimals": lambda t: np.round(t.logprobs, 2),
 }
 
 

@@ -47,8 +47,8 @@ measured, and probes that mend nothing:
 - `no-sinks`: the trainer imitates an engine that ignores sinks; `plain-attention`: attention as its
   definition says.
 - `engine-rescoring`: a fresh engine reads the run's tokens at once. What goes with it belongs to
-  decoding or to the state of the process that sampled (its cache, its weights); what stays is the
-  function that the engine computes.
+  decoding or to the state of the process that sampled; what stays is the function that the engine
+  computes with what it loads.
 - `prefix-cache`, where the run's engine had one (vLLM): 16 of the run's prompts are continued
   greedily with the cache unread (cold), and read after prefill (warm prompt) and after decode (warm
   decode) had written it. The cache is at fault where log-probabilities move by more than 1.6 times

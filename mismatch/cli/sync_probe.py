@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of
-from mismatch.cli.options import JSON, MODEL_FLAGS
+from mismatch.cli.options import DRY_RUN, JSON, MODEL_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.specs import ENGINE, OUTPUT, SEEDS, EngineSpec
 
@@ -45,6 +46,12 @@ PROBE_FLAGS = (
         switch=True,
     ),
     Option("trainer", bool, PROBE, "Score with transformers too.", default=True),
+    Option(
+        "state_dict",
+        Path | None,
+        PROBE,
+        "Start nothing: hold this folder's safetensors against the checkpoint's names and shapes.",
+    ),
 )
 ENGINE_OPTIONS = (
     Option("vllm_python", str | None, ENGINE, "Interpreter of the environment that holds vLLM."),
@@ -53,6 +60,7 @@ ENGINE_OPTIONS = (
 PROBE_OUTPUT = (
     Option("out", Path | None, OUTPUT, "Directory of the probe; default: runs/TIME-MODEL."),
     Option("details", bool, OUTPUT, "Also scores and caches.", default=False, switch=True),
+    replace(DRY_RUN, help="Show what would be pushed and how long it takes; start nothing."),
     JSON,
 )
 FIRST_PATHS = {"vllm": "reload", "transformers": "load"}
@@ -76,6 +84,10 @@ def sync_probe(flags: Flags) -> int:
     from mismatch.run.directory import new_directory
 
     spec = probe_spec(flags)
+    if flags["state_dict"] is not None:
+        return hold_export(spec.engine.model, flags["state_dict"], as_json=flags["as_json"])
+    if flags["dry_run"]:
+        return plan(spec)
     narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
     if flags["model"] is None:
         narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
@@ -96,7 +108,6 @@ def probe_spec(flags: Flags) -> SyncSpec:
     Raises:
         MismatchError: an unknown model or engine, or --path beside --push.
     """
-    from dataclasses import replace
 
     from mismatch.cli.to_spec import engine_spec
     from mismatch.experiments.sync.types import SyncSpec
@@ -120,6 +131,62 @@ def probe_spec(flags: Flags) -> SyncSpec:
         keep_caches=flags["keep_caches"],
         trainer=flags["trainer"],
     )
+
+
+def checkpoint_of(model: str) -> Path:
+    """The directory of a model's files.
+
+    Raises:
+        MismatchError: it is not on this machine.
+    """
+    from mismatch.engines.registry import model_directory
+
+    directory = model_directory(EngineSpec(model=model))
+    if directory is None:
+        raise MismatchError(f"{model} is not on this machine", "fetch it: hf download " + model)
+    return directory
+
+
+def hold_export(model: str, folder: Path, *, as_json: bool) -> int:
+    """Print how an exported folder differs from the checkpoint; 0 or 1."""
+    from rich.console import Console
+
+    from mismatch.codec import to_json
+    from mismatch.experiments.sync.exported import SCHEMA, ExportReport, compare, headers
+    from mismatch.models.weight_states import Checkpoint
+    from mismatch.reports.sections.exported_weights import section
+    from mismatch.reports.terminal import print_section, say
+
+    checkpoint = checkpoint_of(model)
+    expected = headers(checkpoint)
+    rows = compare(expected, headers(folder), Checkpoint(checkpoint, 0).tied())
+    report = ExportReport(model, str(folder), len(expected), rows)
+    if as_json:
+        typer.echo(json.dumps({"schema": SCHEMA, **to_json(report)}, indent=2))
+    else:
+        console = Console()
+        print_section(section(report), console)
+        say(console, report.line, "bold red" if report.wrong else "green")
+    return 1 if report.wrong else 0
+
+
+def plan(spec: SyncSpec) -> int:
+    """Print what a probe would do and cost."""
+    from mismatch.models.weight_states import Checkpoint, cost_of
+    from mismatch.reports.formatting import memory, seconds
+
+    cost = cost_of(Checkpoint(checkpoint_of(spec.engine.model), spec.seed))
+    trainer = cost.bytes if spec.trainer else 0
+    typer.echo(f"model    {spec.engine.model}: {cost.tensors} tensors, {memory(cost.bytes)}")
+    typer.echo(f"push     3 times by {spec.push or spec.path} of {spec.engine.engine}")
+    if spec.path == "reload" and spec.push is None:
+        typer.echo(f"disk     {memory(cost.bytes)}, one state at a time")
+    typer.echo(
+        f"memory   the engine's own, {memory(trainer + cost.largest * 4)} beside it"
+        + (" (trainer and largest tensor)" if trainer else " (largest tensor)")
+    )
+    typer.echo(f"time     about {seconds(cost.seconds)} and the engine's start")
+    return 0
 
 
 def show(report: SyncReport, console: Console, place: Path, *, details: bool) -> None:

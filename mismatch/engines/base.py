@@ -215,6 +215,8 @@ class Engine(Protocol):
         spec: the model and how to run it.
         sampling: the law that will sample; engines fix their logprob mode when they load.
         longest: tokens of the longest sequence (prompt and response) that will come.
+
+    A class may have ``prepare()``, called first in its process, before transformers is imported.
     """
 
     name: ClassVar[str]

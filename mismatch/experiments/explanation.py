@@ -53,7 +53,7 @@ TESTS: dict[str, tuple[Side, tuple[str, ...]]] = {
     "no-cascade-attention": ("engine", ("decode-vs-prefill", "onset", "kv-block")),
     "engine-fp32-lm-head": ("engine", ("bf16-lm-head",)),
     "engine-fp32": ("engine", ("precision", "bf16-lm-head", "decode-vs-prefill", "fp8-kv")),
-    "regenerate": ("engine", ("stale-weights", "sleep-level-2", "double-load")),
+    "regenerate": ("engine", ("sleep-level-2", "double-load")),
 }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ OWN_ROUNDING = 1.6  # times the engine's own rounding; two roundings of one size
 PROBES: dict[str, tuple[str, ...]] = {
     RESCORING: (
         "decode-vs-prefill", "fp8-kv-tile", "spec-decode", "prefix-cache-stale",
-        "stale-weights", "sleep-level-2", "double-load",
+        "sleep-level-2", "double-load",
     ),
     CACHE: ("prefix-cache-stale",),
 }  # fmt: skip

@@ -194,3 +194,42 @@ class Checkpoint:
             shards.add(name, tensor)
         shards.finish()
         return target
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a probe of a checkpoint moves.
+
+    Attributes:
+        largest: bytes of the largest tensor.
+        seconds: for updates and digests on this machine, by a trial on a small tensor.
+    """
+
+    tensors: int
+    bytes: int
+    largest: int
+    seconds: float
+
+
+TRIAL = 1 << 20  # elements
+LOOKS = 7  # every value is digested: expected in three states, held in four
+
+
+def cost_of(checkpoint: Checkpoint) -> Cost:
+    """From the files' sizes and a trial."""
+    import time
+
+    import torch
+
+    trial = torch.ones(TRIAL // 1024, 1024, dtype=torch.bfloat16)
+    Prints.of("trial", trial)  # the first makes its tables
+    start = time.monotonic()
+    Prints.of("trial", updated("trial", trial, 0, 1))
+    per_element = (time.monotonic() - start) / TRIAL
+    sizes, elements = [], 0
+    with ExitStack() as stack:
+        for name, file in open_tensors(checkpoint.directory, stack).items():
+            tensor = file.get_tensor(name)
+            sizes.append(tensor.numel() * tensor.element_size())
+            elements += tensor.numel()
+    return Cost(len(sizes), sum(sizes), max(sizes, default=0), per_element * elements * LOOKS)

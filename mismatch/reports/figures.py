@@ -147,9 +147,10 @@ def histogram(tokens: pd.DataFrame, floor: float | None = None) -> str:
             reach = np.log(edges[-1])
             fix, _ = np.histogram(np.clip(after, -reach, reach), bins=np.log(edges))
             axes.stairs(fix, edges, color=INK, linewidth=1.2, label="with the best fix")
-        for sign in (-1, 1) if floor else ():
-            label = "noise floor" if sign > 0 else None
-            axes.axvline(np.exp(sign * min(floor, 700)), color=FAINT, lw=1, ls="-.", label=label)
+        if floor:
+            far = float(np.exp(min(floor, 700.0)))
+            for place, label in ((far, "noise floor"), (1 / far, None)):
+                axes.axvline(place, color=FAINT, lw=1, ls="-.", label=label)
         guides = (
             ([1 / settings.cap, settings.cap], (4, 2), f"{settings.cap:g}×; TIS caps above"),
             (list(settings.band), (1, 1), "IcePop, {:g} to {:g}".format(*settings.band)),
@@ -189,46 +190,56 @@ def ratio_histogram(delta: Array, bins: int = 61) -> tuple[Array, Array]:
     return counts, np.exp(edges)
 
 
-def probabilities(tokens: pd.DataFrame, bins: int = 64) -> str:
-    """Both sides' probabilities of every token, as a grid of counts: its size never grows."""
-    counts, edges = probability_grid(tokens, bins)
-    with drawing() as (figure, axes):
-        axes.plot([0, 1], [0, 1], color=FAINT, linewidth=0.8, dashes=(4, 3))
-        shade = np.ceil(len(OPACITIES) * np.log1p(counts) / np.log1p(max(counts.max(), 1)))
-        shades(axes, shade.T, edges, edges)
-        axes.set(xlim=(0, 1), ylim=(0, 1))
-        axes.set_xlabel("probability, rollout")
-        axes.set_ylabel("probability, train")
-        return to_svg(figure, "probabilities", "Token probabilities of both sides")
+def probabilities(tokens: pd.DataFrame) -> str:
+    """Both sides' probabilities of every token."""
+    return _side_by_side(
+        "probabilities",
+        "Token probabilities of both sides",
+        *probability_grid(tokens),
+        "probability, {}",
+    )
 
 
 def probability_grid(tokens: pd.DataFrame, bins: int = 64) -> tuple[Array, Array]:
     """Tokens per cell, [bins (rollout), bins (train)], and the edges of both axes, [bins + 1]."""
-    rollout = np.exp(tokens["rollout_logprob"].to_numpy(dtype=np.float64))
-    train = np.exp(tokens["train_logprob"].to_numpy(dtype=np.float64))
-    counts, edges, _ = np.histogram2d(rollout, train, bins=bins, range=[[0, 1], [0, 1]])
-    return counts, edges
+    return _grid([np.exp(side) for side in _logprobs(tokens)], (0.0, 1.0), bins)
 
 
 DEEPEST = -12.0  # log-probability at the edge of the scatter, nats
 
 
-def logprobs(tokens: pd.DataFrame, bins: int = 64) -> str:
-    """Both sides' log-probabilities of every token, as a grid of counts."""
-    sides = [
-        np.maximum(tokens[f"{side}_logprob"].to_numpy(dtype=np.float64), DEEPEST)
-        for side in ("rollout", "train")
-    ]
+def logprobs(tokens: pd.DataFrame) -> str:
+    """Both sides' log-probabilities of every token."""
+    sides = [np.maximum(side, DEEPEST) for side in _logprobs(tokens)]
     deepest = min(-1.0, float(np.floor(min(side.min() for side in sides))))
-    counts, edges, _ = np.histogram2d(*sides, bins=bins, range=[[deepest, 0]] * 2)
+    return _side_by_side(
+        "logprobs",
+        off_by_class(tokens),
+        *_grid(sides, (deepest, 0.0)),
+        "log-probability, {} (nats)",
+    )
+
+
+def _logprobs(tokens: pd.DataFrame) -> list[Array]:
+    return [tokens[f"{side}_logprob"].to_numpy(dtype=np.float64) for side in ("rollout", "train")]
+
+
+def _grid(sides: list[Array], ends: tuple[float, float], bins: int = 64) -> tuple[Array, Array]:
+    counts, edges, _ = np.histogram2d(sides[0], sides[1], bins=bins, range=[ends, ends])
+    return counts, edges
+
+
+def _side_by_side(name: str, title: str, counts: Array, edges: Array, label: str) -> str:
+    """The trainer over the engine as a grid of counts: its size never grows."""
+    ends = (edges[0], edges[-1])
     with drawing() as (figure, axes):
-        axes.plot([deepest, 0], [deepest, 0], color=FAINT, linewidth=0.8, dashes=(4, 3))
+        axes.plot(ends, ends, color=FAINT, linewidth=0.8, dashes=(4, 3))
         shade = np.ceil(len(OPACITIES) * np.log1p(counts) / np.log1p(max(counts.max(), 1)))
         shades(axes, shade.T, edges, edges)
-        axes.set(xlim=(deepest, 0), ylim=(deepest, 0))
-        axes.set_xlabel("log-probability, rollout (nats)")
-        axes.set_ylabel("log-probability, train (nats)")
-        return to_svg(figure, "logprobs", off_by_class(tokens))
+        axes.set(xlim=ends, ylim=ends)
+        axes.set_xlabel(label.format("rollout"))
+        axes.set_ylabel(label.format("train"))
+        return to_svg(figure, name, title)
 
 
 def off_by_class(tokens: pd.DataFrame) -> str:

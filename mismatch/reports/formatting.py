@@ -49,32 +49,26 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def alike(values: Iterable[float | None], write: Format = number) -> Format:
-    """One way of writing several numbers that stand together: all plain, or all scientific.
+    """One way of writing several numbers of one kind that stand together: none scientific.
+
+    Where one is too small for that (under 1e-6), each is written by its own size.
 
     >>> [alike([9.48e-5, 0.063])(value) for value in (9.48e-5, 0.063)]
     ['0.0000948', '0.0630']
-    >>> alike([9.48e-8, 0.063])(0.063), alike([0.5, 0.063])(0.063)
-    ('6.30e-2', '0.0630')
+    >>> alike([9.48e-8, 0.063])(9.48e-8)
+    '9.48e-8'
     """
     sizes = [abs(value) for value in values if value is not None and math.isfinite(value) and value]
-    if write not in (number, signed, brief) or not sizes:
-        return write
-    small, large = min(sizes), max(sizes)
-    if small >= 1e-3 and large < 1e7:
+    if write not in NUMBERS or not sizes or not 1e-6 <= min(sizes) < 1e-3 or max(sizes) >= 1e7:
         return write
     digits = 2 if write is brief else 3
-    plain = small >= 1e-6 and large < 1e7
 
     def shown(value: float | None) -> str:
-        if value is None or not math.isfinite(value) or value == 0:
+        if value is None or not 1e-7 <= abs(value) < 1e7:
             return write(value)
         sign = "+" if write is signed and value > 0 else ""
-        if plain:
-            rounded = float(f"{value:.{digits}g}")
-            places = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
-            return f"{sign}{value:,.{places}f}"
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{sign}{mantissa}e{int(exponent)}"
+        places = digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits}g}"))))
+        return f"{sign}{value:,.{max(0, places)}f}"
 
     return shown
 
@@ -168,6 +162,9 @@ def brief(value: float | None) -> str:
     ('0.012', '–')
     """
     return number(value, 2)
+
+
+NUMBERS = (number, signed, brief)  # what :func:`alike` may write otherwise
 
 
 def seconds(value: float | None) -> str:

@@ -1,6 +1,6 @@
 """One self-contained HTML file, no request; for phones, dark screens and paper too.
 
-The only scripts are those of widgets that ship with the package, each allowed by its SHA-256.
+The only scripts are those that ship with the package, each allowed by its SHA-256.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def show_page(shown: Page) -> str:
     """A page with its verdict first, a list of contents, and every section."""
     widgets = list(_widgets(shown.sections))
     names = [widget.name for widget in widgets]
-    scripts = {name: script(name) for name in names}
+    copied = any(answer.flags or answer.settings for answer in shown.answers)
+    scripts = {name: script(name) for name in (*(("copy",) if copied else ()), *names)}
     return template("page.html").render(
         page=shown,
         css="".join(packaged(name) for name in ("report.css", *(f"{name}.css" for name in names))),

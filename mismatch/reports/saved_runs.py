@@ -123,7 +123,7 @@ def metric_format(metric: str, estimates: Sequence[Estimate | None]) -> Format:
     if not values:
         return number
     row = Row(metric, words_for(metric), values[0])
-    return row.write if row.around_one or row.words.share else alike(v.value for v in values)
+    return alike((value.value for value in values), row.write)
 
 
 def _tone(item: Line, move: Move | None) -> Tone:

@@ -6,11 +6,21 @@ rendering. Strings may be foreign (names, errors, tokens): renderers make them s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mismatch.reports.formatting import MISSING, TONES, Format, interval, line, number, text
+from mismatch.reports.formatting import (
+    MISSING,
+    NUMBERS,
+    TONES,
+    Format,
+    alike,
+    interval,
+    line,
+    number,
+    text,
+)
 from mismatch.reports.formatting import Tone as Tone
 from mismatch.types import Estimate
 
@@ -80,6 +90,26 @@ class Table:
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell | Value, ...], ...]
+
+    def __post_init__(self) -> None:
+        """The numbers of a column that have no format of their own are written alike."""
+        columns = tuple(
+            replace(column, format=alike(self._numbers(at), column.format))
+            if column.format in NUMBERS
+            else column
+            for at, column in enumerate(self.columns)
+        )
+        object.__setattr__(self, "columns", columns)
+
+    def _numbers(self, at: int) -> Iterator[float]:
+        """The values of a column that its own format writes."""
+        for row in self.rows:
+            cell = row[at] if at < len(row) else None
+            if isinstance(cell, Cell):
+                cell = None if cell.format else cell.value
+            value = cell.value if isinstance(cell, Estimate) else cell
+            if isinstance(value, int | float):
+                yield value
 
     def cells(self) -> list[list[Cell]]:
         """Every row as cells, as many as there are columns."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from mismatch.reports.formatting import (
+    Format,
     bound,
     line,
     near_one,
@@ -81,14 +82,11 @@ class Row:
         return f"{100 * value:g} %" if self.words.share else bound(value)
 
     @property
-    def around_one(self) -> bool:
-        """Whether 1 is where nothing differs, so that three digits are too few."""
-        return self.metric in _AROUND_ONE
-
-    def write(self, value: float) -> str:
+    def write(self) -> Format:
+        """How its values are written."""
         if self.words.share:
-            return percent(value)
-        return (near_one if self.around_one else number)(value)
+            return percent
+        return near_one if self.metric in _AROUND_ONE else number
 
 
 # Close to 1 three significant digits hide everything that matters.

@@ -88,6 +88,30 @@ def test_an_example_is_five_screens_six_pages_and_250_numbers(
     assert 1 <= len(re.findall(rb"/Type\s*/Page[^s]", pdf)) <= 6
 
 
+def test_commands_of_the_first_screen_are_copied_by_a_button(
+    browser: Browser, example_url: str
+) -> None:
+    browser.open(example_url, width=1280, height=800)
+    codes = browser.evaluate(
+        "[...document.querySelectorAll('.answers code.copy')].map(code => code.textContent)"
+    )
+    buttons = "[...document.querySelectorAll('button.copier')]"
+    assert browser.evaluate(f"{buttons}.length") == len(codes)
+    if not codes:  # a clean run has nothing to apply
+        return
+    browser.evaluate(
+        "window.copied = []; navigator.clipboard.writeText = async text => { copied.push(text); }"
+    )
+    browser.evaluate(f"{buttons}.forEach(button => button.click())")
+    assert browser.evaluate("window.copied") == codes
+    assert browser.evaluate(f"{buttons}.map(b => b.getAttribute('aria-label'))") == [
+        f"copy {code}" for code in codes
+    ]
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert browser.evaluate(f"{buttons}.every(button => !button.checkVisibility())")
+    browser.call("Emulation.setEmulatedMedia", media="")
+
+
 def test_text_of_pictures_can_be_read_on_a_phone(browser: Browser, example_url: str) -> None:
     browser.open(example_url, width=390, height=844)
     sizes = browser.evaluate(

@@ -418,3 +418,14 @@ def test_a_module_that_the_distance_goes_with_confirms_its_side(
     nowhere = judged_location(asked, location(None))
     assert nowhere.outcome == "undecided"
     assert nowhere.reason
+
+
+def test_a_fresh_engine_does_not_rule_out_weights_that_it_loads_again() -> None:
+    """Digests that differ stay named: the same files are wrong in every process."""
+    causes = suspected("stale-weights", "engine", "sleep-level-2", "double-load", effect=None)
+    reread = Experiment(
+        RESCORING, "engine", PROBES[RESCORING], 0.5, 5.0, "ruled out", 5.0, drawn_share(0.0)
+    )
+    after, _, ruled_out = applied(causes, [reread, made("regenerate", 0.0)])
+    assert [(c.id, c.alike) for c in after.ranked] == [("stale-weights", ())]
+    assert {"sleep-level-2", "double-load"} <= set(ruled_out)

@@ -12,7 +12,7 @@ from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import summary
-from mismatch.reports.formatting import number as digits
+from mismatch.reports.formatting import alike
 from mismatch.reports.sections import fixes, page, sections
 from mismatch.types import Answer, Estimate
 from tests.fixes_fixture import K3, MEAN, make_table, make_useless_table, number, verdict
@@ -316,8 +316,9 @@ def test_the_first_answer_is_the_best_fix_with_its_flag_and_settings():
     best = make_table().outcome(make_table().best_together)
     assert first.question == "Best fix"
     assert first.flags == best.flags
-    for value in (best.before[K3].value, best.after[K3].value):
-        assert digits(value) in first.text
+    values = best.before[K3].value, best.after[K3].value
+    for value in values:
+        assert alike(values)(value) in first.text
     assert f"→ {best.verdict_after.status.upper()}" in first.text
     assert [block.title for block in first.settings] == ["verl", "TRL", "NeMo-RL", "prime-rl"]
     assert first.settings[0].lines  # and none is made up:

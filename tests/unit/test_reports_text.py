@@ -9,15 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mismatch.reports.formatting import (
+    alike,
     bound,
     line,
     number,
     percent,
     plural,
+    signed,
     times,
     token_text,
     visible,
 )
+from mismatch.reports.formatting import text as words
+from mismatch.reports.section import Cell, Column, Table, cell_text
 
 MOVING = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
@@ -99,3 +103,21 @@ def test_long_tokens_are_cut() -> None:
 
 def test_a_line_is_one_line() -> None:
     assert line("killed\n  by\tsignal 9\x07") == "killed by signal 9⟨7⟩"
+
+
+def test_the_numbers_of_a_column_are_written_alike() -> None:
+    own = Cell(2e-9, format=number)
+    rows = (("a", 9.48e-5, own), ("b", Cell(0.063), 0.5), ("c", None, 0.25), ("d", 0.0, 2.0))
+    table = Table((Column("name", words), Column("k3"), Column("other")), rows)
+    shown = [[cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)]
+             for row in table.cells()]  # fmt: skip
+    assert [row[1] for row in shown] == ["0.0000948", "0.0630", "–", "0"]
+    assert [row[2] for row in shown] == ["2.00e-9", "0.500", "0.250", "2.00"]
+
+
+def test_what_is_too_small_for_plain_digits_keeps_its_own() -> None:
+    write = alike([2e-7, 0.5])
+    assert (write(2e-7), write(0.5)) == ("2.00e-7", "0.500")
+    changes = alike([-2e-4, 0.5], signed)
+    assert (changes(-2e-4), changes(0.5), changes(0.0)) == ("-0.000200", "+0.500", "0")
+    assert changes(float("nan")) == signed(float("nan"))

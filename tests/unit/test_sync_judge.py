@@ -19,6 +19,7 @@ from mismatch.experiments.sync.judge import (
     parameters,
     parted,
     score_rows,
+    transposed_names,
 )
 from mismatch.experiments.sync.types import (
     CacheRow,
@@ -282,3 +283,21 @@ def test_a_verdict_names_modules_not_every_layer() -> None:
     assert "mlp.experts (2)" in reason
     assert "self_attn.sinks (1)" in reason
     assert kind_of("model.layers.0.mlp.experts.3.up_proj.weight") == "mlp.experts.up_proj.weight"
+
+
+def test_only_matrices_are_ever_transposed() -> None:
+    vector, flat = torch.arange(8.0), torch.arange(32.0).view(4, 8)
+    square = torch.arange(64.0).view(8, 8)
+    expected = {"v": prints("v", vector), "f": prints("f", flat), "s": prints("s", square)}
+    turned = {"v": prints("v", vector.flip(0)), "f": prints("f", flat.t())}
+    assert transposed_names(expected, {**turned, "s": prints("s", square.t())}) == ["f", "s"]
+    assert transposed_names(expected, expected) == []
+
+
+def test_an_experts_rows_that_are_shuffled_over_all_blocks_are_rearranged() -> None:
+    """What vLLM's reload leaves of qwen3_moe on a CPU: right values, not packed for the kernel."""
+
+    def shuffled(right: list[Tensors], push: int) -> torch.Tensor:
+        return right[push][SQUARE].flatten().roll(19).view(16, 16)
+
+    assert statuses(probe(change(SQUARE, shuffled))) == {SQUARE: "rearranged"}

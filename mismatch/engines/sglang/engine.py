@@ -66,6 +66,7 @@ class SglangEngine:
     """SGLang's ``Engine`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "sglang"
+    prepare = staticmethod(set_environment)
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         set_environment()

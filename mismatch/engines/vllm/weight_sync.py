@@ -27,9 +27,22 @@ Parts = Iterator[tuple[str, "torch.Tensor"]]
 
 
 class WeightSync:
-    """Calls for a probe of the weight sync; a part of the worker extension."""
+    """Calls for a probe of the weight sync; a part of the worker extension, or one by itself."""
 
     model_runner: Any
+
+    def mismatch_rename(self, checkpoint_names: list[str]) -> dict[str, str]:
+        """vLLM's (unfused) name of every checkpoint name that its loader renames."""
+        mapper = getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        if mapper is None:
+            return {}
+        # Fusing is undone by us, name by name: keep only the renaming.
+        stacked, mapper.orig_to_new_stacked = mapper.orig_to_new_stacked, {}
+        try:
+            names = {mapper.map_name(name): name for name in checkpoint_names}
+        finally:
+            mapper.orig_to_new_stacked = stacked
+        return {name: checkpoint for name, checkpoint in names.items() if name}
 
     def mismatch_held(
         self, names: list[str], transposed: list[str]
@@ -40,7 +53,7 @@ class WeightSync:
             names: of the checkpoint.
             transposed: of these parameters, the ones held with their last two axes exchanged.
         """
-        renamed: dict[str, str] = self.mismatch_rename(names)  # type: ignore[attr-defined]
+        renamed: dict[str, str] = self.mismatch_rename(names)
         prints, missing = {}, {}
         for name, value in held_tensors(self.model_runner.get_model(), frozenset(names)):
             checkpoint = renamed.get(name, name)
@@ -63,7 +76,7 @@ class WeightSync:
             self.model_runner.get_model().load_weights(checkpoint.tensors(push))
             return
         self.reload_weights(weights_iterator=checkpoint.tensors(push))  # type: ignore[attr-defined]
-        write_unloaded(self.model_runner.get_model(), checkpoint, push, self.mismatch_rename)  # type: ignore[attr-defined]
+        write_unloaded(self.model_runner.get_model(), checkpoint, push, self.mismatch_rename)
 
 
 # ---------------------------------------------------------------- what is held

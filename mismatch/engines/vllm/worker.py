@@ -85,19 +85,6 @@ class WorkerExtension(WeightSync):
         digests, unknown = getattr(self._mismatch_model(), "mismatch_loaded", NO_DIGESTS)
         return digests, unknown
 
-    def mismatch_rename(self, checkpoint_names: list[str]) -> dict[str, str]:
-        """vLLM's (unfused) name of every checkpoint name that its loader renames."""
-        mapper = getattr(self._mismatch_model(), "hf_to_vllm_mapper", None)
-        if mapper is None:
-            return {}
-        # Fusing is undone by us, name by name: keep only the renaming.
-        stacked, mapper.orig_to_new_stacked = mapper.orig_to_new_stacked, {}
-        try:
-            names = {mapper.map_name(name): name for name in checkpoint_names}
-        finally:
-            mapper.orig_to_new_stacked = stacked
-        return {name: checkpoint for name, checkpoint in names.items() if name}
-
     # ------------------------------------------------------------ what runs
 
     def mismatch_describe(self) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from mismatch.experiments.sync.types import (
     SyncReport,
     SyncVerdict,
 )
-from mismatch.models.digests import UNORDERED, Digest
-from mismatch.models.weight_states import Prints
+from mismatch.models.digests import UNORDERED, Digest, combine
+from mismatch.models.weight_states import MATRIX, Prints
 from mismatch.types import Floats
 
 States = Mapping[str, Prints]
@@ -101,7 +101,7 @@ def _whole(push: int, now: Prints, earlier: Sequence[Prints], held: Prints) -> O
     values = np.asarray(held.values, np.float64)
     if _foreign(values, target):
         return Outcome(push, "uninitialised")
-    if all(held.cells[c][:UNORDERED] == now.cells[c][:UNORDERED] for c in now.cells):
+    if combine(held.cells.values())[:UNORDERED] == combine(now.cells.values())[:UNORDERED]:
         return Outcome(push, "rearranged")
     if not len(before):
         return None
@@ -259,7 +259,7 @@ def transposed_names(expected: States, held: States) -> list[str]:
     names = []
     for name, now in expected.items():
         own = held.get(name)
-        if own is None or own.cells == now.cells:
+        if own is None or len(own.shape) < MATRIX or own.cells == now.cells:
             continue
         flipped = (*own.shape[:-2], *own.shape[:-3:-1])
         if own.turned == now.cells if own.turned else flipped == now.shape:

@@ -124,6 +124,7 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
     """
     start = time.monotonic()
     kind = engine_class(spec.engine.engine)
+    getattr(kind, "prepare", lambda: None)()
     capabilities = kind.capabilities(spec.engine, spec.sampling)
     prompts = read_prompts(spec.prompts)
     info = read_model_info(spec.engine)

@@ -7,12 +7,13 @@ scores. Both sides score the same tokens in every state: ``sync/SIDE.npy``.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,28 @@ class Probe:
     caches: list[CacheRow] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
 
+    def run(
+        self, expected: Sequence[dict[str, Prints]], function: Callable[..., Any] | None
+    ) -> SyncReport:
+        """All pushes, as far as they can be done.
+
+        Args:
+            expected: what every parameter should be, in the states 0 to 2.
+            function: the user's push; None: the spec's path.
+        """
+        own = self.driver.held(self.names, [])[0]
+        self.transposed = transposed_names(expected[0], own)
+        self.look()
+        self.driver.answers(self.sequences)  # fills the cache
+        self.answer(0)
+        for push in range(1, STATES):
+            say(f"push {push} of {STATES - 1}")
+            if not self.push(push, function):
+                break
+            self.answer(push)
+            self.look()
+        return _report(self.spec, self, expected, self.engine.fingerprint("prefill"))
+
     def look(self) -> None:
         """Read back, and score."""
         prints, missing = self._held()
@@ -166,22 +189,11 @@ def engine_side(run_dir: Path, spec: SyncSpec) -> None:
     function = own_function(spec, kind)
     with loaded(spec.engine, spec) as (engine, sequences, checkpoint):
         ready = time.monotonic()
-        scratch = run_dir / FOLDER / "states"
-        driver = kind(engine, checkpoint, scratch)
+        driver = kind(engine, checkpoint, run_dir / FOLDER / "states")
         probe = Probe(driver, engine, sequences, spec, checkpoint, checkpoint.names())
         say("expected values of every parameter")
         expected = [checkpoint.prints(push) for push in range(PUSHES)]
-        probe.transposed = transposed_names(expected[0], driver.held(probe.names, [])[0])
-        probe.look()
-        driver.answers(sequences)  # fills the cache
-        probe.answer(0)
-        for push in range(1, STATES):
-            say(f"push {push} of {STATES - 1}")
-            if not probe.push(push, function):
-                break
-            probe.answer(push)
-            probe.look()
-        report = _report(spec, probe, expected, engine.fingerprint("prefill"))
+        report = probe.run(expected, function)
         seconds = {"start": ready - start, "probe": time.monotonic() - ready}
         report.facts["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
     write_json(run_dir / FOLDER / "engine.json", to_json(report))
@@ -254,10 +266,16 @@ def trainer_side(run_dir: Path, spec: SyncSpec) -> None:
     scores = []
     with loaded(engine, spec) as (running, sequences, checkpoint):
         driver = TransformersDriver(running, checkpoint, run_dir)
-        for push in range(PUSHES):
+        direct = set(checkpoint.names()) <= set(running.model.state_dict())
+        for push in range(PUSHES if direct else 1):
             if push:
                 driver.push("load", push)
             scores.append(running.prefill(sequences, [1] * len(sequences), 1.0, _silent))
+    for push in range(len(scores), PUSHES):  # its loader converts this checkpoint's names
+        written = checkpoint.write(push, run_dir / FOLDER / f"trainer-{push}")
+        with loaded(replace(engine, model=str(written)), spec) as (running, sequences, _):
+            scores.append(running.prefill(sequences, [1] * len(sequences), 1.0, _silent))
+        shutil.rmtree(written)
     save_scores(run_dir, "trainer", scores)
 
 

@@ -10,7 +10,7 @@ from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.pages import settings_of
 from mismatch.metrics.forecast import Forecast
-from mismatch.reports.formatting import bound, count, interval, line, number, percent, plural, times
+from mismatch.reports.formatting import alike, bound, count, interval, line, percent, plural, times
 from mismatch.reports.section import Answer, Block
 from mismatch.reports.sections import normal, square
 from mismatch.reports.summary import checks, headline, in_plain_words, judged_rows, untested
@@ -75,7 +75,8 @@ def effect(best: FixOutcome, report: Report) -> str:
     if K3 in best.before and K3 in best.after:
         before, after = best.before[K3].value, best.after[K3].value
         less = f" ({times(before / after)} less)" if 0 < after < before / 1.1 else ""
-        parts.append(f"k3 {number(before)} → {number(after)}{less}")
+        write = alike((before, after))
+        parts.append(f"k3 {write(before)} → {write(after)}{less}")
     if best.verdict_after is not None:
         fixes = report.result("fixes")
         now = fixes.verdict_as_is or report.verdict

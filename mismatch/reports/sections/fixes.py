@@ -24,6 +24,7 @@ from mismatch.experiments.fixes.pages import settings_of
 from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.metrics.inference import LEVEL, prompts_to_tell
 from mismatch.reports.formatting import (
+    alike,
     chance,
     interval,
     memory,
@@ -367,7 +368,8 @@ def _open(after: Verdict) -> str:
 
 
 def _fall(before: float, after: float) -> str:
-    values = f"from {number(before)} to {number(after)}"
+    write = alike((before, after))
+    values = f"from {write(before)} to {write(after)}"
     if after <= 0 or before <= 0 or not before / after > 1.1:
         return values
     return f"{values} ({times(before / after)} less)"

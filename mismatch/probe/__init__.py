@@ -1,0 +1,104 @@
+"""A probe of your own weight sync, from inside a framework: ``mismatch.probe.probe``.
+
+    from mismatch.probe import judge, probe
+
+    report = probe(llm, dict(model.named_parameters()), sync=trainer.sync_weights)
+    print(judge(report).line)
+
+Every parameter gets a known update, in place; ``sync`` brings it to the engine; what the engine
+holds is read back. Twice, then the first weights again. docs/sync-probe.md has the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.sync.judge import judge, transposed_names
+from mismatch.experiments.sync.judge import parameters as judged
+from mismatch.experiments.sync.types import SyncReport
+from mismatch.models.weight_states import PUSHES, SIZE, Prints, state_of, updated
+from mismatch.types import NotTested
+
+if TYPE_CHECKING:
+    import torch
+
+    from mismatch.engines.sync_drivers import Held
+
+__all__ = ["EXTENSION", "judge", "probe"]
+EXTENSION = "mismatch.engines.vllm.weight_sync.WeightSync"
+
+
+def probe(
+    engine: Any,
+    parameters: Mapping[str, torch.Tensor],
+    sync: Callable[[], object],
+    seed: int = 0,
+    tied: Mapping[str, str] | None = None,
+) -> SyncReport:
+    """Update parameters, sync, read back; the parameters are as before when it returns.
+
+    Args:
+        engine: a ``vllm.LLM`` made with ``worker_extension_cls=`` :data:`EXTENSION`, or a function
+            that gives the tensors that an engine holds, by checkpoint name.
+        parameters: the trainer's own whole tensors by checkpoint name; a copy of them is kept on
+            the CPU meanwhile.
+        sync: brings the trainer's parameters to the engine, as the training loop does.
+        tied: a name that the engine holds by itself -> the parameter that it is tied to.
+
+    Raises:
+        MismatchError: the engine does not start from these parameters at all.
+    """
+    first = {name: tensor.detach().cpu().clone() for name, tensor in parameters.items()}
+    expected = [
+        {name: Prints.of(name, updated(name, base, seed, push)) for name, base in first.items()}
+        for push in range(PUSHES)
+    ]
+    names = list(first)
+    transposed = transposed_names(expected[0], held_by(engine, names, [])[0])
+    prints, reasons = held_by(engine, names, transposed)
+    held = [prints]
+    known = [name for name in prints if name in first]
+    if not any(prints[name].cells == expected[0][name].cells for name in known):
+        raise MismatchError(
+            "the engine holds none of these parameters' values before any push",
+            "sync once first, and give the parameters under the checkpoint's names",
+        )
+    try:
+        for push in range(1, PUSHES + 1):
+            _set(parameters, first, seed, push)
+            sync()
+            held.append(held_by(engine, names, transposed)[0])
+    finally:
+        _set(parameters, first, seed, 0)
+    states = [expected[state_of(push)] for push in range(PUSHES + 1)]
+    return SyncReport(
+        model="",
+        engine=type(engine).__name__,
+        path="your own",
+        seed=seed,
+        size=SIZE,
+        parameters=judged(states, held, reasons, tied or {}),
+        not_tested=(NotTested("caches", "a library call asks no prompts", "mismatch sync-probe"),),
+    )
+
+
+def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
+    """What the engine holds now, and why not all of it."""
+    if not hasattr(engine, "collective_rpc"):
+        tensors = dict(engine())
+        turned = {n: t.transpose(-1, -2) if n in transposed else t for n, t in tensors.items()}
+        return {name: Prints.of(name, tensor) for name, tensor in turned.items()}, {}
+    prints, missing = engine.collective_rpc("mismatch_held", args=(names, transposed))[0]
+    return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
+
+
+def _set(
+    parameters: Mapping[str, torch.Tensor],
+    first: Mapping[str, torch.Tensor],
+    seed: int,
+    push: int,
+) -> None:
+    for name, tensor in parameters.items():
+        tensor.data.copy_(updated(name, first[name], seed, state_of(push)))

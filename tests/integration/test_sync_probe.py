@@ -1,0 +1,122 @@
+"""Faults of a weight sync in a real vLLM, each named; its right path passes; the command itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch.experiments.sync.document import sync_from_json
+from mismatch.experiments.sync.judge import judge, kept_caches, parted
+from mismatch.experiments.sync.types import SyncReport
+from tests.shared import once
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One engine for all of them."""
+
+    def make(place: Path) -> None:
+        command = [sys.executable, "-m", "tests.sync_scenarios", str(place)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return once(tmp_path_factory, "sync-scenarios", make)
+
+
+def report_of(place: Path) -> SyncReport:
+    document: dict[str, Any] = json.loads(place.read_text())
+    return sync_from_json(document)
+
+
+def statuses(report: SyncReport) -> dict[str, str]:
+    return {p.name: p.status for p in report.faults}
+
+
+def test_every_parameter_arrives_where_it_is_written_into_the_kernels(scenarios: Path) -> None:
+    report = report_of(scenarios / "clean.json")
+    assert judge(report).word == "healthy"
+    assert len(report.of_status("arrived")) == 71
+    assert all(row.differ == 0 for row in report.caches)
+
+
+def test_the_library_call_reads_a_real_engine(scenarios: Path) -> None:
+    report = report_of(scenarios / "library.json")
+    assert judge(report).word == "healthy"
+    assert len(report.of_status("arrived")) == 71
+
+
+def test_vllms_own_reload_leaves_experts_and_sinks_stale(scenarios: Path) -> None:
+    """On a CPU, without an error; the way back to the first weights hides it."""
+    report = report_of(scenarios / "reload.json")
+    kinds = {p.name.partition("layers.")[2].partition(".")[2] for p in report.faults}
+    assert kinds == {
+        "self_attn.sinks",
+        *(f"mlp.experts.{part}{kind}" for part in ("gate_up_proj", "down_proj")
+          for kind in ("", "_bias")),
+    }  # fmt: skip
+    assert set(statuses(report).values()) == {"stale"}
+    assert all(p.outcomes[2].status == "arrived" for p in report.faults)
+    assert len(report.faults) == 20
+
+
+def test_a_cache_that_nobody_resets_answers_from_old_weights(scenarios: Path) -> None:
+    report = report_of(scenarios / "kept-cache.json")
+    assert not report.faults
+    assert [row.push for row in kept_caches(report)] == [1, 2, 3]
+    assert judge(report).word == "broken"
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "status"),
+    [
+        ("skip", "model.layers.1.self_attn.o_proj.weight", "stale"),
+        ("exchange", "model.layers.2.mlp.experts.gate_up_proj", "partly"),
+        ("transpose", "model.layers.0.mlp.experts.down_proj", "rearranged"),
+        ("double", "model.layers.1.self_attn.o_proj.weight", "twice"),
+    ],
+)
+def test_a_planted_fault_is_the_only_one_that_is_named(
+    scenarios: Path, fault: str, name: str, status: str
+) -> None:
+    report = report_of(scenarios / f"{fault}.json")
+    assert statuses(report) == {name: status}
+    if fault == "exchange":
+        (parameter,) = report.faults
+        assert parameter.outcomes[0].parts["exchanged"][0] == "expert 1 holds expert 2"
+
+
+def test_the_command_judges_a_plain_transformers_model(tmp_path: Path) -> None:
+    flags = ["--engine", "transformers", "--out", str(tmp_path / "probe")]
+    command = [sys.executable, "-m", "mismatch", "sync-probe", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) <= 24
+    report = report_of(tmp_path / "probe" / "sync-probe.json")
+    assert judge(report).line in done.stdout
+    assert [row.apart for row in report.scores] == [0.0] * 4
+    assert report.scores[1].engine_moved > 0.1
+    assert not parted(report)
+    assert (tmp_path / "probe" / "sync-probe.html").exists()
+
+
+@pytest.mark.grid
+def test_a_tied_head_is_left_behind_by_vllms_reload(tmp_path: Path) -> None:
+    """Its packed copy is: nothing but the probe and the scores say so."""
+    from tests.checkpoints import make
+
+    model = make("llama", tmp_path / "llama", head_dim=32, tie_word_embeddings=True)
+    flags = ["--model", str(model), "--out", str(tmp_path / "probe")]
+    command = [sys.executable, "-m", "mismatch", "sync-probe", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = report_of(tmp_path / "probe" / "sync-probe.json")
+    assert statuses(report) == {"lm_head.weight": "alias_lost"}
+    assert parted(report)

@@ -1,0 +1,115 @@
+"""Faults planted in the pushes of one vLLM: ``python -m tests.sync_scenarios DIR`` probes each.
+
+One engine serves all of them; every probe ends with the first weights, brought back the right way.
+Writes ``DIR/NAME.json``, as ``mismatch sync-probe`` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mismatch.engines.vllm.sync_driver import VllmDriver
+from mismatch.experiments.sync.document import sync_to_json
+from mismatch.experiments.sync.types import SyncSpec
+from mismatch.models import EMBEDDED
+from mismatch.models.weight_states import PUSHES, Checkpoint, state_of, updated
+from mismatch.probe import probe as library_call
+from mismatch.processes.workers.sync_probe import Probe, loaded
+from mismatch.run.messages import leave
+from mismatch.run.store import write_json
+from mismatch.specs import EngineSpec
+
+Weights = dict[str, Any]
+SKIPPED = "model.layers.1.self_attn.o_proj.weight"
+EXPERTS = "model.layers.2.mlp.experts.gate_up_proj"
+SQUARE = "model.layers.0.mlp.experts.down_proj"
+
+
+def skip(weights: Weights, push: int) -> Weights:
+    """One parameter keeps the checkpoint's values."""
+    return {**weights, SKIPPED: BASE[SKIPPED]}
+
+
+def exchange(weights: Weights, push: int) -> Weights:
+    """Two experts of one layer change places."""
+    return {**weights, EXPERTS: weights[EXPERTS][[0, 2, 1, *range(3, 8)]]}
+
+
+def transpose(weights: Weights, push: int) -> Weights:
+    return {**weights, SQUARE: weights[SQUARE].transpose(1, 2).contiguous()}
+
+
+def double(weights: Weights, push: int) -> Weights:
+    """The first update is added twice."""
+    if push != 1:
+        return weights
+    base, now = BASE[SKIPPED].float(), weights[SKIPPED].float()
+    return {**weights, SKIPPED: (2 * now - base).bfloat16()}
+
+
+FAULTS: dict[str, Callable[[Weights, int], Weights]] = {
+    "skip": skip,
+    "exchange": exchange,
+    "transpose": transpose,
+    "double": double,
+}
+BASE: Weights = {}
+
+
+def main() -> int:
+    place = Path(sys.argv[1])
+    engine = EngineSpec(
+        engine="vllm", model=str(EMBEDDED["tiny-gpt-oss"]), dtype="bf16", routing=False
+    )
+    spec = SyncSpec(engine, path="rpc")
+    with loaded(engine, spec) as (running, sequences, checkpoint):
+        driver = VllmDriver(running, checkpoint, place / "states")
+        expected = [checkpoint.prints(push) for push in range(PUSHES)]
+        BASE.update(checkpoint.tensors(0))
+        names = checkpoint.names()
+
+        def probe(name: str, spec: SyncSpec, function: Callable[..., Any] | None) -> None:
+            report = Probe(driver, running, sequences, spec, checkpoint, names).run(
+                expected, function
+            )
+            write_json(place / f"{name}.json", sync_to_json(report))
+            driver.push("rpc", 0)
+            driver.drop_caches()
+
+        probe("clean", spec, None)
+        probe("kept-cache", replace(spec, keep_caches=True), None)
+        for name, fault in FAULTS.items():
+            with planted(fault):
+                probe(name, spec, None)
+        parameters = {name: tensor.clone() for name, tensor in BASE.items()}
+        with planted(lambda weights, push: parameters):
+            report = library_call(running.llm, parameters, lambda: driver.push("rpc", 1))
+        write_json(place / "library.json", sync_to_json(report))
+        probe("reload", replace(spec, path="reload"), None)
+    return 0
+
+
+@contextmanager
+def planted(fault: Callable[[Weights, int], Weights]) -> Iterator[None]:
+    """The worker pushes tensors with the fault."""
+    patched: Any = Checkpoint
+    right = patched.tensors
+
+    def tensors(checkpoint: Checkpoint, push: int) -> Iterator[tuple[str, Any]]:
+        weights = {n: updated(n, t, checkpoint.seed, state_of(push)) for n, t in BASE.items()}
+        yield from (fault(weights, push) if push else weights).items()
+
+    patched.tensors = tensors
+    try:
+        yield
+    finally:
+        patched.tensors = right
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,125 @@
+"""The library call, an exported folder and the plan: faults are named, what is right passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from mismatch.cli.main import app
+from mismatch.errors import MismatchError
+from mismatch.experiments.sync.exported import ExportReport, compare, headers
+from mismatch.models import EMBEDDED
+from mismatch.probe import judge, probe
+
+Tensors = dict[str, torch.Tensor]
+SINKS, HEAD, EMBED = "layers.0.self_attn.sinks", "lm_head.weight", "model.embed_tokens.weight"
+
+
+def trainer() -> Tensors:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {SINKS: (8,), EMBED: (16, 8), "layers.0.o_proj.weight": (8, 8)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_a_sync_that_copies_everything_is_healthy_and_the_weights_come_back() -> None:
+    model = trainer()
+    before = {name: tensor.clone() for name, tensor in model.items()}
+    engine = {name: tensor.bfloat16() for name, tensor in model.items()}
+    report = probe(lambda: engine, model, lambda: [engine[n].copy_(t) for n, t in model.items()])
+    assert judge(report).word == "healthy"
+    assert all(torch.equal(model[name], before[name]) for name in model)
+
+
+def test_a_sync_that_forgets_a_parameter_or_the_tied_head_is_broken() -> None:
+    model = trainer()
+    engine = {**{name: t.clone() for name, t in model.items()}, HEAD: model[EMBED].clone()}
+
+    def sync() -> None:
+        for name, tensor in model.items():
+            if name != SINKS:
+                engine[name].copy_(tensor)
+
+    report = probe(lambda: engine, model, sync, tied={HEAD: EMBED})
+    assert {p.name: p.status for p in report.faults} == {SINKS: "stale", HEAD: "alias_lost"}
+
+
+def test_the_weights_come_back_when_the_sync_raises() -> None:
+    model = trainer()
+    before = model[SINKS].clone()
+    with pytest.raises(ZeroDivisionError):
+        probe(lambda: {n: t.clone() for n, t in model.items()}, model, lambda: 1 / 0)
+    assert torch.equal(model[SINKS], before)
+
+
+def test_an_engine_of_another_model_is_refused() -> None:
+    model = trainer()
+    with pytest.raises(MismatchError):
+        probe(lambda: {n: torch.zeros_like(t) for n, t in model.items()}, model, lambda: None)
+
+
+def test_an_export_is_held_against_names_and_shapes() -> None:
+    expected = {
+        "a": ((4, 8), "BF16"),
+        "b": ((4,), "BF16"),
+        "c": ((2, 2), "BF16"),
+        "d": ((3,), "F32"),
+    }
+    exported = {
+        "a": ((8, 4), "BF16"),
+        "b": ((5,), "BF16"),
+        "c": ((2, 2), "F32"),
+        "e": ((1,), "F32"),
+    }
+    rows = {row.name: row.difference for row in compare(expected, exported, {})}
+    assert rows == {
+        "d": "missing", "e": "unexpected", "a": "transposed", "b": "shape", "c": "dtype",
+    }  # fmt: skip
+    assert compare(expected, expected, {}) == ()
+    tied = {HEAD: EMBED}
+    both = {HEAD: ((4, 2), "BF16"), EMBED: ((4, 2), "BF16")}
+    assert compare(both, {EMBED: both[EMBED]}, tied) == ()
+    assert len(compare(both, {EMBED: both[EMBED]}, {})) == 1
+    assert not ExportReport("m", "f", 4, compare({"c": expected["c"]}, exported, {})[-1:]).wrong
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["sync-probe", *arguments], standalone_mode=False)
+    assert done.exception is None, done.exception
+    return done.return_value, done.output
+
+
+def test_the_command_holds_a_folder_against_the_embedded_model(tmp_path: Path) -> None:
+    source = EMBEDDED["tiny-gpt-oss"]
+    assert run("--state-dict", str(source))[0] == 0
+    tensors = load_file(next(source.glob("*.safetensors")))
+    assert len(headers(source)) == len(tensors)
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    code, output = run("--state-dict", str(tmp_path), "--json")
+    document = json.loads(output)
+    assert code == 1
+    assert [(row["name"], row["difference"]) for row in document["rows"]] == [
+        ("lm_head.weight", "missing")
+    ]
+    with pytest.raises(MismatchError):
+        headers(tmp_path / "nothing")
+
+
+def test_a_plan_starts_nothing() -> None:
+    code, output = run("--dry-run")
+    assert code == 0
+    assert "71 tensors" in output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--engine", "sglang"), ("--path", "load", "--push", "a:b"), ("--model", "nowhere")],
+)
+def test_what_cannot_be_probed_is_refused(arguments: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, ["sync-probe", *arguments], standalone_mode=False)
+    assert isinstance(done.exception, MismatchError)
