@@ -15,7 +15,7 @@ bias of 1 % on every token                   a_bias_of_one_percent…, a_warning
 1 parameter of 300; other files' names;      checks_of_nothing_do_not_pass
   all responses truncated
 experts swapped, transposed, rows permuted,  test_training_digest: moved_values_show
-  gate and up de-interleaved
+  gate and up de-interleaved (dig)
 all layers permuted alike                    test_square: a_gap_names_the_engine_only_where…
 one rank where two were asked for            fewer_ranks_than_asked_for_are_said
 levels of the user's not applied (no         a_level_that_cannot_be_applied_is_an_error
@@ -37,7 +37,7 @@ coverage of means, quantiles, shares         test_coverage, benchmarks/coverage.
 forecast with a small common part            test_forecast: intervals_reach_to_a_common_part…
 fix of 0.2 %; ranked by luck; null fixes     test_fixes_rank: half_a_percent…, lower_by_luck…,
                                              by_chance_a_false_claim…
-three prompts with a spike in an upgrade     test_against: a_k3_that_grew_manyfold…
+few prompts with a spike in an upgrade (ag)  test_against: a_k3_that_grew_manyfold…
 library: uint8, bf16, gradients, empty       test_metrics_inputs
 ===========================================  ====================================================
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from mismatch.experiments.sync.judge import WORDS, judge, kept_caches, kind_of
 from mismatch.experiments.sync.types import BACK, Outcome, Parameter, Status, SyncReport, Word
@@ -136,7 +137,12 @@ def _labels(status: str, labels: Sequence[str]) -> str:
 def page(result: SyncReport) -> Page:
     """The probe as a page of its own."""
     verdict = judge(result)
-    rows = tuple((name, str(value)) for name, value in result.facts.items())
+    rows = tuple(
+        (f"{name}: {key}" if key else name, str(each))
+        for name, value in result.facts.items()
+        for key, each in (value if isinstance(value, dict) else {"": value}).items()
+        if each is not None
+    )
     facts = Table((Column("", text), Column("", text)), rows)
     size = f"updates of {number(result.size)} of each parameter's size, seed {result.seed}"
     return Page(
@@ -144,7 +150,7 @@ def page(result: SyncReport) -> Page:
         word=verdict.word,
         tone=TONES[verdict.word],
         reason=verdict.reason,
-        title=result.model,
+        title=Path(result.model).name,
         facts=(f"{result.engine}, path {result.path}; {size}",),
         sections=(section(result), Section("probe", "This probe", tables=(facts,))),
         file="sync-probe",
