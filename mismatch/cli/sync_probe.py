@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,8 @@ PROBE_OUTPUT = (
     replace(DRY_RUN, help="Show what would be pushed and how long it takes; start nothing."),
     JSON,
 )
-FIRST_PATHS = {"vllm": "reload", "transformers": "load"}
+PATHS = {"vllm": ("reload", "load", "rpc"), "transformers": ("load",)}  # the first: default
+FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 
 @with_flags(MODEL_FLAGS, PROBE_FLAGS, ENGINE_OPTIONS, PROBE_OUTPUT)
@@ -106,27 +108,32 @@ def probe_spec(flags: Flags) -> SyncSpec:
     """What the flags ask for.
 
     Raises:
-        MismatchError: an unknown model or engine, or --path beside --push.
+        MismatchError: an unknown model, engine, path or push, or --path beside --push.
     """
-
     from mismatch.cli.to_spec import engine_spec
     from mismatch.experiments.sync.types import SyncSpec
     from mismatch.models import resolve_model
 
     engine = flags["engine"]
-    if engine not in FIRST_PATHS:
+    if engine not in PATHS:
         raise MismatchError(
-            f"--engine {engine}: its weight sync cannot be probed",
-            f"one of {', '.join(FIRST_PATHS)}",
+            f"--engine {engine}: its weight sync cannot be probed", f"one of {', '.join(PATHS)}"
         )
+    path, push = flags["path"] or PATHS[engine][0], flags["push"]
+    if path not in PATHS[engine]:
+        raise MismatchError(
+            f"--path {path}: {engine} has no such path", f"one of {', '.join(PATHS[engine])}"
+        )
+    if push is not None and not FUNCTION.fullmatch(push):
+        raise MismatchError(f"--push {push!r} names no function", "write package.module:function")
     if flags["path"] and flags["push"]:
         raise MismatchError("--path and --push are two ways to push", "drop one of the two")
     model = resolve_model(flags["model"] or DEFAULT_MODEL)
     spec = engine_spec(flags, model, engine, flags["engine_arg"])
     return SyncSpec(
         engine=replace(spec, routing=False),
-        path=flags["path"] or FIRST_PATHS[engine],
-        push=flags["push"],
+        path=path,
+        push=push,
         seed=flags["seed"],
         keep_caches=flags["keep_caches"],
         trainer=flags["trainer"],

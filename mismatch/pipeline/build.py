@@ -297,8 +297,10 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
             "batch variance, fused kernels and tensor parallelism show only on a GPU",
         )
     if rollout.turn.max() <= 1:
-        yield NotTested("multi-turn rollouts", "every sequence has one turn")
-    yield NotTested("weight synchronisation", "both sides loaded from disk, no refit took place")
+        template = "mismatch template --model MODEL looks at the chat template"
+        yield NotTested("multi-turn rollouts", "every sequence has one turn", template)
+    loaded = "both sides loaded from disk, no refit took place"
+    yield NotTested("weight synchronisation", loaded, "mismatch sync-probe --model MODEL")
 
 
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:

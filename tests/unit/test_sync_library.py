@@ -118,8 +118,20 @@ def test_a_plan_starts_nothing() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--engine", "sglang"), ("--path", "load", "--push", "a:b"), ("--model", "nowhere")],
+    [
+        ("--engine", "sglang"),
+        ("--path", "load", "--push", "a:b"),
+        ("--model", "nowhere"),
+        ("--path", "reloaded"),
+        ("--engine", "transformers", "--path", "rpc"),
+        ("--push", "my.sync.push"),
+    ],
 )
-def test_what_cannot_be_probed_is_refused(arguments: tuple[str, ...]) -> None:
-    done = CliRunner().invoke(app, ["sync-probe", *arguments], standalone_mode=False)
+def test_what_cannot_be_probed_is_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """Before there is a directory, so that the mended command can have the same one."""
+    out = tmp_path / "probe"
+    done = CliRunner().invoke(
+        app, ["sync-probe", *arguments, "--out", str(out)], standalone_mode=False
+    )
     assert isinstance(done.exception, MismatchError)
+    assert not out.exists()
