@@ -195,6 +195,33 @@ def test_a_side_that_is_off_without_a_source_is_not_clean() -> None:
     assert (verdict.status, verdict.code) == ("unlocated", 1)
 
 
+def with_distances(own: tuple[float, ...], why: str) -> Location:
+    """Of sequences that were taken as ``why`` says, a letter each; a plain forward is at 0.01."""
+    found = location(distance=float(np.mean(own)))
+    taken = tuple(
+        Sequence(n, 40, "worst" if letter == "w" else "random") for n, letter in enumerate(why)
+    )
+    side = replace(found.sides[0], distances=own, plain_distances=(0.01,) * len(own))
+    return replace(found, sequences=taken, sides=(side,))
+
+
+def test_sequences_that_were_chosen_for_their_errors_do_not_put_a_side_off() -> None:
+    unlucky = with_distances((0.3, 0.2, 0.01, 0.01), "wwrr")
+    assert judge(unlucky).status == "none"
+    assert judge(with_distances((0.01, 0.01, 0.3, 0.01, 0.01), "wwrrr")).status == "none"
+    off = with_distances((0.03, 0.03, 0.03, 0.03), "wwrr")
+    assert (judge(off).status, judge(off).code) == ("unlocated", 1)
+
+
+def test_what_is_not_what_the_run_recorded_is_never_clean() -> None:
+    found = location()
+    other = replace(found, sides=(replace(found.sides[0], held=0.1),))
+    assert (judge(other).status, judge(other).code) == ("unlocated", 1)
+    assert "0.1 nats from what the run recorded" in judge(other).reason
+    near = replace(found, sides=(replace(found.sides[0], held=0.005),))  # within a plain forward's
+    assert judge(near).status == "none"
+
+
 def test_without_a_side_nothing_was_measured() -> None:
     with pytest.raises(MismatchError):
         judge(replace(location(), sides=()))

@@ -100,6 +100,7 @@ class SideLocation:
         explained, removed: of all groups together, as in :class:`Group`.
         reverted: share of its mean |distance| that goes where the side itself runs again with the
             reference's output in place of the first source's; None: no source, or an engine.
+        distances, plain_distances: of each sequence; () where there is no plain forward.
     """
 
     name: str
@@ -115,6 +116,8 @@ class SideLocation:
     explained: float | None = None
     removed: float | None = None
     reverted: float | None = None
+    distances: tuple[float, ...] = ()
+    plain_distances: tuple[float, ...] = ()
 
     @property
     def source(self) -> Group | None:

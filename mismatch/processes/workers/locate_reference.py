@@ -126,6 +126,8 @@ class Reference:
             dtype=dtype,
             distance=_mean(end),
             plain_distance=None if plain is None else _mean(self._distance(yardstick)),
+            distances=() if plain is None else self._distances(name),
+            plain_distances=() if plain is None else self._distances(yardstick),
             held=None,
             sites=tuple(sites),
         )
@@ -168,10 +170,15 @@ class Reference:
 
     def _distance(self, side: str) -> Floats:
         """[A] the side's log-probabilities less the reference's own."""
+        return np.concatenate(self._by_sequence(side))
+
+    def _distances(self, side: str) -> tuple[float, ...]:
+        """Mean |distance| of each sequence."""
+        return tuple(map(_mean, self._by_sequence(side)))
+
+    def _by_sequence(self, side: str) -> list[Floats]:
         folder = self._folder(side)
-        return np.concatenate(
-            [np.load(folder / f"{n}.npy") - self.own[n] for n in range(self.count)]
-        )
+        return [np.load(folder / f"{n}.npy") - self.own[n] for n in range(self.count)]
 
     def _with_effects(
         self, side: SideLocation, end: Floats, found: list[tuple[Group, tuple[Site, ...]]]

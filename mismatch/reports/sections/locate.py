@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mismatch.experiments.locate.judge import judge, place_of, sentence
+from mismatch.experiments.locate.judge import (
+    is_other,
+    judge,
+    other_than_the_run,
+    place_of,
+    sentence,
+)
 from mismatch.experiments.locate.sites import TITLES
 from mismatch.experiments.locate.types import Group, Location, SideLocation, SiteError
 from mismatch.reports.formatting import line, number, percent, plural, text
@@ -79,6 +85,8 @@ def sentences(result: Location) -> Iterator[str]:
                     else "."
                 )
             )
+        if is_other(side):
+            yield f"{line(other_than_the_run(side))}."
         if side.reverted is not None and side.source is not None:
             yield (
                 f"With the reference's output at the {place_of(side.source)}, {line(side.name)} "
