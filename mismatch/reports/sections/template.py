@@ -37,7 +37,7 @@ PASSED = {
 CURE = (
     "verl   multi_turn.tokenization_sanity_check_mode=strict, an agent loop",
     "TRL    trl.chat_template_utils.get_training_chat_template(tokenizer)",
-    "SkyRL  generator.use_conversation_multi_turn=true, no template of one's own",
+    "SkyRL  generator.use_conversation_multi_turn=true, without a chat_template",
     "slime  --custom-generate-function-path: append ids, loss_mask 0 for tools",
 )
 TONES = {"passed": "healthy", "failed": "critical", "not_tested": ""}
