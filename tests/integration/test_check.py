@@ -15,6 +15,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mismatch.pipeline.document import schema
+from tests.conftest import grid
 
 from .conftest import SMALL, Run, run_check
 
@@ -52,7 +53,10 @@ def test_the_output_is_plain_where_it_is_not_a_terminal(default_run):
     assert max(map(len, default_run.output.splitlines())) <= 200
 
 
-@pytest.mark.parametrize("run", ["default_run", "fp32_run", "no_sinks_run", "raw_run"])
+@pytest.mark.parametrize(
+    "run",
+    grid(["default_run", "fp32_run", "no_sinks_run", "raw_run"], "default_run", "no_sinks_run"),
+)
 def test_reports_fulfil_the_shipped_schema(run, request):
     Draft202012Validator(schema()).validate(request.getfixturevalue(run).report)
 
@@ -211,6 +215,7 @@ def test_another_checkpoint_on_the_train_side_is_named(tmp_path):
     assert "1 of " in details["weights-as-loaded"]
 
 
+@pytest.mark.grid
 def test_thresholds_and_fail_on_decide_the_exit_code(default_run, tmp_path):
     levels = tmp_path / "levels.toml"
     levels.write_text('[k3_kl]\n"bf16 MoE" = { healthy = 1e-12, unfit = 1e-10 }\n')

@@ -110,6 +110,7 @@ def test_switched_off_it_is_named(tmp_path: Path) -> None:
     assert "exact KL: switched off" in run.report["not_tested"]
 
 
+@pytest.mark.grid
 def test_lost_distributions_are_made_again(tiny_run: Path, tmp_path: Path) -> None:
     """A run that was killed before they were whole: only that scoring is made again."""
     run = shutil.copytree(tiny_run, tmp_path / "run")

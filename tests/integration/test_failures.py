@@ -95,6 +95,7 @@ def test_a_killed_rank_is_named_and_nothing_that_was_sampled_is_lost(tmp_path):
     assert (tmp_path / "run" / "rollout.parquet").exists()
 
 
+@pytest.mark.grid
 def test_a_stopped_rank_ends_the_run_and_not_never(tmp_path, monkeypatch):
     monkeypatch.setenv("MISMATCH_STALL_S", "12")
     process = start(tmp_path / "run", *QUICK)
@@ -213,6 +214,7 @@ def test_an_unknown_engine_argument_is_refused(tmp_path):
 # ---------------------------------------------------------------- before anything is sampled
 
 
+@pytest.mark.grid
 def test_a_trainer_that_cannot_run_is_refused_before_vllm_has_sampled(tmp_path):
     """Both start together; the engine is ended as soon as the trainer has found out."""
     run = run_check(tmp_path / "run", "--attention", "sdpa")
@@ -254,6 +256,7 @@ def third_party(folder: Path) -> str:
     return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("engine", "expected"),
     grid(
@@ -300,6 +303,7 @@ def test_the_engine_runs_under_the_interpreter_that_was_named(tmp_path):
 # ---------------------------------------------------------------- disks
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("room_kib", "whose"),
     grid(

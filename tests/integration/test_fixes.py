@@ -207,6 +207,7 @@ def test_raw_logprobs_at_another_temperature_are_mended_by_their_meaning(
 # ---------------------------------------------------------------- fixes that fail
 
 
+@pytest.mark.grid
 def test_a_fix_that_cannot_run_leaves_the_others_alone(tiny_run: Path, tmp_path: Path) -> None:
     fixes = "experts-implementation=nonsense,fp32-lm-head,micro-batch=64"
     run = resumed(tiny_run, tmp_path / "run", "--fix", fixes)

@@ -83,6 +83,7 @@ def test_swapped_experts_are_named_with_their_layer(default_run: Run, tmp_path: 
     assert (engine.source.site, engine.source.layers) == ("mlp", (1,))
 
 
+@pytest.mark.grid
 def test_the_transformers_engine_is_recorded_too(tiny_run: Path, tmp_path: Path) -> None:
     code, output, run = located(tiny_run, tmp_path, "--json")
     assert code == 0, output

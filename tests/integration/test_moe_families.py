@@ -63,6 +63,7 @@ def test_composites_are_read_through_their_text_model(whole: str, text: str) -> 
     assert family_of(config) is family_of(families.configuration(text))
 
 
+@pytest.mark.grid
 def test_the_page_is_up_to_date() -> None:
     kept = json.loads(page.KEPT.read_text())
     assert page.PAGE.read_text(encoding="utf-8") == page.page(kept), (

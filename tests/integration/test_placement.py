@@ -58,6 +58,7 @@ def test_side_by_side_gives_the_numbers_of_one_by_one(tmp_path: Path, tiny_run: 
     assert np.array_equal(store.load_scoring(run.directory, "fsdp").logprobs, before)
 
 
+@pytest.mark.grid
 def test_a_replica_that_is_killed_ends_all(tmp_path: Path):
     from mismatch.engines.registry import engine_class
     from mismatch.engines.replicas import make_engine

@@ -201,6 +201,7 @@ def test_two_passes_are_in_every_report_with_a_noise_floor(default_run: Run) -> 
     assert made["variants"][0]["metrics"]["ratio_off_mean"]["value"] < 1e-3  # a CPU
 
 
+@pytest.mark.grid
 def test_injected_noise_is_named_wherever_it_shows(tiny_run: Path, tmp_path: Path) -> None:
     run = _score(tiny_run, tmp_path / "run", "--inject", "router-noise=0.3", "--two-passes")
     output = _mismatch("compare", str(run))

@@ -77,6 +77,7 @@ def test_two_runs_of_the_same_tokens_are_compared(made_apart, tiny_run, tmp_path
     mismatch("report", pair, cwd=tmp_path, of=pair)
 
 
+@pytest.mark.grid
 def test_a_second_scoring_of_the_run_stands_beside_the_first(tiny_run, tmp_path):
     run = shutil.copytree(tiny_run, tmp_path / "run")
     flags = ("--name", "fp32", "--train-dtype", "fp32", "--nproc-per-node", "1")

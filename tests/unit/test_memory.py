@@ -219,6 +219,7 @@ def test_a_warning_names_the_setting():
 # ---------------------------------------------------------------- reality
 
 
+@pytest.mark.grid
 @pytest.mark.slow
 def test_a_real_training_world_peaks_where_predicted(tmp_path):
     """A coarse form of benchmarks/memory.py: one case, 20 % (the benchmark wants 15 %)."""

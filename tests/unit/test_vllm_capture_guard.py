@@ -82,6 +82,7 @@ def test_the_shipped_kernel_writes_the_experts_it_routes_to() -> None:
     """)
 
 
+@pytest.mark.grid
 @needs_vllm
 @pytest.mark.slow
 def test_vllms_binder_takes_the_shipped_kernel_and_a_refusal_does_not_end_the_engine() -> None:
