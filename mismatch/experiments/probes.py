@@ -28,6 +28,7 @@ from mismatch.experiments.explanation import (
     bits,
     masses,
 )
+from mismatch.experiments.locate.judge import judge
 from mismatch.experiments.locate.sites import TITLES
 from mismatch.experiments.locate.types import Location
 from mismatch.metrics.inference import student
@@ -149,7 +150,7 @@ def judged_location(experiment: Experiment, found: Location) -> Experiment:
     sides = [side for side in found.sides if side.source is not None]
     sides.sort(key=lambda side: (side.role != experiment.side, -side.distance))
     if not sides:
-        reason = "; ".join(map(str, found.not_tested)) or "no module errs beyond its precision"
+        reason = judge(found).reason if found.sides else "; ".join(map(str, found.not_tested))
         return replace(experiment, seconds=found.seconds, outcome="undecided", reason=reason)
     side = sides[0]
     source = side.source

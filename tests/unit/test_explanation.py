@@ -418,6 +418,10 @@ def test_a_module_that_the_distance_goes_with_confirms_its_side(
     nowhere = judged_location(asked, location(None))
     assert nowhere.outcome == "undecided"
     assert nowhere.reason
+    elsewhere = location(None)
+    one = replace(elsewhere.sides[0], held=0.5)  # nats from what the run recorded
+    elsewhere = replace(elsewhere, sides=(one, *elsewhere.sides[1:]))
+    assert "0.5 nats from what the run recorded" in judged_location(asked, elsewhere).reason
 
 
 def test_a_fresh_engine_does_not_rule_out_weights_that_it_loads_again() -> None:
