@@ -17,6 +17,7 @@ from mismatch.cli.options import (
     PROMPT_FLAGS,
     ROUTING,
     TRAIN_FLAGS,
+    VERL_FLAGS,
 )
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop.types import AS_IS, LOOP, LoopSpec
@@ -53,6 +54,7 @@ LOOP_FIELDS = (
     ENGINE_FLAGS,
     ROUTING,
     TRAIN_FLAGS,
+    VERL_FLAGS,
     NEW_RUN,
     JSON,
     CONFIG,
@@ -87,10 +89,11 @@ def loop_spec(flags: Flags) -> Spec:
     Raises:
         MismatchError: flags that a loop cannot honour.
     """
-    from mismatch.cli.to_spec import check_spec, with_trainer
+    from mismatch.cli.to_spec import check_spec, verl_model, with_trainer
     from mismatch.experiments.loop.types import LoopSpec
 
-    flags["model"] = flags["model"] or DEFAULT_MODEL
+    flags["model"] = flags["model"] or verl_model(flags) or DEFAULT_MODEL
+    flags["train_model"] = None
     if flags["num_prompts"] is None and flags["prompts"] is None:
         flags["num_prompts"] = POOL
     spec, _ = with_trainer(check_spec(flags), flags)

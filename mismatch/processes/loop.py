@@ -57,10 +57,14 @@ def finish_both(*workers: Worker) -> None:
     Raises:
         MismatchError: the first that failed, or all stalled.
     """
-    watches = [worker.watch() for worker in workers]
-    while not all([worker.ended() for worker in workers]):
-        if all(watch.idle_s() > watch.limit_s for watch in watches):
-            workers[0].require_activity(watches[0])
+    at_work = {worker: worker.watch() for worker in workers}
+    while at_work:
+        for worker in [*at_work]:
+            if worker.ended():
+                del at_work[worker]
+        if at_work and all(watch.idle_s() > watch.limit_s for watch in at_work.values()):
+            worker, watch = next(iter(at_work.items()))
+            worker.require_activity(watch)
         time.sleep(POLL_S)
 
 
