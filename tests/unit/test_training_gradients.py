@@ -21,7 +21,7 @@ import transformers
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.coefficients import choose_batch, plain_vectors
 from mismatch.specs import Pass, Sampling, TrainSpec
-from mismatch.training import backward
+from mismatch.training import backward, gradients
 from mismatch.training.distributed import World
 from mismatch.training.gradient_sketch import group_of
 from mismatch.training.gradients import (
