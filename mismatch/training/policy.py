@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
 
 from mismatch.errors import MismatchError
@@ -88,7 +89,7 @@ class PolicyOptimiser:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self.world.barrier()
-        dcp.save(self._state(), checkpoint_id=partial, process_group=self.world.control)
+        save_sharded(self._state(), checkpoint_id=partial, process_group=self.world.control)
         self.world.barrier()
         if self.world.rank == 0:
             partial.rename(folder)
@@ -101,7 +102,7 @@ class PolicyOptimiser:
         """
         state = self._state()
         try:
-            dcp.load(state, checkpoint_id=folder, process_group=self.world.control)
+            load_sharded(state, checkpoint_id=folder, process_group=self.world.control)
         except Exception as error:
             raise MismatchError(
                 f"the checkpoint {folder} cannot be read: {error}",

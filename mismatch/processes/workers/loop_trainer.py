@@ -213,7 +213,9 @@ class TrainerSide:
         source = replay_source(folder, rollout, spec)
         options, _ = prepare_pass(self.world, self.loaded, rollout, spec, source)
         old = old_logprobs(train, engine, self.loop)
-        losses, norms, policies = [], [], []
+        losses: list[float] = []
+        norms: list[float] = []
+        policies: list[PolicyLoss] = []
         for prompts in deal(rollout, self.loop.mini_batches, (self.loop.seed, step, MINI_STREAM)):
             plain = plain_coefficients(rollout, train, engine, prompts, self.loop)
             policy = PolicyLoss(plain, old, self.loop.clip)
