@@ -58,7 +58,8 @@ class VllmDriver:
             loader.remove_lora(ADAPTER)
             self.engine.adapter = None
             return
-        folder = self.checkpoint.write(push, self.scratch / f"adapter-{push}")
+        # The same folder each time, as frameworks do: vLLM's cache is keyed by name and path.
+        folder = self.checkpoint.write(push, self.scratch / "adapter")
         try:
             loader.add_lora(
                 LoRARequest("mismatch", ADAPTER, str(folder), load_inplace=self.reloads)

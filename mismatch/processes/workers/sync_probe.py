@@ -24,6 +24,7 @@ from mismatch.engines.base import argument_name
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.registry import engine_class, model_directory, versions
 from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
+from mismatch.engines.vllm.arguments import is_cpu_build
 from mismatch.errors import MismatchError, first_line, named_line
 from mismatch.experiments.sync.judge import cache_row, of_adapters, parameters, transposed_names
 from mismatch.experiments.sync.types import CacheRow, SyncReport, SyncSpec
@@ -91,9 +92,18 @@ def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
 
 
 def with_adapters(spec: SyncSpec) -> EngineSpec:
-    """The engine, able to load an adapter where the path does."""
+    """The engine, able to load an adapter where the path does.
+
+    Raises:
+        MismatchError: vLLM's CPU build with a model of experts.
+    """
     if not spec.adapters:
         return spec.engine
+    if is_cpu_build() and read_model_info(spec.engine).moe:
+        raise MismatchError(
+            "vLLM's CPU build has no LoRA kernels for layers with experts",
+            "a model without experts, a GPU, or another --path",
+        )
     # One request at a time: vLLM's CPU kernels take prompt logprobs of no more beside an adapter.
     room = (("enable_lora", True), ("max_lora_rank", RANK), ("max_loras", 1), ("max_num_seqs", 1))
     given = {argument_name(raw) for raw, _ in spec.engine.args}
