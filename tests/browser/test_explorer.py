@@ -31,6 +31,7 @@ def table() -> pd.DataFrame:
     texts[20:23] = ["x" * 100_000, FAMILY, "{{7*7}}"]
     texts[340:342] = [" Forty", "-two"]  # two tokens that a search has to join
     tokens["token"] = texts
+    tokens["turn"] = 1 + (np.arange(len(tokens)) % 100 >= 70)
     tokens["token_class"] = np.where(np.arange(len(tokens)) % 10 == 3, "digit", "word")
     row = 100 * WORST[0] + WORST[1]
     tokens.loc[row, "delta"] = -4.0
@@ -144,6 +145,9 @@ def test_filters_leave_what_the_table_says(browser: Browser, url: str, table: pd
     choose(browser, "layer", "6", "change")
     flipped = table["routing_flipped_layers"].map(lambda layers: 6 in layers)
     assert browser.evaluate(MATCHES) == (digits & flipped).sum()
+    choose(browser, "turn", "2", "change")
+    assert browser.evaluate(MATCHES) == (digits & flipped & (table["turn"] == 2)).sum()
+    choose(browser, "turn", "", "change")
     choose(browser, "kind", "", "change")
     choose(browser, "layer", "", "change")
     least = np.sort(table["delta"].abs())[-501:-499].mean()  # among those that are exact
