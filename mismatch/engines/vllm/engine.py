@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.engines.base import (
+    LIKELIEST,
     Capabilities,
     Continued,
     ExpertLayout,
@@ -38,7 +39,6 @@ from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 
-LIKELIEST = 20  # outcomes of a position; vLLM gives no more unless it is told so at its start
 CHILD_FAILED = "See root cause above"  # vLLM's words where its engine's process failed
 
 
