@@ -61,6 +61,7 @@ class VllmEngine:
         self._next_id = 0
         self._wanted: Wanted | None = None
         self._watched: dict[str, NDArray[Any]] = {}
+        self.adapter: Any = None  # vLLM's LoRARequest of every request
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
@@ -148,7 +149,9 @@ class VllmEngine:
         order: dict[str, tuple[int, str]] = {}
         for index, (ids, param) in enumerate(zip(prompts, params, strict=True)):
             request, self._next_id = str(self._next_id), self._next_id + 1
-            internal = engine.add_request(request, {"prompt_token_ids": list(ids)}, param)
+            internal = engine.add_request(
+                request, {"prompt_token_ids": list(ids)}, param, lora_request=self.adapter
+            )
             order[request] = (index, internal)
         done: dict[int, tuple[str, Any]] = {}
         tokens = 0
