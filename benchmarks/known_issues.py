@@ -116,6 +116,9 @@ ENGINES = (
     EngineFault("sglang-top-k-20", ("huggingface/trl#6789", "NVIDIA-NeMo/RL#3497"),
                 ("sampling-truncation", "implicit-generation-config", "sampling-law"), "",
                 ("--engine", "sglang", "--top-k", "20")),
+    EngineFault("sglang-top-k-20-seed1", ("huggingface/trl#6789", "NVIDIA-NeMo/RL#3497"),
+                ("sampling-truncation", "implicit-generation-config", "sampling-law"), "",
+                ("--engine", "sglang", "--top-k", "20", "--seed", "1"), half="reported"),
 )  # fmt: skip
 CLEAN = {
     "gpt-oss": ("tiny-gpt-oss", ("--num-prompts", "512")),
@@ -355,7 +358,8 @@ def planted(home: Path, runs: dict[str, Path], done: set[str], make: bool) -> It
                     key = f"{fault.name}/{s}/{model}/{seed}"
                     if key in done or (fault.models and model not in fault.models):
                         continue
-                    if fault.place != "recorded" and seed:  # a pass each: models split them
+                    # a pass each: models split them
+                    if fault.place != "recorded" and seed != fault.block:
                         continue
                     if fault.place != "recorded" and not (make or stored(home, key).is_file()):
                         continue
