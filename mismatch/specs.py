@@ -203,11 +203,12 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """Where the prompts come from: the built-in task, a JSONL file, or a data set.
+    """Where the prompts come from: the built-in task, a JSONL file, or a data set; and who replies.
 
     Attributes:
         dataset: wins over ``task``.
         answer_column: None: no rewards.
+        environment: None: every sequence has one turn.
     """
 
     task: str = "arithmetic"
@@ -242,6 +243,20 @@ class PromptSpec:
     answer_column: Annotated[
         str | None, Flag(PROMPTS, "Column with the answers (whole numbers), for rewards.")
     ] = None
+    environment: Annotated[
+        str | None,
+        Flag(
+            PROMPTS,
+            "Replies to responses, for several turns: retry, or your package.module:Class; "
+            "docs/multi-turn.md.",
+        ),
+    ] = None
+    max_turns: Annotated[
+        int, Flag(PROMPTS, "Responses per sequence, with --environment.", range=Range(1, 1000))
+    ] = 4
+    max_observation_tokens: Annotated[
+        int, Flag(PROMPTS, "Kept of a reply's text, with --environment.", range=Range(1, 10**6))
+    ] = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,6 +546,7 @@ def load_key(spec: TrainSpec) -> tuple[Any, ...]:
     return (*weights_key(spec), spec.attention, spec.autocast, spec.experts)
 
 
+TURNS = ("environment", "max_turns", "max_observation_tokens")
 PLACES = (
     *("servers", "served_model", "server_concurrency", "server_timeout_s"),
     *("data_parallel_size", "overlap"),
@@ -538,11 +554,12 @@ PLACES = (
 
 
 def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
-    """A spec's data without where it runs, which changes no number."""
+    """A spec's data without what changes no number: where it runs, turns where there is one."""
+    dropped = PLACES if data.get("environment") else {*PLACES, *TURNS}
     return {
         name: _anywhere(value) if isinstance(value, dict) else value
         for name, value in data.items()
-        if name not in PLACES
+        if name not in dropped
     }
 
 
