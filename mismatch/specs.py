@@ -56,6 +56,7 @@ class Range:
         return f"from {self.low:g} to {self.high:,.15g}"
 
 
+AROUND_A_REPLY = 64  # tokens that a chat template puts around a reply, at most
 MANY = 10**9  # more of anything than a run can have
 SEEDS = Range(0, 2**32 - 1)  # what numpy, torch and the engines all take
 RANKS = Range(1, 4096)
@@ -258,6 +259,11 @@ class PromptSpec:
         int, Flag(PROMPTS, "Kept of a reply's text, with --environment.", range=Range(1, 10**6))
     ] = 256
 
+    @property
+    def turns(self) -> int:
+        """Responses of a sequence, at most."""
+        return self.max_turns if self.environment else 1
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
@@ -282,6 +288,14 @@ class RolloutSpec:
             range=Range(1, 10**6),
         ),
     ] = 64
+
+    @property
+    def most_after_prompt(self) -> int:
+        """Tokens that all turns together may put after a prompt."""
+        between = self.prompts.max_observation_tokens + AROUND_A_REPLY
+        return self.sampling.max_tokens + (self.prompts.turns - 1) * (
+            self.sampling.max_tokens + between
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,6 @@ from mismatch.types import Ints, Rollout, Scoring
 
 CACHE_SCHEMA = "mismatch.cache/1"
 NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
-BETWEEN_TURNS = 64  # tokens that a chat template puts around a reply, at most
 LIKELY = 8  # outcomes of a position whose texts are kept
 LOG_DELAY_S = 1.0  # for the lines on their way to the log
 PROGRESS_INTERVAL_S = 0.5
@@ -461,19 +460,17 @@ def require_context(
 ) -> int:
     """Length of the longest sequence that may come, in tokens.
 
+    Turns that would exceed the context are not played.
+
     Raises:
-        MismatchError: a prompt, or a prompt and its response, exceed the context (prompt named).
+        MismatchError: a prompt (named), or it and its first response, exceed the context.
     """
     index = max(range(len(ids)), key=lambda i: len(ids[i]))
     prompt, origin = len(ids[index]), prompts[index].origin
-    longest = prompt + spec.sampling.max_tokens
-    turns = spec.prompts.max_turns - 1 if spec.prompts.environment else 0
-    further = turns * (
-        spec.sampling.max_tokens + spec.prompts.max_observation_tokens + BETWEEN_TURNS
-    )
+    longest, all_turns = prompt + spec.sampling.max_tokens, prompt + spec.most_after_prompt
     limit = spec.engine.max_model_len or info.context
     if limit is None:
-        return longest + further
+        return all_turns
     # Rescoring asks the engine to sample one token more than the sequence has.
     room = limit - (1 if spec.engine.prefill else 0)
     if prompt >= room:
@@ -487,7 +484,7 @@ def require_context(
             f"it exceeds the context of {limit}",
             f"use --max-tokens {room - prompt} or fewer, or raise --max-model-len",
         )
-    return min(longest + further, room)
+    return min(all_turns, room)
 
 
 def require_vocabulary(tokenizer: Any, info: ModelInfo, model: str) -> None:
