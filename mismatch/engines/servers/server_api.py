@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -100,6 +101,7 @@ class ServerAPI(ABC):
     """
 
     kind: ClassVar[str]
+    allow: ClassVar[str]  # how an operator allows new weights
     client: Client
     facts: ServerFacts
 
@@ -135,3 +137,11 @@ class ServerAPI(ABC):
         self, ids: Sequence[int], settings: dict[str, Any], count: int
     ) -> dict[int, float]:
         """Token id -> logprob of the ``count`` most likely next tokens, as decoding reports it."""
+
+    @abstractmethod
+    def update_weights(self, directory: Path) -> None:
+        """Load other weights from a folder that the server can read; caches stay."""
+
+    @abstractmethod
+    def drop_caches(self) -> None:
+        """Forget the keys and values of earlier prompts."""

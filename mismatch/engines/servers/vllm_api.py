@@ -6,6 +6,7 @@ import base64
 import io
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,6 +34,7 @@ ID_TEXT = "token_id:"  # how ids are written where texts are usual (return_token
 
 class VllmAPI(ServerAPI):
     kind: ClassVar[str] = "vllm"
+    allow: ClassVar[str] = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
 
     @classmethod
     @usable_answer()
@@ -132,6 +134,15 @@ class VllmAPI(ServerAPI):
         choice = _choice(self.client.post("/v1/completions", body), ids)
         top = choice["logprobs"]["top_logprobs"][0]
         return {int(text.removeprefix(ID_TEXT)): float(lp) for text, lp in top.items()}
+
+    def update_weights(self, directory: Path) -> None:
+        given = {"weights_path": str(directory)}
+        self.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": given})
+
+    @usable_answer()
+    def drop_caches(self) -> None:
+        if not self.client.post("/reset_prefix_cache", {})["success"]:
+            raise Unavailable("blocks of the prefix cache are in use", "busy")
 
 
 def _body(facts: ServerFacts, ids: Sequence[int]) -> dict[str, Any]:
