@@ -58,6 +58,7 @@ class ScriptedServer:
         self.routes = False
         self.delay_s = 0.0
         self.key: str | None = None
+        self.shows: Callable[[list[str], list[str]], str] | None = None  # its parameters
         self.developer = False  # whether it takes new weights: those named push-N
         self.version = VERSION
         self.max_model_len = 512
@@ -124,7 +125,9 @@ class ScriptedServer:
             return self.send(http, 200, {"data": [card | {"max_model_len": self.max_model_len}]})
         if path == "/metrics":
             return self.send(http, 200, f"process_start_time_seconds {self.started}\n")
-        if self.developer and path == "/collective_rpc":
+        if self.shows is not None and body.get("method") == "mismatch_held_json":
+            return self.send(http, 200, {"results": [self.shows(*body["args"])]})
+        if self.developer and path == "/collective_rpc" and body["method"] == "reload_weights":
             self.load(body["kwargs"]["weights_path"])
             return self.send(http, 200, {"results": [None]})
         if self.developer and path == "/reset_prefix_cache":

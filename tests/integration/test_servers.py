@@ -26,6 +26,7 @@ from mismatch.engines.servers.journal import PLACE
 from mismatch.experiments.sync.document import sync_from_json
 from mismatch.experiments.sync.judge import judge, kept_caches, parted
 from mismatch.models import EMBEDDED
+from mismatch.probe import EXTENSION
 from mismatch.processes.launch import own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec
@@ -38,6 +39,7 @@ SERVE = (
     *("--model", str(MODEL), "--served-model-name", "tiny-gpt-oss"),
     *("--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
     *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+    *("--worker-extension-cls", EXTENSION),
 )
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -210,7 +212,7 @@ def test_without_the_key_and_with_another_model_it_ends_at_once(
 
 
 @pytest.mark.grid
-def test_the_weight_sync_of_a_server_is_judged_by_its_scores(
+def test_the_weight_sync_of_a_server_is_judged_by_scores_and_parameters(
     servers: tuple[Served, Served], tmp_path: Path
 ) -> None:
     """vLLM's reload on a CPU leaves the experts stale; the first weights are back at the end."""
@@ -226,7 +228,8 @@ def test_the_weight_sync_of_a_server_is_judged_by_its_scores(
     assert pushed.engine_moved > 0.1
     assert back.engine_moved < 1e-4
     assert not kept_caches(report)
-    assert len(report.of_status("not_compared")) == 71
+    assert len(report.of_status("stale")) == 20
+    assert len(report.of_status("arrived")) == 51
 
 
 class Forwarder:

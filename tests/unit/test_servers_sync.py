@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.sync.judge import judge, parted, score_rows
 from mismatch.experiments.sync.types import SyncSpec
 from mismatch.models.weight_states import PUSHES, Checkpoint, Prints, state_of
+from mismatch.probe import probe as library_call
 from mismatch.processes.workers.sync_probe import Probe
 from tests.scripted_server import ScriptedServer, ScriptedSglang, law
 from tests.unit.test_servers_engine import LAW, _light, serve, spec
@@ -47,7 +49,7 @@ def probed(server: ScriptedServer, checkpoint: Checkpoint, tmp_path: Path) -> An
     with ServerEngine(asked.engine, LAW, longest=64) as engine:
         driver = ServerDriver(engine, checkpoint, tmp_path / "states")
         probe = Probe(driver, engine, SEQUENCES, asked, checkpoint, checkpoint.names())
-        expected = [dict.fromkeys(checkpoint.names(), Prints(())) for _ in range(PUSHES)]
+        expected = [checkpoint.prints(push) for push in range(PUSHES)]
         return probe.run(expected, None), probe.scores
 
 
@@ -101,3 +103,36 @@ def test_a_server_that_allows_no_update_is_refused(
         with pytest.raises(MismatchError) as refused:
             driver.push("update", 1)
     assert "VLLM_SERVER_DEV_MODE" in refused.value.fix
+
+
+@pytest.mark.parametrize(("stale", "word"), [(False, "healthy"), (True, "broken")])
+def test_a_server_with_the_extension_is_judged_parameter_by_parameter(
+    serve: Any, checkpoint: Checkpoint, tmp_path: Path, stale: bool, word: str
+) -> None:
+    server = serve(developer=True)
+
+    def shows(names: list[str], transposed: list[str]) -> str:
+        prints = checkpoint.prints(0 if stale else server.weights)
+        return json.dumps([{name: asdict(each) for name, each in prints.items()}, {}])
+
+    server.shows = shows
+    report, _ = probed(server, checkpoint, tmp_path)
+    assert judge(report).word == word
+    assert [p.status for p in report.parameters] == ["stale" if stale else "arrived"]
+
+
+def test_the_library_call_reads_a_server(serve: Any) -> None:
+    server, own = serve(developer=True), {"head.weight": torch.ones(4, 4)}
+    held = {name: tensor.clone() for name, tensor in own.items()}
+
+    def shows(names: list[str], transposed: list[str]) -> str:
+        return json.dumps([{n: asdict(Prints.of(n, held[n])) for n in names}, {}])
+
+    server.shows = shows
+    report = library_call(server.url, own, lambda: held["head.weight"].copy_(own["head.weight"]))
+    assert judge(report).word == "healthy"
+    assert judge(library_call(server.url, own, lambda: None)).word == "broken"
+    server.shows = None
+    with pytest.raises(MismatchError) as refused:
+        library_call(server.url, own, lambda: None)
+    assert "--worker-extension-cls" in refused.value.fix

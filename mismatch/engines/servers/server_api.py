@@ -12,6 +12,7 @@ import numpy as np
 
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.servers.http import Client
+from mismatch.engines.sync_drivers import Held
 from mismatch.types import Floats, Sampling
 
 LARGEST_ID = 1 << 31
@@ -145,3 +146,11 @@ class ServerAPI(ABC):
     @abstractmethod
     def drop_caches(self) -> None:
         """Forget the keys and values of earlier prompts."""
+
+    def held(self, names: list[str], transposed: list[str]) -> Held | None:
+        """What it holds, see :class:`mismatch.engines.sync_drivers.Driver`; None: it does not say.
+
+        Raises:
+            Unavailable: an answer that is none.
+        """
+        return None

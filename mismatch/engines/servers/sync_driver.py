@@ -1,6 +1,7 @@
 """New weights for running servers, for a probe of the weight sync: update and reset endpoints.
 
-A server shows none of its parameters: the probe has its log-probabilities before and after alone.
+A server shows its parameters only if it is vLLM and its workers have mismatch's extension; else the
+probe has log-probabilities before and after alone.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from mismatch.engines.base import Engine
-from mismatch.engines.servers.engine import NO_WEIGHTS, ServerEngine
+from mismatch.engines.servers.engine import ServerEngine
 from mismatch.engines.servers.http import Refused, Unavailable
 from mismatch.engines.servers.server_api import ServerAPI
 from mismatch.engines.sync_drivers import Answer, Held
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import PUSHES, Checkpoint, state_of
 from mismatch.types import NotTested, Sampling
+
+UNSEEN = (
+    "the server does not show it; vLLM does with VLLM_SERVER_DEV_MODE=1 and "
+    "--worker-extension-cls mismatch.engines.vllm.weight_sync.WeightSync"
+)
 
 
 class ServerDriver:
@@ -64,7 +70,9 @@ class ServerDriver:
                 self.push("update", PUSHES)
 
     def held(self, names: list[str], transposed: list[str]) -> Held:
-        return {}, dict.fromkeys(names, NO_WEIGHTS)
+        api = self.apis[0]
+        with _asked(api, "a look at its parameters"):
+            return api.held(names, transposed) or ({}, dict.fromkeys(names, UNSEEN))
 
     def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
         """Of the first server."""
@@ -82,8 +90,8 @@ class ServerDriver:
                 api.drop_caches()
 
     def not_tested(self) -> list[NotTested]:
-        how = "mismatch sync-probe --engine vllm: the same version with the same settings"
-        return [NotTested("every parameter by itself", NO_WEIGHTS, how)]
+        others = [NotTested("the other servers' parameters", "the first is asked alone")]
+        return others if len(self.apis) > 1 else []
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,9 @@ from mismatch.engines.servers.server_api import (
     checked,
     context_length,
 )
+from mismatch.engines.sync_drivers import Held
 from mismatch.errors import MismatchError
+from mismatch.models.weight_states import Prints
 from mismatch.types import Floats, Sampling
 
 DESCRIBE_S = 30.0
@@ -143,6 +146,24 @@ class VllmAPI(ServerAPI):
     def drop_caches(self) -> None:
         if not self.client.post("/reset_prefix_cache", {})["success"]:
             raise Unavailable("blocks of the prefix cache are in use", "busy")
+
+    def held(self, names: list[str], transposed: list[str]) -> Held | None:
+        return held_by(self.client, names, transposed)
+
+
+@usable_answer()
+def held_by(client: Client, names: list[str], transposed: list[str]) -> Held | None:
+    """Of a server whose workers have :class:`mismatch.engines.vllm.weight_sync.WeightSync`.
+
+    None: they have not, or the server is not in its development mode.
+    """
+    body = {"method": "mismatch_held_json", "args": [names, transposed]}
+    try:
+        answer = client.post("/collective_rpc", body)
+    except (Refused, Unavailable):
+        return None
+    prints, missing = json.loads(answer["results"][0])
+    return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
 
 
 def _body(facts: ServerFacts, ids: Sequence[int]) -> dict[str, Any]:
