@@ -29,7 +29,8 @@ PROBE_FLAGS = (
         "path",
         str | None,
         PROBE,
-        "How weights are pushed: vllm reload, load or rpc; transformers load. Default: the first.",
+        "How weights are pushed: vllm reload, load, rpc or lora; transformers load. "
+        "Default: the first.",
     ),
     Option(
         "push",
@@ -64,7 +65,7 @@ PROBE_OUTPUT = (
     replace(DRY_RUN, help="Show what would be pushed and how long it takes; start nothing."),
     JSON,
 )
-PATHS = {"vllm": ("reload", "load", "rpc"), "transformers": ("load",)}  # the first: default
+PATHS = {"vllm": ("reload", "load", "rpc", "lora"), "transformers": ("load",)}  # the first: default
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 

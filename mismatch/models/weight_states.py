@@ -101,7 +101,8 @@ def _cuts(length: int) -> list[slice]:
     return [slice(low, high) for low, high in itertools.pairwise(edges)]
 
 
-def _generator(text: str) -> torch.Generator:
+def seeded(text: str) -> torch.Generator:
+    """A generator of random numbers that follow from a text."""
     import torch
 
     digest = hashlib.sha256(text.encode()).digest()
@@ -111,7 +112,7 @@ def _generator(text: str) -> torch.Generator:
 def _places(name: str, count: int) -> torch.Tensor:
     import torch
 
-    return torch.randint(max(count, 1), (min(SAMPLES, count),), generator=_generator(name))
+    return torch.randint(max(count, 1), (min(SAMPLES, count),), generator=seeded(name))
 
 
 def updated(name: str, base: torch.Tensor, seed: int, push: int) -> torch.Tensor:
@@ -127,7 +128,7 @@ def updated(name: str, base: torch.Tensor, seed: int, push: int) -> torch.Tensor
         return base
     wide = base.float()
     size = float(wide.square().mean().sqrt()) * SIZE or OF_ZEROS
-    noise = torch.randn(base.shape, generator=_generator(f"{seed}/{push}/{name}"))
+    noise = torch.randn(base.shape, generator=seeded(f"{seed}/{push}/{name}"))
     return (wide + size * noise.to(base.device)).to(base.dtype)
 
 
@@ -183,17 +184,26 @@ class Checkpoint:
         Raises:
             MismatchError: too little space.
         """
-        target.mkdir(parents=True, exist_ok=True)
-        require_space(self.directory, target)
-        for path in self.directory.iterdir():
-            weights = path.name.endswith((".safetensors", ".bin", INDEX))
-            if path.is_file() and not weights and not (target / path.name).exists():
-                (target / path.name).symlink_to(path.resolve())
+        link_others(self.directory, target)
         shards = Shards(target)
         for name, tensor in self.tensors(push):
             shards.add(name, tensor)
         shards.finish()
         return target
+
+
+def link_others(source: Path, target: Path) -> None:
+    """A folder for weights of this checkpoint: its other files as links.
+
+    Raises:
+        MismatchError: too little space for the weights.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    require_space(source, target)
+    for path in source.iterdir():
+        weights = path.name.endswith((".safetensors", ".bin", INDEX))
+        if path.is_file() and not weights and not (target / path.name).exists():
+            (target / path.name).symlink_to(path.resolve())
 
 
 @dataclass(frozen=True, slots=True)

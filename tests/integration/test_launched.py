@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +90,9 @@ def rank_of(agent: subprocess.Popen[str]) -> psutil.Process:
     end = time.monotonic() + 120
     while time.monotonic() < end:
         for child in psutil.Process(agent.pid).children():
-            if "mismatch" in " ".join(child.cmdline()):
-                return child
+            with suppress(psutil.Error):  # not yet its own program, or gone again
+                if "mismatch" in " ".join(child.cmdline()):
+                    return child
         time.sleep(0.05)
     raise AssertionError("no rank was started")
 

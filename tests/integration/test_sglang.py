@@ -97,16 +97,21 @@ def test_a_dense_model_needs_no_substitute(run_of: Any) -> None:
     assert scoring.fingerprint["substitutes"] == []
 
 
+def is_sglangs(process: psutil.Process) -> bool:
+    """Not a resource tracker, nor a tool that an import runs for a moment and that may be gone."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return "spawn_main" in command or "sglang::" in command
+
+
 def children_of(directory: Path) -> list[psutil.Process]:
     """SGLang's own processes, its scheduler first; they start after the engine's worker."""
     end = time.monotonic() + 180
     while time.monotonic() < end:
         for worker in workers_of(directory, "mismatch.processes.workers.engine"):
-            spawned = [
-                child
-                for child in worker.children(recursive=True)
-                if not any("resource_tracker" in part for part in child.cmdline())
-            ]
+            spawned = [child for child in worker.children(recursive=True) if is_sglangs(child)]
             if len(spawned) >= 2:
                 return sorted(spawned, key=lambda child: child.pid)
         time.sleep(0.1)

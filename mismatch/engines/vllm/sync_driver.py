@@ -11,8 +11,11 @@ from mismatch.engines.base import Engine
 from mismatch.engines.sync_drivers import Answer, Held
 from mismatch.engines.vllm.arguments import is_cpu_build
 from mismatch.engines.vllm.engine import VllmEngine
+from mismatch.models.adapter_states import Adapters
 from mismatch.models.weight_states import Checkpoint, Prints, state_of
 from mismatch.types import NotTested
+
+ADAPTER = 1  # vLLM's number of the probe's adapter
 
 
 class VllmDriver:
@@ -22,7 +25,9 @@ class VllmDriver:
         "reload": "reload_weights(weights_path=…), vLLM's own",
         "load": "model.load_weights(…) in the worker, as verl, TRL and SkyRL call it",
         "rpc": "reload_weights in the worker, and what it leaves out written by mismatch",
+        "lora": "add_lora with load_inplace, then remove_lora; requests carry the adapter",
     }
+    reloads = True  # an adapter under a number that vLLM has already
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
         self.engine = cast(VllmEngine, engine)
@@ -30,6 +35,9 @@ class VllmDriver:
         self.scratch = scratch
 
     def push(self, path: str, push: int) -> None:
+        if path == "lora":
+            self._push_adapter(push)
+            return
         if path != "reload":
             directory, seed = str(self.checkpoint.directory), self.checkpoint.seed
             self._call("mismatch_push", path, directory, seed, push)
@@ -42,11 +50,32 @@ class VllmDriver:
         finally:
             shutil.rmtree(self.scratch / f"push-{push}", ignore_errors=True)
 
+    def _push_adapter(self, push: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        loader: Any = self.engine.llm.llm_engine
+        if not state_of(push):
+            loader.remove_lora(ADAPTER)
+            self.engine.adapter = None
+            return
+        # The same folder each time, as frameworks do: vLLM's cache is keyed by name and path.
+        folder = self.checkpoint.write(push, self.scratch / "adapter")
+        try:
+            loader.add_lora(
+                LoRARequest("mismatch", ADAPTER, str(folder), load_inplace=self.reloads)
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.engine.adapter = LoRARequest("mismatch", ADAPTER, str(folder))
+
     def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
         function(weights, self.engine.llm)
 
     def held(self, names: list[str], transposed: list[str]) -> Held:
-        ranks = self._call("mismatch_held", names, transposed)
+        if isinstance(self.checkpoint, Adapters):
+            ranks = self._call("mismatch_held_adapter", names, ADAPTER)
+        else:
+            ranks = self._call("mismatch_held", names, transposed)
         prints, missing = ranks[0]
         return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
 
@@ -57,7 +86,9 @@ class VllmDriver:
             return None
         greedy = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0)
         given: Any = [{"prompt_token_ids": list(ids)} for ids in prompts]
-        outputs = self.engine.llm.generate(given, greedy, use_tqdm=False)
+        outputs = self.engine.llm.generate(
+            given, greedy, use_tqdm=False, lora_request=self.engine.adapter
+        )
         return [_answer(output) for output in outputs]
 
     def drop_caches(self) -> None:

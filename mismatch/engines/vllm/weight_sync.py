@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mismatch.engines.fused_weights import EXPERT_LEAVES, PACKED
+from mismatch.engines.vllm.adapter_sync import SLICED, held_adapter
 from mismatch.models.weight_states import Checkpoint, Prints
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 IDENTITY_ROWS = 1024  # of the identity matrix at a time
 LOW = 1 << 7  # indices are packed in digits that bfloat16 holds exactly
 UNREADABLE = "its layout in the kernel is not known here"
-SLICED = "a rank holds a slice; whole parameters are compared"
 HALVES = ("gate_proj", "up_proj")
 Parts = Iterator[tuple[str, "torch.Tensor"]]
 
@@ -63,6 +63,12 @@ class WeightSync:
             turned = value.transpose(-1, -2) if checkpoint in transposed else value
             prints[checkpoint] = asdict(Prints.of(checkpoint, turned))
         return prints, missing
+
+    def mismatch_held_adapter(
+        self, names: list[str], adapter: int
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """The same of a LoRA adapter's matrices; zeros where no slot holds the adapter."""
+        return held_adapter(self.model_runner.get_model(), names, adapter, self.mismatch_rename)
 
     def mismatch_push(self, path: str, directory: str, seed: int, push: int) -> None:
         """Give the engine one state of a checkpoint.
