@@ -6,7 +6,7 @@ rendering. Strings may be foreign (names, errors, tokens): renderers make them s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,7 @@ class Table:
     """Columns and rows; a bare value in a row stands for a cell of it."""
 
     columns: tuple[Column, ...]
-    rows: tuple[Cells, ...] | list[Cells]
+    rows: Sequence[Cells]
 
     @classmethod
     def of(cls, columns: tuple[Column, ...], items: Iterable[Any]) -> Table:
