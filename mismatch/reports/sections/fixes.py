@@ -311,7 +311,7 @@ def _confirmation(result: FixTable) -> list[str]:
     removes = "removes nothing that can be measured"
     if share is not None:
         removes = f"removes {percent(share.value)} ({interval(share, percent, ' to ')})"
-    chose = "Not confirmed on held-out prompts: " + again.chosen
+    chose = f"Not confirmed on held-out prompts: {again.chosen}"
     if again.confirmed:
         chose = f"Confirmed on held-out prompts: {again.chosen}"
     elif again.chosen != again.id:
