@@ -1,4 +1,4 @@
-"""The loop with real engines: two arms, a sync that loses a parameter, a kill and its resumption."""
+"""The loop with real engines: two arms, a sync that loses a parameter, a kill, a resumed run."""
 
 from __future__ import annotations
 

@@ -47,6 +47,7 @@ STYLES: tuple[tuple[str, Any], ...] = (
 TIMES = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s", "seconds")
 ENDS = ("reward", "k3_kl", "entropy", "grad_norm")
 NEVER = "never"
+Row = tuple[Cell | str | int | float | None, ...]
 ARM_COLUMNS = (
     Column("arm", text),
     Column("seed", count),
@@ -64,7 +65,7 @@ ARM_COLUMNS = (
 def section(result: LoopReport, report: Report | None = None) -> Section:
     """Arms and seeds, the pictures, warnings and times below."""
     rows = [_row(arm, run) for arm in result.arms for run in arm.runs]
-    fires = tuple(
+    fires: tuple[Row, ...] = tuple(
         (Cell(arm.name, "code"), run.seed, *(_step(at) for at in fired(run).values()))
         for arm in result.arms
         for run in arm.runs
@@ -72,12 +73,13 @@ def section(result: LoopReport, report: Report | None = None) -> Section:
     titles = (COLUMNS.get(warning.column) for warning in WARNINGS)
     columns = [Column(title.label if title else "sequence ESS lost", text) for title in titles]
     warned = Table((Column("arm", text), Column("seed", count), *columns), fires)
-    times = tuple(
+    times: tuple[Row, ...] = tuple(
         (Cell(arm.name, "code"), run.seed, *(_median(run, name) for name in TIMES))
         for arm in result.arms
         for run in arm.runs
     )
     shown = [Column(COLUMNS[name].label, number) for name in TIMES]
+    timed = Table((Column("arm", text), Column("seed", count), *shown), times)
     return Section(
         id="loop",
         title="Training loop",
@@ -95,14 +97,14 @@ def section(result: LoopReport, report: Report | None = None) -> Section:
             Section(
                 "loop-times",
                 "Seconds of a step",
-                tables=(Table((Column("arm", text), Column("seed", count), *shown), times),),
+                tables=(timed,),
                 notes=("Medians over the steps.",),
             ),
         ),
     )
 
 
-def _row(arm: Arm, run: SeedRun) -> tuple[Cell | str | int, ...]:
+def _row(arm: Arm, run: SeedRun) -> Row:
     ends = [f"{number(_start(run, name))} → {number(at_end(run, name))}" for name in ENDS]
     first = Cell("–") if run.first is None else status_cell(run.first.status)
     falls, lead = reward_fall(run), lead_time(run)
