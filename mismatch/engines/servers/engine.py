@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,6 +17,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    requests_of,
     require_ids,
     require_starts,
     sample_seed,
@@ -54,20 +55,30 @@ class ServerEngine:
         self.spec = spec
         self.sampling = sampling
         self.info = read_model_info(spec)
-        self.group: ServerGroup = discover(spec)
-        self._require_room(longest)
+        self.at_end: Callable[[], None] | None = None  # called while the servers are still asked
+        self._longest = longest
         self._journal: Journal | None = None
         self._sent: dict[str, Any] = {}
         self._shares: Counter[str] = Counter()
+        self._meet()
+
+    def _meet(self) -> None:
+        self.group: ServerGroup = discover(self.spec)
+        self._require_room(self._longest)
         self._notes: dict[str, dict[str, Any]] = {
             server.url: {"restarts": [], "drift": 0.0} for server in self.group.servers
         }
         self.scheduler = Scheduler(
             [ServerState(server.url, server) for server in self.group.servers],
             lambda server: verify(server, self.group.probes, self._notes[server.url]),
-            spec.server_concurrency,
+            self.spec.server_concurrency,
             _log,
         )
+
+    def meet_again(self) -> None:
+        """The servers have other weights, rightly: probe them anew."""
+        discover.cache_clear()
+        self._meet()
 
     # ------------------------------------------------------------ Engine protocol
 
@@ -95,7 +106,8 @@ class ServerEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        pass  # servers are not ours to stop
+        if self.at_end is not None:  # servers are not ours to stop
+            self.at_end()
 
     def keep_journal(self, run_dir: Path, asked: str) -> None:
         """Save every finished sequence at once, and take up those that are saved already.
@@ -116,11 +128,14 @@ class ServerEngine:
         if self._journal is not None:
             self._journal.discard()
 
-    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
-        """Job ``p * samples_per_prompt + s``, whichever server answers it and when."""
+    def generate(
+        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
+    ) -> list[list[Sample]]:
+        """Each of a turn's requests, whichever server answers it and when."""
         require_ids(prompts, self.info.vocab_size)
-        per_prompt = self.sampling.samples_per_prompt
-        total = len(prompts) * per_prompt
+        requests = requests_of(len(prompts), self.sampling, turn)
+        total = len(requests)
+        per_prompt = total // len(prompts)
         samples: dict[int, Sample] = {}
         if self._journal is not None and self._journal.samples:
             samples = {job: s for job, s in self._journal.samples.items() if job < total}
@@ -131,7 +146,7 @@ class ServerEngine:
         self._sent = settings = first.api.settings(self.sampling, self.info.stop_ids)
 
         def ask(server: Server, job: int) -> Answer:
-            ids, seed = prompts[job // per_prompt], self._seed(server, *divmod(job, per_prompt))
+            ids, seed = prompts[requests[job][0]], self._seed(server, *requests[job])
             layout = self.group.layout if server.routes else None
             answer = server.api.generate(ids, settings, seed, layout)
             if answer.identity != server.facts.configuration:
