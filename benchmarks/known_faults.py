@@ -33,7 +33,6 @@ class Fault:
         side: whose numbers are off; "": no side is at fault, or the data cannot say.
         strengths: weak, middle, strong.
         models: that it can be planted in; (): all.
-        block: of the clean run that a pass is made on, counted from the first of its strength.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Fault:
     strengths: tuple[float, ...]
     plant: Callable[..., Any]
     models: tuple[str, ...] = ()
-    block: int = 0
 
 
 # ---------------------------------------------------------------- recorded numbers
@@ -302,9 +300,6 @@ FAULTS = (
           "grows-with-position"), "trainer", (0.75, 0.5, 0), window, ("gpt-oss", "mixtral")),
     Fault("softcap on one side", "trainer", ("unslothai/unsloth-zoo#593",),
           (*FUNCTION, "logit-softcap", "temperature-semantics"), "trainer", (30, 20, 12), softcap),
-    Fault("softcap, made after its detector", "trainer", ("unslothai/unsloth-zoo#593",),
-          (*FUNCTION, "logit-softcap", "temperature-semantics"), "trainer", (25, 16, 10), softcap,
-          block=1),
     Fault("norm epsilon", "trainer", (), (*MOVED, *FUNCTION, "norm-eps", "side-off"), "trainer",
           (1e3, 1e4, 1e5), norm_epsilon),
     Fault("packed rows see each other", "packing", ("THUDM/slime#1686",

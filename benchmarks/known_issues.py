@@ -358,8 +358,7 @@ def planted(home: Path, runs: dict[str, Path], done: set[str], make: bool) -> It
                     key = f"{fault.name}/{s}/{model}/{seed}"
                     if key in done or (fault.models and model not in fault.models):
                         continue
-                    # a pass each: models split them
-                    if fault.place != "recorded" and seed != fault.block:
+                    if fault.place != "recorded" and seed:  # a pass each: models split them
                         continue
                     if fault.place != "recorded" and not (make or stored(home, key).is_file()):
                         continue
