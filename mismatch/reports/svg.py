@@ -244,4 +244,4 @@ def _counts(axes: Axes, tops: Array, counts: Iterable[int]) -> None:
         left, up = (x + 0.05, 0.945 * ceiling) if cut else (x, top + 0.015 * ceiling)
         if np.isfinite(top):
             side = "left" if cut else "center"
-            axes.text(left, up, thousands(count), ha=side, color=FAINT, fontsize=9.5)
+            axes.text(left, up, thousands(count), ha=side, color=FAINT, fontsize=10)

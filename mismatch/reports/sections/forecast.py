@@ -145,7 +145,7 @@ def _kept(forecast: Forecast) -> str:
         axes.set_yticks([0, 25, 50, 75, 100])
         _lengths(axes, forecast)
         axes.set_ylabel("sequences, %")
-        axes.legend(loc="upper left", ncols=2, fontsize=9)
+        axes.legend(loc="upper left", ncols=2)
         return to_svg(figure, "forecast-kept", "Effective sample size and rejection by length")
 
 
