@@ -15,6 +15,7 @@ from mismatch.types import NotTested
 
 Held = tuple[dict[str, Prints], dict[str, str]]  # by checkpoint name; name -> why not
 DRIVERS = {
+    "server": "mismatch.engines.servers.sync_driver:ServerDriver",
     "vllm": "mismatch.engines.vllm.sync_driver:VllmDriver",
     "transformers": "mismatch.engines.transformers.sync_driver:TransformersDriver",
 }

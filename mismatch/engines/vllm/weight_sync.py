@@ -8,6 +8,7 @@ kernel's own function and inverting that. What cannot be read is named with the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,10 @@ class WeightSync:
             turned = value.transpose(-1, -2) if checkpoint in transposed else value
             prints[checkpoint] = asdict(Prints.of(checkpoint, turned))
         return prints, missing
+
+    def mismatch_held_json(self, names: list[str], transposed: list[str]) -> str:
+        """The same as text, for a server's ``/collective_rpc``."""
+        return json.dumps(self.mismatch_held(names, transposed))
 
     def mismatch_held_adapter(
         self, names: list[str], adapter: int
