@@ -55,21 +55,22 @@ def number(value: float | None, digits: int = 3) -> str:
 def alike(values: Iterable[float | None], write: Format = number) -> Format:
     """One way of writing several numbers of one kind that stand together: none scientific.
 
-    Where one is too small for that (under 1e-6), each is written by its own size.
+    Those under 1e-4 have two significant digits. Where one is too small for that (under 1e-6),
+    each is written by its own size.
 
     >>> [alike([9.48e-5, 0.063])(value) for value in (9.48e-5, 0.063)]
-    ['0.0000948', '0.0630']
+    ['0.000095', '0.0630']
     >>> alike([9.48e-8, 0.063])(9.48e-8)
     '9.48e-8'
     """
     sizes = [abs(value) for value in values if value is not None and math.isfinite(value) and value]
     if write not in NUMBERS or not sizes or not 1e-6 <= min(sizes) < 1e-3 or max(sizes) >= 1e7:
         return write
-    digits = 2 if write is brief else 3
 
     def shown(value: float | None) -> str:
         if value is None or not 1e-7 <= abs(value) < 1e7:
             return write(value)
+        digits = 2 if write is brief or abs(value) < 1e-4 else 3
         sign = "−" if value < 0 else "+" if write is signed and value > 0 else ""
         places = digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits}g}"))))
         return f"{sign}{abs(value):,.{max(0, places)}f}"

@@ -111,7 +111,7 @@ def test_the_numbers_of_a_column_are_written_alike() -> None:
     table = Table((Column("name", words), Column("k3"), Column("other")), rows)
     shown = [[cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)]
              for row in table.cells()]  # fmt: skip
-    assert [row[1] for row in shown] == ["0.0000948", "0.0630", "–", "0"]
+    assert [row[1] for row in shown] == ["0.000095", "0.0630", "–", "0"]
     assert [row[2] for row in shown] == ["2.00e-9", "0.500", "0.250", "2.00"]
 
 
