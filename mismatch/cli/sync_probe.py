@@ -12,9 +12,9 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of
-from mismatch.cli.options import DRY_RUN, JSON, MODEL_FLAGS
+from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS
 from mismatch.errors import MismatchError
-from mismatch.specs import ENGINE, OUTPUT, SEEDS, EngineSpec
+from mismatch.specs import OUTPUT, SEEDS, EngineSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 PROBE = "What to probe"
 DEFAULT_MODEL = "tiny-gpt-oss"
 PROBE_FLAGS = (
-    Option("engine", str, PROBE, "vllm or transformers.", default="vllm"),
+    Option("engine", str, PROBE, "vllm, sglang or transformers.", default="vllm"),
     Option(
         "path",
         str | None,
         PROBE,
-        "How weights are pushed: vllm reload, load or rpc; transformers load. Default: the first.",
+        "How weights are pushed: vllm reload, load or rpc; sglang disk or tensor; "
+        "transformers load. Default: the first.",
     ),
     Option(
         "push",
@@ -55,7 +56,7 @@ PROBE_FLAGS = (
     ),
 )
 ENGINE_OPTIONS = (
-    Option("vllm_python", str | None, ENGINE, "Interpreter of the environment that holds vLLM."),
+    *(option for option in ENGINE_FLAGS if option.name in ("vllm_python", "sglang_python")),
     *flags_of(EngineSpec, "dtype gpu_memory_utilization max_model_len args"),
 )
 PROBE_OUTPUT = (
@@ -64,7 +65,11 @@ PROBE_OUTPUT = (
     replace(DRY_RUN, help="Show what would be pushed and how long it takes; start nothing."),
     JSON,
 )
-PATHS = {"vllm": ("reload", "load", "rpc"), "transformers": ("load",)}  # the first: default
+PATHS = {  # the first: default
+    "vllm": ("reload", "load", "rpc"),
+    "sglang": ("disk", "tensor"),
+    "transformers": ("load",),
+}
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 
@@ -186,7 +191,7 @@ def plan(spec: SyncSpec) -> int:
     trainer = cost.bytes if spec.trainer else 0
     typer.echo(f"model    {spec.engine.model}: {cost.tensors} tensors, {memory(cost.bytes)}")
     typer.echo(f"push     3 times by {spec.push or spec.path} of {spec.engine.engine}")
-    if spec.path == "reload" and spec.push is None:
+    if spec.path in ("reload", "disk") and spec.push is None:
         typer.echo(f"disk     {memory(cost.bytes)}, one state at a time")
     typer.echo(
         f"memory   the engine's own, {memory(trainer + cost.largest * 4)} beside it"
