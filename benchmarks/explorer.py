@@ -12,6 +12,7 @@ thread in Chromium's own trace, by the processor's time: other work on the machi
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mismatch.reports.html import to_html
 from mismatch.reports.sections.explorer import of_tokens
-from tests.browser.chromium import Browser, find_chromium
+from tests.browser.chromium import Browser, find_chromium, started
 from tests.explorer_fixture import many
 from tests.reports_fixture import make_report
 
@@ -58,80 +59,53 @@ def build(tokens: int) -> tuple[float, Any]:
     return time.process_time() - start, table
 
 
-def wait(browser: Browser, condition: str, timeout_s: float = 60) -> float:
-    """Seconds until a condition of the page holds."""
-    start = time.monotonic()
-    while not browser.evaluate(condition):
-        if time.monotonic() - start > timeout_s:
-            raise SystemExit(f"the page never came to: {condition}")
-        time.sleep(0.02)
-    return time.monotonic() - start
+@contextmanager
+def tasks(browser: Browser, found: dict[str, float], name: str) -> Iterator[None]:
+    """Enter the longest task of what is done inside, in milliseconds."""
+    browser.chromium.start_tracing(categories=[TRACED])
+    yield
+    time.sleep(0.2)
+    events = json.loads(browser.chromium.stop_tracing())["traceEvents"]
+    main = [
+        (event["pid"], event["tid"])
+        for event in events
+        if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
+    ]
+    spent = [
+        event["tdur"] / 1000
+        for event in events
+        if event["name"] == "RunTask" and "tdur" in event and (event["pid"], event["tid"]) in main
+    ]
+    if not spent:
+        raise SystemExit("the trace holds no task of the page")
+    found[f"longest task, {name}"] = max(spent)
 
 
-class Traced(Browser):
-    """A browser that keeps what its trace says."""
-
-    def __init__(self, binary: str) -> None:
-        super().__init__(binary)
-        self.trace: list[dict[str, Any]] = []
-        self.done = False
-
-    def _note(self, method: str, params: dict[str, Any]) -> None:
-        if method == "Tracing.dataCollected":
-            self.trace += params["value"]
-        self.done = self.done or method == "Tracing.tracingComplete"
-        super()._note(method, params)
-
-    @contextmanager
-    def tasks(self, found: dict[str, float], name: str) -> Iterator[None]:
-        """Enter the longest task of what is done inside, in milliseconds."""
-        self.trace, self.done = [], False
-        self.call("Tracing.start", categories=TRACED, transferMode="ReportEvents")
-        yield
-        time.sleep(0.2)
-        self.call("Tracing.end")
-        while not self.done:
-            self._read()
-        main = [
-            (event["pid"], event["tid"])
-            for event in self.trace
-            if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
-        ]
-        spent = [
-            event["tdur"] / 1000
-            for event in self.trace
-            if event["name"] == "RunTask"
-            and "tdur" in event
-            and (event["pid"], event["tid"]) in main
-        ]
-        if not spent:
-            raise SystemExit("the trace holds no task of the page")
-        found[f"longest task, {name}"] = max(spent)
-
-
-def walk(browser: Traced, page: Path) -> dict[str, float]:
+def walk(browser: Browser, page: Path) -> dict[str, float]:
     """Milliseconds: first paint, until the explorer is ready, and the longest task of each step."""
     found: dict[str, float] = {}
     ready = "document.getElementById('explorer').dataset.ready === 'yes'"
-    with browser.tasks(found, "loading the page"):
+    with tasks(browser, found, "loading the page"):
         browser.open(page.as_uri())
     paints = "performance.getEntriesByType('paint').map(p => p.startTime)"
     found["first paint"] = min(browser.evaluate(paints))
-    with browser.tasks(found, "unpacking"):
+    with tasks(browser, found, "unpacking"):
         browser.evaluate(SHOW)
-        found["explorer ready after"] = 1000 * wait(browser, ready)
-    with browser.tasks(found, "scrolling"):
+        start = time.monotonic()
+        browser.wait(ready)
+        found["explorer ready after"] = 1000 * (time.monotonic() - start)
+    with tasks(browser, found, "scrolling"):
         browser.evaluate(SCROLL)
-        wait(browser, "window.scrolled === true")
-    with browser.tasks(found, "keys"):
+        browser.wait("window.scrolled === true")
+    with tasks(browser, found, "keys"):
         for key in ("j", "j", "ArrowRight", "ArrowDown", "k"):
             browser.evaluate(KEY % key)
-    with browser.tasks(found, "filter and search"):
+    with tasks(browser, found, "filter and search"):
         for part, value, event in (("least", "0.05", "input"), ("text", "t1 t", "input")):
             browser.evaluate(SET % (part, value, event))
             time.sleep(0.2)
-            wait(browser, ready)
-    with browser.tasks(found, "colours and order"):
+            browser.wait(ready)
+    with tasks(browser, found, "colours and order"):
         browser.evaluate(SET % ("mode", "ratio", "change"))
         browser.evaluate(SET % ("sort", "mean", "change"))
     if browser.problems:
@@ -150,7 +124,7 @@ def main() -> int:
     small, _ = build(tokens // 10)
     seconds, table = build(tokens)
     growth = seconds / (10 * small)
-    with tempfile.TemporaryDirectory() as scratch, Traced(binary) as browser:
+    with tempfile.TemporaryDirectory() as scratch, started(binary) as browser:
         page = Path(scratch) / "report.html"
         page.write_text(to_html(make_report(), table), encoding="utf-8")
         size = page.stat().st_size

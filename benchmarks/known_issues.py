@@ -246,10 +246,10 @@ def half_of(*places: int) -> str:
 class Trainer:
     """FSDP2 in a world of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: Path) -> None:
         from mismatch.training.distributed import World
 
-        self.world = World.start()
+        self.home, self.world = home, World.start()
 
     def score(self, run: Measured, spec: Any, name: str, fault: Fault, strength: float) -> Scoring:
         """One pass over the run's tokens by a model that holds the fault."""
@@ -258,7 +258,7 @@ class Trainer:
         from mismatch.training.score import prepare_pass, score_pass
 
         rollout: Rollout = run.rollout
-        spec = replace(spec, model=here(spec.model))
+        spec = replace(spec, model=here(spec.model, self.home))
         if fault.place == "packing":
             spec = replace(spec, layout="packing")
         if fault.place == "template":
@@ -275,11 +275,15 @@ class Trainer:
         return replace(made, routing=None)
 
 
-def here(model: str) -> str:
-    """The model's place on this machine; a recorded run may name another checkout's."""
+def here(model: str, home: Path) -> str:
+    """The model's place on this machine; a recorded run may name another checkout's, or a family
+    that is written with the same random weights."""
     from mismatch.models import resolve_model
 
-    return model if Path(model).is_dir() else resolve_model(Path(model).name)
+    if Path(model).is_dir():
+        return model
+    held: Any = argparse.Namespace(model=Path(model).name)
+    return resolve_model(model_of(held, home, None))
 
 
 def without(rollout: Rollout, count: int) -> Rollout:
@@ -361,7 +365,7 @@ def planted(home: Path, runs: dict[str, Path], done: set[str], make: bool) -> It
                         case = fault.plant(undeclared(run), strength, rng)
                     else:
                         if trainer is None and not stored(home, key).is_file():
-                            trainer = Trainer()
+                            trainer = Trainer(home)
                         case = undeclared(
                             with_fault(home, trainer, run, spec.train, fault, strength, key)
                         )

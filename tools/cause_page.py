@@ -49,7 +49,7 @@ measured, and probes that mend nothing:
 - `engine-rescoring`: a fresh engine reads the run's tokens at once. What goes with it belongs to
   decoding or to the state of the process that sampled; what stays is the function that the engine
   computes with what it loads.
-- `prefix-cache`, where the run's engine had one (vLLM): 16 of the run's prompts are continued
+- `prefix-cache`, where the run had one (vLLM, SGLang): 16 of the run's prompts are continued
   greedily with the cache unread (cold), and read after prefill (warm prompt) and after decode (warm
   decode) had written it. The cache is at fault where log-probabilities move by more than 1.6 times
   what rounding costs the nearest pass of this run (by the whole interval over prompts), and ruled
@@ -66,7 +66,8 @@ tokens, in one world; then engines, one start at a time, the best by expected in
 first, until nothing is left to be told apart or `--budget-minutes` is used up. The two probes that
 read share a start. A cause is confirmed where more than 30 % of mean |delta| goes with the
 experiment that takes it out (by the whole 95 % interval), and ruled out where less than 10 % goes.
-The report says which, by what, and how long it took; `report.json` has it under `explain`.
+The report says which, by what, and how long it took; `report.json` has it under `explain`. An
+experiment that fails, whatever the error, is a row with its reason, and the others go on.
 
 Measured: tiny-gpt-oss in vLLM with an fp8 KV cache (`--engine-arg kv_cache_dtype=fp8
 --explain`, 64 prompts, a CPU). One experiment was made, `bf16-kv-cache`: the engine sampled anew,

@@ -29,7 +29,7 @@ PROBE_FLAGS = (
         "path",
         str | None,
         PROBE,
-        "How weights are pushed: vllm reload, load or rpc; sglang disk or tensor; "
+        "How weights are pushed: vllm reload, load, rpc or lora; sglang disk or tensor; "
         "transformers load. Default: the first.",
     ),
     Option(
@@ -66,7 +66,7 @@ PROBE_OUTPUT = (
     JSON,
 )
 PATHS = {  # the first: default
-    "vllm": ("reload", "load", "rpc"),
+    "vllm": ("reload", "load", "rpc", "lora"),
     "sglang": ("disk", "tensor"),
     "transformers": ("load",),
 }

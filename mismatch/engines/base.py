@@ -112,6 +112,7 @@ def context_needed(longest: int, limit: int | None) -> int:
     return min(rounded, limit or rounded)
 
 
+LIKELIEST = 20  # outcomes of a position; vLLM gives no more unless it is told so at its start
 Mode = Literal["decode", "prefill"]
 
 # (finished sequences, all sequences, tokens so far)

@@ -32,7 +32,7 @@ def measure(
         block: tokens of a block of the cache; only whole blocks are read from it.
 
     Raises:
-        MismatchError: blocks larger than contexts are long.
+        MismatchError: blocks larger than contexts are long, or a cold pass that was not cold.
     """
     if not 0 < block <= BLOCK:
         raise MismatchError(f"the prefix cache has blocks of {block} tokens, at most {BLOCK} fit")
@@ -43,6 +43,8 @@ def measure(
     # Warm first: a cold pass would leave blocks of the same tokens that prefill has written.
     warm_decode = engine.continue_greedily(longer, NEW, True, progress)
     cold_decode = engine.continue_greedily(longer, NEW, False, progress)
+    if any(one.cached for one in (*cold, *cold_decode)):
+        raise MismatchError("the engine read its prefix cache although it was told to leave it")
     rounds: list[tuple[CacheKind, list[list[int]], list[Continued], list[Continued]]] = [
         ("warm prompt", contexts, cold, warm),
         ("warm decode", longer, cold_decode, warm_decode),

@@ -75,7 +75,11 @@ class CalledDriver:
         self.scratch = scratch
 
     def held(self, names: list[str], transposed: list[str]) -> Held:
-        prints, missing = self.engine._call("mismatch_held", names, transposed)[0]
+        return self.called("mismatch_held", names, transposed)
+
+    def called(self, method: str, *args: Any) -> Held:
+        """What a call answers that gives prints, and reasons for those it does not."""
+        prints, missing = self.engine._call(method, *args)[0]
         return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
 
     @contextmanager

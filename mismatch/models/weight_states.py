@@ -101,7 +101,8 @@ def _cuts(length: int) -> list[slice]:
     return [slice(low, high) for low, high in itertools.pairwise(edges)]
 
 
-def _generator(text: str) -> torch.Generator:
+def seeded(text: str) -> torch.Generator:
+    """A generator of random numbers that follow from a text."""
     import torch
 
     digest = hashlib.sha256(text.encode()).digest()
@@ -111,7 +112,7 @@ def _generator(text: str) -> torch.Generator:
 def _places(name: str, count: int) -> torch.Tensor:
     import torch
 
-    return torch.randint(max(count, 1), (min(SAMPLES, count),), generator=_generator(name))
+    return torch.randint(max(count, 1), (min(SAMPLES, count),), generator=seeded(name))
 
 
 def updated(name: str, base: torch.Tensor, seed: int, push: int) -> torch.Tensor:
@@ -127,7 +128,7 @@ def updated(name: str, base: torch.Tensor, seed: int, push: int) -> torch.Tensor
         return base
     wide = base.float()
     size = float(wide.square().mean().sqrt()) * SIZE or OF_ZEROS
-    noise = torch.randn(base.shape, generator=_generator(f"{seed}/{push}/{name}"))
+    noise = torch.randn(base.shape, generator=seeded(f"{seed}/{push}/{name}"))
     return (wide + size * noise.to(base.device)).to(base.dtype)
 
 

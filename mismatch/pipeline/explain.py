@@ -8,7 +8,10 @@ leave is shared with ``--fix``: neither makes it twice.
 from __future__ import annotations
 
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from mismatch.analysis.diagnosis.passes import by_finiteness
 from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.analysis.sides import Sides
 from mismatch.codec import from_json, to_json
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.explanation import (
     Costs,
     Experiment,
@@ -56,6 +59,7 @@ from mismatch.types import Report
 STATE, STATE_SCHEMA = f"{DIRECTORY}/explain.json", "mismatch.explain/1"
 LOCATE_MOST_S, FEW_SEQUENCES = 300.0, 4
 OVER_BUDGET = "the budget is used up"
+LOG = "logs/explain.log"  # of errors that are no MismatchError
 ENGINES = 4  # engines that are started for it, at most
 
 
@@ -80,9 +84,8 @@ def explain(stages: Stages) -> None:
             made += [] if chosen else _probed(stages, run, probes, start)
         if chosen:
             _say(stages, [one for one, _ in chosen])
-            run.variants += [variant for _, variant in chosen]
-            _measure(run, chosen)
-            made += [_result(run, *pair) for pair in chosen]
+            _measure(run, [variant for _, variant in chosen])
+            made += [_single(stages, one, partial(_result, run, one, v)) for one, v in chosen]
     made += _located(stages, run, made, start)
     (run_dir / DIRECTORY).mkdir(exist_ok=True)
     before = _state(run_dir)["seconds"] if (run_dir / STATE).exists() else 0.0
@@ -130,7 +133,8 @@ def _located(stages: Stages, run: FixRun, made: list[Experiment], start: float) 
     allowed = run.allowed_s()
     seconds = LOCATE_MOST_S if allowed is None else min(LOCATE_MOST_S, allowed - spent)
     _say(stages, [planned])
-    try:
+
+    def locate() -> list[Experiment]:
         found = of_run(stages.run_dir)
         if found is None:
             asked = Asked(sequences=FEW_SEQUENCES, seconds=seconds, seed=stages.spec.seed)
@@ -138,9 +142,8 @@ def _located(stages: Stages, run: FixRun, made: list[Experiment], start: float) 
             document = to_document(found)
             store.save_document(stages.run_dir, LOCATED, document, schema=LOCATE_SCHEMA)
         return [judged_location(planned, found)]
-    except MismatchError as error:
-        stages.narrator.note(f"explain: {error.headline}")
-        return [replace(planned, reason=_first_line(error))]
+
+    return _attempt(stages, [planned], locate)
 
 
 def _probed(
@@ -151,12 +154,12 @@ def _probed(
     if run.over(spent + planned[0].expected_s):
         return [replace(one, reason=OVER_BUDGET) for one in planned]
     _say(stages, planned)
-    try:
+
+    def ask() -> list[Experiment]:
         ask_fresh_engine(stages, [one.id for one in planned])
-        return [_probe_result(stages, one) for one in planned]
-    except MismatchError as error:
-        stages.narrator.note(f"explain: {error.headline}")
-        return [replace(one, reason=_first_line(error)) for one in planned]
+        return [_single(stages, one, partial(_probe_result, stages, one)) for one in planned]
+
+    return _attempt(stages, planned, ask)
 
 
 def _probe_result(stages: Stages, experiment: Experiment) -> Experiment:
@@ -171,19 +174,50 @@ def _probe_result(stages: Stages, experiment: Experiment) -> Experiment:
     return judged(experiment, case, after, float(scoring.fingerprint["seconds"]))
 
 
-def _first_line(error: MismatchError) -> str:
-    return error.headline.splitlines()[0]
+def _attempt(
+    stages: Stages, planned: list[Experiment], make: Callable[[], list[Experiment]]
+) -> list[Experiment]:
+    """What became of these experiments, or why nothing did: no failure ends the others."""
+    try:
+        return make()
+    except Exception as error:
+        reason = _reason(stages, error)
+        return [replace(one, reason=reason) for one in planned]
 
 
-def _measure(run: FixRun, chosen: list[tuple[Experiment, Variant]]) -> None:
-    """Make them; a world that fails is their failure and not the check's."""
+def _single(stages: Stages, planned: Experiment, make: Callable[[], Experiment]) -> Experiment:
+    """:func:`_attempt` of one experiment."""
+    return _attempt(stages, [planned], lambda: [make()])[0]
+
+
+def _reason(stages: Stages, error: Exception) -> str:
+    """Why an experiment was not made; what nobody foresaw is kept with its traceback."""
+    if isinstance(error, MismatchError):
+        reason = error.headline.splitlines()[0]
+    else:
+        log = stages.run_dir / LOG
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a") as file:
+            file.write("".join(traceback.format_exception(error)))
+        reason = f"{named_line(error)}; see {LOG}"
+    stages.narrator.note(f"explain: {reason}")
+    return reason
+
+
+def _measure(run: FixRun, chosen: list[Variant]) -> None:
+    """Make them together; where that raised, each that is left alone."""
+    run.variants += chosen
     try:
         run.measure([], sample=False)
-    except MismatchError as error:
-        run.stages.narrator.note(f"explain: {error.headline}")
-        for _, variant in chosen:
-            if not run.scored(variant):
-                run.failed.setdefault(variant.id, _first_line(error))
+    except Exception as error:
+        reason = _reason(run.stages, error)
+        left = [one for one in chosen if one.id not in run.failed and not run.scored(one)]
+        if isinstance(error, MismatchError) or len(left) == 1:
+            run.failed |= {one.id: reason for one in left}
+            return
+        run.variants = [one for one in run.variants if one not in left]
+        for one in left:
+            _measure(run, [one])
 
 
 def _say(stages: Stages, chosen: list[Experiment]) -> None:
@@ -200,11 +234,8 @@ def _result(run: FixRun, experiment: Experiment, variant: Variant) -> Experiment
     header = store.scoring_header(run.run_dir / variant.place, variant.scoring.name)
     seconds = float(header["fingerprint"].get("seconds", 0.0))
     seconds += run.engine_seconds(variant.place) if variant.place else 0.0
-    try:
-        before = case_of(run.run_dir, run.stages.spec)
-        after = _variant_case(run.run_dir, run.stages.spec, variant)
-    except MismatchError as error:
-        return replace(experiment, reason=error.message)
+    before = case_of(run.run_dir, run.stages.spec)
+    after = _variant_case(run.run_dir, run.stages.spec, variant)
     return judged(experiment, before, after, round(seconds, 2))
 
 

@@ -109,9 +109,11 @@ def _lines(tokens: pd.DataFrame, about: dict[str, Any]) -> dict[str, str]:
     fine = len(tokens) <= FINE
     scales = {name: _scale(name, array, fine) for name, array in values.items()}
     layers, masks = _layer_masks(tokens)
+    turns, turn = _turns(tokens)
     meta = about | {
         "scales": {name: scale.round(9).tolist() for name, scale in scales.items()},
         "layers": layers,
+        "turns": turns,
         **_sequences(tokens),
     }
     lines = {
@@ -124,6 +126,8 @@ def _lines(tokens: pd.DataFrame, about: dict[str, Any]) -> dict[str, str]:
     lines |= {name: _bytes(_codes(array, scales[name])) for name, array in values.items()}
     if layers:
         lines["layers"] = _bytes(masks)
+    if len(turns) > 1:
+        lines["turn"] = _bytes(turn)
     return lines
 
 
@@ -199,6 +203,14 @@ def _sequences(tokens: pd.DataFrame) -> dict[str, list[Any]]:
             first = groups[column].first()
             found[name] = [None if value != value else value for value in first.tolist()]
     return found
+
+
+def _turns(tokens: pd.DataFrame) -> tuple[list[int], Bytes]:
+    """Turns of the run, and which of them each token is in, [A]; the 256th and later are one."""
+    if "turn" not in tokens:
+        return [], np.zeros(len(tokens), np.uint8)
+    turns, place = np.unique(tokens["turn"].to_numpy(np.int64), return_inverse=True)
+    return turns[:256].tolist(), np.minimum(place, 255).astype(np.uint8)
 
 
 def _layer_masks(tokens: pd.DataFrame) -> tuple[list[int], Bytes]:

@@ -100,11 +100,11 @@ class Run:
         return [ids[mask].tolist() for ids, mask in pairs]
 
 
-def work(directory: Path, spec: RolloutSpec) -> subprocess.CompletedProcess[str]:
-    """Run the engine's worker to its end."""
+def work(directory: Path, spec: RolloutSpec, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the engine's worker to its end; ``more`` of its job is asked for too."""
     job = directory / "job.json"
     directory.mkdir(parents=True, exist_ok=True)
-    job.write_text(json.dumps({"run_dir": str(directory), "spec": to_dict(spec)}))
+    job.write_text(json.dumps({"run_dir": str(directory), "spec": to_dict(spec)} | more))
     return subprocess.run(
         [engine_python(spec.engine), "-m", "mismatch.processes.workers.engine", str(job)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -28,6 +28,7 @@ from mismatch.specs import EngineSpec, RolloutSpec, to_dict
 from mismatch.types import Rollout, Sampling, Scoring
 from tests import families
 from tests.checkpoints import tokenizer
+from tests.contract.conftest import MAKE, installed, work
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -124,6 +125,28 @@ def test_a_warm_cache_gives_what_a_cold_one_gives(case: tuple[Path, Case]) -> No
     assert len(pairs) == 2 * PROMPTS
     assert {pair.kind for pair in pairs} == {"warm prompt", "warm decode"}
     assert all(pair.was_read for pair in pairs)
+    assert farthest(pairs) < 1e-4
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(not installed("sglang"), reason=f"no SGLang here: {MAKE['sglang']}")
+def test_sglang_reads_its_radix_cache_after_prefill_and_after_decode(
+    case: tuple[Path, Case], tmp_path: Path
+) -> None:
+    model = str(case[0] / "model")
+    spec = RolloutSpec(EngineSpec("sglang", model, dtype="fp32", routing=False),
+                       sampling=case[1].rollout.sampling, exact_kl=0)  # fmt: skip
+    store.save_rollout(tmp_path, case[1].rollout)
+    (tmp_path / "fixes").mkdir()
+    done = work(tmp_path, spec, cache=CACHE_FILE)
+    assert done.returncode == 0, done.stdout[-3000:]
+    document = store.load_document(tmp_path, CACHE_FILE)
+    assert document["reason"] == ""
+    pairs = from_json(list[CachePair], document["pairs"])
+    assert len(pairs) == 2 * PROMPTS
+    assert all(pair.was_read for pair in pairs)
+    decoded = [pair for pair in pairs if pair.kind == "warm decode"]
+    assert all(pair.cached > pair.prefilled for pair in decoded)  # what decode had written
     assert farthest(pairs) < 1e-4
 
 

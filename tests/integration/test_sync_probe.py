@@ -19,16 +19,25 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One engine for all of them."""
-
+def probed(tmp_path_factory: pytest.TempPathFactory, module: str) -> Path:
     def make(place: Path) -> None:
-        command = [sys.executable, "-m", "tests.sync_scenarios", str(place)]
+        command = [sys.executable, "-m", f"tests.{module}", str(place)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
 
-    return once(tmp_path_factory, "sync-scenarios", make)
+    return once(tmp_path_factory, module.replace("_", "-"), make)
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One engine for all of them."""
+    return probed(tmp_path_factory, "sync_scenarios")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another, with room for a LoRA adapter."""
+    return probed(tmp_path_factory, "adapter_scenarios")
 
 
 def report_of(place: Path) -> SyncReport:
@@ -120,3 +129,40 @@ def test_a_tied_head_is_left_behind_by_vllms_reload(tmp_path: Path) -> None:
     report = report_of(tmp_path / "probe" / "sync-probe.json")
     assert statuses(report) == {"lm_head.weight": "alias_lost"}
     assert parted(report)
+
+
+@pytest.mark.grid
+def test_adapters_arrive_and_move_both_sides_alike(adapters: Path) -> None:
+    report = report_of(adapters / "clean.json")
+    assert judge(report).word == "healthy"
+    assert len(report.of_status("arrived")) == 28
+    assert report.scores[1].engine_moved > 0.1
+    assert report.scores[3].engine_moved == 0
+
+
+@pytest.mark.grid
+def test_a_cache_outlives_an_adapter_that_is_replaced_in_place(adapters: Path) -> None:
+    """vLLM keys its cache by the adapter's name, which stays."""
+    report = report_of(adapters / "kept-cache.json")
+    assert not report.faults
+    assert [row.push for row in kept_caches(report)] == [2]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("fault", "status", "names"),
+    [
+        ("not-loaded", "missing", ""),
+        ("same-number", "stale", ""),
+        ("halved", "scaled", "lora_B"),
+        ("left-out", "missing", "layers.1.self_attn.o_proj."),
+    ],
+)
+def test_a_fault_of_an_adapter_is_named(
+    adapters: Path, fault: str, status: str, names: str
+) -> None:
+    report = report_of(adapters / f"{fault}.json")
+    everything = {p.name for p in report.parameters}
+    assert statuses(report) == {n: status for n in everything if names in n}
+    if fault == "halved":
+        assert report.faults[0].outcomes[0].factor == pytest.approx(0.5, rel=0.02)

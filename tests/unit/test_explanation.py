@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,8 +42,10 @@ from mismatch.experiments.probes import (
     plan_probes,
     to_locate,
 )
+from mismatch.pipeline import explain
 from mismatch.reports.sections.explain import section
 from mismatch.run.directory import load_spec, require_same_spec
+from mismatch.run.store import load_document
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import Estimate
 from tests import drawn_pair as drawn
@@ -350,13 +353,14 @@ class Scripted:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int, bool]] = []
+        self.always = 0
 
     def continue_greedily(
         self, contexts: list[list[int]], max_tokens: int, read_cache: bool, progress: object
     ) -> list[Continued]:
         self.asked += [(ids, max_tokens, read_cache) for ids in contexts]
         rows = [[len(ids) + n for n in range(max_tokens)] for ids in contexts]
-        return [Continued(r, [{t: -0.5} for t in r], 16 * read_cache) for r in rows]
+        return [Continued(r, [{t: -0.5} for t in r], 16 * read_cache or self.always) for r in rows]
 
 
 def test_the_triple_reads_what_prefill_and_what_decode_had_written() -> None:
@@ -375,6 +379,9 @@ def test_the_triple_reads_what_prefill_and_what_decode_had_written() -> None:
     ]
     with pytest.raises(MismatchError, match="256"):
         measure(engine, [[1]], 256, lambda *_: None)  # type: ignore[arg-type]
+    engine.always = 8
+    with pytest.raises(MismatchError, match="cache"):  # a cold pass that is none compares nothing
+        measure(engine, [[1, 2, 3]], 16, lambda *_: None)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- a module
@@ -388,6 +395,61 @@ def location(removed: float | None, role: str = "engine") -> Location:
         groups=groups, first=None if removed is None else 0,
     )  # fmt: skip
     return Location("m", "m", (), 100, 2, 0.2, (side,), (), seconds=33.0)
+
+
+def test_an_error_that_nobody_foresaw_ends_its_own_experiment_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two variants of one world, two probes of one engine, and locate: one of each raises."""
+    spec = replace(SPEC, noise_floor=True)
+    context = Context(spec, FACTS)
+    kernel = suspected("function-differs", "trainer", "attention-sinks", "packing-leak")
+    (bad, good), same = zip(*plan(spec, context, kernel, Costs()), strict=True)
+    probes = [Experiment(id, "engine", PROBES[id], 0.5, 1.0) for id in PROBES]
+    scored: set[str] = set()
+
+    def measure(run: explain.FixRun, passes: list[object], sample: bool) -> None:
+        if same[0] in run.pending():
+            raise KeyError("planted in the world")
+        scored.update(variant.id for variant in run.pending())
+
+    def probed(stages: object, one: Experiment) -> Experiment:
+        if one.id == RESCORING:
+            raise ValueError("planted in a probe")
+        return replace(one, outcome="ruled out", seconds=1.0)
+
+    def planned(stages: object, context: object, made: list[Experiment]) -> tuple[list, list]:
+        ids = [one.id for one in made]
+        variants = [] if bad.id in ids else [(bad, same[0]), (good, same[1])]
+        return variants, [one for one in probes if one.id not in ids]
+
+    def located(*rest: object) -> None:
+        raise ZeroDivisionError("planted in locate")
+
+    case = drawn.draw(0).case()
+    held = {
+        "context_of": lambda spec: context, "_passes_left_out": lambda *rest: None,
+        "_planned": planned, "ask_fresh_engine": lambda *rest: None, "_probe_result": probed,
+        "case_of": lambda *rest: case, "to_locate": lambda causes: replace(good, id="locate"),
+        "of_run": located, "_result": lambda run, one, variant: replace(
+            one, seconds=1.0, reason=run.failed.get(variant.id, "")),
+    }  # fmt: skip
+    for name, value in held.items():
+        monkeypatch.setattr(explain, name, value)
+    monkeypatch.setattr(explain.FixRun, "measure", measure)
+    monkeypatch.setattr(explain.FixRun, "scored", lambda run, one: one.id in scored)
+    narrator = SimpleNamespace(note=lambda text: None)
+    stages = SimpleNamespace(spec=spec, run_dir=tmp_path, narrator=narrator)
+    explain.explain(stages)  # type: ignore[arg-type]
+    state = load_document(tmp_path, explain.STATE)
+    reasons = {one["id"]: one["reason"] for one in state["experiments"]}
+    assert reasons.pop(good.id) == "" == reasons.pop(CACHE)
+    assert {id: reason.partition(":")[0] for id, reason in reasons.items()} == {
+        bad.id: "KeyError", RESCORING: "ValueError", "locate": "ZeroDivisionError",
+    }  # fmt: skip
+    assert all(explain.LOG in reason for reason in reasons.values())
+    log = (tmp_path / explain.LOG).read_text()
+    assert all(reason.partition(";")[0] in log for reason in reasons.values())
 
 
 def test_a_function_without_a_name_is_located_and_nothing_else_is() -> None:

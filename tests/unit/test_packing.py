@@ -158,3 +158,12 @@ def test_data_that_could_end_its_element_are_refused() -> None:
     section = replace(shown.sections[0], widget=Widget("explorer", "</script>"))
     with pytest.raises(ValueError, match="explorer"):
         show_page(replace(shown, sections=(section,)))
+
+
+def test_turns_are_there_where_a_run_has_several() -> None:
+    table = many(sequences=3).assign(turn=1)
+    assert "turn" not in unpacked(pack(table, {}))
+    table["turn"] = np.arange(len(table)) % 3 * 2 + 1
+    found = unpacked(pack(table, {}))
+    assert found["meta"]["turns"] == [1, 3, 5]
+    assert (np.array([1, 3, 5])[found["turn"]] == table["turn"]).all()

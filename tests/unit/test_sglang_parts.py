@@ -48,6 +48,27 @@ def test_a_sample_is_ids_with_their_own_logprobs() -> None:
     assert sample.finish_reason == "stop"
 
 
+def test_a_cold_context_is_computed_anew_and_a_warm_one_may_be_read() -> None:
+    """SGLang reads no cache behind the first token that it gives a logprob of."""
+    cold, warm = (sglang_wire.greedy_request([5, 6, 7], 4, read) for read in (False, True))
+    assert (cold["logprob_start_len"], warm["logprob_start_len"]) == (0, -1)
+    for body in (cold, warm):
+        law = body["sampling_params"]
+        assert (law["temperature"], law["max_new_tokens"], law["ignore_eos"]) == (0.0, 4, True)
+        assert body["top_logprobs_num"] > 1
+
+
+def test_a_continuation_has_the_likeliest_ids_of_each_position() -> None:
+    rows = [[[-0.5, 7, None], [-1.0, 9, None]], [[-0.2, 4, None]]]
+    given = answer(output_top_logprobs=rows, cached_tokens=39)
+    continued = sglang_wire.parse_continued(given, "here")
+    assert continued.token_ids == [7, 2]
+    assert continued.likeliest == [{7: -0.5, 9: -1.0}, {4: -0.2, 2: -1.5}]  # its own is there too
+    assert continued.cached == 39
+    with pytest.raises(MismatchError, match="1 rows"):
+        sglang_wire.parse_continued(answer(output_top_logprobs=rows[:1]), "here")
+
+
 @pytest.mark.parametrize(
     ("facts", "says"),
     [

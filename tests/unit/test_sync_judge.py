@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.sync.document import schema, sync_from_json, sync_to_json
@@ -16,6 +17,7 @@ from mismatch.experiments.sync.judge import (
     judge,
     kept_caches,
     kind_of,
+    of_adapters,
     parameters,
     parted,
     score_rows,
@@ -27,7 +29,8 @@ from mismatch.experiments.sync.types import (
     ScoreRow,
     SyncReport,
 )
-from mismatch.models.weight_states import Prints, updated
+from mismatch.models.adapter_states import SCALE, Adapters, B
+from mismatch.models.weight_states import Prints, state_of, updated
 
 Tensors = dict[str, torch.Tensor]
 EXPERTS, SQUARE, WIDE = "layers.0.mlp.experts.gate_up_proj", "layers.0.o_proj.weight", "layers.0.up"
@@ -301,3 +304,71 @@ def test_an_experts_rows_that_are_shuffled_over_all_blocks_are_rearranged() -> N
         return right[push][SQUARE].flatten().roll(19).view(16, 16)
 
     assert statuses(probe(change(SQUARE, shuffled))) == {SQUARE: "rearranged"}
+
+
+# ---------------------------------------------------------------- adapters
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    """Of a checkpoint with one attention layer."""
+    place = tmp_path_factory.mktemp("adapters")
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
+    save_file({name: torch.randn(16, 16).bfloat16() for name in names}, place / "m.safetensors")
+    (place / "config.json").write_text("{}")
+    return Adapters(place, 0)
+
+
+def adapter_report(
+    adapters: Adapters, hold: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]]
+) -> SyncReport:
+    """Of an engine that holds what ``hold`` makes of each push's matrices."""
+    expected = [adapters.prints(push) for push in (0, 1, 2, 0)]
+    held = []
+    for push in range(4):
+        weights = {
+            name: tensor * SCALE if name.endswith(B) else tensor
+            for name, tensor in adapters.tensors(push)
+        }
+        own = hold(weights, push) if state_of(push) else weights
+        held.append({name: Prints.of(name, tensor) for name, tensor in own.items()})
+    found = of_adapters(parameters(expected, held, {}, {}), held)
+    return SyncReport("toy", "vllm", "lora", 0, 0.1, found)
+
+
+def test_an_adapter_that_arrives_is_healthy(adapters: Adapters) -> None:
+    report = adapter_report(adapters, lambda weights, push: weights)
+    assert judge(report).word == "healthy"
+    assert len(report.of_status("arrived")) == 8
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 1 / SCALE * 8])
+def test_an_adapter_with_another_scale_is_named_with_its_factor(
+    adapters: Adapters, factor: float
+) -> None:
+    def hold(weights: dict[str, torch.Tensor], push: int) -> dict[str, torch.Tensor]:
+        return {n: t * factor if n.endswith(B) else t for n, t in weights.items()}
+
+    report = adapter_report(adapters, hold)
+    assert {p.name for p in report.faults} == {n for n in adapters.names() if n.endswith(B)}
+    for parameter in report.faults:
+        assert parameter.status == "scaled"
+        assert parameter.outcomes[0].factor == pytest.approx(factor, rel=0.02)
+        assert parameter.outcomes[2].status == "arrived"
+
+
+def test_an_adapter_that_is_not_there_is_missing(adapters: Adapters) -> None:
+    def hold(weights: dict[str, torch.Tensor], push: int) -> dict[str, torch.Tensor]:
+        return {n: torch.zeros_like(t) if "q_proj" in n else t for n, t in weights.items()}
+
+    report = adapter_report(adapters, hold)
+    assert {p.name.split(".")[4] for p in report.faults} == {"q_proj"}
+    assert {p.status for p in report.faults} == {"missing"}
+    assert sync_from_json(sync_to_json(report)) == report
+
+
+def test_an_adapter_that_is_not_loaded_again_is_stale(adapters: Adapters) -> None:
+    first = {n: t * SCALE if n.endswith(B) else t for n, t in adapters.tensors(1)}
+    report = adapter_report(adapters, lambda weights, push: first)
+    assert {p.status for p in report.faults} == {"stale"}
+    assert [o.status for o in report.faults[0].outcomes] == ["arrived", "stale", "arrived"]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mismatch.engines.base import (
     Capabilities,
+    Continued,
     ExpertLayout,
     LoadedWeights,
     Mode,
@@ -86,7 +87,11 @@ class SglangEngine:
         seeded = deterministic(spec)
         reasons = {k: v for k, v in REASONS.items() if not (seeded and k == "deterministic")}
         return Capabilities(
-            prefill_tempered=False, processed_logprobs=False, deterministic=seeded, reasons=reasons
+            prefill_tempered=False,
+            processed_logprobs=False,
+            deterministic=seeded,
+            cache_reading=True,
+            reasons=reasons,
         )
 
     def __enter__(self) -> Self:
@@ -204,6 +209,13 @@ class SglangEngine:
             wire.parse_prefill(answer, ids, start, f"sequence {index}")
             for index, (answer, (ids, start)) in enumerate(zip(answers, pairs, strict=True))
         ]
+
+    def continue_greedily(
+        self, contexts: Sequence[list[int]], max_tokens: int, read_cache: bool, progress: Progress
+    ) -> list[Continued]:
+        bodies = [wire.greedy_request(ids, max_tokens, read_cache) for ids in contexts]
+        answers = self._run(bodies, progress)
+        return [wire.parse_continued(one, f"context {n}") for n, one in enumerate(answers)]
 
     # ------------------------------------------------------------ what ran
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.engines.base import Sample, require_starts
+from mismatch.engines.base import LIKELIEST, Continued, Sample, require_starts
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.types import Floats, Sampling
 
@@ -66,6 +66,45 @@ def generate_request(
         "logprob_start_len": -1,  # of the sampled ids alone
     }
     return body | {"return_routed_experts": True} if routes else body
+
+
+def greedy_request(ids: Sequence[int], max_tokens: int, read_cache: bool) -> dict[str, Any]:
+    """Body of a request for the likeliest tokens after a context, whatever they are.
+
+    SGLang reads no prefix cache behind ``logprob_start_len``: 0 has all of the context computed
+    anew, -1 none. Both leave what they wrote in the radix cache.
+    """
+    parameters = sampling_parameters(Sampling(temperature=0.0, max_tokens=max_tokens), ())
+    return {
+        "input_ids": list(ids),
+        "sampling_params": parameters | {"ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": LIKELIEST,
+        "logprob_start_len": -1 if read_cache else 0,
+    }
+
+
+def parse_continued(answer: Mapping[str, Any], where: str) -> Continued:
+    """The tokens after a context, with the likeliest ids of each position.
+
+    Raises:
+        MismatchError: aborted, or ids without logprobs.
+    """
+    sample = parse_sample(answer, where, None)
+    facts = _facts(answer, where)
+    rows = facts.get("output_top_logprobs") or []
+    if len(rows) != len(sample.token_ids):
+        raise MismatchError(
+            f"SGLang gave {len(rows)} rows of likeliest ids for {len(sample.token_ids)} tokens "
+            f"({where})",
+            LOG_FIX,
+        )
+    own = zip(rows, sample.token_ids, sample.logprobs, strict=True)
+    likeliest = [
+        {int(entry[1]): float(entry[0]) for entry in row} | {token: float(value)}
+        for row, token, value in own
+    ]
+    return Continued(sample.token_ids, likeliest, int(facts.get("cached_tokens") or 0))
 
 
 def prefill_request(ids: Sequence[int], start: int) -> dict[str, Any]:

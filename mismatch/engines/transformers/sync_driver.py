@@ -22,9 +22,14 @@ class TransformersDriver:
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
         self.model: Any = cast(TransformersEngine, engine).model
         self.checkpoint = checkpoint
+        self._hooks: list[Any] = []
 
     def push(self, path: str, push: int) -> None:
-        copy_weights(self.model, dict(self.checkpoint.tensors(push)))
+        weights = dict(self.checkpoint.tensors(push))
+        if path == "lora":
+            self._hooks = apply_adapter(self.model, weights, self._hooks)
+        else:
+            copy_weights(self.model, weights)
 
     def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
         function(weights, self.model)
@@ -61,3 +66,29 @@ def copy_weights(model: Any, weights: dict[str, Any]) -> None:
         )
     for name, tensor in weights.items():
         own[name].copy_(tensor)
+
+
+def apply_adapter(model: Any, weights: Mapping[str, Any], before: Sequence[Any]) -> list[Any]:
+    """Let every linear layer add alpha / rank x B A x, as PEFT does unmerged; returns the hooks.
+
+    Args:
+        weights: A and B by the names of an adapter's file.
+        before: hooks of the adapter that this one replaces.
+    """
+    from mismatch.models.adapter_states import SCALE, A, B
+
+    for hook in before:
+        hook.remove()
+
+    def adding(a: Any, b: Any) -> Callable[[Any, tuple[Any, ...], Any], Any]:
+        return lambda layer, inputs, output: output + (inputs[0] @ a.T) @ b.T * SCALE
+
+    modules = [name.removesuffix(f".{A}") for name in weights if name.endswith(A)]
+    return [
+        model.get_submodule(module).register_forward_hook(
+            adding(
+                weights[f"{module}.{A}"].to(model.dtype), weights[f"{module}.{B}"].to(model.dtype)
+            )
+        )
+        for module in modules
+    ]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.engines.base import (
+    LIKELIEST,
     Capabilities,
     Continued,
     ExpertLayout,
@@ -38,7 +39,6 @@ from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 
-LIKELIEST = 20  # outcomes of a position; vLLM gives no more unless it is told so at its start
 CHILD_FAILED = "See root cause above"  # vLLM's words where its engine's process failed
 
 
@@ -61,6 +61,7 @@ class VllmEngine:
         self._next_id = 0
         self._wanted: Wanted | None = None
         self._watched: dict[str, NDArray[Any]] = {}
+        self.adapter: Any = None  # vLLM's LoRARequest of every request
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
@@ -148,7 +149,9 @@ class VllmEngine:
         order: dict[str, tuple[int, str]] = {}
         for index, (ids, param) in enumerate(zip(prompts, params, strict=True)):
             request, self._next_id = str(self._next_id), self._next_id + 1
-            internal = engine.add_request(request, {"prompt_token_ids": list(ids)}, param)
+            internal = engine.add_request(
+                request, {"prompt_token_ids": list(ids)}, param, lora_request=self.adapter
+            )
             order[request] = (index, internal)
         done: dict[int, tuple[str, Any]] = {}
         tokens = 0

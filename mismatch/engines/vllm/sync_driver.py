@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from mismatch.engines.sync_drivers import Answer, CalledDriver
+from mismatch.engines.sync_drivers import Answer, CalledDriver, Held
 from mismatch.engines.vllm.arguments import is_cpu_build
+from mismatch.models.adapter_states import Adapters
+from mismatch.models.weight_states import state_of
 from mismatch.types import NotTested
+
+ADAPTER = 1  # vLLM's number of the probe's adapter
 
 
 class VllmDriver(CalledDriver):
@@ -17,9 +22,14 @@ class VllmDriver(CalledDriver):
         "reload": "reload_weights(weights_path=…), vLLM's own",
         "load": "model.load_weights(…) in the worker, as verl, TRL and SkyRL call it",
         "rpc": "reload_weights in the worker, and what it leaves out written by mismatch",
+        "lora": "add_lora with load_inplace, then remove_lora; requests carry the adapter",
     }
+    reloads = True  # an adapter under a number that vLLM has already
 
     def push(self, path: str, push: int) -> None:
+        if path == "lora":
+            self._push_adapter(push)
+            return
         if path != "reload":
             directory, seed = str(self.checkpoint.directory), self.checkpoint.seed
             self.engine._call("mismatch_push", path, directory, seed, push)
@@ -27,8 +37,31 @@ class VllmDriver(CalledDriver):
         with self.files(push) as source:
             self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": source})
 
+    def _push_adapter(self, push: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        loader: Any = self.engine.llm.llm_engine
+        if not state_of(push):
+            loader.remove_lora(ADAPTER)
+            self.engine.adapter = None
+            return
+        # The same folder each time, as frameworks do: vLLM's cache is keyed by name and path.
+        folder = self.checkpoint.write(push, self.scratch / "adapter")
+        try:
+            loader.add_lora(
+                LoRARequest("mismatch", ADAPTER, str(folder), load_inplace=self.reloads)
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.engine.adapter = LoRARequest("mismatch", ADAPTER, str(folder))
+
     def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
         function(weights, self.engine.llm)
+
+    def held(self, names: list[str], transposed: list[str]) -> Held:
+        if isinstance(self.checkpoint, Adapters):
+            return self.called("mismatch_held_adapter", names, ADAPTER)
+        return super().held(names, transposed)
 
     def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
         from vllm import SamplingParams
@@ -37,7 +70,9 @@ class VllmDriver(CalledDriver):
             return None
         greedy = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0)
         given: Any = [{"prompt_token_ids": list(ids)} for ids in prompts]
-        outputs = self.engine.llm.generate(given, greedy, use_tqdm=False)
+        outputs = self.engine.llm.generate(
+            given, greedy, use_tqdm=False, lora_request=self.engine.adapter
+        )
         return [_answer(output) for output in outputs]
 
     def drop_caches(self) -> None:

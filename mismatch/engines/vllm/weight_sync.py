@@ -20,6 +20,7 @@ from mismatch.engines.held_weights import (
     experts_prefix,
     numbered,
 )
+from mismatch.engines.vllm.adapter_sync import held_adapter
 from mismatch.models.weight_states import Checkpoint
 
 if TYPE_CHECKING:
@@ -61,6 +62,12 @@ class WeightSync(HeldWeights):
         finally:
             mapper.orig_to_new_stacked = stacked
         return {name: checkpoint for name, checkpoint in names.items() if name}
+
+    def mismatch_held_adapter(
+        self, names: list[str], adapter: int
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """The same of a LoRA adapter's matrices; zeros where no slot holds the adapter."""
+        return held_adapter(self._mismatch_model(), names, adapter, self.mismatch_rename)
 
     def mismatch_push(self, path: str, directory: str, seed: int, push: int) -> None:
         """Give the engine one state of a checkpoint.

@@ -27,7 +27,7 @@ States = Mapping[str, Prints]
 # From the least to the worst: what a parameter is said to be over all pushes.
 SEVERITY: tuple[Status, ...] = (
     "not_compared", "arrived", "scaled", "partly", "altered", "rearranged", "twice", "stale",
-    "alias_lost", "uninitialised",
+    "alias_lost", "missing", "uninitialised",
 )  # fmt: skip
 ROUNDING = 0.25  # of the update's size: what rounding to 8 bits may leave
 WHOLE = 0.1  # of a factor: how near to 0, 1 or 2 it has to be
@@ -201,6 +201,26 @@ def _alias(
     return replace(result, status="alias_lost")
 
 
+def of_adapters(compared: Sequence[Parameter], held: Sequence[States]) -> tuple[Parameter, ...]:
+    """Matrices of adapters, whose state 0 is none: zeros are missing, twice is a factor.
+
+    Args:
+        held: per state, as the engine had them.
+    """
+    results = []
+    for result in compared:
+        outcomes = []
+        for row in result.outcomes:
+            cells = held[row.push][result.name].cells.values()
+            status = row.status
+            if status != "arrived" and not any(any(cell) for cell in cells):
+                status = "missing"
+            outcomes.append(replace(row, status="scaled" if status == "twice" else status))
+        worst = _worst(outcomes) if outcomes else result.status
+        results.append(replace(result, status=worst, outcomes=tuple(outcomes)))
+    return tuple(results)
+
+
 # ---------------------------------------------------------------- logprobs, caches
 
 
@@ -305,6 +325,7 @@ WORDS: dict[Status, str] = {
     "rearranged": "rearranged",
     "uninitialised": "uninitialised",
     "alias_lost": "without its tie",
+    "missing": "missing",
     "altered": "holding values of no push",
     "arrived": "arrived",
     "not_compared": "not compared",

@@ -16,11 +16,13 @@ Status = Literal[
     "scaled",  # the update, or the whole parameter, has another factor
     "rearranged",  # the right values in other places: transposed, exchanged, shuffled again
     "uninitialised",  # zeros, numbers that are not finite, or of another order of magnitude
+    "missing",  # of an adapter: the kernels add nothing
     "alias_lost",  # a tied parameter that does not follow its source
     "altered",  # values of no state
     "not_compared",
 ]
 Word = Literal["healthy", "broken", "inconclusive"]
+ADAPTER_PATH = "lora"
 BACK = 3  # number of the push that brings the first weights back
 
 
@@ -45,6 +47,11 @@ class SyncSpec:
     trainer: bool = True
     sequences: int = 4
     length: int = 280
+
+    @property
+    def adapters(self) -> bool:
+        """Whether LoRA adapters are pushed, not the model's own parameters."""
+        return self.path == ADAPTER_PATH and self.push is None
 
 
 @dataclass(frozen=True, slots=True)

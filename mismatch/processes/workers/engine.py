@@ -202,7 +202,8 @@ def read_cache(
     try:
         if not capabilities.cache_reading:
             raise MismatchError(f"{engine.name} cannot be asked to leave its prefix cache unread")
-        block = int(engine.fingerprint("decode").get("block_size") or 0)
+        facts = engine.fingerprint("decode")
+        block = int(facts.get("block_size") or facts.get("page_size") or 0)
         reading = cast(CacheReading, engine)
         pairs = cache_triple.measure(reading, prompts, block, Reporter("cache"))
     except MismatchError as error:

@@ -20,12 +20,15 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import from_json, to_json
+from mismatch.engines.base import argument_name
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.registry import engine_class, model_directory, versions
 from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
+from mismatch.engines.vllm.arguments import is_cpu_build
 from mismatch.errors import MismatchError, first_line, named_line
-from mismatch.experiments.sync.judge import cache_row, parameters, transposed_names
+from mismatch.experiments.sync.judge import cache_row, of_adapters, parameters, transposed_names
 from mismatch.experiments.sync.types import CacheRow, SyncReport, SyncSpec
+from mismatch.models.adapter_states import RANK, Adapters
 from mismatch.models.weight_states import PUSHES, SIZE, Checkpoint, Prints, state_of
 from mismatch.run.messages import leave, report_ready, report_timing, say, write_error
 from mismatch.run.store import read_json, write_json
@@ -84,7 +87,28 @@ def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
             raise MismatchError(
                 f"{engine.model} has no safetensors files", "save it again with save_pretrained"
             )
-        yield running, sequences, Checkpoint(directory, spec.seed)
+        source = Adapters if spec.adapters else Checkpoint
+        yield running, sequences, source(directory, spec.seed)
+
+
+def with_adapters(spec: SyncSpec) -> EngineSpec:
+    """The engine, able to load an adapter where the path does.
+
+    Raises:
+        MismatchError: vLLM's CPU build with a model of experts.
+    """
+    if not spec.adapters:
+        return spec.engine
+    if is_cpu_build() and read_model_info(spec.engine).moe:
+        raise MismatchError(
+            "vLLM's CPU build has no LoRA kernels for layers with experts",
+            "a model without experts, a GPU, or another --path",
+        )
+    # One request at a time: vLLM's CPU kernels take prompt logprobs of no more beside an adapter.
+    room = (("enable_lora", True), ("max_lora_rank", RANK), ("max_loras", 1), ("max_num_seqs", 1))
+    given = {argument_name(raw) for raw, _ in spec.engine.args}
+    kept = tuple(pair for pair in room if pair[0] not in given)
+    return replace(spec.engine, args=(*spec.engine.args, *kept))
 
 
 # ---------------------------------------------------------------- the engine
@@ -187,7 +211,7 @@ def engine_side(run_dir: Path, spec: SyncSpec) -> None:
     start = time.monotonic()
     kind = driver_class(spec.engine.engine)
     function = own_function(spec, kind)
-    with loaded(spec.engine, spec) as (engine, sequences, checkpoint):
+    with loaded(with_adapters(spec), spec) as (engine, sequences, checkpoint):
         ready = time.monotonic()
         driver = kind(engine, checkpoint, run_dir / FOLDER / "states")
         probe = Probe(driver, engine, sequences, spec, checkpoint, checkpoint.names())
@@ -227,6 +251,8 @@ def _report(
         reason = f"{spec.engine.engine} runs without a prefix cache"
         missing.append(NotTested("caches after a push", reason, "an engine that keeps one"))
     compared = parameters(states, probe.held, probe.reasons, probe.checkpoint.tied())
+    if spec.adapters:
+        compared = of_adapters(compared, probe.held)
     kept = ("engine", "dtype", "device", "attention", "moe_backend", "quantization", "model_class")
     return SyncReport(
         model=spec.engine.model,
@@ -266,10 +292,10 @@ def trainer_side(run_dir: Path, spec: SyncSpec) -> None:
     scores = []
     with loaded(engine, spec) as (running, sequences, checkpoint):
         driver = TransformersDriver(running, checkpoint, run_dir)
-        direct = set(checkpoint.names()) <= set(running.model.state_dict())
+        direct = spec.adapters or set(checkpoint.names()) <= set(running.model.state_dict())
         for push in range(PUSHES if direct else 1):
             if push:
-                driver.push("load", push)
+                driver.push("lora" if spec.adapters else "load", push)
             scores.append(running.prefill(sequences, [1] * len(sequences), 1.0, _silent))
     for push in range(len(scores), PUSHES):  # its loader converts this checkpoint's names
         written = checkpoint.write(push, run_dir / FOLDER / f"trainer-{push}")

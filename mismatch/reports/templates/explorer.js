@@ -69,7 +69,7 @@ async function load() {
   words = await json("words");
   contexts = await json("contexts");
   exact = await json("exact");
-  for (const name of ["word", "delta", "left", "entropy", "reference", "fix", "margin", "layers"])
+  for (const name of ["word", "delta", "left", "entropy", "reference", "fix", "margin", "layers", "turn"])
     bytes[name] = await unpack(name);
   A = bytes.delta.length;
   N = meta.lengths.length;
@@ -194,8 +194,8 @@ const grouped = n => n.toLocaleString("en-US");
 // ---------------------------------------------------------------- which tokens, in which order
 
 let order, matched, matching, hits, run = 0;  // sequences as sorted; a byte per token; rows, largest |delta| first
-const asked = { sort: "worst", kind: "", layer: "", least: 0, text: "", regex: false };
-const active = () => Boolean(asked.kind || asked.layer || asked.least || asked.text);
+const asked = { sort: "worst", kind: "", turn: "", layer: "", least: 0, text: "", regex: false };
+const active = () => Boolean(asked.kind || asked.turn || asked.layer || asked.least || asked.text);
 function sortSequences() {
   const keys = {
     worst: n => -stats.worst[n], mean: n => -stats.mean[n], sum: n => -Math.abs(stats.sum[n]),
@@ -235,12 +235,13 @@ async function filter() {
     return;
   }
   const marks = new Uint8Array(A), counts = new Uint32Array(129);
-  const kind = words.classes.indexOf(asked.kind), layer = meta.layers.indexOf(Number(asked.layer));
+  const kind = words.classes.indexOf(asked.kind), layer = meta.layers.indexOf(Number(asked.layer)), turn = meta.turns.indexOf(Number(asked.turn));
   let total = 0;
   for (let n = 0; n < N; n++) {
     if (found) await search(n, found, marks);
     for (let row = start[n]; row < start[n + 1]; row++) {
       const fits = (!found || marks[row]) && (!asked.kind || words.of[wordOf(row)] === kind)
+        && (asked.turn === "" || bytes.turn[row] === turn)
         && (asked.layer === "" || flips(row, layer))
         && (!asked.least || Math.abs(best("delta", row)[0]) >= asked.least);
       marks[row] = fits ? 1 : 0;
@@ -423,6 +424,7 @@ function drawCard() {
   title.append(name);
   const bits = [`sequence ${meta.numbers[n]}, position ${position[row]}`];
   if (meta.prompts) bits.push(`prompt ${meta.prompts[n]}` + (meta.samples ? `, sample ${meta.samples[n]}` : ""));
+  if (bytes.turn) bits.push(`turn ${meta.turns[bytes.turn[row]]}`);
   if (kind >= 0) bits.push(words.classes[kind]);
   const parts = [title, el("p", bits.join(" · "), "faint"), facts];
   const top = exact.top && exact.top[row];
@@ -532,6 +534,7 @@ function options(select, pairs) {
 function controls() {
   options($("mode"), Object.entries(modes).filter(([, m]) => bytes[m.needs]).map(([key, m]) => [key, m.label]));
   options($("kind"), [["", "all"], ...words.classes.map(name => [name, name])]);
+  options($("turn"), [["", "all"], ...(bytes.turn ? meta.turns : []).map(turn => [String(turn), String(turn)])]);
   options($("layer"), [["", "any"], ...(bytes.layers ? meta.layers : []).map(layer => [String(layer), String(layer)])]);
   const wait = { id: 0 };
   const changed = () => {
@@ -541,7 +544,8 @@ function controls() {
   $("mode").addEventListener("change", event => { mode = event.target.value; drawLegend(); drawAll(); });
   $("sort").addEventListener("change", event => { asked.sort = event.target.value; sortSequences(); list.scrollTop = 0; drawAll(); });
   $("kind").addEventListener("change", event => { asked.kind = event.target.value; changed(); });
-  $("layer").addEventListener("change", event => { asked.layer = event.target.value; changed(); });
+  for (const name of ["turn", "layer"])
+    $(name).addEventListener("change", event => { asked[name] = event.target.value; changed(); });
   $("least").addEventListener("input", event => { asked.least = Math.max(0, Number(event.target.value) || 0); changed(); });
   $("text").addEventListener("input", event => { asked.text = event.target.value; changed(); });
   $("regex").addEventListener("change", event => { asked.regex = event.target.checked; changed(); });

@@ -1,0 +1,85 @@
+"""Faults of a LoRA adapter's way into one vLLM: ``python -m tests.adapter_scenarios DIR``.
+
+One engine with a tiny dense model serves all of them. Writes ``DIR/NAME.json``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mismatch.engines.vllm.sync_driver import VllmDriver
+from mismatch.experiments.sync.document import sync_to_json
+from mismatch.experiments.sync.types import ADAPTER_PATH, SyncSpec
+from mismatch.models.adapter_states import ALPHA, Adapters, write_adapter
+from mismatch.models.weight_states import PUSHES
+from mismatch.processes.workers.sync_probe import Probe, loaded, with_adapters
+from mismatch.run.messages import leave
+from mismatch.run.store import write_json
+from mismatch.specs import EngineSpec
+from tests.checkpoints import make
+
+LEFT_OUT = "model.layers.1.self_attn.o_proj."
+Write = Callable[[Adapters, int, Path], Path]
+
+
+def halved(adapters: Adapters, push: int, target: Path) -> Path:
+    """The adapter's configuration says half of alpha."""
+    return write_adapter(dict(adapters.tensors(push)), target, lora_alpha=ALPHA // 2)
+
+
+def left_out(adapters: Adapters, push: int, target: Path) -> Path:
+    """One layer's matrices are not in the file."""
+    weights = {n: t for n, t in adapters.tensors(push) if not n.startswith(LEFT_OUT)}
+    return write_adapter(weights, target)
+
+
+class Forgetful(VllmDriver):
+    """Never loads an adapter, as verl#7495 reports it."""
+
+    def push(self, path: str, push: int) -> None:
+        pass
+
+
+class SameNumber(VllmDriver):
+    """Loads every adapter under one number and does not ask vLLM to load it again."""
+
+    reloads = False
+
+
+def main() -> int:
+    place = Path(sys.argv[1])
+    model = make("llama", place / "llama", head_dim=32)
+    engine = EngineSpec(engine="vllm", model=str(model), dtype="bf16", routing=False)
+    spec = SyncSpec(engine, path=ADAPTER_PATH)
+    with loaded(with_adapters(spec), spec) as (running, sequences, checkpoint):
+        expected = [checkpoint.prints(push) for push in range(PUSHES)]
+
+        def probe(name: str, driver: type[VllmDriver] = VllmDriver, **changes: Any) -> None:
+            one = driver(running, checkpoint, place / "states")
+            own = replace(spec, **changes)
+            report = Probe(one, running, sequences, own, checkpoint, checkpoint.names()).run(
+                expected, None
+            )
+            write_json(place / f"{name}.json", sync_to_json(report))
+            VllmDriver(running, checkpoint, place / "states").push(ADAPTER_PATH, 0)
+            one.drop_caches()
+
+        probe("clean")
+        probe("kept-cache", keep_caches=True)
+        probe("not-loaded", Forgetful)
+        probe("same-number", SameNumber)
+        patched: Any = Adapters
+        right = patched.write
+        for name, write in (("halved", halved), ("left-out", left_out)):
+            patched.write = write
+            probe(name)
+        patched.write = right
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,18 @@
+"""A browser for each file of tests, where the system has Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser.chromium import Browser, find_chromium, started
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    binary = find_chromium()
+    if binary is None:
+        pytest.skip("needs Chromium: apt-get install -y chromium")
+    with started(binary) as opened:
+        yield opened
