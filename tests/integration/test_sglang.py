@@ -112,7 +112,7 @@ def is_sglangs(process: psutil.Process) -> bool:
 
 def located_sides(run: Path, code: int, output: str) -> dict[str, Any]:
     assert (run / "locate.json").exists(), output
-    sides = {side.role: side for side in found(run).sides}
+    sides: dict[str, Any] = {side.role: side for side in found(run).sides}
     assert sides.keys() == {"engine", "trainer"}, output
     assert sides["engine"].name == "sglang:prefill"
     assert code == int(any(side.source for side in sides.values())), output

@@ -80,14 +80,15 @@ def shuffled(weight: torch.Tensor) -> torch.Tensor:
     return weight.flatten(1).flip(1).view_as(weight)
 
 
-def no_names(names: list[str]) -> dict[str, str]:
-    return {}
+def renamed(names: list[str]) -> dict[str, str]:
+    """As vLLM does for gpt-oss: experts have its own names, which nothing here asks for."""
+    return {name.replace(".experts", ".fused"): name for name in names}
 
 
 def test_experts_with_a_name_each_are_written_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sync, "_packer", lambda module: shuffled)
     model, weights = with_experts(), experts()
-    weight_sync.write_unloaded(model, source_of(weights), 1, no_names)
+    weight_sync.write_unloaded(model, source_of(weights), 1, renamed)
     own = model.model.layers[0].mlp.experts
     for parameter in own.parameters():
         parameter.data = weight_sync.unshuffled(parameter.data, shuffled)
@@ -99,7 +100,7 @@ def test_experts_with_a_name_each_are_written_packed(monkeypatch: pytest.MonkeyP
 def test_a_layer_that_lacks_an_expert_is_left_as_it_was() -> None:
     model, weights = with_experts(), experts()
     del weights[f"{PREFIX}.2.up_proj.weight"]
-    weight_sync.write_unloaded(model, source_of(weights), 1, no_names)
+    weight_sync.write_unloaded(model, source_of(weights), 1, renamed)
     own = model.model.layers[0].mlp.experts
     assert not own.w13_weight.any()
     assert own.w2_weight.all()
@@ -111,7 +112,7 @@ def test_fused_experts_are_written_in_their_familys_layout_only(turned: bool) ->
     if turned:
         model.__class__ = type(weight_sync.TURNED[0], (nn.Module,), {})
     weight = torch.randn(EXPERTS, HIDDEN, 2 * INNER)
-    weight_sync.write_unloaded(model, source_of({f"{PREFIX}.gate_up_proj": weight}), 1, no_names)
+    weight_sync.write_unloaded(model, source_of({f"{PREFIX}.gate_up_proj": weight}), 1, renamed)
     there = held(model, [])[f"{PREFIX}.gate_up_proj"]
     assert torch.equal(there, weight.transpose(1, 2)) if turned else not there.any()
 

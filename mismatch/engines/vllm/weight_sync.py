@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 IDENTITY_ROWS = 1024  # of the identity matrix at a time
 LOW = 1 << 7  # indices are packed in digits that bfloat16 holds exactly
 TURNED = ("GptOssForCausalLM",)  # fused experts are [E, in, out] in their checkpoints
-Write = Callable[["torch.Tensor"], None]
+Write = Callable[["torch.Tensor"], object]
 
 
 def as_computed(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
@@ -189,9 +189,10 @@ def write_unloaded(
     """
     names = checkpoint.names()
     own = {name: theirs for theirs, name in rename(names).items()}
-    targets = dict(_writable(model, frozenset(own.get(name, name) for name in names)))
+    targets = dict(_writable(model, frozenset(names)))
     for name, tensor in checkpoint.tensors(push):
-        write = targets.get(own.get(name, name))
+        # Experts have the checkpoint's names here; the rest may have vLLM's.
+        write = targets.get(name) or targets.get(own.get(name, name))
         if write is not None:
             write(tensor)
 
