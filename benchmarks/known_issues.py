@@ -328,8 +328,8 @@ def with_fault(
         name: replace(passes[name], logprobs=held[name], entropy=held[f"{name} H"], extra={})
         for name in names
     }
-    # The trainer's other passes did not have the fault.
-    stale = ("fsdp:", "plain:")
+    # The trainer's other passes did not have the fault; a plain forward is right where float32 is.
+    stale = ("fsdp:", "plain:") if fault.place == "weights" else ("fsdp:",)
     usable = {n: s for n, s in run.usable.items() if not n.startswith(stale)} | moved
     return replace(run, usable=usable, train=moved["fsdp"])
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mismatch.engines.vllm.sync_driver import VllmDriver
 from mismatch.experiments.sync.document import sync_to_json
+from mismatch.experiments.sync.judge import score_rows
 from mismatch.experiments.sync.types import ADAPTER_PATH, SyncSpec
 from mismatch.models.adapter_states import ALPHA, Adapters, write_adapter
 from mismatch.models.weight_states import PUSHES
@@ -61,9 +62,9 @@ def main() -> int:
         def probe(name: str, driver: type[VllmDriver] = VllmDriver, **changes: Any) -> None:
             one = driver(running, checkpoint, place / "states")
             own = replace(spec, **changes)
-            report = Probe(one, running, sequences, own, checkpoint, checkpoint.names()).run(
-                expected, None
-            )
+            looked = Probe(one, running, sequences, own, checkpoint, checkpoint.names())
+            report = looked.run(expected, None)
+            report = replace(report, scores=score_rows(looked.scores, None))
             write_json(place / f"{name}.json", sync_to_json(report))
             VllmDriver(running, checkpoint, place / "states").push(ADAPTER_PATH, 0)
             one.drop_caches()

@@ -49,7 +49,12 @@ class Draw:
         left, right = engine[rows, ids], trainer[rows, ids]
         if change is not None:
             left, right = change(left, right)
-        reference = log_law(self.logits)[rows, ids]
+        exact = log_law(self.logits)
+        noise = rounded(np.random.default_rng(len(ids)), self.logits, self.rounding)
+        others = {
+            "reference:fp32": (exact, -(np.exp(exact) * exact).sum(axis=1)),
+            "plain:bf16": (log_law(self.logits + noise), None),
+        }
         entropy = -(np.exp(trainer) * trainer).sum(axis=1)
         rollout = rollout_of(ids, self.lengths, self.prompt, self.temperature)
         facts = {"engine": {"dtype": "bf16", **self.engine_facts},
@@ -58,7 +63,10 @@ class Draw:
             rollout,
             Scoring("vllm:decode", ids, left, facts["engine"]),
             Scoring("fsdp", ids, right, facts["trainer"], entropy=entropy),
-            {"reference:fp32": Scoring("reference:fp32", ids, reference, {})},
+            {
+                name: Scoring(name, ids, side[rows, ids], {}, entropy=entropies)
+                for name, (side, entropies) in others.items()
+            },
         )
 
 
@@ -199,6 +207,13 @@ def other_function(seed: int, strength: float) -> Case:
     made = draw(seed)
     confident = np.exp(log_law(made.logits)).max(axis=1, keepdims=True) ** 3
     made.trainer = made.trainer + strength * confident * made.rng.standard_normal(made.logits.shape)
+    return made.case()
+
+
+def softcapped(seed: int, cap: float, side: str = "trainer", rounding: float = 0.2) -> Case:
+    """One side puts its logits through a softcap."""
+    made = draw(seed, rounding=rounding)
+    setattr(made, side, cap * np.tanh(getattr(made, side) / cap))
     return made.case()
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,8 @@ class ScriptedServer:
         self.routes = False
         self.delay_s = 0.0
         self.key: str | None = None
+        self.shows: Callable[[list[str], list[str]], str] | None = None  # its parameters
+        self.developer = False  # whether it takes new weights: those named push-N
         self.version = VERSION
         self.max_model_len = 512
         self.configuration = "vllm-0.32.0-abc"
@@ -122,6 +125,13 @@ class ScriptedServer:
             return self.send(http, 200, {"data": [card | {"max_model_len": self.max_model_len}]})
         if path == "/metrics":
             return self.send(http, 200, f"process_start_time_seconds {self.started}\n")
+        if self.shows is not None and body.get("method") == "mismatch_held_json":
+            return self.send(http, 200, {"results": [self.shows(*body["args"])]})
+        if self.developer and path == "/collective_rpc" and body["method"] == "reload_weights":
+            self.load(body["kwargs"]["weights_path"])
+            return self.send(http, 200, {"results": [None]})
+        if self.developer and path == "/reset_prefix_cache":
+            return self.send(http, 200, {"success": True})
         if path != "/v1/completions":
             return self.send(http, 404, {"detail": "Not Found"})
         with self._lock:
@@ -132,6 +142,11 @@ class ScriptedServer:
         finally:
             with self._lock:
                 self._flying -= 1
+
+    def load(self, folder: str) -> None:
+        """Another law for ``…/push-N``, the first one for any other folder."""
+        _, _, push = Path(folder).name.partition("push-")
+        self.weights = int(push or 0)
 
     def complete(self, http: Any, body: dict[str, Any]) -> None:
         probing = body["max_tokens"] < 3  # probes and scoring; runs of the tests sample more
@@ -260,6 +275,11 @@ class ScriptedSglang(ScriptedServer):
             return self.send(http, 200, said | {"startup_time": took})
         if http.path == "/v1/models":
             return self.send(http, 200, {"data": [{"max_model_len": self.max_model_len}]})
+        if self.developer and http.path == "/update_weights_from_disk":
+            self.load(body["model_path"])
+            return self.send(http, 200, {"success": True, "message": ""})
+        if self.developer and http.path == "/flush_cache":
+            return self.send(http, 200, "Cache flushed.\n")
         if http.path != "/generate":
             return self.send(http, 404, {})
         return self.generate(http, body)

@@ -28,6 +28,7 @@ COMMANDS = {
     "kernels": "Audit attention and expert kernels, and your own.",
     "locate": "Name the first module at which engine and trainer part.",
     "sync-probe": "Push known updates into an engine; which parameters arrive?",
+    "loop": "Train a few steps with the mismatch and with its fixes; show the curves.",
     "selftest": "Plant known faults in your own pipeline and see which are named.",
     "report": "Print a run's report, or several runs side by side, or over time.",
     "serve": "The runs of a folder as pages on this machine, side by side.",
@@ -40,6 +41,7 @@ RESUME = "go on where it stopped: the same command with --resume"
 RESUMABLE = (
     "check",
     "rollout",
+    "loop",
     "selftest",
 )  # other commands keep finished work themselves, or start again
 USAGE = 2

@@ -12,7 +12,7 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of
-from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS
+from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS, SERVER_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec
 
@@ -30,7 +30,7 @@ PROBE_FLAGS = (
         str | None,
         PROBE,
         "How weights are pushed: vllm reload, load, rpc or lora; sglang disk or tensor; "
-        "transformers load. Default: the first.",
+        "transformers load; --server update. Default: the first.",
     ),
     Option(
         "push",
@@ -69,16 +69,18 @@ PATHS = {  # the first: default
     "vllm": ("reload", "load", "rpc", "lora"),
     "sglang": ("disk", "tensor"),
     "transformers": ("load",),
+    "server": ("update",),
 }
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 
-@with_flags(MODEL_FLAGS, PROBE_FLAGS, ENGINE_OPTIONS, PROBE_OUTPUT)
+@with_flags(MODEL_FLAGS, PROBE_FLAGS, ENGINE_OPTIONS, SERVER_FLAGS, PROBE_OUTPUT)
 def sync_probe(flags: Flags) -> int:
     """Push known updates into an engine and say which parameters arrived.
 
     Every parameter is updated by seed and pushed by the engine's own path, twice, then the first
-    weights again; after each push it is read back as the kernels hold it.
+    weights again; after each push it is read back as the kernels hold it. Servers (--server) get
+    other weights while it runs, and their own back; of them log-probabilities alone are compared.
 
     Exit code 0: every parameter arrived. 1: one did not, or could not be compared. 2: no verdict.
     """
@@ -119,7 +121,7 @@ def probe_spec(flags: Flags) -> SyncSpec:
     from mismatch.experiments.sync.types import SyncSpec
     from mismatch.models import resolve_model
 
-    engine = flags["engine"]
+    engine = "server" if flags["server"] else flags["engine"]
     if engine not in PATHS:
         raise MismatchError(
             f"--engine {engine}: its weight sync cannot be probed", f"one of {', '.join(PATHS)}"

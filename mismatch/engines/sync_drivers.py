@@ -17,6 +17,7 @@ from mismatch.types import NotTested
 
 Held = tuple[dict[str, Prints], dict[str, str]]  # by checkpoint name; name -> why not
 DRIVERS = {
+    "server": "mismatch.engines.servers.sync_driver:ServerDriver",
     "vllm": "mismatch.engines.vllm.sync_driver:VllmDriver",
     "sglang": "mismatch.engines.sglang.sync_driver:SglangDriver",
     "transformers": "mismatch.engines.transformers.sync_driver:TransformersDriver",

@@ -138,7 +138,7 @@ class Estimator:
         _require_prompts(sequence[starts], prompt)
         present, self._prompts = np.unique(prompt[sequence[starts]], return_inverse=True)
         self._sequence = sequence.view(Ordered)
-        self._sequence.starts = starts
+        self._sequence.starts, self._sequence.kept = starts, {}
         self.n_tokens, self.n_sequences = len(sequence), len(starts)
         self.n_prompts = len(present)
         # Tokens of a prompt that lie side by side are one run; samples of a prompt mostly do.
@@ -253,9 +253,11 @@ class Estimator:
             yield int(edges[first]), int(edges[last]), self._runs[first:last] - edges[first]
             first = last
 
-    def _parts(self, metric: Metric, ready: Mapping[str, Array], units: int) -> list[Floats]:
+    def _parts(
+        self, metric: Metric, ready: Mapping[str, Array], units: int, **origin: Any
+    ) -> list[Floats]:
         """A metric's terms, [units] per column."""
-        parts = [floats(part) for part in metric.parts(ready)]
+        parts = [floats(part) for part in metric.parts(ready, **origin)]
         for part in parts:
             if part.shape != (units,):
                 raise MismatchError(
@@ -287,7 +289,7 @@ class Estimator:
 
     def _sums(self, metrics: Sequence[Metric], ready: Mapping[str, Array]) -> dict[str, _Sums]:
         """Of means and ratios, by name."""
-        chunked = [m for m in metrics if m.reduction == "token" and not m.whole]
+        chunked = [m for m in metrics if m.reduction == "token"]
         sampled = self._in_chunks(chunked, ready, self._sample(chunked, ready))
         misled = [m for m in chunked if sampled[m.name].heavy is None]
         sums = sampled | self._in_chunks(misled, ready, {})
@@ -310,7 +312,7 @@ class Estimator:
         stride = -(-self.n_tokens // self._chunk)
         few = {name: array[::stride] for name, array in ready.items() if name in FLAT}
         return {
-            metric.name: self._parts(metric, few, len(few["sequence"]))
+            metric.name: self._parts(metric, few, len(few["sequence"]), **metric.origin(ready))
             for metric in metrics
             if few.keys() >= set(metric.needs)
         }
@@ -322,11 +324,13 @@ class Estimator:
         samples: Mapping[str, list[Floats]],
     ) -> dict[str, _Sums]:
         tallies = {metric.name: _Tally(samples.get(metric.name)) for metric in metrics}
+        origins = {metric.name: metric.origin(ready) for metric in metrics}
         names = {name for metric in metrics for name in metric.needs}
         for low, high, starts in self._chunks() if metrics else ():
             chunk = {name: ready[name][low:high] for name in names}
             for metric in metrics:
-                tallies[metric.name].add(self._parts(metric, chunk, high - low), starts)
+                parts = self._parts(metric, chunk, high - low, **origins[metric.name])
+                tallies[metric.name].add(parts, starts)
         return {
             name: _Sums(
                 np.stack([self._of_runs(row) for row in tally.rows()]).T,

@@ -118,7 +118,7 @@ class Tail:
     def add(self, terms: Floats) -> None:
         size = np.abs(terms)
         self.total += float(size.sum())
-        self._kept.append(size[size >= self.floor] if self.floor > 0.0 else size[size > 0.0])
+        self._kept.append(size.compress(size >= self.floor if self.floor > 0.0 else size > 0.0))
 
     def heavy(self, units: int) -> bool | None:
         """:func:`heavy_tail` of ``units`` terms; None where the floor was too high to tell."""

@@ -27,11 +27,25 @@ from mismatch.metrics.registry import (
 from mismatch.metrics.token import CLAMP, TRUNCATION, excess_factor
 from mismatch.types import Floats, Ints
 
+Terms = Callable[[Floats], Floats]
+
 
 class Ordered(np.ndarray[Any, np.dtype[np.int64]]):
-    """Ascending sequence numbers [A] that know where each begins; a slice of them does not."""
+    """Ascending sequence numbers [A] that know where each begins, which a slice does not.
+
+    Attributes:
+        kept: sums that several metrics take, with the array that they are of.
+    """
 
     starts: Ints
+    kept: dict[tuple[Terms, int], tuple[Floats, Floats]]
+
+    def sums(self, values: Floats, terms: Terms) -> Floats:
+        """[N] of terms(values), added up once for all metrics."""
+        key = terms, id(values)
+        if key not in self.kept:
+            self.kept[key] = values, floats(np.add.reduceat(terms(values), self.starts))
+        return self.kept[key][1]
 
 
 def per_sequence_sum(values: Floats, sequence: Ints) -> Floats:
@@ -39,21 +53,21 @@ def per_sequence_sum(values: Floats, sequence: Ints) -> Floats:
     return _sums_and_lengths(values, sequence)[0]
 
 
-def per_sequence_mean(values: Floats, sequence: Ints) -> Floats:
-    """Means over each sequence that occurs, in ascending order of its number."""
-    sums, lengths = _sums_and_lengths(values, sequence)
+def per_sequence_mean(values: Floats, sequence: Ints, terms: Terms = floats) -> Floats:
+    """Means of terms(values) over each sequence that occurs, in ascending order of its number."""
+    sums, lengths = _sums_and_lengths(values, sequence, terms)
     return floats(sums / lengths)
 
 
-def _sums_and_lengths(values: Floats, sequence: Ints) -> tuple[Floats, Ints]:
-    starts = getattr(sequence, "starts", None)
-    if starts is None:
-        steps = np.diff(sequence)
-        if (steps < 0).any():
-            _, code, lengths = np.unique(sequence, return_inverse=True, return_counts=True)
-            return floats(np.bincount(code, weights=values)), lengths
-        starts = np.concatenate([[0], np.flatnonzero(steps) + 1])
-    return floats(np.add.reduceat(values, starts)), np.diff(starts, append=len(sequence))
+def _sums_and_lengths(values: Floats, sequence: Ints, terms: Terms = floats) -> tuple[Floats, Ints]:
+    if isinstance(sequence, Ordered):
+        return sequence.sums(values, terms), np.diff(sequence.starts, append=len(sequence))
+    steps = np.diff(sequence)
+    if (steps < 0).any():
+        _, code, lengths = np.unique(sequence, return_inverse=True, return_counts=True)
+        return floats(np.bincount(code, weights=terms(values))), lengths
+    starts = np.concatenate([[0], np.flatnonzero(steps) + 1])
+    return floats(np.add.reduceat(terms(values), starts)), np.diff(starts, append=len(sequence))
 
 
 # ---------------------------------------------------------------- perplexities
@@ -247,7 +261,7 @@ def seq_logratio_abs_max(delta: Floats, sequence: Ints) -> float:
 
 
 def _mean_factor(delta: Floats, sequence: Ints) -> Floats:
-    return per_sequence_mean(excess_factor(delta), sequence)
+    return per_sequence_mean(delta, sequence, excess_factor)
 
 
 @metric(

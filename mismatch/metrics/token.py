@@ -19,11 +19,11 @@ from mismatch.metrics.registry import (
     effective_share,
     excess,
     floats,
+    from_origin,
     metric,
     quotient,
     register,
     spread,
-    whole,
 )
 from mismatch.types import Floats, Ints
 
@@ -36,13 +36,10 @@ ORIGIN_TOKENS = 1 << 16  # from which a correlation's origin is taken: it only k
 # ---------------------------------------------------------------- what terms are made of
 
 
-def exp_minus_linear(x: Floats, excess: Floats | None = None) -> Floats:
-    """e^x - 1 - x without cancellation: its own series where x is small.
-
-    Args:
-        excess: e^x - 1, where it is known already.
-    """
-    values = floats((np.expm1(x) if excess is None else excess) - x)
+def exp_minus_linear(x: Floats) -> Floats:
+    """e^x - 1 - x without cancellation: its own series where x is small."""
+    values = floats(np.expm1(x))
+    values -= x
     small = np.abs(x) < 1e-4
     count = np.count_nonzero(small)
     if 8 * count > len(x):
@@ -69,11 +66,14 @@ def ratio_excess(delta: Floats) -> Floats:
 
 def excess_factor(delta: Floats) -> Floats:
     """exp(|delta|) - 1: of rho and 1 / rho, the larger one's."""
-    return floats(np.expm1(np.abs(delta)))
+    size = np.abs(delta)
+    return floats(np.expm1(size, out=size))
 
 
 def _probability_gap(rollout: Floats, train: Floats) -> Floats:
-    return floats(np.abs(np.exp(train) - np.exp(rollout)))
+    gap = np.exp(train)
+    gap -= np.exp(rollout)
+    return floats(np.abs(gap, out=gap))
 
 
 # ---------------------------------------------------------------- divergences
@@ -136,7 +136,9 @@ def js_divergence(delta: Floats) -> Floats:
     # train - m and rollout - m are h - log cosh h and -h - log cosh h with h = delta / 2, and their
     # exponentials sum to 2: what remains is log cosh h = log(1 + sinh² h) / 2.
     near = np.clip(delta, -FAR, FAR)
-    squared_sinh = np.expm1(near) * np.expm1(-near) / -4.0
+    squared_sinh = np.expm1(near)
+    squared_sinh *= np.expm1(-near)
+    squared_sinh /= -4.0
     size = np.abs(delta)
     return np.where(size < FAR, 0.5 * np.log1p(squared_sinh), size / 2.0 - math.log(2.0))
 
@@ -257,6 +259,12 @@ def probs_diff_std(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
     return gap, gap * gap
 
 
+def _typical(rollout: Floats, train: Floats) -> tuple[float, ...]:
+    """Of e^rollout and e^train - e^rollout: differences from it keep the digits of products."""
+    x = np.exp(rollout[:ORIGIN_TOKENS])
+    return float(np.median(x)), float(np.median(np.exp(train[:ORIGIN_TOKENS]) - x))
+
+
 def _pearson(means: Floats) -> Floats:
     x, gap, xx, xgap, gapgap = np.moveaxis(means, -1, 0)
     variance, covariance = xx - x * x, xgap - x * gap  # of x; of x and y - x
@@ -277,13 +285,16 @@ def _pearson(means: Floats) -> Floats:
     label="probability correlation",
     meaning="Pearson correlation of the two sides' token probabilities; 1 is perfect",
 )
-@whole
-def probs_pearson(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
+@from_origin(_typical)
+def probs_pearson(
+    rollout: Floats, train: Floats, origin: tuple[float, ...] | None = None
+) -> tuple[Floats, ...]:
     """Pearson correlation of e^train and e^rollout; undefined where either is constant."""
+    typical, typical_gap = origin or _typical(rollout, train)
     x = np.exp(rollout)
     gap = np.exp(train) - x
-    x -= np.median(x[:ORIGIN_TOKENS])  # from a typical value: else the products lose digits
-    gap -= np.median(gap[:ORIGIN_TOKENS])
+    x -= typical
+    gap -= typical_gap
     return x, gap, x * x, x * gap, gap * gap
 
 

@@ -184,17 +184,26 @@ class Checkpoint:
         Raises:
             MismatchError: too little space.
         """
-        target.mkdir(parents=True, exist_ok=True)
-        require_space(self.directory, target)
-        for path in self.directory.iterdir():
-            weights = path.name.endswith((".safetensors", ".bin", INDEX))
-            if path.is_file() and not weights and not (target / path.name).exists():
-                (target / path.name).symlink_to(path.resolve())
+        link_others(self.directory, target)
         shards = Shards(target)
         for name, tensor in self.tensors(push):
             shards.add(name, tensor)
         shards.finish()
         return target
+
+
+def link_others(source: Path, target: Path) -> None:
+    """A folder for weights of this checkpoint: its other files as links.
+
+    Raises:
+        MismatchError: too little space for the weights.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    require_space(source, target)
+    for path in source.iterdir():
+        weights = path.name.endswith((".safetensors", ".bin", INDEX))
+        if path.is_file() and not weights and not (target / path.name).exists():
+            (target / path.name).symlink_to(path.resolve())
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mismatch.engines.sync_drivers import Held
 
 __all__ = ["EXTENSION", "judge", "probe"]
+SERVER_S = 600.0  # for a server's digests of all its parameters
 EXTENSION = "mismatch.engines.vllm.weight_sync.WeightSync"
 
 
@@ -40,8 +41,9 @@ def probe(
     """Update parameters, sync, read back; the parameters are as before when it returns.
 
     Args:
-        engine: a ``vllm.LLM`` made with ``worker_extension_cls=`` :data:`EXTENSION`, or a function
-            that gives the tensors that an engine holds, by checkpoint name.
+        engine: a ``vllm.LLM`` made with ``worker_extension_cls=`` :data:`EXTENSION`; the address of
+            a vLLM server with that extension and VLLM_SERVER_DEV_MODE=1; or a function that gives
+            the tensors that an engine holds, by checkpoint name.
         parameters: the trainer's own whole tensors by checkpoint name; a copy of them is kept on
             the CPU meanwhile.
         sync: brings the trainer's parameters to the engine, as the training loop does.
@@ -85,13 +87,35 @@ def probe(
 
 
 def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
-    """What the engine holds now, and why not all of it."""
+    """What the engine holds now, and why not all of it.
+
+    Raises:
+        MismatchError: a server that does not show it.
+    """
+    if isinstance(engine, str):
+        return _held_by_server(engine, names, transposed)
     if not hasattr(engine, "collective_rpc"):
         tensors = dict(engine())
         turned = {n: t.transpose(-1, -2) if n in transposed else t for n, t in tensors.items()}
         return {name: Prints.of(name, tensor) for name, tensor in turned.items()}, {}
     prints, missing = engine.collective_rpc("mismatch_held", args=(names, transposed))[0]
     return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
+
+
+def _held_by_server(url: str, names: list[str], transposed: list[str]) -> Held:
+    from mismatch.engines.servers.address import parse_address
+    from mismatch.engines.servers.http import Client, Unavailable, api_key
+    from mismatch.engines.servers.vllm_api import held_by as asked
+
+    client = Client(parse_address(url), SERVER_S, api_key())
+    fix = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+    try:
+        held = asked(client, names, transposed)
+    except Unavailable as error:
+        raise MismatchError(f"{url}: {error}", fix) from error
+    if held is None:
+        raise MismatchError(f"{url} does not show its parameters", fix)
+    return held
 
 
 def _set(

@@ -32,7 +32,7 @@ from mismatch.run.machine import free_gpu_bytes, gib, local_gpus
 from mismatch.run.messages import SAMPLED, SCORED, error_path, pass_label, write_error
 from mismatch.run.placement import Placement, placement, visible_as
 from mismatch.run.scorings import FLOAT32
-from mismatch.specs import CheckSpec, Pass, RolloutSpec, TrainSpec, spec_hash, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, spec_hash, to_dict
 
 if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
@@ -209,9 +209,7 @@ class Stages:
         """
         asked = {"run_dir": str(self.run_dir), "spec": to_dict(spec), **(job or {})}
         path = store.write_json(self.run_dir / "jobs" / f"{label}.json", asked)
-        command = [engine_python(spec.engine), "-m", "mismatch.processes.workers.engine", str(path)]
-        env = interpreter_environment(own_python(spec.engine)) | visible_as(self.placement.engine)
-        env |= dict(spec.engine.env)
+        command, env = engine_command(spec.engine, self.placement, "engine", path)
         # With GPUs of its own the engine leaves them to nobody, and others' change meanwhile.
         before = [] if self.placement.engine else free_gpu_bytes()
         with started(label, command, self.run_dir, env=env) as worker:
@@ -231,13 +229,7 @@ class Stages:
         }
         job |= {} if plan is None else {"gradients": plan.to_json()}
         path = store.write_json(self.run_dir / "jobs" / "train.json", job)
-        world = self.spec.nproc_per_node
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", *meeting_point()),
-            *("--nproc-per-node", str(world), "-m", "mismatch.processes.workers.train", str(path)),
-        ]
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-        env = {"OMP_NUM_THREADS": threads, **EXACT, **visible_as(self.placement.trainer)}
+        command, env = world_command(self.spec, self.placement, "train", path)
         with started("train", command, self.run_dir, env=env) as worker:
             yield worker
 
@@ -260,6 +252,28 @@ class Stages:
         with self.narrator.stage(title) as progress:
             yield progress
         self.journal.seconds[key] = round(time.monotonic() - start, 2)
+
+
+def world_command(
+    spec: CheckSpec, where: Placement, worker: str, job: Path
+) -> tuple[list[str], dict[str, str]]:
+    """How a training world is started that runs one of processes/workers, and its environment."""
+    world = spec.nproc_per_node
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", *meeting_point()),
+        *("--nproc-per-node", str(world), "-m", f"mismatch.processes.workers.{worker}", str(job)),
+    ]
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    return command, {"OMP_NUM_THREADS": threads, **EXACT, **visible_as(where.trainer)}
+
+
+def engine_command(
+    spec: EngineSpec, where: Placement, worker: str, job: Path
+) -> tuple[list[str], dict[str, str]]:
+    """The same of an engine's process."""
+    command = [engine_python(spec), "-m", f"mismatch.processes.workers.{worker}", str(job)]
+    env = interpreter_environment(own_python(spec)) | visible_as(where.engine)
+    return command, env | dict(spec.env)
 
 
 def still_held(before: list[int], timeout_s: float = FREE_AGAIN_S) -> int:

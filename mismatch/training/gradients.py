@@ -7,8 +7,7 @@ is added to the batch's and folded into a sketch. No second copy of a gradient i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,14 @@ import torch
 
 from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.specs import Pass
+from mismatch.training.backward import Backward
 from mismatch.training.distributed import MemoryPeak, Progress, World
 from mismatch.training.gradient_sketch import ParameterShards, chunks
 from mismatch.training.load import LoadedModel
-from mismatch.training.packing import MicroBatch, plan_batches
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions
-from mismatch.training.sequence_parallel import SequenceParallel
-from mismatch.training.validate import prepare_pass, to_device
+from mismatch.training.validate import prepare_pass
 from mismatch.types import Floats, Ints, Rollout
-
-LOSS_SCALE = 2.0**16  # where fp16 starts, as trainers do
-BACK_OFF = 2.0**4
 
 
 @dataclass
@@ -115,10 +110,10 @@ def batch_gradient(
     with MemoryPeak(world.device, True) as peak, torch.enable_grad():
         run = _Accumulation(world, loaded, rollout, job, options, shards)
         try:
-            with run.parallel.installed(loaded.attention.implementation):
+            with run.passes.installed():
                 run.all_prompts()
         finally:
-            _clear(loaded)
+            run.passes.clear()
     squared, dot, squared_reference = _products(world, shards, run.total, reference)
     sketches = world.sum(shards.signed(run.sketches).cpu())
     peaks = world.gather(peak.bytes) or [peak.bytes]
@@ -129,7 +124,7 @@ def batch_gradient(
         squared_norm_reference=squared_reference,
         sketches=sketches.numpy(),
         total=run.total,
-        loss_scale=run.scale,
+        loss_scale=run.passes.scale,
         loss=float(world.sum(run.loss)),
         seconds=round(peak.seconds, 3),
         peak_bytes=max(peaks),
@@ -137,7 +132,7 @@ def batch_gradient(
 
 
 class _Accumulation:
-    """Forward and backward passes of one :class:`GradientJob`."""
+    """All prompts of one :class:`GradientJob`, one after the other."""
 
     def __init__(
         self,
@@ -148,19 +143,18 @@ class _Accumulation:
         options: ForwardOptions,
         shards: ParameterShards,
     ) -> None:
-        self.world, self.loaded, self.rollout, self.job = world, loaded, rollout, job
-        self.options, self.shards = replace(options, routing=False), shards
-        self.parallel = SequenceParallel.of(world, job.scoring.spec.sequence_parallel)
-        self.action = np.full(len(rollout.token_ids), -1)  # token -> index among the actions
-        self.action[rollout.actions] = np.arange(rollout.n_actions)
+        self.world, self.rollout, self.job, self.shards = world, rollout, job, shards
+
+        def coefficients(actions: Ints, logprobs: Floats) -> Floats:
+            return job.values[actions]
+
+        self.passes = Backward(
+            world, loaded, rollout, job.scoring, options, coefficients, job.source
+        )
         self.total = GradientSum()
         slots = shards.accumulator(world.device)
         self.sketches = slots.new_zeros(len(job.prompts), *slots.shape)
-        self.scale = LOSS_SCALE if job.scoring.spec.dtype == "fp16" else 1.0
         self.loss = torch.zeros((), dtype=torch.float64)
-        # Ranks run different samples: an expert module that only one of them uses must be reduced
-        # by all.
-        loaded.scorer.set_reduce_scatter_unused_params(world.size > 1)  # type: ignore[operator]
 
     def all_prompts(self) -> None:
         lengths = np.diff(self.rollout.offsets)
@@ -178,81 +172,27 @@ class _Accumulation:
         sequence = self.rollout.sequence_of_token[self.rollout.actions]
         if not self.job.values[np.isin(sequence, rows)].any():
             return
-        while True:
-            loss = self.backward(rows)
-            if self.finite():
-                break
-            _clear(self.loaded)
-            if self.scale <= 1.0:
-                raise MismatchError(
-                    f"the gradient of prompt {self.job.prompts[number]} under "
-                    f"{self.job.scoring.name} is not finite",
-                    "look for overflow: another --train-dtype",
-                )
-            self.scale /= BACK_OFF
+        loss = self.passes.until_finite(rows)
+        if loss is None:
+            raise MismatchError(
+                f"the gradient of prompt {self.job.prompts[number]} under "
+                f"{self.job.scoring.name} is not finite",
+                "look for overflow: another --train-dtype",
+            )
         self.loss += loss
         self.collect(number)
-        _clear(self.loaded)
-
-    def backward(self, rows: list[int]) -> float:
-        """Sum the gradients of the prompt's samples over micro-batches; this rank's loss."""
-        count = self.parallel.count  # ranks that share their sequences have the same plan
-        plans = [self.plan(rows[index::count]) for index in range(count)]
-        own, total = plans[self.parallel.index], 0.0
-        for step in range(max(len(plan) for plan in plans)):
-            idle = step >= len(own)
-            # FSDP2 gathers and reduces in step: a rank without work adds a gradient of 0.
-            group = MicroBatch((rows[0],), 0) if idle else own[step]
-            total += self.micro_batch(group, 0.0 if idle else 1.0)
-        return total
-
-    def plan(self, rows: Sequence[int]) -> list[MicroBatch]:
-        """Micro-batches of some samples."""
-        if not rows:
-            return []
-        lengths = [int(n) for n in np.diff(self.rollout.offsets)[list(rows)]]
-        spec = self.job.scoring.spec
-        batches = plan_batches(lengths, spec.micro_batch_tokens, spec.layout)
-        return [MicroBatch(tuple(rows[i] for i in b.sequences), b.tokens) for b in batches]
-
-    def micro_batch(self, group: MicroBatch, weight: float) -> float:
-        """Backward of one micro-batch; returns its loss."""
-        spec, device, scorer = self.job.scoring.spec, self.world.device, self.loaded.scorer
-        inputs = to_device(
-            self.rollout, group, spec, self.options, device, self.job.source, self.parallel
-        )
-        values, _ = scorer(
-            scorer.score, inputs.batch, inputs.predicting, inputs.target_ids, inputs.options
-        )
-        coefficients = weight * self.job.values[self.action[inputs.targets]]
-        # A power of two: scaling changes no digit.
-        scaled = torch.from_numpy((self.scale * coefficients).astype(np.float32)).to(device)
-        loss = -(scaled * values[0]).sum()
-        loss.backward()
-        return float(loss.detach()) / self.scale
-
-    def finite(self) -> bool:
-        """Whether every rank's gradient is."""
-        gradients = (shard.gradient() for shard in self.shards.shards)
-        bad = any(not bool(torch.isfinite(grad).all()) for grad in gradients if grad is not None)
-        return not bool(self.world.sum(torch.tensor(int(bad))))
+        self.passes.clear()
 
     def collect(self, number: int) -> None:
         """Add the accumulated gradient to the batch's and to the prompt's sketch."""
-        factor = self.world.size / self.scale  # FSDP2 gives the mean over ranks
         for shard in self.shards.shards:
             flat = shard.gradient()
             if flat is None:
                 continue
             for chunk in chunks(shard.numel):
-                values = flat[chunk].float() * factor
+                values = flat[chunk].float() * self.passes.factor
                 self.total.add(shard.name, chunk, shard.numel, values)
                 self.shards.add(self.sketches[number], shard, chunk.start, values.double())
-
-
-def _clear(loaded: LoadedModel) -> None:
-    for parameter in loaded.scorer.parameters():
-        parameter.grad = None
 
 
 def _products(

@@ -298,6 +298,14 @@ def _contents(world: World, loaded: LoadedModel) -> Fingerprint:
 _digests: WeakKeyDictionary[Scorer, Fingerprint] = WeakKeyDictionary()
 
 
+def weights_changed(world: World, loaded: LoadedModel) -> dict[str, Digest]:
+    """Digests of the weights after a step; later passes say what they ran with. All ranks call."""
+    facts = _contents(world, loaded)
+    _digests[loaded.scorer] = facts | {"weights": loaded_digests(world, loaded)}
+    digests: dict[str, Digest] = _digests[loaded.scorer]["weights"]
+    return digests
+
+
 def loaded_digests(world: World, loaded: LoadedModel) -> dict[str, Digest]:
     """Digest of every parameter and persistent buffer as held, by the model's own names."""
     tensors = loaded.scorer.model.state_dict()

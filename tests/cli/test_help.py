@@ -16,7 +16,8 @@ from mismatch.cli.main import app
 HELP = Path(__file__).resolve().parents[1] / "goldens" / "help"
 COMMANDS = (
     *("mismatch", "check", "rollout", "score", "compare", "corrections", "selftest"),
-    *("fixes", "kernels", "locate", "sync-probe", "report", "serve", "doctor", "metrics", "models"),
+    *("fixes", "kernels", "locate", "sync-probe", "loop", "report", "serve", "doctor", "metrics"),
+    "models",
 )
 
 

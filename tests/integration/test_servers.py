@@ -23,7 +23,10 @@ import numpy as np
 import pytest
 
 from mismatch.engines.servers.journal import PLACE
+from mismatch.experiments.sync.document import sync_from_json
+from mismatch.experiments.sync.judge import judge, kept_caches, parted
 from mismatch.models import EMBEDDED
+from mismatch.probe import EXTENSION
 from mismatch.processes.launch import own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec
@@ -36,6 +39,7 @@ SERVE = (
     *("--model", str(MODEL), "--served-model-name", "tiny-gpt-oss"),
     *("--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
     *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+    *("--worker-extension-cls", EXTENSION),
 )
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -43,6 +47,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # the engine's process imports nothing anew
     "VLLM_API_KEY": KEY,
+    "VLLM_SERVER_DEV_MODE": "1",  # allows new weights
 }
 FP32 = ("--model", "tiny-gpt-oss", "--dtype", "fp32")
 # The trainer's side of a check is another test's: one process, no second scoring.
@@ -204,6 +209,27 @@ def test_without_the_key_and_with_another_model_it_ends_at_once(
     monkeypatch.setenv("MISMATCH_API_KEY", KEY)
     with pytest.raises(MismatchError, match="serves tiny-gpt-oss, not --model other"):
         recognise(EngineSpec("server", "org/other", servers=(url,)))
+
+
+@pytest.mark.grid
+def test_the_weight_sync_of_a_server_is_judged_by_scores_and_parameters(
+    servers: tuple[Served, Served], tmp_path: Path
+) -> None:
+    """vLLM's reload on a CPU leaves the experts stale; the first weights are back at the end."""
+    out = tmp_path / "probe"
+    done = run(out, "sync-probe", *FP32, "--server", servers[0].url, "--out", str(out))
+    assert done.code == 1, done.output
+    report = sync_from_json(json.loads((out / "sync-probe.json").read_text()))
+    assert judge(report).word == "broken"
+    assert [row.push for row in parted(report)] == [1, 2]
+    first, pushed, _, back = report.scores
+    assert first.apart is not None
+    assert first.apart < 1e-4
+    assert pushed.engine_moved > 0.1
+    assert back.engine_moved < 1e-4
+    assert not kept_caches(report)
+    assert len(report.of_status("stale")) == 20
+    assert len(report.of_status("arrived")) == 51
 
 
 class Forwarder:

@@ -84,6 +84,27 @@ def test_a_fault_is_named_first(
         assert leading.effect.value > 0.01
 
 
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_a_softcap_within_the_rounding_is_seen_in_the_side_that_has_it(side: str) -> None:
+    """Its distance from float32 is rounding's; that it follows the side's own law is not."""
+    case = drawn.softcapped(0, 20, side)
+    legs = [np.abs(logprobs - case.reference).mean() for logprobs in (case.left, case.right)]
+    assert max(legs) < 1.3 * min(legs)
+    (only,) = causes(case).ranked
+    assert (only.id, only.side, only.alike[0]) == ("function-differs", side, "logit-softcap")
+    others = {name: one for name, one in case.others.items() if name != "plain:bf16"}
+    without = causes(replace(case, others=others))
+    assert without.ranked == ()
+    assert "error that follows a side's own law" in {one.what for one in without.not_tested}
+
+
+def test_large_rounding_follows_no_law_of_its_own() -> None:
+    """It lowers what is likely and raises what is not, in a plain forward as much; and the side
+    that sampled is above float32 on average."""
+    for seed in range(4):
+        assert causes(healthy(seed, rounding=0.6, length=60)).ranked == ()
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_a_healthy_pair_has_no_cause(part: int) -> None:
     alarms = []

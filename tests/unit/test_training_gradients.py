@@ -21,7 +21,7 @@ import transformers
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.coefficients import choose_batch, plain_vectors
 from mismatch.specs import Pass, Sampling, TrainSpec
-from mismatch.training import gradients
+from mismatch.training import backward, gradients
 from mismatch.training.distributed import World
 from mismatch.training.gradient_sketch import group_of
 from mismatch.training.gradients import (
@@ -252,7 +252,7 @@ def test_fp16_backs_off_from_a_scale_that_overflows(
     reference = taken(world, load(right, world.mesh, world.device), right)
     spec = replace(right, dtype="fp16")
     loaded = load(spec, world.mesh, world.device)
-    monkeypatch.setattr(gradients, "LOSS_SCALE", 2.0**40)
+    monkeypatch.setattr(backward, "LOSS_SCALE", 2.0**40)
     found = taken(world, loaded, spec, reference.total)
     assert 1.0 <= found.loss_scale < 2.0**40
     assert found.dot is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -54,20 +54,30 @@ class ServerEngine:
         self.spec = spec
         self.sampling = sampling
         self.info = read_model_info(spec)
-        self.group: ServerGroup = discover(spec)
-        self._require_room(longest)
+        self.at_end: Callable[[], None] | None = None  # called while the servers are still asked
+        self._longest = longest
         self._journal: Journal | None = None
         self._sent: dict[str, Any] = {}
         self._shares: Counter[str] = Counter()
+        self._meet()
+
+    def _meet(self) -> None:
+        self.group: ServerGroup = discover(self.spec)
+        self._require_room(self._longest)
         self._notes: dict[str, dict[str, Any]] = {
             server.url: {"restarts": [], "drift": 0.0} for server in self.group.servers
         }
         self.scheduler = Scheduler(
             [ServerState(server.url, server) for server in self.group.servers],
             lambda server: verify(server, self.group.probes, self._notes[server.url]),
-            spec.server_concurrency,
+            self.spec.server_concurrency,
             _log,
         )
+
+    def meet_again(self) -> None:
+        """The servers have other weights, rightly: probe them anew."""
+        discover.cache_clear()
+        self._meet()
 
     # ------------------------------------------------------------ Engine protocol
 
@@ -95,7 +105,8 @@ class ServerEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        pass  # servers are not ours to stop
+        if self.at_end is not None:  # servers are not ours to stop
+            self.at_end()
 
     def keep_journal(self, run_dir: Path, asked: str) -> None:
         """Save every finished sequence at once, and take up those that are saved already.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.servers.http import Client
+from mismatch.engines.sync_drivers import Held
 from mismatch.types import Floats, Sampling
 
 LARGEST_ID = 1 << 31
@@ -100,6 +102,7 @@ class ServerAPI(ABC):
     """
 
     kind: ClassVar[str]
+    allow: ClassVar[str]  # how an operator allows new weights
     client: Client
     facts: ServerFacts
 
@@ -135,3 +138,19 @@ class ServerAPI(ABC):
         self, ids: Sequence[int], settings: dict[str, Any], count: int
     ) -> dict[int, float]:
         """Token id -> logprob of the ``count`` most likely next tokens, as decoding reports it."""
+
+    @abstractmethod
+    def update_weights(self, directory: Path) -> None:
+        """Load other weights from a folder that the server can read; caches stay."""
+
+    @abstractmethod
+    def drop_caches(self) -> None:
+        """Forget the keys and values of earlier prompts."""
+
+    def held(self, names: list[str], transposed: list[str]) -> Held | None:
+        """What it holds, see :class:`mismatch.engines.sync_drivers.Driver`; None: it does not say.
+
+        Raises:
+            Unavailable: an answer that is none.
+        """
+        return None

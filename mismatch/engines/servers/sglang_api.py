@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 from mismatch.engines.base import ExpertLayout
@@ -40,6 +41,7 @@ A_SEQUENCE = "the request"
 
 class SglangAPI(ServerAPI):
     kind: ClassVar[str] = "sglang"
+    allow: ClassVar[str] = "these endpoints may ask for the admin key: see the server's log"
 
     @classmethod
     @usable_answer()
@@ -111,6 +113,16 @@ class SglangAPI(ServerAPI):
         answer = _one(self.client.post("/generate", body | {"top_logprobs_num": count}))
         entries = answer["meta_info"]["output_top_logprobs"][0]
         return {int(entry[1]): float(entry[0]) for entry in entries if entry[0] is not None}
+
+    @usable_answer()
+    def update_weights(self, directory: Path) -> None:
+        body = {"model_path": str(directory), "flush_cache": False}
+        answer = self.client.post("/update_weights_from_disk", body)
+        if not answer["success"]:
+            raise Unavailable("the weights were not loaded: the server's log says why")
+
+    def drop_caches(self) -> None:
+        self.client.text("/flush_cache")
 
 
 @contextmanager

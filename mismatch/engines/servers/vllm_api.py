@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +23,9 @@ from mismatch.engines.servers.server_api import (
     checked,
     context_length,
 )
+from mismatch.engines.sync_drivers import Held
 from mismatch.errors import MismatchError
+from mismatch.models.weight_states import Prints
 from mismatch.types import Floats, Sampling
 
 DESCRIBE_S = 30.0
@@ -33,6 +37,7 @@ ID_TEXT = "token_id:"  # how ids are written where texts are usual (return_token
 
 class VllmAPI(ServerAPI):
     kind: ClassVar[str] = "vllm"
+    allow: ClassVar[str] = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
 
     @classmethod
     @usable_answer()
@@ -132,6 +137,33 @@ class VllmAPI(ServerAPI):
         choice = _choice(self.client.post("/v1/completions", body), ids)
         top = choice["logprobs"]["top_logprobs"][0]
         return {int(text.removeprefix(ID_TEXT)): float(lp) for text, lp in top.items()}
+
+    def update_weights(self, directory: Path) -> None:
+        given = {"weights_path": str(directory)}
+        self.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": given})
+
+    @usable_answer()
+    def drop_caches(self) -> None:
+        if not self.client.post("/reset_prefix_cache", {})["success"]:
+            raise Unavailable("blocks of the prefix cache are in use", "busy")
+
+    def held(self, names: list[str], transposed: list[str]) -> Held | None:
+        return held_by(self.client, names, transposed)
+
+
+@usable_answer()
+def held_by(client: Client, names: list[str], transposed: list[str]) -> Held | None:
+    """Of a server whose workers have :class:`mismatch.engines.vllm.weight_sync.WeightSync`.
+
+    None: they have not, or the server is not in its development mode.
+    """
+    body = {"method": "mismatch_held_json", "args": [names, transposed]}
+    try:
+        answer = client.post("/collective_rpc", body)
+    except (Refused, Unavailable):
+        return None
+    prints, missing = json.loads(answer["results"][0])
+    return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
 
 
 def _body(facts: ServerFacts, ids: Sequence[int]) -> dict[str, Any]:

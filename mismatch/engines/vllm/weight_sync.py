@@ -8,6 +8,7 @@ inverting that. What cannot be read is named with the reason.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,10 @@ class WeightSync(HeldWeights):
         finally:
             mapper.orig_to_new_stacked = stacked
         return {name: checkpoint for name, checkpoint in names.items() if name}
+
+    def mismatch_held_json(self, names: list[str], transposed: list[str]) -> str:
+        """What is held, as text, for a server's ``/collective_rpc``."""
+        return json.dumps(self.mismatch_held(names, transposed))
 
     def mismatch_held_adapter(
         self, names: list[str], adapter: int

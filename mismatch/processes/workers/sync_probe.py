@@ -131,6 +131,24 @@ class Probe:
     caches: list[CacheRow] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        engine: Any,
+        spec: SyncSpec,
+        checkpoint: Checkpoint,
+        sequences: list[list[int]],
+        run_dir: Path,
+    ) -> Probe:
+        """Of a running engine that holds the checkpoint."""
+        driver = driver_class(spec.engine.engine)(engine, checkpoint, run_dir / FOLDER / "states")
+        return cls(driver, engine, sequences, spec, checkpoint, checkpoint.names())
+
+    def report(self, function: Callable[..., Any] | None = None) -> SyncReport:
+        """See :meth:`run`; what every parameter should be is computed here."""
+        say("expected values of every parameter")
+        return self.run([self.checkpoint.prints(push) for push in range(PUSHES)], function)
+
     def run(
         self, expected: Sequence[dict[str, Prints]], function: Callable[..., Any] | None
     ) -> SyncReport:
@@ -209,15 +227,11 @@ def _logprobs(answers: Sequence[Answer]) -> list[float]:
 def engine_side(run_dir: Path, spec: SyncSpec) -> None:
     """Push, read back, score; judge every parameter."""
     start = time.monotonic()
-    kind = driver_class(spec.engine.engine)
-    function = own_function(spec, kind)
+    function = own_function(spec, driver_class(spec.engine.engine))
     with loaded(with_adapters(spec), spec) as (engine, sequences, checkpoint):
         ready = time.monotonic()
-        driver = kind(engine, checkpoint, run_dir / FOLDER / "states")
-        probe = Probe(driver, engine, sequences, spec, checkpoint, checkpoint.names())
-        say("expected values of every parameter")
-        expected = [checkpoint.prints(push) for push in range(PUSHES)]
-        report = probe.run(expected, function)
+        probe = Probe.of(engine, spec, checkpoint, sequences, run_dir)
+        report = probe.report(function)
         seconds = {"start": ready - start, "probe": time.monotonic() - ready}
         report.facts["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
     write_json(run_dir / FOLDER / "engine.json", to_json(report))

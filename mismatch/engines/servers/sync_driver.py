@@ -1,0 +1,108 @@
+"""New weights for running servers, for a probe of the weight sync: update and reset endpoints.
+
+A server shows its parameters only if it is vLLM and its workers have mismatch's extension; else the
+probe has log-probabilities before and after alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from mismatch.engines.base import Engine
+from mismatch.engines.servers.engine import ServerEngine
+from mismatch.engines.servers.http import Refused, Unavailable
+from mismatch.engines.servers.server_api import ServerAPI
+from mismatch.engines.sync_drivers import Answer, Held
+from mismatch.errors import MismatchError
+from mismatch.models.weight_states import PUSHES, Checkpoint, state_of
+from mismatch.types import NotTested, Sampling
+
+UNSEEN = (
+    "the server does not show it; vLLM does with VLLM_SERVER_DEV_MODE=1 and "
+    "--worker-extension-cls mismatch.engines.vllm.weight_sync.WeightSync"
+)
+
+
+class ServerDriver:
+    """See :class:`mismatch.engines.sync_drivers.Driver`; the first weights are back at its end."""
+
+    paths: ClassVar[Mapping[str, str]] = {
+        "update": "vLLM: /collective_rpc reload_weights; SGLang: /update_weights_from_disk",
+    }
+
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
+        self.engine = cast(ServerEngine, engine)
+        self.engine.at_end = self.restore
+        self.checkpoint = checkpoint
+        self.scratch = scratch
+        self.state = 0
+
+    @property
+    def apis(self) -> list[ServerAPI]:
+        return [server.api for server in self.engine.group.servers]
+
+    def push(self, path: str, push: int) -> None:
+        """The folder has to lie where the servers can read it."""
+        source = self.checkpoint.directory
+        self.state = state_of(push)
+        if self.state:
+            source = self.checkpoint.write(push, self.scratch / f"push-{push}")
+        try:
+            for api in self.apis:
+                with _asked(api, "an update of its weights"):
+                    api.update_weights(source.resolve())
+        finally:
+            shutil.rmtree(self.scratch / f"push-{push}", ignore_errors=True)
+        self.engine.meet_again()
+
+    def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
+        function(weights, [api.client.address.text for api in self.apis])
+        self.engine.meet_again()
+
+    def restore(self) -> None:
+        """The checkpoint's own weights, where a probe that ended early left others."""
+        if self.state:
+            with suppress(MismatchError):
+                self.push("update", PUSHES)
+
+    def held(self, names: list[str], transposed: list[str]) -> Held:
+        api = self.apis[0]
+        with _asked(api, "a look at its parameters"):
+            return api.held(names, transposed) or ({}, dict.fromkeys(names, UNSEEN))
+
+    def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
+        """Of the first server."""
+        api = self.apis[0]
+        if api.facts.details.get("prefix_caching") is False:
+            return None
+        settings = api.settings(Sampling(temperature=0.0, max_tokens=1), ())
+        with _asked(api, "a prompt"):
+            samples = [api.generate(ids, settings, None, None).sample for ids in prompts]
+        return [Answer(float(sample.logprobs[0]), 0) for sample in samples]
+
+    def drop_caches(self) -> None:
+        for api in self.apis:
+            with _asked(api, "a reset of its prefix cache"):
+                api.drop_caches()
+
+    def not_tested(self) -> list[NotTested]:
+        others = [NotTested("the other servers' parameters", "the first is asked alone")]
+        return others if len(self.apis) > 1 else []
+
+
+@contextmanager
+def _asked(api: ServerAPI, what: str) -> Iterator[None]:
+    """Around requests that an operator has to allow.
+
+    Raises:
+        MismatchError: the server does not do it.
+    """
+    try:
+        yield
+    except (Refused, Unavailable) as error:
+        url = api.client.address.text
+        raise MismatchError(f"{url} refuses {what}: {error}", api.allow) from error

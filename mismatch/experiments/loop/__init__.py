@@ -1,0 +1,1 @@
+"""A short on-policy RL run: what a mismatch does to training, and what a fix restores."""

@@ -1,0 +1,149 @@
+"""What is measured at every step of the loop, and its file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch import metrics
+from mismatch.metrics.routing_pairs import pair_routing
+from mismatch.run.store import read_json, write_json
+from mismatch.run.tables import read_table, write_table
+from mismatch.types import Floats, Pair, Rollout, Scoring
+
+SCHEMA = "mismatch.loop-history/1"
+FILE = "history.parquet"
+ROWS = "rows"
+Row = dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One number of a step.
+
+    Attributes:
+        unit: "" for plain numbers.
+    """
+
+    label: str
+    unit: str = ""
+
+
+COLUMNS: Mapping[str, Column] = {
+    "step": Column("step"),
+    "reward": Column("reward, mean"),
+    "k3_kl": Column("k3 KL", "nats"),
+    "logprob_abs_diff_mean": Column("mean |delta|", "nats"),
+    "seq_logratio_mean": Column("sequence log-ratio, mean", "nats"),
+    "seq_logratio_std": Column("sequence log-ratio, sd", "nats"),
+    "ess_token": Column("ESS of tokens"),
+    "ess_seq": Column("ESS of sequences"),
+    "log_ppl_diff_max": Column("largest |log-perplexity difference|", "nats"),
+    "routing_disagree_layer": Column("routings that differ"),
+    "entropy": Column("entropy", "nats"),
+    "ratio_max": Column("largest PPO ratio"),
+    "clip_share": Column("gradients that the clip removes"),
+    "grad_norm": Column("gradient norm before clipping"),
+    "loss": Column("loss"),
+    "response_length": Column("response length", "tokens"),
+    "truncated": Column("responses cut at the longest length"),
+    "tokens": Column("action tokens"),
+    "parameters_verified": Column("parameters verified in the engine"),
+    "push_s": Column("weights into the engine", "s"),
+    "verify_s": Column("reading them back", "s"),
+    "generate_s": Column("generation", "s"),
+    "score_s": Column("scoring before the update", "s"),
+    "update_s": Column("forward, backward and optimiser", "s"),
+    "export_s": Column("weights out of the trainer", "s"),
+    "seconds": Column("whole step", "s"),
+}
+
+
+def measure(rollout: Rollout, decode: Scoring, train: Scoring) -> Row:
+    """The numbers of one rollout, before the trainer's update.
+
+    Raises:
+        MismatchError: log-probabilities that are not finite.
+    """
+    pair = Pair.of(rollout, decode, train)
+    delta, sequence = pair.delta, pair.sequence
+    lengths = np.bincount(sequence, minlength=rollout.n_sequences)
+    cut = [reason == "length" for reason in rollout.finish_reason]
+    row: Row = {
+        "reward": _mean(rollout.rewards),
+        "k3_kl": metrics.k3_kl(delta),
+        "logprob_abs_diff_mean": metrics.logprob_abs_diff_mean(delta),
+        "seq_logratio_mean": metrics.seq_logratio_mean(delta, sequence),
+        "seq_logratio_std": metrics.seq_logratio_std(delta, sequence),
+        "ess_token": metrics.ess_token(delta),
+        "ess_seq": metrics.ess_seq(delta, sequence),
+        "log_ppl_diff_max": max(
+            metrics.log_ppl_diff_max(delta, sequence), -metrics.log_ppl_diff_min(delta, sequence)
+        ),
+        "routing_disagree_layer": None,
+        "entropy": _mean(train.entropy),
+        "response_length": float(lengths.mean()),
+        "truncated": float(np.mean(cut)),
+        "tokens": float(len(delta)),
+    }
+    if decode.routing is not None and train.routing is not None:
+        routes = pair_routing(rollout, decode.routing, train.routing)
+        row["routing_disagree_layer"] = metrics.routing_disagree_layer(routes.differs)
+    return row
+
+
+def _mean(values: Floats | None) -> float | None:
+    return None if values is None else float(np.mean(values))
+
+
+def save_row(place: Path, row: Row) -> None:
+    """One step's numbers, at once: what was measured outlives the process."""
+    write_json(place / ROWS / f"{int(row['step'] or 0):06d}.json", row)
+
+
+def rows_of(place: Path) -> list[Row]:
+    """All steps so far, in order."""
+    return [read_json(path) for path in sorted((place / ROWS).glob("*.json"))]
+
+
+def forget_from(place: Path, step: int) -> None:
+    """Drop rows of this step and later ones, which are made again."""
+    for path in (place / ROWS).glob("*.json"):
+        if int(path.stem) >= step:
+            path.unlink()
+
+
+def save_history(place: Path, rows: Sequence[Row], header: Mapping[str, Any]) -> Path:
+    """Write all steps as one table; what was not measured is null."""
+    columns = {name: [_number(row.get(name)) for row in rows] for name in COLUMNS}
+    return write_table(place / FILE, columns, SCHEMA, dict(header))
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def load_history(path: Path) -> tuple[dict[str, Floats], dict[str, Any]]:
+    """Columns by name, NaN where nothing was measured, and the header.
+
+    Raises:
+        MismatchError: absent, damaged, or of another schema.
+    """
+    table, header = read_table(path, SCHEMA, set(COLUMNS))
+    return {name: _floats(table[name].to_pylist()) for name in COLUMNS}, header
+
+
+def _floats(values: Iterable[float | None]) -> Floats:
+    return np.asarray([math.nan if value is None else value for value in values], np.float64)
+
+
+def in_words(row: Row) -> str:
+    """One line of progress."""
+    shown = ("reward", "k3_kl", "entropy", "grad_norm")
+    parts = [f"{name} {value:.3g}" for name in shown if (value := row.get(name)) is not None]
+    return f"step {int(row['step'] or 0)}: {', '.join(parts)}, {row.get('seconds') or 0:.1f} s"

@@ -1,0 +1,83 @@
+"""GRPO's coefficients with PPO's clipped ratio, for one mini-batch. Pure numpy.
+
+The gradient of ``min(ρ A, clip(ρ, 1 - ε, 1 + ε) A)`` is ``ρ A · ∇logprob`` where the first branch
+is the smaller, else 0, with ρ = exp(new - old); see mismatch/experiments/gradients/coefficients.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mismatch.experiments.gradients.coefficients import Batch, normalised, unclipped
+from mismatch.experiments.gradients.types import REWARDS
+from mismatch.experiments.loop.types import LoopSpec
+from mismatch.metrics.corrections import BY_ID, OVERRIDE, Ratios, Settings, group_advantages
+from mismatch.metrics.two_passes import ratios
+from mismatch.types import Floats, Ints, Rollout
+
+
+@dataclass
+class PolicyLoss:
+    """Coefficients of one mini-batch.
+
+    Attributes:
+        plain: [A] advantage times correction over the loss's normaliser; 0 outside.
+        old: [A] the log-probabilities that the ratio divides by; None: the ratio is 1.
+        tokens, clipped: how many had a coefficient, and of how many the clip removed it.
+        largest: of the ratios seen.
+    """
+
+    plain: Floats
+    old: Floats | None
+    clip: float
+    tokens: int = 0
+    clipped: int = 0
+    largest: float = field(default=0.0)
+
+    def __call__(self, actions: Ints, new: Floats) -> Floats:
+        """c of these tokens, [a], from this pass's log-probabilities [a]."""
+        plain = self.plain[actions]
+        ratio = np.ones(len(new)) if self.old is None else ratios(self.old[actions], new)
+        active = unclipped(ratio, plain, self.clip)
+        counted = plain != 0.0
+        self.tokens += int(counted.sum())
+        self.clipped += int((counted & ~active).sum())
+        self.largest = max(self.largest, float(ratio.max(initial=0.0)))
+        return np.asarray(np.where(active, plain * ratio, 0.0), np.float64)
+
+
+def deal(rollout: Rollout, mini_batches: int, seed: Sequence[int]) -> list[Ints]:
+    """Prompts of each mini-batch, in seeded order; none is empty."""
+    order = np.random.default_rng(list(seed)).permutation(np.unique(rollout.prompt_index))
+    return [part for part in np.array_split(order, mini_batches) if len(part)]
+
+
+def plain_coefficients(
+    rollout: Rollout, train: Floats, engine: Floats, prompts: Ints, loop: LoopSpec
+) -> Floats:
+    """[A] of one mini-batch, without the ratio.
+
+    Args:
+        train, engine: [A] log-probabilities of the rollout's policy on both sides.
+        prompts: of the mini-batch.
+    """
+    sequence = rollout.sequence_of_token[rollout.actions]
+    inside = np.isin(rollout.prompt_index, prompts)
+    assert rollout.rewards is not None
+    advantage = np.where(inside, group_advantages(rollout.rewards, rollout.prompt_index), 0.0)
+    batch = Batch(prompts, 0, advantage, inside[sequence], REWARDS)
+    plain = normalised(batch, sequence, loop.loss)
+    found = Ratios.of(train - engine, sequence, train)
+    for id in loop.corrections:
+        plain = plain * BY_ID[id].weights(found, Settings())
+    return np.asarray(plain, np.float64)
+
+
+def old_logprobs(train: Floats, engine: Floats, loop: LoopSpec) -> Floats | None:
+    """What PPO's ratio divides by; None: the override, a ratio of 1."""
+    if OVERRIDE in loop.corrections:
+        return None
+    return engine if loop.old == "engine" else train

@@ -1,0 +1,162 @@
+"""What one run of the loop is asked: an arm, a seed, and the settings that all arms share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.base import Chosen
+from mismatch.experiments.fixes.catalogue import fix_named, labels
+from mismatch.experiments.gradients.types import Loss
+from mismatch.models.moe import ROUTER_NOISE
+from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range
+
+LOOP = "Training loop"
+AS_IS = "as-is"
+AUTO = "auto"
+FROZEN_ATTENTION = "frozen-attention"
+FP8_KV = "fp8-kv-cache"
+Old = Literal["trainer", "engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSpec:
+    """One arm of a loop, with one seed.
+
+    Attributes:
+        check: engine, trainer, prompts and law, as a check has them, with the arm's changes.
+        prompts: of a step, drawn from the pool.
+        mini_batches: optimiser steps on one rollout; prompts are dealt out among them.
+        old: whose log-probabilities PPO's ratio divides by: the trainer's own pass before the
+            update, or the engine's.
+        corrections: ids of mismatch.metrics.corrections; their weights are multiplied.
+        frozen: parts of names of parameters that are not trained.
+        path: of the weight sync; "auto": the engine's own, else the worker extension's, whichever
+            the probe finds whole.
+        perfectible: the pool is what the model solves sometimes, before any step.
+        reward: package.module:function(text, answer) -> number; None: the task's own.
+        plant: (name, value) of faults planted on purpose, for tests.
+    """
+
+    check: CheckSpec = field(default_factory=CheckSpec)
+    arm: str = AS_IS
+    seed: int = 0
+    steps: Annotated[int, Flag(LOOP, "Steps of each arm and seed.", range=Range(1, MANY))] = 60
+    prompts: Annotated[
+        int, Flag(LOOP, "Prompts of a step.", name="prompts_per_step", range=Range(1, MANY))
+    ] = 32
+    mini_batches: Annotated[
+        int, Flag(LOOP, "Optimiser steps on each rollout.", range=Range(1, 1000))
+    ] = 2
+    learning_rate: Annotated[float, Flag(LOOP, "Of AdamW.", range=SHARE)] = 3e-4
+    loss: Annotated[Loss, Flag(LOOP, "Mean over tokens, or over sequences of theirs.")] = "token"
+    clip: Annotated[float, Flag(LOOP, "Of PPO's ratio.", range=SHARE)] = 0.2
+    max_norm: Annotated[
+        float, Flag(LOOP, "Gradients are cut to this norm.", range=Range(0, MANY, above=True))
+    ] = 1.0
+    old: Annotated[Old, Flag(LOOP, "Whose logprobs PPO's ratio divides by.")] = "trainer"
+    path: Annotated[str, Flag(LOOP, "Of the weight sync, as in sync-probe.", name="path")] = AUTO
+    perfectible: Annotated[
+        bool, Flag(LOOP, "Train on the prompts that the model solves sometimes.")
+    ] = True
+    checkpoint_every: Annotated[
+        int, Flag(LOOP, "Steps between checkpoints.", range=Range(1, MANY))
+    ] = 5
+    reward: Annotated[
+        str | None, Flag(LOOP, "Your own, package.module:function(text, answer).")
+    ] = None
+    corrections: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    plant: tuple[tuple[str, str], ...] = ()
+
+
+SEED_RANGE = SEEDS
+
+
+def arm_of(base: LoopSpec, name: str) -> LoopSpec:
+    """The loop as an arm runs it: the changes of its fixes, joined by plus signs.
+
+    >>> arm_of(LoopSpec(), "no-sinks+seq-tis").corrections
+    ('tis-sequence',)
+
+    Raises:
+        MismatchError: no such fix, a value that means nothing, or a fix without effect in a loop.
+    """
+    loop = replace(base, arm=name)
+    if name == AS_IS:
+        return loop
+    for label in labels(name):
+        loop = _changed(loop, *label.partition("=")[::2])
+    if replace(loop, arm=base.arm) == base:
+        raise MismatchError(
+            f"the arm {name} changes nothing of these settings",
+            f"{AS_IS} is the same: leave it out",
+        )
+    return loop
+
+
+def _changed(loop: LoopSpec, id: str, value: str) -> LoopSpec:
+    train = loop.check.train
+    if id == FROZEN_ATTENTION:
+        return replace(loop, frozen=(*loop.frozen, ".self_attn."))
+    if id == ROUTER_NOISE:
+        noisy = replace(train, inject=((ROUTER_NOISE, _size(value)),))
+        return replace(loop, check=replace(loop.check, train=noisy))
+    if id == FP8_KV:
+        from mismatch.experiments.fixes.spec_edits import with_argument
+
+        return replace(loop, check=with_argument("kv_cache_dtype", "fp8")(loop.check, ""))
+    fix = fix_named(id)
+    if fix.side == "estimator":
+        return replace(loop, corrections=(*loop.corrections, fix.corrects))
+    chosen = Chosen(fix, value or (fix.values[0] if fix.values else ""))
+    return replace(loop, check=chosen.apply(loop.check))
+
+
+def _size(value: str) -> float:
+    try:
+        size = float(value or "0.1")
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise MismatchError(f"{ROUTER_NOISE}={value}: no size", f"{ROUTER_NOISE}=0.1")
+    return size
+
+
+def read_arms(text: str) -> tuple[str, ...]:
+    """Names between commas, each once.
+
+    >>> read_arms("as-is, attention-sinks,as-is")
+    ('as-is', 'attention-sinks')
+
+    Raises:
+        MismatchError: none.
+    """
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise MismatchError("--arms names no arm", f"--arms {AS_IS},attention-sinks")
+    return names
+
+
+def read_seeds(text: str) -> tuple[int, ...]:
+    """Whole numbers between commas, each once.
+
+    Raises:
+        MismatchError: none, or one that is no seed.
+    """
+    parts: Sequence[str] = [part.strip() for part in text.split(",") if part.strip()]
+    bad = [part for part in parts if not part.isdecimal() or int(part) not in SEED_RANGE]
+    if bad or not parts:
+        raise MismatchError(f"--seeds {text!r}: no seeds", "whole numbers: --seeds 0,1")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def place_of(arm: str, seed: int) -> str:
+    """The folder of an arm and a seed in the run directory.
+
+    >>> place_of("no-sinks+seq-tis", 1)
+    'no-sinks+seq-tis/seed-1'
+    """
+    return f"{arm.replace('/', '-')}/seed-{seed}"

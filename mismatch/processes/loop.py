@@ -1,0 +1,79 @@
+"""One arm and one seed of the loop: an engine and a training world that live side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mismatch.codec import to_json
+from mismatch.experiments.loop.history import Row, rows_of, save_history
+from mismatch.experiments.loop.types import LoopSpec
+from mismatch.processes.launch import POLL_S, Worker, started
+from mismatch.processes.stages import engine_command, world_command
+from mismatch.run.machine import local_gpus
+from mismatch.run.placement import placement
+from mismatch.run.store import write_json
+
+ENGINE, TRAINER = "loop-engine", "loop-trainer"
+CHECKPOINTS = "checkpoints"
+Progress = Callable[[str], None]
+
+
+def run_arm(place: Path, loop: LoopSpec, pool: Path, progress: Progress) -> list[Row]:
+    """Every step that is not there yet; what was measured is saved however it ends.
+
+    Args:
+        place: the folder of this arm and seed.
+        pool: file of the prompts, which the first arm writes and all others read.
+
+    Raises:
+        MismatchError: engine or trainer failed, with its own reason; the last checkpoint stays.
+    """
+    start = resume_from(place)
+    if start >= loop.steps:
+        return rows_of(place)
+    where = placement(loop.check, local_gpus())
+    job = {"run_dir": str(place), "loop": to_json(loop), "start": start, "pool": str(pool)}
+    path = write_json(place / "jobs" / "loop.json", job)
+    engine_start, engine_env = engine_command(loop.check.rollout.engine, where, "loop_engine", path)
+    world_start, world_env = world_command(loop.check, where, "loop_trainer", path)
+    try:
+        with (
+            started(ENGINE, engine_start, place, progress, engine_env) as engine,
+            started(TRAINER, world_start, place, progress, world_env) as trainer,
+        ):
+            finish_both(engine, trainer)
+    finally:
+        rows = rows_of(place)
+        if rows:
+            save_history(place, rows, header_of(loop))
+    return rows
+
+
+def finish_both(*workers: Worker) -> None:
+    """Until all are done; they wait for each other in turns, so that one of them is at work.
+
+    Raises:
+        MismatchError: the first that failed, or all stalled.
+    """
+    at_work = {worker: worker.watch() for worker in workers}
+    while at_work:
+        for worker in [*at_work]:
+            if worker.ended():
+                del at_work[worker]
+        if at_work and all(watch.idle_s() > watch.limit_s for watch in at_work.values()):
+            worker, watch = next(iter(at_work.items()))
+            worker.require_activity(watch)
+        time.sleep(POLL_S)
+
+
+def resume_from(place: Path) -> int:
+    """Steps that the last whole checkpoint holds; 0 without one."""
+    whole = [path.name for path in (place / CHECKPOINTS).glob("*") if path.name.isdecimal()]
+    return max(map(int, whole), default=0)
+
+
+def header_of(loop: LoopSpec) -> dict[str, object]:
+    """What a history says of itself."""
+    return {"arm": loop.arm, "seed": loop.seed, "loop": to_json(loop)}

@@ -1,0 +1,382 @@
+"""The engine of the loop: ``python -m mismatch.processes.workers.loop_engine JOB``.
+
+JOB: ``{"run_dir": …, "loop": LoopSpec as JSON, "start": step, "pool": file}``. It lives for one arm
+and one seed. Before every step it waits for ``go/STEP.json`` and takes the weights that lie in
+``weights``, reads all of them back as its kernels hold them, and samples into ``steps/STEP``;
+``steps/STEP/engine.json`` comes last. Before the first step the path of the weight sync is probed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch.codec import from_json
+from mismatch.engines.artefacts import (
+    build_rollout,
+    decode_fingerprint,
+    decode_scoring,
+    prefill_scoring,
+    response_rewards,
+)
+from mismatch.engines.base import Engine
+from mismatch.engines.model_info import CauseInLog, load_tokenizer, read_model_info
+from mismatch.engines.registry import engine_class, model_directory
+from mismatch.engines.sync_drivers import driver_class
+from mismatch.errors import MismatchError, named_line
+from mismatch.experiments.loop.types import AUTO, LoopSpec
+from mismatch.experiments.sync.document import sync_to_json
+from mismatch.experiments.sync.judge import judge, transposed_names
+from mismatch.experiments.sync.types import SyncReport, SyncSpec
+from mismatch.models.derived import in_form
+from mismatch.models.digests import digest_tensor
+from mismatch.models.weight_states import Checkpoint
+from mismatch.processes.workers.engine import (
+    Reporter,
+    own_log,
+    require_complete,
+    require_context,
+    require_vocabulary,
+    token_texts,
+    wants_prefill,
+    with_routes,
+)
+from mismatch.processes.workers.sync_probe import Probe, tokens
+from mismatch.processes.workers.train import wait_for
+from mismatch.prompts.prompt import Prompt
+from mismatch.prompts.sources import read_prompts, render_prompts
+from mismatch.run import store
+from mismatch.run.messages import leave, report_ready, say, write_error
+from mismatch.types import Floats, Rollout
+
+LABEL = "loop-engine"
+GO, STEPS, WEIGHTS, DONE = "go", "steps", "weights", "engine.json"
+PATHS = {"vllm": ("reload", "rpc"), "transformers": ("load",)}  # the engine's own first
+POOL_SAMPLES = 6
+POOL_STREAM = 7919  # apart from the seeds of steps
+BATCH = 64  # prompts that the pool is asked at a time
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Sample every step; 0, or 1 with the error left for the parent."""
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    job = store.read_json(Path(path))
+    place, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
+    try:
+        run(place, loop, int(job["start"]), Path(job["pool"]))
+    except MismatchError as error:
+        traceback.print_exc()
+        if isinstance(error, CauseInLog):
+            error = error.explained(own_log(place, LABEL))
+        write_error(place, LABEL, error)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        what = f"the engine failed: {named_line(error)}"
+        log = place / "logs" / f"{LABEL}.log"
+        write_error(place, LABEL, MismatchError(what, f"the whole story is in {log}"))
+        return 1
+    return 0
+
+
+def run(place: Path, loop: LoopSpec, start: int, pool: Path) -> None:
+    """From the engine's start to the last sample."""
+    spec = loop.check.rollout
+    kind = engine_class(spec.engine.engine)
+    getattr(kind, "prepare", lambda: None)()
+    prompts = read_prompts(spec.prompts)
+    info, tokenizer = read_model_info(spec.engine), load_tokenizer(spec.engine)
+    require_vocabulary(tokenizer, info, spec.engine.model)
+    ids = render_prompts(prompts, tokenizer, info.vocab_size)
+    longest = require_context(spec, prompts, ids, info)
+    base = model_directory(spec.engine)
+    if base is None or not list(base.glob("*.safetensors")):
+        raise MismatchError(
+            f"{spec.engine.model} has no safetensors files", "save it again with save_pretrained"
+        )
+    sync = SyncSpec(engine=spec.engine, trainer=False, seed=loop.seed)
+    longest = max(longest, min(sync.length, (info.context or sync.length) - 8) + 8)
+    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
+        report_ready()
+        side = EngineSide(place, loop, engine, prompts, ids, tokenizer, info, base)
+        side.choose_path(sync)
+        side.choose_pool(pool)
+        for step in range(start, loop.steps):
+            wait_for(place / GO / f"{step:06d}.json")
+            side.step(step)
+
+
+@dataclass
+class EngineSide:
+    """A running engine and what it is asked, step by step."""
+
+    place: Path
+    loop: LoopSpec
+    engine: Any
+    prompts: list[Prompt]
+    ids: list[list[int]]
+    tokenizer: Any
+    info: Any
+    base: Path
+    path: str = ""
+    pool: list[int] = field(default_factory=list)
+    transposed: list[str] = field(default_factory=list)
+
+    def choose_path(self, sync: SyncSpec) -> None:
+        """Probe ways to new weights, the engine's own first, until one is whole.
+
+        Raises:
+            MismatchError: none is; with the parameters of the last.
+        """
+        name = self.loop.check.rollout.engine.engine
+        known = PATHS.get(name, ())
+        candidates = known if self.loop.path == AUTO else (self.loop.path,)
+        if not candidates or not set(candidates) <= set(driver_class(name).paths):
+            raise MismatchError(
+                f"--path {self.loop.path}: {name} has no such path",
+                f"one of {', '.join((AUTO, *known))}",
+            )
+        report: SyncReport | None = None
+        for path in candidates:
+            probed = replace(sync, path=path)
+            rows = tokens(probed, self.info.vocab_size, self.info.context)
+            checkpoint = Checkpoint(self.base, sync.seed)
+            report = Probe.of(self.engine, probed, checkpoint, rows, self.place).report()
+            store.write_json(self.place / f"sync-{path}.json", sync_to_json(report))
+            if not report.faults and not report.push_failed:
+                self.path = path
+                return
+            say(f"the path {path} is not whole: {judge(report).line}")
+        assert report is not None
+        names = [parameter.name for parameter in report.faults]
+        raise MismatchError(
+            f"no path brings all weights into {name}: {report.path} loses {in_list(names)}",
+            "mismatch sync-probe --details shows what became of each",
+        )
+
+    def choose_pool(self, file: Path) -> None:
+        """The prompts to train on: all, or those that the first weights solve sometimes.
+
+        Raises:
+            MismatchError: it solves none of them sometimes.
+        """
+        if not self.loop.perfectible:
+            self.pool = list(range(len(self.prompts)))
+            return
+        if not file.exists():
+            rates = self.rates()
+            kept = [index for index, rate in enumerate(rates) if 0.0 < rate < 1.0]
+            store.write_json(file, {"kept": kept, "rates": rates, "samples": POOL_SAMPLES})
+        self.pool = store.read_json(file)["kept"]
+        if not self.pool:
+            raise MismatchError(
+                f"the model solves none of {len(self.prompts)} prompts sometimes",
+                "other prompts, more of them (--num-prompts), or --no-perfectible",
+            )
+
+    def rates(self) -> list[float]:
+        """The mean reward of every prompt under the first weights."""
+        rates: list[float] = []
+        progress = Reporter("pool")
+        for first in range(0, len(self.prompts), BATCH):
+            part = list(range(first, min(first + BATCH, len(self.prompts))))
+            rollout = self.sample(part, POOL_SAMPLES, POOL_STREAM + first, lambda *_: None)[0]
+            rewards = self.rewards(rollout, part, "of the pool")
+            rates += rewards.reshape(len(part), POOL_SAMPLES).mean(axis=1).tolist()
+            progress(part[-1] + 1, len(self.prompts), 0)
+        return rates
+
+    # ------------------------------------------------------------ a step
+
+    def step(self, step: int) -> None:
+        """Take the weights, verify them, sample."""
+        told = store.read_json(self.place / GO / f"{step:06d}.json")
+        began = time.monotonic()
+        weights = Checkpoint(self.place / WEIGHTS, 0)
+        name = self.loop.check.rollout.engine.engine
+        driver = driver_class(name)(self.engine, weights, self.place / "scratch")
+        driver.push(self.path, 0)
+        driver.drop_caches()
+        pushed = time.monotonic()
+        verified, skipped = self.verify(step, driver, weights, told["digests"])
+        read_back = time.monotonic()
+        chosen = self.chosen(step)
+        count = self.loop.check.rollout.sampling.samples_per_prompt
+        seed = seed_of(self.loop.seed, step)
+        rollout, samples, facts = self.sample(chosen, count, seed, Reporter(f"step {step}"))
+        generated = time.monotonic()
+        rollout = replace(rollout, rewards=self.rewards(rollout, chosen, f"of step {step}"))
+        folder = self.place / STEPS / f"{step:06d}"
+        self.save(folder, rollout, samples, facts, whole=bool(told["whole"]))
+        store.write_json(
+            folder / DONE,
+            {
+                "path": self.path,
+                "parameters_verified": verified,
+                "not_compared": skipped,
+                "push_s": pushed - began,
+                "verify_s": read_back - pushed,
+                "generate_s": generated - read_back,
+            },
+        )
+
+    def verify(
+        self, step: int, driver: Any, weights: Checkpoint, digests: dict[str, list[int]]
+    ) -> tuple[int, int]:
+        """Hold what the kernels compute with against the trainer's shards.
+
+        Args:
+            digests: of the trainer's parameters, taken before they were gathered.
+
+        Returns:
+            How many parameters are the same, and how many could not be compared.
+
+        Raises:
+            MismatchError: one is another, named with the place where it was lost.
+        """
+        expected = weights.prints(0)
+        lost = [
+            name
+            for name, tensor in weights.tensors(0)
+            if name in digests and list(digest_tensor(tensor)) != list(digests[name])
+        ]
+        self.require(step, lost, "the trainer's export")
+        if not self.transposed:
+            self.transposed = transposed_names(expected, driver.held(list(expected), [])[0])
+        held, _ = driver.held(list(expected), self.transposed)
+        compared = [name for name in expected if name in held]
+        wrong = [name for name in compared if held[name].cells != expected[name].cells]
+        self.require(step, wrong, f"the path {self.path}")
+        if not compared:
+            raise MismatchError(
+                f"step {step}: no parameter of the engine can be read back, so that nothing holds "
+                "its weights against the trainer's",
+                "another engine, or another --path",
+            )
+        return len(compared), len(expected) - len(compared)
+
+    def require(self, step: int, lost: Sequence[str], where: str) -> None:
+        if lost:
+            raise MismatchError(
+                f"step {step}: the engine would sample with other weights than the trainer's: "
+                f"{where} lost {in_list(lost)}",
+                "mismatch sync-probe shows what becomes of each parameter",
+            )
+
+    def chosen(self, step: int) -> list[int]:
+        """Prompts of a step, the same in every arm."""
+        drawn = np.random.default_rng([self.loop.seed, step])
+        few = len(self.pool) < self.loop.prompts
+        picked = drawn.choice(len(self.pool), self.loop.prompts, replace=few)
+        return [self.pool[int(index)] for index in picked]
+
+    def sample(
+        self, chosen: Sequence[int], count: int, seed: int, progress: Callable[..., None]
+    ) -> tuple[Rollout, Any, dict[str, Any]]:
+        """Responses of some prompts under the weights that the engine holds."""
+        spec = self.loop.check.rollout
+        law = replace(spec.sampling, samples_per_prompt=count, seed=seed)
+        self.engine.sampling = law
+        ids = [self.ids[index] for index in chosen]
+        samples = self.engine.generate(ids, progress)
+        require_complete(samples, len(ids), count, self.engine.name)
+        spec = replace(spec, sampling=law)
+        facts = decode_fingerprint(self.engine, spec, self.tokenizer, self.info)
+        for name in (
+            "weights",
+            "unmapped_weights",
+        ):  # of the checkpoint; this loop verifies its own
+            facts.pop(name, None)
+        facts["weights_not_comparable"] = "pushed and verified by the loop"
+        facts["prefill"] = wants_prefill(spec, type(self.engine).capabilities(spec.engine, law))
+        return build_rollout(ids, samples, spec, facts), samples, facts
+
+    def rewards(self, rollout: Rollout, chosen: Sequence[int], where: str) -> Floats:
+        """One per sequence.
+
+        Raises:
+            MismatchError: no answers are known, or the reward function failed.
+        """
+        prompts = [self.prompts[index] for index in chosen]
+        if self.loop.reward is not None:
+            return own_rewards(self.loop.reward, prompts, rollout, self.tokenizer, where)
+        found = response_rewards(prompts, rollout, self.tokenizer)
+        if found is None:
+            raise MismatchError(
+                "these prompts have no answers, so that there is no reward",
+                "--answer-column, or your own: --reward package.module:function",
+            )
+        return found
+
+    def save(self, folder: Path, rollout: Rollout, samples: Any, facts: Any, whole: bool) -> None:
+        """Rollout and decode scoring; with ``whole`` what a check reads beside them."""
+        spec = self.loop.check.rollout
+        engine: Engine = self.engine
+        decode = decode_scoring(engine, samples, rollout, facts)
+        if type(engine).capabilities(spec.engine, spec.sampling).routed_experts:
+            decode = with_routes(engine, samples, decode, rollout)
+        store.save_rollout(folder, rollout, made_by=spec)
+        store.save_scoring(folder, decode, rollout, made_by=spec)
+        if whole:
+            texts = token_texts(self.tokenizer, np.unique(rollout.token_ids).tolist())
+            store.save_vocabulary(folder, texts)
+            if facts["prefill"]:
+                prefill = prefill_scoring(engine, rollout, Reporter("prefill"))
+                prefill.fingerprint["model"] = spec.engine.model
+                store.save_scoring(folder, prefill, rollout, made_by=spec)
+
+
+def seed_of(seed: int, step: int) -> int:
+    """Of the engine's sampling at a step."""
+    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0] >> 1)
+
+
+def own_rewards(
+    name: str, prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any, where: str
+) -> Floats:
+    """By the user's function, of each response's text and its prompt's answer.
+
+    Raises:
+        MismatchError: it raised, or gave no finite number.
+    """
+    from mismatch.training.user_kernels import load_function
+
+    function = load_function(name)[0]
+    masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
+    values = []
+    for row, (ids, mask) in enumerate(zip(rollout.sequences(), masks, strict=True)):
+        answer = prompts[int(rollout.prompt_index[row])].answer
+        try:
+            value = float(function(tokenizer.decode(ids[mask], skip_special_tokens=True), answer))
+        except Exception as error:
+            raise MismatchError(
+                f"--reward {name} failed on response {row} {where}: {named_line(error)}",
+                "mend the function; --resume goes on from the last checkpoint",
+            ) from error
+        if not np.isfinite(value):
+            raise MismatchError(
+                f"--reward {name} gave {value} for response {row} {where}", "give finite numbers"
+            )
+        values.append(value)
+    return np.asarray(values, np.float64)
+
+
+def in_list(names: Sequence[str], most: int = 3) -> str:
+    """Some names, and how many more.
+
+    >>> in_list(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+if __name__ == "__main__":
+    leave(main())

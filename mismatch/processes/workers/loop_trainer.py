@@ -1,0 +1,269 @@
+"""The trainer of the loop: ``torchrun -m mismatch.processes.workers.loop_trainer JOB``.
+
+JOB: ``{"run_dir": …, "loop": LoopSpec as JSON, "start": step}``. All ranks of one FSDP2 world. At
+every step it scores what the engine sampled, takes the optimiser's steps, writes the step's numbers
+to ``rows``, exports the weights and lets the engine go on (``go/STEP.json``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch.codec import from_json
+from mismatch.errors import MismatchError, OutOfMemory, first_line
+from mismatch.experiments.loop.history import Row, forget_from, in_words, measure, save_row
+from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
+from mismatch.experiments.loop.types import LoopSpec
+from mismatch.processes.workers.gradients import replay_source
+from mismatch.processes.workers.loop_engine import DONE, GO, STEPS, WEIGHTS
+from mismatch.processes.workers.train import EXIT_FAILED, wait_for
+from mismatch.run import store
+from mismatch.run.messages import leave, report_ready, say, write_error
+from mismatch.run.scorings import TRAIN
+from mismatch.specs import Pass
+from mismatch.types import Floats, Rollout, Scoring
+
+LABEL = "loop-trainer"
+CHECKPOINTS = "checkpoints"
+MINI_STREAM = 104729  # the order of mini-batches, apart from the choice of prompts
+
+
+def main(arguments: list[str]) -> int:
+    """All steps; 0, or 2 with the error left for the parent."""
+    job = store.read_json(Path(arguments[0]))
+    place, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
+    rank = os.environ.get("RANK", "0")
+    try:
+        run(place, loop, int(job["start"]))
+    except MismatchError as error:
+        say(f"rank {rank}: {error}")
+        write_error(place, f"{LABEL}-rank{rank}", error)
+        return EXIT_FAILED
+    return 0
+
+
+def run(place: Path, loop: LoopSpec, start: int) -> None:
+    """Every step from ``start``; all ranks call it.
+
+    Raises:
+        MismatchError: see the trainer's side of each step; also out of memory.
+    """
+    import torch
+    import transformers
+
+    from mismatch.training.distributed import World
+    from mismatch.training.load import load
+
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    world = World.start()
+    torch.manual_seed(loop.seed)
+    try:
+        loaded = load(loop.check.train, world.mesh, world.device)
+        side = TrainerSide(world, loaded, loop, place)
+        side.begin(start)
+        for step in range(start, loop.steps):
+            side.step(step)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"rank {world.rank} is out of GPU memory: {first_line(error)}",
+            "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node",
+        ) from error
+    world.close()
+
+
+class TrainerSide:
+    """A sharded model, its optimiser, and the steps."""
+
+    def __init__(self, world: Any, loaded: Any, loop: LoopSpec, place: Path) -> None:
+        from mismatch.training.policy import PolicyOptimiser
+
+        self.world, self.loaded, self.loop, self.place = world, loaded, loop, place
+        self.optimiser = PolicyOptimiser(
+            world, loaded, loop.learning_rate, loop.max_norm, loop.frozen
+        )
+
+    def begin(self, start: int) -> None:
+        """Go back to the checkpoint of a step, and give the engine its first weights."""
+        if start:
+            self.optimiser.load(self.place / CHECKPOINTS / f"{start:06d}")
+        if self.world.rank == 0:
+            forget_from(self.place, start)
+            for folder in (GO, STEPS):
+                for path in (self.place / folder).glob("*"):
+                    if int(path.stem) >= start:
+                        path.unlink() if path.is_file() else shutil.rmtree(path)
+            report_ready()
+        self.world.barrier()
+        self.let_go(start)
+
+    def let_go(self, step: int) -> float:
+        """Export the weights and let the engine sample this step; seconds."""
+        from mismatch.training.policy import export
+        from mismatch.training.score import weights_changed
+        from mismatch.training.scorer import torch_dtype
+
+        began = time.monotonic()
+        if step >= self.loop.steps:
+            return 0.0
+        digests = weights_changed(self.world, self.loaded)
+        dtype = torch_dtype(self.loop.check.rollout.engine.dtype)
+        export(self.world, self.loaded, self.loaded.directory, self.place / WEIGHTS, dtype)
+        if self.world.rank == 0:
+            self.plant(step)
+            whole = step in (0, self.loop.steps - 1)
+            told = {"digests": {n: list(d) for n, d in digests.items()}, "whole": whole}
+            store.write_json(self.place / GO / f"{step:06d}.json", told)
+        return time.monotonic() - began
+
+    def plant(self, step: int) -> None:
+        """A parameter that a sync loses, for tests: ``("lost", "STEP NAME")``."""
+        for kind, value in self.loop.plant:
+            at, _, name = value.partition(" ")
+            if kind == "lost" and int(at) == step:
+                from safetensors.torch import load_file, save_file
+
+                for file in (self.place / WEIGHTS).glob("*.safetensors"):
+                    tensors = load_file(file)
+                    if name in tensors:
+                        tensors[name] = tensors[name].roll(1, 0)
+                        save_file(tensors, file, {"format": "pt"})
+
+    # ------------------------------------------------------------ a step
+
+    def step(self, step: int) -> None:
+        """Score, update, measure, hand on."""
+        folder = self.place / STEPS / f"{step:06d}"
+        wait_for(folder / DONE)
+        began = time.monotonic()
+        engine = store.read_json(folder / DONE)
+        rollout = store.load_rollout(folder)
+        name = f"{rollout.fingerprint['engine']}:decode"
+        decode = store.load_scoring(folder, name)
+        row: Row = {"step": float(step)}
+        row |= {k: float(v) for k, v in engine.items() if k != "path" and k != "not_compared"}
+        train = self.score(folder, rollout)
+        whole = step in (0, self.loop.steps - 1)
+        if train is not None:
+            require_finite(step, "the trainer's scoring", train.logprobs)
+            row |= measure(rollout, decode, train)
+            if whole:
+                store.save_scoring(folder, train, rollout, made_by=self.loop.check.train)
+        scored = time.monotonic()
+        own = self.everywhere(None if train is None else train.logprobs, rollout.n_actions)
+        row |= self.update(step, folder, rollout, own, decode.logprobs)
+        updated = time.monotonic()
+        row["score_s"], row["update_s"] = scored - began, updated - scored
+        self.hand_on(step, row)
+        if self.world.rank == 0 and not whole:
+            shutil.rmtree(folder)
+
+    def hand_on(self, step: int, row: Row) -> None:
+        """Keep what was measured, then the weights, then let the engine go on."""
+        parts = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s")
+        first = self.world.rank == 0
+        if first:
+            save_row(self.place, row)
+        done = step + 1
+        if done % self.loop.checkpoint_every == 0 or done == self.loop.steps:
+            self.checkpoint(done)
+        row["export_s"] = self.let_go(done)
+        row["seconds"] = sum(row[part] or 0.0 for part in parts)
+        if first:
+            save_row(self.place, row)
+            say(f"progress {in_words(row)}")
+
+    def score(self, folder: Path, rollout: Rollout) -> Scoring | None:
+        """The trainer's own pass before the update; the scoring on rank 0."""
+        from mismatch.training.score import score_pass
+
+        spec = self.loop.check.train
+        source = replay_source(folder, rollout, spec)
+        return score_pass(self.world, self.loaded, rollout, Pass(TRAIN, spec), source)
+
+    def everywhere(self, values: Floats | None, count: int) -> Floats:
+        """What rank 0 has, on every rank."""
+        import torch
+
+        own = np.zeros(count) if values is None else values
+        shared: Floats = self.world.sum(torch.from_numpy(own.copy())).numpy()
+        return shared
+
+    def update(
+        self, step: int, folder: Path, rollout: Rollout, train: Floats, engine: Floats
+    ) -> Row:
+        """The optimiser's steps on one rollout.
+
+        Raises:
+            MismatchError: a loss or gradient that is not finite.
+        """
+        from mismatch.training.backward import Backward
+        from mismatch.training.validate import prepare_pass
+
+        spec = replace(self.loop.check.train, grad=True)
+        source = replay_source(folder, rollout, spec)
+        options, _ = prepare_pass(self.world, self.loaded, rollout, spec, source)
+        old = old_logprobs(train, engine, self.loop)
+        losses: list[float] = []
+        norms: list[float] = []
+        policies: list[PolicyLoss] = []
+        for prompts in deal(rollout, self.loop.mini_batches, (self.loop.seed, step, MINI_STREAM)):
+            plain = plain_coefficients(rollout, train, engine, prompts, self.loop)
+            policy = PolicyLoss(plain, old, self.loop.clip)
+            backward = Backward(
+                *(self.world, self.loaded, rollout, Pass(TRAIN, spec), options, policy, source)
+            )
+            rows = [int(n) for n in np.flatnonzero(np.isin(rollout.prompt_index, prompts))]
+            taken = self.optimiser.step(backward, rows)
+            if taken is None:
+                raise MismatchError(
+                    f"step {step}, mini-batch {len(losses)}: the loss or its gradient is not "
+                    f"finite; the largest ratio was {policy.largest:.3g}",
+                    f"history and the last checkpoint are in {self.place}; a smaller "
+                    "--learning-rate, or another --train-dtype",
+                )
+            losses.append(taken[0])
+            norms.append(taken[1])
+            policies.append(policy)
+        return {"loss": float(np.mean(losses)), "grad_norm": max(norms), **self.clipped(policies)}
+
+    def clipped(self, policies: list[PolicyLoss]) -> Row:
+        """Over all mini-batches and ranks; the largest ratio is gathered on rank 0."""
+        import torch
+
+        counts = [[policy.clipped, policy.tokens] for policy in policies]
+        removed, counted = self.world.sum(torch.tensor(counts).sum(0)).tolist()
+        largest = self.world.gather(max(policy.largest for policy in policies)) or [0.0]
+        return {"clip_share": removed / max(counted, 1), "ratio_max": max(largest)}
+
+    def checkpoint(self, done: int) -> None:
+        """After ``done`` steps; the one before goes when this one is whole."""
+        folder = self.place / CHECKPOINTS
+        self.optimiser.save(folder / f"{done:06d}")
+        if self.world.rank == 0:
+            for older in folder.iterdir():
+                if older.name != f"{done:06d}":
+                    shutil.rmtree(older)
+
+
+def require_finite(step: int, what: str, values: Floats) -> None:
+    """Raises MismatchError where a number is not finite: the model has diverged."""
+    bad = int((~np.isfinite(values)).sum())
+    if bad:
+        raise MismatchError(
+            f"step {step}: {what} has {bad} of {len(values)} log-probabilities that are not finite",
+            "the weights have diverged: a smaller --learning-rate, or another arm",
+        )
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

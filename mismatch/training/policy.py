@@ -1,0 +1,150 @@
+"""An optimiser's step on the weights of a loaded model, their checkpoints and their export."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.tensor import DTensor
+
+from mismatch.errors import MismatchError
+from mismatch.models.derived import Shards
+from mismatch.models.weight_states import Checkpoint, link_others
+from mismatch.training.backward import Backward, local_gradient
+from mismatch.training.distributed import World
+from mismatch.training.load import LoadedModel
+
+BETAS = 0.9, 0.95
+
+
+class PolicyOptimiser:
+    """AdamW without weight decay, gradients cut to a norm.
+
+    Args:
+        frozen: parts of names of parameters that stay as they are.
+
+    Raises:
+        MismatchError: nothing is left to train.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        loaded: LoadedModel,
+        learning_rate: float,
+        max_norm: float,
+        frozen: Sequence[str] = (),
+    ) -> None:
+        self.world, self.loaded, self.max_norm = world, loaded, max_norm
+        trained = []
+        for name, parameter in loaded.scorer.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in frozen))
+            trained += [parameter] if parameter.requires_grad else []
+        if not trained:
+            raise MismatchError(f"{' and '.join(frozen)} leave nothing to train")
+        self.trained = trained
+        self.optimiser = torch.optim.AdamW(trained, learning_rate, BETAS, weight_decay=0.0)
+
+    def step(self, backward: Backward, rows: Sequence[int]) -> tuple[float, float] | None:
+        """One optimiser step on these samples; all ranks call it.
+
+        Returns:
+            Loss of all ranks, and the gradient's norm before it is cut; None: it is not finite,
+            and nothing was changed.
+        """
+        with torch.enable_grad(), backward.installed():
+            own = backward.until_finite(rows)
+        loss = float(self.world.sum(torch.tensor(own if own is not None else torch.nan).double()))
+        if own is None or loss != loss:
+            backward.clear()
+            return None
+        squared = torch.zeros((), dtype=torch.float64)
+        for parameter in self.trained:
+            gradient = local_gradient(parameter)
+            if gradient is not None:
+                gradient.mul_(backward.factor)
+                squared += gradient.double().square().sum().cpu()
+        norm = float(self.world.sum(squared).sqrt())
+        if norm > self.max_norm:
+            for parameter in self.trained:
+                gradient = local_gradient(parameter)
+                if gradient is not None:
+                    gradient.mul_(self.max_norm / norm)
+        self.optimiser.step()
+        backward.clear()
+        return loss, norm
+
+    # ------------------------------------------------------------ checkpoints
+
+    def save(self, folder: Path) -> None:
+        """Weights and moments, by torch.distributed.checkpoint; whole or not there at all."""
+        partial = folder.with_name(f"{folder.name}.partial")
+        if self.world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self.world.barrier()
+        save_sharded(self._state(), checkpoint_id=partial, process_group=self.world.control)
+        self.world.barrier()
+        if self.world.rank == 0:
+            partial.rename(folder)
+
+    def load(self, folder: Path) -> None:
+        """What :meth:`save` wrote, in a world of any size.
+
+        Raises:
+            MismatchError: it cannot be read.
+        """
+        state = self._state()
+        try:
+            load_sharded(state, checkpoint_id=folder, process_group=self.world.control)
+        except Exception as error:
+            raise MismatchError(
+                f"the checkpoint {folder} cannot be read: {error}",
+                "delete it: the loop goes on from the one before, or from the beginning",
+            ) from error
+        set_state_dict(
+            self.loaded.scorer,
+            self.optimiser,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimiser"],
+        )
+
+    def _state(self) -> dict[str, Any]:
+        model, optimiser = get_state_dict(self.loaded.scorer, self.optimiser)
+        return {"model": model, "optimiser": optimiser}
+
+
+def export(world: World, loaded: LoadedModel, base: Path, target: Path, dtype: torch.dtype) -> None:
+    """The weights as a checkpoint of their own under the base's names; all ranks call it.
+
+    Raises:
+        MismatchError: names of the checkpoint that the loaded model has not.
+    """
+    names = Checkpoint(base, 0).names()
+    held: dict[str, Any] = loaded.scorer.model.state_dict()
+    unknown = sorted(set(names) - set(held))
+    if unknown:
+        raise MismatchError(
+            f"the trainer has another name for {unknown[0]} and {len(unknown) - 1} more",
+            "its loader converts this checkpoint: save it again with save_pretrained",
+        )
+    shards = None
+    if world.rank == 0:
+        shutil.rmtree(target, ignore_errors=True)
+        link_others(base, target)
+        shards = Shards(target)
+    for name in names:
+        tensor = held[name]
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if shards is not None:
+            floating = whole.is_floating_point()
+            whole = whole.detach().to(dtype) if floating else whole.detach()
+            shards.add(name, whole.cpu().clone())
+    if shards is not None:
+        shards.finish()

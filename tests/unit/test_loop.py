@@ -1,0 +1,236 @@
+"""The loop's parts against known truths: coefficients, arms, history, verification of a push."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.loop import history
+from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
+from mismatch.experiments.loop.types import AS_IS, LoopSpec, arm_of, place_of, read_seeds
+from mismatch.metrics.corrections import group_advantages
+from mismatch.models.digests import digest_tensor
+from mismatch.models.weight_states import Prints
+from mismatch.processes.launch import started
+from mismatch.processes.loop import finish_both, resume_from
+from mismatch.processes.workers.loop_engine import EngineSide, own_rewards
+from mismatch.prompts.prompt import Prompt
+from mismatch.specs import Sampling
+from mismatch.types import Floats, Rollout, Scoring
+from tests.checkpoints import rollout
+
+BASE = LoopSpec(arm=AS_IS)
+ROLLOUT = replace(
+    rollout(((3, 4), (3, 6), (4, 5), (4, 2)), sampling=Sampling()),
+    prompt_index=np.array([0, 0, 1, 1]),
+    rewards=np.array([1.0, 0.0, 0.0, 1.0]),
+)
+
+
+def sides(seed: int = 0, spread: float = 0.3) -> tuple[Floats, Floats, Floats]:
+    """(engine, old, new) log-probabilities that differ."""
+    drawn = np.random.default_rng(seed)
+    engine = -drawn.uniform(0.5, 2.0, ROLLOUT.n_actions)
+    old = engine + drawn.normal(0, spread, len(engine))
+    return engine, old, old + drawn.normal(0, spread, len(engine))
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+@pytest.mark.parametrize("arm", [AS_IS, "tis", "seq-tis", "on-policy-ratio"])
+def test_coefficients_are_the_derivative_of_the_clipped_objective(loss: Any, arm: str) -> None:
+    loop = arm_of(replace(BASE, loss=loss), arm)
+    engine, old, new = sides()
+    everyone = np.array([0, 1])
+    plain = plain_coefficients(ROLLOUT, old, engine, everyone, loop)
+    policy = PolicyLoss(plain, old_logprobs(old, engine, loop), loop.clip)
+    got = policy(np.arange(len(new)), new)
+
+    sequence = torch.from_numpy(ROLLOUT.sequence_of_token[ROLLOUT.actions])
+    assert ROLLOUT.rewards is not None
+    advantage = torch.from_numpy(group_advantages(ROLLOUT.rewards, ROLLOUT.prompt_index))[sequence]
+    delta = torch.from_numpy(old - engine)
+    weight = torch.ones_like(delta)
+    if arm == "tis":
+        weight = delta.exp().clamp(max=2.0)
+    if arm == "seq-tis":
+        total = torch.zeros(4, dtype=torch.float64).index_add(0, sequence, delta)
+        weight = total.exp().clamp(max=2.0)[sequence]
+    logprobs = torch.tensor(new, requires_grad=True)
+    before = logprobs.detach() if arm == "on-policy-ratio" else torch.from_numpy(old)
+    ratio = (logprobs - before).exp()
+    terms = weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    if loss == "token":
+        objective = terms.sum() / len(terms)
+    else:
+        lengths = torch.bincount(sequence)[sequence]
+        objective = (terms / lengths).sum() / 4
+    objective.backward()
+    assert logprobs.grad is not None
+    assert np.allclose(got, logprobs.grad.numpy())
+    assert policy.tokens == len(new)
+    assert (policy.clipped > 0) == (arm != "on-policy-ratio")
+
+
+def test_a_mini_batch_counts_only_its_own_prompts() -> None:
+    engine, old, _ = sides()
+    first, second = deal(ROLLOUT, 2, (0, 3))
+    parts = [plain_coefficients(ROLLOUT, old, engine, p, BASE) for p in (first, second)]
+    assert not (parts[0] * parts[1]).any()
+    assert all(part.any() for part in parts)
+    assert [list(p) for p in deal(ROLLOUT, 5, (0, 3))] == [list(p) for p in (first, second)]
+
+
+def test_arms_are_the_changes_of_the_fixes() -> None:
+    without = arm_of(BASE, "no-sinks+seq-tis")
+    assert without.check.train.attention == "no-sinks"
+    assert without.corrections == ("tis-sequence",)
+    assert arm_of(without, "attention-sinks").check.train.attention == "auto"
+    assert arm_of(BASE, "router-replay").check.train.replay_routing == "ids"
+    assert arm_of(BASE, "router-noise=0.2").check.train.inject == (("router-noise", 0.2),)
+    assert dict(arm_of(BASE, "fp8-kv-cache").check.rollout.engine.args) == {"kv_cache_dtype": "fp8"}
+    assert arm_of(BASE, AS_IS) == BASE
+    for name in ("attention-sinks", "nothing", "router-noise=-1"):
+        with pytest.raises(MismatchError):
+            arm_of(BASE, name)
+
+
+@pytest.mark.parametrize("text", ["", "a", "-1", "0,x"])
+def test_seeds_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(MismatchError):
+        read_seeds(text)
+
+
+def scorings() -> tuple[Scoring, Scoring]:
+    engine, old, _ = sides(1)
+    ids = ROLLOUT.token_ids[ROLLOUT.actions]
+    entropy = np.full(len(ids), 0.5)
+    return Scoring("vllm:decode", ids, engine, {}), Scoring("fsdp", ids, old, {}, entropy)
+
+
+def test_a_history_holds_what_was_measured_and_forgets_what_is_made_again(tmp_path: Path) -> None:
+    row = history.measure(ROLLOUT, *scorings())
+    engine, old, _ = sides(1)
+    assert row["reward"] == 0.5
+    assert row["entropy"] == 0.5
+    assert row["logprob_abs_diff_mean"] == pytest.approx(np.abs(old - engine).mean())
+    assert row["routing_disagree_layer"] is None
+    for step in range(4):
+        history.save_row(tmp_path, row | {"step": float(step)})
+    history.forget_from(tmp_path, 2)
+    rows = history.rows_of(tmp_path)
+    path = history.save_history(tmp_path, rows, {"arm": AS_IS})
+    columns, header = history.load_history(path)
+    assert columns["step"].tolist() == [0.0, 1.0]
+    assert np.isnan(columns["routing_disagree_layer"]).all()
+    assert header["arm"] == AS_IS
+
+
+# ---------------------------------------------------------------- the engine's side
+
+
+class Weights:
+    """Two tensors of an exported checkpoint."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.own = {name: torch.randn(8, 8, generator=generator) for name in ("a", "b")}
+
+    def tensors(self, push: int) -> Any:
+        return iter(self.own.items())
+
+    def prints(self, push: int) -> dict[str, Prints]:
+        return {name: Prints.of(name, tensor) for name, tensor in self.own.items()}
+
+
+class Held:
+    """A driver of an engine that holds these tensors."""
+
+    def __init__(self, own: dict[str, torch.Tensor]) -> None:
+        self.own = own
+
+    def held(self, names: list[str], transposed: list[str]) -> Any:
+        return {name: Prints.of(name, tensor) for name, tensor in self.own.items()}, {}
+
+
+def engine_side(tmp_path: Path, loop: LoopSpec = BASE) -> EngineSide:
+    return EngineSide(tmp_path, loop, None, [], [], None, None, tmp_path, "rpc", list(range(6)))
+
+
+def test_a_parameter_that_a_sync_loses_is_named_with_the_place(tmp_path: Path) -> None:
+    weights: Any = Weights()
+    digests = {name: list(digest_tensor(t)) for name, t in weights.own.items()}
+    side = engine_side(tmp_path)
+    assert side.verify(3, Held(weights.own), weights, digests) == (2, 0)
+    stale = {**weights.own, "b": weights.own["b"].clone().index_fill(0, torch.tensor([1]), 0.0)}
+    with pytest.raises(MismatchError) as lost:
+        side.verify(3, Held(stale), weights, digests)
+    assert lost.value.message.startswith("step 3:")
+    assert lost.value.message.endswith("the path rpc lost b")
+    with pytest.raises(MismatchError) as lost:
+        side.verify(3, Held(weights.own), weights, digests | {"a": [0] * 6})
+    assert lost.value.message.endswith("export lost a")
+    with pytest.raises(MismatchError, match="no parameter"):
+        side.verify(3, Held({}), weights, digests)
+
+
+def test_arms_of_one_seed_see_the_same_prompts(tmp_path: Path) -> None:
+    side = engine_side(tmp_path, replace(BASE, prompts=4))
+    other = engine_side(tmp_path, arm_of(replace(BASE, prompts=4), "tis"))
+    assert side.chosen(5) == other.chosen(5) != side.chosen(6)
+    assert len(set(side.chosen(5))) == 4
+    many = engine_side(tmp_path, replace(BASE, prompts=9))
+    assert len(many.chosen(0)) == 9
+
+
+class Tokenizer:
+    def decode(self, ids: Any, **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def failing_reward(text: str, answer: int) -> float:
+    raise KeyError(answer)
+
+
+def length_reward(text: str, answer: int) -> float:
+    return float(len(text.split()))
+
+
+def test_a_reward_function_that_raises_stops_with_its_words() -> None:
+    prompts = [Prompt("here", text="", answer=n) for n in range(2)]
+    given: Rollout = ROLLOUT
+    got = own_rewards(f"{__name__}:length_reward", prompts, given, Tokenizer(), "of step 1")
+    assert got.tolist() == [4.0, 6.0, 5.0, 2.0]
+    with pytest.raises(MismatchError, match=r"response 0 of step 1: KeyError: 0"):
+        own_rewards(f"{__name__}:failing_reward", prompts, given, Tokenizer(), "of step 1")
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_whichever_worker_fails_ends_the_arm(tmp_path: Path) -> None:
+    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
+    fails = [sys.executable, "-c", "raise SystemExit(3)"]
+    began = time.monotonic()
+    with (
+        pytest.raises(MismatchError, match="exit code 3"),
+        started("engine", waits, tmp_path) as engine,
+        started("trainer", fails, tmp_path) as trainer,
+    ):
+        finish_both(engine, trainer)
+    assert time.monotonic() - began < 50
+
+
+def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    assert resume_from(tmp_path) == 0
+    for name in ("000005", "000010", "000015.partial"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert resume_from(tmp_path) == 10
+    assert place_of("no-sinks+seq-tis", 1) == "no-sinks+seq-tis/seed-1"

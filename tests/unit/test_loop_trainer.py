@@ -1,0 +1,117 @@
+"""The optimiser's step under FSDP2 is AdamW's on the whole model; checkpoints bring it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from mismatch.models.weight_states import Checkpoint
+from mismatch.specs import Pass, Sampling, TrainSpec
+from mismatch.training.backward import Backward
+from mismatch.training.distributed import World
+from mismatch.training.load import LoadedModel, load
+from mismatch.training.policy import BETAS, PolicyOptimiser, export
+from mismatch.training.validate import prepare_pass
+from mismatch.types import Floats, Ints
+from tests.checkpoints import make, rollout
+
+pytestmark = pytest.mark.slow
+ROLLOUT = rollout(((5, 12), (6, 9)), sampling=Sampling())
+COEFFICIENTS = np.random.default_rng(0).normal(0, 0.05, ROLLOUT.n_actions)
+RATE, NORM = 1e-2, 0.05
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World.start()
+    yield world
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(make("gpt_oss", tmp_path_factory.mktemp("models") / "gpt_oss"))
+
+
+def passes(world: World, loaded: LoadedModel, values: Floats = COEFFICIENTS) -> Backward:
+    def coefficients(actions: Ints, logprobs: Floats) -> Floats:
+        return values[actions]
+
+    one = Pass("here", loaded.spec)
+    options, _ = prepare_pass(world, loaded, ROLLOUT, one.spec, None)
+    return Backward(world, loaded, ROLLOUT, one, options, coefficients)
+
+
+def fresh(world: World, model: Path, **settings: object) -> tuple[LoadedModel, PolicyOptimiser]:
+    spec = TrainSpec(str(model), dtype="fp32", master_dtype="fp32", grad=True, routing=False)
+    loaded = load(spec, world.mesh, world.device)
+    return loaded, PolicyOptimiser(world, loaded, RATE, NORM, **settings)  # type: ignore[arg-type]
+
+
+def weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    held = loaded.scorer.model.state_dict()
+    return {name: tensor.full_tensor().clone() for name, tensor in held.items()}
+
+
+def plain_steps(model: Path, count: int) -> dict[str, torch.Tensor]:
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
+    optimiser = torch.optim.AdamW(whole.parameters(), RATE, BETAS, weight_decay=0.0)
+    masks = np.split(ROLLOUT.action_mask, ROLLOUT.offsets[1:-1])
+    for _ in range(count):
+        values, total = iter(COEFFICIENTS), torch.zeros(())
+        for ids, mask in zip(ROLLOUT.sequences(), masks, strict=True):
+            tokens = torch.from_numpy(ids)
+            logps = whole(tokens[None]).logits[0].log_softmax(-1)
+            for place in np.flatnonzero(mask):
+                total = total - float(next(values)) * logps[place - 1, tokens[place]]
+        optimiser.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), NORM)
+        optimiser.step()
+    return dict(whole.state_dict())
+
+
+def test_a_step_is_that_of_adamw_and_a_checkpoint_brings_it_back(
+    world: World, model: Path, tmp_path: Path
+) -> None:
+    loaded, optimiser = fresh(world, model)
+    first = optimiser.step(passes(world, loaded), [0, 1])
+    assert first is not None
+    assert first[1] > NORM
+    optimiser.save(tmp_path / "000001")
+    second = optimiser.step(passes(world, loaded), [0, 1])
+    held, expected = weights(loaded), plain_steps(model, 2)
+    for name, tensor in expected.items():
+        assert torch.allclose(held[name], tensor, atol=RATE / 50), name
+
+    again, other = fresh(world, model)
+    other.load(tmp_path / "000001")
+    assert other.step(passes(world, again), [0, 1]) == second
+    assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in held.items())
+
+    export(world, again, model, tmp_path / "out", torch.bfloat16)
+    written = dict(Checkpoint(tmp_path / "out", 0).tensors(0))
+    assert written.keys() == dict(Checkpoint(model, 0).tensors(0)).keys()
+    assert all(torch.equal(t, held[name].bfloat16()) for name, t in written.items())
+
+
+def test_what_is_not_finite_changes_nothing_and_frozen_parameters_stay(
+    world: World, model: Path
+) -> None:
+    loaded, optimiser = fresh(world, model, frozen=(".self_attn.",))
+    before = weights(loaded)
+    broken = np.where(np.arange(len(COEFFICIENTS)) == 3, np.nan, COEFFICIENTS)
+    assert optimiser.step(passes(world, loaded, broken), [0, 1]) is None
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(loaded).items())
+    assert optimiser.step(passes(world, loaded), [0, 1]) is not None
+    moved = {name for name, t in weights(loaded).items() if not torch.equal(t, before[name])}
+    assert moved
+    assert not any(".self_attn." in name for name in moved)

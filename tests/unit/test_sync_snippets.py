@@ -1,0 +1,88 @@
+"""Snippets for frameworks in docs/sync-probe.md: they parse, are short, and name what exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "sync-probe.md"
+MOST_LINES = 10
+NAMES = {  # module -> names that are defined in it, of classes also attributes
+    "trl.generation.vllm_generation": ("LLM", "VLLMGeneration.sync_weights"),
+    "verl.workers.engine_workers": ("ActorRolloutRefWorker.update_weights",),
+    "verl.workers.rollout.vllm_rollout.utils": ("vLLMColocateWorkerExtension",),
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": (
+        "vLLMHttpServer._get_worker_extension_cls",
+    ),
+    "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap": (
+        "NewInferenceWorkerWrap",
+    ),
+    "skyrl.backends.skyrl_train.inference_servers.utils": (
+        "VLLM_NEW_INFERENCE_WORKER_EXTENSION_CLS",
+    ),
+    "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker": (
+        "FSDPPolicyWorkerBase.broadcast_to_inference_engines",
+    ),
+    "prime_rl.inference.vllm.server": ("WORKER_EXTENSION_CLS",),
+    "prime_rl.inference.vllm.worker.filesystem": ("FileSystemWeightUpdateWorker",),
+    "mismatch.engines.vllm.weight_sync": ("WeightSync.mismatch_held_json",),
+    "mismatch.probe": ("EXTENSION", "probe", "judge"),
+}
+
+
+def snippets() -> list[str]:
+    text = DOC.read_text(encoding="utf-8").partition("## Inside a framework")[2]
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+def imported(code: str) -> set[tuple[str, str]]:
+    """(module, name) of every ``from module import name``."""
+    nodes = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.ImportFrom)]
+    return {(str(node.module), alias.name) for node in nodes for alias in node.names}
+
+
+def test_snippets_parse_and_are_short() -> None:
+    assert len(snippets()) == 5
+    for code in snippets():
+        ast.parse(code)
+        assert len([line for line in code.splitlines() if line.strip()]) <= MOST_LINES
+
+
+def test_every_framework_module_of_a_snippet_is_looked_up() -> None:
+    modules = {f"{module}.{name}" for code in snippets() for module, name in imported(code)}
+    for found in modules:
+        if found.split(".")[0] in ("trl", "verl", "skyrl", "prime_rl", "mismatch"):
+            assert any(found.startswith(name) or name.startswith(found) for name in NAMES), found
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names_exist_where_the_framework_is_installed(module: str) -> None:
+    top = importlib.util.find_spec(module.partition(".")[0])
+    if top is None or not top.submodule_search_locations:
+        pytest.skip(f"unverified: {module.partition('.')[0]} is not installed")
+    place = Path(top.submodule_search_locations[0], *module.split(".")[1:])
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    defined = set(names_in(ast.parse(file.read_text(encoding="utf-8"))))
+    assert set(NAMES[module]) <= defined
+
+
+def names_in(tree: ast.AST, prefix: str = "") -> list[str]:
+    """Names that a module's text defines or imports anywhere, of classes with their attributes."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            found += [prefix + node.name, *names_in(node, f"{prefix}{node.name}.")]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append(prefix + node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found += [prefix + (alias.asname or alias.name) for alias in node.names]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [prefix + one.id for one in targets if isinstance(one, ast.Name)]
+        else:
+            found += names_in(node, prefix)
+    return found
