@@ -27,6 +27,7 @@ from mismatch.cli.options import (
 )
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop.types import AS_IS, LOOP, LoopSpec
+from mismatch.specs import MANY, Range
 
 if TYPE_CHECKING:
     from mismatch.experiments.loop.judge import LoopReport
@@ -42,8 +43,13 @@ ARMS = (
         "fp8-kv-cache, router-noise=SIZE, no-sinks.",
         default=AS_IS,
     ),
+    Option("seeds", str, LOOP, "Each a run of its own, over all arms.", default="0"),
     Option(
-        "seeds", str, LOOP, "Of prompts, sampling and mini-batches, each an own run.", default="0"
+        "budget_minutes",
+        float | None,
+        LOOP,
+        "Stop then; arms and seeds share it. --resume goes on.",
+        range=Range(0, MANY, above=True),
     ),
 )
 LOOP_FIELDS = (
