@@ -164,7 +164,10 @@ def loop_spec(flags: Flags) -> LoopSpec:
     flags["train_model"] = None
     if flags["num_prompts"] is None and flags["prompts"] is None:
         flags["num_prompts"] = POOL
-    spec, _ = with_trainer(check_spec(flags), flags)
+    # A check's flag of this name belongs to its fixes.
+    of_check = Flags({name: value for name, value in flags.items() if name != "budget_minutes"})
+    of_check.explicit = flags.explicit - {"budget_minutes"}
+    spec, _ = with_trainer(check_spec(of_check), of_check)
     if spec.other_engine is not None or (spec.rollout.engine.data_parallel_size or 1) > 1:
         raise MismatchError("a loop has one engine", "one --engine, and no --data-parallel-size")
     if spec.rollout.prompts.environment is not None:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from mismatch.cli.main import app
 from mismatch.doctor.memory import Work, predict_trainer, sharded
 from mismatch.doctor.plan import memory_of_loop
 from mismatch.errors import MismatchError
@@ -260,3 +262,12 @@ def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
     engine, trainer = memory_of_loop(check)
     assert (engine.side, trainer.side) == ("engine", "fsdp")
     assert trainer.capacity < engine.capacity
+
+
+def test_the_command_reads_its_flags_and_starts_nothing_on_a_dry_run() -> None:
+    flags = ["loop", "--dry-run", "--budget-minutes", "3", "--arms", "as-is,no-sinks+seq-tis"]
+    shown = CliRunner().invoke(app, [*flags, "--steps", "7", "--seeds", "0,1"])
+    assert shown.exit_code in (0, 2), shown.output
+    assert "28" in shown.output  # 7 steps of two arms with two seeds
+    refused = CliRunner().invoke(app, ["loop", "--dry-run", "--arms", "attention-sinks"])
+    assert isinstance(refused.exception, MismatchError)  # it changes nothing
