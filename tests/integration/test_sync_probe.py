@@ -42,7 +42,7 @@ def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return probed(tmp_path_factory, "sync_scenarios", "vllm")
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.grid)])
 def of_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of every engine that is installed."""
     if not installed(request.param):
@@ -92,6 +92,7 @@ def test_vllms_own_reload_leaves_experts_and_sinks_stale(scenarios: Path) -> Non
     assert len(report.faults) == 20
 
 
+@pytest.mark.grid
 def test_sglangs_update_from_files_brings_every_parameter_and_drops_its_cache(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
