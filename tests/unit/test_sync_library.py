@@ -119,7 +119,7 @@ def test_a_plan_starts_nothing() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--engine", "sglang"),
+        ("--engine", "nowhere"),
         ("--path", "load", "--push", "a:b"),
         ("--model", "nowhere"),
         ("--path", "reloaded"),
