@@ -56,6 +56,7 @@ class Range:
         return f"from {self.low:g} to {self.high:,.15g}"
 
 
+AROUND_A_REPLY = 64  # tokens that a chat template puts around a reply, at most
 MANY = 10**9  # more of anything than a run can have
 SEEDS = Range(0, 2**32 - 1)  # what numpy, torch and the engines all take
 RANKS = Range(1, 4096)
@@ -203,11 +204,12 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """Where the prompts come from: the built-in task, a JSONL file, or a data set.
+    """Where the prompts come from: the built-in task, a JSONL file, or a data set; and who replies.
 
     Attributes:
         dataset: wins over ``task``.
         answer_column: None: no rewards.
+        environment: None: every sequence has one turn.
     """
 
     task: str = "arithmetic"
@@ -242,6 +244,25 @@ class PromptSpec:
     answer_column: Annotated[
         str | None, Flag(PROMPTS, "Column with the answers (whole numbers), for rewards.")
     ] = None
+    environment: Annotated[
+        str | None,
+        Flag(
+            PROMPTS,
+            "Replies to responses, for several turns: retry, or your package.module:Class; "
+            "docs/multi-turn.md.",
+        ),
+    ] = None
+    max_turns: Annotated[
+        int, Flag(PROMPTS, "Responses per sequence, with --environment.", range=Range(1, 1000))
+    ] = 4
+    max_observation_tokens: Annotated[
+        int, Flag(PROMPTS, "Kept of a reply's text, with --environment.", range=Range(1, 10**6))
+    ] = 256
+
+    @property
+    def turns(self) -> int:
+        """Responses of a sequence, at most."""
+        return self.max_turns if self.environment else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +288,14 @@ class RolloutSpec:
             range=Range(1, 10**6),
         ),
     ] = 64
+
+    @property
+    def most_after_prompt(self) -> int:
+        """Tokens that all turns together may put after a prompt."""
+        between = self.prompts.max_observation_tokens + AROUND_A_REPLY
+        return self.sampling.max_tokens + (self.prompts.turns - 1) * (
+            self.sampling.max_tokens + between
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,6 +560,7 @@ def load_key(spec: TrainSpec) -> tuple[Any, ...]:
     return (*weights_key(spec), spec.attention, spec.autocast, spec.experts)
 
 
+TURNS = ("environment", "max_turns", "max_observation_tokens")
 PLACES = (
     *("servers", "served_model", "server_concurrency", "server_timeout_s"),
     *("data_parallel_size", "overlap"),
@@ -538,11 +568,12 @@ PLACES = (
 
 
 def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
-    """A spec's data without where it runs, which changes no number."""
+    """A spec's data without what changes no number: where it runs, turns where there is one."""
+    dropped = PLACES if data.get("environment") else {*PLACES, *TURNS}
     return {
         name: _anywhere(value) if isinstance(value, dict) else value
         for name, value in data.items()
-        if name not in PLACES
+        if name not in dropped
     }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
@@ -23,7 +26,7 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.loop.types import AS_IS, LOOP, LoopSpec
 
 if TYPE_CHECKING:
-    from mismatch.experiments.loop.types import LoopSpec as Spec
+    from mismatch.experiments.loop.judge import LoopReport
 
 DEFAULT_MODEL = "tiny-gpt-oss"
 POOL = 160
@@ -67,30 +70,46 @@ def loop(flags: Flags) -> int:
 
     Exit code 0: every arm and seed ran to its end. 2: one did not.
     """
+    from rich.console import Console
+
     from mismatch.cli import session
-    from mismatch.experiments.loop.types import place_of, read_arms, read_seeds
+    from mismatch.experiments.loop.judge import loop_to_json
+    from mismatch.experiments.loop.types import read_arms, read_seeds
     from mismatch.pipeline.loop import run_loop
+    from mismatch.reports.sections.loop import section
+    from mismatch.reports.terminal import print_section, say
 
     base = loop_spec(flags)
     arms, seeds = read_arms(flags["arms"]), read_seeds(flags["seeds"])
-    told = session.narrator()
+    told = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
     if flags["model"] is None:
         told.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
     run_dir = session.open_run("loop", base.check, flags)
-    run_loop(base, arms, seeds, run_dir, told, session.command())
-    for arm in arms:
-        told.note(f"{arm}: {Path(run_dir) / place_of(arm, seeds[0])}")
+    report = run_loop(base, arms, seeds, run_dir, told, session.command(), save_page)
+    if flags["as_json"]:
+        typer.echo(json.dumps(loop_to_json(report), indent=2, allow_nan=False))
+    else:
+        print_section(section(report), Console())
+        say(Console(), f"\nEverything is in {run_dir} (open loop.html)")
     return 0
 
 
-def loop_spec(flags: Flags) -> Spec:
+def save_page(run_dir: Path, report: LoopReport) -> None:
+    """Write loop.html."""
+    from mismatch.reports.html import show_page
+    from mismatch.reports.sections.loop import page
+    from mismatch.run import store
+
+    store.write_text(run_dir / "loop.html", show_page(page(report)))
+
+
+def loop_spec(flags: Flags) -> LoopSpec:
     """What all arms share.
 
     Raises:
         MismatchError: flags that a loop cannot honour.
     """
     from mismatch.cli.to_spec import check_spec, verl_model, with_trainer
-    from mismatch.experiments.loop.types import LoopSpec
 
     flags["model"] = flags["model"] or verl_model(flags) or DEFAULT_MODEL
     flags["train_model"] = None

@@ -50,7 +50,7 @@ PROMPT_FLAGS = (
         "path dataset dataset_config dataset_split prompt_column answer_column num_prompts",
     ),
     *flags_of(Sampling, "samples_per_prompt max_tokens temperature top_p top_k"),
-    *flags_of(PromptSpec, "seed"),
+    *flags_of(PromptSpec, "seed environment max_turns max_observation_tokens"),
 )
 ENGINE_FLAGS = (
     *(

@@ -257,12 +257,13 @@ def _work(spec: CheckSpec) -> tuple[Work, dict[str, int], list[str]]:
     """Sequences at their longest, the tokens that this makes at most, and remarks."""
     prompts, longest_prompt, notes = _prompts(spec.rollout.prompts)
     sampling = spec.rollout.sampling
-    sequences, longest = prompts * sampling.samples_per_prompt, longest_prompt + sampling.max_tokens
+    sequences = prompts * sampling.samples_per_prompt
+    longest = longest_prompt + spec.rollout.most_after_prompt
     tokens = {
         "prompts": prompts,
         "sequences": sequences,
         "longest sequence": longest,
-        "sampled at most": sequences * sampling.max_tokens,
+        "sampled at most": sequences * sampling.max_tokens * spec.rollout.prompts.turns,
         "rescored by the engine's prefill": sequences * longest * spec.rollout.engine.prefill,
         "scored by the trainer at most": sequences * longest * len(training_passes(spec)),
     }

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.captures import narrowest
-from mismatch.engines.base import Engine, ExpertLayout, Progress, Sample
+from mismatch.engines.base import Engine, ExpertLayout, Progress
 from mismatch.engines.model_info import ModelInfo
+from mismatch.engines.turns import Trajectory
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.prompts.arithmetic import reward
 from mismatch.prompts.prompt import Prompt, numeric_reward
@@ -46,45 +47,37 @@ def decode_fingerprint(
 
 
 def build_rollout(
-    prompts: Sequence[list[int]],
-    samples: Sequence[Sequence[Sample]],
-    spec: RolloutSpec,
-    fingerprint: Fingerprint,
+    trajectories: Sequence[Trajectory], spec: RolloutSpec, fingerprint: Fingerprint
 ) -> Rollout:
-    """All samples as one flat rollout; the digests stay with the scoring."""
-    pairs = [(p, s) for p, group in enumerate(samples) for s in group]
-    sequences = [prompts[p] + sample.token_ids for p, sample in pairs]
-    sampled = [
-        np.arange(len(ids)) >= len(prompts[p]) for (p, _), ids in zip(pairs, sequences, strict=True)
-    ]
-    actions = np.concatenate(sampled)
+    """All sequences as one flat rollout; the digests stay with the scoring."""
+    sequences = [trajectory.token_ids for trajectory in trajectories]
     digests = ("weights", "unmapped_weights")
     return Rollout(
         token_ids=np.concatenate([np.asarray(ids, np.int64) for ids in sequences]),
         offsets=np.cumsum([0, *map(len, sequences)]).astype(np.int64),
-        action_mask=actions,
-        turn=actions.astype(np.int64),
-        prompt_index=np.asarray([p for p, _ in pairs], np.int64),
-        finish_reason=tuple(sample.finish_reason for _, sample in pairs),
+        action_mask=np.concatenate([trajectory.sampled for trajectory in trajectories]),
+        turn=np.concatenate([trajectory.turn for trajectory in trajectories]),
+        prompt_index=np.asarray([trajectory.prompt for trajectory in trajectories], np.int64),
+        finish_reason=tuple(trajectory.finish_reason for trajectory in trajectories),
         sampling=spec.sampling,
         fingerprint={key: value for key, value in fingerprint.items() if key not in digests},
     )
 
 
 def decode_scoring(
-    engine: Engine, samples: Sequence[Sequence[Sample]], rollout: Rollout, fingerprint: Fingerprint
+    engine: Engine, trajectories: Sequence[Trajectory], rollout: Rollout, fingerprint: Fingerprint
 ) -> Scoring:
     """What the engine said while it sampled; the experts it used are :func:`decode_routing`."""
     return Scoring(
         name=f"{engine.name}:decode",
         token_ids=rollout.token_ids[rollout.actions],
-        logprobs=np.concatenate([sample.logprobs for group in samples for sample in group]),
+        logprobs=np.concatenate([trajectory.logprobs for trajectory in trajectories]),
         fingerprint=fingerprint,
     )
 
 
 def decode_routing(
-    engine: Engine, samples: Sequence[Sequence[Sample]], rollout: Rollout
+    engine: Engine, trajectories: Sequence[Trajectory], rollout: Rollout
 ) -> Routing | None:
     """The experts that the engine used while it sampled; None where it captures none.
 
@@ -94,10 +87,11 @@ def decode_routing(
     layout = engine.experts()
     if layout is None:
         return None
-    flat = [sample for group in samples for sample in group]
-    routing = build_routing([s.routed for s in flat], layout, rollout, f"{engine.name}:decode")
-    weights = [sample.routed_weights for sample in flat if sample.routed_weights is not None]
-    return replace(routing, weights=_weights(weights, routing, rollout)) if weights else routing
+    rows = [trajectory.routed for trajectory in trajectories]
+    routing = build_routing(rows, layout, rollout, f"{engine.name}:decode")
+    weights = [trajectory.routed_weights for trajectory in trajectories]
+    given = [rows for rows in weights if rows is not None]
+    return replace(routing, weights=_weights(given, routing, rollout)) if given else routing
 
 
 def _weights(
@@ -118,10 +112,13 @@ def prefill_scoring(engine: Engine, rollout: Rollout, progress: Progress) -> Sco
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
     starts = [int(np.flatnonzero(mask)[0]) for mask in masks]
     scores = engine.prefill(sequences, starts, rollout.sampling.temperature, progress)
+    sampled = [
+        logprobs[mask[start:]] for logprobs, mask, start in zip(scores, masks, starts, strict=True)
+    ]
     return Scoring(
         name=f"{engine.name}:prefill",
         token_ids=rollout.token_ids[rollout.actions],
-        logprobs=np.concatenate(scores),
+        logprobs=np.concatenate(sampled),
         fingerprint=engine.fingerprint("prefill"),
     )
 

@@ -30,6 +30,17 @@ def sample_seed(seed: int, prompt: int, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
+def requests_of(count: int, sampling: Sampling, turn: int) -> list[tuple[int, int]]:
+    """(context, sample) of every request of a turn; both go into :func:`sample_seed`.
+
+    Turn 1 samples each prompt several times. From then on every sequence has a context of its own,
+    continued once; its sample number is none of turn 1's, nor of another turn's.
+    """
+    if turn > 1:
+        return [(context, sampling.samples_per_prompt + turn) for context in range(count)]
+    return [(prompt, s) for prompt in range(count) for s in range(sampling.samples_per_prompt)]
+
+
 def require_starts(starts: Sequence[int]) -> None:
     """Refuse to score a first token.
 
@@ -232,8 +243,14 @@ class Engine(Protocol):
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
-        """``samples_per_prompt`` samples of every prompt, in the order of the prompts.
+    def generate(
+        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
+    ) -> list[list[Sample]]:
+        """The samples of every prompt, in the order of the prompts.
+
+        Args:
+            turn: 1: ``samples_per_prompt`` of each; later: one continuation of each context, with
+                seeds of its own (:func:`requests_of`).
 
         Raises:
             MismatchError: the engine gave fewer samples or logprobs than asked for.

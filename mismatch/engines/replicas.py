@@ -131,14 +131,18 @@ class Replicas:
 
     # ------------------------------------------------------------ the protocol
 
-    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
+    def generate(
+        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
+    ) -> list[list[Sample]]:
         shares = self._blocks(len(prompts))
         if self.wanted is not None:
             samples = self.sampling.samples_per_prompt
             parts = [(replace(self.wanted, first=share.start * samples),) for share in shares]
             self._ask("watch", parts, [0] * len(parts), quiet)
         firsts = [share.start for share in shares]
-        asked = self._ask("generate", [(prompts[share],) for share in shares], firsts, progress)
+        asked = self._ask(
+            "generate", [(prompts[share], turn) for share in shares], firsts, progress
+        )
         return [samples for part in asked for samples in part]
 
     def prefill(
@@ -252,7 +256,9 @@ def answer(
     if not arguments[0]:
         return []  # fewer of them than replicas
     if method == "generate":
+        prompts, turn = arguments
         cast(Any, engine).first_prompt = first
+        return engine.generate(prompts, progress, turn)
     return getattr(engine, method)(*arguments, progress)
 
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.loop.history import Row
+from mismatch.experiments.loop.history import COLUMNS, rows_of
+from mismatch.experiments.loop.judge import (
+    FILE,
+    SCHEMA,
+    Arm,
+    LoopReport,
+    SeedRun,
+    StepVerdict,
+    loop_to_json,
+)
 from mismatch.experiments.loop.types import LoopSpec, arm_of, place_of
+from mismatch.pipeline.build import build_report
 from mismatch.processes.loop import resume_from, run_arm
 from mismatch.processes.stages import Narrator
 from mismatch.run import store
+from mismatch.run.directory import SPEC as RUN_SPEC
 from mismatch.run.directory import at_work
+from mismatch.specs import CheckSpec, to_dict
 
-SCHEMA = "mismatch.loop/1"
-SPEC, POOL = "loop.json", "pool.json"
+SETTINGS, POOL, STOPPED, VERDICT = "settings.json", "pool.json", "stopped.json", "verdict.json"
 
 
 def run_loop(
@@ -25,27 +36,109 @@ def run_loop(
     seeds: Sequence[int],
     run_dir: Path,
     narrator: Narrator,
-    command: str = "",
-) -> dict[tuple[str, int], list[Row]]:
+    command: str,
+    write: Callable[[Path, LoopReport], None],
+) -> LoopReport:
     """Every step that is not there; seeds outermost, so that all arms have as many of them.
+
+    Args:
+        write: called with the run directory and what it holds, however the run ends.
 
     Raises:
         MismatchError: an arm that means nothing or changes nothing, settings other than those the
             run began with, or an engine or trainer that failed: what was measured is kept.
     """
     planned = [arm_of(replace(base, seed=seed), arm) for seed in seeds for arm in arms]
+    failed: MismatchError | None = None
     with at_work(run_dir, "loop", base.check, command):
         require_same_settings(base, run_dir)
-        rows = {}
-        for number, one in enumerate(planned, 1):
-            place = run_dir / place_of(one.arm, one.seed)
-            place.mkdir(parents=True, exist_ok=True)
-            done = resume_from(place)
-            title = f"{one.arm}, seed {one.seed} ({number} of {len(planned)})"
-            title += f", from step {done}" if done else ""
-            with narrator.stage(title) as progress:
-                rows[one.arm, one.seed] = run_arm(place, one, run_dir / POOL, progress)
-    return rows
+        try:
+            for number, one in enumerate(planned, 1):
+                place = run_dir / place_of(one.arm, one.seed)
+                title = f"{one.arm}, seed {one.seed} ({number} of {len(planned)})"
+                failed = _one(one, place, run_dir / POOL, narrator, title) or failed
+        finally:
+            report = gather(base, run_dir, arms, seeds)
+            if report.arms:
+                store.write_json(run_dir / FILE, loop_to_json(report))
+                write(run_dir, report)
+    if failed is not None:
+        raise failed
+    return report
+
+
+def _one(
+    one: LoopSpec, place: Path, pool: Path, narrator: Narrator, title: str
+) -> MismatchError | None:
+    """One arm and seed; its failure, where it had measured something: others may go on.
+
+    Raises:
+        MismatchError: it failed before its first step.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    done = resume_from(place)
+    (place / STOPPED).unlink(missing_ok=True)
+    try:
+        with narrator.stage(title + (f", from step {done}" if done else "")) as progress:
+            run_arm(place, one, pool, progress)
+    except MismatchError as error:
+        if not rows_of(place):
+            raise
+        store.write_json(place / STOPPED, {"message": error.headline})
+        narrator.note(f"{one.arm}, seed {one.seed}, stopped: {error.headline}")
+        return error
+    check_ends(place, one)
+    return None
+
+
+def check_ends(place: Path, one: LoopSpec) -> None:
+    """The check of the first and the last step's tokens, each a run directory of its own."""
+    for folder in ends(place):
+        if not (folder / VERDICT).exists():
+            store.write_json(folder / RUN_SPEC, to_dict(one.check))
+            report, _ = build_report(folder, one.check)
+            verdict = {"status": report.verdict.status, "reason": report.verdict.reason}
+            store.write_json(folder / VERDICT, verdict)
+
+
+def ends(place: Path) -> list[Path]:
+    """Steps that were kept whole."""
+    found = sorted((place / "steps").glob("*"))
+    return [path for path in found if (path / "scores" / "fsdp.parquet").exists()]
+
+
+def gather(base: LoopSpec, run_dir: Path, arms: Sequence[str], seeds: Sequence[int]) -> LoopReport:
+    """What lies in the run directory, of these arms and seeds."""
+    gathered = []
+    for arm in arms:
+        runs = [_run(run_dir / place_of(arm, seed), seed) for seed in seeds]
+        gathered.append(Arm(arm, tuple(run for run in runs if run.steps)))
+    return LoopReport(
+        model=base.check.rollout.engine.model,
+        engine=base.check.rollout.engine.engine,
+        arms=tuple(arm for arm in gathered if arm.runs),
+        settings=to_json(replace(base, check=CheckSpec())),
+    )
+
+
+def _run(place: Path, seed: int) -> SeedRun:
+    rows = rows_of(place)
+    verdicts = [_verdict(folder) for folder in ends(place) if (folder / VERDICT).exists()]
+    stopped = place / STOPPED
+    paths = [path for path in ends(place)[:1] if (path / "engine.json").exists()]
+    return SeedRun(
+        seed=seed,
+        curves={name: tuple(row.get(name) for row in rows) for name in COLUMNS},
+        path=store.read_json(paths[0] / "engine.json")["path"] if paths else "",
+        first=next((v for v in verdicts if v.step == 0), None),
+        last=next((v for v in verdicts if v.step == len(rows) - 1 > 0), None),
+        stopped=store.read_json(stopped)["message"] if stopped.exists() else "",
+    )
+
+
+def _verdict(folder: Path) -> StepVerdict:
+    found = store.read_json(folder / VERDICT)
+    return StepVerdict(int(folder.name), found["status"], found["reason"], str(folder))
 
 
 def require_same_settings(base: LoopSpec, run_dir: Path) -> None:
@@ -55,7 +148,7 @@ def require_same_settings(base: LoopSpec, run_dir: Path) -> None:
         MismatchError: other settings.
     """
     plain = to_json(replace(base, steps=1, checkpoint_every=1))
-    path = run_dir / SPEC
+    path = run_dir / SETTINGS
     if not path.exists():
         store.write_json(path, {"schema": SCHEMA, "loop": plain})
     earlier = store.read_json(path)["loop"]

@@ -31,6 +31,16 @@ class Contrast:
         return abs(math.log(self.ratio)) if self.ratio > 0 else 0.0
 
 
+def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose delta is a number, in order of sequence and position.
+
+    Where a side gave no logprob (a failed check says so) there is nothing to draw.
+    """
+    finite = np.isfinite(tokens["delta"].to_numpy(dtype=np.float64))
+    rows: pd.DataFrame = tokens[finite]
+    return rows.sort_values(["sequence", "position"], kind="stable", ignore_index=True)
+
+
 def rank_in_response(tokens: pd.DataFrame) -> Ints:
     """Place of each token among its sequence's sampled tokens, from 0, [A]."""
     return np.asarray(tokens.groupby("sequence").cumcount(), dtype=np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 from mismatch.metrics import METRICS, names
 from mismatch.metrics.conventions import value_of
 from mismatch.reports import summary
-from mismatch.reports.figures import comparable
+from mismatch.reports.contrasts import comparable
 from mismatch.reports.formatting import Format
 from mismatch.types import Report
 

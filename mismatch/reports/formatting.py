@@ -137,6 +137,11 @@ def text(value: object) -> str:
     return line(value)
 
 
+def capital(sentence: str) -> str:
+    """With its first letter large, the others as they are."""
+    return sentence[:1].upper() + sentence[1:]
+
+
 def signed(value: float, digits: int = 3) -> str:
     """A difference, with its sign.
 

@@ -57,7 +57,7 @@ def pack(tokens: pd.DataFrame, about: dict[str, Any], budget: int = BUDGET) -> P
     """Pack a tokens table.
 
     Args:
-        tokens: as :func:`mismatch.reports.figures.comparable` gives them, at least one.
+        tokens: as :func:`mismatch.reports.contrasts.comparable` gives them, at least one.
         about: JSON data that the page's script is to know beside the tokens.
         budget: most characters of text.
     """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from mismatch.reports.formatting import (
     Format,
     alike,
     bound,
+    capital,
     chance,
     line,
     number,
@@ -24,12 +27,25 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.section import Cell, Column, Figure, Page, Section, Table, Tone, Value
+from mismatch.reports.section import (
+    Cell,
+    Cells,
+    Column,
+    Figure,
+    Page,
+    Section,
+    Table,
+    Tone,
+    status_cell,
+)
 from mismatch.reports.sections.regression import WORDS
 from mismatch.reports.summary import Row
-from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, segments, to_svg
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, segments
 from mismatch.reports.words import words_for
 from mismatch.types import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LEAD = (
     "Each run compares its own engine with its own trainer. Every other run is held against the "
@@ -45,7 +61,9 @@ METHOD = (
     "for all runs and metrics (Holm), at 5 %; without p, and for all other metrics, a change is "
     "marked where its own 95 % interval leaves 0 out, not adjusted."
 )
-TONE_OF: dict[str | None, Tone] = {"worse": "warn", "mixed": "warn", "undecided": "warn"}
+TONE_OF: dict[str | None, Tone] = {
+    "worse": "warn", "mixed": "warn", "undecided": "warn", "better": "healthy",
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------- side by side
@@ -54,21 +72,17 @@ TONE_OF: dict[str | None, Tone] = {"worse": "warn", "mixed": "warn", "undecided"
 def beside_page(result: SideBySide) -> Page:
     """A column a run; the first is what the others are held against."""
     first, *others = result.runs
-    worse = [
-        side.run
-        for side, outcome in zip(result.runs, result.outcomes, strict=True)
-        if outcome in ("worse", "mixed", "undecided")
-    ]
     outcomes = [outcome for outcome in result.outcomes if outcome]
+    worse = sum(TONE_OF[outcome] == "warn" for outcome in outcomes if outcome in TONE_OF)
     told = [f"{side.run} {WORDS[outcome]}" for side, outcome in zip(others, outcomes, strict=True)]
     return Page(
         kind=f"{len(result.runs)} runs side by side",
-        word=f"{len(worse)} of {len(others)} worse" if worse else "none worse",
+        word=f"{worse} of {len(others)} worse" if worse else "none worse",
         tone="warn" if worse else "healthy",
         reason=f"against {first.run}: {', '.join(told)}",
         title=_model(first.model),
         facts=tuple(_side(side) for side in result.runs),
-        sections=(_metrics(result), _changes(result), *_facts(result)),
+        sections=(_metrics(result), _changes(result), _facts(result)),
         file="side-by-side",
     )
 
@@ -89,31 +103,20 @@ def _metrics(result: SideBySide) -> Section:
         Column("metric", text),
         *(Column(side.run, interval=index + 1) for index, side in enumerate(result.runs)),
     )
-    verdict: tuple[Cell | Value, ...] = (
-        "verdict",
-        *(Cell(side.status, TONES[side.status]) for side in result.runs),
-    )
-    rows = [verdict, *(_row(item) for item in result.metrics)]
+    rows: list[Cells] = [("verdict", *(status_cell(side.status) for side in result.runs))]
+    for item in result.metrics:
+        write = metric_format(item.metric, item.values)
+        pairs = zip(item.values, item.moves, strict=True)
+        cells = (Cell(value, _tone(item, move), format=write) for value, move in pairs)
+        rows.append((words_for(item.metric).label, *cells))
     return Section(
         id="side-by-side",
         title="Side by side",
         lead=LEAD,
-        sentences=tuple(f"{note[0].upper()}{note[1:]}." for note in map(line, result.notes)),
-        tables=(Table(columns, tuple(rows)),),
+        sentences=[f"{capital(line(note))}." for note in result.notes],
+        tables=(Table(columns, rows),),
         notes=(METHOD,),
         folded=False,
-    )
-
-
-def _row(item: Line) -> tuple[Cell | Value, ...]:
-    words = words_for(item.metric)
-    write = metric_format(item.metric, item.values)
-    return (
-        words.label,
-        *(
-            Cell(value, tone=_tone(item, move), format=write)
-            for value, move in zip(item.values, item.moves, strict=True)
-        ),
     )
 
 
@@ -144,55 +147,39 @@ def _changes(result: SideBySide) -> Section:
         Column("result", text),
         Column("told by", text, 3),
     )
-    rows = [
-        _change(item.metric, side.run, move)
-        for item in result.metrics
-        for side, move in zip(result.runs, item.moves, strict=True)
-        if move is not None and (item.metric in DECIDING or move.significant)
-    ]
+    rows: list[Cells] = []
+    for item in result.metrics:
+        words = words_for(item.metric)
+        write = points if words.share else signed
+        for side, move in zip(result.runs, item.moves, strict=True):
+            if move is not None and (item.metric in DECIDING or move.significant):
+                told = WORDS[move.outcome] if move.outcome else "moved" if move.significant else ""
+                outcome = Cell(told, TONE_OF.get(move.outcome, "dim"))
+                change = Cell(move.change, "strong", format=write)
+                rows.append(
+                    (words.label, side.run, change, move.p_value, outcome, BASIS[move.basis])
+                )
     return Section(
         id="changes",
         title=f"Changes from {result.runs[0].run}",
         lead="The metrics that decide, and every other that moved significantly.",
-        tables=(Table(columns, tuple(rows)),),
+        tables=(Table(columns, rows),),
         folded=False,
     )
 
 
-def _change(metric: str, run: str, move: Move) -> tuple[Cell | Value, ...]:
-    words = words_for(metric)
-    told = WORDS[move.outcome] if move.outcome else "moved" if move.significant else ""
-    tone: Tone = "healthy" if move.outcome == "better" else TONE_OF.get(move.outcome, "dim")
-    return (
-        words.label,
-        run,
-        Cell(move.change, "strong", format=points if words.share else signed),
-        move.p_value,
-        Cell(told, tone),
-        BASIS[move.basis],
-    )
-
-
-def _facts(result: SideBySide) -> tuple[Section, ...]:
-    columns = (
-        Column("where", text),
-        Column("what", text),
-        *(Column(side.run, text) for side in result.runs),
-    )
-    rows: tuple[tuple[Cell | Value, ...], ...] = tuple(
-        (fact.where, Cell(fact.name, "code"), *fact.values) for fact in result.facts
-    )
-    return (
-        Section(
-            id="facts",
-            title="What differs",
-            lead="Versions, settings and kernels as the runs themselves say."
-            if rows
-            else "Nothing of what the runs say of themselves.",
-            tables=(Table(columns, rows),),
-            sentences=() if rows else ("No version, setting or kernel differs.",),
-            folded=False,
-        ),
+def _facts(result: SideBySide) -> Section:
+    runs = (Column(side.run, text) for side in result.runs)
+    rows: list[Cells] = [(it.where, Cell(it.name, "code"), *it.values) for it in result.facts]
+    return Section(
+        id="facts",
+        title="What differs",
+        lead="Versions, settings and kernels as the runs themselves say."
+        if rows
+        else "Nothing of what the runs say of themselves.",
+        tables=(Table((Column("where", text), Column("what", text), *runs), rows),),
+        sentences=() if rows else ("No version, setting or kernel differs.",),
+        folded=False,
     )
 
 
@@ -201,72 +188,62 @@ def _facts(result: SideBySide) -> tuple[Section, ...]:
 
 def history_page(result: History) -> Page:
     """A metric over the runs of a folder, a picture for every model."""
-    label = words_for(result.metric).label
+    words = words_for(result.metric)
     latest = result.points[-1] if result.points else None
-    moved = [point for point in result.points if point.moved]
-    reason = f"{plural(len(result.points), 'run')}; {_moves(moved, result)}"
+    moved = [point.place for point in result.points if point.moved][-4:]
+    by = f"moved significantly by {', '.join(moved)}" if moved else "no run moved it significantly"
+    reason = f"{plural(len(result.points), 'run')}; {by}"
+    models = dict.fromkeys(point.model for point in result.points if point.value is not None)
+    over_time = Section(
+        id="history",
+        title=f"{words.label} over time",
+        lead=words.meaning,
+        figures=[_figure(place, model, result) for place, model in enumerate(models)],
+        folded=False,
+    )
+    why = Column("directory", text), Column("why", text)
+    unreadable = Section(
+        "unreadable", "Not readable", tables=(Table(why, result.unreadable),), folded=False
+    )
     return Page(
         kind="history",
         word=latest.status if latest else "no run",
         tone=TONES[latest.status] if latest else "warn",
         reason=f"the newest run, {latest.place}: {latest.reason}" if latest else reason,
         title=result.folder,
-        facts=(f"{label} over {reason}",),
-        sections=(_over_time(result), _listed(result), *_unreadable(result)),
+        facts=(f"{words.label} over {reason}",),
+        sections=(over_time, _listed(result), *([unreadable] if result.unreadable else [])),
         file="history",
     )
 
 
-def _moves(moved: Sequence[Point], result: History) -> str:
-    if not moved:
-        return "no run moved it significantly"
-    return f"moved significantly by {', '.join(point.place for point in moved[-4:])}"
-
-
-def _over_time(result: History) -> Section:
-    models = dict.fromkeys(point.model for point in result.points if point.value is not None)
-    return Section(
-        id="history",
-        title=f"{words_for(result.metric).label} over time",
-        lead=words_for(result.metric).meaning,
-        figures=tuple(_figure(number_of, model, result) for number_of, model in enumerate(models)),
-        folded=False,
-    )
-
-
 def _listed(result: History) -> Section:
-    write = metric_format(result.metric, [p.value for p in result.points])
-    share = words_for(result.metric).share
+    write = metric_format(result.metric, [point.value for point in result.points])
+    words = words_for(result.metric)
+    change = points if words.share else signed
     columns = (
-        Column("date", text),
-        Column("run", text),
-        Column("model", text, 4),
-        Column("engine", text, 2),
-        Column("verdict", text),
-        Column(words_for(result.metric).label, interval=1),
-        Column("change", signed, 3, interval=5),
-    )
-    rows: tuple[tuple[Cell | Value, ...], ...] = tuple(
-        (
-            point.created[:16].replace("T", " "),
-            point.place,
-            _model(point.model),
-            point.engine,
-            Cell(point.status, TONES[point.status]),
-            Cell(point.value, format=write),
-            Cell(
-                point.change,
-                "strong" if point.moved else "dim",
-                "significant" if point.moved else "",
-                points if share else signed,
+        Column("date", text, of=lambda point: point.created[:16].replace("T", " ")),
+        Column("run", text, of="place"),
+        Column("model", text, 4, of=lambda point: _model(point.model)),
+        Column("engine", text, 2, of="engine"),
+        Column("verdict", text, of=lambda point: status_cell(point.status)),
+        Column(words.label, interval=1, of=lambda point: Cell(point.value, format=write)),
+        Column(
+            "change",
+            signed,
+            3,
+            interval=5,
+            of=lambda point: (
+                Cell(point.change, "strong", "significant", change)
+                if point.moved
+                else Cell(point.change, "dim", format=change)
             ),
-        )
-        for point in result.points
+        ),
     )
     return Section(
         id="runs",
         title="Runs",
-        tables=(Table(columns, rows),),
+        tables=(Table.of(columns, result.points),),
         notes=(
             "A change is from the run of the same model before it. It is called significant where "
             "its 95 % interval, of two independent runs, leaves 0 out; not adjusted for their "
@@ -276,59 +253,45 @@ def _listed(result: History) -> Section:
     )
 
 
-def _unreadable(result: History) -> tuple[Section, ...]:
-    rows = tuple((place, reason) for place, reason in result.unreadable)
-    if not rows:
-        return ()
-    table = Table((Column("directory", text), Column("why", text)), rows)
-    return (Section("unreadable", "Not readable", tables=(table,), folded=False),)
-
-
-def _figure(number_of: int, model: str, result: History) -> Figure:
+def _figure(place: int, model: str, result: History) -> Figure:
     shown = [p for p in result.points if p.model == model and p.value is not None]
-    values = [p.value.value for p in shown if p.value is not None]
-    write = metric_format(result.metric, [p.value for p in shown])
-    moved = sum(p.moved for p in shown)
-    first, last = write(values[0]), write(values[-1])
+    estimates = [p.value for p in shown if p.value is not None]
+    write = metric_format(result.metric, estimates)
+    first, last = write(estimates[0].value), write(estimates[-1].value)
     title = f"{_model(model)}: {first} → {last} in {plural(len(shown), 'run')}"
+    moved = sum(p.moved for p in shown)
     return Figure(
-        f"history-{number_of}",
+        f"history-{place}",
         title,
         f"Lines are 95 % intervals, rings significant changes ({moved}), dashes the levels.",
-        lambda: _draw(f"history-{number_of}", title, shown, result.metric),
+        partial(_draw, title, shown, estimates, result.metric),
+        (6.0, 2.7),
     )
 
 
-def _draw(name: str, title: str, shown: Sequence[Point], metric: str) -> str:
+def _draw(
+    title: str, shown: Sequence[Point], estimates: Sequence[Estimate], metric: str, axes: Axes
+) -> str:
     x = np.arange(len(shown), dtype=np.float64)
-    estimates = [p.value for p in shown if p.value is not None]
-    y = np.array([e.value for e in estimates])
-    low, high = (
-        np.array([np.nan if end is None else end for end in ends])
-        for ends in ([e.low for e in estimates], [e.high for e in estimates])
-    )
-    with drawing(6.0, 2.7) as (figure, axes):
-        known = np.isfinite(low) & np.isfinite(high)
-        segments(axes, (x[known], x[known]), (low[known], high[known]), color=FAINT, linewidth=1.2)
-        axes.plot(x, y, color=ACCENT, linewidth=1.4, marker="o", markersize=4)
-        moved = np.array([p.moved for p in shown])
-        axes.plot(x[moved], y[moved], "o", color=SECOND, markersize=10, fillstyle="none")
-        span = [value for value in (*y, *low[known], *high[known]) if np.isfinite(value)]
-        positive = min(span) > 0
-        if positive and max(span) > 20 * min(span):
-            axes.set_yscale("log")
-        for level, word in ((shown[-1].healthy, "healthy"), (shown[-1].unfit, "unfit")):
-            if level is not None and level <= 3 * max(span):
-                axes.axhline(level, color=INK, linewidth=0.8, dashes=(4, 3))
-                label = f"{word} {bound(level)}"
-                axes.text(len(x) - 0.5, level, label, ha="right", va="bottom", color=FAINT)
-        step = max(1, -(-len(shown) // 6))
-        labels = [f"{p.created[:10]}\n{p.engine}" for p in shown]
-        axes.set_xticks(x[::step], labels[::step])
-        axes.set_xlim(-0.5, len(x) - 0.5)
-        axes.set_ylabel(METRICS[metric].unit if metric in METRICS else "")
-        axes.yaxis.set_major_formatter(lambda value, _: bound(value))
-        values = ", ".join(
-            f"{p.created[:10]} {p.engine} {number(v)}" for p, v in zip(shown, y, strict=True)
-        )
-        return to_svg(figure, name, f"{title}: {values}")
+    y, low, high = np.array([(e.value, e.low, e.high) for e in estimates], np.float64).T
+    known = np.isfinite(low) & np.isfinite(high)
+    segments(axes, (x[known], x[known]), (low[known], high[known]), color=FAINT, linewidth=1.2)
+    axes.plot(x, y, color=ACCENT, linewidth=1.4, marker="o", markersize=4)
+    moved = np.array([p.moved for p in shown])
+    axes.plot(x[moved], y[moved], "o", color=SECOND, markersize=10, fillstyle="none")
+    span = [value for value in (*y, *low[known], *high[known]) if np.isfinite(value)]
+    if 0 < 20 * min(span) < max(span):
+        axes.set_yscale("log")
+    for level, word in ((shown[-1].healthy, "healthy"), (shown[-1].unfit, "unfit")):
+        if level is not None and level <= 3 * max(span):
+            axes.axhline(level, color=INK, linewidth=0.8, dashes=(4, 3))
+            label = f"{word} {bound(level)}"
+            axes.text(len(x) - 0.5, level, label, ha="right", va="bottom", color=FAINT)
+    step = max(1, -(-len(shown) // 6))
+    labels = [f"{p.created[:10]}\n{p.engine}" for p in shown]
+    axes.set_xticks(x[::step], labels[::step])
+    axes.set_xlim(-0.5, len(x) - 0.5)
+    axes.set_ylabel(METRICS[metric].unit if metric in METRICS else "")
+    axes.yaxis.set_major_formatter(lambda value, _: bound(value))
+    pairs = zip(shown, y, strict=True)
+    return f"{title}: {', '.join(f'{p.created[:10]} {p.engine} {number(v)}' for p, v in pairs)}"

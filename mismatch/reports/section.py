@@ -6,9 +6,10 @@ rendering. Strings may be foreign (names, errors, tokens): renderers make them s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from mismatch.reports.formatting import (
     MISSING,
@@ -23,6 +24,9 @@ from mismatch.reports.formatting import (
 )
 from mismatch.reports.formatting import Tone as Tone
 from mismatch.types import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,10 @@ class Cell:
     link: str = ""
 
 
+Cells = tuple[Cell | Value, ...]
+Lines = tuple[str, ...] | list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """How the values of one column are written.
@@ -70,6 +78,8 @@ class Column:
         interval: priority of the estimates' 95 % intervals; None: they are not shown.
         detail: small print under the title, on a page.
         narrow: a title for a terminal, in lines of a few characters; "": the title.
+        of: what a row's item holds here: the name of an attribute, or a function of the item.
+        tone: of the values that ``of`` gives.
     """
 
     title: str
@@ -78,10 +88,17 @@ class Column:
     interval: int | None = None
     detail: str = ""
     narrow: str = ""
+    of: str | Callable[[Any], Cell | Value] = ""
+    tone: Tone = ""
 
     @property
     def left(self) -> bool:
         return self.format is text
+
+    def cell(self, item: Any) -> Cell:
+        """Of the item that a row shows."""
+        value = attrgetter(self.of)(item) if isinstance(self.of, str) else self.of(item)
+        return value if isinstance(value, Cell) else Cell(value, self.tone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +106,12 @@ class Table:
     """Columns and rows; a bare value in a row stands for a cell of it."""
 
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell | Value, ...], ...]
+    rows: Sequence[Cells]
+
+    @classmethod
+    def of(cls, columns: tuple[Column, ...], items: Iterable[Any]) -> Table:
+        """A row for each item, as the columns' ``of`` say."""
+        return cls(columns, tuple(tuple(column.cell(it) for column in columns) for it in items))
 
     def __post_init__(self) -> None:
         """The numbers of a column that have no format of their own are written alike."""
@@ -100,6 +122,7 @@ class Table:
             for at, column in enumerate(self.columns)
         )
         object.__setattr__(self, "columns", columns)
+        object.__setattr__(self, "rows", tuple(self.rows))
 
     def _numbers(self, at: int) -> Iterator[float]:
         """The values of a column that its own format writes."""
@@ -126,13 +149,22 @@ class Figure:
 
     Attributes:
         name: unique in the page; anchor and prefix of ids.
-        draw: gives the ``<svg>`` element.
+        paint: draws, and says what is to be seen, for screen readers; "": as the title says.
+        size: width and height, inches.
     """
 
     name: str
     title: str
     caption: str
-    draw: Callable[[], str]
+    paint: Callable[[Axes], str]
+    size: tuple[float, float] = (6.0, 2.5)
+
+    def draw(self) -> str:
+        """The ``<svg>`` element."""
+        from mismatch.reports.svg import drawing, to_svg
+
+        with drawing(*self.size) as (figure, axes):
+            return to_svg(figure, self.name, self.paint(axes) or self.title)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +209,13 @@ class Section:
     id: str
     title: str
     lead: str = ""
-    warnings: tuple[str, ...] = ()
-    sentences: tuple[str, ...] = ()
+    warnings: Lines = ()
+    sentences: Lines = ()
     tables: tuple[Table, ...] = ()
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[Figure, ...] | list[Figure] = ()
     blocks: tuple[Block, ...] = ()
-    notes: tuple[str, ...] = ()
-    parts: tuple[Section, ...] = ()
+    notes: Lines = ()
+    parts: tuple[Section, ...] | list[Section] = ()
     widget: Widget | None = None
     folded: bool = True
     page_only: bool = False
@@ -195,6 +227,7 @@ class Section:
             "warnings": filter(None, self.warnings),
             "sentences": filter(None, self.sentences),
             "tables": (table for table in self.tables if table.rows),
+            "figures": self.figures,
             "notes": filter(None, self.notes),
             "parts": (part for part in self.parts if part.holds),
         }
@@ -259,6 +292,16 @@ class Page:
     steps: tuple[str, ...] = ()
     file: str = "report"
     command: str = ""
+
+
+def named(rows: Iterable[Cells]) -> Table:
+    """Names beside what they stand for, without titles."""
+    return Table((Column("", text), Column("", text)), tuple(rows))
+
+
+def not_tested(reasons: Iterable[object]) -> tuple[str, ...]:
+    """Notes of what an analysis could not see."""
+    return tuple(f"Not tested: {line(reason)}" for reason in reasons)
 
 
 def status_cell(status: str) -> Cell:

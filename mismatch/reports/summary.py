@@ -9,6 +9,7 @@ from pathlib import PurePath
 from mismatch.reports.formatting import (
     Format,
     bound,
+    capital,
     line,
     near_one,
     number,
@@ -211,8 +212,7 @@ def in_plain_words(report: Report) -> str:
     if far is not None:
         share = "no token differs" if far.value == 0 else f"{percent(far.value)} of tokens differ"
         said.append(f"{share} by more than 2×")
-    sentence = "; ".join(said)
-    return f"{sentence[0].upper()}{sentence[1:]}."
+    return f"{capital('; '.join(said))}."
 
 
 def _off_by(size: float) -> str:

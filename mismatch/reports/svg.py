@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +183,11 @@ def ticks(axis: Axis, labels: Sequence[object], most: int = 16) -> None:
     axis.set_ticks(np.arange(len(labels))[::step], [str(label) for label in labels][::step])
 
 
+def legend_above(axes: Axes, columns: int, centre: float = 0.5, **style: Any) -> None:
+    """Between title and drawing, where it covers nothing."""
+    axes.legend(loc="lower center", bbox_to_anchor=(centre, 1.0), ncols=columns, **style)
+
+
 def rows_of(axes: Axes, labels: Sequence[str]) -> None:
     """Names beside horizontal rows, the first on top."""
     axes.set_yticks(range(len(labels)), labels)
@@ -192,16 +197,15 @@ def rows_of(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def bars(
-    name: str,
-    title: str,
+    axes: Axes,
     labels: Sequence[object],
     words: tuple[str, str],
     height: Array,
-    low: Array | None = None,
-    high: Array | None = None,
+    low: Array,
+    high: Array,
     *,
-    colours: Sequence[str] = (),
-    counts: Iterable[int] = (),
+    colours: Sequence[str],
+    counts: Sequence[int],
 ) -> str:
     """Bars with their intervals; the highest bar sets the scale, not the widest interval.
 
@@ -209,39 +213,33 @@ def bars(
         words: under the bars, beside them.
         height: [N]; NaN: no bar. ``low`` and ``high`` likewise, NaN where there is no interval.
         counts: how many each bar stands for, above it.
+
+    Returns:
+        All heights, in words.
     """
-    x, paint = np.arange(len(height)), np.array(colours or [ACCENT] * len(height))
-    none = np.full(len(height), np.nan)
-    low, high = none if low is None else low, none if high is None else high
-    with drawing() as (figure, axes):
-        for colour in dict.fromkeys(paint):
-            tops = np.nan_to_num(height)[paint == colour]
-            rectangles(axes, x[paint == colour] - 0.35, 0.0, 0.7, tops, facecolor=str(colour))
-        margin = max(0.6, (5 - len(x)) / 2)  # a single bar does not fill the drawing
-        axes.set_xlim(-margin, len(x) - 1 + margin)
-        known = ~np.isnan(low) & ~np.isnan(high)
-        at, ends = x[known], (low[known], high[known])
-        segments(axes, (at, at), ends, color=INK, linewidth=1)
-        for end in ends if len(x) <= CROWDED else ():
-            segments(axes, (at - 0.09, at + 0.09), (end, end), color=INK, linewidth=1)
-        top = max(float(np.nanmax(height)), 1e-12)
-        reach = float(ends[1].max()) if known.any() else top
-        axes.set_ylim(0, 1.15 * min(max(top, reach), 1.6 * top))
-        _counts(axes, np.fmax(height, high), counts)
-        ticks(axes.xaxis, labels)
-        axes.set_xlabel(words[0])
-        axes.set_ylabel(words[1])
-        pairs = zip(labels, height, strict=True)
-        values = (f"{label} {number(value)}" for label, value in pairs if np.isfinite(value))
-        return to_svg(figure, name, f"{title}; {words[1]}: {', '.join(values)}")
-
-
-def _counts(axes: Axes, tops: Array, counts: Iterable[int]) -> None:
-    """The number of tokens above every bar and its interval; none where there is no bar."""
-    ceiling = axes.get_ylim()[1]
-    for x, (top, count) in enumerate(zip(tops, counts, strict=False)):
-        cut = top > 0.93 * ceiling  # the interval leaves the drawing: beside it, not on it
-        left, up = (x + 0.05, 0.945 * ceiling) if cut else (x, top + 0.015 * ceiling)
-        if np.isfinite(top):
+    x, paint = np.arange(len(height)), np.array(colours)
+    for colour in dict.fromkeys(paint):
+        tops = np.nan_to_num(height)[paint == colour]
+        rectangles(axes, x[paint == colour] - 0.35, 0.0, 0.7, tops, facecolor=str(colour))
+    margin = max(0.6, (5 - len(x)) / 2)  # a single bar does not fill the drawing
+    axes.set_xlim(-margin, len(x) - 1 + margin)
+    known = ~np.isnan(low) & ~np.isnan(high)
+    at, ends = x[known], (low[known], high[known])
+    segments(axes, (at, at), ends, color=INK, linewidth=1)
+    for end in ends if len(x) <= CROWDED else ():
+        segments(axes, (at - 0.09, at + 0.09), (end, end), color=INK, linewidth=1)
+    top = max(float(np.nanmax(height)), 1e-12)
+    reach = float(ends[1].max()) if known.any() else top
+    ceiling = 1.15 * min(max(top, reach), 1.6 * top)
+    axes.set_ylim(0, ceiling)
+    for place, (end, count) in enumerate(zip(np.fmax(height, high), counts, strict=True)):
+        cut = end > 0.93 * ceiling  # the interval leaves the drawing: beside it, not on it
+        left, up = (place + 0.05, 0.945 * ceiling) if cut else (place, end + 0.015 * ceiling)
+        if np.isfinite(end):
             side = "left" if cut else "center"
             axes.text(left, up, thousands(count), ha=side, color=FAINT, fontsize=9.5)
+    ticks(axes.xaxis, labels)
+    axes.set_xlabel(words[0])
+    axes.set_ylabel(words[1])
+    pairs = zip(labels, height, strict=True)
+    return ", ".join(f"{label} {number(value)}" for label, value in pairs if np.isfinite(value))

@@ -13,6 +13,7 @@ import pytest
 from mismatch.engines.artefacts import build_rollout, build_routing, response_rewards
 from mismatch.engines.base import Capabilities, ExpertLayout, Sample
 from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info, require_model
+from mismatch.engines.turns import starting
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.processes.workers.engine import (
     REASONS,
@@ -43,7 +44,7 @@ SAMPLES = [[sample(8, 2), sample(9)], [sample(2), sample(8, 8, 2)]]
 
 def rollout() -> Rollout:
     spec = RolloutSpec(sampling=Sampling(samples_per_prompt=2))
-    return build_rollout(PROMPTS, SAMPLES, spec, {"engine": "x", "weights": {"a": [1]}})
+    return build_rollout(starting(PROMPTS, SAMPLES), spec, {"engine": "x", "weights": {"a": [1]}})
 
 
 def test_samples_become_one_flat_rollout() -> None:

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from mismatch.reports import packing
-from mismatch.reports.figures import comparable
+from mismatch.reports.contrasts import comparable
 from mismatch.reports.html import to_html
 from mismatch.reports.packing import EXACT, LONGEST, Packed, pack
 from mismatch.reports.sections.explorer import notes, of_tokens

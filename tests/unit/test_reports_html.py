@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch.reports import figures
 from mismatch.reports.html import to_html
+from mismatch.reports.sections import tokens as figures
 from mismatch.types import Check
 from tests.reports_fixture import (
     HOSTILE,

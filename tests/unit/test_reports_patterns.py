@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch.reports.figures import comparable
+from mismatch.reports.contrasts import comparable
 from mismatch.reports.section import Cell, Excerpt
 from mismatch.reports.sections.patterns import of_tokens, worst_tokens
 from tests.reports_fixture import make_empty_report, make_report, make_tokens

@@ -12,7 +12,7 @@ import pytest
 
 from mismatch.analysis.comparison import compare
 from mismatch.metrics.routing_pairs import RouterNoise
-from mismatch.reports.figures import comparable
+from mismatch.reports.contrasts import comparable
 from mismatch.reports.formatting import thousands
 from mismatch.reports.section import Figure, Section
 from mismatch.reports.sections import routing

@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch.reports import figures
-from mismatch.reports.contrasts import late, unlikely
-from mismatch.reports.figures import comparable
+from mismatch.reports.contrasts import comparable, late, unlikely
+from mismatch.reports.sections import tokens as figures
 from mismatch.reports.sections.tokens import of_tokens, places
 from tests.reports_fixture import make_empty_report, make_report, make_tokens
 
@@ -112,10 +111,10 @@ def test_the_histogram_tells_before_and_after_the_best_fix() -> None:
 
 
 def test_the_noise_floor_is_drawn_where_passes_that_should_agree_end() -> None:
-    tokens = figures.comparable(make_tokens())
-    assert "noise floor" in figures.histogram(tokens, 0.05)
-    assert "noise floor" not in figures.histogram(tokens, 0.0)
-    assert "noise floor" not in figures.histogram(tokens, None)
+    tokens = comparable(make_tokens())
+    assert "noise floor" in figures.histogram(tokens, 0.05).draw()
+    assert "noise floor" not in figures.histogram(tokens, 0.0).draw()
+    assert "noise floor" not in figures.histogram(tokens, None).draw()
     assert "noise floor" in of_tokens(make_report(), make_tokens()).figures[0].draw()
 
 
@@ -129,4 +128,4 @@ def test_the_scatter_says_how_far_sure_and_unlikely_tokens_are_off() -> None:
         "Median |delta| 0.300 nats at p < 0.1, 0.00200 at p ≥ 0.9"
     )
     assert figures.off_by_class(tokens[:8]) == "Median |delta| 0.151 nats"
-    assert "<svg" in figures.logprobs(tokens.assign(train_logprob=-99.0))
+    assert "<svg" in figures.logprobs(tokens.assign(train_logprob=-99.0)).draw()

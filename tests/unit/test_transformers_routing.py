@@ -10,6 +10,7 @@ import torch
 
 from mismatch.engines.artefacts import build_rollout, decode_routing
 from mismatch.engines.transformers.engine import TransformersEngine
+from mismatch.engines.turns import starting
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import Sampling
@@ -24,8 +25,9 @@ def test_sampling_uses_the_experts_of_a_plain_forward(family: str, tmp_path: Pat
     spec = EngineSpec("transformers", str(families.write(family, tmp_path)), dtype="fp32")
     with TransformersEngine(spec, LAW, 16) as engine:
         samples = engine.generate(PROMPTS, lambda *_: None)
-        rollout = build_rollout(PROMPTS, samples, RolloutSpec(spec, sampling=LAW), {})
-        routing = decode_routing(engine, samples, rollout)
+        trajectories = starting(PROMPTS, samples)
+        rollout = build_rollout(trajectories, RolloutSpec(spec, sampling=LAW), {})
+        routing = decode_routing(engine, trajectories, rollout)
         layers = tuple(layer.index for layer in engine._moe)
         assert routing is not None
         assert routing.layers == layers == families.trial(family).layers

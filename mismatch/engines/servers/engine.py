@@ -17,6 +17,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    requests_of,
     require_ids,
     require_starts,
     sample_seed,
@@ -127,11 +128,14 @@ class ServerEngine:
         if self._journal is not None:
             self._journal.discard()
 
-    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
-        """Job ``p * samples_per_prompt + s``, whichever server answers it and when."""
+    def generate(
+        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
+    ) -> list[list[Sample]]:
+        """Each of a turn's requests, whichever server answers it and when."""
         require_ids(prompts, self.info.vocab_size)
-        per_prompt = self.sampling.samples_per_prompt
-        total = len(prompts) * per_prompt
+        requests = requests_of(len(prompts), self.sampling, turn)
+        total = len(requests)
+        per_prompt = total // len(prompts)
         samples: dict[int, Sample] = {}
         if self._journal is not None and self._journal.samples:
             samples = {job: s for job, s in self._journal.samples.items() if job < total}
@@ -142,7 +146,7 @@ class ServerEngine:
         self._sent = settings = first.api.settings(self.sampling, self.info.stop_ids)
 
         def ask(server: Server, job: int) -> Answer:
-            ids, seed = prompts[job // per_prompt], self._seed(server, *divmod(job, per_prompt))
+            ids, seed = prompts[requests[job][0]], self._seed(server, *requests[job])
             layout = self.group.layout if server.routes else None
             answer = server.api.generate(ids, settings, seed, layout)
             if answer.identity != server.facts.configuration:

@@ -22,6 +22,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    requests_of,
     require_ids,
     sample_seed,
 )
@@ -119,11 +120,13 @@ class SglangEngine:
 
     # ------------------------------------------------------------ decode
 
-    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
+    def generate(
+        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
+    ) -> list[list[Sample]]:
         require_ids(prompts, self.info.vocab_size)
-        per_prompt = self.sampling.samples_per_prompt
         self._sent = wire.sampling_parameters(self.sampling, self.info.stop_ids)
-        jobs = [(p, s) for p in range(len(prompts)) for s in range(per_prompt)]
+        jobs = requests_of(len(prompts), self.sampling, turn)
+        per_prompt = len(jobs) // len(prompts)
         bodies = [self._body(prompts[p], p, s) for p, s in jobs]
         answers = self._run(bodies, progress)
         samples = [

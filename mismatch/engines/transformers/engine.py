@@ -22,6 +22,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    requests_of,
     require_starts,
     sample_seed,
 )
@@ -190,24 +191,27 @@ class TransformersEngine:
 
     # ------------------------------------------------------------ decode
 
-    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
+    def generate(
+        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
+    ) -> list[list[Sample]]:
         import torch
 
-        total = len(prompts) * self.sampling.samples_per_prompt
+        jobs = requests_of(len(prompts), self.sampling, turn)
+        samples = [sample for context, sample in jobs if context == 0]
         done: dict[tuple[int, int], Sample] = {}
         tokens = 0
         with torch.inference_mode():
-            for group in self._groups(prompts):
-                for job, sample in self._decode([prompts[p] for p in group], group):
+            for group in self._groups(prompts, len(samples)):
+                rows = [(p, s) for p in group for s in samples]
+                for job, sample in self._decode([prompts[p] for p in group], rows):
                     done[job] = sample
                     tokens += len(sample.token_ids)
-                    progress(len(done), total, tokens)
-        samples = range(self.sampling.samples_per_prompt)
+                    progress(len(done), len(jobs), tokens)
         return [[done[p, s] for s in samples] for p in range(len(prompts))]
 
-    def _groups(self, prompts: Sequence[list[int]]) -> Iterator[list[int]]:
+    def _groups(self, prompts: Sequence[list[int]], count: int) -> Iterator[list[int]]:
         """Prompts that decode together: of one length, with at most max_num_seqs samples."""
-        width = max(1, int(self.options["max_num_seqs"]) // self.sampling.samples_per_prompt)
+        width = max(1, int(self.options["max_num_seqs"]) // count)
         by_length: dict[int, list[int]] = {}
         for index, ids in enumerate(prompts):
             by_length.setdefault(len(ids), []).append(index)
@@ -216,18 +220,17 @@ class TransformersEngine:
                 yield same[start : start + width]
 
     def _decode(
-        self, prompts: list[list[int]], indices: list[int]
+        self, prompts: list[list[int]], jobs: list[tuple[int, int]]
     ) -> Iterator[tuple[tuple[int, int], Sample]]:
         """Sample all continuations of prompts of one length; each as soon as it ends."""
         import torch
         from transformers import DynamicCache
 
-        count = self.sampling.samples_per_prompt
+        count = len(jobs) // len(prompts)
         cache = DynamicCache(config=self.model.config)
         logits, routed = self._forward(torch.tensor(prompts, device=self.device), cache)
         cache.batch_repeat_interleave(count)
         logits = logits.repeat_interleave(count, dim=0)
-        jobs = [(prompt, sample) for prompt in indices for sample in range(count)]
         rows = [Row.seeded(self.sampling.seed, job, self.first_prompt) for job in jobs]
         if routed is not None:
             routed = routed.repeat(count, axis=0)

@@ -20,6 +20,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    requests_of,
     require_starts,
     sample_seed,
 )
@@ -109,9 +110,11 @@ class VllmEngine:
 
     # ------------------------------------------------------------ decode
 
-    def generate(self, prompts: Sequence[list[int]], progress: Progress) -> list[list[Sample]]:
-        per_prompt = self.sampling.samples_per_prompt
-        jobs = [(p, s) for p in range(len(prompts)) for s in range(per_prompt)]
+    def generate(
+        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
+    ) -> list[list[Sample]]:
+        jobs = requests_of(len(prompts), self.sampling, turn)
+        per_prompt = len(jobs) // len(prompts)
         params = [self._params(prompt, sample) for prompt, sample in jobs]
         on_cpu = self._capture and is_cpu_build()
         if on_cpu:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,8 +46,10 @@ from mismatch.engines.distribution_capture import Wanted, build_distributions, r
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
 from mismatch.engines.replicas import make_engine
+from mismatch.engines.turns import Trajectory, play, starting
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
+from mismatch.prompts.environments import Environment, Replies, built_in
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import resume, store
@@ -114,6 +116,8 @@ class Ready:
     tokenizer: Any
     info: ModelInfo
     capabilities: Capabilities
+    longest: int
+    environment: Callable[[Prompt], Environment] | None
 
 
 def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
@@ -132,11 +136,12 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
     require_vocabulary(tokenizer, info, spec.engine.model)
     ids = render_prompts(prompts, tokenizer, info.vocab_size)
     longest = require_context(spec, prompts, ids, info)
+    ready = Ready(prompts, ids, tokenizer, info, capabilities, longest, environment_class(spec))
     making = make_engine(kind, in_form(spec.engine), spec.sampling, longest)
-    with making as engine, journalled(engine, capabilities, run_dir, spec):
+    with making as engine, journalled(engine, ready, run_dir, spec):
         report_ready()
         if not resume.rollout_done(run_dir, spec):
-            sample(run_dir, spec, engine, Ready(prompts, ids, tokenizer, info, capabilities))
+            sample(run_dir, spec, engine, ready)
         report_timing(SAMPLED, time.monotonic() - start)
         if not wants_prefill(spec, capabilities):
             return
@@ -212,11 +217,12 @@ def read_cache(
 
 
 @contextmanager
-def journalled(
-    engine: Engine, capabilities: Capabilities, run_dir: Path, spec: RolloutSpec
-) -> Iterator[None]:
-    """Have an engine that may go away save every sequence at once, until all is done."""
-    if not capabilities.journals:
+def journalled(engine: Engine, ready: Ready, run_dir: Path, spec: RolloutSpec) -> Iterator[None]:
+    """Have an engine that may go away save every sequence at once, until all is done.
+
+    Sequences of several turns are not saved before their end.
+    """
+    if not ready.capabilities.journals or ready.environment is not None:
         yield
         return
     keeping = cast(Journaling, engine)
@@ -240,20 +246,26 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     Raises:
         CorruptCapture: the routed experts cannot be true; tokens and logprobs are saved by then.
     """
-    watching = watch(engine, spec) if ready.capabilities.distributions else None
+    distributions = ready.capabilities.distributions and ready.environment is None
+    watching = watch(engine, spec) if distributions else None
     with timed("generate"):
         samples = engine.generate(ready.ids, Reporter("rollout"))
-    require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
+        require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
+        trajectories = starting(ready.ids, samples)
+        replies = further_turns(engine, spec, trajectories, ready)
+    rewards = None if replies is None else replies.rewards()
     fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info)
     fingerprint["not_tested"] = [
         *fingerprint.get("not_tested", ()),
         *not_tested(spec, ready.capabilities),
+        *([] if replies is None else untested_turns(spec, replies)),
     ]
     fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
-    rollout = build_rollout(ready.ids, samples, spec, fingerprint)
-    rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)
+    rollout = build_rollout(trajectories, spec, fingerprint)
+    if rewards is None:
+        rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)
     rollout = replace(rollout, rewards=rewards)
-    decode = decode_scoring(engine, samples, rollout, fingerprint)
+    decode = decode_scoring(engine, trajectories, rollout, fingerprint)
     if watching is not None:
         decode = with_distributions(watching, decode, rollout, ready.info.vocab_size)
     ids = np.union1d(rollout.token_ids, likely_ids(decode.distributions))
@@ -262,10 +274,68 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     store.save_vocabulary(run_dir, texts)
     if ready.capabilities.routed_experts:
         try:
-            decode = with_routes(engine, samples, decode, rollout)
+            decode = with_routes(engine, trajectories, decode, rollout)
         except CorruptCapture as error:
             raise keep_without_routes(run_dir, decode, rollout, error) from error
     store.save_scoring(run_dir, decode, rollout, made_by=spec)
+
+
+def environment_class(spec: RolloutSpec) -> Callable[[Prompt], Environment] | None:
+    """What makes a sequence's environment; None: every sequence has one turn.
+
+    Raises:
+        MismatchError: no environment of that name, or a class that cannot be imported.
+    """
+    name = spec.prompts.environment
+    if name is None:
+        return None
+    shipped = built_in(name)
+    if shipped is not None:
+        return shipped
+    from mismatch.training.user_kernels import load_function
+
+    return load_function(name)[0]
+
+
+def further_turns(
+    engine: Engine, spec: RolloutSpec, trajectories: Sequence[Trajectory], ready: Ready
+) -> Replies | None:
+    """Let the environment reply and the engine answer; what the environment did, if there is one.
+
+    The trajectories grow in place.
+    """
+    if ready.environment is None:
+        return None
+    replies = Replies(
+        ready.environment,
+        [ready.prompts[trajectory.prompt] for trajectory in trajectories],
+        ready.tokenizer,
+        ready.info.stop_ids,
+        ready.info.vocab_size,
+        spec.prompts.max_observation_tokens,
+    )
+    play(
+        engine,
+        trajectories,
+        lambda number, responses: replies(number, responses[-1].token_ids),
+        most_turns=spec.prompts.max_turns,
+        longest=ready.longest,
+        max_tokens=spec.sampling.max_tokens,
+        progress=Reporter("rollout"),
+    )
+    return replies
+
+
+def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[str]:
+    """What is missing where an environment replies, one sentence each."""
+    name = spec.prompts.environment
+    if spec.exact_kl:
+        yield f"{spec.engine.engine}: exact KL: not taken in sequences of several turns"
+    for reason, count in replies.ended.items():
+        yield f"{name}: the rest of {count} sequences: the environment failed ({reason})"
+    if replies.cut:
+        most = spec.prompts.max_observation_tokens
+        yield f"{name}: whole replies: {replies.cut} were cut to --max-observation-tokens {most}"
 
 
 def watch(engine: Engine, spec: RolloutSpec) -> Watching | None:
@@ -293,23 +363,23 @@ def with_distributions(
 
 
 def with_routes(
-    engine: Engine, samples: Sequence[Sequence[Sample]], decode: Scoring, rollout: Rollout
+    engine: Engine, trajectories: Sequence[Trajectory], decode: Scoring, rollout: Rollout
 ) -> Scoring:
     """The scoring with its routed experts, or with the reason why the engine has none.
 
     Raises:
         CorruptCapture: as :func:`decode_routing`.
     """
-    if not never_written(samples):
-        return replace(decode, routing=decode_routing(engine, samples, rollout))
+    if not never_written(trajectories):
+        return replace(decode, routing=decode_routing(engine, trajectories, rollout))
     reason = f"{engine.name}: routed experts: {NEVER_WRITTEN}"
     missing = [*decode.fingerprint["not_tested"], reason]
     return replace(decode, fingerprint=decode.fingerprint | {"not_tested": missing})
 
 
-def never_written(samples: Sequence[Sequence[Sample]]) -> bool:
+def never_written(trajectories: Sequence[Trajectory]) -> bool:
     """Whether every id of every sequence is 0: a buffer that the MoE kernel does not fill."""
-    routed = [sample.routed for group in samples for sample in group]
+    routed = [sample.routed for trajectory in trajectories for sample in trajectory.responses]
     several = any(rows is not None and rows.shape[-1] > 1 for rows in routed)
     return several and all(rows is not None and not rows.any() for rows in routed)
 
@@ -391,15 +461,17 @@ def require_context(
 ) -> int:
     """Length of the longest sequence that may come, in tokens.
 
+    Turns that would exceed the context are not played.
+
     Raises:
-        MismatchError: a prompt, or a prompt and its response, exceed the context (prompt named).
+        MismatchError: a prompt (named), or it and its first response, exceed the context.
     """
     index = max(range(len(ids)), key=lambda i: len(ids[i]))
     prompt, origin = len(ids[index]), prompts[index].origin
-    longest = prompt + spec.sampling.max_tokens
+    longest, all_turns = prompt + spec.sampling.max_tokens, prompt + spec.most_after_prompt
     limit = spec.engine.max_model_len or info.context
     if limit is None:
-        return longest
+        return all_turns
     # Rescoring asks the engine to sample one token more than the sequence has.
     room = limit - (1 if spec.engine.prefill else 0)
     if prompt >= room:
@@ -413,7 +485,7 @@ def require_context(
             f"it exceeds the context of {limit}",
             f"use --max-tokens {room - prompt} or fewer, or raise --max-model-len",
         )
-    return longest
+    return min(all_turns, room)
 
 
 def require_vocabulary(tokenizer: Any, info: ModelInfo, model: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mismatch.analysis.diagnosis.catalogue import title_of
 from mismatch.experiments.explanation import GONE, STAYS, Experiment, Explanation
 from mismatch.reports.formatting import line, number, percent, plural, text
-from mismatch.reports.section import Cell, Column, Section, Table, Value
+from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.types import Report
 
 LEAD = (
@@ -13,14 +13,6 @@ LEAD = (
     f"confirmed (more than {percent(GONE)} of it, by the whole interval); where it stays (less "
     f"than {percent(STAYS)}), they are ruled out. The order is that of the information expected "
     "per second."
-)
-COLUMNS = (
-    Column("experiment", text),
-    Column("", text, detail="what it says"),
-    Column("side", text, 2, detail="at fault, if it confirms"),
-    Column("gone", percent, interval=1, detail="share of mean |delta|"),
-    Column("seconds", number, 2),
-    Column("causes", text, 3, detail="that it takes out"),
 )
 
 
@@ -31,10 +23,8 @@ def section(result: Explanation, report: Report) -> Section:
         id="explain",
         title="Experiments",
         lead=LEAD,
-        sentences=tuple(told),
-        tables=(Table(COLUMNS, tuple(map(_row, result.experiments))),)
-        if result.experiments
-        else (),
+        sentences=told,
+        tables=(Table.of(COLUMNS, result.experiments),),
         short=" ".join(told),
     )
 
@@ -47,12 +37,8 @@ def sentences(result: Explanation) -> list[str]:
         f"{plural(len([e for e in result.experiments if e.seconds is not None]), 'experiment')}, "
         f"{result.seconds:.0f} s"
     )
-    words = []
-    if result.confirmed:
-        words.append(f"Confirmed: {_names(result.confirmed)}")
-    else:
-        words.append("No cause was confirmed")
-    words[0] += f" ({cost})."
+    confirmed = f"Confirmed: {_names(result.confirmed)}"
+    words = [f"{confirmed if result.confirmed else 'No cause was confirmed'} ({cost})."]
     if result.ruled_out:
         words.append(f"Ruled out: {_names(result.ruled_out)}.")
     words += [
@@ -67,17 +53,6 @@ def _names(ids: tuple[str, ...]) -> str:
     return "; ".join(f"{line(title_of(id)).rstrip('.').lower()} ({id})" for id in ids)
 
 
-def _row(one: Experiment) -> tuple[Cell | Value, ...]:
-    return (
-        Cell(one.id, "code", note="" if one.same_tokens else "sampled anew"),
-        Cell(one.outcome, "strong" if one.outcome == "confirmed" else "", note=_note(one)),
-        one.side,
-        one.gone,
-        one.seconds,
-        ", ".join(one.tests),
-    )
-
-
 def _note(one: Experiment) -> str:
     """Why it was not made, or what it measured beside the share that is gone."""
     if one.reason:
@@ -87,3 +62,21 @@ def _note(one: Experiment) -> str:
         f" ({item.normal})"
         for item in one.evidence
     )
+
+
+def _outcome(one: Experiment) -> Cell:
+    return Cell(one.outcome, "strong" if one.outcome == "confirmed" else "", _note(one))
+
+
+def _experiment(one: Experiment) -> Cell:
+    return Cell(one.id, "code", "" if one.same_tokens else "sampled anew")
+
+
+COLUMNS = (
+    Column("experiment", text, of=_experiment),
+    Column("", text, detail="what it says", of=_outcome),
+    Column("side", text, 2, detail="at fault, if it confirms", of="side"),
+    Column("gone", percent, interval=1, detail="share of mean |delta|", of="gone"),
+    Column("seconds", number, 2, of="seconds"),
+    Column("causes", text, 3, detail="that it takes out", of=lambda one: ", ".join(one.tests)),
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mismatch.reports.figures import comparable
+from mismatch.reports.contrasts import comparable
 from mismatch.reports.formatting import count, plural
 from mismatch.reports.packing import EXACT, OPTIONAL, Packed, pack
 from mismatch.reports.section import Section, Widget

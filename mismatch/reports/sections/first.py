@@ -10,7 +10,17 @@ from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.pages import settings_of
 from mismatch.metrics.forecast import Forecast
-from mismatch.reports.formatting import alike, bound, count, interval, line, percent, plural, times
+from mismatch.reports.formatting import (
+    alike,
+    bound,
+    capital,
+    count,
+    interval,
+    line,
+    percent,
+    plural,
+    times,
+)
 from mismatch.reports.section import Answer, Block
 from mismatch.reports.sections import normal, square
 from mismatch.reports.summary import checks, headline, in_plain_words, judged_rows, untested
@@ -27,7 +37,7 @@ def lead(report: Report) -> str:
     if causes and causes.ranked:
         return f"{line(title_of(causes.ranked[0].id)).rstrip('.')}."
     if failed:
-        return _capital(f"{line(failed[0].detail).rstrip('.')}.")
+        return capital(f"{line(failed[0].detail).rstrip('.')}.")
     if report.verdict.status == "healthy":
         return "Engine and trainer agree within the healthy bounds."
     return in_plain_words(report)
@@ -157,7 +167,7 @@ def _training(report: Report) -> str:
         parts.append(
             at + (f"below {percent(floor)}" if kept <= floor * (1 + 1e-9) else percent(kept))
         )
-    return _capital("; ".join(parts)) + "." if parts else ""
+    return capital("; ".join(parts)) + "." if parts else ""
 
 
 def _sure(report: Report) -> str:
@@ -184,7 +194,7 @@ def _checks(report: Report) -> str:
     for status in ("failed", "inconclusive", "warning"):
         names = [line(check.id) for check in checks(report, status)]
         said += [f"{status}: {', '.join(names)}"] if names else []
-    return _capital("; ".join(said)) + "." if said else ""
+    return capital("; ".join(said)) + "." if said else ""
 
 
 def _untested(report: Report) -> str:
@@ -192,7 +202,3 @@ def _untested(report: Report) -> str:
     names = [NotTested.fields_of(reason)[0] for reason in untested(report)]
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}." if names else ""
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -6,15 +6,14 @@ Fixes of the loss are listed apart: they change weights and no log-probability, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from mismatch.analysis.corrections.types import Corrections
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import (
     RANKED_BY,
-    EstimatorFix,
     FixOutcome,
     FixTable,
     check_command,
@@ -36,13 +35,16 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import Block, Cell, Column, Figure, Section, Table, Tone, Value
+from mismatch.reports.section import Block, Cell, Cells, Column, Figure, Section, Table, Tone
 from mismatch.reports.sections.corrections import recipe_block
-from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, rows_of, to_svg
-from mismatch.types import Estimate, Report, Verdict
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, rows_of
+from mismatch.types import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 K3, MEAN = RANKED_BY
-TAIL, ROUTES = "logprob_abs_diff_p999", "routing_disagree_layer"
+SIZES = (MEAN, "logprob_abs_diff_p999", "routing_disagree_layer")
 LEAD = "Each fix applied and measured again; no importance weights. Changes below 0 are better."
 ON_LOSS = (
     "They change weights and no log-probability: no “after”, no rank among the fixes, no better "
@@ -93,29 +95,33 @@ LOSSES = (
 def section(result: FixTable, report: Report) -> Section:
     """Each fix with k3 and verdict after, best first; how to use it; what was not measured."""
     rows = [outcome for outcome in result.outcomes if outcome.measured]
-    tables: tuple[Table, ...] = ()
-    numbers = Section("fixes-numbers", "Every number, intervals and p-values", LEAD)
+    tried: list[Cells] = []
+    numbers: list[Cells] = []
     if rows:
-        before = rows[0].before
-        verdict = result.verdict_as_is or report.verdict
-        now = "without", None, before.get(K3), None, verdict.status
-        tables = (Table(TRIED, (now, *(_tried(result, row) for row in rows))),)
-        was = "without", *_values(before), *[None] * (len(NUMBERS) - 4)
-        more = Table(NUMBERS, (was, *(_numbers(row) for row in rows)))
-        numbers = replace(numbers, tables=(more,), notes=(result.method,))
+        before, verdict = rows[0].before, result.verdict_as_is or report.verdict
+        tried.append(("without", None, before.get(K3), None, verdict.status))
+        numbers.append(("without", *map(before.get, SIZES), *[None] * (len(NUMBERS) - 4)))
+    tried += [_tried(result, row) for row in rows]
+    numbers += [_numbers(row) for row in rows]
+    left = [(row.id, row.reason) for row in result.outcomes if not row.measured]
+    others = Table((Column("fix", text), Column("not measured, because", text)), left)
+    losses = Table(LOSSES, _losses(result, report.result("corrections")))
+    every = "Every number, intervals and p-values"
+    notes = (result.method,) if rows else ()
     return Section(
         id="fixes",
         title="Fixes tried",
-        sentences=tuple(sentences(result)),
-        tables=tables,
-        figures=_figures(result, rows, report),
-        parts=(numbers, _losses(result, report), *_settings(result), _others(result)),
+        sentences=sentences(result),
+        tables=(Table(TRIED, tried),),
+        figures=_figures(rows, report),
+        parts=(
+            Section("fixes-numbers", every, LEAD, tables=(Table(NUMBERS, numbers),), notes=notes),
+            Section("fixes-loss", "Fixes of the loss", ON_LOSS, tables=(losses,)),
+            *_settings(result),
+            Section("fixes-others", "Not measured", tables=(others,), notes=result.left_out),
+        ),
         folded=False,
     )
-
-
-def _values(metrics: Mapping[str, Estimate]) -> tuple[Value, ...]:
-    return tuple(metrics.get(name) for name in (MEAN, TAIL, ROUTES))
 
 
 def _name(id: str) -> str:
@@ -123,7 +129,7 @@ def _name(id: str) -> str:
     return " + ".join(labels(id))
 
 
-def _tried(result: FixTable, row: FixOutcome) -> tuple[Cell | Value, ...]:
+def _tried(result: FixTable, row: FixOutcome) -> Cells:
     """Each by what it does, how much it removes, and the verdict with it."""
     word, tone = RESULTS[row.outcome]
     sure = {metric for metric, p in row.p_values.items() if p <= LEVEL}
@@ -139,12 +145,12 @@ def _tried(result: FixTable, row: FixOutcome) -> tuple[Cell | Value, ...]:
     )
 
 
-def _numbers(row: FixOutcome) -> tuple[Cell | Value, ...]:
+def _numbers(row: FixOutcome) -> Cells:
     """Each p-value stands beside the change that it is of; they are adjusted already."""
     about = "; ".join(part for part in (f"{KINDS[row.side]}: {row.summary}", row.flags) if part)
     return (
         Cell(_name(row.id), note=about),
-        *_values(row.after),
+        *map(row.after.get, SIZES),
         row.paired or row.difference or row.changes.get(K3),
         row.p_values.get(K3),
         row.changes.get(MEAN),
@@ -155,67 +161,61 @@ def _numbers(row: FixOutcome) -> tuple[Cell | Value, ...]:
     )
 
 
-def _figures(result: FixTable, rows: list[FixOutcome], report: Report) -> tuple[Figure, ...]:
+def _figures(rows: list[FixOutcome], report: Report) -> tuple[Figure, ...]:
     """k3 before and after each fix, where both are above 0 and there is more than one fix."""
     drawn = [row for row in rows if K3 in row.before and K3 in row.after]
     if len(drawn) < 2 or min(min(r.before[K3].value, r.after[K3].value) for r in drawn) <= 0:
         return ()
     lowest = min(drawn, key=lambda row: row.after[K3].value)
-    fall = _fall(lowest.before[K3].value, lowest.after[K3].value)
-    title = f"{lowest.id} gives the lowest k3: {fall}"
     tokens = plural(lowest.after[K3].n_tokens, "token")
-    caption = (
-        f"k3 in nats per token before (ring) and after (dot), {tokens}, 95 % intervals; log axis. "
-        "Dashed: healthy and unfit bounds."
-    )
-    return (Figure("fixes-k3", title, caption, lambda: _dots(drawn, report, title)),)
-
-
-def _dots(rows: list[FixOutcome], report: Report, title: str) -> str:
-    bounds = [
-        bound
-        for judgement in report.verdict.judgements
-        if judgement.metric == K3
-        for bound in (judgement.healthy, judgement.unfit)
-        if bound > 0
-    ]
-    with drawing(6.0, 1.0 + 0.33 * len(rows)) as (figure, axes):
-        for place, row in enumerate(rows):
-            before, after = row.before[K3], row.after[K3]
-            axes.plot([before.value, after.value], [place] * 2, color=FAINT, lw=1)
-            if after.low and after.high:
-                axes.plot([after.low, after.high], [place] * 2, color=ACCENT, lw=3)
-            axes.plot(before.value, place, "o", ms=7, mfc="none", mec=INK)
-            axes.plot(after.value, place, "o", ms=7, color=ACCENT)
-        for bound in bounds:
-            axes.axvline(bound, color=SECOND, lw=1.2, dashes=(4, 3))
-        axes.set(xscale="log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_formatter(lambda value, _: "")
-        rows_of(axes, [_name(row.id) for row in rows])
-        axes.set_xlabel("k3, nats per token (log)")
-        return to_svg(figure, "fixes-k3", title)
-
-
-def _losses(result: FixTable, report: Report) -> Section:
-    """The fixes of the loss; they are never ranked among the others."""
-    preview = report.result("corrections")
-    table = Table(LOSSES, tuple(_loss(fix, preview) for fix in result.estimators))
-    return Section("fixes-loss", "Fixes of the loss", ON_LOSS, tables=(table,))
-
-
-def _loss(fix: EstimatorFix, corrections: Corrections | None) -> tuple[Cell | Value, ...]:
-    previews = {preview.id: preview for preview in corrections.previews} if corrections else {}
-    preview = previews.get(fix.correction or "")
-    remark = HIDES if fix.hides else REMOVES_NOTHING
     return (
-        Cell(fix.id, "code"),
-        preview.label if preview else fix.summary,
-        preview.kept_tokens if preview else None,
-        preview.ess if preview else None,
-        preview.token.bias if preview and preview.token else None,
-        f"{remark}; {fix.reason}" if fix.reason else remark,
+        Figure(
+            "fixes-k3",
+            f"{lowest.id} gives the lowest k3: {_fall(lowest, K3)}",
+            f"k3 in nats per token before (ring) and after (dot), {tokens}, 95 % intervals; log "
+            "axis. Dashed: healthy and unfit bounds.",
+            partial(_dots, drawn, report),
+            (6.0, 1.0 + 0.33 * len(drawn)),
+        ),
     )
+
+
+def _dots(rows: list[FixOutcome], report: Report, axes: Axes) -> str:
+    for place, row in enumerate(rows):
+        before, after = row.before[K3], row.after[K3]
+        axes.plot([before.value, after.value], [place] * 2, color=FAINT, lw=1)
+        if after.low and after.high:
+            axes.plot([after.low, after.high], [place] * 2, color=ACCENT, lw=3)
+        axes.plot(before.value, place, "o", ms=7, mfc="none", mec=INK)
+        axes.plot(after.value, place, "o", ms=7, color=ACCENT)
+    for judgement in report.verdict.judgements:
+        for bound in (judgement.healthy, judgement.unfit):
+            if judgement.metric == K3 and bound > 0:
+                axes.axvline(bound, color=SECOND, lw=1.2, dashes=(4, 3))
+    axes.set(xscale="log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(lambda value, _: "")
+    rows_of(axes, [_name(row.id) for row in rows])
+    axes.set_xlabel("k3, nats per token (log)")
+    return ""
+
+
+def _losses(result: FixTable, corrections: Corrections | None) -> list[Cells]:
+    """The fixes of the loss; they are never ranked among the others."""
+    previews = {preview.id: preview for preview in corrections.previews} if corrections else {}
+    rows: list[Cells] = []
+    for fix in result.estimators:
+        preview = previews.get(fix.correction or "")
+        remark = HIDES if fix.hides else REMOVES_NOTHING
+        rows.append((
+            Cell(fix.id, "code"),
+            preview.label if preview else fix.summary,
+            preview.kept_tokens if preview else None,
+            preview.ess if preview else None,
+            preview.token.bias if preview and preview.token else None,
+            f"{remark}; {fix.reason}" if fix.reason else remark,
+        ))  # fmt: skip
+    return rows
 
 
 def command_of(row: FixOutcome) -> str:
@@ -244,20 +244,21 @@ def _settings(result: FixTable) -> Iterable[Section]:
         yield Section(f"fixes-settings-{place}", f"How to set {label}", blocks=blocks)
 
 
-def _others(result: FixTable) -> Section:
-    """What does not apply here, failed while it ran, or was left out; each with its reason."""
-    rows = tuple((row.id, row.reason) for row in result.outcomes if not row.measured)
-    tables = (Table((Column("fix", text), Column("not measured, because", text)), rows),)
-    notes = result.left_out
-    return Section("fixes-others", "Not measured", tables=tables, notes=notes)
-
-
 # ---------------------------------------------------------------- sentences
 
 
 def sentences(result: FixTable) -> list[str]:
     """What follows from the table, most useful first; never empty where fixes were tried."""
-    said = [*_best(result), *_worse(result), *_whose_verdict(result)]
+    said = _best(result, [row for row in result.outcomes if row.measured])
+    worse = [row.id for row in result.outcomes if row.outcome == "worse"]
+    if worse:
+        said.append(f"{', '.join(worse)} {'makes' if len(worse) == 1 else 'make'} it worse.")
+    before = result.verdict_as_is
+    if result.verdict == "after-fixes" and before is not None:
+        said.append(
+            f"The verdict of this report is that of a run with {result.best_together}. As it runs "
+            f"now: {before.status.upper()} – {before.reason}"
+        )
     failed = [
         row.id
         for row in result.outcomes
@@ -268,10 +269,17 @@ def sentences(result: FixTable) -> list[str]:
     return said
 
 
-def _best(result: FixTable) -> list[str]:
-    measured = [row for row in result.outcomes if row.measured]
+def _best(result: FixTable, measured: list[FixOutcome]) -> list[str]:
     if not measured:
-        return [_nothing_measured(result)]
+        ends = [f"{o.id} ({o.verdict_after.status})" for o in result.outcomes if o.verdict_after]
+        if not result.outcomes and result.estimators:
+            return ["Only fixes of the loss were asked for: they change no log-probability."]
+        if not ends:
+            return ["No fix could be measured; the reasons are below."]
+        return [
+            "There is nothing to compare with; runs that can be judged, and how they end: "
+            f"{', '.join(ends)}."
+        ]
     if result.best is None and result.best_together is None:
         many = len(measured)
         none = "The one fix that could be measured makes no"
@@ -303,30 +311,16 @@ def _confirmation(result: FixTable) -> list[str]:
     removes = "removes nothing that can be measured"
     if share is not None:
         removes = f"removes {percent(share.value)} ({interval(share, percent, ' to ')})"
-    measured = (
-        f"chosen on {plural(again.chosen_on, 'prompt')}, on the other {again.measured_on} it "
-        f"{removes} of mean |delta|"
-    )
+    chose = f"Not confirmed on held-out prompts: {again.chosen}"
     if again.confirmed:
-        return [f"Confirmed on held-out prompts: {again.chosen}, {measured}."]
-    if again.chosen != again.id:
-        return [
-            f"Not confirmed: half of the prompts choose {again.chosen} instead of {again.id}; "
-            f"{measured}."
-        ]
-    return [f"Not confirmed on held-out prompts: {again.chosen}, {measured}."]
-
-
-def _nothing_measured(result: FixTable) -> str:
-    if not result.outcomes and result.estimators:
-        return "Only fixes of the loss were asked for: they change no log-probability."
-    ends = [f"{o.id} ({o.verdict_after.status})" for o in result.outcomes if o.verdict_after]
-    if not ends:
-        return "No fix could be measured; the reasons are below."
-    return (
-        "There is nothing to compare with; runs that can be judged, and how they end: "
-        f"{', '.join(ends)}."
-    )
+        chose = f"Confirmed on held-out prompts: {again.chosen}"
+    elif again.chosen != again.id:
+        chose = f"Not confirmed: half of the prompts choose {again.chosen} instead of {again.id}"
+    return [
+        f"{chose}{', ' if again.confirmed or again.chosen == again.id else '; '}chosen on "
+        f"{plural(again.chosen_on, 'prompt')}, on the other {again.measured_on} it {removes} of "
+        "mean |delta|."
+    ]
 
 
 def _too_few(measured: list[FixOutcome]) -> list[str]:
@@ -346,46 +340,25 @@ def _too_few(measured: list[FixOutcome]) -> list[str]:
 
 def _effect(row: FixOutcome) -> str:
     parts = [
-        f"{name} {_fall(row.before[metric].value, row.after[metric].value)}"
+        f"{name} {_fall(row, metric)}"
         for name, metric in (("k3", K3), ("mean |delta|", MEAN))
         if metric in row.before and metric in row.after
     ]
-    share = row.removed.get(MEAN)
+    share, after = row.removed.get(MEAN), row.verdict_after
     if share is not None:
         parts.append(f"{percent(share.value)} of mean |delta| removed")
-    if row.verdict_after:
-        parts.append(f"the verdict with it: {row.verdict_after.status}{_open(row.verdict_after)}")
+    if after:
+        parts.append(f"the verdict with it: {after.status}")
+        side, fit = after.correctness, after.fitness  # of the two, fitness may be known
+        if side and fit and side.status == after.status == "inconclusive":
+            parts[-1] += f" (whether a side is broken was not measured again; fit: {fit.status})"
     return f"{row.id}. {'; '.join(parts)}."
 
 
-def _open(after: Verdict) -> str:
-    """What a verdict that correctness alone leaves open says of training."""
-    if after.correctness is None or after.fitness is None:
-        return ""
-    if after.correctness.status != "inconclusive" or after.status != "inconclusive":
-        return ""
-    return f" (whether a side is broken was not measured again; fit: {after.fitness.status})"
-
-
-def _fall(before: float, after: float) -> str:
+def _fall(row: FixOutcome, metric: str) -> str:
+    before, after = row.before[metric].value, row.after[metric].value
     write = alike((before, after))
     values = f"from {write(before)} to {write(after)}"
     if after <= 0 or before <= 0 or not before / after > 1.1:
         return values
     return f"{values} ({times(before / after)} less)"
-
-
-def _worse(result: FixTable) -> list[str]:
-    names = [row.id for row in result.outcomes if row.outcome == "worse"]
-    verb = "makes" if len(names) == 1 else "make"
-    return [f"{', '.join(names)} {verb} it worse."] if names else []
-
-
-def _whose_verdict(result: FixTable) -> list[str]:
-    if result.verdict != "after-fixes" or result.verdict_as_is is None:
-        return []
-    before = result.verdict_as_is
-    return [
-        f"The verdict of this report is that of a run with {result.best_together}. As it runs now: "
-        f"{before.status.upper()} – {before.reason}"
-    ]

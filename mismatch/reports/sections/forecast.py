@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from mismatch.metrics.forecast import Forecast, Row
 from mismatch.reports.formatting import (
@@ -15,9 +14,9 @@ from mismatch.reports.formatting import (
     percent,
     times,
 )
-from mismatch.reports.section import Cell, Column, Figure, Section, Table
-from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, to_svg
-from mismatch.types import Estimate, Report
+from mismatch.reports.section import Cell, Cells, Column, Figure, Section, Table
+from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND
+from mismatch.types import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,14 +53,14 @@ def section(result: Forecast, report: Report) -> Section:
         id="forecast",
         title="At a longer response",
         lead=LEAD,
-        sentences=tuple(said),
-        tables=(Table(COLUMNS, tuple(_row(result, row) for row in result.rows)),),
-        figures=_figures(result) if len(result.rows) > 1 else (),
+        sentences=said,
+        tables=(Table(COLUMNS, [_row(result, row) for row in result.rows]),),
+        figures=(_figure(result),) if len(result.rows) > 1 else (),
         short=said[0],
     )
 
 
-def _row(forecast: Forecast, row: Row) -> tuple[Cell | int | Estimate, ...]:
+def _row(forecast: Forecast, row: Row) -> Cells:
     at_floor = row.ess_untruncated.value <= forecast.floor * (1 + 1e-9)
     full = Cell(row.ess_untruncated, note="the floor, 1/N" if at_floor else "")
     return row.length, row.spread, row.ess, full, row.truncated, row.outside, row.geo_rejected
@@ -71,21 +70,18 @@ def sentences(forecast: Forecast) -> list[str]:
     """The same in words."""
     if forecast.missing:
         return [f"No forecast: {forecast.missing}."]
-    said = [_headline(forecast), *_reach(forecast)]
-    if any(r.ess_untruncated.value <= forecast.floor * (1 + 1e-9) for r in forecast.rows):
-        said.append(f"ESS floor: 1/{count(round(1 / forecast.floor))} ({percent(forecast.floor)}).")
-    return said + [f"Caution: {CAUTIONS[flag]}." for flag in forecast.flags if flag in CAUTIONS]
-
-
-def _headline(forecast: Forecast) -> str:
     last = forecast.rows[-1]
     between = interval(last.spread, to=" to ").replace(MISSING, "no interval")
-    return (
+    said = [
         f"At {count(last.length)} tokens the sequence log-ratio would spread by "
         f"{number(last.spread.value)} nats ({between}); full importance weights would leave an "
         f"ESS of {percent(last.ess_untruncated.value)}, geometric bounds of "
-        f"0.999 and 1.001 would reject {percent(last.geo_rejected.value)}."
-    )
+        f"0.999 and 1.001 would reject {percent(last.geo_rejected.value)}.",
+        *_reach(forecast),
+    ]
+    if any(r.ess_untruncated.value <= forecast.floor * (1 + 1e-9) for r in forecast.rows):
+        said.append(f"ESS floor: 1/{count(round(1 / forecast.floor))} ({percent(forecast.floor)}).")
+    return said + [f"Caution: {CAUTIONS[flag]}." for flag in forecast.flags if flag in CAUTIONS]
 
 
 def _reach(forecast: Forecast) -> list[str]:
@@ -112,54 +108,40 @@ def _signed(share: float) -> str:
     return f"{100 * share:+.0f} %"
 
 
-def _figures(forecast: Forecast) -> tuple[Figure, ...]:
-    return (
-        Figure(
-            "forecast-kept",
-            "What importance weights would keep",
-            "Effective size is the share of the sequences that importance weights leave in force. "
-            "Geometric rejection looks at the mean of delta, so it can fall with length; weights "
-            "of whole sequences only get worse.",
-            lambda: _kept(forecast),
-        ),
+def _figure(forecast: Forecast) -> Figure:
+    return Figure(
+        "forecast-kept",
+        "What importance weights would keep",
+        "Effective size is the share of the sequences that importance weights leave in force. "
+        "Geometric rejection looks at the mean of delta, so it can fall with length; weights of "
+        "whole sequences only get worse.",
+        partial(_kept, forecast),
     )
 
 
-def _kept(forecast: Forecast) -> str:
-    length = np.array([row.length for row in forecast.rows])
-    lines = (
-        ("effective size, ratios capped at 2", ACCENT, "-", [row.ess for row in forecast.rows]),
-        ("effective size, full ratios", INK, ":", [row.ess_untruncated for row in forecast.rows]),
-        ("rejected, geometric bounds", SECOND, "--", [row.geo_rejected for row in forecast.rows]),
-        ("outside [1/2, 2]", FAINT, "-.", [row.outside for row in forecast.rows]),
-    )
-    with drawing() as (figure, axes):
-        first = lines[0][3]
-        low = 100 * np.array([_end(estimate, "low") for estimate in first])
-        high = 100 * np.array([_end(estimate, "high") for estimate in first])
-        axes.fill_between(length, low, high, color=BAND, lw=0)
-        for label, color, style, estimates in lines:
-            values = [100 * estimate.value for estimate in estimates]
-            axes.plot(length, values, style, color=color, lw=1.8, label=label)
-        axes.set(xscale="log", ylim=(-3, 130))
-        axes.set_yticks([0, 25, 50, 75, 100])
-        _lengths(axes, forecast)
-        axes.set_ylabel("sequences, %")
-        axes.legend(loc="upper left", ncols=2, fontsize=9)
-        return to_svg(figure, "forecast-kept", "Effective sample size and rejection by length")
-
-
-def _lengths(axes: Axes, forecast: Forecast) -> None:
+def _kept(forecast: Forecast, axes: Axes) -> str:
+    rows = forecast.rows
+    length = [row.length for row in rows]
+    low = [100 * (row.ess.value if row.ess.low is None else row.ess.low) for row in rows]
+    high = [100 * (row.ess.value if row.ess.high is None else row.ess.high) for row in rows]
+    axes.fill_between(length, low, high, color=BAND, lw=0)
+    for label, color, style, estimates in (
+        ("effective size, ratios capped at 2", ACCENT, "-", [row.ess for row in rows]),
+        ("effective size, full ratios", INK, ":", [row.ess_untruncated for row in rows]),
+        ("rejected, geometric bounds", SECOND, "--", [row.geo_rejected for row in rows]),
+        ("outside [1/2, 2]", FAINT, "-.", [row.outside for row in rows]),
+    ):
+        values = [100 * estimate.value for estimate in estimates]
+        axes.plot(length, values, style, color=color, lw=1.8, label=label)
+    axes.set(xscale="log", ylim=(-3, 130))
+    axes.set_yticks([0, 25, 50, 75, 100])
     axes.axvline(forecast.longest, color=FAINT, lw=1, dashes=(4, 3))
-    ticks = [row.length for row in forecast.rows]
-    ticks = ticks[:-1][:: max(1, len(ticks) // 4)] + ticks[-1:]
+    ticks = length[:-1][:: max(1, len(length) // 4)] + length[-1:]
     if len(ticks) > 2 and ticks[-1] < 1.8 * ticks[-2]:
         del ticks[-2]
     axes.set_xticks(ticks, [count(tick) for tick in ticks])
     axes.xaxis.set_minor_formatter(lambda value, _: "")
     axes.set_xlabel("response length, tokens")
-
-
-def _end(estimate: Estimate, side: str) -> float:
-    end = getattr(estimate, side)
-    return estimate.value if end is None else float(end)
+    axes.set_ylabel("sequences, %")
+    axes.legend(loc="upper left", ncols=2, fontsize=9)
+    return "Effective sample size and rejection by length"

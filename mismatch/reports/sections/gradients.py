@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mismatch.experiments.gradients.analysis import KINDS
@@ -38,8 +39,8 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
-from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, rows_of, to_svg
+from mismatch.reports.section import Cell, Cells, Column, Figure, Section, Table, Tone, not_tested
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above, rows_of
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def section(result: GradientCheck, report: Report) -> Section:
         lead=f"{LEAD} {batch(result)}.",
         sentences=result.summary,
         figures=_figures(result),
-        notes=(*notes(result), LEGEND, *(f"Not tested: {reason}" for reason in result.not_tested)),
+        notes=(*notes(result), LEGEND, *not_tested(result.not_tested)),
         parts=parts,
         short=result.summary[0] if result.summary else "",
     )
@@ -128,29 +129,41 @@ def notes(made: GradientCheck) -> list[str]:
 def _part(made: GradientCheck, loss: Loss, folded: bool) -> Section:
     rows = [row for row in made.rows if row.loss == loss]
     baseline = made.row("baseline", loss)
+    own = [row for row in rows if not row.same_as]
     # A trainer that is the reference itself keeps its line: it is what the check is about.
     lines = [_row(row, baseline) for row in rows if row is baseline or not row.same_as]
+    columns = [Column(each.group, share) for each in (own[0].groups if own else ())]
+    by_group: list[Cells] = [(row.id, *map(_group, row.groups)) for row in own]
     groups = Section(
         f"gradients-{loss}-groups",
         "By group of parameters",
         "Relative error, and the angle, of each group's part of the gradient.",
-        tables=(_by_group([row for row in rows if not row.same_as]),),
+        tables=(Table((Column("gradient", text), *columns), by_group),),
         page_only=True,
     )
+    same: dict[str, list[str]] = {}  # whose gradient is another's, by whose it is
+    for row in rows:
+        if row.same_as and row is not baseline:
+            same.setdefault(row.same_as, []).append(row.id)
     title, lead = LOSS_WORDS[loss]
     return Section(
         f"gradients-{loss}",
         title,
         lead,
-        tables=(Table(COLUMNS, tuple(lines)),),
-        notes=tuple(_same([row for row in rows if row is not baseline])),
+        tables=(Table(COLUMNS, lines),),
+        notes=[
+            f"{joined(ids)}: the reference's gradient, of the same settings."
+            if source == "reference"
+            else f"{joined(ids)}: the gradient of {source}, whose coefficients are the same here."
+            for source, ids in same.items()
+        ],
         parts=(groups,),
         folded=folded,
         page_only=folded,
     )
 
 
-def _row(row: GradientRow, baseline: GradientRow | None) -> tuple[Cell | Value, ...]:
+def _row(row: GradientRow, baseline: GradientRow | None) -> Cells:
     whole = row.whole
     told = [f"{row.kind}: {row.label}"]
     if row.same_as == "reference":
@@ -181,24 +194,6 @@ def _verdict(row: GradientRow, baseline: GradientRow | None) -> tuple[Tone, str]
     return "dim", "no clear change"
 
 
-def _same(rows: list[GradientRow]) -> list[str]:
-    """Rows whose gradient is another's, by whose it is."""
-    sources = dict.fromkeys(row.same_as for row in rows if row.same_as)
-    return [_equal(one, [row.id for row in rows if row.same_as == one]) for one in sources]
-
-
-def _equal(source: str, names: list[str]) -> str:
-    if source == "reference":
-        return f"{joined(names)}: the reference's gradient, of the same settings."
-    return f"{joined(names)}: the gradient of {source}, whose coefficients are the same here."
-
-
-def _by_group(rows: list[GradientRow]) -> Table:
-    groups = [] if not rows else [one.group for one in rows[0].groups]
-    columns = (Column("gradient", text), *(Column(group, share) for group in groups))
-    return Table(columns, tuple((row.id, *map(_group, row.groups)) for row in rows))
-
-
 def _group(one: GroupError) -> Cell:
     if one.relative_error is None:
         return Cell(None)
@@ -222,14 +217,19 @@ def _figures(made: GradientCheck) -> tuple[Figure, ...]:
     """Those that the rows of one loss allow."""
     loss = main_loss(made)
     rows = [row for row in made.rows if row.loss == loss and not row.same_as]
-    directions = Figure(
-        "gradient-directions",
-        "Direction, by group of parameters",
-        "Further left is nearer to the reference; lines are 95 % intervals over prompts. At 90° "
-        "the two have nothing in common. A cross there: no gradient arrives where one should.",
-        lambda: _directions(chosen(rows)),
+    if not rows:
+        return ()
+    return (
+        Figure(
+            "gradient-directions",
+            "Direction, by group of parameters",
+            "Further left is nearer to the reference; lines are 95 % intervals over prompts. At "
+            "90° the two have nothing in common. A cross there: no gradient arrives where one "
+            "should.",
+            partial(_directions, chosen(rows)),
+            (6.0, 1.3 + 0.42 * len(rows[0].groups)),
+        ),
     )
-    return (directions,) if rows else ()
 
 
 def chosen(rows: Sequence[GradientRow]) -> list[GradientRow]:
@@ -244,37 +244,26 @@ def chosen(rows: Sequence[GradientRow]) -> list[GradientRow]:
     return [*nearest, *(row for row in others if row not in nearest)][:MOST]
 
 
-def _directions(rows: Sequence[GradientRow]) -> str:
-    groups = [one.group for one in rows[0].groups]
-    with drawing(6.0, 1.3 + 0.42 * len(groups)) as (figure, axes):
-        step = 0.6 / max(1, len(rows))
-        for index, row in enumerate(rows):
-            shift = (index - (len(rows) - 1) / 2) * step
-            _points(axes, row.groups, shift, COLOURS[index], MARKERS[index], line(row.id))
-        axes.set_xscale("log")
-        axes.set_xlim(LEAST * 0.7, 260.0)
-        axes.set_xticks(TICKS, ["≤ 0.001°", "0.01°", "0.1°", "1°", "10°", "90°"])
-        axes.minorticks_off()
-        rows_of(axes, groups)
-        axes.set_xlabel("angle to the float32 reference's gradient (log)")
-        axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
-        return to_svg(figure, "gradient-directions", "Angle to the reference's gradient, by group")
-
-
-def _points(
-    axes: Axes, groups: Sequence[GroupError], shift: float, colour: str, marker: str, label: str
-) -> None:
-    placed, crossed = [], []
-    for place, one in enumerate(groups):
-        if silent(one):
-            crossed.append(place + shift)
-        if one.cosine is None:
-            continue
-        placed.append((max(LEAST, angle(one.cosine.value)), place + shift))
-        if one.cosine.low is not None and one.cosine.high is not None:
-            ends = [max(LEAST, angle(end)) for end in (one.cosine.high, one.cosine.low)]
-            axes.plot(ends, [place + shift] * 2, color=colour, lw=1.2)
-    axes.plot(
-        [x for x, _ in placed], [y for _, y in placed], marker, color=colour, ms=5, label=label
-    )
-    axes.plot([90.0] * len(crossed), crossed, "x", color=colour, ms=8, mew=2.2)
+def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
+    step = 0.6 / max(1, len(rows))
+    for index, row in enumerate(rows):
+        shift = (index - (len(rows) - 1) / 2) * step
+        colour, marker = COLOURS[index], MARKERS[index]
+        placed = [(place + shift, each.cosine) for place, each in enumerate(row.groups)]
+        angles = [(at, max(LEAST, angle(arc.value))) for at, arc in placed if arc is not None]
+        for at, arc in placed:
+            if arc is not None and arc.low is not None and arc.high is not None:
+                ends = [max(LEAST, angle(end)) for end in (arc.high, arc.low)]
+                axes.plot(ends, [at] * 2, color=colour, lw=1.2)
+        x, y = [x for _, x in angles], [y for y, _ in angles]
+        axes.plot(x, y, marker, color=colour, ms=5, label=line(row.id))
+        crossed = [place + shift for place, each in enumerate(row.groups) if silent(each)]
+        axes.plot([90.0] * len(crossed), crossed, "x", color=colour, ms=8, mew=2.2)
+    axes.set_xscale("log")
+    axes.set_xlim(LEAST * 0.7, 260.0)
+    axes.set_xticks(TICKS, ["≤ 0.001°", "0.01°", "0.1°", "1°", "10°", "90°"])
+    axes.minorticks_off()
+    rows_of(axes, [each.group for each in rows[0].groups])
+    axes.set_xlabel("angle to the float32 reference's gradient (log)")
+    legend_above(axes, 2, 0.4)
+    return "Angle to the reference's gradient, by group"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,7 @@ from mismatch.experiments.kernels import (
     Audit,
     AuditReport,
     Cost,
-    Finding,
     Kind,
-    ModelImpact,
     answered,
     causes_of,
     ended,
@@ -33,8 +31,18 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import Cell, Column, Figure, Page, Section, Table, Value
-from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, drawing, rows_of, to_svg
+from mismatch.reports.section import (
+    Cell,
+    Cells,
+    Column,
+    Figure,
+    Page,
+    Section,
+    Table,
+    named,
+    not_tested,
+)
+from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND, legend_above, rows_of
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -80,7 +88,7 @@ HARM_COLUMNS = (
     Column("mean |delta|", number, detail="nats"),
     Column("k3", number, detail="nats"),
     Column("gradient off", percent, detail="relative error"),
-    Column("cosine", lambda value: number(value, 4), detail="of the gradient"),
+    Column("cosine", partial(number, digits=4), detail="of the gradient"),
     Column("sinks off", percent, detail="relative error of their gradient"),
 )
 COST_COLUMNS = (
@@ -117,11 +125,38 @@ def section(result: AuditReport, report: Report | None = None) -> Section:
         title="Kernels",
         lead=f"{LEAD}{shapes} on {result.device}.",
         warnings=(f"kernels: {about}" if verdict.code else "",),
-        sentences=tuple(said),
-        notes=tuple(f"Not tested: {reason}" for reason in result.not_tested),
-        parts=(*_kinds(result), _harm(result)),
+        sentences=said,
+        notes=not_tested(result.not_tested),
+        parts=(*map(partial(_kind, result), KINDS), _harm(result)),
         short=said[0] if verdict.code else about,
     )
+
+
+def page(result: AuditReport) -> Page:
+    """The audit as a page of its own.
+
+    Raises:
+        MismatchError: nothing was audited.
+    """
+    verdict = judge(result)
+    created = result.facts.get("created", "")
+    facts = named((name, _fact(value)) for name, value in result.facts.items())
+    return Page(
+        kind="audit of kernels" + (f" · {created}" if created else ""),
+        word="wrong" if verdict.code else "sound",
+        tone="critical" if verdict.code else "healthy",
+        reason=verdict.reason,
+        title=result.model,
+        facts=(f"{_shape(result)}; on {result.device}",),
+        sections=(section(result), Section("audit", "This audit", tables=(facts,))),
+        file="kernels",
+    )
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, dict):
+        value = [f"{name} {of}" for name, of in value.items()]
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value)
 
 
 def sentences(report: AuditReport) -> list[str]:
@@ -149,21 +184,18 @@ def _fault(audit: Audit) -> str:
     others = [WORDS[each.column][0] for each in audit.failed if each not in causes]
     wrong = "; ".join(f"{WORDS[each.column][0]}: {each.detail}" for each in causes)
     said = f"{audit.name} is wrong: {wrong}{'; also ' + ', '.join(others) if others else ''}."
-    if audit.harm is not None:
-        said += f" On the model: {_harm_words(audit.harm)}."
+    harm = audit.harm
+    if harm is not None:
+        said += f" On the model: mean |delta| {number(harm.mean_abs_delta)} nats"
+        if harm.baseline is not None:
+            said += f" (what auto takes: {number(harm.baseline.mean_abs_delta)})"
+        if harm.gradient_error is not None:
+            said += f", gradient off by {percent(harm.gradient_error)}"
+        if harm.sink_gradient_error is not None:
+            said += f", that of the sinks by {percent(harm.sink_gradient_error)}"
+        said += "."
     if audit.verdict == "unusable":
         said += f" It cannot be taken here: {audit.reason}."
-    return said
-
-
-def _harm_words(harm: ModelImpact) -> str:
-    said = f"mean |delta| {number(harm.mean_abs_delta)} nats"
-    if harm.baseline is not None:
-        said += f" (what auto takes: {number(harm.baseline.mean_abs_delta)})"
-    if harm.gradient_error is not None:
-        said += f", gradient off by {percent(harm.gradient_error)}"
-    if harm.sink_gradient_error is not None:
-        said += f", that of the sinks by {percent(harm.sink_gradient_error)}"
     return said
 
 
@@ -182,36 +214,35 @@ def _shape(report: AuditReport) -> str:
     return ", ".join(said)
 
 
-def _kinds(report: AuditReport) -> Iterable[Section]:
-    """Attention and experts, those that have any implementation."""
-    for kind, (title, names) in KINDS.items():
-        audits = [audit for audit in report.audits if audit.kind == kind]
-        ran = [audit for audit in audits if answered(audit)]
-        others = [audit for audit in audits if not answered(audit)]
-        columns = [Column(WORDS[name][0], text, narrow=WORDS[name][1]) for name in names]
-        marks = Table(
-            (Column("implementation", text), *columns),
-            tuple((_name(a), *(mark(a.finding(name)) for name in names)) for a in ran),
-        )
-        unusable = [a.name for a in others if a.origin != "yours" and not ended(a)]
-        yield Section(
-            f"kernels-{kind}",
-            title,
-            tables=(marks,),
-            figures=tuple(_figures(kind, ran[:MOST])),
-            notes=(
-                LEGEND if ran else "",
-                f"Not usable here: {', '.join(unusable)}." if unusable else "",
-            ),
-            parts=tuple(_details(kind, title, ran, others)),
-            folded=False,
-        )
+def _kind(report: AuditReport, kind: Kind) -> Section:
+    """Attention or experts; empty without any implementation."""
+    title, names = KINDS[kind]
+    audits = [audit for audit in report.audits if audit.kind == kind]
+    ran = [audit for audit in audits if answered(audit)]
+    others = [audit for audit in audits if not answered(audit)]
+    unusable = [a.name for a in others if a.origin != "yours" and not ended(a)]
+    columns = [
+        Column(WORDS[name][0], text, narrow=WORDS[name][1], of=partial(mark, name))
+        for name in names
+    ]
+    return Section(
+        f"kernels-{kind}",
+        title,
+        tables=(Table.of((Column("implementation", text, of=_name), *columns), ran),),
+        figures=_figures(kind, ran[:MOST]),
+        notes=(
+            LEGEND if ran else "",
+            f"Not usable here: {', '.join(unusable)}." if unusable else "",
+        ),
+        parts=_details(kind, title, ran, others),
+        folded=False,
+    )
 
 
 def _name(audit: Audit) -> Cell:
     notes = [ORIGINS[audit.origin], "what auto takes" if audit.chosen else "", audit.verdict]
     notes.append(audit.reason if audit.verdict == "unusable" else "")
-    return Cell(short(audit), note="; ".join(note for note in notes if note))
+    return Cell(short(audit), note="; ".join(filter(None, notes)))
 
 
 def short(audit: Audit) -> str:
@@ -219,8 +250,9 @@ def short(audit: Audit) -> str:
     return audit.name.rpartition(":")[2] if audit.origin == "yours" else audit.name
 
 
-def mark(finding: Finding | None) -> Cell:
+def mark(column: str, audit: Audit) -> Cell:
     """A finding as a cell without words; one that was not asked is not tested."""
+    finding = audit.finding(column)
     if finding is None or finding.outcome == "not_tested":
         return Cell("·", "dim")
     if finding.outcome == "passed":
@@ -229,59 +261,59 @@ def mark(finding: Finding | None) -> Cell:
     return Cell("", "critical" if finding.critical else "warn", note)
 
 
-def _details(
-    kind: Kind, title: str, ran: Sequence[Audit], others: Sequence[Audit]
-) -> Iterable[Section]:
+def _details(kind: Kind, title: str, ran: list[Audit], others: list[Audit]) -> list[Section]:
     """Tables that stay folded away."""
     failed = {True: Cell("wrong", "critical"), False: Cell("differs", "warn")}
-    findings = tuple(
+    findings = [
         (short(audit), WORDS[each.column][0],
          failed[each.critical] if each.outcome == "failed" else Cell("not tested", "dim"),
          each.value, each.limit, each.detail)
         for audit in ran for each in audit.findings if each.outcome != "passed"
-    )  # fmt: skip
-    yield Section(
-        f"kernels-{kind}-findings",
-        f"{title}: what differs, and what was not tested",
-        tables=(Table(FINDING_COLUMNS, findings),),
-    )
-    yield Section(
-        f"kernels-{kind}-errors",
-        f"{title}: errors per dtype",
-        "Relative, in the 2-norm, against float64. The floor is what rounding inputs and output "
-        "alone gives.",
-        tables=(_errors(ran),),
-    )
-    yield Section(
-        f"kernels-{kind}-costs",
-        f"{title}: time and memory",
-        "One layer, forward and backward, one sequence.",
-        tables=(_costs(ran),),
-        notes=tuple(
-            f"{short(audit)}, {count(cost.tokens)} tokens: {cost.note}"
-            for audit in ran
-            for cost in audit.costs
-            if cost.note
+    ]  # fmt: skip
+    notes = [
+        f"{short(audit)}, {count(cost.tokens)} tokens: {cost.note}"
+        for audit in ran
+        for cost in audit.costs
+        if cost.note
+    ]
+    why = Column("implementation", text, of="name"), Column("why", text, of="reason")
+    return [
+        Section(
+            f"kernels-{kind}-findings",
+            f"{title}: what differs, and what was not tested",
+            tables=(Table(FINDING_COLUMNS, findings),),
         ),
-    )
-    rows = tuple((audit.name, audit.reason) for audit in others)
-    yield Section(
-        f"kernels-{kind}-others",
-        f"{title}: not run here, or not to the end",
-        tables=(Table((Column("implementation", text), Column("why", text)), rows),),
-    )
+        Section(
+            f"kernels-{kind}-errors",
+            f"{title}: errors per dtype",
+            "Relative, in the 2-norm, against float64. The floor is what rounding inputs and "
+            "output alone gives.",
+            tables=(_errors(ran),),
+        ),
+        Section(
+            f"kernels-{kind}-costs",
+            f"{title}: time and memory",
+            "One layer, forward and backward, one sequence.",
+            tables=(_costs(ran),),
+            notes=notes,
+        ),
+        Section(
+            f"kernels-{kind}-others",
+            f"{title}: not run here, or not to the end",
+            tables=(Table.of(why, others),),
+        ),
+    ]
 
 
-def _errors(ran: Sequence[Audit]) -> Table:
+def _errors(ran: list[Audit]) -> Table:
     """Every gradient has a column; the largest one has its own, which a terminal keeps."""
     known = {name for audit in ran for error in audit.errors for name in error.gradients}
     names = [name for name in GRADIENTS if name in known] + sorted(known - set(GRADIENTS))
-    rows: list[tuple[Cell | Value, ...]] = []
+    rows: list[Cells] = []
     for audit, error in ((a, error) for a in ran for error in a.errors):
-        worst = max(error.gradients, key=lambda name: error.gradients[name] or 0.0, default=None)
-        largest = None if worst is None else error.gradients[worst]
+        worst = max(error.gradients, key=lambda name: error.gradients[name] or 0.0, default="")
         rows.append((
-            short(audit), error.dtype, error.forward, largest, worst or "",
+            short(audit), error.dtype, error.forward, error.gradients.get(worst), worst,
             *(error.gradients.get(name) for name in names), error.floor,
         ))  # fmt: skip
     columns = (
@@ -289,16 +321,16 @@ def _errors(ran: Sequence[Audit]) -> Table:
         Column("largest gradient", brief), Column("of", text),
         *(Column(name, brief, 1, detail="gradient") for name in names), Column("floor", brief),
     )  # fmt: skip
-    return Table(columns, tuple(rows))
+    return Table(columns, rows)
 
 
-def _costs(ran: Sequence[Audit]) -> Table:
+def _costs(ran: list[Audit]) -> Table:
     """By length; the best of each length that is sound, if any is, has factor 1.
 
     One that leaves something out has less to do.
     """
     sound = [audit for audit in ran if audit.verdict == "sound"] or ran
-    rows: list[tuple[Cell | Value, ...]] = []
+    rows: list[Cells] = []
     for tokens in sorted({cost.tokens for audit in ran for cost in audit.costs}):
         here = [(audit, cost) for audit in ran for cost in audit.costs if cost.tokens == tokens]
         known = [cost for audit, cost in here if audit in sound]
@@ -309,7 +341,7 @@ def _costs(ran: Sequence[Audit]) -> Table:
              _over(cost.peak_bytes, least))
             for audit, cost in here
         ]  # fmt: skip
-    return Table(COST_COLUMNS, tuple(rows))
+    return Table(COST_COLUMNS, rows)
 
 
 def _over(value: float | None, best: float | None) -> float | None:
@@ -319,42 +351,14 @@ def _over(value: float | None, best: float | None) -> float | None:
 def _harm(report: AuditReport) -> Section:
     """Each that was tried on the model, and below them the kernel the trainer takes by itself."""
     harmed = [(short(audit), audit.harm) for audit in report.audits if audit.harm is not None]
-    usual = next((harm.baseline for _, harm in harmed if harm.baseline is not None), None)
-    rows = tuple(
+    usual = [("what auto takes", harm.baseline) for _, harm in harmed if harm.baseline is not None]
+    rows: list[Cells] = [
         (name, harm.tokens, harm.mean_abs_delta, harm.k3_kl, harm.gradient_error,
          harm.gradient_cosine, harm.sink_gradient_error)
-        for name, harm in [*harmed, *([("what auto takes", usual)] if usual is not None else [])]
-    )  # fmt: skip
+        for name, harm in [*harmed, *usual[:1]]
+    ]  # fmt: skip
     table = Table(HARM_COLUMNS, rows)
     return Section("kernels-harm", "On the model", ON_MODEL, tables=(table,), folded=False)
-
-
-def page(result: AuditReport) -> Page:
-    """The audit as a page of its own.
-
-    Raises:
-        MismatchError: nothing was audited.
-    """
-    verdict = judge(result)
-    created = result.facts.get("created", "")
-    facts = tuple((name, _fact(value)) for name, value in result.facts.items())
-    table = Table((Column("", text), Column("", text)), facts)
-    return Page(
-        kind="audit of kernels" + (f" · {created}" if created else ""),
-        word="wrong" if verdict.code else "sound",
-        tone="critical" if verdict.code else "healthy",
-        reason=verdict.reason,
-        title=result.model,
-        facts=(f"{_shape(result)}; on {result.device}",),
-        sections=(section(result), Section("audit", "This audit", tables=(table,))),
-        file="kernels",
-    )
-
-
-def _fact(value: Any) -> str:
-    if isinstance(value, dict):
-        value = [f"{name} {of}" for name, of in value.items()]
-    return (", ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value)
 
 
 # ---------------------------------------------------------------- figures
@@ -367,23 +371,27 @@ MOST = 8  # implementations in a picture
 Points = list[tuple[int, float]]
 
 
-def _figures(kind: Kind, ran: Sequence[Audit]) -> Iterable[Figure]:
+def _figures(kind: Kind, ran: list[Audit]) -> list[Figure]:
     """Those that the numbers allow; the tables have every implementation."""
     worst = {
-        (audit.name, error.dtype): max(
-            (value for value in (error.forward, *error.gradients.values()) if value), default=None
-        )
+        (audit.name, error.dtype): max(filter(None, (error.forward, *error.gradients.values())))
         for audit in ran
         for error in audit.errors
+        if any((error.forward, *error.gradients.values()))
     }
-    if any(worst.values()):
-        yield Figure(
-            f"{kind}-errors",
-            "Errors per dtype",
-            "The largest relative error of output and gradients. Bars of one dtype should be "
-            "alike: that is its rounding. 1 (the line): nothing of it is right, or no gradient "
-            "arrives.",
-            lambda: _bars(kind, ran, {key: value for key, value in worst.items() if value}),
+    figures = []
+    if worst:
+        dtypes = list(dict.fromkeys(error.dtype for audit in ran for error in audit.errors))
+        figures.append(
+            Figure(
+                f"{kind}-errors",
+                "Errors per dtype",
+                "The largest relative error of output and gradients. Bars of one dtype should be "
+                "alike: that is its rounding. 1 (the line): nothing of it is right, or no gradient "
+                "arrives.",
+                partial(_bars, kind, ran, dtypes, worst),
+                (6.0, 0.9 + 0.3 * len(ran) * len(dtypes)),
+            )
         )
     caption = "Forward and backward of one layer."
     if kind == "attention":
@@ -396,68 +404,59 @@ def _figures(kind: Kind, ran: Sequence[Audit]) -> Iterable[Figure]:
         lines = [(label, points) for label, points in lines if len(points) > 1]
         if lines:
             title = f"{what.capitalize()} against length"
-            yield Figure(f"{kind}-{what}", title, caption, partial(_lines, kind, what, lines))
+            paint = partial(_lines, kind, what, lines)
+            figures.append(Figure(f"{kind}-{what}", title, caption, paint))
+    return figures
 
 
-def _bars(kind: Kind, ran: Sequence[Audit], worst: dict[tuple[str, str], float]) -> str:
+def _bars(
+    kind: Kind, ran: list[Audit], dtypes: list[str], worst: dict[tuple[str, str], float], axes: Axes
+) -> str:
     """The largest error of output and gradients, per implementation and dtype, logarithmic."""
-    dtypes = list(dict.fromkeys(error.dtype for audit in ran for error in audit.errors))
     lowest, height = min(worst.values()) / 3, 0.8 / len(dtypes)
-    with drawing(6.0, 0.9 + 0.3 * len(ran) * len(dtypes)) as (figure, axes):
-        for index, dtype in enumerate(dtypes):
-            shift = (index - (len(dtypes) - 1) / 2) * height
-            rows = [(row, a) for row, a in enumerate(ran) if (a.name, dtype) in worst]
-            axes.barh(
-                [row + shift for row, _ in rows],
-                [worst[audit.name, dtype] - lowest for _, audit in rows],
-                height * 0.9,
-                left=lowest,
-                color=(ACCENT, SECOND, BAND, FAINT)[index % 4],
-                label=dtype,
-            )
-        axes.axvline(1.0, color=INK, linewidth=0.8)
-        axes.set_xscale("log")
-        axes.set_xlim(lowest, max(2.0, 2 * max(worst.values())))
-        axes.xaxis.set_major_formatter(lambda value, _: bound(value))
-        axes.minorticks_off()
-        rows_of(axes, [_label(audit) for audit in ran])
-        axes.set_xlabel("largest relative error against float64 (log)")
-        axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(dtypes))
-        return to_svg(figure, f"{kind}-errors", f"{kind}: largest error per dtype")
+    for index, dtype in enumerate(dtypes):
+        shift = (index - (len(dtypes) - 1) / 2) * height
+        rows = [(row, a) for row, a in enumerate(ran) if (a.name, dtype) in worst]
+        axes.barh(
+            [row + shift for row, _ in rows],
+            [worst[audit.name, dtype] - lowest for _, audit in rows],
+            height * 0.9,
+            left=lowest,
+            color=(ACCENT, SECOND, BAND, FAINT)[index % 4],
+            label=dtype,
+        )
+    axes.axvline(1.0, color=INK, linewidth=0.8)
+    axes.set(xscale="log", xlim=(lowest, max(2.0, 2 * max(worst.values()))))
+    axes.xaxis.set_major_formatter(lambda value, _: bound(value))
+    axes.minorticks_off()
+    rows_of(axes, [_label(audit) for audit in ran])
+    axes.set_xlabel("largest relative error against float64 (log)")
+    legend_above(axes, len(dtypes), 0.4)
+    return f"{kind}: largest error per dtype"
 
 
-def _points(costs: Sequence[Cost], what: str) -> Points:
+def _points(costs: Iterable[Cost], what: str) -> Points:
     """(tokens, seconds or MiB), by tokens."""
     if what == "time":
         return sorted((cost.tokens, cost.seconds) for cost in costs if cost.seconds)
     return sorted((cost.tokens, cost.peak_bytes / 2**20) for cost in costs if cost.peak_bytes)
 
 
-def _lines(kind: Kind, what: str, lines: Sequence[tuple[str, Points]]) -> str:
+def _lines(kind: Kind, what: str, lines: list[tuple[str, Points]], axes: Axes) -> str:
     """Seconds or MiB of one layer, forward and backward, against the length."""
-    with drawing() as (figure, axes):
-        for index, (label, points) in enumerate(lines):
-            axes.plot(
-                *zip(*points, strict=True),
-                color=COLOURS[index % 4],
-                linestyle=STYLES[index // 4 % 4],
-                marker="o",
-                markersize=4,
-                label=label,
-            )
-        _logarithmic(axes, sorted({tokens for _, points in lines for tokens, _ in points}))
-        axes.set_xlabel("tokens of the sequence (log)")
-        axes.set_ylabel(f"{'seconds' if what == 'time' else 'MiB'}, one layer (log)")
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, len(lines)))
-        return to_svg(figure, f"{kind}-{what}", f"{kind}: {what} against length")
-
-
-def _logarithmic(axes: Axes, lengths: list[int]) -> None:
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    for index, (label, points) in enumerate(lines):
+        colour, style = COLOURS[index % 4], STYLES[index // 4 % 4]
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, color=colour, linestyle=style, marker="o", markersize=4, label=label)
+    lengths = sorted({tokens for _, points in lines for tokens, _ in points})
+    axes.set(xscale="log", yscale="log")
     axes.set_xticks(lengths, [count(tokens) for tokens in lengths])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("tokens of the sequence (log)")
+    axes.set_ylabel(f"{'seconds' if what == 'time' else 'MiB'}, one layer (log)")
+    legend_above(axes, min(3, len(lines)))
+    return f"{kind}: {what} against length"
 
 
 def _label(audit: Audit) -> str:

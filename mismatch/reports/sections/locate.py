@@ -17,11 +17,13 @@ from mismatch.experiments.locate.sites import TITLES
 from mismatch.experiments.locate.types import Group, Location, SideLocation, SiteError
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
-from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, ticks, to_svg
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above, ticks
 from mismatch.types import Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
 
 LEAD = (
     "Every module of each side ran beside the float32 reference. New is what a module adds to what "
@@ -154,33 +156,33 @@ def _figures(result: Location) -> Iterable[Figure]:
             "each layer, both sides against float32. A step is a source; a steady climb is "
             "rounding that is passed on.",
             partial(_drawn, sides),
+            (6.0, 3.0),
         )
 
 
-def _drawn(sides: Sequence[SideLocation]) -> str:
-    with drawing(6.0, 3.0) as (figure, axes):
-        for index, side in enumerate(sides):
-            for name in PICTURED:
-                points = [
-                    (one.layer, one.error)
-                    for one in side.sites
-                    if one.site == name and one.layer is not None and one.error > 0
-                ]
-                if points:
-                    axes.plot(
-                        *zip(*points, strict=True),
-                        color=(ACCENT, SECOND, FAINT, INK)[index % 4],
-                        linestyle=STYLES[name],
-                        marker="o",
-                        markersize=3,
-                        label=f"{line(side.name)}: {TITLES[name]}",
-                    )
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.minorticks_off()
-        layers = [one.layer for side in sides for one in side.sites if one.layer is not None]
-        ticks(axes.xaxis, range(1 + max(layers)))
-        axes.set_xlabel("layer")
-        axes.set_ylabel("relative error (log)")
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-        return to_svg(figure, "locate-layers", "errors of modules over the layers")
+def _drawn(sides: Sequence[SideLocation], axes: Axes) -> str:
+    for index, side in enumerate(sides):
+        for name in PICTURED:
+            points = [
+                (one.layer, one.error)
+                for one in side.sites
+                if one.site == name and one.layer is not None and one.error > 0
+            ]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    color=(ACCENT, SECOND, FAINT, INK)[index % 4],
+                    linestyle=STYLES[name],
+                    marker="o",
+                    markersize=3,
+                    label=f"{line(side.name)}: {TITLES[name]}",
+                )
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    layers = [one.layer for side in sides for one in side.sites if one.layer is not None]
+    ticks(axes.xaxis, range(1 + max(layers)))
+    axes.set_xlabel("layer")
+    axes.set_ylabel("relative error (log)")
+    legend_above(axes, 2)
+    return "errors of modules over the layers"

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.reports.contrasts import LEAST, rank_in_response
-from mismatch.reports.figures import comparable
+from mismatch.reports.contrasts import LEAST, comparable, rank_in_response
 from mismatch.reports.formatting import (
     count,
     number,
@@ -158,7 +157,7 @@ def worst_tokens(tokens: pd.DataFrame, most: int = 12, reach: int = 16) -> Secti
     """The tokens of largest |delta|, worst first, repetitions merged.
 
     Args:
-        tokens: as :func:`mismatch.reports.figures.comparable` gives them.
+        tokens: as :func:`mismatch.reports.contrasts.comparable` gives them.
         reach: tokens of context on either side.
     """
     size = tokens["delta"].abs().to_numpy(dtype=np.float64)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import Column, Figure, Section, Value
+from mismatch.reports.section import Cells, Column, Figure, Section
 from mismatch.reports.section import Table as Rows
 from mismatch.reports.summary import headline, metric_table, routing_rows
 from mismatch.reports.svg import (
@@ -35,12 +35,14 @@ from mismatch.reports.svg import (
     SECOND,
     Array,
     bars,
-    drawing,
+    legend_above,
     shades,
     ticks,
-    to_svg,
 )
 from mismatch.types import Comparison, Estimate, Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Table = dict[str, list[Any]]
 MOST_MOVED = 10
@@ -90,17 +92,16 @@ def of_report(report: Report) -> Section | None:
     numbers = metric_table([*(rows[name] for name in CORE if name in rows),
                             *(row for name, row in rows.items() if name not in CORE)])  # fmt: skip
     layers, moved = Rows(LAYERS, _layers(by_layer)), Rows(EXPERTS, _experts(by_expert))
-    drawn = tuple(figures(tables))
+    drawn = list(figures(tables))
     short = "; ".join(figure.title for figure in drawn)
+    pictures = "By layer, position and margin"
     return Section(
         id="routing",
         title="Experts chosen",
         lead=LEAD,
-        sentences=tuple(sentences(comparison)),
+        sentences=sentences(comparison),
         parts=(
-            Section(
-                "routing-pictures", "By layer, position and margin", figures=drawn, short=short
-            ),
+            Section("routing-pictures", pictures, figures=drawn, short=short),
             Section(
                 "routing-numbers",
                 f"{len(rows)} numbers; every layer; experts whose load moved most",
@@ -115,17 +116,17 @@ def of_report(report: Report) -> Section | None:
     )
 
 
-def _layers(table: Table) -> tuple[tuple[Value, ...], ...]:
+def _layers(table: Table) -> list[Cells]:
     names = ("margin", "margin_flipped", "near_tie", "weight_l1", "load_tv")
-    return tuple(
+    return [
         (str(layer), _estimate(table, row, "disagree"), *(_at(table, name, row) for name in names))
         for row, layer in enumerate(table.get("layer", []))
-    )
+    ]
 
 
-def _experts(table: Table) -> tuple[tuple[Value, ...], ...]:
+def _experts(table: Table) -> list[Cells]:
     """The experts whose load moved most, those that moved at all."""
-    rows = []
+    rows: list[Cells] = []
     for row, layer in enumerate(table.get("layer", [])[:MOST_MOVED]):
         rollout, train = table["rollout"][row], table["train"][row]
         if rollout != train:
@@ -133,7 +134,7 @@ def _experts(table: Table) -> tuple[tuple[Value, ...], ...]:
                               "difference", "difference_")  # fmt: skip
             expert = str(table["expert"][row])
             rows.append((str(layer), expert, rollout, train, moved, _at(table, "dropped", row)))
-    return tuple(rows)
+    return rows
 
 
 def _estimate(table: Table, row: int, name: str, ends: str = "") -> Estimate | None:
@@ -146,76 +147,61 @@ def _at(table: Table, column: str, row: int) -> Any:
     return table[column][row] if column in table else None
 
 
-def replayed(comparison: Comparison) -> str:
-    """Which side was given its experts, and how; "" where both chose their own."""
-    return ", ".join(_facts(comparison, "replayed"))
-
-
 def sentences(comparison: Comparison) -> list[str]:
     """What the numbers mean, one sentence each."""
     routing = comparison.routing
     if "routing_disagree_any" not in routing:
         return []
     said = []
-    given = replayed(comparison)
+    given = ", ".join(_facts(comparison, "replayed"))
     if given:
         said.append(
             f"Replayed: {given}. Where its experts agree with those it replays, they do so by "
             "construction, and say nothing about its router."
         )
     any_layer = routing["routing_disagree_any"]
-    if any_layer.value == 0.0 and not given:
-        said.append(
-            f"No flip in any layer of {plural(any_layer.n_tokens, 'token')}: there is no harm to "
-            "measure."
-        )
-    elif any_layer.value > 0.0:
-        said += [*_harm(routing), *_near_ties(comparison)]
+    if any_layer.value > 0.0:
+        said += _harm(routing)
+        ties, source = routing.get("routing_near_tie_flipped"), _facts(comparison, "noise")
+        if ties is not None and source:
+            where = f"measured against {source[0]}"
+            if source[0] == "rounding":
+                where = "rounding of the trainer's dtype, assumed because no other pass moved a "
+                where += "margin"
+            said.append(
+                f"{percent(ties.value)}{_between(ties)} of flips are near-ties: their margin lies "
+                f"within the router's own noise ({where})."
+            )
+    elif any_layer.value == 0.0 and not given:
+        tokens = plural(any_layer.n_tokens, "token")
+        said.append(f"No flip in any layer of {tokens}: there is no harm to measure.")
     said += [f"Left out: {fact}." for fact in _facts(comparison, "layers left out")]
     return said + [f"Not measured: {fact}." for fact in _facts(comparison, "not measured")]
 
 
 def _harm(routing: dict[str, Estimate]) -> list[str]:
-    any_layer, carried = routing["routing_disagree_any"], routing.get("routing_delta2_share")
+    """What it means that tokens which are a share of all carry so much."""
+    share, carried = routing["routing_disagree_any"].value, routing.get("routing_delta2_share")
     factor = routing.get("routing_harm_factor")
     if carried is None:
         return []
-    if any_layer.value == 1.0:
+    if share == 1.0:
         return ["Every token has a flip in some layer: there are none without to compare with."]
     said = (
-        f"{percent(any_layer.value)} of tokens have a flip in at least one layer; they carry "
+        f"{percent(share)} of tokens have a flip in at least one layer; they carry "
         f"{percent(carried.value)}{_between(carried)} of all delta²"
     )
     if factor is not None:
         said += f", and their error is {times(factor.value)} that of the rest"
-    return [f"{said}. {_meaning(any_layer.value, carried)}"]
-
-
-def _meaning(share: float, carried: Estimate) -> str:
-    """What it means that tokens which are ``share`` of all carry so much."""
     if carried.low is None or carried.high is None:
-        return "Without an interval it is open whether that is more than their share."
-    if carried.low > share:
-        return "Correlation only: --replay-routing ids measures the cause."
-    if carried.high > WIDE * share:
-        return "The interval is too wide to tell that from their share: measure more prompts."
-    return "That is no more than their share: no harm is seen."
-
-
-def _near_ties(comparison: Comparison) -> list[str]:
-    ties = comparison.routing.get("routing_near_tie_flipped")
-    source = _facts(comparison, "noise")
-    if ties is None or not source:
-        return []
-    where = (
-        "rounding of the trainer's dtype, assumed because no other pass moved a margin"
-        if source[0] == "rounding"
-        else f"measured against {source[0]}"
-    )
-    return [
-        f"{percent(ties.value)}{_between(ties)} of flips are near-ties: their margin lies within "
-        f"the router's own noise ({where})."
-    ]
+        meaning = "Without an interval it is open whether that is more than their share."
+    elif carried.low > share:
+        meaning = "Correlation only: --replay-routing ids measures the cause."
+    elif carried.high > WIDE * share:
+        meaning = "The interval is too wide to tell that from their share: measure more prompts."
+    else:
+        meaning = "That is no more than their share: no harm is seen."
+    return [f"{said}. {meaning}"]
 
 
 def _between(estimate: Estimate) -> str:
@@ -244,26 +230,20 @@ def figures(tables: dict[str, Table]) -> Iterable[Figure]:
             f"than {LEAST} tokens are blank. Stronger upwards: rounding that adds up. One strong "
             "row: that layer's router. Stronger to the right: state that decays.",
             partial(_map, table, seen),
+            (6.0, 1.1 + min(0.36 * len(set(table["layer"])), 2.5)),
         )
     table = tables.get("routing_by_margin", {})
     if any(table.get("disagree", ())):
-        colours = [ACCENT if start < 1.0 else SECOND for start in table["from"]]
-        total = sum(table["count"])
         flips = np.array(table["disagree"], np.float64) * np.array(table["count"], np.float64)
         clear = float(flips[[start >= 1.0 for start in table["from"]]].sum() / flips.sum())
         yield Figure(
             "routing-by-margin",
             f"{percent(clear)} of flips are no near-ties",
-            f"Flip rate of {plural(total, 'choice')} by router margin, in units of the router's "
-            "own noise. Left of 1 (blue) noise can turn a choice; right of 1 (orange) rounding "
-            "does not explain it.",
-            partial(
-                _bars, "routing-by-margin", "Flip rate by router margin", table,
-                "disagree", [f"{start:g}" for start in table["from"]],
-                ("router margin over its noise, from", "flips, % of choices"),
-                colours=colours, counts=table["count"],
-            ),
-        )  # fmt: skip
+            f"Flip rate of {plural(sum(table['count']), 'choice')} by router margin, in units of "
+            "the router's own noise. Left of 1 (blue) noise can turn a choice; right of 1 (orange) "
+            "rounding does not explain it.",
+            partial(_margins, table),
+        )
 
 
 def _worst_layer(table: Table) -> str:
@@ -286,7 +266,7 @@ def shade_levels(share: Array) -> tuple[Array, Array]:
     return np.where(share > 0.0, np.searchsorted(bounds, share * (1 - 1e-12)) + 1, 0), bounds
 
 
-def _map(table: Table, seen: Sequence[int] = ()) -> str:
+def _map(table: Table, seen: Sequence[int], axes: Axes) -> str:
     """Layer by position in the response, the first layer at the bottom."""
     from matplotlib.patches import Patch
 
@@ -297,43 +277,36 @@ def _map(table: Table, seen: Sequence[int] = ()) -> str:
         share[:, np.array(seen) < LEAST] = 0.0
     level, bounds = shade_levels(share)
     edges = [*table["start"][:columns], table["end"][columns - 1]]
-    with drawing(6.0, 1.1 + min(0.36 * rows, 2.5)) as (figure, axes):
-        axes.grid(False)
-        axes.set_facecolor(GRID)
-        axes.patch.set_alpha(0.4)
-        shades(axes, level, np.arange(columns + 1), np.arange(rows + 1) - 0.5)
-        axes.set(xlim=(0, columns), ylim=(-0.5, rows - 0.5))
-        ticks(axes.xaxis, [count(edge) for edge in edges], 8)
-        ticks(axes.yaxis, layers, max(1, min(rows, 13)))
-        axes.set_xlabel("sampled token of the sequence")
-        axes.set_ylabel("layer")
-        if share.any():
-            swatches = [Patch(facecolor=ACCENT, alpha=opacity) for opacity in OPACITIES]
-            names = [f"≤ {percent(bound)}" for bound in bounds]
-            axes.legend(
-                swatches, names, ncols=len(names), handlelength=1.0, loc="lower center",
-                bbox_to_anchor=(0.5, 1.0),
-            )  # fmt: skip
-        else:
-            words = "no flip in any layer"
-            axes.text(columns / 2, (rows - 1) / 2, words, ha="center", va="center", color=FAINT)
-        mean = zip(layers, share.mean(axis=1), strict=True)
-        title = "Share of tokens with a flip, mean by layer: "
-        title += ", ".join(f"{layer} {percent(value)}" for layer, value in mean)
-        return to_svg(figure, "routing-map", title)
+    axes.grid(False)
+    axes.set_facecolor(GRID)
+    axes.patch.set_alpha(0.4)
+    shades(axes, level, np.arange(columns + 1), np.arange(rows + 1) - 0.5)
+    axes.set(xlim=(0, columns), ylim=(-0.5, rows - 0.5))
+    ticks(axes.xaxis, [count(edge) for edge in edges], 8)
+    ticks(axes.yaxis, layers, max(1, min(rows, 13)))
+    axes.set_xlabel("sampled token of the sequence")
+    axes.set_ylabel("layer")
+    if share.any():
+        swatches = [Patch(facecolor=ACCENT, alpha=opacity) for opacity in OPACITIES]
+        names = [f"≤ {percent(bound)}" for bound in bounds]
+        legend_above(axes, len(names), handles=swatches, labels=names, handlelength=1.0)
+    else:
+        words = "no flip in any layer"
+        axes.text(columns / 2, (rows - 1) / 2, words, ha="center", va="center", color=FAINT)
+    mean = zip(layers, share.mean(axis=1), strict=True)
+    means = ", ".join(f"{layer} {percent(value)}" for layer, value in mean)
+    return f"Share of tokens with a flip, mean by layer: {means}"
 
 
-def _bars(
-    name: str, title: str, table: Table, value: str, labels: Sequence[object],
-    words: tuple[str, str], **options: Any,
-) -> str:  # fmt: skip
-    """Shares are drawn in percent."""
-    scale = 100.0 if value == "disagree" else 1.0
-    ends = (_column(table, column, scale) for column in (value, "low", "high"))
-    return bars(name, title, labels, words, *ends, **options)
-
-
-def _column(table: Table, name: str, scale: float = 1.0) -> Array:
-    """A column as numbers, NaN where there is none; reports of earlier versions lack some."""
-    values = table.get(name) or [None] * len(next(iter(table.values())))
-    return scale * np.array([np.nan if value is None else value for value in values], np.float64)
+def _margins(table: Table, axes: Axes) -> str:
+    """Flip rate by router margin, in percent; reports of earlier versions have no intervals."""
+    none = [None] * len(table["from"])
+    ends = (
+        100.0 * np.array(table.get(name) or none, np.float64)
+        for name in ("disagree", "low", "high")
+    )
+    words = "router margin over its noise, from", "flips, % of choices"
+    colours = [ACCENT if start < 1.0 else SECOND for start in table["from"]]
+    labels = [f"{start:g}" for start in table["from"]]
+    told = bars(axes, labels, words, *ends, colours=colours, counts=table["count"])
+    return f"Flip rate by router margin; {words[1]}: {told}"

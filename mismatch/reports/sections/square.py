@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 from mismatch.analysis.displaced import Displaced
 from mismatch.analysis.square import Finding, Gap, Leg, Square, shared
 from mismatch.analysis.square_checks import displacement
 from mismatch.analysis.square_levels import Standing
 from mismatch.reports.formatting import bound, count, interval, line, number, plural, text, times
-from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
-from mismatch.reports.svg import ACCENT, INK, SECOND, drawing, to_svg
+from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone
+from mismatch.reports.svg import ACCENT, INK, SECOND
 from mismatch.types import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LEAD = (
     "Excess: how far a side is from float32, over how far a plain forward at its precision is. "
@@ -35,46 +41,20 @@ WORDS: dict[Standing, str] = {
     "beyond": "beyond",
 }
 WHOSE = {"engine": "The engine", "other-engine": "The second engine"}
-EXCESS = (
-    Column("side", text),
-    Column("from float32", number, 2, detail="root mean square, nats"),
-    Column("excess", number, interval=1, detail="root mean square"),
-    Column("of mean |delta|", number, 3),
-    Column("level", bound, 2),
-    Column("", text),
-)
-DISPLACED = (
-    Column("prompts displaced", text),
-    Column("by more than", number, detail="nats"),
-    Column("prompts", count, 1),
-    Column("plain", count, 2, detail="of a plain forward, by its part of that"),
-    Column("chance", number, 3, detail="sign test"),
-    Column("", text),
-)
 KINDS = {
     "rare": "largest token of a prompt",
     "shift": "mean of a prompt",
     "response": "median token of a response",
 }
-GAP = (
-    Column("in float32", text),
-    Column("mean |delta|", number, interval=2, detail="nats"),
-    Column("rounding", number, 1, detail="expected of float32"),
-    Column("k3", number, 3),
-    Column("largest", number, 4),
-    Column("level", bound, 2),
-    Column("", text),
-)
 
 
 def section(result: Square, report: Report) -> Section:
     """Both tables, and which side is off."""
-    told = sentences(result)
-    notes, tables = tuple(_notes(result)), _tables(result)
+    notes, tables = _notes(result), _tables(result)
     return Section(
         id="square",
         title="Rounding or fault",
-        sentences=tuple(told),
+        sentences=sentences(result),
         figures=(_figure(result),) if result.legs else (),
         parts=(Section("square-numbers", "Numbers", LEAD, tables=tables, notes=notes),),
         folded=False,
@@ -158,48 +138,47 @@ def _notes(result: Square) -> list[str]:
 
 def _tables(result: Square) -> tuple[Table, Table, Table]:
     judged = {(f.evidence, f.scoring): f for f in result.findings}
-    legs = [_leg(leg, judged["excess", leg.scoring]) for leg in result.legs]
-    gaps = [_gap(gap, judged["gap", gap.left]) for gap in result.gaps]
-    moved = [_row(one) for one in result.displaced]
-    return Table(EXCESS, tuple(legs)), Table(DISPLACED, tuple(moved)), Table(GAP, tuple(gaps))
 
+    def excess(leg: Leg) -> Finding:
+        return judged["excess", leg.scoring]
 
-def _leg(leg: Leg, finding: Finding) -> tuple[Cell | Value, ...]:
-    return (
-        Cell(leg.scoring, note=f"from {leg.exact}; yardstick {leg.plain}"),
-        leg.rms,
-        Cell(leg.excess, "strong"),
-        leg.excess_size,
-        finding.level,
-        _standing(finding),
+    def apart(gap: Gap) -> Finding:
+        return judged["gap", gap.left]
+
+    sides = (
+        Column("side", text, of=lambda leg: Cell(
+            leg.scoring, note=f"from {leg.exact}; yardstick {leg.plain}"
+        )),
+        Column("from float32", number, 2, detail="root mean square, nats", of="rms"),
+        Column("excess", interval=1, detail="root mean square", of="excess", tone="strong"),
+        Column("of mean |delta|", number, 3, of="excess_size"),
+        Column("level", bound, 2, of=lambda leg: excess(leg).level),
+        Column("", text, of=lambda leg: standing_cell(excess(leg).standing)),
+    )  # fmt: skip
+    displaced = (
+        Column("prompts displaced", text, of=lambda it: Cell(it.scoring, note=KINDS[it.kind])),
+        Column("by more than", number, detail="nats", of="nats"),
+        Column("prompts", count, 1, of="beyond"),
+        Column(
+            "plain", count, 2, detail="of a plain forward, by its part of that", of="plain_beyond"
+        ),
+        Column("chance", number, 3, detail="sign test", of="chance"),
+        Column("", text, of=lambda it: standing_cell(it.standing)),
     )
-
-
-def _row(found: Displaced) -> tuple[Cell | Value, ...]:
-    return (
-        Cell(found.scoring, note=KINDS[found.kind]),
-        found.nats,
-        found.beyond,
-        found.plain_beyond,
-        found.chance,
-        standing_cell(found.standing),
+    gaps = (
+        Column("in float32", text, of=lambda gap: Cell(gap.left, note=f"against {gap.right}")),
+        Column("mean |delta|", interval=2, detail="nats", of="size", tone="strong"),
+        Column("rounding", number, 1, detail="expected of float32", of="floor"),
+        Column("k3", number, 3, of="k3"),
+        Column("largest", number, 4, of="largest"),
+        Column("level", bound, 2, of=lambda gap: apart(gap).level),
+        Column("", text, of=lambda gap: standing_cell(apart(gap).standing)),
     )
-
-
-def _gap(gap: Gap, finding: Finding) -> tuple[Cell | Value, ...]:
     return (
-        Cell(gap.left, note=f"against {gap.right}"),
-        Cell(gap.size, "strong"),
-        gap.floor,
-        gap.k3,
-        gap.largest,
-        finding.level,
-        _standing(finding),
+        Table.of(sides, result.legs),
+        Table.of(displaced, result.displaced),
+        Table.of(gaps, result.gaps),
     )
-
-
-def _standing(finding: Finding) -> Cell:
-    return standing_cell(finding.standing)
 
 
 def standing_cell(standing: Standing) -> Cell:
@@ -215,23 +194,23 @@ def _figure(result: Square) -> Figure:
         f"Distance from float32 over that of a plain forward at the same precision, "
         f"{plural(worst.excess.n_tokens, 'token')}, with 95 % intervals. Line: 1, pure rounding; "
         "dashed: the level that clean runs stay below.",
-        lambda: _bars(result),
+        partial(_bars, result),
+        (6.0, 1.2 + 0.33 * len(result.legs)),
     )
 
 
-def _bars(result: Square) -> str:
+def _bars(result: Square, axes: Axes) -> str:
     levels = {f.level for f in result.findings if f.evidence == "excess" and f.level is not None}
-    with drawing(6.0, 1.2 + 0.33 * len(result.legs)) as (figure, axes):
-        places = list(range(len(result.legs)))
-        axes.barh(places, [leg.excess.value for leg in result.legs], color=ACCENT, height=0.5)
-        for place, leg in zip(places, result.legs, strict=True):
-            if leg.excess.low is not None and leg.excess.high is not None:
-                axes.plot([leg.excess.low, leg.excess.high], [place, place], color=INK, lw=1.4)
-        axes.axvline(1.0, color=INK, lw=0.8)
-        for level in levels:
-            axes.axvline(level, color=SECOND, lw=1.2, dashes=(4, 3))
-        axes.set_yticks(places, [line(leg.scoring) for leg in result.legs])
-        axes.invert_yaxis()
-        axes.set_xlabel("excess over a plain forward")
-        values = (f"{line(leg.scoring)} {times(leg.excess.value)}" for leg in result.legs)
-        return to_svg(figure, "square-excess", f"Excess over rounding: {', '.join(values)}")
+    places = range(len(result.legs))
+    axes.barh(places, [leg.excess.value for leg in result.legs], color=ACCENT, height=0.5)
+    for place, leg in enumerate(result.legs):
+        if leg.excess.low is not None and leg.excess.high is not None:
+            axes.plot([leg.excess.low, leg.excess.high], [place, place], color=INK, lw=1.4)
+    axes.axvline(1.0, color=INK, lw=0.8)
+    for level in levels:
+        axes.axvline(level, color=SECOND, lw=1.2, dashes=(4, 3))
+    axes.set_yticks(places, [line(leg.scoring) for leg in result.legs])
+    axes.invert_yaxis()
+    axes.set_xlabel("excess over a plain forward")
+    values = (f"{line(leg.scoring)} {times(leg.excess.value)}" for leg in result.legs)
+    return f"Excess over rounding: {', '.join(values)}"

@@ -1,19 +1,48 @@
-"""Which tokens the two sides disagree about: where they sit."""
+"""Which tokens the two sides disagree about: where they sit, in sentences and pictures."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mismatch.reports import figures
-from mismatch.reports.contrasts import concentration, flipped, unlikely
-from mismatch.reports.section import Section
+from mismatch.metrics.corrections import Settings
+from mismatch.metrics.two_passes import CLIP
+from mismatch.reports.contrasts import (
+    LEAST,
+    comparable,
+    concentration,
+    flipped,
+    late,
+    off_diagonal,
+    rank_in_response,
+    spread,
+    unlikely,
+)
+from mismatch.reports.formatting import alike, bound, line, number, percent, plural
+from mismatch.reports.section import Figure, Section
 from mismatch.reports.summary import noise_rows
+from mismatch.reports.svg import (
+    ACCENT,
+    BAND,
+    FAINT,
+    INK,
+    OPACITIES,
+    SECOND,
+    Array,
+    legend_above,
+    shades,
+)
 from mismatch.types import Report
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
+
+REACH = 1e3  # ratios that the axis reaches at most
+NEAREST = 6.0  # and at least: every guide is on it
+DEEPEST = -12.0  # log-probability at the edge of the scatter, nats
 
 
 def of_tokens(report: Report, tokens: pd.DataFrame) -> Section:
@@ -22,17 +51,22 @@ def of_tokens(report: Report, tokens: pd.DataFrame) -> Section:
     Args:
         tokens: one row per action token, as in tokens.parquet.
     """
-    tokens = figures.comparable(tokens)
-    pair = Section("scatter", "Probability, side against side", figures=figures.scatter(tokens))
-    drift = Section("drift-along", "Drift of whole sequences", figures=figures.drift(tokens))
+    tokens = comparable(tokens)
     noise = (row.largest for row in noise_rows(report) if row.agree)
     floor = max((largest.value for largest in noise if largest is not None), default=None)
     return Section(
         id="tokens",
         title="By token",
-        sentences=tuple(places(tokens)),
-        figures=figures.of_tokens(tokens, floor),
-        parts=(pair, drift),
+        sentences=places(tokens),
+        figures=() if tokens.empty else (histogram(tokens, floor), by_position(tokens)),
+        parts=(
+            Section(
+                "scatter",
+                "Probability, side against side",
+                figures=() if tokens.empty else (logprobs(tokens), probabilities(tokens)),
+            ),
+            Section("drift-along", "Drift of whole sequences", figures=drift(tokens)),
+        ),
         folded=False,
         page_only=True,
     )
@@ -51,3 +85,265 @@ def places(tokens: pd.DataFrame) -> list[str]:
     found = (unlikely(tokens), flipped(tokens))  # early and late ones: the picture's title
     ranked = sorted((each for each in found if each is not None), key=lambda each: -each.strength)
     return [concentration(size), *(contrast.sentence for contrast in ranked)]
+
+
+# ---------------------------------------------------------------- the ratio of every token
+
+
+def histogram(tokens: pd.DataFrame, floor: float | None = None) -> Figure:
+    """Counts of the ratio, both axes logarithmic, with the ranges of PPO, TIS and IcePop.
+
+    Args:
+        tokens: finite deltas only (:func:`comparable`).
+        floor: largest |delta| of passes that should agree; None: it was not measured.
+    """
+    after = fixed(tokens)
+    title = spread(tokens)
+    if after is not None:
+        far = float((np.abs(after) > np.log(2)).mean())
+        title += f"; with {line(tokens['fix'].iloc[0])} {'none' if far == 0 else percent(far)}"
+    return Figure("histogram", title, beyond(tokens), partial(_histogram, tokens, floor, after))
+
+
+def beyond(tokens: pd.DataFrame) -> str:
+    """How many ratios leave each range that the field draws."""
+    ratio = np.exp(np.clip(tokens["delta"].to_numpy(dtype=np.float64), -700, 700))
+    settings, size = Settings(), len(ratio)
+    low, high = settings.band
+    cut = int(((ratio > REACH) | (ratio < 1 / REACH)).sum())
+    parts = (
+        f"outside PPO's clip range ({1 - CLIP:g} to {1 + CLIP:g}) "
+        f"{percent(float((np.abs(ratio - 1) > CLIP).mean()))}",
+        f"over TIS's cap of {bound(settings.cap)} {percent(float((ratio > settings.cap).mean()))}",
+        f"outside IcePop's {bound(low)} to {bound(high)} "
+        f"{percent(float(((ratio < low) | (ratio > high)).mean()))}",
+        *([f"beyond the axis {plural(cut, 'token')}"] if cut else []),
+    )
+    return f"Ratio train / rollout of {plural(size, 'token')}: {'; '.join(parts)}."
+
+
+def fixed(tokens: pd.DataFrame) -> Array | None:
+    """Delta with the best fix that kept the tokens, [A]; None where there is none."""
+    if "fix_logprob" not in tokens:
+        return None
+    after = (tokens["fix_logprob"] - tokens["rollout_logprob"]).to_numpy(dtype=np.float64)
+    return after if np.isfinite(after).all() else None
+
+
+def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, axes: Axes) -> str:
+    """The best fix is an outline; the noise floor is where passes that should agree end."""
+    settings, told = Settings(), beyond(tokens)
+    counts, edges = ratio_histogram(tokens["delta"].to_numpy(dtype=np.float64))
+    axes.axvspan(1 - CLIP, 1 + CLIP, color=BAND, lw=0, label=f"PPO clip, {CLIP:g}")
+    axes.stairs(counts, edges, fill=True, color=ACCENT, linewidth=0)
+    if after is not None:
+        reach = np.log(edges[-1])
+        fix, _ = np.histogram(np.clip(after, -reach, reach), bins=np.log(edges))
+        axes.stairs(fix, edges, color=INK, linewidth=1.2, label="with the best fix")
+        sizes = number(float(np.median(np.abs(after)))), number(float(np.abs(after).max()))
+        told += f" With the best fix: median |delta| {sizes[0]}, largest {sizes[1]}."
+    if floor:
+        far = float(np.exp(min(floor, 700.0)))
+        for place, label in ((far, "noise floor"), (1 / far, None)):
+            axes.axvline(place, color=FAINT, lw=1, ls="-.", label=label)
+    guides = (
+        ([1 / settings.cap, settings.cap], (4, 2), f"{settings.cap:g}×; TIS caps above"),
+        (list(settings.band), (1, 1), "IcePop, {:g} to {:g}".format(*settings.band)),
+    )
+    for places, dashes, label in guides:
+        for place, name in zip(places, (None, label), strict=True):
+            axes.axvline(place, color=SECOND, lw=1.3, dashes=dashes, label=name)
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlim=(edges[0], edges[-1]))
+    axes.set_ylim(0.6, max(2.0, counts.max() * 1.6))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axis.set_minor_formatter(lambda value, _: "")
+    axes.set_xlabel("probability ratio, train / rollout (log)")
+    axes.set_ylabel("tokens (log)")
+    legend_above(axes, 3, handlelength=1.4)
+    return told
+
+
+def ratio_histogram(delta: Array, bins: int = 61) -> tuple[Array, Array]:
+    """Counts and edges of an odd number of bins centred on ratio 1, [bins] and [bins + 1].
+
+    Ratios beyond the axis are counted in its outermost bins.
+    """
+    far = np.log(np.clip(np.exp(min(float(np.abs(delta).max()), 700.0)), NEAREST, REACH)) * 1.0001
+    counts, edges = np.histogram(np.clip(delta, -far, far), bins=bins, range=(-far, far))
+    return counts, np.exp(edges)
+
+
+# ---------------------------------------------------------------- side against side
+
+
+def probabilities(tokens: pd.DataFrame) -> Figure:
+    """Both sides' probabilities of every token."""
+    grid = probability_grid(tokens)
+    return Figure(
+        "probabilities",
+        off_diagonal(tokens),
+        f"Probability of {plural(len(tokens), 'token')}, side against side; stronger colour is "
+        "more tokens. Another temperature bends the band; misalignment leaves no diagonal.",
+        partial(_side_by_side, "Token probabilities of both sides", *grid, "probability, {}"),
+    )
+
+
+def probability_grid(tokens: pd.DataFrame, bins: int = 64) -> tuple[Array, Array]:
+    """Tokens per cell, [bins (rollout), bins (train)], and the edges of both axes, [bins + 1]."""
+    return _grid([np.exp(side) for side in _logprobs(tokens)], (0.0, 1.0), bins)
+
+
+def logprobs(tokens: pd.DataFrame) -> Figure:
+    """Both sides' log-probabilities of every token."""
+    sides = [np.maximum(side, DEEPEST) for side in _logprobs(tokens)]
+    deepest = min(-1.0, float(np.floor(min(side.min() for side in sides))))
+    grid = _grid(sides, (deepest, 0.0))
+    return Figure(
+        "logprobs",
+        off_by_class(tokens),
+        f"Log-probability of {plural(len(tokens), 'token')} in nats, side against side; "
+        f"below {DEEPEST:g} at the edge. A wrong kernel widens the band everywhere, rounding "
+        "only where tokens are unlikely.",
+        partial(_side_by_side, "", *grid, "log-probability, {} (nats)"),
+    )
+
+
+def _logprobs(tokens: pd.DataFrame) -> list[Array]:
+    return [tokens[f"{side}_logprob"].to_numpy(dtype=np.float64) for side in ("rollout", "train")]
+
+
+def _grid(sides: list[Array], ends: tuple[float, float], bins: int = 64) -> tuple[Array, Array]:
+    counts, edges, _ = np.histogram2d(sides[0], sides[1], bins=bins, range=[ends, ends])
+    return counts, edges
+
+
+def _side_by_side(told: str, counts: Array, edges: Array, label: str, axes: Axes) -> str:
+    """The trainer over the engine as a grid of counts: its size never grows."""
+    ends = (edges[0], edges[-1])
+    axes.plot(ends, ends, color=FAINT, linewidth=0.8, dashes=(4, 3))
+    shade = np.ceil(len(OPACITIES) * np.log1p(counts) / np.log1p(max(counts.max(), 1)))
+    shades(axes, shade.T, edges, edges)
+    axes.set(xlim=ends, ylim=ends)
+    axes.set_xlabel(label.format("rollout"))
+    axes.set_ylabel(label.format("train"))
+    return told
+
+
+def off_by_class(tokens: pd.DataFrame) -> str:
+    """Median |delta| of confident and of unlikely tokens, or of all where either are few."""
+    size = np.abs(tokens["delta"].to_numpy(dtype=np.float64))
+    rollout = np.exp(tokens["rollout_logprob"].to_numpy(dtype=np.float64))
+    sure, unlikely = size[rollout >= 0.9], size[rollout < 0.1]
+    if min(len(sure), len(unlikely)) < LEAST:
+        return f"Median |delta| {number(float(np.median(size)))} nats"
+    far, near = float(np.median(unlikely)), float(np.median(sure))
+    write = alike((far, near))
+    return f"Median |delta| {write(far)} nats at p < 0.1, {write(near)} at p ≥ 0.9"
+
+
+# ---------------------------------------------------------------- along the response
+
+
+def drift(tokens: pd.DataFrame) -> tuple[Figure, ...]:
+    """The sequences' log-ratios as they add up along the response."""
+    table = drift_table(tokens)
+    if table is None:
+        return ()
+    return (
+        Figure(
+            "drift",
+            drift_title(table),
+            "Sum of delta over the response so far, in nats: median, middle half and 5 to 95 % of "
+            f"the sequences that are as long; lengths with fewer than {LEAST} are left out. What "
+            "sequence-level weights (GSPO, sequence TIS) see is e to this.",
+            partial(_drift, table),
+        ),
+    )
+
+
+def drift_table(tokens: pd.DataFrame, places: int = 48) -> dict[str, Array] | None:
+    """Quantiles of the cumulative delta over sequences, at some lengths; None for short ones.
+
+    Returns:
+        "length" in tokens, "n" sequences that long, "q5" … "q95", each [places].
+    """
+    if tokens.empty:
+        return None
+    total = tokens.groupby("sequence")["delta"].cumsum().to_numpy(dtype=np.float64)
+    length = rank_in_response(tokens) + 1
+    counts = np.bincount(length)
+    known = np.flatnonzero(counts >= LEAST)
+    if len(known) < 4:
+        return None
+    chosen = np.unique(known[np.linspace(0, len(known) - 1, places).round().astype(int)])
+    order = np.argsort(length, kind="stable")
+    starts = np.searchsorted(length[order], chosen)
+    rows = [
+        np.quantile(total[order[start : start + counts[at]]], (0.05, 0.25, 0.5, 0.75, 0.95))
+        for start, at in zip(starts, chosen, strict=True)
+    ]
+    names = ("q5", "q25", "q50", "q75", "q95")
+    columns = dict(zip(names, np.array(rows).T, strict=True))
+    return {"length": chosen, "n": counts[chosen], **columns}
+
+
+def drift_title(table: dict[str, Array]) -> str:
+    """Where the sequences' log-ratios are at the greatest length."""
+    last = {name: values[-1] for name, values in table.items()}
+    return (
+        f"After {int(last['length'])} tokens the sequence log-ratio is {number(last['q50'])} nats "
+        f"({number(last['q5'])} to {number(last['q95'])}, {plural(int(last['n']), 'sequence')})"
+    )
+
+
+def _drift(table: dict[str, Array], axes: Axes) -> str:
+    """Median and two bands."""
+    x = table["length"]
+    axes.fill_between(x, table["q5"], table["q95"], color=BAND, lw=0, label="5 to 95 %")
+    for name, label in (("q25", "middle half"), ("q75", None)):
+        axes.plot(x, table[name], color=SECOND, linewidth=1, dashes=(4, 2), label=label)
+    axes.plot(x, table["q50"], color=ACCENT, linewidth=2, label="median")
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set_xlabel("sampled tokens so far")
+    axes.set_ylabel("log-ratio, nats")
+    legend_above(axes, 3)
+    axes.margins(x=0.01)
+    return ""
+
+
+def by_position(tokens: pd.DataFrame) -> Figure:
+    """What becomes of delta along the response."""
+    change = late(tokens)
+    return Figure(
+        "by-position",
+        change.sentence if change else "Too few tokens to compare early and late ones.",
+        "Mean |delta| (± 2 standard errors) and mean delta in nats, by place in the response; "
+        f"places with fewer than {LEAST} tokens are left out. Rounding is flat; a climb points "
+        "at positions (rope, sliding window) or a decaying KV cache.",
+        partial(_by_position, tokens),
+    )
+
+
+def _by_position(tokens: pd.DataFrame, axes: Axes, buckets: int = 32) -> str:
+    """Mean of the size of delta, and signed mean, per bucket of positions."""
+    offset = rank_in_response(tokens)
+    width = max(1, -(-int(offset.max() + 1) // buckets))
+    bucket, delta = offset // width, tokens["delta"].to_numpy(dtype=np.float64)
+    rows = [(index, delta[bucket == index]) for index in np.unique(bucket)]
+    rows = [row for row in rows if len(row[1]) >= LEAST] or rows
+    x = np.array([index * width + (width - 1) / 2 for index, _ in rows])
+    mean = np.array([np.abs(values).mean() for _, values in rows])
+    signed = np.array([values.mean() for _, values in rows])
+    error = np.array([np.abs(values).std() / np.sqrt(len(values)) for _, values in rows])
+    axes.fill_between(x, np.maximum(mean - 2 * error, 0), mean + 2 * error, color=BAND, lw=0)
+    axes.plot(x, mean, color=ACCENT, linewidth=2, label="mean |delta|")
+    axes.plot(x, signed, color=SECOND, linewidth=1.4, dashes=(4, 2), label="mean delta")
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set_xlabel("sampled token of the sequence")
+    axes.set_ylabel("nats")
+    legend_above(axes, 2)
+    axes.margins(x=0.01)
+    ends = f"{number(mean[0])} nats at the start, {number(mean[-1])} at the end"
+    return f"Mean |delta| along the response: {ends}"

@@ -1,0 +1,209 @@
+"""What the curves of a loop say: warnings, the fall of the reward, and where seeds agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from mismatch.codec import to_json
+from mismatch.types import Floats, Status
+
+SCHEMA = "mismatch.loop/1"
+FILE = "loop.json"
+WINDOW = 5  # steps that a running mean takes
+FALL = 0.1  # of the reward, from the best running mean so far
+Curve = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """When a curve counts as a warning.
+
+    Attributes:
+        above: the value itself; None: by growth alone.
+        growth: over the mean of the first steps; None: by the value alone.
+    """
+
+    column: str
+    above: float | None = None
+    growth: float | None = None
+
+
+WARNINGS = (
+    Rule("k3_kl", above=0.01),
+    Rule("ess_seq_lost", above=0.5),
+    Rule("log_ppl_diff_max", above=0.5),
+    Rule("entropy", growth=1.5),
+    Rule("grad_norm", growth=5.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepVerdict:
+    """The check of one step's tokens."""
+
+    step: int
+    status: Status
+    reason: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeedRun:
+    """One arm with one seed.
+
+    Attributes:
+        curves: column -> a value for every step.
+        path: of the weight sync.
+        stopped: why it ended before its last step.
+    """
+
+    seed: int
+    curves: dict[str, Curve]
+    path: str = ""
+    first: StepVerdict | None = None
+    last: StepVerdict | None = None
+    stopped: str = ""
+
+    def curve(self, name: str) -> Floats:
+        """[steps], NaN where nothing was measured."""
+        if name == "ess_seq_lost":
+            return np.asarray(1.0 - self.curve("ess_seq"), np.float64)
+        values = self.curves.get(name, ())
+        return np.asarray([np.nan if v is None else v for v in values], np.float64)
+
+    @property
+    def steps(self) -> int:
+        return len(self.curves.get("step", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One arm over its seeds."""
+
+    name: str
+    runs: tuple[SeedRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopReport:
+    """A whole loop.
+
+    Attributes:
+        settings: LoopSpec as data, as all arms share it.
+    """
+
+    model: str
+    engine: str
+    arms: tuple[Arm, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Two arms at the last steps that both have, over the seeds of both.
+
+    Attributes:
+        differences: reward of ``better`` less that of ``worse``, a value a seed.
+        agree: there are several seeds, and all differences have one sign.
+    """
+
+    better: str
+    worse: str
+    differences: tuple[float, ...]
+    agree: bool
+
+
+def running(values: Floats, window: int = WINDOW) -> Floats:
+    """Mean of each step and those before it, at most ``window``; NaNs are left out.
+
+    >>> running(np.array([1.0, 3.0, 5.0]), 2).tolist()
+    [1.0, 2.0, 4.0]
+    """
+    parts = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return np.asarray(
+        [p[np.isfinite(p)].mean() if np.isfinite(p).any() else np.nan for p in parts], np.float64
+    )
+
+
+def fired(run: SeedRun) -> dict[str, int | None]:
+    """Warning -> the first step at which it fired, or None."""
+    return {warning.column: _first(run.curve(warning.column), warning) for warning in WARNINGS}
+
+
+def _first(values: Floats, warning: Rule) -> int | None:
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return None
+    over = np.zeros(len(values), np.bool_)
+    if warning.above is not None:
+        over |= values > warning.above
+    if warning.growth is not None:
+        after = np.arange(len(values)) >= min(WINDOW, len(values))
+        over |= after & (running(values) > warning.growth * np.nanmean(values[:WINDOW]))
+    return int(np.argmax(over)) if over.any() else None
+
+
+def reward_fall(run: SeedRun) -> int | None:
+    """The first step whose running mean lies :data:`FALL` below the best one before it."""
+    smooth = running(run.curve("reward"))[WINDOW - 1 :]
+    if not len(smooth):
+        return None
+    below = np.fmax.accumulate(smooth) - smooth > FALL
+    return int(np.argmax(below)) + WINDOW - 1 if below.any() else None
+
+
+def lead_time(run: SeedRun) -> int | None:
+    """Steps from a verdict at step 0 that is not healthy to the fall of the reward."""
+    if run.first is None or run.first.status == "healthy":
+        return None
+    return reward_fall(run)
+
+
+def at_end(run: SeedRun, column: str, end: int | None = None) -> float:
+    """Running mean of a curve at a step; the last by default."""
+    values = running(run.curve(column))[: run.steps if end is None else end]
+    return float(values[-1]) if len(values) else float("nan")
+
+
+def claims(report: LoopReport) -> Iterator[Claim]:
+    """The reward of every two arms at the last step that both have reached with a seed."""
+    for one, other in combinations(report.arms, 2):
+        theirs: Mapping[int, SeedRun] = {run.seed: run for run in other.runs}
+        gaps = [_gap(run, theirs[run.seed]) for run in one.runs if run.seed in theirs]
+        gaps = [gap for gap in gaps if np.isfinite(gap)]
+        if gaps:
+            yield _claim(one.name, other.name, gaps)
+
+
+def _gap(run: SeedRun, other: SeedRun) -> float:
+    end = min(run.steps, other.steps)
+    return at_end(run, "reward", end) - at_end(other, "reward", end)
+
+
+def _claim(one: str, other: str, gaps: Sequence[float]) -> Claim:
+    agree = len(gaps) > 1 and (min(gaps) > 0 or max(gaps) < 0)
+    if np.mean(gaps) < 0:
+        return Claim(other, one, tuple(-gap for gap in gaps), agree)
+    return Claim(one, other, tuple(gaps), agree)
+
+
+def loop_to_json(report: LoopReport) -> dict[str, Any]:
+    """The report as JSON data, with what follows from it."""
+    arms = {
+        arm.name: {
+            str(run.seed): {
+                "fired": fired(run),
+                "reward_fall": reward_fall(run),
+                "lead_time": lead_time(run),
+            }
+            for run in arm.runs
+        }
+        for arm in report.arms
+    }
+    judged = {"found": arms, "claims": [to_json(claim) for claim in claims(report)]}
+    return {"schema": SCHEMA, **judged, **to_json(report)}

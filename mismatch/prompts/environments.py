@@ -1,0 +1,206 @@
+"""What answers a model between its turns: an environment, made anew for every sequence.
+
+An environment is a class that is called with the :class:`Prompt` and has one method, ``reply``::
+
+    class Echo:
+        def __init__(self, prompt):
+            self.prompt = prompt
+
+        def reply(self, response: str) -> dict | None:
+            return {"role": "user", "content": f"You said: {response}"}   # None: the sequence ends
+
+and, if it knows better than the prompt's answer, ``reward() -> float``. Its output is data: a text
+of a bounded length for the chat template, never run or imported.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from mismatch.errors import MismatchError, named_line
+from mismatch.prompts.arithmetic import reward
+from mismatch.prompts.prompt import Prompt, numeric_reward
+from mismatch.types import Floats
+
+Message = Mapping[str, Any]
+REPLY_S = 60.0  # seconds that a reply may take
+QUESTION, ANSWER = "a question", "mismatch-answer"
+
+
+class Environment(Protocol):
+    """One sequence's partner."""
+
+    def __init__(self, prompt: Prompt) -> None: ...
+
+    def reply(self, response: str) -> Message | None:
+        """A message of the chat template after a response (with its special tokens), or None."""
+
+
+class Retry:
+    """Says that an answer is wrong until it is right; a prompt without an answer has one turn."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+
+    def reply(self, response: str) -> Message | None:
+        """See the protocol."""
+        if self.prompt.answer is None:
+            return None
+        grade = reward if self.prompt.grader == "arithmetic" else numeric_reward
+        if grade(response, self.prompt.answer) == 1.0:
+            return None
+        return {"role": "user", "content": "That is not right. Try again."}
+
+
+BUILT_IN: dict[str, type[Environment]] = {"retry": Retry}
+
+
+def built_in(name: str) -> type[Environment] | None:
+    """A shipped environment; None: the name is ``package.module:Class``.
+
+    Raises:
+        MismatchError: neither.
+    """
+    if ":" in name:
+        return None
+    if name not in BUILT_IN:
+        raise MismatchError(
+            f"--environment {name}: there is none of that name",
+            f"one of {', '.join(BUILT_IN)}, or your own: package.module:Class",
+        )
+    return BUILT_IN[name]
+
+
+def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> list[int]:
+    """Ids from the end of an assistant's turn to the start of its next one, with a message.
+
+    Rendered as text after a known answer and encoded alone, so that no id before it can change.
+    What the template puts after the token that ends a turn (a line break) is part of it.
+
+    Raises:
+        MismatchError: the template refuses the message, or drops the answer before it.
+    """
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": ANSWER},
+        dict(message),
+    ]
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template raises whatever it likes
+        raise MismatchError(
+            f"the chat template refuses the environment's message: {named_line(error)}",
+            "see which roles it knows: mismatch template --model MODEL",
+        ) from error
+    _, found, tail = text.rpartition(ANSWER)
+    if not found:
+        raise MismatchError(
+            "the chat template drops the answer before an observation",
+            "see what it keeps: mismatch template --model MODEL",
+        )
+    ends = [tokenizer.decode([token]) for token in stop_ids]
+    places = [(tail.index(end), end) for end in ends if end and end in tail]
+    if places:
+        place, end = min(places)
+        tail = tail[place + len(end) :]
+    return list(tokenizer(tail, add_special_tokens=False)["input_ids"])
+
+
+@dataclass
+class Replies:
+    """Replies to all sequences of a rollout, as ids.
+
+    Attributes:
+        prompts: of every sequence, N.
+        max_tokens: of an observation's content; the rest is cut off.
+        ended: reason -> sequences that an environment's failure ended.
+        cut: observations that were longer than ``max_tokens``.
+    """
+
+    kind: Callable[[Prompt], Environment]
+    prompts: Sequence[Prompt]
+    tokenizer: Any
+    stop_ids: Sequence[int]
+    vocab_size: int
+    max_tokens: int
+    ended: Counter[str] = field(default_factory=Counter)
+    cut: int = 0
+    _partners: dict[int, Environment] = field(default_factory=dict)
+
+    def __call__(self, sequence: int, response: Sequence[int]) -> list[int] | None:
+        """Ids between this response and the next; None: the sequence ends here.
+
+        An environment that raises, hangs or gives no message ends its own sequence alone.
+        """
+        text = self.tokenizer.decode(list(response), skip_special_tokens=False)
+        try:
+            message = _in_time(lambda: self._partner(sequence).reply(text), REPLY_S)
+            return None if message is None else self._encoded(message)
+        except Exception as error:  # whatever a user's class raises
+            self.ended[named_line(error)] += 1
+            return None
+
+    def _partner(self, sequence: int) -> Environment:
+        if sequence not in self._partners:
+            self._partners[sequence] = self.kind(self.prompts[sequence])
+        return self._partners[sequence]
+
+    def _encoded(self, message: Message) -> list[int]:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise TypeError(f"a reply is a message with a text, not {type(message).__name__}")
+        content = list(self.tokenizer(message["content"], add_special_tokens=False)["input_ids"])
+        if len(content) > self.max_tokens:
+            self.cut += 1
+            message = {**message, "content": self.tokenizer.decode(content[: self.max_tokens])}
+        ids = between_turns(self.tokenizer, message, self.stop_ids)
+        if max(ids, default=0) >= self.vocab_size:
+            raise ValueError(f"id {max(ids)} is outside the vocabulary of {self.vocab_size}")
+        return ids
+
+    def rewards(self) -> Floats | None:
+        """What the environments themselves say, [N]; None: they say nothing, or one of them fails.
+
+        A failure is counted in ``ended``.
+        """
+        if not hasattr(self.kind, "reward"):
+            return None
+        try:
+            rewards = [
+                float(_in_time(cast(Any, self._partner(sequence)).reward, REPLY_S))
+                for sequence in range(len(self.prompts))
+            ]
+        except Exception as error:  # whatever a user's class raises
+            self.ended[f"reward: {named_line(error)}"] += 1
+            return None
+        return np.asarray(rewards, np.float64)
+
+
+def _in_time(function: Callable[[], Any], seconds: float) -> Any:
+    """The function's result; its thread is left behind where it takes longer.
+
+    Raises:
+        TimeoutError: it took longer; else whatever it raises.
+    """
+    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            results.put((function(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        value, error = results.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no reply within {seconds:.0f} s") from None
+    if error is not None:
+        raise error
+    return value

@@ -1,0 +1,218 @@
+"""A training loop: six curves, arms in fixed colours, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch.experiments.loop.history import COLUMNS
+from mismatch.experiments.loop.judge import (
+    FALL,
+    WARNINGS,
+    WINDOW,
+    Arm,
+    LoopReport,
+    SeedRun,
+    at_end,
+    claims,
+    fired,
+    lead_time,
+    reward_fall,
+)
+from mismatch.reports.formatting import count, number, plural, text
+from mismatch.reports.section import Cell, Column, Figure, Page, Section, Table, status_cell
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.types import Report
+
+LEAD = (
+    "The engine samples, the trainer takes its optimiser's steps, the weights go back into the "
+    "engine. All arms begin with the same weights, prompts and seeds."
+)
+PANELS = (
+    ("k3_kl", True),
+    ("entropy", False),
+    ("reward", False),
+    ("grad_norm", True),
+    ("log_ppl_diff_max", True),
+    ("ratio_max", True),
+)
+STYLES: tuple[tuple[str, Any], ...] = (
+    *((colour, "-") for colour in (ACCENT, SECOND, INK, FAINT)),
+    *((colour, (0, (4, 2))) for colour in (ACCENT, SECOND, INK, FAINT)),
+    *((colour, (0, (1, 1))) for colour in (ACCENT, SECOND, INK, FAINT)),
+)
+TIMES = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s", "seconds")
+ENDS = ("reward", "k3_kl", "entropy", "grad_norm")
+NEVER = "never"
+Row = tuple[Cell | str | int | float | None, ...]
+ARM_COLUMNS = (
+    Column("arm", text),
+    Column("seed", count),
+    Column("steps", count, 1),
+    Column("check at step 0", text),
+    Column("reward", text, detail="first and last 5 steps"),
+    Column("k3 KL", text, 1, detail="nats"),
+    Column("entropy", text, 1, detail="nats"),
+    Column("gradient norm", text, 2),
+    Column("reward falls", text, detail="at step"),
+    Column("lead time", text, 1, detail="steps"),
+)
+
+
+def section(result: LoopReport, report: Report | None = None) -> Section:
+    """Arms and seeds, the pictures, warnings and times below."""
+    rows = [_row(arm, run) for arm in result.arms for run in arm.runs]
+    fires: tuple[Row, ...] = tuple(
+        (Cell(arm.name, "code"), run.seed, *(_step(at) for at in fired(run).values()))
+        for arm in result.arms
+        for run in arm.runs
+    )
+    titles = (COLUMNS.get(warning.column) for warning in WARNINGS)
+    columns = [Column(title.label if title else "sequence ESS lost", text) for title in titles]
+    warned = Table((Column("arm", text), Column("seed", count), *columns), fires)
+    times: tuple[Row, ...] = tuple(
+        (Cell(arm.name, "code"), run.seed, *(_median(run, name) for name in TIMES))
+        for arm in result.arms
+        for run in arm.runs
+    )
+    shown = [Column(COLUMNS[name].label, number) for name in TIMES]
+    timed = Table((Column("arm", text), Column("seed", count), *shown), times)
+    return Section(
+        id="loop",
+        title="Training loop",
+        lead=LEAD,
+        warnings=tuple(_stopped(result)),
+        sentences=tuple(_claims(result)),
+        tables=(Table(ARM_COLUMNS, tuple(rows)),),
+        figures=tuple(_figure(result, name, log) for name, log in PANELS),
+        notes=(
+            f"The reward falls where the mean of {WINDOW} steps lies {FALL:g} below the best one "
+            "so far. Bands reach from the lowest to the highest seed.",
+        ),
+        parts=(
+            Section("loop-warnings", "First step of each warning", tables=(warned,)),
+            Section(
+                "loop-times",
+                "Seconds of a step",
+                tables=(timed,),
+                notes=("Medians over the steps.",),
+            ),
+        ),
+    )
+
+
+def _row(arm: Arm, run: SeedRun) -> Row:
+    ends = [f"{number(_start(run, name))} → {number(at_end(run, name))}" for name in ENDS]
+    first = Cell("–") if run.first is None else status_cell(run.first.status)
+    falls, lead = reward_fall(run), lead_time(run)
+    return (Cell(arm.name, "code"), run.seed, run.steps, first, *ends, _step(falls), _step(lead))
+
+
+def _start(run: SeedRun, name: str) -> float:
+    return at_end(run, name, WINDOW)
+
+
+def _step(at: int | None) -> str:
+    return NEVER if at is None else str(at)
+
+
+def _median(run: SeedRun, name: str) -> float | None:
+    values = run.curve(name)
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else None
+
+
+def _stopped(result: LoopReport) -> Iterator[str]:
+    for arm in result.arms:
+        for run in arm.runs:
+            if run.stopped:
+                yield f"{arm.name}, seed {run.seed}, stopped: {run.stopped}"
+
+
+def _claims(result: LoopReport) -> Iterator[str]:
+    for claim in claims(result):
+        gaps = ", ".join(number(gap) for gap in claim.differences)
+        seeds = plural(len(claim.differences), "seed")
+        if claim.agree:
+            yield f"{claim.better} ends above {claim.worse} by {gaps} of reward, with all {seeds}."
+        elif len(claim.differences) == 1:
+            yield f"{claim.better} ends above {claim.worse} by {gaps}: one seed, no claim."
+        else:
+            yield f"{claim.better} and {claim.worse}: the seeds do not agree ({gaps})."
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def _figure(result: LoopReport, name: str, log: bool) -> Figure:
+    column = COLUMNS[name]
+    unit = f", {column.unit}" if column.unit else ""
+    ends = [
+        f"{arm.name} {number(float(np.mean([at_end(run, name) for run in arm.runs])))}"
+        for arm in result.arms
+    ]
+    return Figure(
+        f"loop-{name.replace('_', '-')}",
+        f"{column.label[0].upper()}{column.label[1:]}",
+        f"{column.label}{unit}, by step; at the end {', '.join(ends)}.",
+        _drawer(result, name, log, f"{column.label}{unit}"),
+    )
+
+
+def _drawer(result: LoopReport, name: str, log: bool, label: str) -> Callable[[], str]:
+    def draw() -> str:
+        with drawing() as (figure, axes):
+            for arm, (colour, dashes) in zip(result.arms, _styles(len(result.arms)), strict=True):
+                steps, low, middle, high = _band(arm, name)
+                if not len(steps):
+                    continue
+                axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
+                axes.plot(steps, middle, color=colour, ls=dashes, lw=1.5, label=arm.name)
+            if log and any((_band(arm, name)[1] > 0).any() for arm in result.arms):
+                axes.set_yscale("log")
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.set_xlabel("step")
+            axes.set_ylabel(label)
+            axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+            return to_svg(figure, f"loop-{name.replace('_', '-')}", label)
+
+    return draw
+
+
+def _styles(arms: int) -> list[tuple[str, Any]]:
+    """Of so many arms, by their order alone."""
+    return [STYLES[index % len(STYLES)] for index in range(arms)]
+
+
+def _band(arm: Arm, name: str) -> tuple[Any, Any, Any, Any]:
+    """Steps, lowest, mean and highest seed; as far as every seed goes."""
+    length = min((run.steps for run in arm.runs), default=0)
+    if not length:
+        return (np.zeros(0),) * 4
+    table = np.stack([run.curve(name)[:length] for run in arm.runs])
+    known = np.isfinite(table).any(axis=0)
+    rows = table[:, known]
+    low, high = np.nanmin(rows, axis=0), np.nanmax(rows, axis=0)
+    return np.flatnonzero(known), low, np.nanmean(rows, axis=0), high
+
+
+def page(result: LoopReport) -> Page:
+    """The loop as a page of its own."""
+    runs = [run for arm in result.arms for run in arm.runs]
+    falls = [arm.name for arm in result.arms if any(reward_fall(r) is not None for r in arm.runs)]
+    reason = f"the reward falls in {', '.join(falls)}" if falls else "the reward falls in no arm"
+    steps = max((run.steps for run in runs), default=0)
+    return Page(
+        kind="training loop",
+        word=plural(len(result.arms), "arm"),
+        tone="warn" if falls else "healthy",
+        reason=reason,
+        title=Path(result.model).name,
+        facts=(f"{result.engine} and FSDP2; {plural(steps, 'step')}",),
+        sections=(section(result),),
+        file="loop",
+    )

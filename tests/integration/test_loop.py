@@ -1,0 +1,136 @@
+"""The loop with real engines: two arms, a sync that loses a parameter, a kill, a resumed run."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mismatch.errors import MismatchError
+from mismatch.experiments.loop.history import Row, load_history, rows_of
+from mismatch.experiments.loop.judge import LoopReport
+from mismatch.experiments.loop.types import LoopSpec
+from mismatch.models import resolve_model
+from mismatch.pipeline.loop import run_loop
+from mismatch.processes.loop import run_arm
+from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
+
+pytestmark = pytest.mark.slow
+TINY = resolve_model("tiny-gpt-oss")
+STEPS = 3
+FLAGS = (
+    *("--model", "tiny-gpt-oss", "--engine", "transformers", "--train-dtype", "fp32"),
+    *("--steps", str(STEPS), "--prompts-per-step", "2", "--num-prompts", "4", "--max-tokens", "64"),
+    *("--samples-per-prompt", "3", "--nproc-per-node", "1", "--checkpoint-every", "1"),
+    *("--no-perfectible", "--no-routing", "--no-prefill"),
+)
+SAME = ("reward", "k3_kl", "entropy", "loss", "grad_norm", "response_length")
+
+
+class Silent:
+    """A narrator that says nothing."""
+
+    def stage(self, title: str) -> Silent:
+        return self
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def __call__(self, text: str) -> None:
+        pass
+
+    note = __call__
+
+
+def loop(engine: str, **fields: object) -> LoopSpec:
+    rollout = RolloutSpec(
+        engine=EngineSpec(engine, TINY, routing=False, prefill=False),
+        prompts=PromptSpec(num_prompts=4),
+        sampling=Sampling(max_tokens=64, samples_per_prompt=3),
+        exact_kl=0,
+    )
+    train = TrainSpec(TINY, dtype="fp32", master_dtype="fp32", routing=False)
+    check = CheckSpec(rollout, train, nproc_per_node=1)
+    given = {"steps": STEPS, "prompts": 2, "perfectible": False, "checkpoint_every": 1}
+    return LoopSpec(check, **(given | fields))  # type: ignore[arg-type]
+
+
+def numbers(rows: list[Row]) -> list[list[float | None]]:
+    return [[row[name] for name in SAME] for row in rows]
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def test_two_arms_with_vllm(tmp_path: Path) -> None:
+    pages: list[LoopReport] = []
+    report = run_loop(
+        *(loop("vllm"), ("as-is", "no-sinks"), (0,), tmp_path, Silent(), "test"),
+        lambda place, made: pages.append(made),
+    )
+    assert pages == [report]
+    right, wrong = (arm.runs[0] for arm in report.arms)
+    assert right.path == wrong.path == "rpc"  # vLLM's own leaves experts and sinks stale on a CPU
+    assert right.curves["reward"][0] == wrong.curves["reward"][0]  # the same weights and seed
+    for run in (right, wrong):
+        assert run.steps == STEPS
+        assert set(run.curves["parameters_verified"]) == {71.0}
+        assert run.first is not None
+        assert run.last is not None
+    assert max(wrong.curve("k3_kl")) > 10 * max(right.curve("k3_kl")) > 0
+    columns, header = load_history(tmp_path / "no-sinks" / "seed-0" / "history.parquet")
+    assert columns["step"].tolist() == [0.0, 1.0, 2.0]
+    assert header["arm"] == "no-sinks"
+
+
+def children_of(place: Path) -> list[int]:
+    """Processes whose command names this folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(str(place) in part for part in process.cmdline()):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
+    tmp_path: Path,
+) -> None:
+    straight = tmp_path / "straight"
+    straight.mkdir()
+    name = "model.layers.1.self_attn.o_proj.weight"
+    lost = loop("transformers", plant=(("lost", f"{STEPS} {name}"),), steps=STEPS + 1)
+    with pytest.raises(MismatchError, match=f"step {STEPS}: .*{name}"):
+        run_arm(straight, lost, tmp_path / "pool.json", silent)
+    expected = rows_of(straight)[:STEPS]
+    assert len(expected) == STEPS
+    assert any(row["loss"] for row in expected)  # some samples of a prompt are right
+
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "mismatch", "loop", *FLAGS, "--out", str(out)]
+    place = out / "as-is" / "seed-0"
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 300
+        while not (place / "checkpoints" / "000001").exists() and time.monotonic() < until:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+    assert "interrupted" in said
+    assert children_of(out) == []
+    assert (out / "loop.json").exists()
+
+    rows = run_arm(place, loop("transformers"), out / "pool.json", silent)
+    assert numbers(rows) == numbers(expected)

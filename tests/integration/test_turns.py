@@ -1,0 +1,83 @@
+"""Several turns through real vLLM and FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mismatch.run import store
+
+from .conftest import Run, run_check
+
+OBSERVATION = "That is not right. Try again."
+TURNS = (
+    *("--model", "tiny-gpt-oss", "--environment", "retry", "--max-turns", "3"),
+    *("--num-prompts", "12", "--samples-per-prompt", "2", "--max-tokens", "80"),
+)
+GAME = """
+class Game:
+    def __init__(self, prompt):
+        self.said = 0
+
+    def reply(self, response):
+        self.said += 1
+        if self.said == 2:
+            raise RuntimeError("the game is over")
+        return {"role": "user", "content": "And then?"}
+
+    def reward(self):
+        return float(self.said)
+"""
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_check(tmp_path_factory.mktemp("turns") / "run", *TURNS, "--quick")
+
+
+def test_both_sides_agree_on_every_turn(turns: Run) -> None:
+    """The trainer scores sampled tokens alone, each at its place after the observations."""
+    by_turn = turns.report["comparisons"][0]["breakdowns"]["by_turn"]
+    assert by_turn["turn"][:2] == [1, 2]
+    assert max(by_turn["mean_abs_delta"]) < 0.15
+    assert not [entry for entry in turns.report["not_tested"] if "multi-turn" in str(entry)]
+
+
+def test_observations_are_tokens_without_logprobs(turns: Run) -> None:
+    rollout = store.load_rollout(turns.directory)
+    decode = store.load_scoring(turns.directory, "vllm:decode")
+    assert len(decode.logprobs) == rollout.n_actions
+    texts = store.load_vocabulary(turns.directory)
+    offsets = zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)
+    several = [slice(start, end) for start, end in offsets if rollout.turn[end - 1] > 1]
+    assert several
+    for rows in several:
+        ids, sampled = rollout.token_ids[rows], rollout.action_mask[rows]
+        after = np.flatnonzero(rollout.turn[rows] >= 1)
+        between = [texts[int(t)] for t in ids[after][~sampled[after]]]
+        assert OBSERVATION in "".join(between).replace("Ġ", " ")
+        assert sampled[-1]
+
+
+def test_experts_of_every_turn_are_there(turns: Run) -> None:
+    rollout = store.load_rollout(turns.directory)
+    routing = store.load_scoring(turns.directory, "vllm:decode").routing
+    assert routing is not None
+    last = rollout.offsets[1:] - 1
+    assert routing.present.sum() == len(rollout.token_ids) - len(last)
+    assert turns.report["comparisons"][0]["routing"]["routing_disagree_any"]["value"] < 0.2
+
+
+@pytest.mark.grid
+def test_an_environment_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "games.py").write_text(GAME)
+    monkeypatch.chdir(tmp_path)
+    flags = ("--engine", "transformers", "--quick", "--environment", "games:Game")
+    run = run_check(tmp_path / "run", *TURNS[:2], *flags, "--num-prompts", "4")
+    assert run.code in (0, 1)
+    rollout = store.load_rollout(run.directory)
+    assert rollout.turn.max() == 2
+    assert set(rollout.rewards.tolist()) == {0.0, 2.0} or rollout.rewards.max() == 2.0
+    assert "the game is over" in str(run.report["not_tested"])

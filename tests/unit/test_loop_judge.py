@@ -1,0 +1,95 @@
+"""What curves of known shape are said to show, and the page of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mismatch.experiments.loop.history import COLUMNS
+from mismatch.experiments.loop.judge import (
+    Arm,
+    LoopReport,
+    SeedRun,
+    StepVerdict,
+    claims,
+    fired,
+    lead_time,
+    loop_to_json,
+    reward_fall,
+    running,
+)
+from mismatch.reports.html import show_page
+from mismatch.reports.sections.loop import page
+
+STEPS = 20
+UNFIT = StepVerdict(0, "unfit", "k3", "steps/000000")
+
+
+def run(seed: int, reward: list[float], **curves: list[float]) -> SeedRun:
+    flat = dict.fromkeys(COLUMNS, [0.001] * len(reward)) | {"ess_seq": [0.9] * len(reward)}
+    columns = flat | {"step": list(range(len(reward))), "reward": reward} | curves
+    return SeedRun(seed, {name: tuple(map(float, v)) for name, v in columns.items()}, first=UNFIT)
+
+
+RISE = np.linspace(0.4, 0.7, STEPS).tolist()
+COLLAPSE = [*np.linspace(0.4, 0.6, 10), *np.linspace(0.6, 0.1, 10)]
+
+
+def test_a_fall_is_named_at_its_step_and_a_rise_is_none() -> None:
+    falls = reward_fall(run(0, COLLAPSE))
+    assert falls is not None
+    smooth = running(np.array(COLLAPSE))
+    assert smooth[:falls].max() - smooth[falls] > 0.1 >= smooth[:falls].max() - smooth[falls - 1]
+    assert lead_time(run(0, COLLAPSE)) == falls
+    assert lead_time(replace(run(0, COLLAPSE), first=None)) is None
+    assert reward_fall(run(0, RISE)) is None
+    assert reward_fall(run(0, RISE[:2])) is None
+
+
+def test_each_warning_fires_where_its_curve_leaves() -> None:
+    quiet = run(0, RISE)
+    assert set(fired(quiet).values()) == {None}
+    loud = run(
+        0,
+        RISE,
+        k3_kl=[0.001] * 7 + [0.02] * 13,
+        entropy=[1.0] * 10 + [3.0] * 10,
+        grad_norm=[0.2] * 12 + [50.0] * 8,
+        ess_seq=[0.1] * STEPS,
+    )
+    found = fired(loud)
+    assert (found["k3_kl"], found["ess_seq_lost"], found["grad_norm"]) == (7, 0, 12)
+    assert found["entropy"] is not None
+    assert 10 < found["entropy"] < 15
+    assert found["log_ppl_diff_max"] is None
+
+
+def report(*rewards: tuple[str, list[list[float]]]) -> LoopReport:
+    arms = [
+        Arm(name, tuple(run(seed, values) for seed, values in enumerate(seeds)))
+        for name, seeds in rewards
+    ]
+    return LoopReport("m", "vllm", tuple(arms))
+
+
+def test_a_claim_is_made_only_where_several_seeds_agree() -> None:
+    (claim,) = claims(report(("bad", [COLLAPSE, COLLAPSE]), ("good", [RISE, RISE])))
+    assert (claim.better, claim.worse, claim.agree) == ("good", "bad", True)
+    assert min(claim.differences) > 0.3
+    (mixed,) = claims(report(("a", [COLLAPSE, RISE]), ("b", [RISE, COLLAPSE])))
+    assert not mixed.agree
+    (single,) = claims(report(("bad", [COLLAPSE]), ("good", [RISE])))
+    assert not single.agree
+    assert list(claims(report(("one", [RISE])))) == []
+
+
+def test_the_page_holds_six_pictures_and_every_run() -> None:
+    made = report(("as-is", [COLLAPSE]), ("attention-sinks", [RISE]))
+    text = show_page(page(made))
+    assert text.count("<svg") == 6
+    assert text.count("attention-sinks") > 6
+    document = loop_to_json(made)
+    assert document["found"]["as-is"]["0"]["reward_fall"] == reward_fall(made.arms[0].runs[0])
+    short = loop_to_json(report(("as-is", [COLLAPSE[:1]])))
+    assert short["found"]["as-is"]["0"]["reward_fall"] is None
