@@ -116,6 +116,9 @@ ENGINES = (
     EngineFault("sglang-top-k-20", ("huggingface/trl#6789", "NVIDIA-NeMo/RL#3497"),
                 ("sampling-truncation", "implicit-generation-config", "sampling-law"), "",
                 ("--engine", "sglang", "--top-k", "20")),
+    EngineFault("sglang-top-k-20-seed1", ("huggingface/trl#6789", "NVIDIA-NeMo/RL#3497"),
+                ("sampling-truncation", "implicit-generation-config", "sampling-law"), "",
+                ("--engine", "sglang", "--top-k", "20", "--seed", "1"), half="reported"),
 )  # fmt: skip
 CLEAN = {
     "gpt-oss": ("tiny-gpt-oss", ("--num-prompts", "512")),

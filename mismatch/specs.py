@@ -248,8 +248,8 @@ class PromptSpec:
         str | None,
         Flag(
             PROMPTS,
-            "Replies to responses, for several turns: retry, or your package.module:Class; "
-            "docs/multi-turn.md.",
+            "Replies to responses, for several turns: retry, calculator, or your "
+            "package.module:Class; docs/multi-turn.md.",
         ),
     ] = None
     max_turns: Annotated[

@@ -10,15 +10,19 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
-from mismatch.cli.options import JSON, RUN, TRUST_RUN
+from mismatch.cli.options import JSON, MODEL_FLAGS, OUT, TRUST_RUN
+from mismatch.errors import MismatchError
 from mismatch.specs import MANY, OUTPUT, SEEDS, Range
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mismatch.cli.session import ConsoleNarrator
     from mismatch.experiments.locate.types import Location
 
 WHAT = "What to record"
+RUN = Option("run", Path | None, "", "Run directory; none with --model.", argument=True)
+PROMPTS, MAX_TOKENS = 8, 64  # of the run that --model makes
 FLAGS = (
     Option(
         "sequences",
@@ -51,7 +55,7 @@ DETAILS = Option(
 )
 
 
-@with_flags(RUN, FLAGS, DETAILS, JSON, TRUST_RUN)
+@with_flags(RUN, MODEL_FLAGS, FLAGS, OUT, DETAILS, JSON, TRUST_RUN)
 def locate(flags: Flags) -> int:
     """Name the first module at which a side of a run parts from float32.
 
@@ -69,21 +73,61 @@ def locate(flags: Flags) -> int:
     from mismatch.pipeline.locate import Asked, locate
     from mismatch.run.directory import load_spec, require_trust
 
-    run = flags["run"]
-    require_trust(run, load_spec(run), flags["trust_run"])
+    narrator = session.narrator(silent=flags["as_json"])
+    run = small_run(flags, narrator) if flags["run"] is None else flags["run"]
+    if flags["run"] is not None:
+        require_trust(run, load_spec(run), flags["trust_run"])
     asked = Asked(
         flags["sequences"],
         flags["max_sequence_tokens"],
         60 * flags["budget_minutes"],
         flags["seed"],
     )
-    found = locate(run, session.narrator(silent=flags["as_json"]), asked, session.command())
+    found = locate(run, narrator, asked, session.command())
     in_report(found, run)
     if flags["as_json"]:
         typer.echo(json.dumps(to_document(found), indent=2, allow_nan=False))
     else:
         show(found, Console(), run, details=flags["details"])
     return judge(found).code
+
+
+def small_run(flags: Flags, narrator: ConsoleNarrator) -> Path:
+    """A check of 8 short responses, the trainer's own pass alone; its directory.
+
+    Raises:
+        MismatchError: no model, or the check cannot be done.
+    """
+    from mismatch.cli import session
+    from mismatch.cli.to_spec import engine_spec
+    from mismatch.models import resolve_model
+    from mismatch.pipeline.commands import run_check
+    from mismatch.pipeline.preflight import preflight
+    from mismatch.reports.files import write_report
+    from mismatch.run.directory import open_run
+    from mismatch.specs import CheckSpec, PromptSpec, RolloutSpec, TrainSpec
+    from mismatch.types import Sampling
+
+    if flags["model"] is None:
+        raise MismatchError("locate needs a run or a model", "mismatch locate RUN, or --model M")
+    model = resolve_model(flags["model"])
+    engine = engine_spec(flags, model, "vllm", None)
+    revision, trust = engine.revision, engine.trust_remote_code
+    spec = CheckSpec(
+        rollout=RolloutSpec(
+            engine=engine,
+            prompts=PromptSpec(num_prompts=PROMPTS),
+            sampling=Sampling(samples_per_prompt=1, max_tokens=MAX_TOKENS, seed=flags["seed"]),
+        ),
+        train=TrainSpec(model=model, revision=revision, trust_remote_code=trust),
+        quick=True,
+        noise_floor=False,
+    )
+    spec = session.placed(spec)
+    preflight(spec)
+    run, _ = open_run("check", spec, model, flags["out"], None)
+    run_check(spec, run, narrator, None, session.command(), write_report)
+    return run
 
 
 def show(found: Location, console: Console, run: Path, *, details: bool) -> None:

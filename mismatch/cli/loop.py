@@ -118,8 +118,12 @@ def loop_spec(flags: Flags) -> LoopSpec:
     spec, _ = with_trainer(check_spec(flags), flags)
     if spec.other_engine is not None or (spec.rollout.engine.data_parallel_size or 1) > 1:
         raise MismatchError("a loop has one engine", "one --engine, and no --data-parallel-size")
+    if spec.rollout.prompts.environment is not None:
+        raise MismatchError("a loop has one turn a sequence", "drop --environment")
     if spec.rollout.sampling.temperature == 0:
-        raise MismatchError("--temperature 0: greedy samples of a prompt are all the same")
+        raise MismatchError(
+            "--temperature 0: greedy samples of a prompt are all the same", "--temperature 1"
+        )
     if spec.rollout.sampling.samples_per_prompt < 2:
         raise MismatchError(
             "group-normalised advantages need several samples of a prompt",

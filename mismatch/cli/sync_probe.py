@@ -184,21 +184,36 @@ def hold_export(model: str, folder: Path, *, as_json: bool) -> int:
 
 
 def plan(spec: SyncSpec) -> int:
-    """Print what a probe would do and cost."""
-    from mismatch.models.weight_states import Checkpoint, cost_of
+    """Print what a probe would do and cost; of a model that is not here, by its config.json."""
+    import psutil
+
+    from mismatch.doctor.sync_memory import disk_bytes, predict_sync_probe
+    from mismatch.engines.registry import model_directory
+    from mismatch.models.config import find_config
+    from mismatch.models.weight_states import Checkpoint, cost_of, seconds_of
     from mismatch.reports.formatting import memory, seconds
 
-    cost = cost_of(Checkpoint(checkpoint_of(spec.engine.model), spec.seed))
-    trainer = cost.bytes if spec.trainer else 0
-    typer.echo(f"model    {spec.engine.model}: {cost.tensors} tensors, {memory(cost.bytes)}")
-    typer.echo(f"push     3 times by {spec.push or spec.path} of {spec.engine.engine}")
-    if spec.path == "reload" and spec.push is None:
-        typer.echo(f"disk     {memory(cost.bytes)}, one state at a time")
-    typer.echo(
-        f"memory   the engine's own, {memory(trainer + cost.largest * 4)} beside it"
-        + (" (trainer and largest tensor)" if trainer else " (largest tensor)")
-    )
-    typer.echo(f"time     about {seconds(cost.seconds)} and the engine's start")
+    engine, directory = spec.engine, model_directory(spec.engine)
+    shape = find_config(engine.model, engine.revision).model.require_counts()
+    beside = predict_sync_probe(shape, engine, spec.trainer)
+    size, elements, tensors = disk_bytes(shape, engine), shape.parameters, "weights not here"
+    took = None
+    if directory is not None and list(directory.glob("*.safetensors")):
+        cost = cost_of(Checkpoint(directory, spec.seed))
+        size, took, tensors = cost.bytes, cost.seconds, f"{cost.tensors} tensors"
+    typer.echo(f"model    {engine.model}: {tensors}, {memory(size)}")
+    typer.echo(f"push     3 times by {spec.push or spec.path} of {engine.engine}")
+    if spec.path in ("reload", "update") and spec.push is None:
+        typer.echo(f"disk     {memory(size)}, one state at a time")
+    parts = " and ".join(f"{part.name} {memory(part.bytes)}" for part in beside.highest.parts)
+    free = memory(psutil.virtual_memory().available)
+    needed = memory(beside.peak_bytes)
+    typer.echo(f"memory   the engine's own, {needed} beside it ({parts}); {free} are free")
+    if spec.adapters:
+        typer.echo("time     the engine's start: adapters are small")
+        return 0
+    took = seconds_of(elements) if took is None else took
+    typer.echo(f"time     about {seconds(took)} and the engine's start")
     return 0
 
 

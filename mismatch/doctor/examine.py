@@ -283,6 +283,9 @@ def print_memory(plan: Plan, console: Console) -> None:
         if reserve := fit.needed - fit.prediction.peak_bytes:
             parts.append(("the process itself", gib(reserve), "runtime, context, libraries"))
         _table(console, f"{fit.side}, at its highest", parts)
+    if plan.sync_probe is not None:
+        parts = [(p.name, gib(p.bytes), p.formula) for p in plan.sync_probe.highest.parts]
+        _table(console, "mismatch sync-probe, beside the engine", parts)
     ways = [
         (
             choice.name + (" (chosen)" if choice.chosen else ""),

@@ -22,7 +22,8 @@ from mismatch.doctor.fit import (
     trainer_fits,
 )
 from mismatch.doctor.machine import GpuType, Machine, look, machine_with, parse_kind
-from mismatch.doctor.memory import Work
+from mismatch.doctor.memory import Prediction, Work
+from mismatch.doctor.sync_memory import predict_sync_probe
 from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
 from mismatch.experiments.passes import float32_engine, training_passes, wants_square
@@ -74,6 +75,7 @@ class Plan:
         experts: what each way of running the experts would need; () for a dense model.
         not_measured: what this run cannot show here, and why.
         notes: assumptions.
+        sync_probe: what a probe of the weight sync takes beside the engine.
         minutes: that it may take, fewest and most, an estimate; None where nothing is known of it.
         gpus: those that the plan is for, where they are not here.
     """
@@ -87,6 +89,7 @@ class Plan:
     sides: tuple[Fit, ...]
     not_measured: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
+    sync_probe: Prediction | None = None
     experts: tuple[ExpertChoice, ...] = field(default=())
     minutes: tuple[float, float] | None = None
     gpus: str = ""
@@ -145,6 +148,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         sides=sides,
         not_measured=tuple(_not_measured(spec, shape, machine)),
         notes=tuple(notes),
+        sync_probe=predict_sync_probe(shape, spec.rollout.engine),
         experts=experts,
         minutes=_minutes(spec, shape, passes, sum(work.lengths), kind) if kind else None,
         gpus=gpus,

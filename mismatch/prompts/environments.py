@@ -27,11 +27,18 @@ import numpy as np
 from mismatch.errors import MismatchError, named_line
 from mismatch.prompts.arithmetic import reward
 from mismatch.prompts.prompt import Prompt, numeric_reward
+from mismatch.prompts.tools import calculate, tool_call
 from mismatch.types import Floats
 
 Message = Mapping[str, Any]
 REPLY_S = 60.0  # seconds that a reply may take
 QUESTION, ANSWER = "a question", "mismatch-answer"
+FUNCTION = {"name": "calculator", "arguments": {"expression": ANSWER}}
+CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": FUNCTION}],
+}
 
 
 class Environment(Protocol):
@@ -59,7 +66,27 @@ class Retry:
         return {"role": "user", "content": "That is not right. Try again."}
 
 
-BUILT_IN: dict[str, type[Environment]] = {"retry": Retry}
+class Calculator:
+    """Answers calls of a tool ``calculator``, ``{"expression": "…"}``; else the sequence ends."""
+
+    def __init__(self, prompt: Prompt) -> None: ...
+
+    def reply(self, response: str) -> Message | None:
+        """See the protocol. What cannot be calculated is said, as a tool would."""
+        call = tool_call(response)
+        if call is None:
+            return None
+        expression = (call.arguments or {}).get("expression")
+        if call.name != "calculator":
+            result = f"error: there is no tool {call.name[:40]!r}"
+        elif not isinstance(expression, str):
+            result = 'error: the arguments are {"expression": "..."}'
+        else:
+            result = calculate(expression)
+        return {"role": "tool", "name": "calculator", "content": result}
+
+
+BUILT_IN: dict[str, type[Environment]] = {"retry": Retry, "calculator": Calculator}
 
 
 def built_in(name: str) -> type[Environment] | None:
@@ -81,7 +108,8 @@ def built_in(name: str) -> type[Environment] | None:
 def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> list[int]:
     """Ids from the end of an assistant's turn to the start of its next one, with a message.
 
-    Rendered as text after a known answer and encoded alone, so that no id before it can change.
+    Rendered as text after a known answer (a call, before a tool's message) and encoded alone, so
+    that no id before it can change.
     What the template puts after the token that ends a turn (a line break) is part of it.
 
     Raises:
@@ -89,7 +117,7 @@ def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> 
     """
     messages = [
         {"role": "user", "content": QUESTION},
-        {"role": "assistant", "content": ANSWER},
+        CALL if message.get("role") == "tool" else {"role": "assistant", "content": ANSWER},
         dict(message),
     ]
     try:

@@ -31,11 +31,15 @@ MARKS = {"healthy": "✓", "warn": "!", "critical": "✕"}  # of tones, so that 
 def number(value: float | None, digits: int = 3) -> str:
     """A value to ``digits`` significant digits.
 
-    >>> number(0.011123), number(3.1e-4), number(12345.6), number(0.0)
-    ('0.0111', '3.10e-4', '12,346', '0')
+    >>> number(0.011123), number(3.1e-4), number(12345.6), number(0.0), number(-2.5)
+    ('0.0111', '3.10e-4', '12,346', '0', '−2.50')
     """
-    if value is None or not math.isfinite(value):
-        return MISSING if value is None or math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if value is None or math.isnan(value):
+        return MISSING
+    if value < 0:
+        return f"−{number(-value, digits)}"
+    if math.isinf(value):
+        return "inf"
     if value == 0:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-3:
@@ -51,24 +55,25 @@ def number(value: float | None, digits: int = 3) -> str:
 def alike(values: Iterable[float | None], write: Format = number) -> Format:
     """One way of writing several numbers of one kind that stand together: none scientific.
 
-    Where one is too small for that (under 1e-6), each is written by its own size.
+    Those under 1e-4 have two significant digits. Where one is too small for that (under 1e-6),
+    each is written by its own size.
 
     >>> [alike([9.48e-5, 0.063])(value) for value in (9.48e-5, 0.063)]
-    ['0.0000948', '0.0630']
+    ['0.000095', '0.0630']
     >>> alike([9.48e-8, 0.063])(9.48e-8)
     '9.48e-8'
     """
     sizes = [abs(value) for value in values if value is not None and math.isfinite(value) and value]
     if write not in NUMBERS or not sizes or not 1e-6 <= min(sizes) < 1e-3 or max(sizes) >= 1e7:
         return write
-    digits = 2 if write is brief else 3
 
     def shown(value: float | None) -> str:
         if value is None or not 1e-7 <= abs(value) < 1e7:
             return write(value)
-        sign = "+" if write is signed and value > 0 else ""
+        digits = 2 if write is brief or abs(value) < 1e-4 else 3
+        sign = "−" if value < 0 else "+" if write is signed and value > 0 else ""
         places = digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits}g}"))))
-        return f"{sign}{value:,.{max(0, places)}f}"
+        return f"{sign}{abs(value):,.{max(0, places)}f}"
 
     return shown
 
@@ -146,7 +151,7 @@ def signed(value: float, digits: int = 3) -> str:
     """A difference, with its sign.
 
     >>> signed(0.25), signed(-0.25), signed(0.0)
-    ('+0.250', '-0.250', '0')
+    ('+0.250', '−0.250', '0')
     """
     return ("+" if value > 0 else "") + number(value, digits)
 

@@ -45,12 +45,15 @@ class Packed:
         text: the lines; ASCII without quotes and angle brackets.
         tokens, sequences: that are in it.
         left_out: names of columns for which there was no room.
+        worst, with_tops: tokens of largest |delta|; how many of them have the likeliest tokens.
     """
 
     text: str
     tokens: int
     sequences: int
     left_out: tuple[str, ...] = ()
+    worst: int = 0
+    with_tops: int = 0
 
 
 def pack(tokens: pd.DataFrame, about: dict[str, Any], budget: int = BUDGET) -> Packed:
@@ -69,7 +72,8 @@ def pack(tokens: pd.DataFrame, about: dict[str, Any], budget: int = BUDGET) -> P
         lines, left_out = _within(kept, about, budget)
         seed += 1
     text = "\n".join(f"{name} {value}" for name, value in lines.items())
-    return Packed(text, len(kept), kept["sequence"].nunique(), left_out)
+    sequences = kept["sequence"].nunique()
+    return Packed(text, len(kept), sequences, left_out, *_tops_of_worst(kept))
 
 
 def _within(
@@ -313,10 +317,22 @@ def _factorized(column: pd.Series[Any]) -> tuple[list[str], Ints]:
     return [str(text) for text in texts], np.asarray(which, np.int64)
 
 
+def _tops_of_worst(tokens: pd.DataFrame) -> tuple[int, int]:
+    """How many tokens of largest |delta| there are, and how many have their likeliest outcomes."""
+    worst = _worst(tokens["delta"].abs().to_numpy())
+    ids = flat_lists(tokens, "top_ids")
+    return len(worst), 0 if ids is None else int(np.count_nonzero(np.diff(ids[1])[worst]))
+
+
+def _worst(size: Floats) -> Ints:
+    """Rows of the largest |delta|, at most EXACT."""
+    return np.asarray(np.argsort(-size, kind="stable")[:EXACT], np.int64)
+
+
 def _exact(tokens: pd.DataFrame, values: dict[str, Floats], words: _Words) -> dict[str, Any]:
     """The worst tokens and those with both sides' likeliest outcomes, as they were measured."""
     size = np.abs(values["delta"])
-    worst = np.argsort(-size, kind="stable")[:EXACT]
+    worst = _worst(size)
     ids = flat_lists(tokens, "top_ids")
     tops = np.flatnonzero(np.diff(ids[1])) if ids is not None else np.zeros(0, np.int64)
     tops = np.sort(tops[np.argsort(-size[tops], kind="stable")][:EXACT])

@@ -237,7 +237,7 @@ def bars(
         left, up = (place + 0.05, 0.945 * ceiling) if cut else (place, end + 0.015 * ceiling)
         if np.isfinite(end):
             side = "left" if cut else "center"
-            axes.text(left, up, thousands(count), ha=side, color=FAINT, fontsize=9.5)
+            axes.text(left, up, thousands(count), ha=side, color=FAINT, fontsize=10)
     ticks(axes.xaxis, labels)
     axes.set_xlabel(words[0])
     axes.set_ylabel(words[1])

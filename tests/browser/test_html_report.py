@@ -115,6 +115,22 @@ def test_text_of_pictures_can_be_read_on_a_phone(browser: Browser, example_url: 
     )
     assert len(sizes) > 20
     assert min(sizes) >= 11
+    cut = browser.evaluate(
+        "[...document.querySelectorAll('svg.figure')].flatMap(s => { const frame = "
+        "s.getBoundingClientRect(); return [...s.querySelectorAll('text')].filter(t => { const b = "
+        "t.getBoundingClientRect(); return frame.width && (b.left < frame.left - 1 || "
+        "b.right > frame.right + 1); }).map(t => t.textContent); })"
+    )
+    assert cut == []
+
+
+def test_no_open_table_is_cut_on_a_desktop(browser: Browser, example_url: str) -> None:
+    browser.open(example_url, width=1280, height=800)
+    cut = browser.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter(box => box.checkVisibility() && "
+        "box.scrollWidth > box.clientWidth + 1).map(box => box.getAttribute('aria-label'))"
+    )
+    assert cut == []
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +189,7 @@ def test_the_map_of_layers_is_painted_in_its_shades(
     assert {fill for _, fill, _ in cells} == {"rgb(43, 92, 196)"}  # --accent, never black
     assert len({opacity for _, _, opacity in cells}) == len(cells)
     assert all(size > 5 for size, _, _ in cells)
-    right = "document.querySelector('#routing-map svg').getBoundingClientRect().right"
+    right = "document.querySelector('#routing-map .drawing').getBoundingClientRect().right"
     assert browser.evaluate(right) <= width
 
 

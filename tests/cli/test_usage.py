@@ -30,12 +30,31 @@ CASES = {
 }
 
 
+LOOPS = {
+    "several turns": (["--environment", "retry"], "one turn", "drop --environment"),
+    "two engines": (["--engine", "vllm", "--engine", "transformers"], "one engine", "one --engine"),
+    "greedy": (["--temperature", "0"], "--temperature 0", "--temperature 1"),
+    "one sample": (["--samples-per-prompt", "1"], "several samples", "--samples-per-prompt 4"),
+}
+
+
 def run(arguments, monkeypatch, capsys) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["mismatch", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()
     return ended.value.code, out, err
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_refuses_what_it_cannot_train_on(name, monkeypatch, capsys, tmp_path):
+    flags, says, remedy = LOOPS[name]
+    out = tmp_path / "run"
+    code, _, error = run(["loop", *flags, "--out", str(out)], monkeypatch, capsys)
+    assert code == 2
+    assert says in error
+    assert remedy in error
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -305,3 +305,20 @@ def test_copied_weights_are_warned_of_with_the_remedy():
     assert fit.expert_warnings(()) == ()
     found = train(GPT, lengths=(1024,), experts="batched_mm")
     assert fit.remedies_of(found)[0] == "--experts-implementation bounded"
+
+
+def test_a_probe_of_the_weight_sync_is_predicted_as_its_files_are() -> None:
+    from mismatch.doctor.sync_memory import UPDATE_BYTES, disk_bytes, predict_sync_probe
+    from mismatch.models import EMBEDDED
+    from mismatch.models.config import find_config
+    from mismatch.models.weight_states import Checkpoint, cost_of
+
+    place = EMBEDDED["tiny-gpt-oss"]
+    shape = find_config(str(place)).model
+    spec, cost = EngineSpec(model=str(place), dtype="bf16"), cost_of(Checkpoint(place, 0))
+    assert disk_bytes(shape, spec) == cost.bytes
+    trainer, largest = predict_sync_probe(shape, spec).highest.parts
+    assert trainer.bytes == cost.bytes
+    assert largest.bytes == cost.largest // 2 * UPDATE_BYTES
+    (alone,) = predict_sync_probe(shape, spec, trainer=False).highest.parts
+    assert alone == largest

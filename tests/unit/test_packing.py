@@ -105,6 +105,20 @@ def test_a_budget_takes_columns_then_whole_sequences() -> None:
     assert "sample" not in " ".join(notes(whole, len(table), 60)).lower()
 
 
+def test_a_note_says_at_how_many_of_the_worst_the_likeliest_tokens_are_kept() -> None:
+    table = many()
+    packed = pack(table, {})
+    worst = table["delta"].abs().nlargest(EXACT).index
+    assert packed.worst == EXACT
+    assert packed.with_tops == (worst % 97 == 0).sum() > 0
+    assert f"kept at {packed.with_tops} of the 1,000" in " ".join(notes(packed, len(table), 60))
+    whole = pack(table[table.index % 97 == 0], {})
+    assert whole.with_tops == whole.worst
+    assert "--exact-kl" not in " ".join(notes(whole, whole.tokens, whole.sequences))
+    none = pack(table.drop(columns=["top_ids", "top_tokens", "top_rollout", "top_train"]), {})
+    assert none.with_tops == 0
+
+
 def test_a_table_of_version_one_is_packed_too() -> None:
     tokens = make_tokens()
     found = unpacked(pack(comparable(tokens), {}))

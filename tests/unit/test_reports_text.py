@@ -33,7 +33,7 @@ MOVING = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
         (0.011123, "0.0111"),
         (0.0009999, "1.00e-3"),
         (3.1e-4, "3.10e-4"),
-        (-3.1e-4, "-3.10e-4"),
+        (-3.1e-4, "−3.10e-4"),
         (0.9996, "1.00"),
         (12.34, "12.3"),
         (999.7, "1,000"),
@@ -111,7 +111,7 @@ def test_the_numbers_of_a_column_are_written_alike() -> None:
     table = Table((Column("name", words), Column("k3"), Column("other")), rows)
     shown = [[cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)]
              for row in table.cells()]  # fmt: skip
-    assert [row[1] for row in shown] == ["0.0000948", "0.0630", "–", "0"]
+    assert [row[1] for row in shown] == ["0.000095", "0.0630", "–", "0"]
     assert [row[2] for row in shown] == ["2.00e-9", "0.500", "0.250", "2.00"]
 
 
@@ -119,5 +119,5 @@ def test_what_is_too_small_for_plain_digits_keeps_its_own() -> None:
     write = alike([2e-7, 0.5])
     assert (write(2e-7), write(0.5)) == ("2.00e-7", "0.500")
     changes = alike([-2e-4, 0.5], signed)
-    assert (changes(-2e-4), changes(0.5), changes(0.0)) == ("-0.000200", "+0.500", "0")
+    assert (changes(-2e-4), changes(0.5), changes(0.0)) == ("−0.000200", "+0.500", "0")
     assert changes(float("nan")) == signed(float("nan"))

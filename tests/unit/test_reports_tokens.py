@@ -80,7 +80,7 @@ def test_drift_adds_delta_up_along_each_sequence() -> None:
     assert table["n"].tolist() == [55] * 10 + [25] * 10
     for name in ("q5", "q50", "q95"):
         assert table[name] == pytest.approx(-0.25 * table["length"])
-    assert figures.drift_title(table).startswith("After 20 tokens the sequence log-ratio is -5.00")
+    assert figures.drift_title(table).startswith("After 20 tokens the sequence log-ratio is −5.00")
     assert "25 sequences" in figures.drift_title(table)
     assert figures.drift_table(tokens[tokens["sequence"] < figures.LEAST - 1]) is None
     svg = figures.drift(tokens)[0].draw()

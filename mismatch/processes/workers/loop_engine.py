@@ -30,6 +30,7 @@ from mismatch.engines.base import Engine
 from mismatch.engines.model_info import CauseInLog, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class, model_directory
 from mismatch.engines.sync_drivers import driver_class
+from mismatch.engines.turns import Trajectory, starting
 from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.loop.types import AUTO, LoopSpec
 from mismatch.experiments.sync.document import sync_to_json
@@ -210,11 +211,11 @@ class EngineSide:
         chosen = self.chosen(step)
         count = self.loop.check.rollout.sampling.samples_per_prompt
         seed = seed_of(self.loop.seed, step)
-        rollout, samples, facts = self.sample(chosen, count, seed, Reporter(f"step {step}"))
+        rollout, trajectories, facts = self.sample(chosen, count, seed, Reporter(f"step {step}"))
         generated = time.monotonic()
         rollout = replace(rollout, rewards=self.rewards(rollout, chosen, f"of step {step}"))
         folder = self.place / STEPS / f"{step:06d}"
-        self.save(folder, rollout, samples, facts, whole=bool(told["whole"]))
+        self.save(folder, rollout, trajectories, facts, whole=bool(told["whole"]))
         store.write_json(
             folder / DONE,
             {
@@ -279,7 +280,7 @@ class EngineSide:
 
     def sample(
         self, chosen: Sequence[int], count: int, seed: int, progress: Callable[..., None]
-    ) -> tuple[Rollout, Any, dict[str, Any]]:
+    ) -> tuple[Rollout, list[Trajectory], dict[str, Any]]:
         """Responses of some prompts under the weights that the engine holds."""
         spec = self.loop.check.rollout
         law = replace(spec.sampling, samples_per_prompt=count, seed=seed)
@@ -296,7 +297,8 @@ class EngineSide:
             facts.pop(name, None)
         facts["weights_not_comparable"] = "pushed and verified by the loop"
         facts["prefill"] = wants_prefill(spec, type(self.engine).capabilities(spec.engine, law))
-        return build_rollout(ids, samples, spec, facts), samples, facts
+        trajectories = starting(ids, samples)
+        return build_rollout(trajectories, spec, facts), trajectories, facts
 
     def rewards(self, rollout: Rollout, chosen: Sequence[int], where: str) -> Floats:
         """One per sequence.
@@ -315,13 +317,20 @@ class EngineSide:
             )
         return found
 
-    def save(self, folder: Path, rollout: Rollout, samples: Any, facts: Any, whole: bool) -> None:
+    def save(
+        self,
+        folder: Path,
+        rollout: Rollout,
+        trajectories: Sequence[Trajectory],
+        facts: Any,
+        whole: bool,
+    ) -> None:
         """Rollout and decode scoring; with ``whole`` what a check reads beside them."""
         spec = self.loop.check.rollout
         engine: Engine = self.engine
-        decode = decode_scoring(engine, samples, rollout, facts)
+        decode = decode_scoring(engine, trajectories, rollout, facts)
         if type(engine).capabilities(spec.engine, spec.sampling).routed_experts:
-            decode = with_routes(engine, samples, decode, rollout)
+            decode = with_routes(engine, trajectories, decode, rollout)
         store.save_rollout(folder, rollout, made_by=spec)
         store.save_scoring(folder, decode, rollout, made_by=spec)
         if whole:

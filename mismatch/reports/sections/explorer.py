@@ -73,4 +73,12 @@ def notes(packed: Packed, tokens: int, sequences: int) -> tuple[str, ...]:
     if packed.left_out:
         names = ", ".join(WORDS[name] for name in packed.left_out)
         left_out = f"For lack of room only those of largest |Δ| have: {names}."
-    return tuple(filter(None, (sampled, exact if tokens > EXACT else "", left_out)))
+    missing = packed.worst - packed.with_tops
+    tops = (
+        f"What both sides think likeliest is kept at {count(packed.with_tops)} of the "
+        f"{plural(packed.worst, 'token')} of largest |Δ|: the engine keeps it while it decodes, at "
+        "positions drawn before anything is compared. --exact-kl with at least as many positions "
+        "as tokens keeps it at all."
+    )
+    parts = (sampled, exact if tokens > EXACT else "", left_out, tops if missing else "")
+    return tuple(filter(None, parts))

@@ -175,9 +175,10 @@ def _sure(report: Report) -> str:
     row = next((row for row in judged_rows(report) if row.metric == K3), None)
     if row is None or row.judgement is None:
         return ""
+    write = alike((row.estimate.value, row.judgement.healthy))
     said = [
-        f"k3 {row.value} ({interval(row.estimate, to=' to ')}), healthy up to "
-        f"{bound(row.judgement.healthy)}, unfit beyond {bound(row.judgement.unfit)}; "
+        f"k3 {write(row.estimate.value)} ({interval(row.estimate, write, to=' to ')}), "
+        f"healthy up to {bound(row.judgement.healthy)}, unfit beyond {bound(row.judgement.unfit)}; "
         f"{plural(row.estimate.n_prompts, 'prompt')}"
     ]
     fixes = report.result("fixes")

@@ -143,5 +143,5 @@ def _kept(forecast: Forecast, axes: Axes) -> str:
     axes.xaxis.set_minor_formatter(lambda value, _: "")
     axes.set_xlabel("response length, tokens")
     axes.set_ylabel("sequences, %")
-    axes.legend(loc="upper left", ncols=2, fontsize=9)
+    axes.legend(loc="upper left", ncols=2)
     return "Effective sample size and rejection by length"

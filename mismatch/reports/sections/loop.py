@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,8 +25,11 @@ from mismatch.experiments.loop.judge import (
 )
 from mismatch.reports.formatting import count, number, plural, text
 from mismatch.reports.section import Cell, Column, Figure, Page, Section, Table, status_cell
-from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, drawing, to_svg
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above
 from mismatch.types import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LEAD = (
     "The engine samples, the trainer takes its optimiser's steps, the weights go back into the "
@@ -158,29 +162,25 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
         f"loop-{name.replace('_', '-')}",
         f"{column.label[0].upper()}{column.label[1:]}",
         f"{column.label}{unit}, by step; at the end {', '.join(ends)}.",
-        _drawer(result, name, log, f"{column.label}{unit}"),
+        partial(_draw, result, name, log, f"{column.label}{unit}"),
     )
 
 
-def _drawer(result: LoopReport, name: str, log: bool, label: str) -> Callable[[], str]:
-    def draw() -> str:
-        with drawing() as (figure, axes):
-            for arm, (colour, dashes) in zip(result.arms, _styles(len(result.arms)), strict=True):
-                steps, low, middle, high = _band(arm, name)
-                if not len(steps):
-                    continue
-                axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
-                axes.plot(steps, middle, color=colour, ls=dashes, lw=1.5, label=arm.name)
-            if log and any((_band(arm, name)[1] > 0).any() for arm in result.arms):
-                axes.set_yscale("log")
-            for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.set_xlabel("step")
-            axes.set_ylabel(label)
-            axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
-            return to_svg(figure, f"loop-{name.replace('_', '-')}", label)
-
-    return draw
+def _draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
+    for arm, (colour, dashes) in zip(result.arms, _styles(len(result.arms)), strict=True):
+        steps, low, middle, high = _band(arm, name)
+        if not len(steps):
+            continue
+        axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
+        axes.plot(steps, middle, color=colour, ls=dashes, lw=1.5, label=arm.name)
+    if log and any((_band(arm, name)[1] > 0).any() for arm in result.arms):
+        axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    legend_above(axes, 3)
+    return label
 
 
 def _styles(arms: int) -> list[tuple[str, Any]]:

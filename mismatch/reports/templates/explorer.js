@@ -428,7 +428,7 @@ function drawCard() {
   if (kind >= 0) bits.push(words.classes[kind]);
   const parts = [title, el("p", bits.join(" · "), "faint"), facts];
   const top = exact.top && exact.top[row];
-  if (top) parts.push(likeliest(top, wordOf(row)));
+  parts.push(top ? likeliest(top, wordOf(row)) : el("p", "What is likeliest here was not kept: see the note below.", "faint"));
   card.replaceChildren(...parts);
 }
 function likeliest(top, own) {
