@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
 from mismatch.cli.options import (
     CONFIG,
+    DRY_RUN,
     ENGINE_FLAGS,
+    FORCE,
     JSON,
     MODEL_FLAGS,
     NEW_RUN,
@@ -24,6 +27,7 @@ from mismatch.cli.options import (
 )
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop.types import AS_IS, LOOP, LoopSpec
+from mismatch.specs import MANY, Range
 
 if TYPE_CHECKING:
     from mismatch.experiments.loop.judge import LoopReport
@@ -39,8 +43,13 @@ ARMS = (
         "fp8-kv-cache, router-noise=SIZE, no-sinks.",
         default=AS_IS,
     ),
+    Option("seeds", str, LOOP, "Each a run of its own, over all arms.", default="0"),
     Option(
-        "seeds", str, LOOP, "Of prompts, sampling and mini-batches, each an own run.", default="0"
+        "budget_minutes",
+        float | None,
+        LOOP,
+        "Stop then; arms and seeds share it. --resume goes on.",
+        range=Range(0, MANY, above=True),
     ),
 )
 LOOP_FIELDS = (
@@ -59,6 +68,8 @@ LOOP_FIELDS = (
     TRAIN_FLAGS,
     VERL_FLAGS,
     NEW_RUN,
+    replace(DRY_RUN, help="Show arms, steps and memory of both sides; start nothing."),
+    FORCE,
     JSON,
     CONFIG,
 )
@@ -74,24 +85,62 @@ def loop(flags: Flags) -> int:
 
     from mismatch.cli import session
     from mismatch.experiments.loop.judge import loop_to_json
-    from mismatch.experiments.loop.types import read_arms, read_seeds
+    from mismatch.experiments.loop.types import arm_of, read_arms, read_seeds
     from mismatch.pipeline.loop import run_loop
     from mismatch.reports.sections.loop import section
     from mismatch.reports.terminal import print_section, say
 
     base = loop_spec(flags)
     arms, seeds = read_arms(flags["arms"]), read_seeds(flags["seeds"])
+    for one in (arm_of(base, arm) for arm in arms):
+        refused = [*unfit(one)]
+        if flags["dry_run"] or not refused or flags["force"]:
+            continue
+        raise MismatchError("\n    ".join(refused), "to start all the same: --force")
+    if flags["dry_run"]:
+        return plan(base, arms, seeds)
     told = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
     if flags["model"] is None:
         told.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
     run_dir = session.open_run("loop", base.check, flags)
-    report = run_loop(base, arms, seeds, run_dir, told, session.command(), save_page)
+    report = run_loop(
+        base, arms, seeds, run_dir, told, session.command(), save_page, flags["budget_minutes"]
+    )
     if flags["as_json"]:
         typer.echo(json.dumps(loop_to_json(report), indent=2, allow_nan=False))
     else:
         print_section(section(report), Console())
         say(Console(), f"\nEverything is in {run_dir} (open loop.html)")
     return 0
+
+
+def unfit(one: LoopSpec) -> Iterator[str]:
+    """Why engine and trainer, with gradients and moments, can never be here at once."""
+    from mismatch.doctor.plan import memory_of_loop
+
+    for fit in memory_of_loop(one.check):
+        if fit.level == "does not fit" and fit.certain:
+            yield from fit.warnings
+
+
+def plan(base: LoopSpec, arms: tuple[str, ...], seeds: tuple[int, ...]) -> int:
+    """Print what would be run; 0 if it fits here, else 2."""
+    from mismatch.doctor.plan import memory_of_loop
+    from mismatch.experiments.loop.types import arm_of
+    from mismatch.reports.formatting import memory
+
+    samples = base.check.rollout.sampling.samples_per_prompt
+    runs = len(arms) * len(seeds)
+    typer.echo(f"arms     {', '.join(arms)}; seeds {', '.join(map(str, seeds))}")
+    typer.echo(f"steps    {base.steps} of each, {runs * base.steps} in all")
+    typer.echo(f"a step   {base.prompts} prompts x {samples}, {base.mini_batches} updates")
+    code = 0
+    for arm in arms:
+        for fit in memory_of_loop(arm_of(base, arm).check):
+            need, room = memory(fit.needed), memory(fit.capacity)
+            typer.echo(f"memory   {arm}, {fit.side}: {need} of {room}: {fit.level}")
+            code = 2 if fit.level == "does not fit" else code
+    return code
 
 
 def save_page(run_dir: Path, report: LoopReport) -> None:
@@ -115,7 +164,10 @@ def loop_spec(flags: Flags) -> LoopSpec:
     flags["train_model"] = None
     if flags["num_prompts"] is None and flags["prompts"] is None:
         flags["num_prompts"] = POOL
-    spec, _ = with_trainer(check_spec(flags), flags)
+    # A check's flag of this name belongs to its fixes.
+    of_check = Flags({name: value for name, value in flags.items() if name != "budget_minutes"})
+    of_check.explicit = flags.explicit - {"budget_minutes"}
+    spec, _ = with_trainer(check_spec(of_check), of_check)
     if spec.other_engine is not None or (spec.rollout.engine.data_parallel_size or 1) > 1:
         raise MismatchError("a loop has one engine", "one --engine, and no --data-parallel-size")
     if spec.rollout.prompts.environment is not None:

@@ -176,18 +176,30 @@ def _taken(prediction: Prediction, asked: int, free: int, size: int) -> Fit:
 
 
 def trainer_fits(
-    spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine, passes: Sequence[Pass]
+    spec: CheckSpec,
+    shape: ModelConfig,
+    work: Work,
+    machine: Machine,
+    passes: Sequence[Pass],
+    beside: int | None = None,
 ) -> tuple[Fit, ...]:
-    """One per pass, on one rank, and the host's where shards rest there; ranks share a CPU's."""
+    """One per pass, on one rank, and the host's where shards rest there; ranks share a CPU's.
+
+    Args:
+        beside: of a trainer that trains: bytes that an engine holds on the same device.
+    """
+    trains = beside is not None
     gpus, world = machine.gpus, spec.nproc_per_node
     reserve = GPU_RESERVE if gpus else CPU_TRAINER_RESERVE
     capacity, most = machine.ram_free_bytes // world, machine.ram_bytes // world
     if gpus:
         capacity = most = min(gpu.free_bytes for gpu in gpus)
+    held = (beside or 0) // (1 if gpus else world)
+    capacity, most = max(0, capacity - held), max(0, most - held)
 
     def predict(item: Pass, ranks: int, offload: bool = False) -> Prediction:
         changed = replace(item.spec, offload=offload or item.spec.offload)
-        return predict_trainer(shape, changed, ranks, work, machine.device, item.name)
+        return predict_trainer(shape, changed, ranks, work, machine.device, item.name, trains)
 
     def settings(item: Pass) -> str:
         if not gpus:

@@ -123,6 +123,7 @@ def predict_trainer(
     work: Work,
     device: str = "cuda",
     name: str = "fsdp",
+    trains: bool = False,
 ) -> Prediction:
     """Peak bytes of one rank of the training world for one pass.
 
@@ -132,12 +133,16 @@ def predict_trainer(
     Args:
         world: number of ranks the parameters are sharded over.
         device: "cuda", or "cpu" (whose gloo collectives copy once more).
+        trains: gradients and AdamW's moments lie beside the parameters.
     """
     b, act = BYTES[spec.dtype], BYTES[spec.autocast or spec.dtype]
     rows, longest = work.largest_batch(spec)
     # Ranks that share a sequence have a part of its positions; in attention, of its heads.
     tokens, layer = rows * -(-longest // spec.sequence_parallel), shape.layer_parameters * b
     stays = _stays(shape, spec, world, tokens)
+    if trains:
+        shard = sharded(shape, spec, world)
+        stays += (Part("gradients and two moments", 3 * shard.bytes, "3·P·m/W"),)
     unsharded = Part("unsharded layer", layer, "P_layer·b")
     copies = 0 if world == 1 else 2 if device == "cpu" else 1
     buffers = Part("all-gather buffers", copies * layer, f"{copies}·P_layer·b")

@@ -240,6 +240,23 @@ def memory_of(spec: CheckSpec) -> Memory:
     )
 
 
+def memory_of_loop(spec: CheckSpec) -> tuple[Fit, ...]:
+    """Engine and a trainer with its optimiser, alive at once; empty where nothing is predicted.
+
+    The trainer has what the engine leaves, unless each has GPUs of its own.
+    """
+    try:
+        shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
+        machine, work = look(try_imports=False), _work(spec)[0]
+        where = placement(spec, len(machine.gpus))
+    except MismatchError:
+        return ()
+    engine = engine_fit(spec, shape, work, machine)
+    steps = [Pass(TRAIN, replace(spec.train, grad=True))]
+    beside = 0 if where.trainer else engine.needed
+    return (engine, *trainer_fits(spec, shape, work, machine, steps, beside))
+
+
 def _sides(
     spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine
 ) -> tuple[tuple[Fit, ...], tuple[ExpertChoice, ...]]:

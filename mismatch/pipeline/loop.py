@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +40,13 @@ def run_loop(
     narrator: Narrator,
     command: str,
     write: Callable[[Path, LoopReport], None],
+    budget_minutes: float | None = None,
 ) -> LoopReport:
     """Every step that is not there; seeds outermost, so that all arms have as many of them.
 
     Args:
         write: called with the run directory and what it holds, however the run ends.
+        budget_minutes: each of the runs that are left gets an equal part of what is left of it.
 
     Raises:
         MismatchError: an arm that means nothing or changes nothing, settings other than those the
@@ -50,13 +54,15 @@ def run_loop(
     """
     planned = [arm_of(replace(base, seed=seed), arm) for seed in seeds for arm in arms]
     failed: MismatchError | None = None
+    until = time.monotonic() + 60.0 * (math.inf if budget_minutes is None else budget_minutes)
     with at_work(run_dir, "loop", base.check, command):
         require_same_settings(base, run_dir)
         try:
             for number, one in enumerate(planned, 1):
                 place = run_dir / place_of(one.arm, one.seed)
                 title = f"{one.arm}, seed {one.seed} ({number} of {len(planned)})"
-                failed = _one(one, place, run_dir / POOL, narrator, title) or failed
+                share = (until - time.monotonic()) / (len(planned) - number + 1)
+                failed = _one(one, place, run_dir / POOL, narrator, title, share) or failed
         finally:
             report = gather(base, run_dir, arms, seeds)
             if report.arms:
@@ -68,7 +74,7 @@ def run_loop(
 
 
 def _one(
-    one: LoopSpec, place: Path, pool: Path, narrator: Narrator, title: str
+    one: LoopSpec, place: Path, pool: Path, narrator: Narrator, title: str, most_s: float
 ) -> MismatchError | None:
     """One arm and seed; its failure, where it had measured something: others may go on.
 
@@ -80,7 +86,7 @@ def _one(
     (place / STOPPED).unlink(missing_ok=True)
     try:
         with narrator.stage(title + (f", from step {done}" if done else "")) as progress:
-            run_arm(place, one, pool, progress)
+            run_arm(place, one, pool, progress, most_s)
     except MismatchError as error:
         if not rows_of(place):
             raise

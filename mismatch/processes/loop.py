@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,13 @@ CHECKPOINTS = "checkpoints"
 Progress = Callable[[str], None]
 
 
-def run_arm(place: Path, loop: LoopSpec, pool: Path, progress: Progress) -> list[Row]:
+def run_arm(
+    place: Path, loop: LoopSpec, pool: Path, progress: Progress, most_s: float = math.inf
+) -> list[Row]:
     """Every step that is not there yet; what was measured is saved however it ends.
 
     Args:
+        most_s: seconds after which no further step is waited for; a later run goes on.
         place: the folder of this arm and seed.
         pool: file of the prompts, which the first arm writes and all others read.
 
@@ -43,7 +47,7 @@ def run_arm(place: Path, loop: LoopSpec, pool: Path, progress: Progress) -> list
             started(ENGINE, engine_start, place, progress, engine_env) as engine,
             started(TRAINER, world_start, place, progress, world_env) as trainer,
         ):
-            finish_both(engine, trainer)
+            finish_both(engine, trainer, most_s=most_s)
     finally:
         rows = rows_of(place)
         if rows:
@@ -51,14 +55,15 @@ def run_arm(place: Path, loop: LoopSpec, pool: Path, progress: Progress) -> list
     return rows
 
 
-def finish_both(*workers: Worker) -> None:
-    """Until all are done; they wait for each other in turns, so that one of them is at work.
+def finish_both(*workers: Worker, most_s: float = math.inf) -> None:
+    """Until all are done, or the time is over; they wait in turns, so that one is at work.
 
     Raises:
         MismatchError: the first that failed, or all stalled.
     """
     at_work = {worker: worker.watch() for worker in workers}
-    while at_work:
+    until = time.monotonic() + most_s
+    while at_work and time.monotonic() < until:
         for worker in [*at_work]:
             if worker.ended():
                 del at_work[worker]

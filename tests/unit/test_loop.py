@@ -11,19 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from mismatch.cli.main import app
+from mismatch.doctor.memory import Work, predict_trainer, sharded
+from mismatch.doctor.plan import memory_of_loop
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop import history
 from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
 from mismatch.experiments.loop.types import AS_IS, LoopSpec, arm_of, place_of, read_seeds
 from mismatch.metrics.corrections import group_advantages
+from mismatch.models import resolve_model
+from mismatch.models.config import find_config
 from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Prints
 from mismatch.processes.launch import started
 from mismatch.processes.loop import finish_both, resume_from
 from mismatch.processes.workers.loop_engine import EngineSide, own_rewards
 from mismatch.prompts.prompt import Prompt
-from mismatch.specs import Sampling
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.types import Floats, Rollout, Scoring
 from tests.checkpoints import rollout
 
@@ -234,3 +240,34 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert resume_from(tmp_path) == 10
     assert place_of("no-sinks+seq-tis", 1) == "no-sinks+seq-tis/seed-1"
+
+
+def test_a_budget_ends_an_arm_that_goes_on(tmp_path: Path) -> None:
+    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
+    began = time.monotonic()
+    with started("engine", waits, tmp_path) as engine:
+        finish_both(engine, most_s=0.1)
+        assert not engine.ended()
+    assert time.monotonic() - began < 50
+
+
+def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
+    model = resolve_model("tiny-gpt-oss")
+    train = TrainSpec(model, master_dtype="fp32", grad=True)
+    shape, work = find_config(model, None).model.require_counts(), Work([100] * 4)
+    scores = predict_trainer(shape, train, 2, work, "cpu")
+    trains = predict_trainer(shape, train, 2, work, "cpu", trains=True)
+    assert trains.peak_bytes - scores.peak_bytes == 3 * sharded(shape, train, 2).bytes
+    check = CheckSpec(RolloutSpec(engine=EngineSpec(model=model)), train, nproc_per_node=1)
+    engine, trainer = memory_of_loop(check)
+    assert (engine.side, trainer.side) == ("engine", "fsdp")
+    assert trainer.capacity < engine.capacity
+
+
+def test_the_command_reads_its_flags_and_starts_nothing_on_a_dry_run() -> None:
+    flags = ["loop", "--dry-run", "--budget-minutes", "3", "--arms", "as-is,no-sinks+seq-tis"]
+    shown = CliRunner().invoke(app, [*flags, "--steps", "7", "--seeds", "0,1"])
+    assert shown.exit_code in (0, 2), shown.output
+    assert "28" in shown.output  # 7 steps of two arms with two seeds
+    refused = CliRunner().invoke(app, ["loop", "--dry-run", "--arms", "attention-sinks"])
+    assert isinstance(refused.exception, MismatchError)  # it changes nothing

@@ -43,6 +43,8 @@ def test_a_fall_is_named_at_its_step_and_a_rise_is_none() -> None:
     assert smooth[:falls].max() - smooth[falls] > 0.1 >= smooth[:falls].max() - smooth[falls - 1]
     assert lead_time(run(0, COLLAPSE)) == falls
     assert lead_time(replace(run(0, COLLAPSE), first=None)) is None
+    open_question = replace(UNFIT, status="inconclusive")
+    assert lead_time(replace(run(0, COLLAPSE), first=open_question)) is None
     assert reward_fall(run(0, RISE)) is None
     assert reward_fall(run(0, RISE[:2])) is None
 

@@ -158,8 +158,8 @@ def reward_fall(run: SeedRun) -> int | None:
 
 
 def lead_time(run: SeedRun) -> int | None:
-    """Steps from a verdict at step 0 that is not healthy to the fall of the reward."""
-    if run.first is None or run.first.status == "healthy":
+    """Steps from a verdict of unfit or broken at step 0 to the fall of the reward."""
+    if run.first is None or run.first.status not in ("unfit", "broken"):
         return None
     return reward_fall(run)
 

@@ -50,7 +50,7 @@ class LoopSpec:
     mini_batches: Annotated[
         int, Flag(LOOP, "Optimiser steps on each rollout.", range=Range(1, 1000))
     ] = 2
-    learning_rate: Annotated[float, Flag(LOOP, "Of AdamW.", range=SHARE)] = 3e-4
+    learning_rate: Annotated[float, Flag(LOOP, "Of AdamW.", range=SHARE)] = 1e-4
     loss: Annotated[Loss, Flag(LOOP, "Mean over tokens, or over sequences of theirs.")] = "token"
     clip: Annotated[float, Flag(LOOP, "Of PPO's ratio.", range=SHARE)] = 0.2
     max_norm: Annotated[
