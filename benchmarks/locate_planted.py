@@ -126,7 +126,7 @@ def plant() -> None:
 
         place.load = loaded
     elif side == "engine":
-        from mismatch.engines.vllm.module_capture import ModuleCapture
+        from mismatch.engines.module_capture import ModuleCapture
 
         begin: Any = ModuleCapture.__init__
 

@@ -1,4 +1,4 @@
-"""Faults planted in the pushes of one vLLM: ``python -m tests.sync_scenarios DIR`` probes each.
+"""Faults planted in the pushes of one engine: ``python -m tests.sync_scenarios DIR ENGINE``.
 
 One engine serves all of them; every probe ends with the first weights, brought back the right way.
 Writes ``DIR/NAME.json``, as ``mismatch sync-probe`` does.
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mismatch.engines.vllm.sync_driver import VllmDriver
+from mismatch.engines.sync_drivers import driver_class
 from mismatch.experiments.sync.document import sync_to_json
 from mismatch.experiments.sync.types import SyncSpec
 from mismatch.models import EMBEDDED
@@ -59,16 +59,18 @@ FAULTS: dict[str, Callable[[Weights, int], Weights]] = {
     "double": double,
 }
 BASE: Weights = {}
+PATHS = {"vllm": ("rpc", "reload"), "sglang": ("tensor", "disk")}  # the faults go the first way
 
 
 def main() -> int:
-    place = Path(sys.argv[1])
+    place, kind = Path(sys.argv[1]), sys.argv[2]
     engine = EngineSpec(
-        engine="vllm", model=str(EMBEDDED["tiny-gpt-oss"]), dtype="bf16", routing=False
+        engine=kind, model=str(EMBEDDED["tiny-gpt-oss"]), dtype="bf16", routing=False
     )
-    spec = SyncSpec(engine, path="rpc")
+    path, other = PATHS[kind]
+    spec = SyncSpec(engine, path=path)
     with loaded(engine, spec) as (running, sequences, checkpoint):
-        driver = VllmDriver(running, checkpoint, place / "states")
+        driver = driver_class(kind)(running, checkpoint, place / "states")
         expected = [checkpoint.prints(push) for push in range(PUSHES)]
         BASE.update(checkpoint.tensors(0))
         names = checkpoint.names()
@@ -78,7 +80,7 @@ def main() -> int:
                 expected, function
             )
             write_json(place / f"{name}.json", sync_to_json(report))
-            driver.push("rpc", 0)
+            driver.push(path, 0)
             driver.drop_caches()
 
         probe("clean", spec, None)
@@ -86,11 +88,13 @@ def main() -> int:
         for name, fault in FAULTS.items():
             with planted(fault):
                 probe(name, spec, None)
+        probe(other, replace(spec, path=other), None)
+        if kind != "vllm":
+            return 0
         parameters = {name: tensor.clone() for name, tensor in BASE.items()}
         with planted(lambda weights, push: parameters):
             report = library_call(running.llm, parameters, lambda: driver.push("rpc", 1))
         write_json(place / "library.json", sync_to_json(report))
-        probe("reload", replace(spec, path="reload"), None)
     return 0
 
 

@@ -12,9 +12,9 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of
-from mismatch.cli.options import DRY_RUN, JSON, MODEL_FLAGS, SERVER_FLAGS
+from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS, SERVER_FLAGS
 from mismatch.errors import MismatchError
-from mismatch.specs import ENGINE, OUTPUT, SEEDS, EngineSpec
+from mismatch.specs import OUTPUT, SEEDS, EngineSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 PROBE = "What to probe"
 DEFAULT_MODEL = "tiny-gpt-oss"
 PROBE_FLAGS = (
-    Option("engine", str, PROBE, "vllm or transformers.", default="vllm"),
+    Option("engine", str, PROBE, "vllm, sglang or transformers.", default="vllm"),
     Option(
         "path",
         str | None,
         PROBE,
-        "How weights are pushed: vllm reload, load, rpc or lora; transformers load; --server "
-        "update. Default: the first.",
+        "How weights are pushed: vllm reload, load, rpc or lora; sglang disk or tensor; "
+        "transformers load; --server update. Default: the first.",
     ),
     Option(
         "push",
@@ -56,7 +56,7 @@ PROBE_FLAGS = (
     ),
 )
 ENGINE_OPTIONS = (
-    Option("vllm_python", str | None, ENGINE, "Interpreter of the environment that holds vLLM."),
+    *(option for option in ENGINE_FLAGS if option.name in ("vllm_python", "sglang_python")),
     *flags_of(EngineSpec, "dtype gpu_memory_utilization max_model_len args"),
 )
 PROBE_OUTPUT = (
@@ -67,6 +67,7 @@ PROBE_OUTPUT = (
 )
 PATHS = {  # the first: default
     "vllm": ("reload", "load", "rpc", "lora"),
+    "sglang": ("disk", "tensor"),
     "transformers": ("load",),
     "server": ("update",),
 }
@@ -203,7 +204,7 @@ def plan(spec: SyncSpec) -> int:
         size, took, tensors = cost.bytes, cost.seconds, f"{cost.tensors} tensors"
     typer.echo(f"model    {engine.model}: {tensors}, {memory(size)}")
     typer.echo(f"push     3 times by {spec.push or spec.path} of {engine.engine}")
-    if spec.path in ("reload", "update") and spec.push is None:
+    if spec.path in ("reload", "disk", "update") and spec.push is None:
         typer.echo(f"disk     {memory(size)}, one state at a time")
     parts = " and ".join(f"{part.name} {memory(part.bytes)}" for part in beside.highest.parts)
     free = memory(psutil.virtual_memory().available)

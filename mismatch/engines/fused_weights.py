@@ -50,7 +50,7 @@ def _digests(model: Any, owned: Owned | None) -> Digests:
     digests: dict[str, list[int]] = {}
     unknown: list[str] = []
     modules = dict(model.named_modules(remove_duplicate=False))
-    packed = {**PACKED, **(getattr(model, "packed_modules_mapping", None) or {})}
+    packed = packed_in(model)
     for name, parameter in _named_once(model):
         if not parameter.is_floating_point():
             unknown.append(name)  # quantised: packed integers, not the checkpoint's values
@@ -62,7 +62,7 @@ def _digests(model: Any, owned: Owned | None) -> Digests:
             continue
         module = modules[path]
         known = UNORDERED if getattr(module, "tp_size", 1) > 1 else None
-        for part, tensor in _parts(path, parameter.data, module, packed):
+        for part, tensor in parts_of(path, parameter.data, module, packed):
             if owned is None or owned(module, part.rpartition(".")[2], leaf):
                 digests[f"{part}.{leaf}".lstrip(".")] = list(digest_tensor(tensor)[:known])
     return digests, unknown
@@ -77,7 +77,12 @@ def _named_once(model: Any) -> Iterator[tuple[str, Any]]:
         seen.add(id(parameter))
 
 
-def _parts(
+def packed_in(model: Any) -> dict[str, list[str]]:
+    """Fused module -> the modules of the checkpoint that it holds, in their order."""
+    return {**PACKED, **(getattr(model, "packed_modules_mapping", None) or {})}
+
+
+def parts_of(
     path: str, tensor: Any, module: Any, packed: dict[str, list[str]]
 ) -> Iterator[tuple[str, Any]]:
     """(path of an unfused module, its values) of one parameter."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -10,13 +12,14 @@ from typing import Any, ClassVar, Protocol
 
 from mismatch.engines.base import Engine
 from mismatch.errors import MismatchError
-from mismatch.models.weight_states import Checkpoint, Prints
+from mismatch.models.weight_states import Checkpoint, Prints, state_of
 from mismatch.types import NotTested
 
 Held = tuple[dict[str, Prints], dict[str, str]]  # by checkpoint name; name -> why not
 DRIVERS = {
     "server": "mismatch.engines.servers.sync_driver:ServerDriver",
     "vllm": "mismatch.engines.vllm.sync_driver:VllmDriver",
+    "sglang": "mismatch.engines.sglang.sync_driver:SglangDriver",
     "transformers": "mismatch.engines.transformers.sync_driver:TransformersDriver",
 }
 
@@ -62,6 +65,35 @@ class Driver(Protocol):
 
     def not_tested(self) -> list[NotTested]:
         """Ways to new weights that this engine has and this machine does not."""
+
+
+class CalledDriver:
+    """What drivers share whose engine answers calls beside its model, in other processes."""
+
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
+        self.engine: Any = engine
+        self.checkpoint = checkpoint
+        self.scratch = scratch
+
+    def held(self, names: list[str], transposed: list[str]) -> Held:
+        return self.called("mismatch_held", names, transposed)
+
+    def called(self, method: str, *args: Any) -> Held:
+        """What a call answers that gives prints, and reasons for those it does not."""
+        prints, missing = self.engine._call(method, *args)[0]
+        return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
+
+    @contextmanager
+    def files(self, push: int) -> Iterator[str]:
+        """A directory of this state's files, within the block."""
+        if not state_of(push):
+            yield str(self.checkpoint.directory)
+            return
+        place = self.scratch / f"push-{push}"
+        try:
+            yield str(self.checkpoint.write(push, place))
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def driver_class(engine: str) -> type[Driver]:

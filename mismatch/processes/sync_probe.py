@@ -13,7 +13,13 @@ from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.sync.judge import score_rows
 from mismatch.experiments.sync.types import SyncReport, SyncSpec
-from mismatch.processes.launch import engine_python, finish, interpreter_environment, started
+from mismatch.processes.launch import (
+    engine_python,
+    finish,
+    interpreter_environment,
+    own_python,
+    started,
+)
 from mismatch.run.store import read_json, write_json
 from mismatch.types import Floats, NotTested
 
@@ -58,7 +64,7 @@ def _worker(run_dir: Path, spec: SyncSpec, side: str) -> tuple[str, list[str], P
 
 
 def _environment(spec: SyncSpec) -> dict[str, str]:
-    return interpreter_environment(spec.engine.python)
+    return interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
 
 
 def _scores(run_dir: Path, side: str) -> list[list[Floats]]:

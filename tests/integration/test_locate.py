@@ -96,10 +96,10 @@ def test_an_engine_that_shows_nothing_leaves_the_trainer(tiny_run: Path, tmp_pat
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     spec = json.loads((run / "spec.json").read_text())
-    spec["rollout"]["engine"]["engine"] = "sglang"
+    spec["rollout"]["engine"] |= {"engine": "vllm", "tensor_parallel_size": 2}
     (run / "spec.json").write_text(json.dumps(spec))
     code, output, run = located(run, tmp_path)
     assert code == 0, output
     result = found(run)
     assert [side.role for side in result.sides] == ["trainer"]
-    assert [one.what for one in result.not_tested] == ["the modules of sglang"]
+    assert [one.what for one in result.not_tested] == ["the modules of vllm"]

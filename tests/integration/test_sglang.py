@@ -7,7 +7,9 @@ gpt-oss only if our attention with sinks is right.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import psutil
 import pytest
 
 from mismatch.engines.sglang import cpu as sglang_cpu
+from mismatch.models.planted import plant
 from mismatch.processes.launch import interpreter_environment, own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec
@@ -28,6 +31,7 @@ from tests.conftest import grid
 from tests.contract.conftest import MAKE, installed
 from tests.integration.conftest import Run, run_check
 from tests.integration.test_failures import assert_ended, start, wait_for_workers, workers_of
+from tests.integration.test_locate import found, located
 
 SAME_IN_FP32 = 1e-4
 FP32 = (
@@ -104,6 +108,47 @@ def is_sglangs(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return "spawn_main" in command or "sglang::" in command
+
+
+def located_sides(run: Path, code: int, output: str) -> dict[str, Any]:
+    assert (run / "locate.json").exists(), output
+    sides: dict[str, Any] = {side.role: side for side in found(run).sides}
+    assert sides.keys() == {"engine", "trainer"}, output
+    assert sides["engine"].name == "sglang:prefill"
+    assert code == int(any(side.source for side in sides.values())), output
+    return sides
+
+
+@pytest.mark.parametrize("model", grid(MODELS, "tiny-gpt-oss"))
+def test_its_modules_are_recorded_and_a_clean_run_has_no_source(
+    model: str, run_of: Any, tmp_path: Path
+) -> None:
+    code, output, run = located(run_of(model).directory, tmp_path)
+    sides = located_sides(run, code, output)
+    assert all(side.groups == () for side in sides.values())
+    assert all(side.held is not None and side.held < SAME_IN_FP32 for side in sides.values())
+    places = [{one.site for one in side.sites} for side in sides.values()]
+    assert places[0] == places[1]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("fault", "size", "site", "layers"),
+    [("layer-noise", 0.03, "q", (1,)), ("norm-eps", 100.0, "input_norm", (0,))],
+)
+def test_a_planted_fault_is_its_first_source(
+    fault: str, size: float, site: str, layers: tuple[int, ...], run_of: Any, tmp_path: Path
+) -> None:
+    """In the trainer's copy, whose weights and settings the reference shares."""
+    run = tmp_path / "run"
+    shutil.copytree(run_of("tiny-gpt-oss").directory, run)
+    spec = json.loads((run / "spec.json").read_text())
+    source = plant(Path(spec["train"]["model"]), tmp_path / "planted", fault, size)
+    spec["train"]["model"] = str(source)
+    (run / "spec.json").write_text(json.dumps(spec))
+    sides = located_sides(run, *located(run, tmp_path)[:2])
+    assert sides["trainer"].source is None
+    assert (sides["engine"].source.site, sides["engine"].source.layers[:1]) == (site, layers)
 
 
 def children_of(directory: Path) -> list[psutil.Process]:

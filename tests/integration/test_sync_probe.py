@@ -1,8 +1,9 @@
-"""Faults of a weight sync in a real vLLM, each named; its right path passes; the command itself."""
+"""Faults of a weight sync in real engines, each named; right paths pass; the command itself."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,25 +14,40 @@ import pytest
 from mismatch.experiments.sync.document import sync_from_json
 from mismatch.experiments.sync.judge import judge, kept_caches, parted
 from mismatch.experiments.sync.types import SyncReport
+from mismatch.processes.launch import interpreter_environment, own_python
+from mismatch.specs import EngineSpec
+from tests.contract.conftest import MAKE, installed
 from tests.shared import once
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def probed(tmp_path_factory: pytest.TempPathFactory, module: str) -> Path:
+def probed(tmp_path_factory: pytest.TempPathFactory, module: str, *more: str) -> Path:
     def make(place: Path) -> None:
-        command = [sys.executable, "-m", f"tests.{module}", str(place)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        python = own_python(EngineSpec(engine=more[0])) if more else None
+        command = [python or sys.executable, "-m", f"tests.{module}", str(place), *more]
+        env = os.environ | interpreter_environment(python)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False, env=env
+        )
         assert done.returncode == 0, done.stderr[-3000:]
 
-    return once(tmp_path_factory, module.replace("_", "-"), make)
+    return once(tmp_path_factory, "-".join((module.replace("_", "-"), *more)), make)
 
 
 @pytest.fixture(scope="module")
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One engine for all of them."""
-    return probed(tmp_path_factory, "sync_scenarios")
+    return probed(tmp_path_factory, "sync_scenarios", "vllm")
+
+
+@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.grid)])
+def of_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of every engine that is installed."""
+    if not installed(request.param):
+        pytest.skip(MAKE.get(request.param, "make env"))
+    return probed(tmp_path_factory, "sync_scenarios", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +65,8 @@ def statuses(report: SyncReport) -> dict[str, str]:
     return {p.name: p.status for p in report.faults}
 
 
-def test_every_parameter_arrives_where_it_is_written_into_the_kernels(scenarios: Path) -> None:
-    report = report_of(scenarios / "clean.json")
+def test_every_parameter_arrives_where_it_is_written_into_the_kernels(of_engine: Path) -> None:
+    report = report_of(of_engine / "clean.json")
     assert judge(report).word == "healthy"
     assert len(report.of_status("arrived")) == 71
     assert all(row.differ == 0 for row in report.caches)
@@ -76,8 +92,20 @@ def test_vllms_own_reload_leaves_experts_and_sinks_stale(scenarios: Path) -> Non
     assert len(report.faults) == 20
 
 
-def test_a_cache_that_nobody_resets_answers_from_old_weights(scenarios: Path) -> None:
-    report = report_of(scenarios / "kept-cache.json")
+@pytest.mark.grid
+def test_sglangs_update_from_files_brings_every_parameter_and_drops_its_cache(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    if not installed("sglang"):
+        pytest.skip(MAKE["sglang"])
+    report = report_of(probed(tmp_path_factory, "sync_scenarios", "sglang") / "disk.json")
+    assert judge(report).word == "healthy"
+    assert len(report.of_status("arrived")) == 71
+    assert all(row.differ == 0 for row in report.caches)
+
+
+def test_a_cache_that_nobody_resets_answers_from_old_weights(of_engine: Path) -> None:
+    report = report_of(of_engine / "kept-cache.json")
     assert not report.faults
     assert [row.push for row in kept_caches(report)] == [1, 2, 3]
     assert judge(report).word == "broken"
@@ -93,9 +121,9 @@ def test_a_cache_that_nobody_resets_answers_from_old_weights(scenarios: Path) ->
     ],
 )
 def test_a_planted_fault_is_the_only_one_that_is_named(
-    scenarios: Path, fault: str, name: str, status: str
+    of_engine: Path, fault: str, name: str, status: str
 ) -> None:
-    report = report_of(scenarios / f"{fault}.json")
+    report = report_of(of_engine / f"{fault}.json")
     assert statuses(report) == {name: status}
     if fault == "exchange":
         (parameter,) = report.faults
@@ -166,3 +194,18 @@ def test_a_fault_of_an_adapter_is_named(
     assert statuses(report) == {n: status for n in everything if names in n}
     if fault == "halved":
         assert report.faults[0].outcomes[0].factor == pytest.approx(0.5, rel=0.02)
+
+
+@pytest.mark.grid
+def test_experts_with_a_name_each_are_packed_for_their_kernel(tmp_path: Path) -> None:
+    """vLLM's reload leaves them as loaded."""
+    from tests.checkpoints import make
+
+    model = make("qwen3_moe", tmp_path / "qwen3_moe", head_dim=32)
+    flags = ["--model", str(model), "--path", "rpc", "--out", str(tmp_path / "probe")]
+    command = [sys.executable, "-m", "mismatch", "sync-probe", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = report_of(tmp_path / "probe" / "sync-probe.json")
+    assert judge(report).word == "healthy"
+    assert not report.of_status("not_compared")

@@ -7,6 +7,7 @@ The scheduler's first message to the engine carries what ran: kernels, MoE layer
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 from mismatch.engines.distribution_capture import stable_top_k
 from mismatch.engines.fused_weights import NO_DIGESTS, loaded_digests
+from mismatch.engines.held_weights import HeldWeights
 from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.models.resolved import resolved
 
@@ -37,6 +39,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     _digest_before_repacking()
     _capture_triton_routes()
     _describe(scheduler.Scheduler)
+    scheduler.Scheduler.mismatch_call = call
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
@@ -130,6 +133,25 @@ def _describe(scheduler: Any) -> None:
         return answer
 
     scheduler.get_init_info = with_facts
+
+
+def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
+    """An RPC of SGLang's, which itself answers nothing: the result is left in a file, as JSON."""
+    from torch import distributed
+
+    from mismatch.engines.module_capture import ModuleCalls
+
+    class Calls(HeldWeights, ModuleCalls):
+        """What is called beside the model."""
+
+        def _mismatch_model(self) -> Any:
+            return scheduler.tp_worker.model_runner.model
+
+    if not hasattr(scheduler, "mismatch_calls"):
+        scheduler.mismatch_calls = Calls()
+    result = getattr(scheduler.mismatch_calls, name)(*args)
+    if distributed.get_rank() == 0:
+        Path(answer).write_text(json.dumps(result))
 
 
 def _facts(runner: Any) -> dict[str, Any]:

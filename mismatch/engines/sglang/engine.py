@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -276,6 +277,18 @@ class SglangEngine:
     def _moe_backend(self) -> str | None:
         methods = "+".join(self._facts["moe_methods"])
         return f"{self._server.get('moe_runner_backend')} ({methods})" if methods else None
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """What a call beside the model answers, of the first rank; see ``child.call``."""
+        with tempfile.TemporaryDirectory(prefix="mismatch-sglang-") as place:
+            answer = Path(place) / "answer.json"
+            try:
+                self.engine.collective_rpc(
+                    "mismatch_call", name=method, args=list(args), answer=str(answer)
+                )
+            except AssertionError as error:
+                raise MismatchError(f"SGLang failed: {error}", wire.LOG_FIX) from error
+            return [json.loads(answer.read_text())]
 
     # ------------------------------------------------------------ failures
 

@@ -11,13 +11,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mismatch.engines.fused_weights import PACKED
+from mismatch.engines.held_weights import SLICED
 from mismatch.models.adapter_states import RANK, A, B
 from mismatch.models.weight_states import Prints
 
 if TYPE_CHECKING:
     import torch
-
-SLICED = "a rank holds a slice; whole parameters are compared"
 
 
 def held_adapter(

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from mismatch.engines.base import Engine
-from mismatch.engines.sync_drivers import Answer, Held
+from mismatch.engines.sync_drivers import Answer, CalledDriver, Held
 from mismatch.engines.vllm.arguments import is_cpu_build
-from mismatch.engines.vllm.engine import VllmEngine
 from mismatch.models.adapter_states import Adapters
-from mismatch.models.weight_states import Checkpoint, Prints, state_of
+from mismatch.models.weight_states import state_of
 from mismatch.types import NotTested
 
 ADAPTER = 1  # vLLM's number of the probe's adapter
 
 
-class VllmDriver:
+class VllmDriver(CalledDriver):
     """See :class:`mismatch.engines.sync_drivers.Driver`."""
 
     paths: ClassVar[Mapping[str, str]] = {
@@ -29,26 +26,16 @@ class VllmDriver:
     }
     reloads = True  # an adapter under a number that vLLM has already
 
-    def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
-        self.engine = cast(VllmEngine, engine)
-        self.checkpoint = checkpoint
-        self.scratch = scratch
-
     def push(self, path: str, push: int) -> None:
         if path == "lora":
             self._push_adapter(push)
             return
         if path != "reload":
             directory, seed = str(self.checkpoint.directory), self.checkpoint.seed
-            self._call("mismatch_push", path, directory, seed, push)
+            self.engine._call("mismatch_push", path, directory, seed, push)
             return
-        source = self.checkpoint.directory
-        if state_of(push):
-            source = self.checkpoint.write(push, self.scratch / f"push-{push}")
-        try:
-            self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(source)})
-        finally:
-            shutil.rmtree(self.scratch / f"push-{push}", ignore_errors=True)
+        with self.files(push) as source:
+            self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": source})
 
     def _push_adapter(self, push: int) -> None:
         from vllm.lora.request import LoRARequest
@@ -73,11 +60,8 @@ class VllmDriver:
 
     def held(self, names: list[str], transposed: list[str]) -> Held:
         if isinstance(self.checkpoint, Adapters):
-            ranks = self._call("mismatch_held_adapter", names, ADAPTER)
-        else:
-            ranks = self._call("mismatch_held", names, transposed)
-        prints, missing = ranks[0]
-        return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
+            return self.called("mismatch_held_adapter", names, ADAPTER)
+        return super().held(names, transposed)
 
     def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
         from vllm import SamplingParams
@@ -100,10 +84,6 @@ class VllmDriver:
             why = "vLLM's CPU build ignores it with a warning only"
         how = "on a GPU: a --push that sleeps and wakes the engine first"
         return [NotTested("sleep, levels 1 and 2", why, how)]
-
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        call: Callable[..., list[Any]] = self.engine.llm.collective_rpc
-        return call(method, args=args)
 
 
 def _answer(output: Any) -> Answer:

@@ -1,40 +1,59 @@
-"""What vLLM's kernels compute with, under the checkpoint's names, and ways to give it new weights.
+"""What vLLM's kernels compute with, and ways to give it new weights.
 
 Parameters of a loaded vLLM are not what was loaded: linear layers are repacked (oneDNN keeps no
-readable copy), experts are shuffled for their kernel, q, k and v are one matrix. A linear layer is
-read by giving its kernel the identity matrix, experts by packing their own indices with the
-kernel's own function and inverting that. What cannot be read is named with the reason.
+readable copy), experts are shuffled for their kernel. A linear layer is read by giving its kernel
+the identity matrix, experts by packing their own indices with the kernel's own function and
+inverting that. What cannot be read is named with the reason.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mismatch.engines.fused_weights import EXPERT_LEAVES, PACKED
-from mismatch.engines.vllm.adapter_sync import SLICED, held_adapter
-from mismatch.models.weight_states import Checkpoint, Prints
+from mismatch.engines.fused_weights import EXPERT_LEAVES
+from mismatch.engines.held_weights import (
+    HALVES,
+    UNREADABLE,
+    HeldWeights,
+    as_stored,
+    experts_prefix,
+    numbered,
+)
+from mismatch.engines.vllm.adapter_sync import held_adapter
+from mismatch.models.weight_states import Checkpoint
 
 if TYPE_CHECKING:
     import torch
 
 IDENTITY_ROWS = 1024  # of the identity matrix at a time
 LOW = 1 << 7  # indices are packed in digits that bfloat16 holds exactly
-UNREADABLE = "its layout in the kernel is not known here"
-HALVES = ("gate_proj", "up_proj")
-Parts = Iterator[tuple[str, "torch.Tensor"]]
+TURNED = ("GptOssForCausalLM",)  # fused experts are [E, in, out] in their checkpoints
+Write = Callable[["torch.Tensor"], object]
 
 
-class WeightSync:
+def as_computed(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
+    """The reader of vLLM's kernels."""
+    if hasattr(module, "w13_weight"):
+        readable = parameter.is_floating_point() and leaf.endswith("weight")
+        return _unpacked(module, parameter.data) if readable else as_stored(module, leaf, parameter)
+    if leaf == "weight" and callable(getattr(module, "cpu_linear", None)):
+        return by_identity(module, _input_size(module))
+    if leaf == "sinks":
+        return _sinks_in_use(module, parameter.data)
+    return as_stored(module, leaf, parameter)
+
+
+class WeightSync(HeldWeights):
     """Calls for a probe of the weight sync; a part of the worker extension, or one by itself."""
 
     model_runner: Any
+    mismatch_reader = staticmethod(as_computed)
 
     def mismatch_rename(self, checkpoint_names: list[str]) -> dict[str, str]:
         """vLLM's (unfused) name of every checkpoint name that its loader renames."""
-        mapper = getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        mapper = getattr(self._mismatch_model(), "hf_to_vllm_mapper", None)
         if mapper is None:
             return {}
         # Fusing is undone by us, name by name: keep only the renaming.
@@ -45,35 +64,15 @@ class WeightSync:
             mapper.orig_to_new_stacked = stacked
         return {name: checkpoint for name, checkpoint in names.items() if name}
 
-    def mismatch_held(
-        self, names: list[str], transposed: list[str]
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Prints of all parameters by checkpoint name, and why others could not be read.
-
-        Args:
-            names: of the checkpoint.
-            transposed: of these parameters, the ones held with their last two axes exchanged.
-        """
-        renamed: dict[str, str] = self.mismatch_rename(names)
-        prints, missing = {}, {}
-        for name, value in held_tensors(self.model_runner.get_model(), frozenset(names)):
-            checkpoint = renamed.get(name, name)
-            if isinstance(value, str):
-                missing[checkpoint] = value
-                continue
-            turned = value.transpose(-1, -2) if checkpoint in transposed else value
-            prints[checkpoint] = asdict(Prints.of(checkpoint, turned))
-        return prints, missing
-
     def mismatch_held_json(self, names: list[str], transposed: list[str]) -> str:
-        """The same as text, for a server's ``/collective_rpc``."""
+        """What is held, as text, for a server's ``/collective_rpc``."""
         return json.dumps(self.mismatch_held(names, transposed))
 
     def mismatch_held_adapter(
         self, names: list[str], adapter: int
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """The same of a LoRA adapter's matrices; zeros where no slot holds the adapter."""
-        return held_adapter(self.model_runner.get_model(), names, adapter, self.mismatch_rename)
+        return held_adapter(self._mismatch_model(), names, adapter, self.mismatch_rename)
 
     def mismatch_push(self, path: str, directory: str, seed: int, push: int) -> None:
         """Give the engine one state of a checkpoint.
@@ -84,50 +83,16 @@ class WeightSync:
         """
         checkpoint = Checkpoint(directory, seed)
         if path == "load":
-            self.model_runner.get_model().load_weights(checkpoint.tensors(push))
+            self._mismatch_model().load_weights(checkpoint.tensors(push))
             return
         self.reload_weights(weights_iterator=checkpoint.tensors(push))  # type: ignore[attr-defined]
-        write_unloaded(self.model_runner.get_model(), checkpoint, push, self.mismatch_rename)
+        write_unloaded(self._mismatch_model(), checkpoint, push, self.mismatch_rename)
+
+    def _mismatch_model(self) -> Any:
+        return self.model_runner.get_model()
 
 
 # ---------------------------------------------------------------- what is held
-
-
-def held_tensors(
-    model: Any, names: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, torch.Tensor | str]]:
-    """(vLLM's name, unfused; values in the layout of the model's class, or why there are none).
-
-    Args:
-        names: the checkpoint's; decides whether experts have a name each.
-    """
-    packed = {**PACKED, **(getattr(model, "packed_modules_mapping", None) or {})}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if getattr(module, "tp_size", 1) > 1 and list(module.parameters(recurse=False)):
-            for leaf, _ in module.named_parameters(recurse=False):
-                yield f"{path}.{leaf}", SLICED
-        elif hasattr(module, "w13_weight"):
-            yield from _experts(path, module, names)
-        else:
-            yield from _plain(path, module, packed)
-
-
-def _plain(
-    path: str, module: Any, packed: Mapping[str, list[str]]
-) -> Iterator[tuple[str, torch.Tensor | str]]:
-    for leaf, parameter in module.named_parameters(recurse=False):
-        value: torch.Tensor | str = parameter.data
-        if leaf == "weight" and callable(getattr(module, "cpu_linear", None)):
-            value = by_identity(module, _input_size(module))
-        elif leaf == "sinks":
-            value = _sinks_in_use(module, parameter.data)
-        elif not parameter.is_floating_point():
-            value = UNREADABLE
-        if isinstance(value, str):
-            yield f"{path}.{leaf}", value
-            continue
-        for part, tensor in _unfused(path, value, module, packed):
-            yield f"{part}.{leaf}".lstrip("."), _unpadded(tensor, module)
 
 
 def _input_size(module: Any) -> int:
@@ -161,58 +126,6 @@ def _sinks_in_use(module: Any, parameter: torch.Tensor) -> torch.Tensor:
         if sinks is not None:
             return sinks.data  # type: ignore[no-any-return]
     return parameter
-
-
-def _unpadded(tensor: torch.Tensor, module: Any) -> torch.Tensor:
-    """Without the rows that vLLM adds to a vocabulary."""
-    size = getattr(module, "org_vocab_size", None)
-    return tensor if size is None else tensor[:size]
-
-
-def _unfused(
-    path: str, tensor: torch.Tensor, module: Any, packed: Mapping[str, list[str]]
-) -> Parts:
-    parent, _, own = path.rpartition(".")
-    sizes = getattr(module, "output_partition_sizes", None) or []
-    if own in packed and len(sizes) == len(packed[own]) > 1 and sum(sizes) == tensor.shape[0]:
-        start = 0
-        for part, size in zip(packed[own], sizes, strict=True):
-            yield f"{parent}.{part}", tensor[start : start + size]
-            start += size
-        return
-    yield path, tensor
-
-
-# ---------------------------------------------------------------- experts
-
-
-def _experts(
-    path: str, module: Any, names: frozenset[str]
-) -> Iterator[tuple[str, torch.Tensor | str]]:
-    """Of a layer's fused experts, under fused names or under one name an expert."""
-    prefix = path.removesuffix(".routed_experts")
-    for leaf, parameter in module.named_parameters(recurse=False):
-        if leaf not in EXPERT_LEAVES:
-            continue
-        fused = f"{prefix}.{EXPERT_LEAVES[leaf]}"
-        value: torch.Tensor | str = UNREADABLE
-        if parameter.is_floating_point():
-            value = _unpacked(module, parameter.data) if leaf.endswith("weight") else parameter.data
-        if isinstance(value, str):
-            yield fused, value
-        elif f"{prefix}.0.down_proj.weight" in names:
-            yield from _numbered(prefix, leaf, value)
-        else:
-            yield fused, value
-
-
-def _numbered(prefix: str, leaf: str, value: torch.Tensor) -> Parts:
-    for expert, tensor in enumerate(value):
-        if leaf.startswith("w2"):
-            yield f"{prefix}.{expert}.down_proj.weight", tensor
-            continue
-        for half, part in zip(HALVES, tensor.chunk(2), strict=True):
-            yield f"{prefix}.{expert}.{half}.weight", part
 
 
 def _kernel(module: Any) -> Any:
@@ -276,40 +189,74 @@ def write_unloaded(
     """Write experts and sinks into the kernels' own tensors, in place.
 
     vLLM's reload copies them into tensors that have no memory while it runs, where a model's class
-    loads them without a loader of its own (gpt-oss).
+    loads them without a loader of its own (gpt-oss), or leaves experts as loaded, not as their
+    kernel wants them (qwen3_moe).
     """
-    targets = dict(_writable(model))
+    names = checkpoint.names()
+    own = {name: theirs for theirs, name in rename(names).items()}
+    targets = dict(_writable(model, frozenset(names)))
     for name, tensor in checkpoint.tensors(push):
-        own = next(iter(rename([name])), name)
-        target = targets.get(name) or targets.get(own)
-        if target is not None:
-            target(tensor)
+        # Experts have the checkpoint's names here; the rest may have vLLM's.
+        write = targets.get(name) or targets.get(own.get(name, name))
+        if write is not None:
+            write(tensor)
 
 
-def _writable(model: Any) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+def _writable(model: Any, names: frozenset[str]) -> Iterator[tuple[str, Write]]:
+    turned = type(model).__name__ in TURNED
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             if leaf == "sinks":
-                yield f"{path}.sinks", _writer(_sinks_in_use(module, parameter.data))
+                yield f"{path}.sinks", _sinks_in_use(module, parameter.data).copy_
             elif hasattr(module, "w13_weight") and leaf in EXPERT_LEAVES:
-                fused = f"{path.removesuffix('.routed_experts')}.{EXPERT_LEAVES[leaf]}"
-                yield fused, _expert_writer(module, leaf, parameter)
+                prefix = experts_prefix(path)
+                if numbered(prefix, names):
+                    yield from _Experts(module, parameter.data).writers(prefix, leaf)
+                else:
+                    fused = f"{prefix}.{EXPERT_LEAVES[leaf]}"
+                    yield fused, _expert_writer(module, leaf, parameter.data, turned)
 
 
-def _writer(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def write(tensor: torch.Tensor) -> None:
-        target.copy_(tensor)
-
-    return write
-
-
-def _expert_writer(module: Any, leaf: str, parameter: Any) -> Callable[[torch.Tensor], None]:
+def _expert_writer(module: Any, leaf: str, own: torch.Tensor, turned: bool) -> Write:
     def write(tensor: torch.Tensor) -> None:
         if not leaf.endswith("weight"):
-            parameter.data.copy_(tensor)
+            own.copy_(tensor)
             return
-        laid = tensor.transpose(1, 2).contiguous()  # [E, in, out] in gpt-oss's checkpoints
-        pack = _packer(module)
-        parameter.data.copy_(laid if pack is None else pack(laid))
+        laid = tensor.transpose(1, 2).contiguous() if turned else tensor
+        if laid.shape == own.shape:  # else this family's layout is not known here
+            own.copy_(_packed(module, laid))
 
     return write
+
+
+class _Experts:
+    """One fused tensor of a layer, written expert by expert and packed once all are there."""
+
+    def __init__(self, module: Any, own: torch.Tensor) -> None:
+        self.module, self.own = module, own
+        self.given: dict[tuple[int, int], torch.Tensor] = {}
+
+    def writers(self, prefix: str, leaf: str) -> Iterator[tuple[str, Write]]:
+        parts = ("down_proj",) if leaf.startswith("w2") else HALVES
+        for expert in range(len(self.own)):
+            for half, part in enumerate(parts):
+                name = f"{prefix}.{expert}.{part}.weight"
+                yield name, self._writer((expert, half), len(parts))
+
+    def _writer(self, place: tuple[int, int], halves: int) -> Write:
+        def write(tensor: torch.Tensor) -> None:
+            self.given[place] = tensor
+            if len(self.given) == len(self.own) * halves:
+                import torch
+
+                rows = [self.given[place] for place in sorted(self.given)]
+                self.given = {}
+                whole = torch.cat(rows).view_as(self.own).to(self.own.dtype)
+                self.own.copy_(_packed(self.module, whole))
+
+        return write
+
+
+def _packed(module: Any, weight: torch.Tensor) -> torch.Tensor:
+    pack = _packer(module)
+    return weight if pack is None else pack(weight)

@@ -17,9 +17,9 @@ from mismatch.captures import narrowest
 from mismatch.engines import fused_weights
 from mismatch.engines.distribution_capture import Packed, Wanted, Watcher, join_steps, pack
 from mismatch.engines.fused_weights import NO_DIGESTS
+from mismatch.engines.module_capture import ModuleCalls
 from mismatch.engines.vllm import capture
 from mismatch.engines.vllm.capture import RunnerWatch
-from mismatch.engines.vllm.module_capture import ModuleCapture
 from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.models.resolved import resolved
 from mismatch.types import Sampling
@@ -72,7 +72,7 @@ _digest_before_repacking()
 capture.install()
 
 
-class WorkerExtension(WeightSync):
+class WorkerExtension(WeightSync, ModuleCalls):
     """Calls that the engine makes by ``collective_rpc``; every name starts with ``mismatch_``."""
 
     model_runner: Any
@@ -142,21 +142,6 @@ class WorkerExtension(WeightSync):
         taken = self._mismatch_watch.stop()
         return {name: pack(array) for name, array in taken.items()}, self._mismatch_watch.failed
 
-    # ------------------------------------------------------------ modules
-
-    def mismatch_start_modules(self) -> str:
-        """Record what every module gives from now on; why that is impossible, or ""."""
-        self._mismatch_modules = ModuleCapture(self._mismatch_model())
-        return self._mismatch_modules.obstacle
-
-    def mismatch_take_modules(self, path: str) -> int:
-        """Write what was recorded since the last time; how many tokens it has."""
-        return self._mismatch_modules.take(path)
-
-    def mismatch_stop_modules(self) -> None:
-        """Stop it."""
-        self._mismatch_modules.close()
-
     # ------------------------------------------------------------ routed experts
 
     def mismatch_start_capture(self) -> None:
@@ -199,9 +184,6 @@ class WorkerExtension(WeightSync):
                 part = (start, experts[row : row + count])
                 self._mismatch_steps.setdefault(request, []).append(part)
             row += count
-
-    def _mismatch_model(self) -> Any:
-        return self.model_runner.get_model()
 
     def _mismatch_moe(self) -> list[tuple[int, Any]]:
         """(decoder layer, MoE runner) of every MoE layer, in order."""

@@ -145,11 +145,15 @@ def passes_of(train: TrainSpec, dtypes: set[Dtype]) -> list[Pass]:
     return [Pass(TRAIN, alone), *plain, Pass(REFERENCE, reference)]
 
 
+EAGER = {  # all tokens go through the modules, and no graph hides them
+    "vllm": ("enforce_eager",),
+    "sglang": ("disable_cuda_graph", "disable_radix_cache"),
+}
+
+
 def eager(engine: EngineSpec) -> EngineSpec:
     """The engine as it can be watched: one replica, no graphs, no routes."""
-    args = tuple(pair for pair in engine.args if pair[0].lstrip("-").replace("-", "_") != EAGER)
-    given = (*args, (EAGER, True)) if engine.engine == "vllm" else args
+    own = EAGER.get(engine.engine, ())
+    args = [pair for pair in engine.args if pair[0].lstrip("-").replace("-", "_") not in own]
+    given = (*args, *((name, True) for name in own))
     return replace(engine, args=given, routing=False, data_parallel_size=None, prefill=True)
-
-
-EAGER = "enforce_eager"
