@@ -236,10 +236,10 @@ REFERENCES: tuple[Reference, ...] = (
 )
 
 
-def references_for(metric: str, column: str, *, normal: bool = True) -> tuple[Reference, ...]:
-    """What was measured elsewhere for a metric on the same class of stack."""
+def references_for(metric: str, column: str) -> tuple[Reference, ...]:
+    """Measured elsewhere on a sound stack of the same class."""
     return tuple(
         reference
         for reference in REFERENCES
-        if (reference.metric, reference.column, reference.normal) == (metric, column, normal)
+        if reference.normal and (reference.metric, reference.column) == (metric, column)
     )

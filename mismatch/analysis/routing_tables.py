@@ -6,11 +6,12 @@ interval over prompts (None where there is none); see docs/metrics.md for the co
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from mismatch.analysis.routing_groups import Seen, Table, columns, known, picked
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.inference import Groups, group_means, prompt_sums
@@ -30,7 +31,11 @@ FLIP_EDGES = (0, 1, 2, 3, 4, 8, 16, 32)  # flipped layers of a token, from
 MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)  # times the router's noise, from
 LOAD_QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "most": 1.0}
 MOST_EXPERTS = 1024  # rows of routing_by_expert
+POSITION_BUCKETS = 32
 EXPERT_INTERVALS = 32  # of them, those of largest difference, have intervals
+
+
+Table = dict[str, list[Any]]
 
 
 def routing_tables(
@@ -299,3 +304,67 @@ def _span(edges: tuple[int, ...], index: int) -> str:
         return f"{edges[index]}+"
     last = edges[index + 1] - 1
     return str(last) if last == edges[index] else f"{edges[index]}-{last}"
+
+
+# ---------------------------------------------------------------- groups with intervals
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One comparison's routing with what its tables share."""
+
+    pair: Pair
+    routes: PairedRouting
+
+    @cached_property
+    def prompt(self) -> Ints:
+        """Prompt of each action token, numbered without gaps, [A]."""
+        of_token = self.pair.prompt[self.pair.sequence]
+        return np.unique(of_token, return_inverse=True)[1].astype(np.int64)
+
+    @cached_property
+    def prompts(self) -> int:
+        return int(self.prompt.max()) + 1
+
+    @cached_property
+    def bucket(self) -> tuple[Ints, int]:
+        """Bucket of each token's place among its sequence's action tokens, and their width."""
+        first = np.searchsorted(self.pair.sequence, self.pair.sequence)
+        position = np.arange(len(self.pair.sequence)) - first
+        width = 1
+        while position.max() // width >= POSITION_BUCKETS:
+            width *= 2
+        return position // width, width
+
+    def means(self, group: Ints, groups: int, values: Array, bounds: tuple[float, float]) -> Groups:
+        """Mean of ``values`` [A] per group of tokens; tokens of group -1 are left out."""
+        kept = group >= 0
+        prompt, group = self.prompt[kept], group[kept]
+        sums = prompt_sums(prompt, self.prompts, group, groups, floats(values[kept]))
+        counts = prompt_sums(prompt, self.prompts, group, groups, np.ones(len(group)))
+        return group_means(sums, counts, bounds)
+
+    def per_layer(self, values: Array, units: Array, bounds: tuple[float, float]) -> Groups:
+        """Mean of ``values`` [A, L] per layer, over the pairs that ``units`` [A, L] marks."""
+        return group_means(self._sums(values), self._sums(units), bounds)
+
+    def _sums(self, values: Array) -> Floats:
+        """Per prompt and layer, [P, L]; a layer at a time: no [A, L] of float64."""
+        columns = [
+            np.bincount(self.prompt, floats(values[:, layer]), minlength=self.prompts)
+            for layer in range(values.shape[1])
+        ]
+        return np.stack(columns, axis=1)
+
+
+def columns(groups: Groups, name: str, prefix: str = "") -> Table:
+    return {name: known(groups.mean), f"{prefix}low": groups.low, f"{prefix}high": groups.high}
+
+
+def known(values: Floats) -> list[float | None]:
+    """NaN as None."""
+    return [None if np.isnan(value) else float(value) for value in values]
+
+
+def picked(table: Table, rows: Ints) -> Table:
+    return {name: [column[row] for row in rows] for name, column in table.items()}

@@ -125,7 +125,7 @@ class SideBySide:
         return {"schema": SCHEMA, **to_json(self)}
 
 
-def side_by_side(paths: Sequence[Path], seed: int = 0) -> SideBySide:
+def side_by_side(paths: Sequence[Path]) -> SideBySide:
     """Compare what saved runs measured; the first is what the others are held against.
 
     Raises:
@@ -137,7 +137,7 @@ def side_by_side(paths: Sequence[Path], seed: int = 0) -> SideBySide:
     runs = [load_run(path) for path in paths]
     first, others = runs[0], runs[1:]
     names = _wanted(runs)
-    moves = _adjusted([_moves(first, other, names, seed) for other in others])
+    moves = _adjusted([_moves(first, other, names) for other in others])
     lines = tuple(
         Line(
             name,
@@ -190,7 +190,7 @@ class _Raw:
     p_value: float | None
 
 
-def _moves(first: SavedRun, other: SavedRun, names: Sequence[str], seed: int) -> dict[str, _Raw]:
+def _moves(first: SavedRun, other: SavedRun, names: Sequence[str]) -> dict[str, _Raw]:
     """Metrics that both runs have, with p-values that are not adjusted yet."""
     tokens, alike = samples(first, other), same_tokens(first, other)
     if tokens is not None and routed(first) and routed(other):
@@ -202,7 +202,7 @@ def _moves(first: SavedRun, other: SavedRun, names: Sequence[str], seed: int) ->
     for name in names:
         if name in first.values and name in other.values:
             values = first.values[name], other.values[name]
-            found[name] = _raw(name, values, tokens, alike, seed)
+            found[name] = _raw(name, values, tokens, alike)
     return found
 
 
@@ -211,7 +211,6 @@ def _raw(
     values: tuple[Estimate, Estimate],
     tokens: tuple[Sample, Sample] | None,
     alike: bool,
-    seed: int,
 ) -> _Raw:
     metric = METRICS.get(name)
     if tokens is None or metric is None or not set(metric.needs) <= tokens[0].arrays.keys():
@@ -220,17 +219,16 @@ def _raw(
     try:
         if alike:
             change = paired(
-                metric, one.arrays, other.arrays,
-                sequence=one.sequence, prompt=one.prompt, seed=seed,
-            )  # fmt: skip
+                metric, one.arrays, other.arrays, sequence=one.sequence, prompt=one.prompt
+            )
         else:
-            change = difference(metric, one, other, seed=seed)
+            change = difference(metric, one, other)
     except MismatchError:  # undefined on a side
         return _Raw(_by_intervals(*values), values, None)
     shared = np.isin(one.prompt, other.prompt).any()
     raw = None
     if name in DECIDING and shared:
-        raw = exchange(*(per_prompt(name, sample) for sample in tokens), seed=seed)
+        raw = exchange(*(per_prompt(name, sample) for sample in tokens))
     basis: Basis = "paired" if alike else "prompts"
     move = Move(change, basis, None, None, bool(excludes_zero(change)))
     return _Raw(move, values, raw)

@@ -2,5 +2,5 @@
 
 ``section`` what a report is made of · ``sections`` one file each · ``formatting`` how numbers and
 foreign strings are written, ``words`` metrics in plain words · ``terminal``, ``markdown``, ``html``
-the renderings · ``figures``, ``svg`` their pictures · ``files`` what a run directory holds.
+the renderings · ``svg`` their pictures · ``files`` what a run directory holds.
 """

@@ -191,7 +191,7 @@ class World:
         """Wait for all ranks."""
         dist.barrier(group=self.control)
 
-    def meet(self, place: str, timeout: timedelta = MEET_TIMEOUT) -> None:
+    def meet(self, place: str) -> None:
         """A barrier with a name and a timeout.
 
         It uses the store, whose waits can time out: an ordinary barrier would also be matched by a
@@ -207,7 +207,7 @@ class World:
             return
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{place}/{self.rank}", "here")
-        store.wait([f"{place}/{rank}" for rank in range(self.size)], timeout)
+        store.wait([f"{place}/{rank}" for rank in range(self.size)], MEET_TIMEOUT)
 
     def close(self) -> None:
         """Destroy the process groups; for the regular end, not after an error."""

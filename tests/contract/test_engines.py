@@ -2,7 +2,8 @@
 
 The argument: in float32 an engine's logprobs are those of a plain forward under the law that it was
 told to sample from. So decode equals prefill, temperature and truncation are what the fingerprint
-says, and the captured experts are the router's, whatever batching, chunks and preemption did.
+says, and the captured experts are the router's, whatever batching, chunks and preemption did. Of
+engines that give whole distributions these are of that law too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from mismatch.captures import priority
 from mismatch.engines.registry import engine_class
 from mismatch.processes.launch import engine_python, interpreter_environment, own_python
 from mismatch.run import store
@@ -46,11 +48,17 @@ every_engine = pytest.mark.parametrize("engine", ENGINES)
 # One start of an engine per law; `make test` takes those of which no other shows the same.
 SHOWN = (
     *(("vllm", law) for law in ("plain", "crowded", "truncated", "greedy")),
-    *(("transformers", law) for law in ("plain", "truncated")),
+    ("transformers", "plain"),
     ("sglang", "plain"),
 )
 EVERY_LAW = [(engine, law) for engine in ENGINES for law in LAWS if law != "chunked"]
 every_law = pytest.mark.parametrize(("engine", "law"), grid(EVERY_LAW, *SHOWN))
+# SGLang gives no whole distributions.
+DISTRIBUTIONS = [(engine, law) for engine in ("vllm", "transformers") for law in LAWS]
+every_distribution = pytest.mark.parametrize(
+    ("engine", "law"), grid(DISTRIBUTIONS, *(pair for pair in SHOWN if pair[0] != "sglang"))
+)
+POSITIONS = 512
 
 
 def law_logprobs(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
@@ -185,6 +193,52 @@ def test_another_temperature_would_have_been_seen(
 def test_experts_are_the_routers(engine: str, law: str, run_of: Runs, reference: Reference) -> None:
     run = run_of(engine, law)
     check_experts(run, reference)
+
+
+# ---------------------------------------------------------------- whole distributions
+
+
+@every_distribution
+def test_the_positions_are_the_seeded_choice(engine: str, law: str, run_of: Runs) -> None:
+    """The same for every engine."""
+    run = run_of(engine, law)
+    found = run.decode.distributions
+    assert found is not None
+    rollout = run.rollout
+    actions = rollout.actions
+    sequence = rollout.sequence_of_token[actions]
+    index = np.arange(len(actions)) - np.searchsorted(sequence, sequence)
+    numbers = priority(run.sampling.seed, sequence, index)
+    chosen = np.sort(np.argsort(numbers)[: min(POSITIONS, len(actions))])
+    # What was computed past a sequence's end took a place, and was dropped.
+    assert set(found.positions) <= set(chosen)
+    assert len(found.positions) >= 0.9 * len(chosen)
+
+
+@every_distribution
+def test_they_are_the_law_of_a_plain_forward(
+    engine: str, law: str, run_of: Runs, reference: Reference
+) -> None:
+    run = run_of(engine, law)
+    rollout, found = run.rollout, run.decode.distributions
+    assert found is not None
+    assert found.whole
+    actions = rollout.actions[found.positions]
+    sequences = rollout.sequence_of_token[actions]
+    off = []
+    for n in np.unique(sequences):
+        start, end = rollout.offsets[n], rollout.offsets[n + 1]
+        rows = reference.logits(rollout.token_ids[start:end])[actions[sequences == n] - start - 1]
+        expected = np.exp(law_logprobs(rows, run.sampling))
+        given = np.exp(found.law()[sequences == n])
+        off.append(np.abs(given - expected).max(axis=1))
+    gaps = np.concatenate(off)
+    assert np.median(gaps) < 1e-6
+    # A tie at an expert, or at the edge of top-p, may go the other way by rounding alone.
+    assert np.mean(gaps < SAME_IN_FP32) > 0.98
+
+
+# ---------------------------------------------------------------- experts
 
 
 def margins(run: Run, reference: Reference) -> np.ndarray:

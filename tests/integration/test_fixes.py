@@ -140,6 +140,7 @@ def healthy(no_sinks_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+@pytest.mark.grid
 def test_float32_on_both_sides_wins_by_orders_of_magnitude(healthy: Run) -> None:
     best = healthy.report["fixes"][0]
     assert best["id"] == "fp32+engine-fp32"
@@ -151,6 +152,7 @@ def test_float32_on_both_sides_wins_by_orders_of_magnitude(healthy: Run) -> None
     assert rows(healthy)["engine-fp32"]["cost"]["seconds"] > 1
 
 
+@pytest.mark.grid
 def test_a_healthy_run_claims_nothing_that_it_has_not(healthy: Run) -> None:
     found = rows(healthy)
     for row in found.values():

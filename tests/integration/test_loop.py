@@ -104,6 +104,7 @@ def children_of(place: Path) -> list[int]:
     return found
 
 
+@pytest.mark.grid
 def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
     tmp_path: Path,
 ) -> None:

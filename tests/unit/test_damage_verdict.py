@@ -18,6 +18,7 @@ from mismatch.run.directory import load_spec
 from mismatch.run.manifest import NAME
 
 from .. import made_run
+from ..conftest import grid
 from ..fuzz import GOLDENS, mutated, mutated_bytes
 
 TRIALS = int(os.environ.get("MISMATCH_DAMAGE_TRIALS", "6"))  # of each file
@@ -48,7 +49,7 @@ FILES = ("rollout.parquet", "scores/fsdp.parquet", "scores/transformers-decode.p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", grid(FILES, "rollout.parquet", "spec.json", NAME))
 def test_damaged_bytes_are_refused_or_change_nothing(run, name):
     right, path = verdict(run), run / name
     before = {each: (run / each).read_bytes() for each in FILES}
@@ -68,7 +69,7 @@ def test_damaged_bytes_are_refused_or_change_nothing(run, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("name", grid(REPORTS, "failing", "fixes"))
 def test_what_the_schema_refuses_is_not_read(name):
     validator = jsonschema.Draft202012Validator(schema())
     document = json.loads((GOLDENS / f"{name}.report.json").read_text("utf-8"))

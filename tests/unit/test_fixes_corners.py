@@ -8,7 +8,7 @@ import pytest
 
 from mismatch.analysis.levels import judge, verdict
 from mismatch.analysis.sides import Sides
-from mismatch.experiments.fixes.corners import Corners
+from mismatch.experiments.fixes.results import Corners
 from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from tests.unit.test_square import SPEC, rollout, run_of

@@ -56,8 +56,9 @@ def require_machine(spec: EngineSpec) -> None:
         _require_shared_memory(spec.tensor_parallel_size)
 
 
-def _require_shared_memory(processes: int, directory: Path = Path("/dev/shm")) -> None:
+def _require_shared_memory(processes: int) -> None:
     """vLLM's processes talk through shared memory as soon as there are several of them."""
+    directory = "/dev/shm"
     fix = "in a container: docker run --shm-size=2g (or --ipc=host); elsewhere: mount a larger one"
     try:
         free = shutil.disk_usage(directory).free

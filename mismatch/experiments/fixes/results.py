@@ -7,8 +7,12 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mismatch.analysis.diagnosis.passes import by_finiteness, enough_data
 from mismatch.analysis.levels import default_thresholds
+from mismatch.analysis.registry import Measured as MeasuredRun
 from mismatch.analysis.sides import Sides
+from mismatch.analysis.square import Square, measure
+from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import (
     RANKED_BY,
@@ -18,7 +22,6 @@ from mismatch.experiments.fixes.base import (
     FixOutcome,
     FixTable,
 )
-from mismatch.experiments.fixes.corners import Corners
 from mismatch.experiments.fixes.held_out import Tried, held_out
 from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of
 from mismatch.experiments.fixes.significance import (
@@ -39,12 +42,13 @@ from mismatch.run.directory import invocations
 from mismatch.run.scorings import TRAIN
 from mismatch.run.store import FIX_PREFIX
 from mismatch.specs import CheckSpec
-from mismatch.types import Comparison, Estimate, Report
+from mismatch.types import Check, Comparison, Estimate, Report, Scoring
 
 if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
 
 WORTH = 0.1  # less than that is no reason to change a second setting
+ANEW = "with this fix the engine sampled anew, and no float32 pass was made of its tokens"
 STATE, STATE_SCHEMA = f"{DIRECTORY}/state.json", "mismatch.fixes/1"
 
 
@@ -262,3 +266,46 @@ def _estimators(state: dict[str, Any], report: Report | None) -> tuple[Estimator
         named = fix.corrects if there else None
         rows.append(EstimatorFix(fix.id, fix.summary, named, fix.hides, reason))
     return tuple(rows)
+
+
+class Corners:
+    """What a run holds of the square, beside the two sides that a fix changes.
+
+    A fix of the trainer scores the run's own tokens, so the engine's corners and the float32
+    reference are those of the run; the trainer's side is measured from its new scoring.
+    """
+
+    def __init__(self, run_dir: Path, spec: CheckSpec) -> None:
+        self.run_dir, self.spec = run_dir, spec
+        self._beside: dict[str, Scoring] | None = None
+
+    def correctness(
+        self, sides: Sides, made: Comparison, *, same_tokens: bool
+    ) -> tuple[list[Check], str]:
+        """Its checks and those of the amount of data; why correctness stays open, "" where not."""
+        enough = enough_data(sides.rollout)
+        if not same_tokens:
+            return [enough], ANEW
+        train = replace(sides.train, name=TRAIN)
+        usable = {**self.beside, sides.decode.name: sides.decode, TRAIN: train}
+        run = MeasuredRun(sides.rollout, sides.decode, train, made, usable, {})
+        square = measure(run, self.spec)
+        if not isinstance(square, Square):
+            return [enough], square.reason
+        return [enough, *square_checks(square)], ""
+
+    @property
+    def beside(self) -> dict[str, Scoring]:
+        """The run's scorings that no fix of the trainer changes."""
+        if self._beside is None:
+            names = store.scoring_names(self.run_dir)
+            made = {}
+            for name in names:
+                if name == TRAIN or name.startswith((f"{TRAIN}:", store.FIX_PREFIX)):
+                    continue
+                try:
+                    made[name] = store.load_scoring(self.run_dir, name)
+                except MismatchError:  # damaged: its corner is not measured
+                    continue
+            self._beside, _ = by_finiteness(made)
+        return self._beside

@@ -255,9 +255,7 @@ def plain_vectors(rollout: Rollout, batch: Batch) -> Vectors:
     return made
 
 
-def add_corrections(
-    made: Vectors, rollout: Rollout, left: Scoring, right: Scoring, settings: Settings | None = None
-) -> None:
+def add_corrections(made: Vectors, rollout: Rollout, left: Scoring, right: Scoring) -> None:
     """Both losses with the weights of every correction; the override is PPO's, not one of these.
 
     Raises:
@@ -268,7 +266,7 @@ def add_corrections(
     for correction in CORRECTIONS:
         if correction.id in (NONE, OVERRIDE):
             continue
-        weights = correction.weights(found, settings or Settings())
+        weights = correction.weights(found, Settings())
         for loss in LOSSES:
             made.add(f"{loss}:{correction.id}", made.values[loss] * weights)
 

@@ -192,12 +192,12 @@ def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None 
             store.save_document(run_dir, cache, document, schema=CACHE_SCHEMA)
 
 
-def first_prompts(rollout: Rollout, most: int = 16) -> list[list[int]]:
-    """The prompts of a rollout, each once, at most so many."""
+def first_prompts(rollout: Rollout) -> list[list[int]]:
+    """The first 16 prompts of a rollout."""
     _, rows = np.unique(rollout.prompt_index, return_index=True)
     sequences = rollout.sequences()
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
-    return [sequences[row][: int(np.flatnonzero(masks[row])[0])].tolist() for row in rows[:most]]
+    return [sequences[row][: int(np.flatnonzero(masks[row])[0])].tolist() for row in rows[:16]]
 
 
 def read_cache(

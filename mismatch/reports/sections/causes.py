@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.diagnosis.catalogue import Entry, catalogue, title_of
+from collections.abc import Iterable
+
+from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.analysis.diagnosis.detector import Evidence
 from mismatch.analysis.diagnosis.ranking import Cause, Causes
 from mismatch.reports.formatting import line, number, percent, plural, text
-from mismatch.reports.section import Cell, Column, Section, Table, Value
+from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.types import Report
 
 LEAD = (
@@ -17,35 +19,24 @@ PAGE = "docs/causes.md"
 SHOWN = 8  # rows of evidence beyond which they are folded
 SIDES = {"engine": "the engine's side", "trainer": "the trainer's side", "either": "side not known"}
 RANKED = (
-    Column("cause", text),
-    Column("id", text, 4),
-    Column("", text, detail="how sure"),
-    Column("side", text, 1),
-    Column("share", percent, interval=2, detail="of mean |delta|"),
+    Column("cause", text, of=lambda cause: title_of(cause.id)),
+    Column("id", text, 4, of="id", tone="code"),
+    Column("", text, detail="how sure", of=lambda cause: _status(cause.status)),
+    Column("side", text, 1, of="side"),
+    Column("share", percent, interval=2, detail="of mean |delta|", of="effect"),
 )
-EVIDENCE = (
-    Column("cause", text, 3),
-    Column("measured", text),
-    Column("value", number),
-    Column("normal", text, 1),
-)
-LOOKED = (
-    Column("looked for", text, 3),
-    Column("measured", text),
-    Column("value", number),
-    Column("normal", text, 1),
-)
+EVIDENCE = (Column("measured", text), Column("value", number), Column("normal", text, 1))
+
+
+def _status(status: str) -> Cell:
+    return Cell(status, "strong" if status == "confirmed" else "")
 
 
 def section(result: Causes, report: Report) -> Section:
     """The leading cause first, then every other, then what was looked for and not there."""
-    parts = [part for part in (_evidence(result), _ruled_out(result), _not_tested(result)) if part]
-    every = Section(
-        "causes-ranked",
-        f"{plural(len(result.ranked), 'cause')}, with shares",
-        LEAD,
-        tables=(Table(RANKED, tuple(_row(cause) for cause in result.ranked)),),
-    )
+    evidence = _evidence((cause.id, cause.evidence) for cause in result.ranked)
+    looked = _evidence((each.detector, each.evidence) for each in result.ruled_out)
+    several = result.ranked if len(result.ranked) > 1 else ()
     return Section(
         id="causes",
         title="Causes",
@@ -54,27 +45,46 @@ def section(result: Causes, report: Report) -> Section:
             "were not looked for."
             for failure in result.failures
         ),
-        sentences=tuple(sentences(result)) if result.ranked else (),
-        parts=(*parts, every) if len(result.ranked) > 1 else tuple(parts),
+        sentences=sentences(result) if result.ranked else (),
+        parts=(
+            Section(
+                "causes-evidence",
+                "Evidence",
+                tables=(Table((Column("cause", text, 3), *EVIDENCE), evidence),),
+                folded=len(evidence) > SHOWN,
+            ),
+            Section(
+                "causes-ruled-out",
+                "Looked for and not there",
+                lead=f"What each cause looks like, and how it is confirmed: {PAGE}.",
+                tables=(Table((Column("looked for", text, 3), *EVIDENCE), looked),),
+            ),
+            Section(
+                "causes-not-tested",
+                "Causes not tested",
+                notes=[line(str(missing)) for missing in result.not_tested],
+            ),
+            Section(
+                "causes-ranked",
+                f"{plural(len(result.ranked), 'cause')}, with shares",
+                LEAD,
+                tables=(Table.of(RANKED, several),),
+            ),
+        ),
         folded=not result.ranked,
-        short="" if result.ranked else _nothing(result),
+        short="" if result.ranked else sentences(result)[0],
     )
 
 
 def sentences(result: Causes) -> list[str]:
     """One paragraph a cause, with one action each; consequences get no advice."""
-    if not result.ranked:
-        return [_nothing(result)]
-    return [_told(cause, place) for place, cause in enumerate(result.ranked)]
-
-
-def _nothing(result: Causes) -> str:
-    count = len(result.ruled_out)
-    rest = plural(len(result.not_tested), "detector")
-    return (
-        f"None found: {plural(count, 'detector')} saw what a healthy pair has"
-        f"{f', {rest} lacked data' if result.not_tested else ''}."
-    )
+    if result.ranked:
+        return [_told(cause, place) for place, cause in enumerate(result.ranked)]
+    rest = f", {plural(len(result.not_tested), 'detector')} lacked data"
+    return [
+        f"None found: {plural(len(result.ruled_out), 'detector')} saw what a healthy pair has"
+        f"{rest if result.not_tested else ''}."
+    ]
 
 
 def _told(cause: Cause, place: int) -> str:
@@ -91,61 +101,16 @@ def _told(cause: Cause, place: int) -> str:
     if cause.consequences:
         gone = ", ".join(title_of(id).lower() for id in cause.consequences)
         words.append(f"Gone with it: {gone}")
-    words += _advice(entry, cause)
+    if entry is not None:
+        words += [] if cause.status == "confirmed" else [f"To confirm: {entry.confirm}"]
+        words.append(f"Do: {entry.mend}")
     return ". ".join(word.rstrip(".") for word in words) + "."
 
 
-def _advice(entry: Entry | None, cause: Cause) -> list[str]:
-    if entry is None:
-        return []
-    mend = f"Do: {entry.mend}"
-    return [mend] if cause.status == "confirmed" else [f"To confirm: {entry.confirm}", mend]
-
-
-def _row(cause: Cause) -> tuple[Cell | Value, ...]:
-    return (
-        title_of(cause.id),
-        Cell(cause.id, "code"),
-        Cell(cause.status, "strong" if cause.status == "confirmed" else ""),
-        cause.side,
-        cause.effect,
-    )
-
-
-def _lines(name: str, evidence: tuple[Evidence, ...]) -> list[tuple[Cell | Value, ...]]:
+def _evidence(groups: Iterable[tuple[str, tuple[Evidence, ...]]]) -> list[Cells]:
+    """A row for each, the name of its group in the first."""
     return [
         (name if place == 0 else "", each.what, each.value, each.normal)
+        for name, evidence in groups
         for place, each in enumerate(evidence)
     ]
-
-
-def _evidence(result: Causes) -> Section | None:
-    rows = [row for cause in result.ranked for row in _lines(cause.id, cause.evidence)]
-    if not rows:
-        return None
-    few = len(rows) <= SHOWN
-    return Section(
-        "causes-evidence", "Evidence", tables=(Table(EVIDENCE, tuple(rows)),), folded=not few
-    )
-
-
-def _ruled_out(result: Causes) -> Section | None:
-    rows = [row for each in result.ruled_out for row in _lines(each.detector, each.evidence)]
-    if not rows:
-        return None
-    return Section(
-        "causes-ruled-out",
-        "Looked for and not there",
-        lead=f"What each cause looks like, and how it is confirmed: {PAGE}.",
-        tables=(Table(LOOKED, tuple(rows)),),
-    )
-
-
-def _not_tested(result: Causes) -> Section | None:
-    if not result.not_tested:
-        return None
-    return Section(
-        "causes-not-tested",
-        "Causes not tested",
-        notes=tuple(line(str(missing)) for missing in result.not_tested),
-    )

@@ -10,6 +10,7 @@ from mismatch.analysis.corrections.types import Against, Corrections, Preview
 from mismatch.metrics.corrections import NONE, OVERRIDE, Level
 from mismatch.reports.formatting import (
     brief,
+    capital,
     count,
     line,
     near_one,
@@ -19,7 +20,7 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.section import Block, Cell, Column, Section, Table, Value
+from mismatch.reports.section import Block, Cell, Cells, Column, Section, Table
 from mismatch.types import Report
 
 LEAD = (
@@ -51,8 +52,13 @@ def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Sectio
     Args:
         asked: id -> what is said of one that was asked for as a fix.
     """
-    previews = sorted(result.previews, key=lambda preview: _place(preview.against(result.target)))
-    rows = tuple(_row(result, preview, (asked or {}).get(preview.id, "")) for preview in previews)
+
+    def place(preview: Preview) -> int:
+        figures = preview.against(result.target)
+        return 10**6 if figures is None or figures.rank is None else figures.rank
+
+    previews = sorted(result.previews, key=place)
+    rows = [_row(result, preview, (asked or {}).get(preview.id, "")) for preview in previews]
     best = headline(result)
     return Section(
         id="corrections",
@@ -65,7 +71,7 @@ def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Sectio
             Section(
                 id="corrections-effects",
                 title="What each does",
-                sentences=tuple(_effect(result, preview) for preview in previews),
+                sentences=[_effect(result, preview) for preview in previews],
             ),
             *_settings(result),
         ),
@@ -83,10 +89,6 @@ def asked_for(report: Report) -> dict[str, str]:
     }
 
 
-def _place(figures: Against | None) -> int:
-    return 10**6 if figures is None or figures.rank is None else figures.rank
-
-
 def _columns(result: Corrections) -> tuple[Column, ...]:
     batch = f"of a batch of {count(result.batch)}"
     return (
@@ -102,7 +104,7 @@ def _columns(result: Corrections) -> tuple[Column, ...]:
     )
 
 
-def _row(result: Corrections, preview: Preview, asked: str) -> tuple[Cell | Value, ...]:
+def _row(result: Corrections, preview: Preview, asked: str) -> Cells:
     mine, other = preview.against(result.target), preview.against(OTHER[result.target])
     length = mine.norm_ratio if mine else None
     return (
@@ -144,7 +146,7 @@ def headline(result: Corrections) -> str:
     """What the data favour: its error before and after, and what is as good."""
     plain = result.named(NONE).against(result.target)
     if result.best is None or plain is None or plain.error is None:
-        return f"{line(result.reason)[:1].upper()}{line(result.reason)[1:]}."
+        return f"{capital(line(result.reason))}."
     best = result.named(result.best)
     after = best.against(result.target)
     tied = [
@@ -162,7 +164,24 @@ def headline(result: Corrections) -> str:
 
 def remarks(result: Corrections) -> list[str]:
     """What has to be known before the table is believed."""
-    said = _about_the_ranking(result)
+    said = []
+    figures = result.named(NONE).against(result.target)
+    if figures is not None:
+        other = OTHER[result.target]
+        ranked = [
+            (against.rank, preview.label)
+            for preview in result.previews
+            if (against := preview.against(other)) and against.rank is not None
+        ]
+        first = min(ranked, key=lambda pair: pair[0])[1]
+        said += [f"Judged by the {TARGET_WORDS[other]}: {first}.", STATE_SHIFT]
+        if result.batch == figures.bias.n_sequences:
+            said.append(
+                f"The batch is taken to be as large as this run, {count(result.batch)} sequences; "
+                "for yours: mismatch corrections RUN --batch N."
+            )
+        if "few-prompts" in figures.bias.flags:
+            said.append("Few prompts: the intervals are rough.")
     if result.heavy_tail:
         said.append("Heavy-tailed ratios: with other prompts the order may change.")
     if result.clamped:
@@ -170,35 +189,7 @@ def remarks(result: Corrections) -> list[str]:
             f"{plural(result.clamped, 'log-ratio')} beyond ±20 (of tokens or sequences) "
             "clamped to ±20."
         )
-    said.extend(f"Not tested: {line(reason)}." for reason in result.not_tested)
-    return said
-
-
-def _about_the_ranking(result: Corrections) -> list[str]:
-    figures = result.named(NONE).against(result.target)
-    if figures is None:
-        return []
-    said = [_nearest_other(result), STATE_SHIFT]
-    if result.batch == figures.bias.n_sequences:
-        said.append(
-            f"The batch is taken to be as large as this run, {count(result.batch)} sequences; for "
-            "yours: mismatch corrections RUN --batch N."
-        )
-    if "few-prompts" in figures.bias.flags:
-        said.append("Few prompts: the intervals are rough.")
-    return said
-
-
-def _nearest_other(result: Corrections) -> str:
-    """The winner beside the other target."""
-    other = OTHER[result.target]
-    ranked = [
-        (figures.rank, preview)
-        for preview in result.previews
-        if (figures := preview.against(other)) and figures.rank is not None
-    ]
-    _, first = min(ranked, key=lambda pair: pair[0])
-    return f"Judged by the {TARGET_WORDS[other]}: {first.label}."
+    return said + [f"Not tested: {line(reason)}." for reason in result.not_tested]
 
 
 def _settings(result: Corrections) -> tuple[Section, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mismatch.experiments.engine_pair import FLOOR_TEXT, TRAINER, Edge, Triangle
 from mismatch.reports.formatting import MARKS, TONES, line, number, percent, signed, text
-from mismatch.reports.section import Cell, Column, Section, Table, Value
+from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.reports.words import words_for
 from mismatch.types import Report
 
@@ -43,22 +43,21 @@ COMPARED = (
 def section(result: Triangle, report: Report) -> Section:
     """Every edge, those between three parties that scored alike first; always in full."""
     edges = sorted(result.edges, key=lambda edge: edge.kind != "prefill")
-    contrasts = _contrasts(result)
     decided = Section(
         id="engines-contrasts",
         title="What the odd one out is decided by",
         lead=CONTRASTS.format(floor=FLOOR_TEXT),
-        tables=(Table(COMPARED, contrasts),),
+        tables=(Table(COMPARED, _contrasts(result)),),
         page_only=True,
     )
     return Section(
         id="engines",
         title="Engines",
         lead=LEAD,
-        sentences=tuple(sentences(result, report)),
-        tables=(Table(EDGES, tuple(_edge(edge) for edge in edges)),),
-        notes=tuple(f"not tested: {missing}" for missing in result.not_tested),
-        parts=(decided,) if contrasts else (),
+        sentences=sentences(result, report),
+        tables=(Table(EDGES, [_edge(edge) for edge in edges]),),
+        notes=[f"not tested: {missing}" for missing in result.not_tested],
+        parts=(decided,),
         folded=False,
     )
 
@@ -86,7 +85,7 @@ def sentences(result: Triangle, report: Report) -> list[str]:
     return said
 
 
-def _edge(edge: Edge) -> tuple[Cell | Value, ...]:
+def _edge(edge: Edge) -> Cells:
     known = edge.comparison
     values = {} if known is None else known.metrics | known.routing
     words = words_for(K3, sampled_by_left=known is not None and known.sampled_by_left)
@@ -102,9 +101,9 @@ def _edge(edge: Edge) -> tuple[Cell | Value, ...]:
     )
 
 
-def _contrasts(result: Triangle) -> tuple[tuple[Cell | Value, ...], ...]:
+def _contrasts(result: Triangle) -> list[Cells]:
     """One edge at a party beside the edge that the party has no part in; each pair once."""
-    rows: list[tuple[Cell | Value, ...]] = []
+    rows: list[Cells] = []
     seen = set()
     for contrast in result.contrasts:
         (third,) = set(result.parties) - {contrast.party, contrast.edge}
@@ -116,7 +115,7 @@ def _contrasts(result: Triangle) -> tuple[tuple[Cell | Value, ...], ...]:
         first = f"{party(contrast.party)} / {party(contrast.edge)}"
         second = f"{party(contrast.edge)} / {party(third)}"
         rows.append((first, second, contrast.tokens, contrast.difference))
-    return tuple(rows)
+    return rows
 
 
 def party(name: str) -> str:

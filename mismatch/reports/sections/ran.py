@@ -8,7 +8,7 @@ from typing import Any
 from mismatch.models import moe
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import MISSING, bound, line, number, plural, text
-from mismatch.reports.section import Cell, Column, Section, Table
+from mismatch.reports.section import Cell, Cells, Column, Section, Table, named
 from mismatch.reports.summary import all_rows, command, headline
 from mismatch.types import Comparison, Report
 
@@ -53,14 +53,11 @@ def of_names(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
     return (ran, everything) if parts else (ran,)
 
 
-def _differing_first(rows: list[tuple[str, str, str]]) -> tuple[tuple[Cell | str, ...], ...]:
+def _differing_first(rows: list[tuple[str, str, str]]) -> list[Cells]:
     """(name, left, right) with a mark where both sides say something and it differs."""
-    marked = []
-    for name, left, right in rows:
-        differ = _differ(left, right)
-        mark = Cell("≠", "strong") if differ else Cell("")
-        marked.append((not differ, (name, mark, Cell(left), Cell(right))))
-    return tuple(row for _, row in sorted(marked, key=lambda item: item[0]))
+    marks = {True: Cell("≠", "strong"), False: Cell("")}
+    ordered = sorted(rows, key=lambda row: not _differ(*row[1:]))
+    return [(name, marks[_differ(left, right)], left, right) for name, left, right in ordered]
 
 
 def _differ(left: str, right: str) -> bool:
@@ -116,26 +113,18 @@ def _everything(place: int, item: Comparison, names: Elsewhere | None) -> Sectio
 
 def _this_run(report: Report) -> Section:
     seconds, versions = report.run.get("seconds"), report.run.get("versions")
+    times = seconds.items() if isinstance(seconds, dict) else ()
+    packages = versions.items() if isinstance(versions, dict) else ()
     facts = {
         "command": command(report),
-        "time": ", ".join(
-            f"{stage} {number(float(value))} s"
-            for stage, value in (seconds if isinstance(seconds, dict) else {}).items()
-        ),
-        "versions": ", ".join(
-            f"{name} {version}"
-            for name, version in (versions if isinstance(versions, dict) else {}).items()
-        ),
+        "time": ", ".join(f"{stage} {number(float(value))} s" for stage, value in times),
+        "versions": ", ".join(f"{name} {version}" for name, version in packages),
         "model": report.model,
         "levels": report.verdict.levels,
     }
-    rows = tuple(
-        (name, Cell(fact, "code" if name == "command" else ""))
-        for name, fact in facts.items()
-        if fact
-    )
-    table = Table((Column("", text), Column("", text)), rows)
-    return Section("this-run", "This run", tables=(table,))
+    cells = {name: Cell(fact, "code" if name == "command" else "") for name, fact in facts.items()}
+    shown = named((name, cell) for name, cell in cells.items() if cell.value)
+    return Section("this-run", "This run", tables=(shown,))
 
 
 def what_ran(report: Report) -> list[tuple[str, str, str]]:
@@ -163,37 +152,26 @@ def _software(side: dict[str, Any]) -> str:
 
 
 def _precision(side: dict[str, Any]) -> str:
-    parts = [str(side.get("dtype") or "")]
-    for key, name in (
-        ("master_dtype", "master"),
-        ("head_dtype", "head"),
-        ("autocast", "autocast"),
-        ("kv_cache_dtype", "KV cache"),
-        ("quantization", "quantised"),
-    ):
-        if side.get(key) not in (None, "", "auto"):
-            parts.append(f"{name} {side[key]}")
-    return ", ".join(part for part in parts if part)
+    names = {"master_dtype": "master", "head_dtype": "head", "autocast": "autocast",
+             "kv_cache_dtype": "KV cache", "quantization": "quantised"}  # fmt: skip
+    parts = [f"{name} {side[key]}" for key, name in names.items()
+             if side.get(key) not in (None, "", "auto")]  # fmt: skip
+    return ", ".join(filter(None, (str(side.get("dtype") or ""), *parts)))
 
 
 def _attention(side: dict[str, Any]) -> str:
-    honours = side.get("honours_sinks")
-    sinks = "" if honours is None else ", honours sinks" if honours else ", ignores sinks"
+    sinks = {None: "", True: ", honours sinks", False: ", ignores sinks"}[side.get("honours_sinks")]
     return f"{side['attention']}{sinks}" if side.get("attention") else ""
-
-
-def _experts(side: dict[str, Any]) -> str:
-    return str(side.get("experts") or side.get("moe_backend") or "")
 
 
 def _logprobs(side: dict[str, Any]) -> str:
     temperature = side.get("logprobs_temperature")
-    parts = [str(side.get("logprobs_mode") or "")]
-    if temperature is not None:
-        parts.append(f"at temperature {bound(float(temperature))}")
-    if side.get("logprobs_truncated"):
-        parts.append("renormalised over the kept tokens")
-    return ", ".join(part for part in parts if part)
+    parts = [
+        str(side.get("logprobs_mode") or ""),
+        "" if temperature is None else f"at temperature {bound(float(temperature))}",
+        "renormalised over the kept tokens" if side.get("logprobs_truncated") else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _layout(side: dict[str, Any]) -> str:
@@ -227,7 +205,7 @@ _ASPECTS = {
     "software": _software,
     "precision": _precision,
     "attention": _attention,
-    "experts": _experts,
+    "experts": lambda side: str(side.get("experts") or side.get("moe_backend") or ""),
     "routes": _routes,
     "logprobs": _logprobs,
     "layout": _layout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mismatch.experiments.regression.types import Against, AgainstRow, RunSide
 from mismatch.reports.formatting import (
+    capital,
     chance,
     count,
     line,
@@ -13,12 +14,13 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.section import Cell, Column, Page, Section, Table, Tone, Value
+from mismatch.reports.section import Cell, Cells, Column, Page, Section, Table, Tone
 from mismatch.reports.sections.square import standing_cell
 from mismatch.reports.summary import Row
 from mismatch.reports.words import words_for
 from mismatch.types import Estimate
 
+TONES: dict[str, Tone] = {"worse": "warn", "mixed": "warn"}  # of an outcome that fails nothing
 WORDS = {
     "worse": "worse",
     "better": "better",
@@ -48,13 +50,18 @@ MOVED = (
     Column("result", text),
 )
 SQUARE = (
-    Column("scoring", text),
-    Column("what", text),
-    Column("old", number, interval=8),
-    Column("new", number, interval=8),
-    Column("the new one", text),
+    Column("scoring", text, of="scoring"),
+    Column("what", text, of="evidence"),
+    Column("old", interval=8, of=lambda row: Cell(row.old, format=number)),
+    Column("new", interval=8, of=lambda row: Cell(row.new, format=number)),
+    Column("the new one", text, of=lambda row: standing_cell(row.after) if row.after else ""),
 )
-FACTS = (Column("where", text), Column("what", text), Column("old", text), Column("new", text))
+FACTS = (
+    Column("where", text, of="where"),
+    Column("what", text, of="name", tone="code"),
+    Column("old", text, of="old"),
+    Column("new", text, of="new"),
+)
 
 
 def page(result: Against) -> Page:
@@ -63,7 +70,7 @@ def page(result: Against) -> Page:
     return Page(
         kind="a new run against an old one" + (f" · {new.created}" if new.created else ""),
         word=WORDS[result.outcome],
-        tone=_tone(result),
+        tone="critical" if result.fails else TONES.get(result.outcome, "healthy"),
         reason=result.reason,
         title=new.model,
         facts=(
@@ -76,13 +83,6 @@ def page(result: Against) -> Page:
     )
 
 
-def _tone(result: Against) -> Tone:
-    """What fails is critical, what only moved is a warning."""
-    if result.fails:
-        return "critical"
-    return "warn" if result.outcome in ("worse", "mixed") else "healthy"
-
-
 def _moved(result: Against) -> Section:
     """Deciding metrics first."""
     rows = sorted(result.rows, key=lambda row: row.p_value is None)
@@ -90,14 +90,14 @@ def _moved(result: Against) -> Section:
         id="moved",
         title="What moved",
         lead=LEAD,
-        sentences=tuple(sentences(result)),
-        tables=(Table(MOVED, tuple(_row(row) for row in rows)),),
+        sentences=sentences(result),
+        tables=(Table(MOVED, [_row(row) for row in rows]),),
         notes=(f"{result.method} Margin: {result.margin_text}.",),
         folded=False,
     )
 
 
-def _row(row: AgainstRow) -> tuple[Cell | Value, ...]:
+def _row(row: AgainstRow) -> Cells:
     words = words_for(row.metric)
     metric = Row(row.metric, words, row.new)
     outcome = row.outcome or ""
@@ -128,66 +128,45 @@ def _side(run: RunSide) -> str:
 
 def sentences(result: Against) -> list[str]:
     """What the numbers rest on."""
-    if result.same_tokens:
-        tokens = "Both runs hold the same tokens: every change is of the same tokens."
-    else:
-        tokens = (
-            f"{count(result.same_sequences)} of {plural(result.old.sequences, 'sequence')} are the "
-            "same in both runs; the engines sampled tokens of their own, so changes are by prompt."
-        )
-    notes = [f"{line(note)}." for note in result.notes]
-    decided = [
+    said = [
         f"{words_for(row.metric).label}: {_outcome(row)}, p {chance(row.p_value)}."
         for row in result.rows
         if row.p_value is not None
     ]
-    capital = (note[0].upper() + note[1:] for note in notes)
-    return [*decided, tokens, *_engines(result), *capital]
-
-
-def _engines(result: Against) -> list[str]:
-    """The two engines on the same tokens, in one sentence."""
-    if result.engines is None:
-        return []
-    values: dict[str, Estimate] = result.engines.metrics
-    mean, most = values["logprob_abs_diff_mean"].value, values["logprob_abs_diff_max"].value
-    return [
-        f"New engine against old engine on these tokens: mean |delta| {number(mean)}, "
-        f"largest {number(most)}."
-    ]
-
-
-def _square(result: Against) -> tuple[Section, ...]:
-    """Excess and gap of both runs; nothing where neither has them."""
-    rows = tuple(
-        (
-            Cell(row.scoring),
-            row.evidence,
-            Cell(row.old, format=number),
-            Cell(row.new, format=number),
-            standing_cell(row.after) if row.after else "",
+    if result.same_tokens:
+        said.append("Both runs hold the same tokens: every change is of the same tokens.")
+    else:
+        said.append(
+            f"{count(result.same_sequences)} of {plural(result.old.sequences, 'sequence')} are the "
+            "same in both runs; the engines sampled tokens of their own, so changes are by prompt."
         )
-        for row in result.square
+    if result.engines is not None:
+        values: dict[str, Estimate] = result.engines.metrics
+        mean, most = values["logprob_abs_diff_mean"].value, values["logprob_abs_diff_max"].value
+        said.append(
+            f"New engine against old engine on these tokens: mean |delta| {number(mean)}, "
+            f"largest {number(most)}."
+        )
+    return said + [f"{capital(line(note))}." for note in result.notes]
+
+
+def _square(result: Against) -> list[Section]:
+    """Excess and gap of both runs; nothing where neither has them."""
+    section = Section(
+        id="square",
+        title="Rounding or fault",
+        lead="Excess over a plain forward's rounding, and gaps in float32 (nats), in each run.",
+        tables=(Table.of(SQUARE, result.square),),
+        folded=False,
     )
-    if not rows:
-        return ()
-    return (
-        Section(
-            id="square",
-            title="Rounding or fault",
-            lead="Excess over a plain forward's rounding, and gaps in float32 (nats), in each run.",
-            tables=(Table(SQUARE, rows),),
-            folded=False,
-        ),
-    )
+    return [section] if result.square else []
 
 
 def _changed(result: Against) -> Section:
-    rows = tuple((c.where, Cell(c.name, "code"), c.old, c.new) for c in result.changed)
     return Section(
         id="changed",
         title="What changed",
-        lead=CHANGED if rows else "Nothing of what both runs say of themselves.",
-        tables=(Table(FACTS, rows),) if rows else (),
+        lead=CHANGED if result.changed else "Nothing of what both runs say of themselves.",
+        tables=(Table.of(FACTS, result.changed),),
         folded=False,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mismatch.metrics.two_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
 from mismatch.reports.formatting import line, number, percent, text
-from mismatch.reports.section import Cell, Column, Section, Table, Value
+from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.types import Report
 
 LEAD = (
@@ -35,9 +35,9 @@ def section(result: TwoPasses, report: Report) -> Section:
         title="Two forward passes",
         lead=LEAD,
         warnings=(injected(result),),
-        sentences=tuple(said),
-        tables=(Table(COLUMNS, tuple(_row(result, variant) for variant in result.variants)),),
-        notes=tuple(f"Not run: {note}" for note in result.notes),
+        sentences=said,
+        tables=(Table(COLUMNS, [_row(result, variant) for variant in result.variants]),),
+        notes=[f"Not run: {note}" for note in result.notes],
         short=said[0],
     )
 
@@ -113,7 +113,7 @@ def _replay(plain: Variant, replayed: Variant) -> str:
     )
 
 
-def _row(result: TwoPasses, variant: Variant) -> tuple[Cell | Value, ...]:
+def _row(result: TwoPasses, variant: Variant) -> Cells:
     if variant.scoring is None:
         plain = result.named(AS_RUN)
         left = None if plain is None else plain.metrics["logprob_abs_diff_mean"].value

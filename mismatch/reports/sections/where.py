@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mismatch.reports.formatting import bound, count, line, number, percent, plural, text
-from mismatch.reports.section import Cell, Column, Section, Table, Value
+from mismatch.reports.formatting import bound, capital, count, line, number, percent, plural, text
+from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.reports.summary import headline
 from mismatch.types import Report
 
 Breakdown = dict[str, list[Any]]
+Group = tuple[str, float, float | None, float | None, int]  # columns without the last, a bar
 LEAD = (
     "Groups of tokens. “Mean delta” is signed: away from 0 it is a systematic difference, not "
     "noise. The share is of the whole k3."
@@ -99,40 +100,23 @@ BLOCKS = {
 def _group(
     table: Breakdown, title: str, remark: str, label: Callable[[Breakdown, int], str], folded: bool
 ) -> Section:
-    largest = max(table["mean_abs_delta"]) or 1.0
-    rows: list[tuple[Cell | Value, ...]] = [
-        (
-            label(table, row),
-            table["mean_abs_delta"][row],
-            table["mean_delta"][row],
-            table["k3_share"][row],
-            table["count"][row],
-            Cell(table["mean_abs_delta"][row] / largest, "bar"),
-        )
-        for row in range(len(table["count"]))
-    ]
+    names = "mean_abs_delta", "mean_delta", "k3_share", "count"
+    values = enumerate(zip(*(table[name] for name in names), strict=True))
+    rows = [(label(table, i), mean, signed, share, n) for i, (mean, signed, share, n) in values]
     return _part(title, remark, rows, folded)
 
 
 def _block(table: Breakdown, row: int) -> Section:
     name, size = table["boundary"][row], table["size"][row]
-    largest = max(table["at"][row], table["elsewhere"][row]) or 1.0
-    rows: list[tuple[Cell | Value, ...]] = [
-        (
-            label,
-            table[column][row],
-            None,
-            None,
-            table[f"{column}_count"][row],
-            Cell(table[column][row] / largest, "bar"),
-        )
+    rows: list[Group] = [
+        (label, table[column][row], None, None, table[f"{column}_count"][row])
         for label, column in (("there", "at"), ("all others", "elsewhere"))
     ]
-    return _part(f"{name[0].upper()}{name[1:]}, {count(size)}", BLOCKS.get(name, ""), rows)
+    return _part(f"{capital(name)}, {count(size)}", BLOCKS.get(name, ""), rows)
 
 
-def _part(
-    title: str, remark: str, rows: list[tuple[Cell | Value, ...]], folded: bool = False
-) -> Section:
-    tables = (Table(COLUMNS, tuple(rows)),)
-    return Section(f"where-{title}", title, lead=remark, tables=tables, folded=folded)
+def _part(title: str, remark: str, rows: list[Group], folded: bool = False) -> Section:
+    largest = max(row[1] for row in rows) or 1.0
+    bars = [(*row, Cell(row[1] / largest, "bar")) for row in rows]
+    table = Table(COLUMNS, bars)
+    return Section(f"where-{title}", title, lead=remark, tables=(table,), folded=folded)

@@ -63,9 +63,7 @@ class ResolvedAttention:
         return ours.get(self.implementation, self.implementation)
 
 
-def resolve_attention(
-    name: str, config: PretrainedConfig, trust_remote_code: bool = False
-) -> ResolvedAttention:
+def resolve_attention(name: str, config: PretrainedConfig) -> ResolvedAttention:
     """Resolve the kernel ``name`` for a model of this configuration, without loading weights.
 
     Raises:
@@ -74,7 +72,7 @@ def resolve_attention(
     """
     from mismatch.training.source import skeleton
 
-    return resolve_for(name, skeleton(config, trust_remote_code))
+    return resolve_for(name, skeleton(config))
 
 
 def resolve_for(
