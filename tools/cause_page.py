@@ -7,7 +7,7 @@ from pathlib import Path
 from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.experiments.explanation import TESTS
-from mismatch.experiments.fixes.pages import settings_of
+from mismatch.experiments.fixes.pages import VERSIONS, settings_of
 from mismatch.experiments.probes import PROBES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -82,6 +82,11 @@ not seen.
 
 
 EVERYWHERE = ("verl", "TRL", "NeMo-RL", "prime-rl", "slime", "SkyRL")
+READ = (  # what `frameworks` of causes.toml was read from
+    f"Lines that name no fix: {VERSIONS['verl']}, {VERSIONS['TRL']}, {VERSIONS['SkyRL']}; NeMo-RL "
+    "of 2026-08-22, prime-rl and slime of 2026-08-21. What they pass on to vLLM, SGLang, Megatron "
+    "or transformers is named as it is named there."
+)
 COMMAND = """```bash
 mismatch check … --explain
 mismatch check --resume RUN --explain   # of a finished run
@@ -129,7 +134,7 @@ def _page(entry: Entry) -> str:
         *_by_experiment([*fixes, *probes]),
         "## Mend",
         entry.mend,
-        *_settings(fixes),
+        *_settings(entry, fixes),
         "## How it is found",
         *_found(entry),
     ]
@@ -162,25 +167,24 @@ def _by_experiment(fixes: list[str]) -> list[str]:
     return [f"`--explain` makes this experiment where it applies: {names}.", COMMAND]
 
 
-def _settings(fixes: list[str]) -> list[str]:
+def _settings(entry: Entry, fixes: list[str]) -> list[str]:
     """What is known of each framework, read at its source; what is not known is said."""
-    parts: list[str] = []
-    named = set()
+    known: dict[str, list[str]] = {name: [] for name in EVERYWHERE}
     for id in fixes:
         for setting in settings_of(id) if len(TESTS[id][1]) <= NARROW else ():
-            named.add(setting.framework)
+            parts = known.setdefault(setting.framework, [])
             remark = "; ".join(text for text in (setting.remark, setting.source) if text)
             parts.append(f"- {setting.framework} ([{id}](../fixes/{id}.md)): {remark}")
             if setting.lines:
                 lines = "\n".join(f"  {text}" for text in setting.lines)
                 parts.append(f"  ```\n{lines}\n  ```")
-    rest = [name for name in EVERYWHERE if name not in named]
-    if rest:
-        parts.append(
-            f"- {', '.join(rest)}: no flag of this was read at the source; look for what "
-            "is named under Mend."
-        )
-    return ["## In the frameworks", "\n".join(parts)]
+    for name, text in entry.frameworks.items():
+        known.setdefault(name, []).append(f"- {name}: {text}.")
+    rest = [name for name in EVERYWHERE if not known[name]]
+    unread = f"- {', '.join(rest)}: not read at the source; look for what is named under Mend."
+    lines_of = [line for parts in known.values() for line in parts]
+    read = [READ] if entry.frameworks else []
+    return ["## In the frameworks", *read, "\n".join([*lines_of, *([unread] if rest else [])])]
 
 
 if __name__ == "__main__":

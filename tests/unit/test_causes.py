@@ -448,6 +448,10 @@ def test_the_page_is_what_the_tool_writes() -> None:
     there = {f"causes/{path.name}" for path in (module.DOCS / "causes").glob("*.md")}
     assert there == made.keys() - {"causes.md"}
     assert there == {f"causes/{id}.md" for id in catalogue()}
+    unread = {name for name, text in made.items() if "not read at the source" in text}
+    assert unread == set()
+    named = {name for entry in catalogue().values() for name in entry.frameworks}
+    assert named == set(module.EVERYWHERE)
 
 
 # ---------------------------------------------------------------- the engine in float32

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 
@@ -16,6 +17,7 @@ class Entry:
         confirm: the experiment that separates it from those that look alike.
         mend: one action.
         seen: issues with this root cause, as owner/repo#number.
+        frameworks: name of a framework -> what sets it or shows it there, as read at its source.
     """
 
     id: str
@@ -25,6 +27,7 @@ class Entry:
     confirm: str
     mend: str
     seen: tuple[str, ...] = ()
+    frameworks: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @cache
