@@ -50,8 +50,8 @@ class SglangDriver(CalledDriver):
         return [
             NotTested(
                 "update_weights_from_distributed, memory released and resumed",
-                "both need a GPU",
-                "on a GPU: a --push that calls them",
+                "this probe does not drive them",
+                "a --push of your own that calls them",
             )
         ]
 
