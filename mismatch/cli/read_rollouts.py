@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of
+from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values
 from mismatch.cli.options import MODEL_FLAGS, OUT
 from mismatch.run.recorded import Form, read_recorded
 from mismatch.specs import PROMPTS, EngineSpec, Sampling
@@ -30,18 +31,15 @@ def read_rollouts(flags: Flags) -> int:
     be those that sampled.
     """
     from mismatch.cli import session
-    from mismatch.cli.to_spec import require_model
+    from mismatch.cli.to_spec import checkpoint_dtype, require_model
     from mismatch.models import resolve_model
     from mismatch.pipeline.recorded import keep_recorded, recorded_spec
     from mismatch.run.directory import new_directory
 
-    spec = recorded_spec(
-        EngineSpec(
-            model=resolve_model(require_model(flags)),
-            **flags.pick("revision trust_remote_code dtype"),
-        ),
-        Sampling(**flags.pick("temperature top_p top_k")),
-    )
+    model = resolve_model(require_model(flags))
+    auto = partial(checkpoint_dtype, model, flags["revision"])
+    engine = EngineSpec(model=model, **spec_values(EngineSpec, flags, auto=auto))
+    spec = recorded_spec(engine, Sampling(**spec_values(Sampling, flags)))
     form, found = read_recorded(flags["file"], flags["format"])
     run_dir = new_directory(flags["out"], flags["model"])
     keep_recorded(spec, run_dir, flags["file"], form, found, session.command())
