@@ -38,6 +38,7 @@ from mismatch.experiments.sync.judge import judge, transposed_names
 from mismatch.experiments.sync.types import SyncReport, SyncSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
+from mismatch.models.tokenizers import token_texts
 from mismatch.models.weight_states import Checkpoint
 from mismatch.processes.workers.engine import (
     Reporter,
@@ -45,7 +46,6 @@ from mismatch.processes.workers.engine import (
     require_complete,
     require_context,
     require_vocabulary,
-    token_texts,
     wants_prefill,
     with_routes,
 )
