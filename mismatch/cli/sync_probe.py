@@ -65,12 +65,6 @@ PROBE_OUTPUT = (
     replace(DRY_RUN, help="Show what would be pushed and how long it takes; start nothing."),
     JSON,
 )
-PATHS = {  # the first: default
-    "vllm": ("reload", "load", "rpc", "lora"),
-    "sglang": ("disk", "tensor"),
-    "transformers": ("load",),
-    "server": ("update",),
-}
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 
@@ -118,18 +112,21 @@ def probe_spec(flags: Flags) -> SyncSpec:
         MismatchError: an unknown model, engine, path or push, or --path beside --push.
     """
     from mismatch.cli.to_spec import engine_spec
+    from mismatch.engines.registry import engine_info, probed_engines
     from mismatch.experiments.sync.types import SyncSpec
     from mismatch.models import resolve_model
 
     engine = "server" if flags["server"] else flags["engine"]
-    if engine not in PATHS:
+    paths = tuple(engine_info(engine).weight_paths)
+    if not paths:
         raise MismatchError(
-            f"--engine {engine}: its weight sync cannot be probed", f"one of {', '.join(PATHS)}"
+            f"--engine {engine}: its weight sync cannot be probed",
+            f"one of {', '.join(probed_engines())}",
         )
-    path, push = flags["path"] or PATHS[engine][0], flags["push"]
-    if path not in PATHS[engine]:
+    path, push = flags["path"] or paths[0], flags["push"]
+    if path not in paths:
         raise MismatchError(
-            f"--path {path}: {engine} has no such path", f"one of {', '.join(PATHS[engine])}"
+            f"--path {path}: {engine} has no such path", f"one of {', '.join(paths)}"
         )
     if push is not None and not FUNCTION.fullmatch(push):
         raise MismatchError(f"--push {push!r} names no function", "write package.module:function")

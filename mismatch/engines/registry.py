@@ -9,7 +9,8 @@ import difflib
 import importlib
 import importlib.util
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -46,6 +47,9 @@ class EngineInfo:
         replicas: several may run side by side, each with a share of the prompts; its class has a
             ``first_prompt``, see mismatch/engines/replicas.py.
         started: mismatch starts it (``--engine NAME``), in contrast to running servers.
+        sync_driver: ``module:class`` of its :class:`mismatch.engines.sync_drivers.Driver`; None:
+            its weight sync cannot be probed.
+        weight_paths: ways to push weights into it -> what each calls; the first is the default.
     """
 
     engine: str
@@ -59,6 +63,8 @@ class EngineInfo:
     verl_name: str | None = None
     replicas: bool = False
     started: bool = True
+    sync_driver: str | None = None
+    weight_paths: Mapping[str, str] = field(default_factory=dict)
 
 
 # Name -> ``module:attribute`` of its EngineInfo. An entry point names that, or an Engine class.
@@ -74,6 +80,11 @@ ENTRY_POINT_GROUP = "mismatch.engines"
 def engine_infos() -> dict[str, EngineInfo]:
     """Declarations of the registered engines; those of entry points are read when asked for."""
     return {name: engine_info(name) for name in ENGINES}
+
+
+def probed_engines() -> list[str]:
+    """Engines into which weights can be pushed and read back."""
+    return [name for name, info in engine_infos().items() if info.weight_paths]
 
 
 def weight_givers() -> list[str]:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from mismatch.engines.base import Engine
+from mismatch.engines.registry import engine_info, probed_engines
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import Checkpoint, Prints, state_of
 from mismatch.types import NotTested
 
 Held = tuple[dict[str, Prints], dict[str, str]]  # by checkpoint name; name -> why not
-DRIVERS = {
-    "server": "mismatch.engines.servers.sync_driver:ServerDriver",
-    "vllm": "mismatch.engines.vllm.sync_driver:VllmDriver",
-    "sglang": "mismatch.engines.sglang.sync_driver:SglangDriver",
-    "transformers": "mismatch.engines.transformers.sync_driver:TransformersDriver",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +33,7 @@ class Answer:
 
 
 class Driver(Protocol):
-    """One loaded engine whose weights are pushed.
-
-    Attributes:
-        paths: name -> what it calls.
-    """
-
-    paths: ClassVar[Mapping[str, str]]
+    """One loaded engine whose weights are pushed by its ``EngineInfo.weight_paths``."""
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None: ...
 
@@ -102,10 +91,11 @@ def driver_class(engine: str) -> type[Driver]:
     Raises:
         MismatchError: it has none.
     """
-    if engine not in DRIVERS:
+    named = engine_info(engine).sync_driver
+    if named is None:
         raise MismatchError(
-            f"the weight sync of {engine} cannot be probed", f"one of {', '.join(DRIVERS)}"
+            f"the weight sync of {engine} cannot be probed", f"one of {', '.join(probed_engines())}"
         )
-    module, _, name = DRIVERS[engine].partition(":")
+    module, _, name = named.partition(":")
     driver: type[Driver] = getattr(import_module(module), name)
     return driver

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
+from mismatch.codec import status_schema, to_json, with_verdict, without_verdict
 from mismatch.errors import MismatchError
 
 Kind = Literal["attention", "experts"]
@@ -196,18 +196,7 @@ def schema() -> dict[str, Any]:
 
 def kernels_schema(definitions: dict[str, Any]) -> dict[str, Any]:
     """The same as a part of another schema."""
-    audit = object_schema(AuditReport, definitions)
-    verdict = {
-        "type": "object",
-        "properties": {"status": {"enum": ["sound", "wrong"]}, "reason": {"type": "string"}},
-        "required": ["status", "reason"],
-        "additionalProperties": False,
-    }
-    head = {"schema": {"const": SCHEMA}, "verdict": verdict}
-    return audit | {
-        "properties": head | audit["properties"],
-        "required": [*head, *audit["required"]],
-    }
+    return with_verdict(AuditReport, SCHEMA, status_schema(("sound", "wrong")), definitions)
 
 
 def kernels_to_json(report: AuditReport) -> dict[str, Any]:
@@ -222,15 +211,8 @@ def kernels_to_json(report: AuditReport) -> dict[str, Any]:
 
 
 def kernels_from_json(document: Any) -> AuditReport:
-    """The inverse of :func:`kernels_to_json`; the verdict is not read: it follows from the rest.
-
-    Raises:
-        MismatchError: no such document, a schema of another version, or a field that does not fit.
-    """
-    fields = fields_of(document, SCHEMA, command=COMMAND)
-    fields.pop("verdict", None)
-    with refused(SCHEMA, command=COMMAND, page=PAGE):
-        return from_json(AuditReport, fields)
+    """The inverse of :func:`kernels_to_json`; raises as :func:`mismatch.codec.without_verdict`."""
+    return without_verdict(AuditReport, document, SCHEMA, command=COMMAND, page=PAGE)
 
 
 def of_run(run_dir: Path | str) -> AuditReport | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line
@@ -39,3 +40,15 @@ def stop_ids(model: str, revision: str | None, *sources: Any) -> tuple[int, ...]
         found = getattr(source, "eos_token_id", None)
         ids.update(found if isinstance(found, list) else [] if found is None else [found])
     return tuple(sorted(ids))
+
+
+def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
+    """The text of every id; a token that is no whole character as the vocabulary spells it."""
+    texts = {}
+    for token in ids:
+        text = str(tokenizer.decode([token]))
+        if not text or "\ufffd" in text:
+            spelled = tokenizer.convert_ids_to_tokens(token)
+            text = str(spelled) if spelled else f"<{token}>"
+        texts[int(token)] = text
+    return texts

@@ -268,7 +268,7 @@ def not_tested(
     left_by_engine = scorings[f"{spec.rollout.engine.engine}:decode"].fingerprint
     skipped = [NotTested(one.id, one.detail) for one in checks if one.status == "not_tested"]
     missing = [str(one) for one in skipped]
-    missing += left_by_engine.get("not_tested", [])
+    missing += map(NotTested.what_first, left_by_engine.get("not_tested", []))
     missing += spec.not_reproduced
     return [*missing, *map(str, _unseen(spec, rollout, scorings))]
 

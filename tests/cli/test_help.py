@@ -17,7 +17,7 @@ HELP = Path(__file__).resolve().parents[1] / "goldens" / "help"
 COMMANDS = (
     *("mismatch", "check", "rollout", "score", "compare", "corrections", "selftest"),
     *("fixes", "kernels", "locate", "sync-probe", "loop", "report", "serve", "doctor", "metrics"),
-    "models",
+    *("models", "template", "read-rollouts"),
 )
 
 

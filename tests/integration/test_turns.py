@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,3 +84,47 @@ def test_an_environment_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rollout.turn.max() == 2
     assert set(rollout.rewards.tolist()) == {0.0, 2.0} or rollout.rewards.max() == 2.0
     assert "the game is over" in str(run.report["not_tested"])
+
+
+@pytest.mark.grid
+def test_recorded_tokens_are_scored_as_in_the_run_they_came_from(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    rollout = store.load_rollout(tiny_run)
+    decode = store.load_scoring(tiny_run, "transformers:decode")
+    ends = np.cumsum([part.sum() for part in np.split(rollout.action_mask, rollout.offsets[1:-1])])
+    rows = zip(
+        rollout.sequences(),
+        np.split(rollout.action_mask, rollout.offsets[1:-1]),
+        np.split(decode.logprobs, ends[:-1]),
+        rollout.prompt_index.tolist(),
+        strict=True,
+    )
+    file, run = tmp_path / "recorded.jsonl", tmp_path / "run"
+    with file.open("w") as lines:
+        for ids, mask, logprobs, prompt in rows:
+            entry = {
+                "token_ids": ids.tolist(),
+                "action_mask": mask.tolist(),
+                "logprobs": logprobs.tolist(),
+                "prompt_id": prompt,
+            }
+            lines.write(json.dumps(entry) + "\n")
+    commands = (
+        ["read-rollouts", str(file), "--model", "tiny-gpt-oss", "--out", str(run)],
+        ["score", str(run)],
+        ["compare", str(run)],
+    )
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "mismatch", *command],
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert np.array_equal(store.load_rollout(run).token_ids, rollout.token_ids)
+    scored, before = (store.load_scoring(place, "fsdp") for place in (run, tiny_run))
+    assert np.abs(scored.logprobs - before.logprobs).max() < 0.3
+    left = store.load_scoring(run, "recorded:decode")
+    assert np.array_equal(left.logprobs, decode.logprobs)

@@ -12,6 +12,7 @@ import pytest
 from mismatch.doctor.machine import inspect_package
 from mismatch.engines import registry
 from mismatch.engines.registry import check_machine, model_facts, versions
+from mismatch.engines.sync_drivers import driver_class
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_routes
 from mismatch.pipeline.preflight import preflight_rollout
@@ -103,3 +104,10 @@ def test_an_argument_that_is_ours_is_refused_before_the_engine_is_imported(
     spec = EngineSpec(engine, "tiny-gpt-oss", args=((name, "x"),))
     with pytest.raises(MismatchError, match=f"--engine-arg {name}"):
         check_machine(spec)
+
+
+def test_every_engine_that_takes_weights_has_a_driver() -> None:
+    assert set(registry.probed_engines()) == {"vllm", "sglang", "transformers", "server"}
+    for name in registry.probed_engines():
+        assert callable(driver_class(name).push)
+        assert next(iter(registry.engine_info(name).weight_paths.values()))

@@ -20,14 +20,15 @@ from mismatch.specs import Pass, TrainSpec
 PARTED = """
 import os
 from datetime import timedelta
-from mismatch.training.distributed import World
+from mismatch.training import distributed
 
-world = World.start()
+world = distributed.World.start()
 world.meet("first")
 os.write(1, b"met\\n")  # in one piece: print writes the line break apart
 if world.rank == 1:
     try:
-        world.meet("second", timedelta(seconds=1))
+        distributed.MEET_TIMEOUT = timedelta(seconds=1)
+        world.meet("second")
     except RuntimeError:
         os.write(1, b"parted\\n")
 else:

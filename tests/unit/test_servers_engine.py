@@ -104,6 +104,16 @@ def test_samples_come_in_the_order_of_the_prompts_whoever_answers(serve: Any) ->
     assert records[0]["sequences"] < records[1]["sequences"]
 
 
+def test_a_later_turn_continues_every_context_once(serve: Any) -> None:
+    several = Sampling(max_tokens=8, samples_per_prompt=3, seed=LAW.seed)
+    engine = ServerEngine(spec(serve(), serve()), several, longest=64)
+    first, second = engine.generate(PROMPTS, quiet), engine.generate(PROMPTS, quiet, turn=2)
+    assert {len(group) for group in first} == {3}
+    assert {len(group) for group in second} == {1}
+    for (sample,), prompt in zip(second, PROMPTS, strict=True):
+        np.testing.assert_allclose(sample.logprobs, expected(sample, prompt), atol=1e-12)
+
+
 def test_only_token_ids_are_sent_and_every_parameter_of_the_law(serve: Any) -> None:
     server = serve()
     generate(server, sampling=Sampling(0.7, top_p=0.9, top_k=5, max_tokens=6, samples_per_prompt=1))

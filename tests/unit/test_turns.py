@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mismatch.engines import replicas
 from mismatch.engines.artefacts import build_rollout, prefill_scoring
 from mismatch.engines.base import Sample, requests_of, sample_seed
 from mismatch.engines.turns import Trajectory, joined, play, starting
@@ -117,6 +118,16 @@ def test_no_two_requests_share_a_seed() -> None:
     jobs = [job for turn in (1, 2, 3) for job in requests_of(12, law, turn)]
     assert len(jobs) == 12 * 3 + 12 + 12
     assert len({sample_seed(0, *job) for job in jobs}) == len(jobs)
+
+
+def test_a_replica_is_told_the_turn_and_its_place() -> None:
+    class Connection:
+        def send(self, message: Any) -> None: ...
+
+    engine: Any = Scripted()
+    samples = replicas.answer(engine, "generate", ([[1], [2]], 3), 4, Connection())  # type: ignore[arg-type]
+    assert [sample.token_ids for (sample,) in samples] == [[103], [103]]
+    assert engine.first_prompt == 4
 
 
 def test_the_hash_of_a_spec_with_one_turn_knows_no_turns() -> None:

@@ -7,10 +7,10 @@ probe has log-probabilities before and after alone.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from mismatch.engines.base import Engine
 from mismatch.engines.servers.engine import ServerEngine
@@ -29,10 +29,6 @@ UNSEEN = (
 
 class ServerDriver:
     """See :class:`mismatch.engines.sync_drivers.Driver`; the first weights are back at its end."""
-
-    paths: ClassVar[Mapping[str, str]] = {
-        "update": "vLLM: /collective_rpc reload_weights; SGLang: /update_weights_from_disk",
-    }
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
         self.engine = cast(ServerEngine, engine)

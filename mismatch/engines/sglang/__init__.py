@@ -12,4 +12,9 @@ INFO = EngineInfo(
     import_check="import sglang",
     preflight="mismatch.engines.sglang.arguments:require_arguments",
     own_environment=True,
+    sync_driver="mismatch.engines.sglang.sync_driver:SglangDriver",
+    weight_paths={
+        "disk": "update_weights_from_disk(…), which drops the cache",
+        "tensor": "update_weights_from_tensor(…) of some tensors at a time, the cache kept",
+    },
 )

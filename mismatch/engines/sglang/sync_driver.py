@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 from mismatch.engines.sglang import wire
 from mismatch.engines.sync_drivers import Answer, CalledDriver
@@ -17,11 +17,6 @@ ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1)
 
 class SglangDriver(CalledDriver):
     """See :class:`mismatch.engines.sync_drivers.Driver`."""
-
-    paths: ClassVar[Mapping[str, str]] = {
-        "disk": "update_weights_from_disk(…), which drops the cache",
-        "tensor": "update_weights_from_tensor(…) of some tensors at a time, the cache kept",
-    }
 
     def push(self, path: str, push: int) -> None:
         engine = self.engine.engine
@@ -50,8 +45,8 @@ class SglangDriver(CalledDriver):
         return [
             NotTested(
                 "update_weights_from_distributed, memory released and resumed",
-                "both need a GPU",
-                "on a GPU: a --push that calls them",
+                "this probe does not drive them",
+                "a --push of your own that calls them",
             )
         ]
 

@@ -11,4 +11,6 @@ INFO = EngineInfo(
     gives_routing_weights=True,
     verl_name="hf",
     replicas=True,
+    sync_driver="mismatch.engines.transformers.sync_driver:TransformersDriver",
+    weight_paths={"load": "parameters copied in place, name by name"},
 )

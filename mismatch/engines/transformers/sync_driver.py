@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from mismatch.engines.base import Engine
 from mismatch.engines.sync_drivers import Answer, Held
@@ -16,8 +16,6 @@ from mismatch.types import NotTested
 
 class TransformersDriver:
     """See :class:`mismatch.engines.sync_drivers.Driver`."""
-
-    paths: ClassVar[Mapping[str, str]] = {"load": "parameters copied in place, name by name"}
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
         self.model: Any = cast(TransformersEngine, engine).model

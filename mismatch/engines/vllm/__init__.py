@@ -23,4 +23,11 @@ INFO = EngineInfo(
     import_check=LOAD_LIBRARY,
     preflight="mismatch.engines.vllm.arguments:require_machine",
     replicas=True,
+    sync_driver="mismatch.engines.vllm.sync_driver:VllmDriver",
+    weight_paths={
+        "reload": "reload_weights(weights_path=…), vLLM's own",
+        "load": "model.load_weights(…) in the worker, as verl, TRL and SkyRL call it",
+        "rpc": "reload_weights in the worker, and what it leaves out written by mismatch",
+        "lora": "add_lora with load_inplace, then remove_lora; requests carry the adapter",
+    },
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from mismatch.engines.sync_drivers import Answer, CalledDriver, Held
 from mismatch.engines.vllm.arguments import is_cpu_build
@@ -18,12 +18,6 @@ ADAPTER = 1  # vLLM's number of the probe's adapter
 class VllmDriver(CalledDriver):
     """See :class:`mismatch.engines.sync_drivers.Driver`."""
 
-    paths: ClassVar[Mapping[str, str]] = {
-        "reload": "reload_weights(weights_path=…), vLLM's own",
-        "load": "model.load_weights(…) in the worker, as verl, TRL and SkyRL call it",
-        "rpc": "reload_weights in the worker, and what it leaves out written by mismatch",
-        "lora": "add_lora with load_inplace, then remove_lora; requests carry the adapter",
-    }
     reloads = True  # an adapter under a number that vLLM has already
 
     def push(self, path: str, push: int) -> None:

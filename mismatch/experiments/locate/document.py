@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
-from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
+from mismatch.codec import status_schema, to_json, with_verdict, without_verdict
 from mismatch.experiments.locate.judge import judge
 from mismatch.experiments.locate.types import Location, Status
 from mismatch.run import store
@@ -22,15 +22,8 @@ def to_document(found: Location) -> dict[str, Any]:
 
 
 def from_document(document: Any) -> Location:
-    """The inverse of :func:`to_document`.
-
-    Raises:
-        MismatchError: no such document, or one of another version.
-    """
-    fields = fields_of(document, SCHEMA, command=COMMAND)
-    fields.pop("verdict", None)
-    with refused(SCHEMA, command=COMMAND, page=PAGE):
-        return from_json(Location, fields)
+    """The inverse of :func:`to_document`; raises as :func:`mismatch.codec.without_verdict`."""
+    return without_verdict(Location, document, SCHEMA, command=COMMAND, page=PAGE)
 
 
 def of_run(run_dir: Path | str) -> Location | None:
@@ -46,18 +39,4 @@ def of_run(run_dir: Path | str) -> Location | None:
 
 def document_schema(definitions: dict[str, Any]) -> dict[str, Any]:
     """The JSON Schema of the document, as a part of another."""
-    location = object_schema(Location, definitions)
-    verdict = {
-        "type": "object",
-        "properties": {
-            "status": {"enum": list(get_args(Status))},
-            "reason": {"type": "string"},
-        },
-        "required": ["status", "reason"],
-        "additionalProperties": False,
-    }
-    head = {"schema": {"const": SCHEMA}, "verdict": verdict}
-    return location | {
-        "properties": head | location["properties"],
-        "required": [*head, *location["required"]],
-    }
+    return with_verdict(Location, SCHEMA, status_schema(get_args(Status)), definitions)

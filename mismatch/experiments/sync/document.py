@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
+from mismatch.codec import object_schema, to_json, with_verdict, without_verdict
 from mismatch.experiments.sync.judge import judge
 from mismatch.experiments.sync.types import SyncReport, SyncVerdict
 
@@ -16,15 +16,11 @@ COMMAND, PAGE = "mismatch sync-probe", "docs/sync-probe.md"
 def schema() -> dict[str, Any]:
     """The JSON Schema of the document."""
     definitions: dict[str, Any] = {}
-    report = object_schema(SyncReport, definitions)
     verdict = object_schema(SyncVerdict, definitions)
-    head = {"schema": {"const": SCHEMA}, "verdict": verdict}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA}
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": SCHEMA,
-        **report,
-        "properties": head | report["properties"],
-        "required": [*head, *report["required"]],
+        **head,
+        **with_verdict(SyncReport, SCHEMA, verdict, definitions),
         "$defs": definitions,
     }
 
@@ -35,12 +31,5 @@ def sync_to_json(report: SyncReport) -> dict[str, Any]:
 
 
 def sync_from_json(document: Any) -> SyncReport:
-    """The inverse of :func:`sync_to_json`; the verdict is not read: it follows from the rest.
-
-    Raises:
-        MismatchError: no such document, a schema of another version, or a field that does not fit.
-    """
-    fields = fields_of(document, SCHEMA, command=COMMAND)
-    fields.pop("verdict", None)
-    with refused(SCHEMA, command=COMMAND, page=PAGE):
-        return from_json(SyncReport, fields)
+    """The inverse of :func:`sync_to_json`; raises as :func:`mismatch.codec.without_verdict`."""
+    return without_verdict(SyncReport, document, SCHEMA, command=COMMAND, page=PAGE)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ from mismatch.engines.replicas import make_engine
 from mismatch.engines.turns import Trajectory, play, starting
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
+from mismatch.models.tokenizers import token_texts
 from mismatch.prompts.environments import Environment, Replies, built_in
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
@@ -410,18 +411,6 @@ def likely_ids(distributions: Distributions | None) -> Ints:
     if distributions.ids is not None:
         columns = np.take_along_axis(distributions.ids, columns, axis=1)
     return np.unique(columns)
-
-
-def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
-    """The text of every id; a token that is no whole character as the vocabulary spells it."""
-    texts = {}
-    for token in ids:
-        text = str(tokenizer.decode([token]))
-        if not text or "\ufffd" in text:
-            spelled = tokenizer.convert_ids_to_tokens(token)
-            text = str(spelled) if spelled else f"<{token}>"
-        texts[int(token)] = text
-    return texts
 
 
 @contextmanager

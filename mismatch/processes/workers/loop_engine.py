@@ -28,7 +28,7 @@ from mismatch.engines.artefacts import (
 )
 from mismatch.engines.base import Engine
 from mismatch.engines.model_info import CauseInLog, load_tokenizer, read_model_info
-from mismatch.engines.registry import engine_class, model_directory
+from mismatch.engines.registry import engine_class, engine_info, model_directory
 from mismatch.engines.sync_drivers import driver_class
 from mismatch.engines.turns import Trajectory, starting
 from mismatch.errors import MismatchError, named_line
@@ -38,6 +38,7 @@ from mismatch.experiments.sync.judge import judge, transposed_names
 from mismatch.experiments.sync.types import SyncReport, SyncSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
+from mismatch.models.tokenizers import token_texts
 from mismatch.models.weight_states import Checkpoint
 from mismatch.processes.workers.engine import (
     Reporter,
@@ -45,7 +46,6 @@ from mismatch.processes.workers.engine import (
     require_complete,
     require_context,
     require_vocabulary,
-    token_texts,
     wants_prefill,
     with_routes,
 )
@@ -139,7 +139,7 @@ class EngineSide:
         name = self.loop.check.rollout.engine.engine
         known = PATHS.get(name, ())
         candidates = known if self.loop.path == AUTO else (self.loop.path,)
-        if not candidates or not set(candidates) <= set(driver_class(name).paths):
+        if not candidates or not set(candidates) <= set(engine_info(name).weight_paths):
             raise MismatchError(
                 f"--path {self.loop.path}: {name} has no such path",
                 f"one of {', '.join((AUTO, *known))}",

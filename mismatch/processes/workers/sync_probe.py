@@ -22,7 +22,7 @@ import numpy as np
 from mismatch.codec import from_json, to_json
 from mismatch.engines.base import argument_name
 from mismatch.engines.model_info import read_model_info
-from mismatch.engines.registry import engine_class, model_directory, versions
+from mismatch.engines.registry import engine_class, engine_info, model_directory, versions
 from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
 from mismatch.engines.vllm.arguments import is_cpu_build
 from mismatch.errors import MismatchError, first_line, named_line
@@ -206,7 +206,7 @@ class Probe:
                 raise MismatchError(
                     f"{self.spec.engine.engine} refused the first push by "
                     f"{self.spec.push or self.spec.path}: {first_line(error)}",
-                    f"another path: {', '.join(self.driver.paths)}",
+                    f"another path: {', '.join(engine_info(self.spec.engine.engine).weight_paths)}",
                 ) from error
             self.failed[push] = first_line(error)
             return False
@@ -227,7 +227,7 @@ def _logprobs(answers: Sequence[Answer]) -> list[float]:
 def engine_side(run_dir: Path, spec: SyncSpec) -> None:
     """Push, read back, score; judge every parameter."""
     start = time.monotonic()
-    function = own_function(spec, driver_class(spec.engine.engine))
+    function = own_function(spec)
     with loaded(with_adapters(spec), spec) as (engine, sequences, checkpoint):
         ready = time.monotonic()
         probe = Probe.of(engine, spec, checkpoint, sequences, run_dir)
@@ -238,22 +238,17 @@ def engine_side(run_dir: Path, spec: SyncSpec) -> None:
     save_scores(run_dir, "engine", probe.scores)
 
 
-def own_function(spec: SyncSpec, kind: type[Driver]) -> Callable[..., Any] | None:
+def own_function(spec: SyncSpec) -> Callable[..., Any] | None:
     """The user's push, imported before the engine starts.
 
     Raises:
-        MismatchError: it cannot be; or the engine has no such path.
+        MismatchError: it cannot be.
     """
-    if spec.push is not None:
-        from mismatch.training.user_kernels import load_function
+    if spec.push is None:
+        return None
+    from mismatch.training.user_kernels import load_function
 
-        return load_function(spec.push)[0]
-    if spec.path not in kind.paths:
-        raise MismatchError(
-            f"--path {spec.path}: {spec.engine.engine} has none of that name",
-            f"one of {', '.join(kind.paths)}",
-        )
-    return None
+    return load_function(spec.push)[0]
 
 
 def _report(

@@ -78,7 +78,7 @@ def notes(packed: Packed, tokens: int, sequences: int) -> tuple[str, ...]:
         f"What both sides think likeliest is kept at {count(packed.with_tops)} of the "
         f"{plural(packed.worst, 'token')} of largest |Δ|: the engine keeps it while it decodes, at "
         "positions drawn before anything is compared. --exact-kl with at least as many positions "
-        "as tokens keeps it at all."
+        "as tokens keeps it for every token."
     )
     parts = (sampled, exact if tokens > EXACT else "", left_out, tops if missing else "")
     return tuple(filter(None, parts))

@@ -1,0 +1,50 @@
+"""`mismatch read-rollouts`: what a framework recorded, as a run to score and compare."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values
+from mismatch.cli.options import MODEL_FLAGS, OUT
+from mismatch.run.recorded import Form, read_recorded
+from mismatch.specs import PROMPTS, EngineSpec, Sampling
+
+FILE = Option("file", Path, "", "JSONL file of a framework.", default=REQUIRED, argument=True)
+FORMAT = Option("format", Form | None, PROMPTS, "Of the file; default: by its fields.")
+
+
+@with_flags(
+    FILE,
+    MODEL_FLAGS,
+    FORMAT,
+    *flags_of(Sampling, "temperature top_p top_k"),
+    *flags_of(EngineSpec, "dtype"),
+    OUT,
+)
+def read_rollouts(flags: Flags) -> int:
+    """Make a run of the rollouts that a framework recorded: ids and the sampler's logprobs.
+
+    Then: mismatch score RUN scores the same tokens under FSDP2, mismatch compare RUN judges. Say
+    how they were sampled (--temperature, --top-p, --top-k) and in which dtype; the weights have to
+    be those that sampled.
+    """
+    from mismatch.cli import session
+    from mismatch.cli.to_spec import checkpoint_dtype, require_model
+    from mismatch.models import resolve_model
+    from mismatch.pipeline.recorded import keep_recorded, recorded_spec
+    from mismatch.run.directory import new_directory
+
+    model = resolve_model(require_model(flags))
+    auto = partial(checkpoint_dtype, model, flags["revision"])
+    engine = EngineSpec(model=model, **spec_values(EngineSpec, flags, auto=auto))
+    spec = recorded_spec(engine, Sampling(**spec_values(Sampling, flags)))
+    form, found = read_recorded(flags["file"], flags["format"])
+    run_dir = new_directory(flags["out"], flags["model"])
+    keep_recorded(spec, run_dir, flags["file"], form, found, session.command())
+    session.say(f"{len(found.sequences)} sequences of the format {form}")
+    for remark, count in found.remarks.items():
+        session.say(f"{count}: {remark}")
+    session.say(f"Everything is in {run_dir}. Score it: mismatch score {run_dir}")
+    return 0

@@ -1,0 +1,156 @@
+"""Rollouts that a framework recorded: what is read, and what is refused with its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mismatch.errors import MismatchError
+from mismatch.run.recorded import Form, as_rollout, read_recorded
+from mismatch.types import Sampling
+
+GENERIC = {"prompt_token_ids": [1, 2], "response_token_ids": [3, 4], "logprobs": [-0.1, -0.2]}
+MASKED = {
+    "token_ids": [1, 2, 3, 9, 9, 4],
+    "action_mask": [0, 0, 1, 0, 0, 1],
+    "logprobs": [-0.1, -0.2],
+    "prompt_id": "a",
+    "reward": 1,
+    "finish_reason": "length",
+}
+INSTRUCT = {
+    "step": 1,
+    "sample_idx": 0,
+    "prompt_idx": 7,
+    "prompt_tokens": [1, 2],
+    "response_tokens": [3, 4],
+    "reward": 0.5,
+    "finish_reason": "stop",
+    "logprobs": [-0.1, -0.2],
+    "request_info": None,
+}
+
+
+def turn(prompt: list[int], completion: list[int], versions: tuple[int, int] = (1, 1)) -> Any:
+    return {
+        "min_policy_version": versions[0],
+        "max_policy_version": versions[1],
+        "prompt_token_ids": prompt,
+        "completion_token_ids": completion,
+        "completion_logprobs": [-float(token) for token in completion],
+    }
+
+
+def titan(*turns: Any, group: int = 0) -> Any:
+    return {"group_id": group, "rollout_id": 0, "reward": 1.0, "turns": list(turns)}
+
+
+def written(path: Path, *entries: Any) -> Path:
+    path.write_text("\n".join(json.dumps(entry) for entry in entries) + "\n\n")
+    return path
+
+
+def read(path: Path, *entries: Any, form: Form | None = None) -> Any:
+    return read_recorded(written(path / "a.jsonl", *entries), form)
+
+
+def test_the_plain_form_and_the_masked_one(tmp_path: Path) -> None:
+    form, found = read(tmp_path, GENERIC, MASKED, MASKED, GENERIC)
+    assert form == "generic"
+    rollout, scoring = as_rollout(found, Sampling(), {"engine": "recorded"})
+    assert rollout.prompt_index.tolist() == [0, 1, 1, 2]
+    assert rollout.token_ids.tolist()[4:10] == MASKED["token_ids"]
+    assert rollout.turn.tolist()[4:10] == [0, 0, 1, 1, 1, 2]
+    assert rollout.finish_reason == ("stop", "length", "length", "stop")
+    assert rollout.rewards is None  # not every sequence has one
+    assert scoring.token_ids.tolist() == [3, 4] * 4
+    assert np.array_equal(scoring.logprobs, [-0.1, -0.2] * 4)
+
+
+def test_samples_of_a_prompt_stand_together(tmp_path: Path) -> None:
+    other = INSTRUCT | {"prompt_idx": 8, "reward": 2.0}
+    _, found = read(tmp_path, INSTRUCT, other, INSTRUCT)
+    rollout, _ = as_rollout(found, Sampling(), {})
+    assert rollout.prompt_index.tolist() == [0, 0, 1]
+    assert rollout.rewards is not None
+    assert rollout.rewards.tolist() == [0.5, 0.5, 2.0]
+
+
+def test_turns_that_grow_are_one_sequence(tmp_path: Path) -> None:
+    entry = titan(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6]), group=4)
+    form, found = read(tmp_path, entry)
+    assert form == "torchtitan"
+    (row,) = found.sequences
+    assert row.token_ids == [1, 2, 3, 4, 5, 6]
+    assert row.sampled == [False, False, True, True, False, True]
+    assert row.turn == [0, 0, 1, 1, 1, 2]
+    assert row.logprobs == [-3.0, -4.0, -6.0]
+    assert not found.remarks
+
+
+def test_a_turn_with_other_ids_before_it_is_a_sequence_of_its_own(tmp_path: Path) -> None:
+    """Encoded anew between the turns: each is scored with the context that its engine saw."""
+    entry = titan(turn([1, 2], [3, 4]), turn([1, 2, 7, 5], [6], versions=(1, 2)))
+    _, found = read(tmp_path, entry)
+    assert [row.token_ids for row in found.sequences] == [[1, 2, 3, 4], [1, 2, 7, 5, 6]]
+    assert sorted(found.remarks.values()) == [1, 1]
+    rollout, _ = as_rollout(found, Sampling(), {})
+    assert rollout.n_prompts == 1
+
+
+def test_sequences_of_tools_without_a_mask_are_left_out(tmp_path: Path) -> None:
+    tool = INSTRUCT | {"request_info": {"num_calls": 2, "tool_calleds": True}}
+    _, found = read(tmp_path, INSTRUCT, tool)
+    assert len(found.sequences) == 1
+    assert list(found.remarks.values()) == [1]
+    with pytest.raises(MismatchError, match="no sequence that can be scored"):
+        read(tmp_path, tool)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no tensors": (titan({"turn_id": 0}), "log_tensors=True"),
+    "no logprobs": (titan({"completion_token_ids": [1]}), "log_logprobs=True"),
+    "fewer logprobs": (GENERIC | {"logprobs": [-0.1]}, "1 logprobs for 2 sampled"),
+    "no logprob": (GENERIC | {"logprobs": [-0.1, 0.3]}, "no log-probability"),
+    "NaN": (GENERIC | {"logprobs": [-0.1, float("nan")]}, "no log-probability"),
+    "text ids": (GENERIC | {"response_token_ids": ["a", "b"]}, "no token id"),
+    "negative": (GENERIC | {"response_token_ids": [3, -4]}, "no token id"),
+    "nothing sampled": (MASKED | {"action_mask": [0] * 6, "logprobs": []}, "no token was sampled"),
+    "first sampled": (GENERIC | {"prompt_token_ids": []}, "nothing predicts it"),
+    "short mask": (MASKED | {"action_mask": [0, 1]}, "2 entries for 6"),
+    "mask is no list": (MASKED | {"action_mask": 7}, "no list"),
+    "instruct without": (INSTRUCT | {"logprobs": None}, "no logprobs"),
+    "turns are text": (titan("a"), "torchtitan"),
+    "verl": ({"input": "a", "output": "b", "gts": None, "score": 1}, "calculate_log_probs"),
+    "TRL": ({"prompt": "a", "completion": "b", "step": 1}, "sampling_per_token_logps"),
+    "unknown": ({"text": "a"}, "fields: text"),
+    "a list": ([1], "no JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_line_that_cannot_be_scored_is_named(name: str, tmp_path: Path) -> None:
+    entry, says = REFUSED[name]
+    with pytest.raises(MismatchError) as refused:
+        read(tmp_path, entry)
+    text = f"{refused.value.message} {refused.value.fix}"
+    assert says in text
+    assert "a.jsonl:1" in text
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n\n", b'{"token_ids": [1', b"\xff\xfe", b"[" * 100_000]
+)
+def test_a_file_that_is_empty_or_cut_off_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(MismatchError, match=r"a\.jsonl"):
+        read_recorded(path)
+    with pytest.raises(MismatchError, match="missing"):
+        read_recorded(tmp_path / "missing")
+    with pytest.raises(MismatchError):
+        read_recorded(tmp_path)
