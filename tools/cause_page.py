@@ -83,9 +83,9 @@ not seen.
 
 EVERYWHERE = ("verl", "TRL", "NeMo-RL", "prime-rl", "slime", "SkyRL")
 READ = (  # what `frameworks` of causes.toml was read from
-    f"Lines that name no fix: {VERSIONS['verl']}, {VERSIONS['TRL']}, {VERSIONS['SkyRL']}; NeMo-RL "
-    "of 2026-08-22, prime-rl and slime of 2026-08-21. What they pass on to vLLM, SGLang, Megatron "
-    "or transformers is named as it is named there."
+    f"Read in {VERSIONS['verl']}, {VERSIONS['TRL']}, {VERSIONS['SkyRL']}, NeMo-RL of 2026-08-22, "
+    "prime-rl and slime of 2026-08-21; a line that names a fix has the versions on the fix's page. "
+    "What is passed on to vLLM, SGLang, Megatron or transformers is named as it is named there."
 )
 COMMAND = """```bash
 mismatch check … --explain
