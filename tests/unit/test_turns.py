@@ -12,9 +12,10 @@ import pytest
 
 from mismatch.engines import replicas
 from mismatch.engines.artefacts import build_rollout, prefill_scoring
-from mismatch.engines.base import Sample, requests_of, sample_seed
+from mismatch.engines.base import Capabilities, Sample, requests_of, sample_seed
 from mismatch.engines.turns import Trajectory, joined, play, starting
 from mismatch.errors import MismatchError
+from mismatch.processes.workers.engine import untested_turns
 from mismatch.prompts import environments
 from mismatch.prompts.environments import Replies, Retry, between_turns, built_in
 from mismatch.prompts.prompt import Prompt
@@ -260,3 +261,13 @@ def test_an_environment_s_own_reward_counts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Broken, "reward", lambda self: 1 / 0)
     assert partner.rewards() is None
     assert "division" in " ".join(partner.ended)
+
+
+def test_what_turns_leave_untested_is_said_once() -> None:
+    spec = RolloutSpec(prompts=PromptSpec(environment="retry"))
+    partner = replies("fine")
+    assert len(list(untested_turns(spec, partner, Capabilities(distributions=True)))) == 1
+    assert not list(untested_turns(spec, partner, Capabilities(distributions=False)))
+    partner.ended["ValueError: x"] = 2
+    partner.cut = 1
+    assert len(list(untested_turns(spec, partner, Capabilities(distributions=False)))) == 2

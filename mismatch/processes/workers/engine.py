@@ -259,7 +259,7 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     fingerprint["not_tested"] = [
         *fingerprint.get("not_tested", ()),
         *not_tested(spec, ready.capabilities),
-        *([] if replies is None else untested_turns(spec, replies)),
+        *([] if replies is None else untested_turns(spec, replies, ready.capabilities)),
     ]
     fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
     rollout = build_rollout(trajectories, spec, fingerprint)
@@ -327,10 +327,12 @@ def further_turns(
     return replies
 
 
-def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[str]:
+def untested_turns(
+    spec: RolloutSpec, replies: Replies, capabilities: Capabilities
+) -> Iterator[str]:
     """What is missing where an environment replies, one sentence each."""
     name = spec.prompts.environment
-    if spec.exact_kl:
+    if spec.exact_kl and capabilities.distributions:
         yield f"{spec.engine.engine}: exact KL: not taken in sequences of several turns"
     for reason, count in replies.ended.items():
         yield f"{name}: the rest of {count} sequences: the environment failed ({reason})"
