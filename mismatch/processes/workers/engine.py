@@ -79,11 +79,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job = store.read_json(Path(path))
     run_dir, label = Path(job["run_dir"]), job.get("label", "engine")
     spec = from_dict(RolloutSpec, job["spec"])
-    try:
+
+    def work() -> None:
         if "score" in job or "cache" in job:
             score(run_dir, spec, job.get("score"), job.get("cache"))
         else:
             run(run_dir, spec, [Path(place) for place in job.get("also", ())])
+
+    return reported(run_dir, label, work)
+
+
+def reported(run_dir: Path, label: str, work: Callable[[], None]) -> int:
+    """Do an engine process's work; 0, or 1 with the error left for the parent."""
+    try:
+        work()
     except MismatchError as error:
         traceback.print_exc()
         if isinstance(error, CauseInLog):

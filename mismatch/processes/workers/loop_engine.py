@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from mismatch.engines.artefacts import (
     response_rewards,
 )
 from mismatch.engines.base import Engine
-from mismatch.engines.model_info import CauseInLog, load_tokenizer, read_model_info
+from mismatch.engines.model_info import load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class, engine_info, model_directory
 from mismatch.engines.sync_drivers import driver_class
 from mismatch.engines.turns import Trajectory, starting
@@ -42,7 +41,7 @@ from mismatch.models.tokenizers import token_texts
 from mismatch.models.weight_states import Checkpoint
 from mismatch.processes.workers.engine import (
     Reporter,
-    own_log,
+    reported,
     require_complete,
     require_context,
     require_vocabulary,
@@ -54,7 +53,7 @@ from mismatch.processes.workers.train import wait_for
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import store
-from mismatch.run.messages import leave, report_ready, say, write_error
+from mismatch.run.messages import leave, report_ready, say
 from mismatch.types import Floats, Rollout
 
 LABEL = "loop-engine"
@@ -70,21 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (path,) = sys.argv[1:] if arguments is None else arguments
     job = store.read_json(Path(path))
     place, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
-    try:
-        run(place, loop, int(job["start"]), Path(job["pool"]))
-    except MismatchError as error:
-        traceback.print_exc()
-        if isinstance(error, CauseInLog):
-            error = error.explained(own_log(place, LABEL))
-        write_error(place, LABEL, error)
-        return 1
-    except Exception as error:
-        traceback.print_exc()
-        what = f"the engine failed: {named_line(error)}"
-        log = place / "logs" / f"{LABEL}.log"
-        write_error(place, LABEL, MismatchError(what, f"the whole story is in {log}"))
-        return 1
-    return 0
+    return reported(place, LABEL, lambda: run(place, loop, int(job["start"]), Path(job["pool"])))
 
 
 def run(place: Path, loop: LoopSpec, start: int, pool: Path) -> None:
