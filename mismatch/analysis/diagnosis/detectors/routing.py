@@ -54,8 +54,8 @@ def routes(case: Case) -> Look | NotTested:
             Evidence("turns whose experts are others'", ", ".join(map(str, lost))),
             *evidence,
         )
-        alike = ("corrupt-route-capture",)
-        findings.append(Finding("shifted-route-capture", "either", None, tuple(shown), alike=alike))
+        findings.append(Finding("shifted-route-capture", "either", None, tuple(shown),
+                                alike=("corrupt-route-capture",)))  # fmt: skip
     elif at_chance:
         shown = (Evidence("layers near chance", len(at_chance), "0"), *evidence)
         alike = ("experts-differ", "stale-weights")
