@@ -20,7 +20,8 @@ class ScriptedLLM:
     """Writes down what it is asked for; refuses new weights where it is told to."""
 
     def __init__(self, refuses: bool) -> None:
-        self.refuses, self.calls = refuses, []
+        self.refuses = refuses
+        self.calls: list[tuple[Any, ...]] = []
 
     def sleep(self, level: int) -> None:
         self.calls.append(("sleep", level))
