@@ -66,6 +66,20 @@ class Retry:
         return {"role": "user", "content": "That is not right. Try again."}
 
 
+def function_tool(name: str, argument: str, description: str) -> dict[str, Any]:
+    """A tool with one text argument, as chat templates take it."""
+    parameters = {
+        "type": "object",
+        "properties": {argument: {"type": "string"}},
+        "required": [argument],
+    }
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+CALCULATOR = function_tool("calculator", "expression", "Work out a sum, such as 12 + 3 * 4.")
+
+
 class Calculator:
     """Answers calls of a tool ``calculator``, ``{"expression": "…"}``; else the sequence ends."""
 

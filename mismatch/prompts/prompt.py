@@ -21,6 +21,7 @@ class Prompt:
         answer: the right one, a whole number, where it is known.
         grader: how a response is read: "arithmetic" (the built-in task's format) or "number" (the
             final number, in the usual ways of writing it).
+        tools: on offer with ``messages``, as chat templates take them.
     """
 
     origin: str
@@ -29,6 +30,7 @@ class Prompt:
     token_ids: list[int] | None = None
     answer: int | None = None
     grader: Literal["arithmetic", "number"] = "arithmetic"
+    tools: list[dict[str, Any]] | None = None
 
 
 # Where a text puts its final answer, the strongest mark first.

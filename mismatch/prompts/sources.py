@@ -181,7 +181,11 @@ def _render(prompt: Prompt, tokenizer: Any) -> list[int]:
         )
     try:
         ids = tokenizer.apply_chat_template(
-            prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            prompt.messages,
+            tools=prompt.tools,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
         )
     except Exception as error:  # a template raises whatever it likes
         raise MismatchError(
