@@ -1,10 +1,11 @@
-"""Train an embedded model from nothing: tokenizer, weights, model card.
+"""Train an embedded model: tokenizer, weights, model card.
 
     python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss
     python tools/train_tiny_gpt_oss.py --tools --out mismatch/models/tiny-gpt-oss-tools
 
-A fixed number of steps on text that tiny_gpt_oss_corpus generates, all seeds fixed, one
-thread: the same machine and versions give the same bytes.
+The first from nothing, the second from the first as it is shipped. A fixed number of steps on text
+that tiny_gpt_oss_corpus and tiny_gpt_oss_tools generate, all seeds fixed, one thread: the same
+machine and versions give the same bytes.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from tiny_gpt_oss_model import (
 )
 from tiny_gpt_oss_tools import TOOL_SPECIAL, TOOL_TEMPLATE, spoken_tokens, tool_chats, tool_texts
 from torch.nn import functional as F
-from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerFast
 
+from mismatch.models import EMBEDDED
 from mismatch.prompts.arithmetic import Problem, arithmetic_problems, long_story
 
 SEEDS = {"weights": 0, "tokenizer_text": 1, "training_text": 2, "held_out_text": 3}
@@ -64,6 +66,7 @@ class Recipe:
         texts: of a conversation, for the tokenizer.
         spoken: mask [rows, T] of what the assistant says.
         accuracy: what the card says of the task, on so many problems of a seed.
+        base: the embedded model whose training goes on; None: from nothing.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Recipe:
     spoken: Callable[[torch.Tensor, PreTrainedTokenizerFast], torch.Tensor]
     accuracy: Callable[[GptOssForCausalLM, PreTrainedTokenizerFast, list[Problem]], dict[str, Any]]
     problems: Callable[[int, int], list[Problem]]
+    base: str | None = None
 
     def train_tokenizer(self) -> PreTrainedTokenizerFast:
         """On the texts of 20,000 conversations."""
@@ -203,6 +207,20 @@ class Progress:
             print(line, flush=True)
 
 
+def continue_from(model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerFast, base: Path) -> None:
+    """Take the weights of another model over; rows of the vocabulary by the text of their token."""
+    before = GptOssForCausalLM.from_pretrained(base, dtype=torch.float32)
+    known = AutoTokenizer.from_pretrained(base).get_vocab()
+    both = [(row, known[text]) for text, row in tokenizer.get_vocab().items() if text in known]
+    mine, theirs = (list(rows) for rows in zip(*both, strict=True))
+    state = before.state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = model.state_dict()[name].clone()
+        rows[mine] = state[name][theirs]
+        state[name] = rows
+    model.load_state_dict(state)
+
+
 def make_optimizer(model: GptOssForCausalLM) -> torch.optim.Optimizer:
     """AdamW; biases, norms and sinks do not decay."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -231,8 +249,8 @@ def train(
         optimizer.step()
         progress.add(int(mask.sum()), loss.item())
         if progress.done % 250 == 0:
-            task = recipe.accuracy(model, tokenizer, recipe.problems(128, 7))
-            print(f"  {100 * task['accuracy']:.0f} % of 128 other problems right", flush=True)
+            task = recipe.accuracy(model, tokenizer, recipe.problems(64, 7))
+            print(f"  {100 * task['accuracy']:.0f} % of 64 other problems right", flush=True)
     return {
         "steps": steps,
         "tokens": progress.tokens,
@@ -266,8 +284,9 @@ PLAIN = Recipe(
 )
 TOOLS = Recipe(
     "tiny-gpt-oss-tools",
-    steps=2000,
+    steps=500,
     context=320,
+    base="tiny-gpt-oss",
     chats=tool_chats,
     texts=tool_texts,
     special=TOOL_SPECIAL,
@@ -289,6 +308,8 @@ def main() -> None:
     recipe = TOOLS if args.tools else PLAIN
     tokenizer = recipe.train_tokenizer()
     model = build_model(SEEDS["weights"])
+    if recipe.base is not None:
+        continue_from(model, tokenizer, EMBEDDED[recipe.base])
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
     record = {"sinks_before": sinks_of(model), "seeds": SEEDS, "threads": args.threads}
     record |= {"vocabulary": VOCABULARY, "prompt_weight": PROMPT_WEIGHT, "optimizer": OPTIMIZER}
