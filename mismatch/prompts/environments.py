@@ -25,8 +25,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.prompts.arithmetic import reward
-from mismatch.prompts.prompt import Prompt, numeric_reward
+from mismatch.prompts.prompt import Prompt, grade
 from mismatch.prompts.tools import calculate, tool_call
 from mismatch.types import Floats
 
@@ -58,10 +57,7 @@ class Retry:
 
     def reply(self, response: str) -> Message | None:
         """See the protocol."""
-        if self.prompt.answer is None:
-            return None
-        grade = reward if self.prompt.grader == "arithmetic" else numeric_reward
-        if grade(response, self.prompt.answer) == 1.0:
+        if self.prompt.answer is None or grade(self.prompt, response, ()) == 1.0:
             return None
         return {"role": "user", "content": "That is not right. Try again."}
 
@@ -82,6 +78,8 @@ CALCULATOR = function_tool("calculator", "expression", "Work out a sum, such as 
 
 class Calculator:
     """Answers calls of a tool ``calculator``, ``{"expression": "…"}``; else the sequence ends."""
+
+    tools = (CALCULATOR,)
 
     def __init__(self, prompt: Prompt) -> None: ...
 
@@ -117,6 +115,11 @@ def built_in(name: str) -> type[Environment] | None:
             f"one of {', '.join(BUILT_IN)}, or your own: package.module:Class",
         )
     return BUILT_IN[name]
+
+
+def tools_of(name: str | None) -> list[dict[str, Any]]:
+    """What a shipped environment offers in the prompt; [] for others."""
+    return list(getattr(BUILT_IN.get(name or ""), "tools", ()))
 
 
 def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> list[int]:

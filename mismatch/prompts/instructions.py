@@ -47,7 +47,7 @@ def lines(text: str) -> list[str]:
 
 
 def sentences(text: str) -> int:
-    """Runs of text that a full stop, question mark or exclamation mark ends, before space or end."""
+    """Full stops, question and exclamation marks before space or the end; runs count once."""
     return len(re.findall(r"[.!?]+[\"'”’)]*(?=\s|$)", text))
 
 
