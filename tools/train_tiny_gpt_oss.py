@@ -50,7 +50,6 @@ PROMPT_WEIGHT = 0.2  # of a prompt's tokens in the loss: the model is never aske
 AUX_WEIGHT = 0.005  # load balance: enough to keep every expert alive, not to flatten the router
 # The matrices are small: a second thread gains little, and loses a lot on a busy machine.
 THREADS = 1
-CARD_PROMPTS = 512  # default prompts that the model card's accuracy is measured on
 OPTIMIZER = (
     f"AdamW (0.9, 0.98), weight decay 0.05, peak learning rate {PEAK_LR}, cosine, clip 1.0, "
     f"{BATCH_TOKENS} padded tokens per step, float32"
@@ -66,6 +65,7 @@ class Recipe:
         texts: of a conversation, for the tokenizer.
         spoken: mask [rows, T] of what the assistant says.
         accuracy: what the card says of the task, on so many problems of a seed.
+        card_prompts: default prompts that the card's accuracy is measured on.
         base: the embedded model whose training goes on; None: from nothing.
     """
 
@@ -79,6 +79,7 @@ class Recipe:
     spoken: Callable[[torch.Tensor, PreTrainedTokenizerFast], torch.Tensor]
     accuracy: Callable[[GptOssForCausalLM, PreTrainedTokenizerFast, list[Problem]], dict[str, Any]]
     problems: Callable[[int, int], list[Problem]]
+    card_prompts: int = 512
     base: str | None = None
 
     def train_tokenizer(self) -> PreTrainedTokenizerFast:
@@ -180,7 +181,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 @dataclass(slots=True)
 class Progress:
-    """What training has done so far; prints a line every 50 steps."""
+    """What training has done so far; prints a line every 25 steps."""
 
     steps: int
     began: float = field(default_factory=time.monotonic)
@@ -201,7 +202,7 @@ class Progress:
         self.done += 1
         self.tokens += tokens
         self.losses.append(loss)
-        if self.done % 50 == 0 or self.done == self.steps:
+        if self.done % 25 == 0 or self.done == self.steps:
             speed = self.tokens / self.seconds
             line = f"step {self.done}/{self.steps}  loss {self.recent_loss:.4f}  {speed:.0f} tok/s"
             print(line, flush=True)
@@ -248,7 +249,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         progress.add(int(mask.sum()), loss.item())
-        if progress.done % 250 == 0:
+        if progress.done % 500 == 0:
             task = recipe.accuracy(model, tokenizer, recipe.problems(64, 7))
             print(f"  {100 * task['accuracy']:.0f} % of 64 other problems right", flush=True)
     return {
@@ -257,7 +258,7 @@ def train(
         "seconds": round(progress.seconds, 1),
         "loss": round(progress.recent_loss, 5),
         "default_prompts_in_training_text": sum(
-            problem.prompt in prompts for problem in recipe.problems(CARD_PROMPTS, 0)
+            problem.prompt in prompts for problem in recipe.problems(recipe.card_prompts, 0)
         ),
     }
 
@@ -284,8 +285,9 @@ PLAIN = Recipe(
 )
 TOOLS = Recipe(
     "tiny-gpt-oss-tools",
-    steps=500,
+    steps=300,
     context=320,
+    card_prompts=128,
     base="tiny-gpt-oss",
     chats=tool_chats,
     texts=tool_texts,
@@ -317,7 +319,7 @@ def main() -> None:
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     print("measuring", flush=True)
-    measure = partial(recipe.accuracy, problems=recipe.problems(CARD_PROMPTS, 0))
+    measure = partial(recipe.accuracy, problems=recipe.problems(recipe.card_prompts, 0))
     card = write_card(args.out, recipe.name, record, held_out_batches(recipe, tokenizer), measure)
     print(card)
 
