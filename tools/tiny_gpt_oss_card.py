@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerBa
 from mismatch.engines.base import Sample
 from mismatch.engines.turns import play, starting
 from mismatch.prompts.arithmetic import Problem, reward
-from mismatch.prompts.environments import CALCULATOR, Calculator, Replies
+from mismatch.prompts.environments import Calculator, Replies
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import render_prompts
 
@@ -119,7 +119,7 @@ def tool_accuracy(
 ) -> dict[str, Any]:
     """As :func:`arithmetic_accuracy`, with a calculator that is on offer and answers calls."""
     prompts = [
-        Prompt("", messages=problem.messages, answer=problem.answer, tools=[CALCULATOR])
+        Prompt("", messages=problem.messages, answer=problem.answer, tools=[Calculator.tool])
         for problem in problems
     ]
     return _accuracy(model, tokenizer, prompts, turns=4)

@@ -17,7 +17,7 @@ from tiny_gpt_oss_model import CALL, RETURN, SPECIAL, START
 from transformers import PreTrainedTokenizerFast
 
 from mismatch.prompts.arithmetic import Story, long_story, pick, story
-from mismatch.prompts.environments import CALCULATOR
+from mismatch.prompts.environments import Calculator
 
 TOOL_SPECIAL = (*SPECIAL, "<|channel|>", "<|constrain|>")
 
@@ -85,7 +85,7 @@ def tool_chats(seed: int) -> Iterator[Chat]:
         else:
             messages = [_said(rng, content=worked_answer(rng, told))]
         question = {"role": "user", "content": told.prompt}
-        yield {"messages": [question, *messages], "tools": [CALCULATOR] if offered else None}
+        yield {"messages": [question, *messages], "tools": [Calculator.tool] if offered else None}
 
 
 def _with_tool(rng: random.Random, told: Story) -> list[dict[str, Any]]:

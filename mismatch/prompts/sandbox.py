@@ -25,6 +25,13 @@ from pathlib import Path
 
 GUARD = Path(__file__).with_name("sandbox_guard.py")
 INTERVAL_S = 0.1  # between two looks at the directory's size
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 # Each line: what this machine could not keep from the code.
 PROBE = """
 import os, socket
@@ -76,7 +83,7 @@ def run_code(code: str, limits: Limits = DEFAULTS) -> str:
 
 @cache
 def holder() -> str:
-    """"bwrap", "unshare", or "" where neither starts a program on this machine."""
+    """ "bwrap", "unshare", or "" where neither starts a program on this machine."""
     for name in ("bwrap", "unshare"):
         if shutil.which(name) is None:
             continue
@@ -107,10 +114,6 @@ def _place() -> Iterator[str]:
 
 def _run(code: str, place: str, limits: Limits, by: str) -> tuple[bytes, str]:
     """Output, and what ended it before its time ("": it ended by itself)."""
-    environment = {
-        **{"PATH": "/usr/bin:/bin", "HOME": place, "TMPDIR": place, "LANG": "C.UTF-8"},
-        **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-    }
     with tempfile.TemporaryFile() as program:
         program.write(code.encode("utf-8", "replace"))
         program.seek(0)
@@ -120,7 +123,7 @@ def _run(code: str, place: str, limits: Limits, by: str) -> tuple[bytes, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=place,
-            env=environment,
+            env=ENVIRONMENT | {"HOME": place, "TMPDIR": place},
             start_new_session=True,
         )
         try:
@@ -144,23 +147,22 @@ def _command(place: str, limits: Limits, by: str) -> list[str]:
         "disk_bytes": limits.disk_bytes,
         "mounts": by == "unshare",
     }
-    prefix = {
+    options = {
         "bwrap": [
-            *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/"),
+            *("--unshare-all", "--die-with-parent", "--ro-bind", "/", "/"),
             *("--dev", "/dev", "--proc", "/proc", "--size", str(limits.disk_bytes)),
             *("--tmpfs", place, "--chdir", place),
         ],
         "unshare": [
-            *("unshare", "--user", "--map-root-user", "--mount", "--net", "--ipc", "--pid"),
+            *("--user", "--map-root-user", "--mount", "--net", "--ipc", "--pid"),
             *("--fork", "--kill-child"),
         ],
     }.get(by, [])
-    return [*prefix, sys.executable, "-I", "-S", str(GUARD), json.dumps(given)]
+    outer = [shutil.which(by) or by] if by else []
+    return [*outer, *options, sys.executable, "-I", "-S", str(GUARD), json.dumps(given)]
 
 
-def _collected(
-    process: subprocess.Popen[bytes], place: str, limits: Limits
-) -> tuple[bytes, str]:
+def _collected(process: subprocess.Popen[bytes], place: str, limits: Limits) -> tuple[bytes, str]:
     """What it writes until it ends or passes a limit, and which."""
     assert process.stdout is not None
     output, deadline = bytearray(), time.monotonic() + limits.time_s

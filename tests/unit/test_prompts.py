@@ -11,7 +11,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.prompts.arithmetic import arithmetic_problems
-from mismatch.prompts.environments import CALCULATOR
+from mismatch.prompts.environments import Calculator
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.specs import PromptSpec
@@ -33,7 +33,7 @@ def test_the_calculator_task_offers_its_tool_and_the_others_none() -> None:
     spec = PromptSpec("calculator", num_prompts=3)
     assert [prompt.tools for prompt in read_prompts(spec)] == [None] * 3
     offered = read_prompts(replace(spec, environment="calculator"))
-    assert [prompt.tools for prompt in offered] == [[CALCULATOR]] * 3
+    assert [prompt.tools for prompt in offered] == [[Calculator.tool]] * 3
     assert all(prompt.answer is not None for prompt in offered)
 
 
