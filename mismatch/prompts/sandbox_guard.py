@@ -81,7 +81,7 @@ def refuse_calls() -> bool:
     program += [(load, 0, 0, 16), (bits, 1, 0, CLONE_THREAD), no, (end, 0, 0, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     head = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
-    return LIBC.prctl(SET_SECCOMP, FILTER, head, 0, 0) == 0
+    return bool(LIBC.prctl(SET_SECCOMP, FILTER, head, 0, 0) == 0)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from mismatch.prompts.instructions import (
 )
 
 # kind -> (values, answers that fulfil it, answers that do not)
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "words_at_least": ({"n": 3}, ["one two three", "it's a 4-door car"], ["one two", "", "1 2 3"]),
     "words_at_most": ({"n": 2}, ["one two", "one 2 3 4"], ["one two three", ""]),
     "sentences": ({"n": 2}, ["He came. She left!", 'No? "Yes."', "It is 3.5. So?"], ["One.", ""]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ CHATML = (
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the code's directories are made; no process and no file of them is left behind."""
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield tmp_path
     assert not list(tmp_path.iterdir())
     deadline = time.monotonic() + 20
@@ -38,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def _home(process: psutil.Process) -> str:
     try:
-        return process.environ().get("HOME", "")
+        return str(process.environ().get("HOME", ""))
     except psutil.Error:
         return ""
 
