@@ -167,11 +167,12 @@ def _require_rows(
 
 def response_rewards(prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any) -> Floats | None:
     """The reward of every sequence, 0 to 1; None where nothing says what is right."""
+    if not all(prompts[index].gradable for index in rollout.prompt_index):
+        return None
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
     special = special_texts(tokenizer)
     rewards = [
         grade(prompts[index], tokenizer.decode(ids[mask], skip_special_tokens=False), special)
         for index, ids, mask in zip(rollout.prompt_index, rollout.sequences(), masks, strict=True)
     ]
-    known = [reward for reward in rewards if reward is not None]
-    return np.asarray(known, np.float64) if len(known) == len(rewards) else None
+    return np.asarray(rewards, np.float64)

@@ -60,7 +60,7 @@ def special_texts(tokenizer: Any) -> list[str]:
 
     Those that it calls special, and those written like them (Qwen's ``<tool_call>`` is not).
     """
-    added = tokenizer.added_tokens_decoder.values()
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     marks = {
         str(t.content) for t in added if t.special or re.fullmatch(r"[<\[]\S+[>\]]", t.content)
     }

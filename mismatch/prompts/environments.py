@@ -54,7 +54,7 @@ class Retry:
 
     def reply(self, response: str) -> Message | None:
         """See the protocol."""
-        if self.prompt.answer is None or grade(self.prompt, response, ()) == 1.0:
+        if not self.prompt.gradable or grade(self.prompt, response, ()) == 1.0:
             return None
         return {"role": "user", "content": "That is not right. Try again."}
 

@@ -38,6 +38,11 @@ class Prompt:
     constraints: tuple[Constraint, ...] = ()
     tools: list[dict[str, Any]] | None = None
 
+    @property
+    def gradable(self) -> bool:
+        """Whether a response can be right or wrong."""
+        return self.answer is not None or bool(self.constraints)
+
 
 # Where a text puts its final answer, the strongest mark first.
 _MARKED = (re.compile(r"####[ \t]*([^\n]+)"), re.compile(r"\\boxed\{([^{}]*)\}"))
@@ -109,12 +114,11 @@ def final_text(response: str, special: Sequence[str]) -> str:
     return response.strip()
 
 
-def grade(prompt: Prompt, response: str, special: Sequence[str]) -> float | None:
-    """The reward of a response, with its special tokens; None: there is nothing to grade it by."""
+def grade(prompt: Prompt, response: str, special: Sequence[str]) -> float:
+    """The reward, 0 to 1, of a response (with its special tokens) to a gradable prompt."""
     if prompt.constraints:
         return share_fulfilled(final_text(response, special), prompt.constraints)
-    if prompt.answer is None:
-        return None
+    assert prompt.answer is not None
     for token in special:
         response = response.replace(token, "")
     return (reward if prompt.grader == "arithmetic" else numeric_reward)(response, prompt.answer)
