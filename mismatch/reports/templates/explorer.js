@@ -147,7 +147,7 @@ const modes = {
       const delta = value("delta", row), exactly = value("reference", row);
       return Math.sign(Math.abs(exactly) - Math.abs(delta - exactly)) * level(Math.abs(delta), edges);
     }, steps: () => edges.map(x => `${short(x)} nats`) },
-  flips: { label: "routing flips", needs: "layers", ends: ["", "layers with other experts"],
+  flips: { label: "routing flips", needs: "layers", ends: ["", "flipped layers"],
     of: row => level(flipsOf(row), COUNTS), steps: () => COUNTS.map(String) },
   entropy: { label: "entropy", needs: "entropy", ends: ["", "nats"],
     of: row => level(value("entropy", row), ENTROPY), steps: () => ENTROPY.map(String) },
