@@ -188,6 +188,18 @@ def change(value: float) -> str:
     return signed(value, 2)
 
 
+def scientific(value: float | None) -> str:
+    """An error that may be of any order, to two significant digits.
+
+    >>> scientific(6e-8), scientific(21.0), scientific(0.0), scientific(None)
+    ('6.0e-8', '2.1e1', '0', '–')
+    """
+    if value is None or not math.isfinite(value) or value == 0:
+        return brief(value)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
 def seconds(value: float | None) -> str:
     """A time.
 
