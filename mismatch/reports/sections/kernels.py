@@ -320,7 +320,8 @@ def _errors(ran: list[Audit]) -> Table:
     columns = (
         Column("implementation", text), Column("dtype", text), Column("output", scientific),
         Column("largest gradient", scientific), Column("of", text),
-        *(Column(name, scientific, 1, detail="gradient") for name in names), Column("floor", scientific),
+        *(Column(name, scientific, 1, detail="gradient") for name in names),
+        Column("floor", scientific),
     )  # fmt: skip
     return Table(columns, rows)
 
