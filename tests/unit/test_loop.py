@@ -135,6 +135,8 @@ def test_a_history_holds_what_was_measured_and_forgets_what_is_made_again(tmp_pa
         history.save_row(tmp_path, row | {"step": float(step)})
     history.forget_from(tmp_path, 2)
     rows = history.rows_of(tmp_path)
+    timed = [one | {"seconds": 30.0} for one in rows]
+    assert history.in_words(timed, steps=12).endswith("30.0 s; 5 min left")
     path = history.save_history(tmp_path, rows, {"arm": AS_IS})
     columns, header = history.load_history(path)
     assert columns["step"].tolist() == [0.0, 1.0]
