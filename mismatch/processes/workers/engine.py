@@ -352,6 +352,8 @@ def untested_turns(
         yield f"{spec.engine.engine}: exact KL: not taken in sequences of several turns"
     for reason, count in replies.ended.items():
         yield f"{name}: the rest of {count} sequences: the environment failed ({reason})"
+    for what in getattr(replies.kind, "unheld", tuple)():
+        yield f"{name}: its code in isolation: nothing here keeps {what} from it"
     if replies.cut:
         most = spec.prompts.max_observation_tokens
         yield f"{name}: whole replies: {replies.cut} were cut to --max-observation-tokens {most}"

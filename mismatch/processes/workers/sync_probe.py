@@ -20,15 +20,13 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import from_json, to_json
-from mismatch.engines.base import argument_name
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.registry import engine_class, engine_info, model_directory, versions
 from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
-from mismatch.engines.vllm.arguments import is_cpu_build
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.sync.judge import cache_row, of_adapters, parameters, transposed_names
 from mismatch.experiments.sync.types import CacheRow, SyncReport, SyncSpec
-from mismatch.models.adapter_states import RANK, Adapters
+from mismatch.models.adapter_states import Adapters
 from mismatch.models.weight_states import PUSHES, SIZE, Checkpoint, Prints, state_of
 from mismatch.processes.workers.engine import reported
 from mismatch.run.messages import leave, report_ready, report_timing, say
@@ -78,26 +76,6 @@ def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
             )
         source = Adapters if spec.adapters else Checkpoint
         yield running, sequences, source(directory, spec.seed)
-
-
-def with_adapters(spec: SyncSpec) -> EngineSpec:
-    """The engine, able to load an adapter where the path does.
-
-    Raises:
-        MismatchError: vLLM's CPU build with a model of experts.
-    """
-    if not spec.adapters:
-        return spec.engine
-    if is_cpu_build() and read_model_info(spec.engine).moe:
-        raise MismatchError(
-            "vLLM's CPU build has no LoRA kernels for layers with experts",
-            "a model without experts, a GPU, or another --path",
-        )
-    # One request at a time: vLLM's CPU kernels take prompt logprobs of no more beside an adapter.
-    room = (("enable_lora", True), ("max_lora_rank", RANK), ("max_loras", 1), ("max_num_seqs", 1))
-    given = {argument_name(raw) for raw, _ in spec.engine.args}
-    kept = tuple(pair for pair in room if pair[0] not in given)
-    return replace(spec.engine, args=(*spec.engine.args, *kept))
 
 
 # ---------------------------------------------------------------- the engine
@@ -217,7 +195,10 @@ def engine_side(run_dir: Path, spec: SyncSpec) -> None:
     """Push, read back, score; judge every parameter."""
     start = time.monotonic()
     function = own_function(spec)
-    with loaded(with_adapters(spec), spec) as (engine, sequences, checkpoint):
+    own = spec.engine
+    if spec.push is None:
+        own = driver_class(own.engine).prepared(own, spec.path)
+    with loaded(own, spec) as (engine, sequences, checkpoint):
         ready = time.monotonic()
         probe = Probe.of(engine, spec, checkpoint, sequences, run_dir)
         report = probe.report(function)
