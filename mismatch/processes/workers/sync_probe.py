@@ -23,12 +23,13 @@ from mismatch.codec import from_json, to_json
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.registry import engine_class, engine_info, model_directory, versions
 from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
-from mismatch.errors import MismatchError, first_line, named_line
+from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.sync.judge import cache_row, of_adapters, parameters, transposed_names
 from mismatch.experiments.sync.types import CacheRow, SyncReport, SyncSpec
 from mismatch.models.adapter_states import Adapters
 from mismatch.models.weight_states import PUSHES, SIZE, Checkpoint, Prints, state_of
-from mismatch.run.messages import leave, report_ready, report_timing, say, write_error
+from mismatch.processes.workers.engine import reported
+from mismatch.run.messages import leave, report_ready, report_timing, say
 from mismatch.run.store import read_json, write_json
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, NotTested, Sampling
@@ -46,21 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dir, side = Path(job["run_dir"]), job["side"]
     spec = from_json(SyncSpec, job["spec"])
     (run_dir / FOLDER).mkdir(exist_ok=True)
-    try:
-        {"engine": engine_side, "trainer": trainer_side}[side](run_dir, spec)
-    except MismatchError as error:
-        traceback.print_exc()
-        write_error(run_dir, LABEL.format(side=side), error)
-        return 1
-    except Exception as error:
-        traceback.print_exc()
-        log = run_dir / "logs" / f"{LABEL.format(side=side)}.log"
-        what = f"the {side}'s side of the probe failed: {named_line(error)}"
-        write_error(
-            run_dir, LABEL.format(side=side), MismatchError(what, f"the whole story is in {log}")
-        )
-        return 1
-    return 0
+    work = {"engine": engine_side, "trainer": trainer_side}[side]
+    label, who = LABEL.format(side=side), f"{side}'s side of the probe"
+    return reported(run_dir, label, lambda: work(run_dir, spec), side=who)
 
 
 def tokens(spec: SyncSpec, vocabulary: int, context: int | None) -> list[list[int]]:
