@@ -156,9 +156,11 @@ def _whole_experts(
     import torch
 
     if leaf.startswith("w2"):  # outputs are added up: the first rank alone adds the bias
-        return ranks.gather(value, 2) if leaf == "w2_weight" else value
+        summed: torch.Tensor = ranks.gather(value, 2) if leaf == "w2_weight" else value
+        return summed
     parts = value.chunk(2, 1) if halves else (value,)
-    return torch.cat([ranks.gather(part, 1) for part in parts], 1)
+    whole: torch.Tensor = torch.cat([ranks.gather(part, 1) for part in parts], 1)
+    return whole
 
 
 def experts_prefix(path: str) -> str:

@@ -60,12 +60,14 @@ class Toy(nn.Module):
             return whole.chunk(ranks, axis)[rank]
 
         q = slice_of(Q, 0)
-        self.qkv_proj: Any = QKVParallelLinear(ranks, weight=torch.cat([q, K, V]))
-        self.qkv_proj.output_partition_sizes = [len(q), SIZE, SIZE]
-        self.qkv_proj.num_kv_head_replicas = ranks
+        qkv: Any = QKVParallelLinear(ranks, weight=torch.cat([q, K, V]))
+        qkv.output_partition_sizes = [len(q), SIZE, SIZE]
+        qkv.num_kv_head_replicas = ranks
+        self.qkv_proj = qkv
         self.o_proj = RowParallelLinear(ranks, weight=slice_of(OUT, 1), bias=BIAS)
-        self.embed: Any = VocabParallelEmbedding(ranks, weight=slice_of(EMBEDDING, 0))
-        self.embed.org_vocab_size = VOCABULARY
+        embed: Any = VocabParallelEmbedding(ranks, weight=slice_of(EMBEDDING, 0))
+        embed.org_vocab_size = VOCABULARY
+        self.embed = embed
         self.norm = Part(1, weight=NORM)
         self.attn = nn.Module()  # says nothing of ranks
         self.attn.register_parameter("sinks", nn.Parameter(slice_of(SINKS, 0).clone()))
@@ -112,7 +114,7 @@ def held(kind: type[Toy], *, spread: bool = False) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", [Toy, GptOssForCausalLM])
 def test_ranks_hold_together_what_one_holds_alone(kind: type[Toy]) -> None:
-    alone = dict(held_tensors(kind(0, 1), as_stored, frozenset()))
+    alone: dict[str, Any] = dict(held_tensors(kind(0, 1), as_stored, frozenset()))
     assert len(alone) == 10
     for own in held(kind):
         assert own.keys() == alone.keys()
