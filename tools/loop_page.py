@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mismatch.cli.loop import save_page
 from mismatch.codec import from_json
-from mismatch.experiments.loop.history import COLUMNS
+from mismatch.experiments.loop.history import COLUMNS, ROWS
 from mismatch.experiments.loop.judge import (
     WINDOW,
     LoopReport,
@@ -25,10 +26,13 @@ from mismatch.experiments.loop.judge import (
     loop_to_json,
     running,
 )
+from mismatch.experiments.loop.types import LoopSpec
+from mismatch.pipeline.loop import SETTINGS, gather
 from mismatch.reports.formatting import number
 from mismatch.reports.markdown import show_table, table
 from mismatch.reports.sections.loop import PANELS, draw, section
 from mismatch.reports.svg import ACCENT, FAINT, GRID, INK, SECOND, drawing
+from mismatch.run import store
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "loop"
@@ -44,7 +48,14 @@ COLOURS = {INK: "#222222", FAINT: "#777777", GRID: "#dddddd", ACCENT: "#2b5cc4",
 def take(run: Path) -> None:
     """Keep a run's curves, shortened to some digits, and its page."""
     EXAMPLE.mkdir(parents=True, exist_ok=True)
-    report = read(run / "loop.json")
+    base = from_json(LoopSpec, store.read_json(run / SETTINGS)["loop"])
+    first = {path: (path / ROWS / "000000.json") for path in run.glob("*/seed-*")}
+    begun = sorted((row.stat().st_mtime, path) for path, row in first.items() if row.exists())
+    arms = dict.fromkeys(path.parent.name for _, path in begun)
+    seeds = sorted({int(path.name.removeprefix("seed-")) for _, path in begun})
+    report = gather(base, run, [*arms], seeds)
+    report = replace(report, model=Path(report.model).name)
+    save_page(EXAMPLE, report)
     document = short(loop_to_json(report))
     for arm in document["arms"]:
         for seed in arm["runs"]:
@@ -52,7 +63,6 @@ def take(run: Path) -> None:
                 verdict["place"] = f"steps/{verdict['step']:06d}"
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     (EXAMPLE / "loop.json").write_text(f"{text}\n", "utf-8")
-    shutil.copy(run / "loop.html", EXAMPLE / "loop.html")
 
 
 def short(value: Any) -> Any:
