@@ -248,3 +248,41 @@ def appended_ends(seed: int, share: float) -> Case:
         return left, right
 
     return made.case(change)
+
+
+# ---------------------------------------------------------------- several turns
+
+END, GAP = VOCABULARY, 5  # id that ends a turn; tokens of an observation
+
+
+def turned(case: Case, turns: int = 3) -> Case:
+    """The same action tokens in several turns: each ends in ``END``, ``GAP`` others follow it."""
+    ids, mask, turn, offsets, sampled = [], [], [], [0], []
+    own = case.rollout.token_ids[case.rollout.actions]
+    for row in case.rows:
+        parts = np.array_split(own[row], turns)
+        for part in parts:
+            part[-1] = END
+        ids += [0] * PROMPT
+        mask += [False] * PROMPT
+        turn += [0] * PROMPT
+        for number, part in enumerate(parts, 1):
+            gap = GAP if number < turns else 0
+            ids += [*part.tolist(), *range(gap)[::-1]]
+            mask += [True] * len(part) + [False] * gap
+            turn += [number] * (len(part) + gap)
+        sampled.append(np.concatenate(parts))
+        offsets.append(len(ids))
+    rollout = replace(
+        case.rollout, token_ids=np.array(ids), action_mask=np.array(mask), turn=np.array(turn),
+        offsets=np.array(offsets), finish_reason=("stop",) * len(case.rows),
+    )  # fmt: skip
+    new = np.concatenate(sampled)
+    facts = case.engine.fingerprint | {"stop_token_ids": [END]}
+    return replace(
+        case,
+        rollout=rollout,
+        engine=replace(case.engine, token_ids=new, fingerprint=facts),
+        trainer=replace(case.trainer, token_ids=new),
+        others={name: replace(each, token_ids=new) for name, each in case.others.items()},
+    )

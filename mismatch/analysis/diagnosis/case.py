@@ -81,6 +81,11 @@ class Case:
         return np.arange(len(self.sequence)) - np.repeat(starts, lengths)
 
     @cached_property
+    def turn(self) -> Ints:
+        """[A] turn of each action token, from 1."""
+        return self.rollout.turn[self.rollout.actions]
+
+    @cached_property
     def entropy(self) -> Floats | None:
         """[A] of the trainer's own law; None where it gives none."""
         values = self.trainer.entropy

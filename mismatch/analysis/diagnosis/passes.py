@@ -12,7 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.declared import failed
+from mismatch.analysis.diagnosis.detector import Look
+from mismatch.analysis.diagnosis.detectors import turns
+from mismatch.analysis.diagnosis.ranking import Failure, look_of
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run.scorings import TRAIN
@@ -36,6 +40,7 @@ def pass_checks(
     """All of them, on scorings of which ``decode`` and ``train`` passed the input checks."""
     sound, _ = by_finiteness(scorings)
     found = [enough_data(rollout), passes_finite(decode, scorings)]
+    found.append(turns_agree(rollout, decode, train, sound))
     found.append(trainer_agreement(rollout, decode, train, sound))
     prefill = sound.get(decode.name.replace(":decode", ":prefill"))
     return [*found, *([] if prefill is None else [engine_agreement(rollout, decode, prefill)])]
@@ -76,6 +81,30 @@ def enough_data(rollout: Rollout) -> Check:
     return Check("enough-data", "passed", detail + (f"; {said}" if empty else ""))
 
 
+def turns_agree(
+    rollout: Rollout, decode: Scoring, train: Scoring, sound: Mapping[str, Scoring]
+) -> Check:
+    """What counts as sampled was sampled, and later turns are paired and read as the first is."""
+    others = {name: one for name, one in sound.items() if name not in (decode.name, train.name)}
+    case = Case.of(rollout, decode, train, others)
+    for look, fix in ((turns.unsampled, COUNTED), (turns.shifted, PAIRED), (turns.context, READ)):
+        seen = look_of(look.__name__, look, case)
+        if isinstance(seen, Failure):
+            return Check("turns", "not_tested", seen.error)
+        if isinstance(seen, Look) and seen.findings:
+            finding = seen.findings[0]
+            detail = "; ".join(f"{item.what}: {item.value}" for item in finding.evidence)
+            certain = finding.confirmed or case.reference is not None
+            return Check("turns", "failed" if certain else "warning", detail, fix)
+    last = int(case.turn.max())
+    return Check(
+        "turns", "passed", f"{last} turn{'s' if last > 1 else ''}, of sampled tokens alone"
+    )
+
+
+COUNTED = "count only what the policy sampled: mask observations and the template's own tokens"
+PAIRED = "count observations in both sides' lists or in neither; join by position"
+READ = "pass token ids from turn to turn, never text; reset the prefix cache"
 MORE = "measure more: --num-prompts, --max-tokens"
 
 

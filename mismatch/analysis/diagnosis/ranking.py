@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
 from mismatch.types import Estimate, NotTested
 
 ROUNDS = 4
@@ -27,7 +27,8 @@ KINDS = ("function-differs", "weights-differ", "side-off")  # of cause, where no
 MARKS = (*KINDS, "onset", "grows-with-position", "first-token")  # what a stated fact explains
 FUNCTION = 50  # detectors from here on ask only how far a side is off
 # What these see is wrong, however little it costs.
-SURE = ("padding", "ends", "scattered", "constant", "implementation")
+SURE = ("padding", "ends", "scattered", "constant", "implementation", "unsampled")
+TURNS = "turns that it moves"
 SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
 
 Status = Literal["suspected", "confirmed"]
@@ -115,9 +116,9 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
             if not repair.exact:  # its misfit looks like another function
                 left = [d for d in left if d.order < FUNCTION]
             left = [] if place.order >= TERMINAL else left
+            cause = _cause(found, before, first, _turns_moved(rest, repair))
             rest = rest.repaired(repair.left, repair.right, repair.kept)
             again = _look(rest, left, failures)
-            cause = _cause(found, before, first)
             causes.append(replace(cause, consequences=_gone(looks, again, found)))
             looks = again
     facts = [f for look in first.values() if isinstance(look, Look) for f in look.findings]
@@ -190,7 +191,25 @@ def _next(
     return None
 
 
-def _cause(finding: Finding, before: float, first: Looks) -> Cause:
+def _turns_moved(case: Case, repair: Repair) -> tuple[Evidence, ...]:
+    """The turns that a cause moves, where there are several: those with a tenth of what its repair
+    changes, or with tokens that it changes by a tenth of what it does at most."""
+    last = int(case.turn.max())
+    if last < 2:
+        return ()
+    moved = np.abs(repair.right - repair.left - case.delta)
+    if repair.kept is not None:
+        moved = np.where(repair.kept, moved, 1.0)
+    count = np.bincount(case.turn[case.kept], minlength=last + 1)
+    total = np.bincount(case.turn[case.kept], moved[case.kept], last + 1)
+    mean = total / np.maximum(count, 1)
+    large = (mean >= mean.max() / 10) | (total >= total.sum() / 10)
+    turns = np.flatnonzero((mean > 0) & large)
+    named = [str(turns[0])] + ([str(turns[-1])] if len(turns) > 1 else [])
+    return (Evidence(TURNS, " to ".join(named)),) if mean.any() else ()
+
+
+def _cause(finding: Finding, before: float, first: Looks, turns: tuple[Evidence, ...]) -> Cause:
     """A finding of what was left, its share scaled to the whole mismatch."""
     effect = finding.effect
     if effect is not None:
@@ -198,7 +217,7 @@ def _cause(finding: Finding, before: float, first: Looks) -> Cause:
         high = None if effect.high is None else effect.high * before
         effect = replace(effect, value=effect.value * before, low=low, high=high)
     side = finding.side
-    evidence = finding.evidence
+    evidence = finding.evidence + turns
     if side == "either":  # float32 may know
         for other in _findings(first, "far-side"):
             side, evidence = other.side, evidence + other.evidence[:1]

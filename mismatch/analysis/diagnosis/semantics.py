@@ -30,7 +30,7 @@ from mismatch.analysis.diagnosis.detectors.pairing import (
 )
 from mismatch.analysis.diagnosis.detectors.stated import NOTHING_CUT
 from mismatch.analysis.diagnosis.ranking import Failure, look_of
-from mismatch.types import Check, Estimate, NotTested, Rollout, Scoring
+from mismatch.types import Bools, Check, Estimate, NotTested, Rollout, Scoring
 
 WEAK = 0.5  # two scorings of the same tokens correlate above this, or something is wrong
 ONE_SIDED = 0.99  # of |delta|: no token is likelier on the side that kept the whole law
@@ -96,10 +96,17 @@ def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         if bad.any():
             detail = (
                 f"{scoring.name}: {int(bad.sum())} of {len(bad)} logprobs missing or not finite"
+                f"{_in_turns(rollout, bad)}"
             )
             fix = "a NaN on the train side is often fp16 overflow: try --train-dtype bf16 or fp32"
             return failed("missing-logprobs", detail, fix)
     return Check("missing-logprobs", "passed", "every action token has a logprob on both sides")
+
+
+def _in_turns(rollout: Rollout, bad: Bools) -> str:
+    """The first turn of these action tokens, as a phrase; "" where no sequence has several."""
+    turn = rollout.turn[rollout.actions]
+    return f", the first in turn {turn[bad].min()}" if turn.max() > 1 else ""
 
 
 def _seen(

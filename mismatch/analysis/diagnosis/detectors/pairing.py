@@ -175,7 +175,9 @@ def padding(case: Case) -> Look:
     effect = case.share(np.where(bad, 0.0, case.delta))
     side: Side = "engine" if at_left.sum() >= at_right.sum() else "trainer"
     repair = Repair(case.left, case.right, ~bad)
-    finding = Finding("appended-eos", side, effect, evidence, confirmed=True, repair=repair)
+    inner = case.turn.max() > 1 and (bad & last).sum() < bad.sum() / 2
+    cause = "action-mask" if inner else "appended-eos"
+    finding = Finding(cause, side, effect, evidence, confirmed=True, repair=repair)
     return Look(evidence, (finding,))
 
 
@@ -210,6 +212,6 @@ def positive(case: Case) -> Look:
 DETECTORS = (
     Detector("lag", "pairing", ("misalignment",), lag, order=10),
     Detector("rows", "pairing", ("row-pairing",), rows, order=11),
-    Detector("padding", "pairing", ("appended-eos",), padding, order=12),
+    Detector("padding", "pairing", ("appended-eos", "action-mask"), padding, order=12),
     Detector("positive", "semantics", ("unnormalised-law",), positive, order=13),
 )

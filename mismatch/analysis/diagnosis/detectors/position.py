@@ -48,7 +48,7 @@ def size(case: Case) -> Floats:
 def onset(case: Case) -> Look | NotTested:
     """The absolute position from which |delta| is larger, by a scan of all of them."""
     place = case.position
-    scan = _change(case, size(case), place)
+    scan = change(case, size(case), place)
     if scan is None:
         return NotTested("onset", f"needs {MIN_TOKENS} tokens at more than 16 positions")
     at, before, after, steep = scan
@@ -83,7 +83,7 @@ def onset(case: Case) -> Look | NotTested:
     return Look(evidence, (finding,))
 
 
-def _change(case: Case, u: Floats, place: np.ndarray) -> tuple[int, float, float, float] | None:
+def change(case: Case, u: Floats, place: np.ndarray) -> tuple[int, float, float, float] | None:
     """Where u changes most, its mean before and after, and the share of the rise that is a step."""
     kept = case.kept
     if kept.sum() < MIN_TOKENS:

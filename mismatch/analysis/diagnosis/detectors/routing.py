@@ -44,10 +44,18 @@ def routes(case: Case) -> Look | NotTested:
     ]
     findings: list[Finding] = []
     gained = float(np.nanmean(agreed[best])) - float(overlap.mean())
+    lost = _turns_lost(case, agreed[0].mean(axis=1), chance)
     at_chance = [k for k, value in enumerate(overlap) if value < chance + CHANCE * (1 - chance)]
     if best != 0 and gained > 0.1:
         shown = (Evidence("rows that the capture is shifted by", best, "0"), *evidence)
         findings.append(Finding("shifted-route-capture", "either", None, shown))
+    elif lost:
+        shown = (
+            Evidence("turns whose experts are others'", ", ".join(map(str, lost))),
+            *evidence,
+        )
+        findings.append(Finding("shifted-route-capture", "either", None, tuple(shown),
+                                alike=("corrupt-route-capture",)))  # fmt: skip
     elif at_chance:
         shown = (Evidence("layers near chance", len(at_chance), "0"), *evidence)
         alike = ("experts-differ", "stale-weights")
@@ -55,6 +63,16 @@ def routes(case: Case) -> Look | NotTested:
     else:
         findings += _far_flips(case, agreed[0] < 1, right, rows, columns, evidence)
     return Look(tuple(evidence), tuple(findings))
+
+
+def _turns_lost(case: Case, overlap: Floats, chance: float) -> list[int]:
+    """Turns whose experts agree far less than those of the turn that agrees most, if not all do."""
+    count = np.bincount(case.turn)
+    mean = np.bincount(case.turn, overlap) / np.maximum(count, 1)
+    turns = np.flatnonzero(count >= MIN_FLIPS)
+    best = mean[turns].max(initial=0.0)
+    lost = [int(n) for n in turns if best - mean[n] > CHANCE * (1 - chance)]
+    return lost if len(turns) > 1 else []
 
 
 def _overlap(

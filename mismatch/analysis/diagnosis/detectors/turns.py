@@ -1,0 +1,280 @@
+"""Faults that later turns have and the first has not: shifts, masks, another context.
+
+A response of a later turn stands behind an observation. A list that counts observations on one
+side alone moves what follows, a mask that is off lets tokens count that nobody sampled, and text
+that was encoded again, or a stale cache, gives the two sides other contexts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mismatch.analysis.diagnosis.case import Case, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.detectors.displacement import imbalance, legs_of
+from mismatch.analysis.diagnosis.detectors.position import JUMP, change, size
+from mismatch.types import Bools, Floats, Ints, NotTested
+
+ONE_TURN = "every sequence has one turn"
+MAX_SHIFT = 256  # tokens of observations that a list may be off by
+LEAST = 6  # tokens of a turn that moved
+NEAR = 0.05  # nats, within which two log-probabilities are the same token's
+OPEN = -0.05  # a log-probability below it says which token it belongs to
+FITS = 0.6  # share of a turn's open tokens that have to fit elsewhere
+CLEAR = 0.3  # share of the mismatch that must go with a shift
+FEW = 3  # turns, or tokens
+MOST = 0.95  # share of the turns that have to be alike
+MOST_TRIED = 1000  # turns that are held against other places
+STRETCH = 4  # tokens, over whose mean a stretch is judged
+UNLIKELY = -2.0  # nats of log p + entropy, on average over a stretch that nobody sampled
+SURPLUS = 0.05  # nats below 0 of mean log p + entropy, from which a mask is suspected
+OF_ROUNDING = 3.0  # times mean |delta|, that two laws as far apart may move it
+MIN_TOKENS = 100  # of the turns before, and of those that are off
+
+
+def several(case: Case) -> bool:
+    """Whether tokens of more than one turn are left."""
+    return len(np.unique(case.turn[case.kept])) > 1
+
+
+# ---------------------------------------------------------------- what was not sampled
+
+
+def unsampled(case: Case) -> Look | NotTested:
+    """Tokens that count as sampled and were not: what follows an end token inside a turn, and
+    stretches that neither law would have sampled; and end tokens that do not count, where turns
+    begin with the template's last token.
+
+    For tokens of a law mean(log p + its entropy) is 0; a tool's output lies far below.
+    """
+    after, stretches, early = _after_an_end(case), _stretches(case), _starts_early(case)
+    bad = after | stretches | early
+    evidence: tuple[Evidence, ...] = (
+        Evidence("tokens that count behind an end token, inside a turn", int(after.sum()), "0"),
+        Evidence("tokens in stretches that no law sampled", int(stretches.sum()), "0"),
+        Evidence("turns that count from a token too early", int(early.sum()), "0"),
+    )
+    if bad.sum() < FEW:
+        return Look(evidence)
+    effect = case.share(np.where(bad, 0.0, case.delta))
+    alike = () if after.any() else ("sampling-law", "appended-eos")
+    finding = Finding("action-mask", "either", effect, evidence, confirmed=bool(after.any()),
+                      alike=alike, repair=Repair(case.left, case.right, ~bad))  # fmt: skip
+    return Look(evidence, (finding,))
+
+
+def _ends(case: Case, ids: Ints) -> Bools:
+    """Which of these ids end a response; none where the engine does not say."""
+    return np.isin(ids, list(case.engine.fingerprint.get("stop_token_ids") or ()))
+
+
+def _runs(case: Case) -> Ints:
+    """First action token of every run of the mask."""
+    return np.flatnonzero((np.diff(case.rollout.actions, prepend=-2) != 1) | (case.index == 0))
+
+
+def _after_an_end(case: Case) -> Bools:
+    """[A] tokens of a run of the mask behind a sampled end token of the same run."""
+    ends = _ends(case, case.rollout.token_ids[case.rollout.actions]).astype(np.int64)
+    before, starts = np.cumsum(ends) - ends, _runs(case)  # end tokens before each token
+    return np.asarray(before > np.repeat(before[starts], np.diff(starts, append=len(before))))
+
+
+def _starts_early(case: Case) -> Bools:
+    """[A] first tokens of runs whose end token follows and does not count, if nearly all runs are
+    so and begin with the same token: a mask that is shifted to the left."""
+    rollout, early = case.rollout, np.zeros(len(case.left), bool)
+    starts = _runs(case)
+    last = rollout.actions[np.append(starts[1:], len(early)) - 1]
+    behind = np.minimum(last + 1, len(rollout.token_ids) - 1)
+    inside = rollout.sequence_of_token[behind] == rollout.sequence_of_token[last]
+    missed = inside & _ends(case, rollout.token_ids[behind]) & ~rollout.action_mask[behind]
+    ended = missed | _ends(case, rollout.token_ids[last])
+    first = rollout.token_ids[rollout.actions[starts]][missed]
+    same = np.unique(first, return_counts=True)[1].max(initial=0)
+    if missed.sum() >= max(FEW, MOST * ended.sum()) and same >= MOST * len(first):
+        early[starts[missed]] = True
+    return early
+
+
+def _stretches(case: Case) -> Bools:
+    """[A] tokens of stretches far below what was sampled; none where their law explains them."""
+    none = np.zeros(len(case.left), bool)
+    entropy = case.entropy
+    if entropy is None or case.kept.sum() < MIN_TOKENS:
+        return none
+    surplus = np.maximum(case.left, case.right) + entropy
+    whole = case.mean(surplus)
+    bound = max(SURPLUS, OF_ROUNDING * float(np.abs(case.delta[case.kept]).mean()))
+    if whole.high is None or whole.high > 0 or whole.value > -bound:
+        return none
+    bad = none.copy()
+    for row in case.rows:
+        if row.stop - row.start >= STRETCH:
+            low = np.convolve(surplus[row], np.full(STRETCH, 1 / STRETCH), "valid") < UNLIKELY
+            bad[row] = np.convolve(low, np.ones(STRETCH))[: row.stop - row.start] > 0
+    carried = float(-surplus[bad].sum()) / max(float(-surplus.sum()), 1e-9)
+    return bad if carried > 0.5 else none
+
+
+# ---------------------------------------------------------------- shifted from a turn on
+
+
+def shifted(case: Case) -> Look | NotTested:
+    """Turns whose log-probabilities fit the other side some tokens away, and the first do not."""
+    if not several(case):
+        return NotTested("shifts from a turn on", ONE_TURN)
+    right, kept = case.right.copy(), np.ones(len(case.right), bool)
+    shifts: list[tuple[int, int]] = []
+    tried = 0
+    for turn, inside, row in _turns(case):
+        if turn == 1 or not _apart(case.left[inside], case.right[inside]):
+            continue
+        tried += 1
+        found = _best_shift(case.left, case.right, inside, row) if tried <= MOST_TRIED else None
+        if found is None:
+            kept[inside] = tried <= MOST_TRIED
+            continue
+        shift, fits = found
+        shifts.append((turn, shift))
+        right[inside.start + fits] = case.right[inside.start + fits + shift]
+        kept[inside] = False
+        kept[inside.start + fits] = True
+    evidence: tuple[Evidence, ...] = (
+        Evidence("later turns that fit some tokens away", len(shifts), "0"),
+    )
+    if len(shifts) < FEW:
+        return Look(evidence)
+    values, counts = np.unique([shift for _, shift in shifts], return_counts=True)
+    evidence += (
+        Evidence("first of these turns", min(turn for turn, _ in shifts)),
+        Evidence("tokens that they are off by, mostly", int(values[counts.argmax()])),
+    )
+    repaired = case.repaired(case.left, right, kept)
+    effect = repaired.share(repaired.delta, case.delta)
+    if not above(effect, CLEAR):
+        return Look(evidence)
+    finding = Finding("misalignment", "either", effect, evidence, confirmed=True,
+                      alike=("action-mask", "retokenisation"),
+                      repair=Repair(case.left, right, kept))  # fmt: skip
+    return Look(evidence, (finding,))
+
+
+def _turns(case: Case) -> list[tuple[int, slice, slice]]:
+    """(turn, its action tokens, its sequence's action tokens) of all turns."""
+    moved = (np.diff(case.sequence) != 0) | (np.diff(case.turn) != 0)
+    starts = np.flatnonzero(np.concatenate([[True], moved]))
+    ends = np.append(starts[1:], len(case.turn))
+    rows = np.searchsorted([row.stop for row in case.rows], starts, "right")
+    return [(int(case.turn[a]), slice(int(a), int(b)), case.rows[row])
+            for a, b, row in zip(starts, ends, rows, strict=True)]  # fmt: skip
+
+
+def _apart(left: Floats, right: Floats) -> bool:
+    """Whether few of a turn's tokens have the same log-probability on both sides."""
+    telling = left < OPEN
+    return bool(telling.sum() >= LEAST and _fit(left, right)[telling].mean() < FITS / 2)
+
+
+def _best_shift(left: Floats, right: Floats, turn: slice, row: slice) -> tuple[int, Ints] | None:
+    """(shift, tokens that fit there) of a turn that fits right[t + shift]; None: it does not."""
+    here = left[turn]
+    telling = here < OPEN
+    best: tuple[int, int, Ints] | None = None
+    for shift in range(-MAX_SHIFT, MAX_SHIFT + 1):
+        low = max(turn.start + shift, row.start) - shift - turn.start
+        high = min(turn.stop + shift, row.stop) - shift - turn.start
+        if shift == 0 or high - low < LEAST:
+            continue
+        a = turn.start + shift
+        fits = np.flatnonzero(_fit(here[low:high], right[a + low : a + high])) + low
+        count = int(telling[fits].sum())
+        if best is None or count > best[0]:
+            best = count, shift, fits
+    if best is None or best[0] < max(LEAST, FITS * telling.sum()):
+        return None
+    return best[1], best[2]
+
+
+def _fit(left: Floats, right: Floats) -> Bools:
+    return np.asarray(np.abs(left - right) < NEAR + NEAR * np.abs(left))
+
+
+# ---------------------------------------------------------------- another context
+
+
+def context(case: Case) -> Look | NotTested:
+    """The turn from which |delta| is larger, where the turns before are calm and no position
+    tells it better."""
+    if not several(case):
+        return NotTested("another context from a turn on", ONE_TURN)
+    u = size(case)
+    last = int(case.turn[case.kept].max())
+    gains = {turn: _gain(case, u, case.turn >= turn) for turn in range(2, last + 1)}
+    turn = max(gains, key=lambda each: gains[each])
+    later = case.turn >= turn
+    before, after = (
+        float(u[part & case.kept].mean()) if (part & case.kept).any() else 0.0
+        for part in (~later, later)
+    )
+    evidence: tuple[Evidence, ...] = (
+        Evidence("turn that differs most from those before", turn),
+        Evidence("|delta| from it on over before", after / max(before, 1e-9), "1"),
+    )
+    if min((part & case.kept).sum() for part in (~later, later)) < MIN_TOKENS:
+        return Look(evidence)
+    rise = case.ratio(np.where(later, u, 0.0), np.where(later, before, 0.0) + 1e-12)
+    scan = change(case, u, case.position)
+    placed = scan is not None and _gain(case, u, case.position >= scan[0]) > gains[turn]
+    if placed or not above(rise, JUMP) or not case.beyond_rounding(later):
+        return Look(evidence)
+    if case.reference is not None and case.beyond_rounding(~later):
+        return Look(evidence)  # what begins with a turn leaves nothing before it
+    side = _side(case, later)
+    repair = _repaired(case, later, side, before / after)
+    effect = case.share(repair.right - repair.left)
+    if not above(effect, 0.2):
+        return Look(evidence)
+    cached = side == "engine" and bool(case.engine.fingerprint.get("prefix_caching"))
+    cause = "prefix-cache-stale" if cached else "turn-context"
+    alike = ["turn-context", "template-drift", "retokenisation", "misalignment"]
+    alike += [] if side == "trainer" else ["prefix-cache-stale"]
+    finding = Finding(cause, side, effect, evidence, repair=repair,
+                      alike=tuple(each for each in alike if each != cause))  # fmt: skip
+    return Look(evidence, (finding,))
+
+
+def _gain(case: Case, u: Floats, later: Bools) -> float:
+    """How far a split of the tokens in two raises the mean of the second part, in its spread."""
+    kept = case.kept
+    n, whole = float((~later & kept).sum()), float(kept.sum())
+    if n in (0.0, whole):
+        return -np.inf
+    total, first = float(u[kept].sum()), float(u[~later & kept].sum())
+    return (total * n / whole - first) / float(np.sqrt(n * (whole - n) / whole))
+
+
+def _side(case: Case, later: Bools) -> Side:
+    """Which side is far from float32 in these tokens."""
+    legs = legs_of(case)
+    if legs is None or imbalance(case, later) < 1.5:
+        return "either"
+    engine, trainer = (float(np.abs(leg[later & case.kept]).mean()) for leg in legs)
+    return "engine" if engine > trainer else "trainer"
+
+
+def _repaired(case: Case, later: Bools, side: Side, scale: float) -> Repair:
+    """The side at fault replaced by float32 in these tokens; else delta as large as before."""
+    if side == "either" or case.reference is None:
+        moved = case.left + np.where(later, case.delta * scale, case.delta)
+        return Repair(case.left, moved, exact=False)
+    if side == "engine":
+        return Repair(np.where(later, case.reference, case.left), case.right)
+    return Repair(case.left, np.where(later, case.reference, case.right))
+
+
+DETECTORS = (
+    Detector("unsampled", "pairing", ("action-mask",), unsampled, order=9),
+    Detector("turn-shift", "pairing", ("misalignment",), shifted, order=11),
+    Detector("by-turn", "position", ("turn-context", "prefix-cache-stale"), context, order=23),
+)
