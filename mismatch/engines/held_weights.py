@@ -146,7 +146,7 @@ def _axis(module: Any, leaf: str) -> int | None:
 
 
 def _whole_experts(
-    module: Any, leaf: str, value: Any, halves: bool, ranks: Ranks
+    module: Any, leaf: str, value: torch.Tensor | str, halves: bool, ranks: Ranks
 ) -> torch.Tensor | str:
     """[E, out, in] or [E, out] of all ranks, which hold slices of every expert."""
     if isinstance(value, str) or ranks.count == 1:
@@ -156,11 +156,9 @@ def _whole_experts(
     import torch
 
     if leaf.startswith("w2"):  # outputs are added up: the first rank alone adds the bias
-        summed: torch.Tensor = ranks.gather(value, 2) if leaf == "w2_weight" else value
-        return summed
+        return ranks.gather(value, 2) if leaf == "w2_weight" else value
     parts = value.chunk(2, 1) if halves else (value,)
-    whole: torch.Tensor = torch.cat([ranks.gather(part, 1) for part in parts], 1)
-    return whole
+    return torch.cat([ranks.gather(part, 1) for part in parts], 1)
 
 
 def experts_prefix(path: str) -> str:
