@@ -176,7 +176,8 @@ def engine_shared(place: Path, model: str, planted: str) -> Iterator[None]:
 
     def shared(self: Any) -> Any:
         engine = to_dict(self.spec.rollout)["engine"]
-        key = json.dumps([model, engine, planted if planted.startswith("engine") else ""])
+        tokens = [(one.index, one.tokens) for one in self.sequences]
+        key = json.dumps([model, engine, planted if planted.startswith("engine") else "", tokens])
         kept = place / "engines" / hashlib.sha256(key.encode()).hexdigest()[:16]
         folder = self._folder(self.engine)
         if kept.exists():
@@ -229,7 +230,7 @@ def row_of(model: str, fault: Fault, found: Location) -> dict[str, Any]:
     row["not tested"] = [str(one) for one in found.not_tested]
     if not fault.side:
         return row | {
-            "right": verdict.status == "none",
+            "right": verdict.status == "none" and not found.not_tested,
             "named": "; ".join(s.name for s, _ in named),
         }
     side, group = named[0] if len(named) == 1 else (None, None)
