@@ -24,7 +24,7 @@ from mismatch.models import EMBEDDED
 from mismatch.pipeline.document import report_from_json
 from mismatch.reports.formatting import brief, percent, text
 from mismatch.reports.markdown import show_table
-from mismatch.reports.section import Column, Table
+from mismatch.reports.section import Cells, Column, Table
 from mismatch.reports.terminal import print_report
 from mismatch.run import store
 from mismatch.types import Report
@@ -99,7 +99,7 @@ def write_table(reports: dict[str, Report]) -> None:
         Column("routing flips", percent),
         Column("verdict", text),
     )
-    rows = []
+    rows: list[Cells] = []
     for name, report in reports.items():
         comparison = report.comparisons[0]
         values = [comparison.metrics[metric].value for metric in METRICS]
