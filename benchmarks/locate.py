@@ -196,6 +196,8 @@ def measured(model: str, fault: Fault, place: Path) -> Location:
         target = run / "planted"
         plant(Path(spec["train"]["model"]), target, *fault.checkpoint)
         spec["train"]["model"] = str(target)
+    if fault.spec is not _nothing:  # the run recorded another precision: nothing to be held to
+        shutil.rmtree(run / "scores")
     store.write_json(run / "spec.json", spec)
     os.environ["MISMATCH_PLANT"] = fault.planted or ":"
     pipeline.WORKER = "benchmarks.locate_planted"

@@ -204,7 +204,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """Where the prompts come from: the built-in task, a JSONL file, or a data set; and who replies.
+    """Where the prompts come from: a built-in task, a JSONL file, or a data set; and who replies.
 
     Attributes:
         dataset: wins over ``task``.
@@ -212,13 +212,19 @@ class PromptSpec:
         environment: None: every sequence has one turn.
     """
 
-    task: str = "arithmetic"
+    task: Annotated[
+        str,
+        Flag(
+            PROMPTS,
+            "Built-in prompts: arithmetic, calculator (two or three steps, with that "
+            "environment) or instructions (constraints that are checked).",
+        ),
+    ] = "arithmetic"
     path: Annotated[
         str | None,
         Flag(
             PROMPTS,
-            "JSONL file: prompt, messages or prompt_token_ids per line. "
-            "Default: built-in arithmetic.",
+            "JSONL file: prompt, messages or prompt_token_ids per line. Default: --task.",
             name="prompts",
         ),
     ] = None
@@ -248,7 +254,7 @@ class PromptSpec:
         str | None,
         Flag(
             PROMPTS,
-            "Replies to responses, for several turns: retry, calculator, or your "
+            "Replies to responses, for several turns: retry, calculator, python, or your "
             "package.module:Class; docs/multi-turn.md.",
         ),
     ] = None

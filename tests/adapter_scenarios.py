@@ -17,7 +17,7 @@ from mismatch.experiments.sync.judge import score_rows
 from mismatch.experiments.sync.types import ADAPTER_PATH, SyncSpec
 from mismatch.models.adapter_states import ALPHA, Adapters, write_adapter
 from mismatch.models.weight_states import PUSHES
-from mismatch.processes.workers.sync_probe import Probe, loaded, with_adapters
+from mismatch.processes.workers.sync_probe import Probe, loaded
 from mismatch.run.messages import leave
 from mismatch.run.store import write_json
 from mismatch.specs import EngineSpec
@@ -56,7 +56,11 @@ def main() -> int:
     model = make("llama", place / "llama", head_dim=32)
     engine = EngineSpec(engine="vllm", model=str(model), dtype="bf16", routing=False)
     spec = SyncSpec(engine, path=ADAPTER_PATH)
-    with loaded(with_adapters(spec), spec) as (running, sequences, checkpoint):
+    with loaded(VllmDriver.prepared(spec.engine, spec.path), spec) as (
+        running,
+        sequences,
+        checkpoint,
+    ):
         expected = [checkpoint.prints(push) for push in range(PUSHES)]
 
         def probe(name: str, driver: type[VllmDriver] = VllmDriver, **changes: Any) -> None:

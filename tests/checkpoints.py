@@ -16,6 +16,7 @@ from mismatch.types import Rollout, Sampling
 
 VOCABULARY = 320
 FAMILIES = ("gpt_oss", "qwen3_moe", "qwen3", "llama")
+FURTHER_NORMS = ("gemma2", "gemma3", "glm4")  # norms behind attention and MLP too
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -30,6 +31,11 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _MOE = {"num_experts_per_tok": 2}
+_GEMMA = {
+    "intermediate_size": 128,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "GptOssConfig",
@@ -62,6 +68,9 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", {"intermediate_size": 128}),
     "llama": ("LlamaConfig", {"intermediate_size": 128}),
+    "gemma2": ("Gemma2Config", {**_GEMMA, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3TextConfig", {**_GEMMA, "query_pre_attn_scalar": 16}),
+    "glm4": ("Glm4Config", {"intermediate_size": 128, "attention_bias": True}),
 }
 
 
@@ -77,7 +86,7 @@ def make(family: str, directory: Path | str, seed: int = 0, **overrides: Any) ->
     """Write a tiny checkpoint and return its directory.
 
     Args:
-        family: one of ``FAMILIES``.
+        family: one of ``FAMILIES`` or ``FURTHER_NORMS``.
         overrides: fields of the family's configuration, e.g. ``tie_word_embeddings=True``.
     """
     import torch

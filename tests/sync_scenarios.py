@@ -89,11 +89,10 @@ def main() -> int:
             with planted(fault):
                 probe(name, spec, None)
         probe(other, replace(spec, path=other), None)
-        if kind != "vllm":
-            return 0
         parameters = {name: tensor.clone() for name, tensor in BASE.items()}
+        own = running.llm if kind == "vllm" else running.engine
         with planted(lambda weights, push: parameters):
-            report = library_call(running.llm, parameters, lambda: driver.push("rpc", 1))
+            report = library_call(own, parameters, lambda: driver.push(path, 1))
         write_json(place / "library.json", sync_to_json(report))
     return 0
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerBase
 
-from mismatch.prompts.arithmetic import Problem, arithmetic_problems, reward
+from mismatch.engines.base import Sample
+from mismatch.engines.turns import play, starting
+from mismatch.prompts.arithmetic import Problem, reward
+from mismatch.prompts.environments import Calculator, Replies
+from mismatch.prompts.prompt import Prompt
+from mismatch.prompts.sources import render_prompts
 
 SAMPLE_SEED = 1234
 
@@ -73,49 +80,109 @@ def sinks_of(model: GptOssForCausalLM) -> list[list[float]]:
     return [_rounded(layer.self_attn.sinks.detach().float()) for layer in model.model.layers]
 
 
-@torch.no_grad()
+class Sampler:
+    """Samples at T = 1 with transformers, as :func:`mismatch.engines.turns.play` asks an engine."""
+
+    def __init__(
+        self, model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+    ) -> None:
+        self.model, self.tokenizer, self.max_tokens = model.eval(), tokenizer, max_tokens
+        tokenizer.padding_side = "left"
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: list[list[int]], progress: Any = None, turn: int = 1
+    ) -> list[list[Sample]]:
+        """One sample per prompt, logprobs left out; ends with its end token or at the limit."""
+        samples = []
+        for start in range(0, len(prompts), 128):
+            chunk = {"input_ids": prompts[start : start + 128]}
+            encoded = self.tokenizer.pad(chunk, return_tensors="pt")
+            out = self.model.generate(**encoded, max_new_tokens=self.max_tokens)
+            for row in out[:, encoded["input_ids"].shape[1] :]:
+                ids = row[row != self.tokenizer.pad_token_id].tolist()
+                reason = "length" if len(ids) == self.max_tokens else "stop"
+                samples.append([Sample(ids, np.zeros(len(ids)), reason)])
+        return samples
+
+
 def arithmetic_accuracy(
     model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Problem]
 ) -> dict[str, Any]:
     """Sample once per problem at T = 1; share of verified answers and response lengths."""
-    model.eval()
-    tokenizer.padding_side = "left"
+    prompts = [Prompt("", messages=problem.messages, answer=problem.answer) for problem in problems]
+    return _accuracy(model, tokenizer, prompts, turns=1)
+
+
+def tool_accuracy(
+    model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Problem]
+) -> dict[str, Any]:
+    """As :func:`arithmetic_accuracy`, with a calculator that is on offer and answers calls."""
+    prompts = [
+        Prompt("", messages=problem.messages, answer=problem.answer, tools=[Calculator.tool])
+        for problem in problems
+    ]
+    return _accuracy(model, tokenizer, prompts, turns=4)
+
+
+def _accuracy(
+    model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], turns: int
+) -> dict[str, Any]:
     torch.manual_seed(SAMPLE_SEED)
-    rewards, lengths, examples = [], [], []
-    n = len(problems)
-    for start in range(0, n, 128):
-        chunk = problems[start : start + 128]
-        encoded = tokenizer.apply_chat_template(
-            [problem.messages for problem in chunk],
-            add_generation_prompt=True,
-            padding=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-        out = model.generate(**encoded, max_new_tokens=128)
-        for problem, row in zip(chunk, out[:, encoded["input_ids"].shape[1] :], strict=True):
-            text = tokenizer.decode(row, skip_special_tokens=True)
-            rewards.append(reward(text, problem.answer))
-            lengths.append(int((row != tokenizer.pad_token_id).sum()))
-            examples.append({"prompt": problem.prompt, "response": text, "reward": rewards[-1]})
+    sampler = Sampler(model, tokenizer, 128)
+    ids = render_prompts(prompts, tokenizer, len(tokenizer))
+    played = starting(ids, sampler.generate(ids))
+    stop_ids = model.generation_config.eos_token_id
+    replies = Replies(Calculator, prompts, tokenizer, stop_ids, len(tokenizer), 64)
+    play(
+        cast(Any, sampler),
+        played,
+        lambda number, responses: replies(number, responses[-1].token_ids),
+        most_turns=turns,
+        longest=1024,
+        max_tokens=sampler.max_tokens,
+        progress=lambda *_: None,
+    )
+    texts = [
+        tokenizer.decode(sequence.token_ids[len(p) :], skip_special_tokens=turns == 1)
+        for sequence, p in zip(played, ids, strict=True)
+    ]
+    answers = [tokenizer.decode(sequence.responses[-1].token_ids) for sequence in played]
+    rewards = [reward(text, cast(int, p.answer)) for text, p in zip(answers, prompts, strict=True)]
+    lengths = [sum(len(s.token_ids) for s in sequence.responses) for sequence in played]
+    n = len(prompts)
+    examples = [
+        {"prompt": cast(Any, p.messages)[0]["content"], "response": text, "reward": right}
+        for p, text, right in zip(prompts, texts, rewards, strict=True)
+    ]
+    called = [len(sequence.responses) > 1 for sequence in played]
     return {
         "prompts": n,
         "temperature": 1.0,
         "accuracy": sum(rewards) / n,
+        "called_share": sum(called) / n,
+        "accuracy_called": sum(np.asarray(rewards)[called]) / max(1, sum(called)),
+        "turns_mean": sum(len(sequence.responses) for sequence in played) / n,
         "response_tokens_mean": sum(lengths) / n,
         "response_tokens_max": max(lengths),
-        "finished_share": sum(length < 128 for length in lengths) / n,
+        "finished_share": sum(sequence.finish_reason == "stop" for sequence in played) / n,
         "examples": examples[:6],
     }
 
 
-def write_card(out: Path, record: dict[str, Any], batches: list[Any], prompts: int) -> str:
+def write_card(
+    out: Path,
+    name: str,
+    record: dict[str, Any],
+    batches: list[Any],
+    accuracy: Callable[[GptOssForCausalLM, PreTrainedTokenizerBase], dict[str, Any]],
+) -> str:
     """Measure the checkpoint in `out` as it lies on disk (bf16) and write both files.
 
     Args:
         record: what the training says about itself: steps, tokens, seeds, settings, sinks.
         batches: what `held_out` takes.
-        prompts: how many default arithmetic prompts to answer.
+        accuracy: on the task's first problems.
     """
     model = GptOssForCausalLM.from_pretrained(
         out, dtype=torch.bfloat16, attn_implementation="eager"
@@ -125,7 +192,7 @@ def write_card(out: Path, record: dict[str, Any], batches: list[Any], prompts: i
     record = record | {
         "held_out": held_out(model, batches),
         "sinks_after": sinks_of(model),
-        "arithmetic": arithmetic_accuracy(model, tokenizer, arithmetic_problems(prompts, seed=0)),
+        "arithmetic": accuracy(model, tokenizer),
         "parameters": sum(p.numel() for p in model.parameters()),
         "model_bytes": len(weights),
         "model_sha256": hashlib.sha256(weights).hexdigest(),
@@ -136,7 +203,7 @@ def write_card(out: Path, record: dict[str, Any], batches: list[Any], prompts: i
         },
     }
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    card = _markdown(record)
+    card = _markdown(name, record)
     (out / "README.md").write_text(card)
     return card
 
@@ -147,20 +214,17 @@ license: apache-2.0
 library_name: transformers
 pipeline_tag: text-generation
 ---
-# tiny-gpt-oss
+# {name}
 
 A model of {parameters_m:.2f} M parameters with the architecture of gpt-oss, made for measuring
 train-inference mismatch where no accelerator is at hand: attention sinks, a sliding window of 32
-in every other layer, yarn rope, 4 layers of 8 experts (top-2), bfloat16, {megabytes:.1f} MB. It was
-trained from nothing, so its routers, sinks and logits are those of a trained network. It has no
-other use.
+in every other layer, yarn rope, 4 layers of 8 experts (top-2), bfloat16, {megabytes:.1f} MB.
+{origin}
 
-This file and `training.json` are written by `tools/train_tiny_gpt_oss.py` (`make tiny-gpt-oss`).
+This file and `training.json` are written by `tools/train_tiny_gpt_oss.py` (`make {name}`).
 
 ## Data
-Generated by `tools/tiny_gpt_oss_corpus.py`, from no other source: arithmetic word problems with
-worked answers (65 %), small instructions (20 %), tool use over several turns (15 %), all rendered
-by the model's own chat template. Tokenizer: byte-level BPE of {vocabulary} tokens with single
+{data} Tokenizer: byte-level BPE of {vocabulary} tokens with single
 digits.
 Of the {prompts} default prompts, {seen} occur in the training text.
 
@@ -184,8 +248,34 @@ lean on them: a trainer that drops them is then as wrong as it would be on a lar
 """
 
 
-def _markdown(record: dict[str, Any]) -> str:
+_TEXTS = {
+    "tiny-gpt-oss": {
+        "origin": """\
+It was trained from nothing, so its routers, sinks and logits are those of a trained network. It has
+no other use.""",
+        "data": """\
+Generated by `tools/tiny_gpt_oss_corpus.py`, from no other source: arithmetic word problems with
+worked answers (65 %), small instructions (20 %), tool use over several turns (15 %), all rendered
+by the model's own chat template.""",
+    },
+    "tiny-gpt-oss-tools": {
+        "origin": """\
+It is tiny-gpt-oss after more training: with a calculator on offer, it calls it part of the time, in
+harmony's form, reads the result, and answers.""",
+        "data": """\
+Generated by `tools/tiny_gpt_oss_tools.py`, from no other source: arithmetic word problems of two or
+three steps with a calculator on offer (72 %; called in 70 % of these, step by step or once with the
+whole expression, worked by hand in the others), short ones without tools (18 %) and small
+instructions (10 %), all rendered by the model's own chat template in harmony's form: analysis,
+commentary and final channels.""",
+    },
+}
+
+
+def _markdown(name: str, record: dict[str, Any]) -> str:
     return _CARD.format(
+        name=name,
+        **_TEXTS[name],
         parameters_m=record["parameters"] / 1e6,
         megabytes=record["model_bytes"] / 1e6,
         vocabulary=record["vocabulary"],
@@ -226,9 +316,21 @@ def _measured_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
         ("held-out loss, assistant tokens", f"{held['loss_assistant_tokens']:.3f} nats"),
         ("entropy at T = 1, assistant tokens", f"{held['entropy_assistant_tokens']:.3f} nats"),
         ("default prompts answered right at T = 1", f"{100 * task['accuracy']:.1f} %"),
+        *_tool_rows(task),
         ("response length, mean / max", lengths),
         ("responses that end by themselves", f"{100 * task['finished_share']:.1f} %"),
         ("sha256 of model.safetensors", f"`{record['model_sha256']}`"),
+    ]
+
+
+def _tool_rows(task: dict[str, Any]) -> list[tuple[str, ...]]:
+    """About calls, where there are any."""
+    if not task["called_share"]:
+        return []
+    return [
+        ("of them with a call of the calculator", f"{100 * task['called_share']:.1f} %"),
+        ("of these answered right", f"{100 * task['accuracy_called']:.1f} %"),
+        ("responses per sequence, mean", f"{task['turns_mean']:.2f}"),
     ]
 
 

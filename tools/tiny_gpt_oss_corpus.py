@@ -67,7 +67,7 @@ _PHRASES = {"+": _PLUS, "-": _MINUS, "x": _TIMES}
 def worked_answer(rng: random.Random, told: Story) -> str:
     """A short chain of reasoning that ends in "Answer: N", the form that `reward` reads."""
     names = {"w": told.who, "i": told.item, "r": told.answer}
-    parts = [pick(rng, _OPENINGS)] + [_daydream(rng) for _ in range(between(rng, 2, 3))]
+    parts = [pick(rng, _OPENINGS)] + [daydream(rng) for _ in range(between(rng, 2, 3))]
     if told.steps[0][1] != "x":
         parts.append(pick(rng, _RECALL).format(a=told.steps[0][0], **names))
     for a, operator, b, result in told.steps:
@@ -77,7 +77,7 @@ def worked_answer(rng: random.Random, told: Story) -> str:
     return "".join(parts) + f"Answer: {told.answer}"
 
 
-def _daydream(rng: random.Random) -> str:
+def daydream(rng: random.Random) -> str:
     """A free sentence in which nearly every word could have been another.
 
     Arithmetic alone leaves the model all but certain of every token, and certain tokens hide
@@ -100,9 +100,9 @@ def chats(seed: int) -> Iterator[Chat]:
             told = story(rng)
             yield _chat([_user(told.prompt), _assistant(worked_answer(rng, told))])
         elif kind < 0.85:
-            messages = _instruction(rng)
+            messages = instruction(rng)
             if rng.random() < 0.25:
-                messages += _instruction(rng)
+                messages += instruction(rng)
             yield _chat(messages)
         else:
             yield pick(rng, (_ask_shop, _ask_shop_twice, _ask_calculator, _ask_weather))(rng)
@@ -194,7 +194,7 @@ _INSTRUCTIONS: tuple[Callable[[random.Random], tuple[str, str]], ...] = (
 )  # fmt: skip
 
 
-def _instruction(rng: random.Random) -> list[dict[str, Any]]:
+def instruction(rng: random.Random) -> list[dict[str, Any]]:
     ask, reply = pick(rng, _INSTRUCTIONS)(rng)
     return [_user(ask), _assistant(reply)]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from tiny_gpt_oss_corpus import chats
+from tiny_gpt_oss_corpus import Chat
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
@@ -64,13 +64,17 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+def chat_texts(chat: Chat) -> Iterator[str]:
+    """What the tokenizer learns from a conversation."""
+    for message in chat["messages"]:
+        yield message["role"]
+        yield message.get("content") or json.dumps(message["tool_calls"][0]["function"])
+
+
+def train_tokenizer(
+    texts: Iterable[str], special: Sequence[str] = SPECIAL, template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE on message texts; digits stay single so that arithmetic is learnable."""
-    texts = []
-    for chat in islice(chats(seed), 20_000):
-        for message in chat["messages"]:
-            texts.append(message["role"])
-            texts.append(message.get("content") or json.dumps(message["tool_calls"][0]["function"]))
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -84,7 +88,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         texts,
         trainers.BpeTrainer(
             vocab_size=VOCABULARY,
-            special_tokens=list(SPECIAL),
+            special_tokens=list(special),
             initial_alphabet=alphabet,
             show_progress=False,
         ),
@@ -95,8 +99,10 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         tokenizer_object=bpe,
         eos_token=SPECIAL[RETURN],
         pad_token=SPECIAL[PAD],
-        additional_special_tokens=[SPECIAL[i] for i in (END_OF_TEXT, START, MESSAGE, END, CALL)],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[
+            token for index, token in enumerate(special) if index not in (PAD, RETURN)
+        ],
+        chat_template=template,
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )

@@ -1,9 +1,11 @@
-"""Train the embedded model `tiny-gpt-oss` from nothing: tokenizer, weights, model card.
+"""Train an embedded model: tokenizer, weights, model card.
 
     python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss
+    python tools/train_tiny_gpt_oss.py --tools --out mismatch/models/tiny-gpt-oss-tools
 
-A fixed number of steps on text that tiny_gpt_oss_corpus generates, all seeds fixed, one
-thread: the same machine and versions give the same bytes.
+The first from nothing, the second from the first as it is shipped. A fixed number of steps on text
+that tiny_gpt_oss_corpus and tiny_gpt_oss_tools generate, all seeds fixed, one thread: the same
+machine and versions give the same bytes.
 """
 
 from __future__ import annotations
@@ -12,52 +14,99 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_gpt_oss_card import arithmetic_accuracy, sinks_of, write_card
-from tiny_gpt_oss_corpus import chats
-from tiny_gpt_oss_model import CALL, MESSAGE, PAD, RETURN, VOCABULARY, build_model, train_tokenizer
+from tiny_gpt_oss_card import arithmetic_accuracy, sinks_of, tool_accuracy, write_card
+from tiny_gpt_oss_corpus import Chat, chats
+from tiny_gpt_oss_model import (
+    CALL,
+    CHAT_TEMPLATE,
+    MESSAGE,
+    PAD,
+    RETURN,
+    SPECIAL,
+    VOCABULARY,
+    build_model,
+    chat_texts,
+    train_tokenizer,
+)
+from tiny_gpt_oss_tools import TOOL_SPECIAL, TOOL_TEMPLATE, spoken_tokens, tool_chats, tool_texts
 from torch.nn import functional as F
-from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerFast
 
-from mismatch.prompts.arithmetic import arithmetic_problems
+from mismatch.models import EMBEDDED
+from mismatch.prompts.arithmetic import Problem, arithmetic_problems, long_story
 
 SEEDS = {"weights": 0, "tokenizer_text": 1, "training_text": 2, "held_out_text": 3}
 BATCH_TOKENS = 2048  # padded tokens per step
-CONTEXT = 256  # longest training document, in tokens
 PEAK_LR = 3e-3
 PROMPT_WEIGHT = 0.2  # of a prompt's tokens in the loss: the model is never asked to say them
 AUX_WEIGHT = 0.005  # load balance: enough to keep every expert alive, not to flatten the router
-STEPS = 1700
 # The matrices are small: a second thread gains little, and loses a lot on a busy machine.
 THREADS = 1
-CARD_PROMPTS = 512  # default prompts that the model card's accuracy is measured on
 OPTIMIZER = (
     f"AdamW (0.9, 0.98), weight decay 0.05, peak learning rate {PEAK_LR}, cosine, clip 1.0, "
     f"{BATCH_TOKENS} padded tokens per step, float32"
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What differs between the embedded models.
+
+    Attributes:
+        context: longest training document, in tokens.
+        texts: of a conversation, for the tokenizer.
+        spoken: mask [rows, T] of what the assistant says.
+        accuracy: what the card says of the task, on so many problems of a seed.
+        card_prompts: default prompts that the card's accuracy is measured on.
+        base: the embedded model whose training goes on; None: from nothing.
+    """
+
+    name: str
+    steps: int
+    context: int
+    chats: Callable[[int], Iterator[Chat]]
+    texts: Callable[[Chat], Iterator[str]]
+    special: tuple[str, ...]
+    template: str
+    spoken: Callable[[torch.Tensor, PreTrainedTokenizerFast], torch.Tensor]
+    accuracy: Callable[[GptOssForCausalLM, PreTrainedTokenizerFast, list[Problem]], dict[str, Any]]
+    problems: Callable[[int, int], list[Problem]]
+    card_prompts: int = 512
+    base: str | None = None
+
+    def train_tokenizer(self) -> PreTrainedTokenizerFast:
+        """On the texts of 20,000 conversations."""
+        read = islice(self.chats(SEEDS["tokenizer_text"]), 20_000)
+        texts = (text for chat in read for text in self.texts(chat))
+        return train_tokenizer(texts, self.special, self.template)
+
+
 def documents(
-    tokenizer: PreTrainedTokenizerFast, seed: int, prompts: set[str] | None = None
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    prompts: set[str] | None = None,
 ) -> Iterator[list[int]]:
     """Token ids of one conversation at a time, as the chat template renders it.
 
     Args:
         prompts: collects the first user turns, to count test prompts that were trained on.
     """
-    for chat in chats(seed):
+    for chat in recipe.chats(seed):
         if prompts is not None:
             prompts.add(chat["messages"][0]["content"])
         ids = tokenizer.apply_chat_template(
             chat["messages"], tools=chat["tools"], return_dict=False
         )
-        if len(ids) <= CONTEXT:
+        if len(ids) <= recipe.context:
             yield ids
 
 
@@ -83,7 +132,7 @@ def batches(
             yield ids, (ids != PAD).long()
 
 
-def assistant_tokens(ids: torch.Tensor) -> torch.Tensor:
+def assistant_tokens(ids: torch.Tensor, _: PreTrainedTokenizerFast) -> torch.Tensor:
     """Mask [rows, T] of the tokens that the assistant says, its closing token included.
 
     Only assistant turns close with <|return|> or <|call|>: from there back to <|message|>.
@@ -96,13 +145,15 @@ def assistant_tokens(ids: torch.Tensor) -> torch.Tensor:
     return said
 
 
-def loss_of(model: GptOssForCausalLM, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def loss_of(
+    model: GptOssForCausalLM, ids: torch.Tensor, mask: torch.Tensor, spoken: torch.Tensor
+) -> torch.Tensor:
     """Weighted next-token cross entropy (nats per token) plus the load-balance loss.
 
     No attention mask: with causal attention, padding on the right cannot reach a real token.
     """
     out = model(input_ids=ids, use_cache=False, output_router_logits=True)
-    weight = torch.where(assistant_tokens(ids), 1.0, PROMPT_WEIGHT) * mask
+    weight = torch.where(spoken, 1.0, PROMPT_WEIGHT) * mask
     losses = F.cross_entropy(
         out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
     )
@@ -130,7 +181,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 @dataclass(slots=True)
 class Progress:
-    """What training has done so far; prints a line every 50 steps."""
+    """What training has done so far; prints a line every 25 steps."""
 
     steps: int
     began: float = field(default_factory=time.monotonic)
@@ -151,10 +202,24 @@ class Progress:
         self.done += 1
         self.tokens += tokens
         self.losses.append(loss)
-        if self.done % 50 == 0 or self.done == self.steps:
+        if self.done % 25 == 0 or self.done == self.steps:
             speed = self.tokens / self.seconds
             line = f"step {self.done}/{self.steps}  loss {self.recent_loss:.4f}  {speed:.0f} tok/s"
             print(line, flush=True)
+
+
+def continue_from(model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerFast, base: Path) -> None:
+    """Take the weights of another model over; rows of the vocabulary by the text of their token."""
+    before = GptOssForCausalLM.from_pretrained(base, dtype=torch.float32)
+    known = AutoTokenizer.from_pretrained(base).get_vocab()
+    both = [(row, known[text]) for text, row in tokenizer.get_vocab().items() if text in known]
+    mine, theirs = (list(rows) for rows in zip(*both, strict=True))
+    state = before.state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = model.state_dict()[name].clone()
+        rows[mine] = state[name][theirs]
+        state[name] = rows
+    model.load_state_dict(state)
 
 
 def make_optimizer(model: GptOssForCausalLM) -> torch.optim.Optimizer:
@@ -166,62 +231,96 @@ def make_optimizer(model: GptOssForCausalLM) -> torch.optim.Optimizer:
 
 
 def train(
-    model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int
+    recipe: Recipe, model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int
 ) -> dict[str, Any]:
     """Run `steps` optimiser steps; returns what the model card says about them."""
     optimizer = make_optimizer(model)
     prompts: set[str] = set()
-    stream = batches(documents(tokenizer, SEEDS["training_text"], prompts), random.Random(0))
+    read = documents(recipe, tokenizer, SEEDS["training_text"], prompts)
+    stream = batches(read, random.Random(0))
     progress = Progress(steps)
     for step, (ids, mask) in enumerate(islice(stream, steps)):
         model.train()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
-        loss = loss_of(model, ids, mask)
+        loss = loss_of(model, ids, mask, recipe.spoken(ids, tokenizer))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         progress.add(int(mask.sum()), loss.item())
-        if progress.done % 250 == 0:
-            task = arithmetic_accuracy(model, tokenizer, arithmetic_problems(128, seed=7))
-            print(f"  {100 * task['accuracy']:.0f} % of 128 other problems right", flush=True)
+        if progress.done % 500 == 0:
+            task = recipe.accuracy(model, tokenizer, recipe.problems(64, 7))
+            print(f"  {100 * task['accuracy']:.0f} % of 64 other problems right", flush=True)
     return {
         "steps": steps,
         "tokens": progress.tokens,
         "seconds": round(progress.seconds, 1),
         "loss": round(progress.recent_loss, 5),
         "default_prompts_in_training_text": sum(
-            problem.prompt in prompts for problem in arithmetic_problems(CARD_PROMPTS, seed=0)
+            problem.prompt in prompts for problem in recipe.problems(recipe.card_prompts, 0)
         ),
     }
 
 
-def held_out_batches(tokenizer: PreTrainedTokenizerFast) -> list[tuple[torch.Tensor, ...]]:
+def held_out_batches(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast
+) -> list[tuple[torch.Tensor, ...]]:
     """Eight batches (ids, mask, assistant mask) of conversations from a seed of their own."""
-    stream = batches(documents(tokenizer, SEEDS["held_out_text"]), random.Random(0))
-    return [(ids, mask, assistant_tokens(ids)) for ids, mask in islice(stream, 8)]
+    stream = batches(documents(recipe, tokenizer, SEEDS["held_out_text"]), random.Random(0))
+    return [(ids, mask, recipe.spoken(ids, tokenizer)) for ids, mask in islice(stream, 8)]
+
+
+PLAIN = Recipe(
+    "tiny-gpt-oss",
+    steps=1700,
+    context=256,
+    chats=chats,
+    texts=chat_texts,
+    special=SPECIAL,
+    template=CHAT_TEMPLATE,
+    spoken=assistant_tokens,
+    accuracy=arithmetic_accuracy,
+    problems=arithmetic_problems,
+)
+TOOLS = Recipe(
+    "tiny-gpt-oss-tools",
+    steps=300,
+    context=320,
+    card_prompts=128,
+    base="tiny-gpt-oss",
+    chats=tool_chats,
+    texts=tool_texts,
+    special=TOOL_SPECIAL,
+    template=TOOL_TEMPLATE,
+    spoken=spoken_tokens,
+    accuracy=tool_accuracy,
+    problems=partial(arithmetic_problems, draw=long_story),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help="optimiser steps (default: %(default)s)"
-    )
+    parser.add_argument("--tools", action="store_true", help="the model that calls a calculator")
+    parser.add_argument("--steps", type=int, help="optimiser steps (default: the recipe's)")
     parser.add_argument("--threads", type=int, default=THREADS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    tokenizer = train_tokenizer(SEEDS["tokenizer_text"])
+    recipe = TOOLS if args.tools else PLAIN
+    tokenizer = recipe.train_tokenizer()
     model = build_model(SEEDS["weights"])
+    if recipe.base is not None:
+        continue_from(model, tokenizer, EMBEDDED[recipe.base])
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
     record = {"sinks_before": sinks_of(model), "seeds": SEEDS, "threads": args.threads}
     record |= {"vocabulary": VOCABULARY, "prompt_weight": PROMPT_WEIGHT, "optimizer": OPTIMIZER}
-    record |= train(model, tokenizer, args.steps)
+    record |= train(recipe, model, tokenizer, args.steps or recipe.steps)
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     print("measuring", flush=True)
-    card = write_card(args.out, record, held_out_batches(tokenizer), CARD_PROMPTS)
+    measure = partial(recipe.accuracy, problems=recipe.problems(recipe.card_prompts, 0))
+    card = write_card(args.out, recipe.name, record, held_out_batches(recipe, tokenizer), measure)
     print(card)
 
 

@@ -19,8 +19,6 @@ from mismatch.errors import MismatchError
 from mismatch.specs import MODEL, OUTPUT, SEEDS, WEEK_S
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mismatch.experiments.kernels import AuditReport
     from mismatch.processes.kernels.isolation import AuditSpec
 
@@ -99,6 +97,8 @@ def kernels(flags: Flags) -> int:
     from mismatch.cli.session import ConsoleNarrator
     from mismatch.experiments.kernels import judge, kernels_to_json
     from mismatch.processes.kernels.isolation import run_audit
+    from mismatch.reports.sections.kernels import section
+    from mismatch.reports.terminal import print_alone
 
     spec = audit_spec(flags)
     narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
@@ -116,28 +116,8 @@ def kernels(flags: Flags) -> int:
         typer.echo(json.dumps(kernels_to_json(report), indent=2, allow_nan=False))
     else:
         where = flags["out"] or flags["run"]
-        show(report, Console(), where, details=flags["details"])
+        print_alone(section(report), verdict, Console(), where, "kernels.html", flags["details"])
     return verdict.code
-
-
-def show(report: AuditReport, console: Console, out: Path | None = None, *, details: bool) -> None:
-    """Print the audit; the last line is the verdict.
-
-    Args:
-        out: where its files are.
-        details: errors per dtype, costs and every finding too.
-    """
-    from mismatch.experiments.kernels import judge
-    from mismatch.reports.sections.kernels import section
-    from mismatch.reports.terminal import print_section, say
-
-    verdict = judge(report)
-    print_section(section(report), console, details)
-    if out is not None:
-        page = "report" if (out / "report.html").exists() else "kernels"
-        say(console, f"\nEverything is in {out} (open {page}.html)")
-    say(console, "")
-    say(console, verdict.line, "bold red" if verdict.code else "green")
 
 
 def audit_spec(flags: Flags) -> AuditSpec:

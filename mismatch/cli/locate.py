@@ -15,8 +15,6 @@ from mismatch.errors import MismatchError
 from mismatch.specs import MANY, OUTPUT, SEEDS, Range
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mismatch.cli.session import ConsoleNarrator
     from mismatch.experiments.locate.types import Location
 
@@ -71,6 +69,8 @@ def locate(flags: Flags) -> int:
     from mismatch.experiments.locate.document import to_document
     from mismatch.experiments.locate.judge import judge
     from mismatch.pipeline.locate import Asked, locate
+    from mismatch.reports.sections.locate import section
+    from mismatch.reports.terminal import print_alone
     from mismatch.run.directory import load_spec, require_trust
 
     narrator = session.narrator(silent=flags["as_json"])
@@ -85,11 +85,12 @@ def locate(flags: Flags) -> int:
     )
     found = locate(run, narrator, asked, session.command())
     in_report(found, run)
+    verdict = judge(found)
     if flags["as_json"]:
         typer.echo(json.dumps(to_document(found), indent=2, allow_nan=False))
     else:
-        show(found, Console(), run, details=flags["details"])
-    return judge(found).code
+        print_alone(section(found), verdict, Console(), run, "locate.json", flags["details"])
+    return verdict.code
 
 
 def small_run(flags: Flags, narrator: ConsoleNarrator) -> Path:
@@ -128,18 +129,6 @@ def small_run(flags: Flags, narrator: ConsoleNarrator) -> Path:
     run, _ = open_run("check", spec, model, flags["out"], None)
     run_check(spec, run, narrator, None, session.command(), write_report)
     return run
-
-
-def show(found: Location, console: Console, run: Path, *, details: bool) -> None:
-    """Print the sources; the last line is the verdict."""
-    from mismatch.experiments.locate.judge import judge
-    from mismatch.reports.sections.locate import section
-    from mismatch.reports.terminal import print_section, say
-
-    verdict = judge(found)
-    print_section(section(found), console, details)
-    say(console, f"\nEverything is in {run} (locate.json, report.html)")
-    say(console, verdict.line, "bold red" if verdict.code else "green")
 
 
 def in_report(found: Location, run: Path) -> None:

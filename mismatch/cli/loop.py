@@ -40,7 +40,7 @@ ARMS = (
         str,
         LOOP,
         "as-is, and fixes by name (mismatch fixes), several joined by +; also frozen-attention, "
-        "fp8-kv-cache, router-noise=SIZE, no-sinks.",
+        "fp8-kv-cache, raw-logprobs, router-noise=SIZE, no-sinks, forward-sinks.",
         default=AS_IS,
     ),
     Option("seeds", str, LOOP, "Each a run of its own, over all arms.", default="0"),

@@ -47,7 +47,7 @@ TRAIN_MODEL = Option("train_model", str | None, MODEL, "Another checkpoint for t
 PROMPT_FLAGS = (
     *flags_of(
         PromptSpec,
-        "path dataset dataset_config dataset_split prompt_column answer_column num_prompts",
+        "task path dataset dataset_config dataset_split prompt_column answer_column num_prompts",
     ),
     *flags_of(Sampling, "samples_per_prompt max_tokens temperature top_p top_k"),
     *flags_of(PromptSpec, "seed environment max_turns max_observation_tokens"),

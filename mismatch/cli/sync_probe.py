@@ -17,8 +17,6 @@ from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mismatch.experiments.sync.types import SyncReport, SyncSpec
 
 PROBE = "What to probe"
@@ -29,8 +27,8 @@ PROBE_FLAGS = (
         "path",
         str | None,
         PROBE,
-        "How weights are pushed: vllm reload, load, rpc or lora; sglang disk or tensor; "
-        "transformers load; --server update. Default: the first.",
+        "How weights are pushed: vllm reload, load, rpc, sleep-1, sleep-2 or lora; sglang disk or "
+        "tensor; transformers load; --server update. Default: the first.",
     ),
     Option(
         "push",
@@ -65,6 +63,7 @@ PROBE_OUTPUT = (
     replace(DRY_RUN, help="Show what would be pushed and how long it takes; start nothing."),
     JSON,
 )
+ON_DISK = ("reload", "sleep-1", "sleep-2", "disk", "update")  # paths that read a checkpoint
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 
@@ -84,6 +83,8 @@ def sync_probe(flags: Flags) -> int:
     from mismatch.experiments.sync.document import sync_to_json
     from mismatch.experiments.sync.judge import judge
     from mismatch.processes.sync_probe import run_probe
+    from mismatch.reports.sections.sync_probe import section
+    from mismatch.reports.terminal import print_alone
     from mismatch.run.directory import new_directory
 
     spec = probe_spec(flags)
@@ -98,11 +99,12 @@ def sync_probe(flags: Flags) -> int:
     with narrator.stage("probe of the weight sync") as progress:
         report = run_probe(place, spec, progress)
     save(report, place)
+    verdict = judge(report)
     if flags["as_json"]:
         typer.echo(json.dumps(sync_to_json(report), indent=2, allow_nan=False))
     else:
-        show(report, Console(), place, details=flags["details"])
-    return judge(report).code
+        print_alone(section(report), verdict, Console(), place, "sync-probe.html", flags["details"])
+    return verdict.code
 
 
 def probe_spec(flags: Flags) -> SyncSpec:
@@ -201,7 +203,7 @@ def plan(spec: SyncSpec) -> int:
         size, took, tensors = cost.bytes, cost.seconds, f"{cost.tensors} tensors"
     typer.echo(f"model    {engine.model}: {tensors}, {memory(size)}")
     typer.echo(f"push     3 times by {spec.push or spec.path} of {engine.engine}")
-    if spec.path in ("reload", "disk", "update") and spec.push is None:
+    if spec.path in ON_DISK and spec.push is None:
         typer.echo(f"disk     {memory(size)}, one state at a time")
     parts = " and ".join(f"{part.name} {memory(part.bytes)}" for part in beside.highest.parts)
     free = memory(psutil.virtual_memory().available)
@@ -213,18 +215,6 @@ def plan(spec: SyncSpec) -> int:
     took = seconds_of(elements) if took is None else took
     typer.echo(f"time     about {seconds(took)} and the engine's start")
     return 0
-
-
-def show(report: SyncReport, console: Console, place: Path, *, details: bool) -> None:
-    """Print the probe; the last line is the verdict."""
-    from mismatch.experiments.sync.judge import judge
-    from mismatch.reports.sections.sync_probe import section
-    from mismatch.reports.terminal import print_section, say
-
-    verdict = judge(report)
-    print_section(section(report), console, details)
-    say(console, f"\nEverything is in {place} (open sync-probe.html)")
-    say(console, verdict.line, "bold red" if verdict.code else "green")
 
 
 def save(report: SyncReport, place: Path) -> None:

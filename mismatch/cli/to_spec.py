@@ -13,7 +13,7 @@ from mismatch.run.secrets import require_no_secret
 from mismatch.specs import MANY, EngineSpec
 
 if TYPE_CHECKING:
-    from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
+    from mismatch.specs import CheckSpec, PromptSpec, RolloutSpec, TrainSpec
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
 FIX_FIELDS = "fixes budget_minutes verdict explain"
@@ -30,6 +30,8 @@ OURS = (
 )
 
 
+# Where prompts come from, as it is where the flag says nothing.
+SOURCES = {"task": "arithmetic", "prompts": None, "dataset": None}
 # Flags that do nothing without another one, or one of several.
 COMPANIONS = {
     "dataset_config": "dataset",
@@ -138,17 +140,31 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
             alias = bool(flags.get(f"{engine_name}_python"))
             flag = f"--{engine_name}-python" if alias else f"--engine-python {engine_name}=…"
             raise MismatchError(f"{flag} given with --engine {names[0]}", "drop one of the two")
-    if flags["prompts"] and flags["dataset"]:
-        raise MismatchError("--prompts and --dataset both name the prompts", "drop one of the two")
+    sources = [name for name in ("task", "prompts", "dataset") if flags[name] != SOURCES[name]]
+    if len(sources) > 1:
+        both = " and ".join(map(_flag, sources))
+        raise MismatchError(f"{both} both name the prompts", "drop one of the two")
     count = flags["num_prompts"]
     if count is None:
         count = PromptSpec().num_prompts if flags["prompts"] is None else ALL_OF_A_FILE
     return RolloutSpec(
         engine=engine_spec(flags, model, names[0], flags["engine_arg"]),
-        prompts=PromptSpec(num_prompts=count, **spec_values(PromptSpec, flags)),
+        prompts=with_partner(PromptSpec(num_prompts=count, **spec_values(PromptSpec, flags))),
         sampling=Sampling(seed=flags["seed"], **spec_values(Sampling, flags)),
         **spec_values(RolloutSpec, flags),
     )
+
+
+def with_partner(spec: PromptSpec) -> PromptSpec:
+    """A spec with the environment of its task, where it has one and none is named.
+
+    Raises:
+        MismatchError: no task of that name.
+    """
+    from mismatch.prompts.tasks import find_task
+
+    partner = find_task(spec.task).environment
+    return replace(spec, environment=partner) if partner and not spec.environment else spec
 
 
 def engine_names(flags: Flags) -> list[str]:

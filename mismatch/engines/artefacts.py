@@ -14,8 +14,8 @@ from mismatch.engines.base import Engine, ExpertLayout, Progress
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.turns import Trajectory
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.prompts.arithmetic import reward
-from mismatch.prompts.prompt import Prompt, numeric_reward
+from mismatch.models.tokenizers import special_texts
+from mismatch.prompts.prompt import Prompt, grade
 from mismatch.specs import RolloutSpec
 from mismatch.types import Fingerprint, Floats, Rollout, Routing, Scoring
 
@@ -166,19 +166,13 @@ def _require_rows(
 
 
 def response_rewards(prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any) -> Floats | None:
-    """1 for a right answer, 0 for a wrong one, per sequence; None where no answer is known."""
-    answers = [prompts[index].answer for index in rollout.prompt_index]
-    known = [answer for answer in answers if answer is not None]
-    if len(known) != len(answers):
+    """The reward of every sequence, 0 to 1; None where nothing says what is right."""
+    if not all(prompts[index].gradable for index in rollout.prompt_index):
         return None
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
-    texts = [
-        tokenizer.decode(ids[mask], skip_special_tokens=True)
-        for ids, mask in zip(rollout.sequences(), masks, strict=True)
+    special = special_texts(tokenizer)
+    rewards = [
+        grade(prompts[index], tokenizer.decode(ids[mask], skip_special_tokens=False), special)
+        for index, ids, mask in zip(rollout.prompt_index, rollout.sequences(), masks, strict=True)
     ]
-    graders = {"arithmetic": reward, "number": numeric_reward}
-    scores = [
-        graders[prompts[index].grader](text, answer)
-        for index, text, answer in zip(rollout.prompt_index, texts, known, strict=True)
-    ]
-    return np.asarray(scores, np.float64)
+    return np.asarray(rewards, np.float64)

@@ -14,6 +14,7 @@ from mismatch.engines.base import Engine
 from mismatch.engines.registry import engine_info, probed_engines
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import Checkpoint, Prints, state_of
+from mismatch.specs import EngineSpec
 from mismatch.types import NotTested
 
 Held = tuple[dict[str, Prints], dict[str, str]]  # by checkpoint name; name -> why not
@@ -37,6 +38,14 @@ class Driver(Protocol):
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None: ...
 
+    @staticmethod
+    def prepared(engine: EngineSpec, path: str) -> EngineSpec:
+        """What to start so that this path can be taken.
+
+        Raises:
+            MismatchError: it cannot be on this machine or with this model.
+        """
+
     def push(self, path: str, push: int) -> None:
         """Give the engine the state of this push; 3: the first weights again."""
 
@@ -56,7 +65,15 @@ class Driver(Protocol):
         """Ways to new weights that this engine has and this machine does not."""
 
 
-class CalledDriver:
+class AsGiven:
+    """A driver all of whose paths can be taken by the engine as it was asked for."""
+
+    @staticmethod
+    def prepared(engine: EngineSpec, path: str) -> EngineSpec:
+        return engine
+
+
+class CalledDriver(AsGiven):
     """What drivers share whose engine answers calls beside its model, in other processes."""
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:

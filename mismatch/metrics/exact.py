@@ -215,7 +215,7 @@ def _over_positions(suffix: str, remark: str) -> Iterator[Function]:
             "extreme",
             "nats",
             bounds=POSITIVE,
-            label=f"exact KL, most{tail}",
+            label=f"exact KL, max{tail}",
             meaning="of one position",
             definition=f"Largest KL of a position, {remark}.",
         )
@@ -273,7 +273,7 @@ def _at_exact(name: str, label: str, meaning: str) -> Function:
     )
 
 
-kl_at_exact = _at_exact("kl", "k1 there", "what k1 says of the same positions")
+kl_at_exact = _at_exact("kl", "k1, same positions", "what k1 says of the same positions")
 k3_kl_at_exact = _at_exact("k3_kl", "k3, same positions", "what k3 says of the same positions")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,3 +53,15 @@ def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
             text = str(spelled) if spelled else f"<{token}>"
         texts[int(token)] = text
     return texts
+
+
+def special_texts(tokenizer: Any) -> list[str]:
+    """Texts that the tokenizer reads as control tokens, the longest first.
+
+    Those that it calls special, and those written like them (Qwen's ``<tool_call>`` is not).
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    marks = {
+        str(t.content) for t in added if t.special or re.fullmatch(r"[<\[]\S+[>\]]", t.content)
+    }
+    return sorted(marks | set(tokenizer.all_special_tokens), key=len, reverse=True)

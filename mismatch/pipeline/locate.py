@@ -232,9 +232,6 @@ def not_recordable(spec: RolloutSpec) -> NotTested | None:
         return NotTested(what, reason, "check a local engine of the same version: --engine vllm")
     if find_spec(f"mismatch.engines.{engine.engine}") is None or not has_capture(engine.engine):
         return NotTested(what, "no hooks reach them yet", "use --engine vllm or transformers")
-    if engine.tensor_parallel_size > 1:
-        reason = "each rank holds a part of every module"
-        return NotTested(what, reason, "check with --tensor-parallel-size 1, or a smaller copy")
     return None
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mismatch.engines.sync_drivers import Held
 
-__all__ = ["EXTENSION", "judge", "probe"]
+__all__ = ["EXTENSION", "judge", "probe", "sglang_engine"]
 SERVER_S = 600.0  # for a server's digests of all its parameters
 EXTENSION = "mismatch.engines.vllm.weight_sync.WeightSync"
 
@@ -41,9 +41,10 @@ def probe(
     """Update parameters, sync, read back; the parameters are as before when it returns.
 
     Args:
-        engine: a ``vllm.LLM`` made with ``worker_extension_cls=`` :data:`EXTENSION`; the address of
-            a vLLM server with that extension and VLLM_SERVER_DEV_MODE=1; or a function that gives
-            the tensors that an engine holds, by checkpoint name.
+        engine: a ``vllm.LLM`` made with ``worker_extension_cls=`` :data:`EXTENSION`; an SGLang
+            engine of :func:`sglang_engine`; the address of a vLLM server with that extension and
+            VLLM_SERVER_DEV_MODE=1; or a function that gives the tensors that an engine holds, by
+            checkpoint name.
         parameters: the trainer's own whole tensors by checkpoint name; a copy of them is kept on
             the CPU meanwhile.
         sync: brings the trainer's parameters to the engine, as the training loop does.
@@ -86,14 +87,30 @@ def probe(
     )
 
 
+def sglang_engine(**arguments: Any) -> Any:
+    """``sglang.Engine(**arguments)`` that shows its parameters to :func:`probe`."""
+    from mismatch.engines.sglang.arguments import set_environment
+    from mismatch.engines.sglang.offline import offline
+
+    set_environment()
+    return offline()(**arguments)
+
+
 def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
     """What the engine holds now, and why not all of it.
 
     Raises:
-        MismatchError: a server that does not show it.
+        MismatchError: a server or an SGLang engine that does not show it.
     """
     if isinstance(engine, str):
         return _held_by_server(engine, names, transposed)
+    kinds = type(engine).__mro__
+    if hasattr(engine, "mismatch_called"):
+        prints, missing = engine.mismatch_called("mismatch_held", names, transposed)
+        return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
+    if any(kind.__module__.partition(".")[0] == "sglang" for kind in kinds):
+        fix = "make it with mismatch.probe.sglang_engine(**arguments)"
+        raise MismatchError("this SGLang engine does not show its parameters", fix)
     if not hasattr(engine, "collective_rpc"):
         tensors = dict(engine())
         turned = {n: t.transpose(-1, -2) if n in transposed else t for n, t in tensors.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -149,7 +149,30 @@ def _groups(rng: random.Random) -> Story:
     return Story(prompt, who, item, (step, last))
 
 
-def arithmetic_problems(n: int, seed: int) -> list[Problem]:
+def long_story(rng: random.Random) -> Story:
+    """A problem of two or three steps, with numbers that are worth a calculator."""
+    who, item, moves = pick(rng, NAMES), pick(rng, ITEMS), between(rng, 1, 2)
+    steps: list[Step] = []
+    if rng.random() < 0.5:
+        a, b = between(rng, 2, 9), between(rng, 3, 30)
+        sentences = [f"{who} has {a} {pick(rng, BOXES)} with {b} {item} in each of them."]
+        steps.append((a, "x", b, a * b))
+        have = a * b
+    else:
+        have, moves = between(rng, 10, 99), moves + 1
+        sentences = [f"{who} has {have} {item}."]
+    for _ in range(moves):
+        text, step = _move(rng, who, item, have)
+        sentences.append(text if len(sentences) == 1 else f"Then {text}")
+        steps.append(step)
+        have = step[3]
+    prompt = f"{' '.join(sentences)} How many {item} does {who} have now?"
+    return Story(prompt, who, item, tuple(steps))
+
+
+def arithmetic_problems(
+    n: int, seed: int, draw: Callable[[random.Random], Story] = story
+) -> list[Problem]:
     """`n` word problems, the same for the same (n, seed) everywhere.
 
     A shorter list is a prefix of a longer one. Problems are distinct: a repeated prompt is
@@ -165,7 +188,7 @@ def arithmetic_problems(n: int, seed: int) -> list[Problem]:
     seen: set[str] = set()
     for _ in range(n):
         for _attempt in range(100):
-            drawn = story(rng)
+            drawn = draw(rng)
             if drawn.prompt not in seen:
                 break
         seen.add(drawn.prompt)

@@ -20,25 +20,21 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.prompts.arithmetic import reward
-from mismatch.prompts.prompt import Prompt, numeric_reward
+from mismatch.models.tokenizers import special_texts
+from mismatch.prompts.prompt import Prompt, grade
+from mismatch.prompts.sandbox import run_code, unheld
 from mismatch.prompts.tools import calculate, tool_call
 from mismatch.types import Floats
 
 Message = Mapping[str, Any]
 REPLY_S = 60.0  # seconds that a reply may take
+SEAM = "\ue000"  # of no script: private use
 QUESTION, ANSWER = "a question", "mismatch-answer"
-FUNCTION = {"name": "calculator", "arguments": {"expression": ANSWER}}
-CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": FUNCTION}],
-}
 
 
 class Environment(Protocol):
@@ -58,35 +54,84 @@ class Retry:
 
     def reply(self, response: str) -> Message | None:
         """See the protocol."""
-        if self.prompt.answer is None:
-            return None
-        grade = reward if self.prompt.grader == "arithmetic" else numeric_reward
-        if grade(response, self.prompt.answer) == 1.0:
+        if not self.prompt.gradable or grade(self.prompt, response, ()) == 1.0:
             return None
         return {"role": "user", "content": "That is not right. Try again."}
 
 
-class Calculator:
-    """Answers calls of a tool ``calculator``, ``{"expression": "…"}``; else the sequence ends."""
+def function_tool(name: str, argument: str, description: str) -> dict[str, Any]:
+    """A tool with one text argument, as chat templates take it."""
+    parameters = {
+        "type": "object",
+        "properties": {argument: {"type": "string"}},
+        "required": [argument],
+    }
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+class Tool:
+    """Answers calls of one tool with one text argument; a response without a call ends it."""
+
+    tool: ClassVar[dict[str, Any]]
+    name: ClassVar[str]
+    argument: ClassVar[str]
 
     def __init__(self, prompt: Prompt) -> None: ...
 
     def reply(self, response: str) -> Message | None:
-        """See the protocol. What cannot be calculated is said, as a tool would."""
+        """See the protocol. What is wrong with a call is said, as a tool would."""
         call = tool_call(response)
         if call is None:
             return None
-        expression = (call.arguments or {}).get("expression")
-        if call.name != "calculator":
+        value = (call.arguments or {}).get(self.argument)
+        if call.name != self.name:
             result = f"error: there is no tool {call.name[:40]!r}"
-        elif not isinstance(expression, str):
-            result = 'error: the arguments are {"expression": "..."}'
+        elif not isinstance(value, str):
+            result = f'error: the arguments are {{"{self.argument}": "..."}}'
         else:
-            result = calculate(expression)
-        return {"role": "tool", "name": "calculator", "content": result}
+            result = self.result(value)
+        if call.form == "retool":
+            return {"role": "user", "content": f"<interpreter>\n{result.rstrip()}\n</interpreter>"}
+        return {"role": "tool", "name": self.name, "content": result}
+
+    def result(self, value: str) -> str:
+        """What the tool gives for its argument."""
+        raise NotImplementedError
 
 
-BUILT_IN: dict[str, type[Environment]] = {"retry": Retry, "calculator": Calculator}
+class Calculator(Tool):
+    """The tool ``calculator``, ``{"expression": "…"}``."""
+
+    name, argument = "calculator", "expression"
+    tool = function_tool(name, argument, "Work out a sum, such as 12 + 3 * 4.")
+
+    def result(self, value: str) -> str:
+        """The value, or what cannot be calculated."""
+        return calculate(value)
+
+
+class Python(Tool):
+    """The tool ``python``, ``{"code": "…"}``; every call in a fresh process, see sandbox.py."""
+
+    name, argument = "python", "code"
+    tool = function_tool(name, argument, "Run Python code; the result is what it prints.")
+
+    def result(self, value: str) -> str:
+        """What the code writes, errors too, or what stopped it."""
+        return run_code(value)
+
+    @staticmethod
+    def unheld() -> tuple[str, ...]:
+        """What this machine does not keep from the code."""
+        return unheld()
+
+
+BUILT_IN: dict[str, type[Environment]] = {
+    "retry": Retry,
+    "calculator": Calculator,
+    "python": Python,
+}
 
 
 def built_in(name: str) -> type[Environment] | None:
@@ -105,20 +150,27 @@ def built_in(name: str) -> type[Environment] | None:
     return BUILT_IN[name]
 
 
+def tools_of(name: str | None) -> list[dict[str, Any]]:
+    """What a shipped environment offers in the prompt; [] for others."""
+    kind = BUILT_IN.get(name or "")
+    return [kind.tool] if kind is not None and issubclass(kind, Tool) else []
+
+
 def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> list[int]:
     """Ids from the end of an assistant's turn to the start of its next one, with a message.
 
     Rendered as text after a known answer (a call, before a tool's message) and encoded alone, so
     that no id before it can change.
-    What the template puts after the token that ends a turn (a line break) is part of it.
+    What the template puts after the token that ends a turn (a line break) is part of it. The
+    message's text is data: where it spells a control token, its characters are encoded.
 
     Raises:
         MismatchError: the template refuses the message, or drops the answer before it.
     """
     messages = [
         {"role": "user", "content": QUESTION},
-        CALL if message.get("role") == "tool" else {"role": "assistant", "content": ANSWER},
-        dict(message),
+        _answer_before(message),
+        {**message, "content": with_seams(tokenizer, message["content"])},
     ]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -138,7 +190,30 @@ def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> 
     if places:
         place, end = min(places)
         tail = tail[place + len(end) :]
-    return list(tokenizer(tail, add_special_tokens=False)["input_ids"])
+    return encoded(tokenizer, tail)
+
+
+def _answer_before(message: Message) -> Message:
+    """What a message replies to: the call of a tool, before its message, else an answer."""
+    if message.get("role") != "tool":
+        return {"role": "assistant", "content": ANSWER}
+    function = {"name": message.get("name", "calculator"), "arguments": {"expression": ANSWER}}
+    calls = [{"type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def with_seams(tokenizer: Any, text: str) -> str:
+    """A text with a seam inside whatever the tokenizer would read as a control token."""
+    text = text.replace(SEAM, "")
+    for mark in special_texts(tokenizer):
+        text = text.replace(mark, mark[0] + SEAM + mark[1:])
+    return text
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text whose pieces between seams are encoded alone."""
+    pieces = (tokenizer(piece, add_special_tokens=False) for piece in text.split(SEAM) if piece)
+    return [int(token) for piece in pieces for token in piece["input_ids"]]
 
 
 @dataclass
@@ -183,7 +258,7 @@ class Replies:
     def _encoded(self, message: Message) -> list[int]:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise TypeError(f"a reply is a message with a text, not {type(message).__name__}")
-        content = list(self.tokenizer(message["content"], add_special_tokens=False)["input_ids"])
+        content = encoded(self.tokenizer, with_seams(self.tokenizer, message["content"]))
         if len(content) > self.max_tokens:
             self.cut += 1
             message = {**message, "content": self.tokenizer.decode(content[: self.max_tokens])}

@@ -1,4 +1,4 @@
-"""Prompts: the built-in task or a JSONL file, and how they become token ids.
+"""Prompts: a built-in task or a JSONL file, and how they become token ids.
 
 Reading is light and done before anything starts (:func:`read_prompts`); rendering needs the model's
 tokenizer and is done where that is loaded (:func:`render_prompts`). One line of a prompts file has
@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.prompts.arithmetic import arithmetic_problems
+from mismatch.prompts.environments import tools_of
 from mismatch.prompts.prompt import Prompt
+from mismatch.prompts.tasks import find_task
 from mismatch.specs import PromptSpec
 
-MOST_PROBLEMS = 1_000_000  # of the built-in task; they are made in memory
+MOST_PROBLEMS = 1_000_000  # of a built-in task; they are made in memory
 KINDS = ("prompt", "messages", "prompt_token_ids")
 EXAMPLE = 'one JSON object per line, such as {"messages": [{"role": "user", "content": "Hi"}]}'
 
@@ -31,30 +33,32 @@ EXAMPLE = 'one JSON object per line, such as {"messages": [{"role": "user", "con
 def read_prompts(spec: PromptSpec) -> list[Prompt]:
     """The prompts that a spec names: ``num_prompts`` of the task, or the file's first so many.
 
+    The tools of a shipped environment are on offer in those that are conversations.
+
     Raises:
         MismatchError: unknown task, too many problems of it, or a file that is missing, empty or
             malformed (with the line).
     """
+    prompts, tools = _read(spec), tools_of(spec.environment)
+    if not tools:
+        return prompts
+    return [p if p.messages is None else replace(p, tools=tools) for p in prompts]
+
+
+def _read(spec: PromptSpec) -> list[Prompt]:
     if spec.dataset is not None:
         from mismatch.prompts.datasets import read_dataset
 
         return read_dataset(spec)
     if spec.path is not None:
         return read_file(Path(spec.path))[: spec.num_prompts]
-    if spec.task != "arithmetic":
-        raise MismatchError(
-            f"unknown task {spec.task!r}", "use arithmetic, or a file of prompts: --prompts FILE"
-        )
+    task = find_task(spec.task)
     if spec.num_prompts > MOST_PROBLEMS:
         raise MismatchError(
             f"--num-prompts is {spec.num_prompts:,}, the built-in task has {MOST_PROBLEMS:,}",
             "give fewer, or a file of prompts: --prompts FILE",
         )
-    problems = arithmetic_problems(spec.num_prompts, spec.seed)
-    return [
-        Prompt(f"arithmetic prompt {index}", messages=problem.messages, answer=problem.answer)
-        for index, problem in enumerate(problems)
-    ]
+    return task.prompts(spec.num_prompts, spec.seed)
 
 
 def read_file(path: Path) -> list[Prompt]:
@@ -179,9 +183,14 @@ def _render(prompt: Prompt, tokenizer: Any) -> list[int]:
             f"{prompt.origin}: the model's tokenizer has no chat template",
             "use a chat model, or give the prompts as `prompt` or `prompt_token_ids`",
         )
+    offered = {"tools": prompt.tools} if prompt.tools else {}
     try:
         ids = tokenizer.apply_chat_template(
-            prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            prompt.messages,
+            **offered,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
         )
     except Exception as error:  # a template raises whatever it likes
         raise MismatchError(

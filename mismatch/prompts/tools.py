@@ -8,12 +8,12 @@ import math
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MOST_CHARACTERS = 500  # of an expression
 MOST_DIGITS = 30  # of a result
-# Form -> pattern with the groups "name" (of the tool) and "arguments" (JSON).
+# Form -> pattern with the groups "name" (of the tool) and "arguments" (JSON), or with "code".
 FORMS = {
     "harmony": re.compile(
         r"to=(?:functions\.)?(?P<name>[\w.-]+)(?:(?!<\|(?:message|end)\|>).)*<\|message\|>"
@@ -22,6 +22,11 @@ FORMS = {
     ),
     "hermes": re.compile(r"<tool_call>(?P<arguments>.*?)</tool_call>", re.DOTALL),
     "plain": re.compile(r"(?P<name>[\w.-]+) (?P<arguments>\{[^<]*\})<\|call\|>", re.DOTALL),
+    "retool": re.compile(
+        r"<code>\s*(?:```\w*\n)?(?P<code>(?:(?!</?code>).)*?)\n?(?:```)?\s*</code>"
+        r"\s*(?:<[^<>\s]+>\s*)*\Z",
+        re.DOTALL,
+    ),
 }
 
 
@@ -31,35 +36,45 @@ class ToolCall:
 
     Attributes:
         arguments: None: they are no JSON object.
+        form: one of FORMS.
     """
 
     name: str
     arguments: dict[str, Any] | None
+    form: str = field(default="", compare=False)
 
 
 def tool_call(response: str) -> ToolCall | None:
     """The call that a response (with its special tokens) ends with; None: it calls nothing.
 
     harmony's ``to=functions.NAME … <|message|>{…}<|call|>`` (gpt-oss),
-    ``<tool_call>{…}</tool_call>`` (Hermes, Qwen), ``NAME {…}<|call|>`` (tiny-gpt-oss).
+    ``<tool_call>{…}</tool_call>`` (Hermes, Qwen), ``NAME {…}<|call|>`` (tiny-gpt-oss), and, of the
+    tool ``python``, ``<code>…</code>`` at the end (ReTool). In harmony ``python`` takes bare code.
 
     >>> tool_call('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>')
-    ToolCall(name='f', arguments={'x': 1})
+    ToolCall(name='f', arguments={'x': 1}, form='hermes')
     >>> tool_call("Answer: 4<|return|>") is None
     True
     """
-    for pattern in FORMS.values():
+    for form, pattern in FORMS.items():
         calls = list(pattern.finditer(response))
         if calls:
-            named = calls[-1].groupdict()
-            arguments = _object(named["arguments"])
-            if "name" in named:
-                return ToolCall(named["name"], arguments)
-            inner = None if arguments is None else arguments.get("arguments")
-            inner = _object(inner) if isinstance(inner, str) else inner
-            name = "" if arguments is None else str(arguments.get("name", ""))
-            return ToolCall(name, inner if isinstance(inner, dict) else None)
+            return _call(form, calls[-1].groupdict())
     return None
+
+
+def _call(form: str, named: dict[str, str]) -> ToolCall:
+    if form == "retool":
+        return ToolCall("python", {"code": named["code"]}, form)
+    arguments = _object(named["arguments"])
+    if "name" in named:
+        if arguments is None and (form, named["name"]) == ("harmony", "python"):
+            arguments = {"code": named["arguments"]}
+        return ToolCall(named["name"], arguments, form)
+    inner = None if arguments is None else arguments.get("arguments")
+    inner = _object(inner) if isinstance(inner, str) else inner
+    name = "" if arguments is None else str(arguments.get("name", ""))
+    return ToolCall(name, inner if isinstance(inner, dict) else None, form)
 
 
 def _object(text: str) -> dict[str, Any] | None:

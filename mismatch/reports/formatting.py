@@ -53,25 +53,30 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def alike(values: Iterable[float | None], write: Format = number) -> Format:
-    """One way of writing several numbers of one kind that stand together: none scientific.
+    """One way of writing several numbers that stand together: all scientific, or none.
 
-    Those under 1e-4 have two significant digits. Where one is too small for that (under 1e-6),
-    each is written by its own size.
+    Those under 1e-4 have two significant digits, those under 1e-7 none.
 
-    >>> [alike([9.48e-5, 0.063])(value) for value in (9.48e-5, 0.063)]
-    ['0.000095', '0.0630']
-    >>> alike([9.48e-8, 0.063])(9.48e-8)
-    '9.48e-8'
+    >>> [alike([9.48e-5, 0.063])(value) for value in (9.48e-5, 0.063, 9.48e-8, -9.48e-8)]
+    ['0.000095', '0.0630', '< 0.0000001', '> −0.0000001']
+    >>> [alike([9.48e-5, 9.48e-8])(value) for value in (9.48e-5, 9.48e-8)]
+    ['9.48e-5', '9.48e-8']
     """
     sizes = [abs(value) for value in values if value is not None and math.isfinite(value) and value]
-    if write not in NUMBERS or not sizes or not 1e-6 <= min(sizes) < 1e-3 or max(sizes) >= 1e7:
+    if write not in NUMBERS or not sizes or not min(sizes) < 1e-3 or max(sizes) >= 1e7:
+        return write
+    if min(sizes) < 1e-6 and max(sizes) < 1e-3:
         return write
 
     def shown(value: float | None) -> str:
-        if value is None or not 1e-7 <= abs(value) < 1e7:
+        if value is None or value == 0 or not abs(value) < 1e7:
             return write(value)
-        digits = 2 if write is brief or abs(value) < 1e-4 else 3
-        sign = "−" if value < 0 else "+" if write is signed and value > 0 else ""
+        if abs(value) < 1e-7:
+            return "< 0.0000001" if value > 0 else "> −0.0000001"
+        if write is near_one and 0.9 < value < 1.1:
+            return write(value)
+        digits = 2 if write in (brief, change) or abs(value) < 1e-4 else 3
+        sign = "−" if value < 0 else "+" if write in (signed, change) else ""
         places = digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits}g}"))))
         return f"{sign}{abs(value):,.{max(0, places)}f}"
 
@@ -174,7 +179,25 @@ def brief(value: float | None) -> str:
     return number(value, 2)
 
 
-NUMBERS = (number, signed, brief)  # what :func:`alike` may write otherwise
+def change(value: float) -> str:
+    """A difference to two significant digits, with its sign.
+
+    >>> change(-0.0123)
+    '−0.012'
+    """
+    return signed(value, 2)
+
+
+def scientific(value: float | None) -> str:
+    """An error that may be of any order, to two significant digits.
+
+    >>> scientific(6e-8), scientific(21.0), scientific(0.0), scientific(None)
+    ('6.0e-8', '2.1e1', '0', '–')
+    """
+    if value is None or not math.isfinite(value) or value == 0:
+        return brief(value)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def seconds(value: float | None) -> str:
@@ -198,12 +221,12 @@ def memory(size: float | None) -> str:
 
 
 def points(share: float) -> str:
-    """A difference of shares, with its sign.
+    """A difference of shares in percentage points, with its sign.
 
     >>> points(0.012), points(-0.5)
-    ('+1.2 %', '-50 %')
+    ('+1.2 pp', '−50 pp')
     """
-    return f"{'+' if share > 0 else '-' if share < 0 else ''}{percent(abs(share))}"
+    return f"{'+' if share > 0 else '−' if share < 0 else ''}{percent(abs(share))[:-1]}pp"
 
 
 def thousands(value: int) -> str:
@@ -222,6 +245,9 @@ def near_one(value: float | None) -> str:
     ('1.0012', '0.500')
     """
     return f"{value:.4f}" if value is not None and 0.9 < value < 1.1 else number(value)
+
+
+NUMBERS = (number, signed, brief, change, near_one)  # what :func:`alike` may write otherwise
 
 
 def tenths(share: float) -> str:

@@ -57,7 +57,7 @@ BASIS = {
     "intervals": "by the two intervals",
 }
 METHOD = (
-    "k3, mean |delta| and differing experts decide: a permutation test within prompts, adjusted "
+    "k3, mean |delta| and routing flips decide: a permutation test within prompts, adjusted "
     "for all runs and metrics (Holm), at 5 %; without p, and for all other metrics, a change is "
     "marked where its own 95 % interval leaves 0 out, not adjusted."
 )

@@ -114,24 +114,34 @@ class Table:
         return cls(columns, tuple(tuple(column.cell(it) for column in columns) for it in items))
 
     def __post_init__(self) -> None:
-        """The numbers of a column that have no format of their own are written alike."""
-        columns = tuple(
-            replace(column, format=alike(self._numbers(at), column.format))
-            if column.format in NUMBERS
-            else column
-            for at, column in enumerate(self.columns)
-        )
-        object.__setattr__(self, "columns", columns)
-        object.__setattr__(self, "rows", tuple(self.rows))
+        """The plain numbers of a column are written alike."""
+        columns = list(self.columns)
+        rows = [list(row) for row in self.rows]
+        for at, column in enumerate(self.columns):
+            numbers = list(self._numbers(at))
+            styles: dict[Format, Format] = {write: alike(numbers, write) for write in NUMBERS}
+            columns[at] = replace(column, format=styles.get(column.format, column.format))
+            for row in rows:
+                cell = row[at] if at < len(row) else None
+                if isinstance(cell, Cell) and cell.format in styles:
+                    row[at] = replace(cell, format=styles[cell.format])
+        object.__setattr__(self, "columns", tuple(columns))
+        object.__setattr__(self, "rows", tuple(map(tuple, rows)))
 
     def _numbers(self, at: int) -> Iterator[float]:
-        """The values of a column that its own format writes."""
+        """What is shown in a column as plain numbers, ends of intervals too."""
         for row in self.rows:
             cell = row[at] if at < len(row) else None
-            if isinstance(cell, Cell):
-                cell = None if cell.format else cell.value
-            value = cell.value if isinstance(cell, Estimate) else cell
-            if isinstance(value, int | float):
+            if not isinstance(cell, Cell):
+                cell = Cell(cell)
+            value = cell.value
+            if (cell.format or self.columns[at].format) not in NUMBERS:
+                continue
+            if isinstance(value, Estimate):
+                yield value.value
+                if self.columns[at].interval is not None:
+                    yield from (end for end in (value.low, value.high) if end is not None)
+            elif isinstance(value, int | float):
                 yield value
 
     def cells(self) -> list[list[Cell]]:

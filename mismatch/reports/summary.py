@@ -167,12 +167,17 @@ def _row(comparison: Comparison, name: str, judgement: Judgement | None = None) 
     return Row(name, words, estimate, judgement)
 
 
-def metric_table(rows: list[Row]) -> Table:
-    """Metrics without levels; what each means is small print."""
-    columns = (Column("metric", text), Column("value", interval=0))
-    return Table(
-        columns,
-        tuple((Cell(row.words.label, note=row.words.meaning), row.cell) for row in rows),
+METRICS = (
+    Column("metric", text, of=lambda row: Cell(row.words.label, note=row.words.meaning)),
+    Column("value", interval=0, of="cell"),
+)
+
+
+def metric_tables(rows: list[Row], columns: tuple[Column, ...] = METRICS) -> tuple[Table, ...]:
+    """Metrics without levels: numbers in one table, shares in another, the first row's first."""
+    kinds = dict.fromkeys(row.words.share for row in rows)
+    return tuple(
+        Table.of(columns, [row for row in rows if row.words.share == share]) for share in kinds
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from mismatch.reports.formatting import badge, line, visible
 from mismatch.reports.section import Page, Section, Table, cell_interval, cell_text
@@ -140,6 +140,40 @@ def print_section(section: Section, console: Console, details: bool = True) -> N
     if section.lead:
         paragraph(console, line(section.lead), style="dim")
     _contents(section, console, details)
+
+
+class Judged(Protocol):
+    """A verdict by itself: its line and the command's exit code."""
+
+    @property
+    def line(self) -> str: ...
+
+    @property
+    def code(self) -> int: ...
+
+
+def print_alone(
+    section: Section,
+    verdict: Judged,
+    console: Console,
+    place: Path | None,
+    file: str,
+    details: bool,
+) -> None:
+    """What a command measures that makes no whole report; the last line is the verdict.
+
+    Args:
+        place: where its files are; None: it left none.
+        file: of them, the one to open where there is no report.
+    """
+    print_section(section, console, details)
+    if place is not None:
+        report = place / "report.html"
+        say(
+            console, f"\nEverything is in {place} (open {report.name if report.exists() else file})"
+        )
+    say(console, "")
+    say(console, verdict.line, "bold red" if verdict.code else "green")
 
 
 def _contents(section: Section, console: Console, details: bool) -> None:

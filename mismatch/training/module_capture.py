@@ -19,17 +19,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mismatch.errors import MismatchError
+from mismatch.models.decoder_layers import MLPS, child, norms_of
 
 Visit = Callable[[str, torch.Tensor], torch.Tensor | None]
 ROPE = "apply_rotary_pos_emb"
 FIX = "this family's layers are put together otherwise; please report it"
-PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm")
-MLPS = ("mlp", "block_sparse_moe", "feed_forward")
-FURTHER_NORMS = (
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-    "post_self_attn_layernorm",
-)
 
 
 class Recorder:
@@ -52,16 +46,18 @@ def require_known(decoder: Any) -> None:
     if not layers or not hasattr(decoder, "norm"):
         raise MismatchError(f"{type(decoder).__name__} has no list of layers and final norm", FIX)
     for number, layer in enumerate(layers):
-        missing = [name for name in PARTS if not hasattr(layer, name)]
-        further = [name for name in FURTHER_NORMS if hasattr(layer, name)]
-        if missing or further or mlp_of(layer) is None:
-            what = f"lacks {missing[0]}" if missing else f"has {', '.join(further) or 'no MLP'}"
-            raise MismatchError(f"layer {number} of {type(decoder).__name__} {what}", FIX)
+        where = f"layer {number} of {type(decoder).__name__}"
+        if not hasattr(layer, "self_attn") or mlp_of(layer) is None:
+            raise MismatchError(f"{where} has no attention or no MLP", FIX)
+        try:
+            norms_of(layer)
+        except LookupError as error:
+            raise MismatchError(f"{where} {error}", FIX) from None
 
 
 def mlp_of(layer: Any) -> Any:
     """The MLP or block of experts of a layer; None where it has none."""
-    return next((getattr(layer, name) for name in MLPS if hasattr(layer, name)), None)
+    return child(layer, MLPS)
 
 
 @dataclass
@@ -98,20 +94,24 @@ class Boundaries:
 
     def _hooks(self, number: int, layer: Any) -> list[Any]:
         before = "embedding" if number == 0 else f"{number - 1}.residual"
-        mlp = mlp_of(layer)
+        mlp, norms = mlp_of(layer), norms_of(layer)
         handles = [
             layer.register_forward_pre_hook(self._entering(before), with_kwargs=True),
             layer.input_layernorm.register_forward_hook(self._leaving(f"{number}.input_norm")),
             layer.self_attn.register_forward_pre_hook(self._attending(number)),
             layer.self_attn.register_forward_hook(self._leaving(f"{number}.attention_output")),
-            layer.post_attention_layernorm.register_forward_pre_hook(
+            norms.before_mlp.register_forward_pre_hook(
                 self._residual(f"{number}.attention_residual")
             ),
-            layer.post_attention_layernorm.register_forward_hook(
-                self._leaving(f"{number}.post_norm")
-            ),
+            norms.before_mlp.register_forward_hook(self._leaving(f"{number}.post_norm")),
             mlp.register_forward_hook(self._leaving(f"{number}.mlp")),
         ]
+        for norm, site in (
+            (norms.behind_attention, "attention_norm"),
+            (norms.behind_mlp, "mlp_norm"),
+        ):
+            if norm is not None:
+                handles.append(norm.register_forward_hook(self._leaving(f"{number}.{site}")))
         experts = getattr(mlp, "experts", None)
         if experts is not None:
             handles += self._router(number, mlp, experts)

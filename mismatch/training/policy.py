@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, named_line
 from mismatch.models.derived import Shards
 from mismatch.models.weight_states import Checkpoint, link_others
 from mismatch.training.backward import Backward, local_gradient
@@ -83,16 +84,26 @@ class PolicyOptimiser:
     # ------------------------------------------------------------ checkpoints
 
     def save(self, folder: Path) -> None:
-        """Weights and moments, by torch.distributed.checkpoint; whole or not there at all."""
+        """Weights and moments, by torch.distributed.checkpoint; whole or not there at all.
+
+        Raises:
+            MismatchError: it cannot be written.
+        """
         partial = folder.with_name(f"{folder.name}.partial")
-        if self.world.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self.world.barrier()
-        save_sharded(self._state(), checkpoint_id=partial, process_group=self.world.control)
-        self.world.barrier()
-        if self.world.rank == 0:
-            partial.rename(folder)
+        try:
+            if self.world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            self.world.barrier()
+            save_sharded(self._state(), checkpoint_id=partial, process_group=self.world.control)
+            self.world.barrier()
+            if self.world.rank == 0:
+                partial.rename(folder)
+        except (OSError, CheckpointException) as error:
+            raise MismatchError(
+                f"the checkpoint {folder} cannot be written: {_cause(error)}",
+                "free disk space; --resume goes on from the one before",
+            ) from error
 
     def load(self, folder: Path) -> None:
         """What :meth:`save` wrote, in a world of any size.
@@ -103,9 +114,9 @@ class PolicyOptimiser:
         state = self._state()
         try:
             load_sharded(state, checkpoint_id=folder, process_group=self.world.control)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise MismatchError(
-                f"the checkpoint {folder} cannot be read: {error}",
+                f"the checkpoint {folder} cannot be read: {_cause(error)}",
                 "delete it: the loop goes on from the one before, or from the beginning",
             ) from error
         set_state_dict(
@@ -118,6 +129,12 @@ class PolicyOptimiser:
     def _state(self) -> dict[str, Any]:
         model, optimiser = get_state_dict(self.loaded.scorer, self.optimiser)
         return {"model": model, "optimiser": optimiser}
+
+
+def _cause(error: BaseException) -> str:
+    """Of a rank's failure, which torch reports as a table of tracebacks."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return named_line(next((failure[0] for failure in failures), error))
 
 
 def export(world: World, loaded: LoadedModel, base: Path, target: Path, dtype: torch.dtype) -> None:

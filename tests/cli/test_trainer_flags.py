@@ -69,6 +69,8 @@ def test_a_verl_config_sets_both_sides(tmp_path):
         ({"trainer": "verl", "verl_config": "x.yaml"}, "both describe the trainer"),
         ({"verl_override": ["a=1"]}, "without --verl-config"),
         ({"prompts": "a.jsonl", "dataset": "b"}, "both name the prompts"),
+        ({"task": "instructions", "dataset": "b"}, "--task and --dataset both name the prompts"),
+        ({"task": "chess"}, "unknown task 'chess'"),
     ],
 )
 def test_contradictions_are_refused(given, message, tmp_path):

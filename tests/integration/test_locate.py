@@ -96,7 +96,7 @@ def test_an_engine_that_shows_nothing_leaves_the_trainer(tiny_run: Path, tmp_pat
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     spec = json.loads((run / "spec.json").read_text())
-    spec["rollout"]["engine"] |= {"engine": "vllm", "tensor_parallel_size": 2}
+    spec["rollout"]["engine"] |= {"engine": "vllm", "servers": ["http://127.0.0.1:9"]}
     (run / "spec.json").write_text(json.dumps(spec))
     code, output, run = located(run, tmp_path)
     assert code == 0, output

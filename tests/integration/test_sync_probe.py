@@ -72,8 +72,8 @@ def test_every_parameter_arrives_where_it_is_written_into_the_kernels(of_engine:
     assert all(row.differ == 0 for row in report.caches)
 
 
-def test_the_library_call_reads_a_real_engine(scenarios: Path) -> None:
-    report = report_of(scenarios / "library.json")
+def test_the_library_call_reads_a_real_engine(of_engine: Path) -> None:
+    report = report_of(of_engine / "library.json")
     assert judge(report).word == "healthy"
     assert len(report.of_status("arrived")) == 71
 

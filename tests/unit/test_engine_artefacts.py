@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from mismatch.processes.workers.engine import (
     require_context,
     wants_prefill,
 )
+from mismatch.prompts.instructions import Constraint
 from mismatch.prompts.prompt import Prompt
 from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import Rollout, Sampling
@@ -132,9 +133,11 @@ def test_what_an_engine_cannot_do_is_said_and_not_tried() -> None:
 
 
 class Decoder:
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_tokens = ("<|end|>",)
+
     def decode(self, ids: np.ndarray, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return f"Answer: {int(ids.sum())}"
+        return f"Sure.</think>Answer: <|end|>{int(ids.sum())}<|end|>"
 
 
 def test_rewards_where_every_answer_is_known() -> None:
@@ -143,6 +146,15 @@ def test_rewards_where_every_answer_is_known() -> None:
     assert found is not None
     assert found.tolist() == [1.0, 0.0, 0.0, 1.0]
     assert response_rewards([prompts[0], Prompt("b")], rollout(), Decoder()) is None
+
+
+def test_constraints_are_checked_on_what_the_user_reads() -> None:
+    """Neither reasoning nor the end token counts."""
+    rules = (Constraint("words_at_most", {"n": 1}), Constraint("upper_case", {}))
+    prompts = [Prompt("a", constraints=rules), Prompt("b", constraints=rules[:1])]
+    found = response_rewards(prompts, rollout(), Decoder())
+    assert found is not None
+    assert found.tolist() == [0.5, 0.5, 1.0, 1.0]
 
 
 def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:

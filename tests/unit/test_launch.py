@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from mismatch.engines.sglang import child as sglang_child
 from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.processes import launch
 from mismatch.processes.launch import finish, run_worker, started
@@ -133,6 +134,49 @@ time.sleep(600)
     os.kill(process.pid, number)
     process.wait(20)
     wait_for(lambda: not alive(int(pid_file.read_text())))
+
+
+STARTING = """
+import os, pathlib, time
+pathlib.Path(os.environ["PID_FILE"]).write_text(str(os.getpid()))
+time.sleep(600)  # before SGLang itself asks to end with its parent
+"""
+ENGINE = """
+import multiprocessing
+from mismatch.engines.sglang.child import run_detokenizer
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=run_detokenizer)
+    process.start()
+    process.join()
+"""
+
+
+def test_a_process_of_sglang_ends_with_an_engine_that_is_killed_while_it_starts(tmp_path):
+    """And no supervisor is there to end it."""
+    managers = tmp_path / "sglang" / "srt" / "managers"
+    managers.mkdir(parents=True)
+    for folder in (managers.parent.parent, managers.parent, managers):
+        (folder / "__init__.py").touch()
+    (managers / "detokenizer_manager.py").write_text(STARTING)
+    script, pid_file = tmp_path / "engine.py", tmp_path / "pid"
+    script.write_text(ENGINE)
+    path = os.pathsep.join([str(tmp_path), str(launch.ROOT)])
+    env = os.environ | {"PYTHONPATH": path, "PID_FILE": str(pid_file)}
+    engine = subprocess.Popen([sys.executable, str(script)], env=env)
+    wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    engine.kill()
+    engine.wait(20)
+    wait_for(lambda: not alive(int(pid_file.read_text())))
+
+
+def test_a_process_of_sglang_ends_where_its_engine_is_gone_already(monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    sglang_child.require_engine()  # no child of multiprocessing at all
+    gone = type("Engine", (), {"pid": -1})
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: gone)
+    with pytest.raises(SystemExit):
+        sglang_child.require_engine()
 
 
 STUBBORN = """

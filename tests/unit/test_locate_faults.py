@@ -16,6 +16,7 @@ import torch
 from mismatch.experiments.locate.judge import groups_of
 from mismatch.experiments.locate.measure import Sums, site_errors
 from mismatch.experiments.locate.sites import Site
+from mismatch.models.decoder_layers import norms_of
 from mismatch.processes.workers.locate_reference import Replay
 from mismatch.training.module_capture import Boundaries, Recorder
 from tests import checkpoints
@@ -77,6 +78,14 @@ def router_bf16(model: Any) -> None:
         router.register_forward_pre_hook(lambda _, args: tuple(x.bfloat16().float() for x in args))
 
 
+def behind_attention(model: Any) -> None:
+    norms_of(model.get_decoder().layers[FAULTY]).behind_attention.weight.data.add_(0.2)
+
+
+def behind_mlp(model: Any) -> None:
+    norms_of(model.get_decoder().layers[FAULTY]).behind_mlp.weight.data.add_(0.2)
+
+
 FAULTS: tuple[tuple[str, Plant, str, torch.dtype], ...] = (
     ("gpt_oss", sinks, "0.attention", torch.bfloat16),
     ("gpt_oss", window, "0.attention", torch.bfloat16),
@@ -93,6 +102,10 @@ FAULTS: tuple[tuple[str, Plant, str, torch.dtype], ...] = (
     ("qwen3_moe", swapped, "1.mlp", torch.bfloat16),
     ("qwen3_moe", noise, "1.q", torch.bfloat16),
     ("qwen3_moe", router_bf16, "0.router", torch.float32),
+    ("gemma2", behind_mlp, "1.mlp_norm", torch.bfloat16),
+    ("gemma3", behind_attention, "1.attention_norm", torch.bfloat16),
+    ("glm4", behind_attention, "1.attention_norm", torch.bfloat16),
+    ("glm4", behind_mlp, "1.mlp_norm", torch.bfloat16),
 )
 
 
@@ -145,6 +158,6 @@ def test_the_first_source_is_the_module_at_fault(
     assert sources(family, plant, dtype)[:1] == [expected]
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("family", [*checkpoints.FAMILIES, *checkpoints.FURTHER_NORMS])
 def test_a_clean_side_has_no_source(family: str) -> None:
     assert sources(family, None, torch.bfloat16) == []

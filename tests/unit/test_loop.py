@@ -103,7 +103,10 @@ def test_arms_are_the_changes_of_the_fixes() -> None:
     assert arm_of(BASE, "router-noise=0.2").check.train.inject == (("router-noise", 0.2),)
     assert dict(arm_of(BASE, "fp8-kv-cache").check.rollout.engine.args) == {"kv_cache_dtype": "fp8"}
     assert arm_of(BASE, AS_IS) == BASE
-    for name in ("attention-sinks", "nothing", "router-noise=-1"):
+    cold = replace(BASE.check.rollout, sampling=Sampling(temperature=0.7))
+    raw = arm_of(replace(BASE, check=replace(BASE.check, rollout=cold)), "raw-logprobs")
+    assert dict(raw.check.rollout.engine.args) == {"logprobs_mode": "raw_logprobs"}
+    for name in ("attention-sinks", "nothing", "router-noise=-1", "tis+raw-logprobs"):
         with pytest.raises(MismatchError):
             arm_of(BASE, name)
 
@@ -132,6 +135,8 @@ def test_a_history_holds_what_was_measured_and_forgets_what_is_made_again(tmp_pa
         history.save_row(tmp_path, row | {"step": float(step)})
     history.forget_from(tmp_path, 2)
     rows = history.rows_of(tmp_path)
+    timed = [one | {"seconds": 30.0} for one in rows]
+    assert history.in_words(timed, steps=12).endswith("30.0 s; 5 min left")
     path = history.save_history(tmp_path, rows, {"arm": AS_IS})
     columns, header = history.load_history(path)
     assert columns["step"].tolist() == [0.0, 1.0]

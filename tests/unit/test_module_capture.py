@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from mismatch.engines.module_capture import join_ranks, of_rank
 from mismatch.errors import MismatchError
-from mismatch.experiments.locate.sites import LAYER_SITES
+from mismatch.experiments.locate.sites import LAYER_SITES, SOME_FAMILIES
 from mismatch.processes.workers.locate_reference import Adding, Replay
 from mismatch.training.module_capture import Boundaries, Recorder, require_known
 from tests import checkpoints
+from tests.checkpoints import FAMILIES, FURTHER_NORMS
 
 TOKENS = 12
-DENSE = tuple(name for name in LAYER_SITES if name != "router")
+
+
+def sites_of(family: str) -> set[str]:
+    """What a layer of this family shows."""
+    left_out = set() if "moe" in family or family == "gpt_oss" else {"router"}
+    return set(LAYER_SITES) - left_out - set(() if family in FURTHER_NORMS else SOME_FAMILIES)
 
 
 def model_of(family: str, **overrides: Any) -> Any:
@@ -37,16 +46,15 @@ def logits(model: Any, visit: Any) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *FURTHER_NORMS])
 def test_every_site_is_seen_and_replacing_it_by_itself_changes_nothing(family: str) -> None:
     model = model_of(family)
     recorder = Recorder()
     with torch.no_grad():
         plain = model(input_ids=torch.arange(TOKENS)[None] + 5, use_cache=False).logits
     torch.testing.assert_close(logits(model, recorder), plain, rtol=0, atol=0)
-    names = LAYER_SITES if "moe" in family or family == "gpt_oss" else DENSE
     layers = range(model.config.num_hidden_layers)
-    expected = {f"{layer}.{name}" for layer in layers for name in names}
+    expected = {f"{layer}.{name}" for layer in layers for name in sites_of(family)}
     assert set(recorder.values) == expected | {"embedding", "final_norm"}
     assert all(len(value) == TOKENS for value in recorder.values.values())
     top_k = getattr(model.config, "num_experts_per_tok", 0) or 0
@@ -93,7 +101,7 @@ def test_layers_that_are_put_together_otherwise_are_refused() -> None:
     model = model_of("llama")
     require_known(model.get_decoder())
     layer = model.get_decoder().layers[1]
-    layer.pre_feedforward_layernorm = torch.nn.Identity()
+    layer.post_mlp_layernorm = torch.nn.Identity()  # GLM4's, without the one behind attention
     with pytest.raises(MismatchError):
         require_known(model.get_decoder())
     with pytest.raises(MismatchError):
@@ -111,3 +119,46 @@ def test_hooks_and_functions_are_gone_behind_the_block() -> None:
     model(input_ids=torch.arange(TOKENS)[None], use_cache=False)
     assert recorder.values == {}
     assert type(ALL_ATTENTION_FUNCTIONS).get_interface is before
+
+
+# ---------------------------------------------------------------- several ranks of an engine
+
+HEADS, KV_HEADS, SIZE, RANKS = 8, 2, 3, 4
+
+
+def test_what_ranks_hold_is_put_together(tmp_path: Path) -> None:
+    """Four ranks, two heads of keys and values: pairs of neighbours have the same."""
+    draw = torch.Generator().manual_seed(0)
+    widths = {"0.q": HEADS * SIZE, "0.rope_k": KV_HEADS * SIZE, "0.attention": HEADS * SIZE}
+    whole = {key: torch.randn(TOKENS, width, generator=draw) for key, width in widths.items()}
+    same = torch.randn(TOKENS, 5, generator=draw)
+    same[0, 0] = torch.nan
+    shares = torch.randn(RANKS, TOKENS, 5, generator=draw)
+    for rank in range(RANKS):
+        parts = {
+            "0.q": whole["0.q"].chunk(RANKS, -1)[rank],
+            "0.rope_k": whole["0.rope_k"].chunk(KV_HEADS, -1)[rank // 2],
+            "0.attention": whole["0.attention"].chunk(RANKS, -1)[rank],
+            "0.residual": same,
+            "0.mlp": same,
+            "0.attention_output": shares[rank],
+            "0.router": shares[rank],  # other values on every rank, and no sum of anything
+        }
+        parts = {key: value.clone().contiguous() for key, value in parts.items()}
+        save_file(parts, of_rank(tmp_path / "0", rank), {"kv_copies": '{"0": 2}'})
+    join_ranks(tmp_path / "0", RANKS)
+    joined = load_file(tmp_path / "0")
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert joined.keys() == whole.keys() | {"0.residual", "0.mlp", "0.attention_output"}
+    for key, value in whole.items():
+        assert torch.equal(joined[key], value)
+    for key in ("0.residual", "0.mlp"):
+        torch.testing.assert_close(joined[key], same, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(joined["0.attention_output"], shares.sum(0))
+
+
+def test_a_single_rank_is_taken_as_it_is(tmp_path: Path) -> None:
+    parts = {"0.q": torch.ones(2, 3), "0.mlp": torch.full((2, 3), torch.inf)}
+    save_file(parts, of_rank(tmp_path / "0", 0))
+    join_ranks(tmp_path / "0", 1)
+    assert all(torch.equal(load_file(tmp_path / "0")[key], parts[key]) for key in parts)

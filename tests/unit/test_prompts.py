@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.prompts.arithmetic import arithmetic_problems
+from mismatch.prompts.environments import Calculator
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.specs import PromptSpec
@@ -25,6 +27,20 @@ def test_the_built_in_task_keeps_its_answers() -> None:
     problems = arithmetic_problems(5, 3)
     assert [prompt.messages for prompt in prompts] == [problem.messages for problem in problems]
     assert [prompt.answer for prompt in prompts] == [problem.answer for problem in problems]
+
+
+def test_the_calculator_task_offers_its_tool_and_the_others_none() -> None:
+    spec = PromptSpec("calculator", num_prompts=3)
+    assert [prompt.tools for prompt in read_prompts(spec)] == [None] * 3
+    offered = read_prompts(replace(spec, environment="calculator"))
+    assert [prompt.tools for prompt in offered] == [[Calculator.tool]] * 3
+    assert all(prompt.answer is not None for prompt in offered)
+
+
+def test_the_instructions_task_has_constraints_for_answers() -> None:
+    prompts = read_prompts(PromptSpec("instructions", num_prompts=30, seed=1))
+    assert all(prompt.constraints and prompt.answer is None for prompt in prompts)
+    assert prompts[:5] == read_prompts(PromptSpec("instructions", num_prompts=5, seed=1))
 
 
 def test_three_kinds_of_lines(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import jsonschema
 import pytest
 from rich.console import Console
 
-from mismatch.cli.kernels import show
 from mismatch.errors import MismatchError
 from mismatch.experiments.kernels import (
     ATTENTION_COLUMNS,
@@ -27,13 +26,14 @@ from mismatch.reports.html import show_page
 from mismatch.reports.section import Cell
 from mismatch.reports.sections import kernels, sections
 from mismatch.reports.sections.kernels import section
+from mismatch.reports.terminal import print_alone
 from tests.kernels_fixture import findings, make_audit_report, sound_report
 from tests.reports_fixture import make_report
 
 
 def text_of(report: AuditReport, details: bool = False) -> str:
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(report, console, details=details)
+    print_alone(section(report), judge(report), console, None, "", details)
     return console.export_text()
 
 

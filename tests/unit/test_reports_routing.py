@@ -55,9 +55,9 @@ def pictures(section: Section) -> tuple[Figure, ...]:
 
 
 def rows(section: Section, part: str) -> list[list[object]]:
-    """Bare values of the table of a part; none where there is no such part."""
+    """Bare values of the tables of a part; none where there is no such part."""
     parts = [item for folded in section.parts for item in (folded, *folded.parts)]
-    tables = [item.tables[0] for item in parts if item.id == f"routing-{part}"]
+    tables = [table for item in parts if item.id == f"routing-{part}" for table in item.tables]
     return [[cell.value for cell in row] for table in tables for row in table.cells()]
 
 

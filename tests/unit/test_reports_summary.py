@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,9 +12,9 @@ from mismatch.analysis.published_values import Reference
 from mismatch.metrics import METRICS as DECLARED
 from mismatch.reports import summary, words
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.section import cell_interval, cell_text
-from mismatch.reports.sections import checks, headline, normal, ran
-from mismatch.types import Check, Comparison, Judgement, Report, Verdict
+from mismatch.reports.section import Section, cell_interval, cell_text
+from mismatch.reports.sections import checks, headline, normal, ran, sections
+from mismatch.types import Check, Comparison, Estimate, Judgement, Report, Verdict
 from tests.reports_fixture import (
     estimate,
     make_failing_report,
@@ -21,6 +23,7 @@ from tests.reports_fixture import (
     noise_pair,
 )
 from tests.tables import values
+from tests.unit.test_goldens import MAKERS
 
 
 def row(value: float, healthy: float, unfit: float, metric: str = "k3_kl") -> summary.Row:
@@ -278,19 +281,42 @@ def test_failed_checks_come_first_with_their_fix() -> None:
     assert unseen.sentences == tuple(summary.untested(make_failing_report()[0]))
 
 
-def test_everything_measured_is_in_one_table_a_comparison() -> None:
+def test_everything_measured_has_numbers_and_shares_apart() -> None:
     report = make_report()
     _, everything = ran.of_names(report, Elsewhere(None))
-    tables = [part.tables[0] for part in everything.parts]
-    assert len(tables) == len(report.comparisons)
+    assert len(everything.parts) == len(report.comparisons)
+    numbers, shares = everything.parts[0].tables
     first = report.comparisons[0]
-    named = [item["name"] for item in values(tables[0])]
-    assert named == [*first.metrics, *first.routing]
+    names = [[item["name"] for item in values(table)] for table in (numbers, shares)]
+    assert sorted(names[0] + names[1]) == sorted([*first.metrics, *first.routing])
+    written = [cell_text(row[2], shares.columns[2]) for row in shares.cells()]
+    assert all(text.endswith(" %") for text in written)
+    assert not any(cell_text(row[2], numbers.columns[2])[-1] == "%" for row in numbers.cells())
     resolved = ran.of_names(report, None)[0]
     facts = dict(
         tuple(item.value for item in cells) for cells in resolved.parts[-1].tables[0].cells()
     )
     assert facts["command"] == summary.command(report)
+
+
+def every(parts: Iterable[Section]) -> Iterator[Section]:
+    for section in parts:
+        yield section
+        yield from every(section.parts)
+
+
+def test_no_column_has_plain_and_scientific_numbers() -> None:
+    seen = 0
+    for section in every(sections(*MAKERS["example-tiny-gpt-oss"]())):
+        for table in section.tables:
+            for at, column in enumerate(table.columns):
+                shown = [cell_text(row[at], column) for row in table.cells()
+                         if isinstance(row[at].value, float | Estimate)]  # fmt: skip
+                scientific = [text for text in shown if re.search(r"\de-?\d", text)]
+                plain = [text for text in shown if re.fullmatch(r"−?\d*\.\d+", text)]
+                assert not (scientific and plain), (section.id, column.title)
+                seen += len(shown)
+    assert seen > 200
 
 
 def test_weights_in_two_forms_are_the_step_and_no_other_place_is_named() -> None:

@@ -12,6 +12,7 @@ from mismatch.reports.formatting import (
     alike,
     bound,
     line,
+    near_one,
     number,
     percent,
     plural,
@@ -106,18 +107,20 @@ def test_a_line_is_one_line() -> None:
 
 
 def test_the_numbers_of_a_column_are_written_alike() -> None:
-    own = Cell(2e-9, format=number)
-    rows = (("a", 9.48e-5, own), ("b", Cell(0.063), 0.5), ("c", None, 0.25), ("d", 0.0, 2.0))
+    own, near = Cell(2e-9, format=number), Cell(1.00123, format=near_one)
+    rows = (("a", 9.48e-5, own), ("b", Cell(0.063), 0.5), ("c", None, 0.25), ("d", 0.0, near))
     table = Table((Column("name", words), Column("k3"), Column("other")), rows)
     shown = [[cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)]
              for row in table.cells()]  # fmt: skip
     assert [row[1] for row in shown] == ["0.000095", "0.0630", "–", "0"]
-    assert [row[2] for row in shown] == ["2.00e-9", "0.500", "0.250", "2.00"]
+    assert [row[2] for row in shown] == ["< 0.0000001", "0.500", "0.250", "1.0012"]
 
 
-def test_what_is_too_small_for_plain_digits_keeps_its_own() -> None:
-    write = alike([2e-7, 0.5])
-    assert (write(2e-7), write(0.5)) == ("2.00e-7", "0.500")
+def test_what_is_too_small_for_plain_digits_is_below_them() -> None:
+    write = alike([2e-8, 0.5])
+    assert (write(2e-8), write(-2e-8), write(2e-7)) == ("< 0.0000001", "> −0.0000001", "0.00000020")
+    small = alike([2e-8, 5e-4])
+    assert (small(2e-8), small(5e-4)) == ("2.00e-8", "5.00e-4")
     changes = alike([-2e-4, 0.5], signed)
     assert (changes(-2e-4), changes(0.5), changes(0.0)) == ("−0.000200", "+0.500", "0")
     assert changes(float("nan")) == signed(float("nan"))

@@ -19,7 +19,8 @@ from transformers.masking_utils import (
 )
 
 from mismatch.training.attention import sink_sdpa
-from mismatch.training.attention.sink_sdpa import BlockedMask, sink_attention
+from mismatch.training.attention.planted import sinks_forward_only
+from mismatch.training.attention.sink_sdpa import BlockedMask, sink_attention, with_sinks
 from mismatch.training.attention.trial import definition, relative_error
 from mismatch.training.distributed import MemoryPeak
 from tests.tensors import Largest
@@ -209,3 +210,26 @@ def test_queries_may_start_later_than_keys(monkeypatch: pytest.MonkeyPatch) -> N
     mask = BlockedMask(50 - later, 50, batch_size=1, q_offset=later, mask_function=looks)
     part = _run([inputs[0][:, :, later:], *inputs[1:]], mask)
     assert torch.allclose(part, whole[:, later:], rtol=1e-12)
+
+
+def test_the_planted_gradient_lacks_the_sinks_and_the_forward_pass_has_them() -> None:
+    visible = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    outs, gradients = {}, {}
+    for name in ("right", "planted", "without"):
+        query, key, value, sinks = inputs = _inputs(5)
+        if name == "planted":
+            out = sinks_forward_only(torch.nn.Module(), query, key, value, visible, SCALE, sinks)[0]
+        else:
+            added = torch.zeros(5, 5).masked_fill(~visible, -torch.inf)
+            out = with_sinks(query, key, value, added, SCALE, sinks if name == "right" else None)
+        outs[name] = out.detach()
+        used = inputs if name == "planted" else inputs[:3]
+        gradients[name] = torch.autograd.grad(out.sum(), used)
+    assert torch.allclose(outs["planted"], outs["right"], atol=1e-6)
+    assert not torch.allclose(outs["planted"], outs["without"], atol=1e-2)
+    assert not gradients["planted"][3].any()
+    for ours, right, without in zip(
+        *(gradients[n][:3] for n in ("planted", "right", "without")), strict=True
+    ):
+        assert torch.allclose(ours, without)
+        assert not torch.allclose(ours, right, atol=1e-3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from mismatch.cli.main import app
 from mismatch.errors import MismatchError
 from mismatch.experiments.sync.exported import ExportReport, compare, headers
 from mismatch.models import EMBEDDED
+from mismatch.models.weight_states import Prints
 from mismatch.probe import judge, probe
 
 Tensors = dict[str, torch.Tensor]
@@ -46,6 +49,25 @@ def test_a_sync_that_forgets_a_parameter_or_the_tied_head_is_broken() -> None:
 
     report = probe(lambda: engine, model, sync, tied={HEAD: EMBED})
     assert {p.name: p.status for p in report.faults} == {SINKS: "stale", HEAD: "alias_lost"}
+
+
+def test_an_sglang_engine_is_asked_beside_its_model_or_refused() -> None:
+    model = trainer()
+    asked: list[list[str]] = []
+
+    class Plain:
+        __module__ = "sglang.srt.entrypoints.engine"
+        collective_rpc = None
+
+    class Shown(Plain):
+        def mismatch_called(self, method: str, names: list[str], transposed: list[str]) -> Any:
+            asked.append([method, *names])
+            return {n: asdict(Prints.of(n, model[n])) for n in names}, {}
+
+    assert judge(probe(Shown(), model, lambda: None)).word == "healthy"
+    assert asked[0] == ["mismatch_held", *model]
+    with pytest.raises(MismatchError):
+        probe(Plain(), model, lambda: None)
 
 
 def test_the_weights_come_back_when_the_sync_raises() -> None:

@@ -25,6 +25,16 @@ HARMONY = (
             ToolCall("f", {"x": 1}),
         ),
         ("<tool_call>not json</tool_call>", ToolCall("", None)),
+        (
+            "So:\n<code>\n```python\nprint(1)\n```\n</code><|im_end|>",
+            ToolCall("python", {"code": "print(1)"}),
+        ),
+        ("<code>a</code> and <code>b</code>\n", ToolCall("python", {"code": "b"})),
+        ("<code>print(1)</code> gives 1.", None),
+        (
+            "<|channel|>analysis to=python code<|message|>print(1)<|call|>",
+            ToolCall("python", {"code": "print(1)"}),
+        ),
         ("calculator {broken}<|call|>", ToolCall("calculator", None)),
         ('It is {"expression": "1"}<|return|>', None),
         ("Answer: 4<|return|>", None),
@@ -80,3 +90,17 @@ def test_a_tool_s_message_follows_a_call() -> None:
     stops = [chat.convert_tokens_to_ids(token) for token in ("<end>", "<call>")]
     ids = between_turns(chat, {"role": "tool", "content": "42"}, stops)
     assert chat.decode(ids) == "<s>tool:42<end><s>assistant:"
+
+
+def test_a_tool_s_message_names_its_tool() -> None:
+    chat = tokenizer()
+    chat.chat_template = (
+        "{% for m in messages %}{% if m.tool_calls %}{% set ns.f = m.tool_calls[0].function %}"
+        "{{ ns.f.arguments | tojson }}{% else %}{{ ns.f.name }}:{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    chat.chat_template = "{% set ns = namespace(f=none) %}" + chat.chat_template.replace(
+        "{{ ns.f.name }}", "{{ ns.f.name if ns.f else m.role }}"
+    )
+    ids = between_turns(chat, {"role": "tool", "name": "python", "content": "42"}, [])
+    assert chat.decode(ids).endswith("python:42")

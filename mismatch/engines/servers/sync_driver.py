@@ -16,7 +16,7 @@ from mismatch.engines.base import Engine
 from mismatch.engines.servers.engine import ServerEngine
 from mismatch.engines.servers.http import Refused, Unavailable
 from mismatch.engines.servers.server_api import ServerAPI
-from mismatch.engines.sync_drivers import Answer, Held
+from mismatch.engines.sync_drivers import Answer, AsGiven, Held
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import PUSHES, Checkpoint, state_of
 from mismatch.types import NotTested, Sampling
@@ -27,7 +27,7 @@ UNSEEN = (
 )
 
 
-class ServerDriver:
+class ServerDriver(AsGiven):
     """See :class:`mismatch.engines.sync_drivers.Driver`; the first weights are back at its end."""
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:

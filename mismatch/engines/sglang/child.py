@@ -7,11 +7,13 @@ The scheduler's first message to the engine carries what ran: kernels, MoE layer
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import multiprocessing
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,34 @@ from mismatch.models.resolved import resolved
 # A file that the scheduler leaves its last error in: its own log says it to a person only.
 ERROR_FILE = "MISMATCH_SGLANG_ERROR"
 FACTS = "mismatch"  # key of our facts in the scheduler's first message
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_engine() -> None:
+    """The kernel ends this process with the engine's, from now on (Linux).
+
+    SGLang asks for the same, but not before it has imported everything: an engine that is killed
+    while it starts would leave its detokenizer waiting for ever.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def require_engine() -> None:
+    """End this process if the engine's was gone before :func:`end_with_engine`."""
+    engine = multiprocessing.parent_process()
+    if engine is not None and engine.pid != os.getppid():
+        os._exit(1)
+
 
 if getattr(multiprocessing.current_process(), "_inheriting", False):  # unpickling, see above
+    end_with_engine()
     sglang_cpu.prepare()
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler process, which holds the model."""
+    require_engine()
     from sglang.srt.managers import scheduler
 
     sglang_cpu.register()
@@ -45,6 +68,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
     """SGLang's detokenizer process."""
+    require_engine()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args, **kwargs)
@@ -150,6 +174,7 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
     if not hasattr(scheduler, "mismatch_calls"):
         scheduler.mismatch_calls = Calls()
     result = getattr(scheduler.mismatch_calls, name)(*args)
+    distributed.barrier(group=scheduler.tp_cpu_group)  # what every rank leaves is there
     if distributed.get_rank() == 0:
         Path(answer).write_text(json.dumps(result))
 

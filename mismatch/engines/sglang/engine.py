@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -37,13 +36,8 @@ from mismatch.engines.sglang.arguments import (
     raw_logprobs,
     set_environment,
 )
-from mismatch.engines.sglang.child import (
-    ERROR_FILE,
-    FACTS,
-    on_failure,
-    run_detokenizer,
-    run_scheduler,
-)
+from mismatch.engines.sglang.child import ERROR_FILE, FACTS, on_failure
+from mismatch.engines.sglang.offline import offline
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec
@@ -101,7 +95,7 @@ class SglangEngine:
         self._error = Path(path)
         os.environ[ERROR_FILE] = path
         try:
-            self.engine = _offline()(custom_sigquit_handler=on_failure, **self._arguments)
+            self.engine = offline()(custom_sigquit_handler=on_failure, **self._arguments)
         except Exception as error:
             said = " ".join((self._said() or str(error) or type(error).__name__).split())
             self._forget()
@@ -280,15 +274,7 @@ class SglangEngine:
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """What a call beside the model answers, of the first rank; see ``child.call``."""
-        with tempfile.TemporaryDirectory(prefix="mismatch-sglang-") as place:
-            answer = Path(place) / "answer.json"
-            try:
-                self.engine.collective_rpc(
-                    "mismatch_call", name=method, args=list(args), answer=str(answer)
-                )
-            except AssertionError as error:
-                raise MismatchError(f"SGLang failed: {error}", wire.LOG_FIX) from error
-            return [json.loads(answer.read_text())]
+        return [self.engine.mismatch_called(method, *args)]
 
     # ------------------------------------------------------------ failures
 
@@ -331,14 +317,3 @@ class _Signals:
     def running_phase_sigquit_handler(self, number: Any = None, frame: Any = None) -> None:
         """A child failed."""
         self._fail()
-
-
-def _offline() -> Any:
-    """SGLang's engine, with processes that begin in mismatch/engines/sglang/child.py."""
-    from sglang.srt.entrypoints.engine import Engine
-
-    class Offline(Engine):  # type: ignore[misc]
-        run_scheduler_process_func = staticmethod(run_scheduler)
-        run_detokenizer_process_func = staticmethod(run_detokenizer)
-
-    return Offline

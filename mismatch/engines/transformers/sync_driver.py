@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from mismatch.engines.base import Engine
-from mismatch.engines.sync_drivers import Answer, Held
+from mismatch.engines.sync_drivers import Answer, AsGiven, Held
 from mismatch.engines.transformers.engine import TransformersEngine
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import Checkpoint, Prints
 from mismatch.types import NotTested
 
 
-class TransformersDriver:
+class TransformersDriver(AsGiven):
     """See :class:`mismatch.engines.sync_drivers.Driver`."""
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:

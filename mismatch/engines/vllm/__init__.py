@@ -28,6 +28,8 @@ INFO = EngineInfo(
         "reload": "reload_weights(weights_path=…), vLLM's own",
         "load": "model.load_weights(…) in the worker, as verl, TRL and SkyRL call it",
         "rpc": "reload_weights in the worker, and what it leaves out written by mismatch",
+        "sleep-1": "sleep(level=1), wake_up of the weights, reload_weights, wake_up of the cache",
+        "sleep-2": "the same at level 2, where the weights are gone",
         "lora": "add_lora with load_inplace, then remove_lora; requests carry the adapter",
     },
 )

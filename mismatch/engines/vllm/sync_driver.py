@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from mismatch.engines.base import Engine, argument_name
+from mismatch.engines.model_info import read_model_info
 from mismatch.engines.sync_drivers import Answer, CalledDriver, Held
 from mismatch.engines.vllm.arguments import is_cpu_build
-from mismatch.models.adapter_states import Adapters
-from mismatch.models.weight_states import state_of
+from mismatch.errors import MismatchError
+from mismatch.models.adapter_states import RANK, Adapters
+from mismatch.models.weight_states import Checkpoint, state_of
+from mismatch.specs import EngineSpec
 from mismatch.types import NotTested
 
 ADAPTER = 1  # vLLM's number of the probe's adapter
+SLEEPS = {"sleep-1": 1, "sleep-2": 2}  # path -> level
+ASLEEP = "sleep, level {level}"
+IGNORED = "vLLM's CPU build ignores it with a warning only"
+# One request at a time: vLLM's CPU kernels take prompt logprobs of no more beside an adapter.
+ROOM = (("enable_lora", True), ("max_lora_rank", RANK), ("max_loras", 1), ("max_num_seqs", 1))
 
 
 class VllmDriver(CalledDriver):
@@ -20,14 +32,43 @@ class VllmDriver(CalledDriver):
 
     reloads = True  # an adapter under a number that vLLM has already
 
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
+        super().__init__(engine, checkpoint, scratch)
+        self.slept: set[int] = set()  # levels
+
+    @staticmethod
+    def prepared(engine: EngineSpec, path: str) -> EngineSpec:
+        """See the protocol: room for an adapter, or the ability to sleep."""
+        if path in SLEEPS:
+            if is_cpu_build():
+                raise MismatchError(
+                    f"{ASLEEP.format(level=SLEEPS[path])} is not tested: {IGNORED}",
+                    "the same command on a GPU, or another --path",
+                )
+            return with_arguments(engine, (("enable_sleep_mode", True),))
+        if path != "lora":
+            return engine
+        if is_cpu_build() and read_model_info(engine).moe:
+            raise MismatchError(
+                "vLLM's CPU build has no LoRA kernels for layers with experts",
+                "a model without experts, a GPU, or another --path",
+            )
+        return with_arguments(engine, ROOM)
+
     def push(self, path: str, push: int) -> None:
         if path == "lora":
             self._push_adapter(push)
-            return
-        if path != "reload":
+        elif path == "reload":
+            self._reload(push)
+        elif path in SLEEPS:
+            with asleep(self.engine.llm, SLEEPS[path]):
+                self._reload(push)
+            self.slept.add(SLEEPS[path])
+        else:
             directory, seed = str(self.checkpoint.directory), self.checkpoint.seed
             self.engine._call("mismatch_push", path, directory, seed, push)
-            return
+
+    def _reload(self, push: int) -> None:
         with self.files(push) as source:
             self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": source})
 
@@ -73,11 +114,30 @@ class VllmDriver(CalledDriver):
         self.engine.llm.reset_prefix_cache()
 
     def not_tested(self) -> list[NotTested]:
-        why = "a probe keeps the engine awake"
-        if is_cpu_build():
-            why = "vLLM's CPU build ignores it with a warning only"
-        how = "on a GPU: a --push that sleeps and wakes the engine first"
-        return [NotTested("sleep, levels 1 and 2", why, how)]
+        why = IGNORED if is_cpu_build() else "the probe went by another path"
+        return [
+            NotTested(ASLEEP.format(level=level), why, f"on a GPU: --path {path}")
+            for path, level in SLEEPS.items()
+            if level not in self.slept
+        ]
+
+
+def with_arguments(engine: EngineSpec, wanted: tuple[tuple[str, Any], ...]) -> EngineSpec:
+    """The engine with these arguments, unless the user gave them."""
+    given = {argument_name(raw) for raw, _ in engine.args}
+    kept = tuple(pair for pair in wanted if pair[0] not in given)
+    return replace(engine, args=(*engine.args, *kept))
+
+
+@contextmanager
+def asleep(llm: Any, level: int) -> Iterator[None]:
+    """Between rollouts, as frameworks do it: weights are back within the block, the cache after."""
+    llm.sleep(level=level)
+    llm.wake_up(tags=["weights"])
+    try:
+        yield
+    finally:
+        llm.wake_up(tags=["kv_cache"])
 
 
 def _answer(output: Any) -> Answer:

@@ -18,12 +18,15 @@ LAYER_SITES = (
     "rope_k",
     "attention",
     "attention_output",
+    "attention_norm",
     "attention_residual",
     "post_norm",
     "router",
     "mlp",
+    "mlp_norm",
     "residual",
 )
+SOME_FAMILIES = ("attention_norm", "mlp_norm")  # Gemma 2 and 3, GLM4: norms of what is added
 OUTER_SITES = ("embedding", "final_norm", "head")
 TITLES = {
     "embedding": "embedding",
@@ -35,10 +38,12 @@ TITLES = {
     "rope_k": "rope of keys",
     "attention": "attention",
     "attention_output": "attention's output projection",
+    "attention_norm": "norm behind attention",
     "attention_residual": "residual after attention",
-    "post_norm": "norm after attention",
+    "post_norm": "norm before the MLP",
     "router": "router",
     "mlp": "experts or MLP",
+    "mlp_norm": "norm behind the MLP",
     "residual": "residual after the layer",
     "final_norm": "final norm",
     "head": "head",
@@ -53,11 +58,13 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "rope_k": ("k",),
     "attention": ("rope_q", "rope_k", "v"),
     "attention_output": ("attention",),
-    "attention_residual": ("before", "attention_output"),
+    "attention_norm": ("attention_output",),
+    "attention_residual": ("before", "attention_output", "attention_norm"),
     "post_norm": ("attention_residual",),
     "router": ("post_norm",),
     "mlp": ("post_norm", "router"),
-    "residual": ("attention_residual", "mlp"),
+    "mlp_norm": ("mlp",),
+    "residual": ("attention_residual", "mlp", "mlp_norm"),
 }
 
 

@@ -19,6 +19,7 @@ from mismatch.types import Floats, Pair, Rollout, Scoring
 SCHEMA = "mismatch.loop-history/1"
 FILE = "history.parquet"
 ROWS = "rows"
+PACE = 5  # steps whose median says how long one takes
 Row = dict[str, float | None]
 
 
@@ -142,8 +143,11 @@ def _floats(values: Iterable[float | None]) -> Floats:
     return np.asarray([math.nan if value is None else value for value in values], np.float64)
 
 
-def in_words(row: Row) -> str:
-    """One line of progress."""
-    shown = ("reward", "k3_kl", "entropy", "grad_norm")
+def in_words(rows: Sequence[Row], steps: int) -> str:
+    """One line of progress: the last step, and how long those that are left take at its pace."""
+    row, shown = rows[-1], ("reward", "k3_kl", "entropy", "grad_norm")
     parts = [f"{name} {value:.3g}" for name in shown if (value := row.get(name)) is not None]
-    return f"step {int(row['step'] or 0)}: {', '.join(parts)}, {row.get('seconds') or 0:.1f} s"
+    step, seconds = int(row["step"] or 0), row.get("seconds") or 0.0
+    usual = float(np.median([earlier.get("seconds") or 0.0 for earlier in rows[-PACE:]]))
+    left = math.ceil(usual * (steps - step - 1) / 60)
+    return f"step {step}: {', '.join(parts)}, {seconds:.1f} s; {left} min left"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen
 from mismatch.experiments.fixes.catalogue import fix_named, labels
+from mismatch.experiments.fixes.spec_edits import Change, train, with_argument
 from mismatch.experiments.gradients.types import Loss
 from mismatch.models.moe import ROUTER_NOISE
 from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range
@@ -17,8 +18,13 @@ LOOP = "Training loop"
 AS_IS = "as-is"
 AUTO = "auto"
 FROZEN_ATTENTION = "frozen-attention"
-FP8_KV = "fp8-kv-cache"
 Old = Literal["trainer", "engine"]
+RAW = "raw-logprobs"
+PLANTED: Mapping[str, Change] = {  # arms that no fix is
+    "fp8-kv-cache": with_argument("kv_cache_dtype", "fp8"),
+    RAW: with_argument("logprobs_mode", "raw_logprobs"),
+    "forward-sinks": train(attention="mismatch.training.attention.planted:sinks_forward_only"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +91,13 @@ def arm_of(base: LoopSpec, name: str) -> LoopSpec:
         MismatchError: no such fix, a value that means nothing, or a fix without effect in a loop.
     """
     loop = replace(base, arm=name)
-    if name == AS_IS:
-        return loop
-    for label in labels(name):
-        loop = _changed(loop, *label.partition("=")[::2])
-    if replace(loop, arm=base.arm) == base:
-        raise MismatchError(
-            f"the arm {name} changes nothing of these settings",
-            f"{AS_IS} is the same: leave it out",
-        )
+    for label in () if name == AS_IS else labels(name):
+        before, loop = loop, _changed(loop, *label.partition("=")[::2])
+        if loop == before:
+            raise MismatchError(
+                f"the arm {name}: {label} changes nothing of these settings",
+                f"leave it out; alone it is the same as {AS_IS}",
+            )
     return loop
 
 
@@ -104,10 +108,11 @@ def _changed(loop: LoopSpec, id: str, value: str) -> LoopSpec:
     if id == ROUTER_NOISE:
         noisy = replace(train, inject=((ROUTER_NOISE, _size(value)),))
         return replace(loop, check=replace(loop.check, train=noisy))
-    if id == FP8_KV:
-        from mismatch.experiments.fixes.spec_edits import with_argument
-
-        return replace(loop, check=with_argument("kv_cache_dtype", "fp8")(loop.check, ""))
+    law = loop.check.rollout.sampling
+    if id == RAW and law.temperature == 1 and not law.truncates:
+        return loop  # raw and processed log-probabilities are the same
+    if id in PLANTED:
+        return replace(loop, check=PLANTED[id](loop.check, ""))
     fix = fix_named(id)
     if fix.side == "estimator":
         return replace(loop, corrections=(*loop.corrections, fix.corrects))

@@ -44,7 +44,7 @@ TIMES, UNDECIDED = 3.0, 0.26  # as much as before, at a p (not adjusted) up to t
 DECIDING = (*RANKED_BY, "routing_disagree_layer")
 ALSO = ("logprob_abs_diff_p999", "logprob_abs_diff_max", "kl", "ratio_mean", "routing_disagree_any")
 METHOD = (
-    "k3, mean |delta| and differing experts decide: a permutation test that exchanges the two runs "
+    "k3, mean |delta| and routing flips decide: a permutation test that exchanges the two runs "
     "within prompts, adjusted for all of them (Holm), at 5 %. Intervals are 95 % each, by prompt, "
     "not adjusted."
 )

@@ -89,21 +89,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return reported(run_dir, label, work)
 
 
-def reported(run_dir: Path, label: str, work: Callable[[], None]) -> int:
-    """Do an engine process's work; 0, or 1 with the error left for the parent."""
+def reported(
+    run_dir: Path, label: str, work: Callable[[], None], rank: str = "", side: str = "engine"
+) -> int:
+    """Do a process's work; 0, or 1 with the error left for the parent.
+
+    Args:
+        label: of its log; its error is told from those of other ranks by ``rank``.
+    """
+    name = f"{label}-rank{rank}" if rank else label
     try:
         work()
     except MismatchError as error:
         traceback.print_exc()
         if isinstance(error, CauseInLog):
             error = error.explained(own_log(run_dir, label))
-        write_error(run_dir, label, error)
+        write_error(run_dir, name, error)
         return 1
     except Exception as error:
         traceback.print_exc()
-        what = f"the engine failed: {type(error).__name__}: {first_line(error)}"
+        what = f"the {side} failed: {type(error).__name__}: {first_line(error)}"
         log = run_dir / "logs" / f"{label}.log"
-        write_error(run_dir, label, MismatchError(what, f"the whole story is in {log}"))
+        write_error(run_dir, name, MismatchError(what, f"the whole story is in {log}"))
         return 1
     return 0
 
@@ -345,6 +352,8 @@ def untested_turns(
         yield f"{spec.engine.engine}: exact KL: not taken in sequences of several turns"
     for reason, count in replies.ended.items():
         yield f"{name}: the rest of {count} sequences: the environment failed ({reason})"
+    for what in getattr(replies.kind, "unheld", tuple)():
+        yield f"{name}: its code in isolation: nothing here keeps {what} from it"
     if replies.cut:
         most = spec.prompts.max_observation_tokens
         yield f"{name}: whole replies: {replies.cut} were cut to --max-observation-tokens {most}"

@@ -19,14 +19,15 @@ import numpy as np
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line
-from mismatch.experiments.loop.history import Row, forget_from, in_words, measure, save_row
+from mismatch.experiments.loop.history import Row, forget_from, in_words, measure, rows_of, save_row
 from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
 from mismatch.experiments.loop.types import LoopSpec
+from mismatch.processes.workers.engine import reported
 from mismatch.processes.workers.gradients import replay_source
 from mismatch.processes.workers.loop_engine import DONE, GO, STEPS, WEIGHTS
-from mismatch.processes.workers.train import EXIT_FAILED, wait_for
+from mismatch.processes.workers.train import wait_for
 from mismatch.run import store
-from mismatch.run.messages import leave, report_ready, say, write_error
+from mismatch.run.messages import leave, report_ready, say
 from mismatch.run.scorings import TRAIN
 from mismatch.specs import Pass
 from mismatch.types import Floats, Rollout, Scoring
@@ -37,17 +38,11 @@ MINI_STREAM = 104729  # the order of mini-batches, apart from the choice of prom
 
 
 def main(arguments: list[str]) -> int:
-    """All steps; 0, or 2 with the error left for the parent."""
+    """All steps; 0, or 1 with the error left for the parent."""
     job = store.read_json(Path(arguments[0]))
     place, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
-    rank = os.environ.get("RANK", "0")
-    try:
-        run(place, loop, int(job["start"]))
-    except MismatchError as error:
-        say(f"rank {rank}: {error}")
-        write_error(place, f"{LABEL}-rank{rank}", error)
-        return EXIT_FAILED
-    return 0
+    rank, start = os.environ.get("RANK", "0"), int(job["start"])
+    return reported(place, LABEL, lambda: run(place, loop, start), rank, "trainer")
 
 
 def run(place: Path, loop: LoopSpec, start: int) -> None:
@@ -180,7 +175,7 @@ class TrainerSide:
         row["seconds"] = sum(row[part] or 0.0 for part in parts)
         if first:
             save_row(self.place, row)
-            say(f"progress {in_words(row)}")
+            say(f"progress {in_words(rows_of(self.place), self.loop.steps)}")
 
     def score(self, folder: Path, rollout: Rollout) -> Scoring | None:
         """The trainer's own pass before the update; the scoring on rank 0."""

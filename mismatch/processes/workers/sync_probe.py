@@ -20,17 +20,16 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import from_json, to_json
-from mismatch.engines.base import argument_name
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.registry import engine_class, engine_info, model_directory, versions
 from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
-from mismatch.engines.vllm.arguments import is_cpu_build
-from mismatch.errors import MismatchError, first_line, named_line
+from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.sync.judge import cache_row, of_adapters, parameters, transposed_names
 from mismatch.experiments.sync.types import CacheRow, SyncReport, SyncSpec
-from mismatch.models.adapter_states import RANK, Adapters
+from mismatch.models.adapter_states import Adapters
 from mismatch.models.weight_states import PUSHES, SIZE, Checkpoint, Prints, state_of
-from mismatch.run.messages import leave, report_ready, report_timing, say, write_error
+from mismatch.processes.workers.engine import reported
+from mismatch.run.messages import leave, report_ready, report_timing, say
 from mismatch.run.store import read_json, write_json
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, NotTested, Sampling
@@ -48,21 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dir, side = Path(job["run_dir"]), job["side"]
     spec = from_json(SyncSpec, job["spec"])
     (run_dir / FOLDER).mkdir(exist_ok=True)
-    try:
-        {"engine": engine_side, "trainer": trainer_side}[side](run_dir, spec)
-    except MismatchError as error:
-        traceback.print_exc()
-        write_error(run_dir, LABEL.format(side=side), error)
-        return 1
-    except Exception as error:
-        traceback.print_exc()
-        log = run_dir / "logs" / f"{LABEL.format(side=side)}.log"
-        what = f"the {side}'s side of the probe failed: {named_line(error)}"
-        write_error(
-            run_dir, LABEL.format(side=side), MismatchError(what, f"the whole story is in {log}")
-        )
-        return 1
-    return 0
+    work = {"engine": engine_side, "trainer": trainer_side}[side]
+    label, who = LABEL.format(side=side), f"{side}'s side of the probe"
+    return reported(run_dir, label, lambda: work(run_dir, spec), side=who)
 
 
 def tokens(spec: SyncSpec, vocabulary: int, context: int | None) -> list[list[int]]:
@@ -89,26 +76,6 @@ def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
             )
         source = Adapters if spec.adapters else Checkpoint
         yield running, sequences, source(directory, spec.seed)
-
-
-def with_adapters(spec: SyncSpec) -> EngineSpec:
-    """The engine, able to load an adapter where the path does.
-
-    Raises:
-        MismatchError: vLLM's CPU build with a model of experts.
-    """
-    if not spec.adapters:
-        return spec.engine
-    if is_cpu_build() and read_model_info(spec.engine).moe:
-        raise MismatchError(
-            "vLLM's CPU build has no LoRA kernels for layers with experts",
-            "a model without experts, a GPU, or another --path",
-        )
-    # One request at a time: vLLM's CPU kernels take prompt logprobs of no more beside an adapter.
-    room = (("enable_lora", True), ("max_lora_rank", RANK), ("max_loras", 1), ("max_num_seqs", 1))
-    given = {argument_name(raw) for raw, _ in spec.engine.args}
-    kept = tuple(pair for pair in room if pair[0] not in given)
-    return replace(spec.engine, args=(*spec.engine.args, *kept))
 
 
 # ---------------------------------------------------------------- the engine
@@ -228,7 +195,10 @@ def engine_side(run_dir: Path, spec: SyncSpec) -> None:
     """Push, read back, score; judge every parameter."""
     start = time.monotonic()
     function = own_function(spec)
-    with loaded(with_adapters(spec), spec) as (engine, sequences, checkpoint):
+    own = spec.engine
+    if spec.push is None:
+        own = driver_class(own.engine).prepared(own, spec.path)
+    with loaded(own, spec) as (engine, sequences, checkpoint):
         ready = time.monotonic()
         probe = Probe.of(engine, spec, checkpoint, sequences, run_dir)
         report = probe.report(function)

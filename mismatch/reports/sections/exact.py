@@ -5,7 +5,7 @@ from __future__ import annotations
 from mismatch.analysis.exact_kl import KL, KL_TOPK, LAW_GAP
 from mismatch.reports.formatting import number, percent, plural, times
 from mismatch.reports.section import Section
-from mismatch.reports.summary import all_rows, headline, metric_table
+from mismatch.reports.summary import all_rows, headline, metric_tables
 from mismatch.types import Comparison, Estimate, Report
 
 ORDER = ("", "_p50", "_p90", "_p95", "_p99", "_p999", "_max")
@@ -38,7 +38,7 @@ def of_report(report: Report) -> Section | None:
         if name == KL
         else LEAD.format(what=PART, bound=": a lower bound"),
         sentences=tuple(said),
-        tables=(metric_table(rows),),
+        tables=metric_tables(rows),
         short=said[0],
     )
 

@@ -25,13 +25,13 @@ from mismatch.metrics.inference import LEVEL, prompts_to_tell
 from mismatch.reports.formatting import (
     alike,
     chance,
+    change,
     interval,
     memory,
     number,
     percent,
     plural,
     seconds,
-    signed,
     text,
     times,
 )
@@ -61,7 +61,6 @@ RESULTS: dict[str | None, tuple[str, Tone]] = {
 }
 REMOVES_NOTHING = "it reweighs the loss and removes nothing"
 HIDES = "it hides the mismatch and does not remove it"
-change = partial(signed, digits=2)
 TRIED = (
     Column("fix", text),
     Column("result", text),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mismatch.reports.elsewhere import Elsewhere
-from mismatch.reports.formatting import Format, alike, number, text
+from mismatch.reports.formatting import number, text
 from mismatch.reports.section import Cell, Column, Section, Table, Value, status_cell
 from mismatch.reports.summary import (
     Row,
@@ -65,18 +65,15 @@ def of_names(report: Report, names: Elsewhere | None) -> Section | None:
 
 
 def table(rows: list[Row]) -> Table:
-    """Metrics beside their levels; shares in percent, the other numbers written alike."""
-    write = alike(row.estimate.value for row in rows if row.write is number)
-    return Table(
-        COLUMNS, tuple(_row(row, write if row.write is number else row.write) for row in rows)
-    )
+    """Metrics beside their levels; shares in percent."""
+    return Table(COLUMNS, tuple(map(_row, rows)))
 
 
-def _row(row: Row, write: Format) -> tuple[Cell | Value, ...]:
+def _row(row: Row) -> tuple[Cell | Value, ...]:
     judgement = row.judgement
     return (
         row.words.label,
-        Cell(row.estimate, format=write),
+        row.cell,
         Cell(judgement.healthy if judgement else None, format=row.healthy),
         Cell(judgement.unfit if judgement else None, format=row.unfit),
         status_cell(judgement.status) if judgement else "",

@@ -27,6 +27,7 @@ from mismatch.reports.formatting import (
     memory,
     number,
     percent,
+    scientific,
     seconds,
     text,
     times,
@@ -103,8 +104,8 @@ FINDING_COLUMNS = (
     Column("implementation", text),
     Column("check", text),
     Column("result", text),
-    Column("value", brief, 1),
-    Column("limit", brief, 2),
+    Column("value", scientific, 1),
+    Column("limit", scientific, 2),
     Column("found", text),
 )
 GRADIENTS = ("q", "k", "v", "hidden", "gate_up", "down", "sinks", "router")
@@ -317,9 +318,10 @@ def _errors(ran: list[Audit]) -> Table:
             *(error.gradients.get(name) for name in names), error.floor,
         ))  # fmt: skip
     columns = (
-        Column("implementation", text), Column("dtype", text), Column("output", brief),
-        Column("largest gradient", brief), Column("of", text),
-        *(Column(name, brief, 1, detail="gradient") for name in names), Column("floor", brief),
+        Column("implementation", text), Column("dtype", text), Column("output", scientific),
+        Column("largest gradient", scientific), Column("of", text),
+        *(Column(name, scientific, 1, detail="gradient") for name in names),
+        Column("floor", scientific),
     )  # fmt: skip
     return Table(columns, rows)
 

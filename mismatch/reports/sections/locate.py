@@ -48,7 +48,7 @@ SITES = (
     Column("excess", number, 1),
     Column("gain", number, 2, detail="of errors that enter"),
     Column("cosine", number, 3),
-    Column("other experts", percent, 3, detail="share of tokens"),
+    Column("routing flips", percent, 3, detail="share of tokens"),
     Column("", text, 1),
 )
 PICTURED = ("attention", "router", "mlp", "residual")

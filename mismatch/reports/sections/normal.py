@@ -6,9 +6,9 @@ import math
 from statistics import median
 
 from mismatch.analysis.published_values import Reference, references_for
-from mismatch.reports.formatting import line, number, text, times
+from mismatch.reports.formatting import line, number, percent, text, times
 from mismatch.reports.section import Cell, Column, Section, Table, Value
-from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows, relative
+from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows
 from mismatch.reports.words import words_for
 from mismatch.run.scorings import REFERENCE, TRAIN
 from mismatch.types import Report
@@ -23,7 +23,7 @@ PASSES = (
     Column("pass", text),
     Column("mean |delta|"),
     Column("largest"),
-    Column("of headline", relative),
+    Column("of headline", percent),
 )
 
 

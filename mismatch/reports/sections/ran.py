@@ -9,7 +9,7 @@ from mismatch.models import moe
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import MISSING, bound, line, number, plural, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table, named
-from mismatch.reports.summary import all_rows, command, headline
+from mismatch.reports.summary import METRICS, all_rows, command, headline, metric_tables
 from mismatch.types import Comparison, Report
 
 LONG = 80  # characters of a setting, beyond which it is cut: report.json has it whole
@@ -87,27 +87,18 @@ def _everything(place: int, item: Comparison, names: Elsewhere | None) -> Sectio
     """Every metric of a comparison; values by others' conventions are the headline's alone."""
     rows = all_rows(item)
     known = [] if names is None else [names.of(row.metric, values=not place) for row in rows]
-    columns = (Column("metric", text), Column("name", text), Column("value", interval=0))
-    title = () if names is None else (Column(names.title, text),)
+    told = {
+        row.metric: "; ".join(other.told(row.write) for other in others)
+        for row, others in zip(rows, known, strict=bool(known))
+    }
+    columns = (METRICS[0], Column("name", text, of="metric", tone="code"), METRICS[1])
+    title = () if names is None else (Column(names.title, text, of=lambda row: told[row.metric]),)
     lead = "" if item.sampled_by_left else "{} is not the law that sampled: its KL are scores."
     return Section(
         id=f"everything-{place}",
         title=f"All {len(rows)} numbers of {item.rollout} against {item.train}",
         lead=lead.format(item.rollout),
-        tables=(
-            Table(
-                (*columns, *title),
-                tuple(
-                    (
-                        Cell(row.words.label, note=row.words.meaning),
-                        Cell(row.metric, "code"),
-                        row.cell,
-                        *(("; ".join(other.told(row.write) for other in others),) if names else ()),
-                    )
-                    for row, others in zip(rows, known or [[]] * len(rows), strict=True)
-                ),
-            ),
-        ),
+        tables=metric_tables(rows, (*columns, *title)),
     )
 
 

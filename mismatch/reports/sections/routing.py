@@ -26,7 +26,7 @@ from mismatch.reports.formatting import (
 )
 from mismatch.reports.section import Cells, Column, Figure, Section
 from mismatch.reports.section import Table as Rows
-from mismatch.reports.summary import headline, metric_table, routing_rows
+from mismatch.reports.summary import headline, metric_tables, routing_rows
 from mismatch.reports.svg import (
     ACCENT,
     FAINT,
@@ -89,8 +89,7 @@ def of_report(report: Report) -> Section | None:
         return None
     tables = comparison.breakdowns
     by_layer, by_expert = (tables.get(f"routing_by_{name}", {}) for name in ("layer", "expert"))
-    numbers = metric_table([*(rows[name] for name in CORE if name in rows),
-                            *(row for name, row in rows.items() if name not in CORE)])  # fmt: skip
+    ordered = [rows[name] for name in dict.fromkeys((*CORE, *rows)) if name in rows]
     layers, moved = Rows(LAYERS, _layers(by_layer)), Rows(EXPERTS, _experts(by_expert))
     drawn = list(figures(tables))
     short = "; ".join(figure.title for figure in drawn)
@@ -105,7 +104,7 @@ def of_report(report: Report) -> Section | None:
             Section(
                 "routing-numbers",
                 f"{len(rows)} numbers; every layer; experts whose load moved most",
-                tables=(numbers,),
+                tables=metric_tables(ordered),
                 parts=(
                     Section("routing-layers", "Every layer", tables=(layers,), page_only=True),
                     Section("routing-moved", "Load moved", LOST, tables=(moved,), page_only=True),

@@ -147,7 +147,7 @@ const modes = {
       const delta = value("delta", row), exactly = value("reference", row);
       return Math.sign(Math.abs(exactly) - Math.abs(delta - exactly)) * level(Math.abs(delta), edges);
     }, steps: () => edges.map(x => `${short(x)} nats`) },
-  flips: { label: "routing flips", needs: "layers", ends: ["", "layers with other experts"],
+  flips: { label: "routing flips", needs: "layers", ends: ["", "flipped layers"],
     of: row => level(flipsOf(row), COUNTS), steps: () => COUNTS.map(String) },
   entropy: { label: "entropy", needs: "entropy", ends: ["", "nats"],
     of: row => level(value("entropy", row), ENTROPY), steps: () => ENTROPY.map(String) },
@@ -234,7 +234,7 @@ async function filter() {
     $("count").textContent = "not a regular expression";
     return;
   }
-  const marks = new Uint8Array(A), counts = new Uint32Array(129);
+  const marks = new Uint8Array(A), counts = new Uint32Array(129), holds = new Uint8Array(N);
   const kind = words.classes.indexOf(asked.kind), layer = meta.layers.indexOf(Number(asked.layer)), turn = meta.turns.indexOf(Number(asked.turn));
   let total = 0;
   for (let n = 0; n < N; n++) {
@@ -245,7 +245,7 @@ async function filter() {
         && (asked.layer === "" || flips(row, layer))
         && (!asked.least || Math.abs(best("delta", row)[0]) >= asked.least);
       marks[row] = fits ? 1 : 0;
-      if (fits) { counts[127 - (bytes.delta[row] & 127) + 1]++; total++; }
+      if (fits) { counts[127 - (bytes.delta[row] & 127) + 1]++; total++; holds[n] = 1; }
     }
     await rest();
     if (mine !== run) return;  // something else has been asked for
@@ -258,8 +258,8 @@ async function filter() {
   }
   if (mine !== run) return;
   matched = marks;
-  matching = new Uint8Array(N);
-  for (const row of rows) matching[sequenceOf[row]] = 1;
+  matching = holds;
+  await rest();
   const sharp = rows.subarray(0, 2000);  // codes are steps: the first ones by what was measured
   const size = new Map(Array.from(sharp, row => [row, Math.abs(best("delta", row)[0])]));
   sharp.sort((a, b) => size.get(b) - size.get(a) || a - b);
@@ -272,22 +272,31 @@ async function filter() {
 
 // ---------------------------------------------------------------- the strips
 
-const pool = new Map();
+const pool = new Map(), spare = [];  // strips by their place, and those to be used again
 let list, sheet, chosen = -1, drawing = 0, listWidth = 0;
-function rowOf(place) {
-  const n = order[place], row = el("div", "", "strip");
-  row.id = `strip-${n}`;
+function newStrip() {
+  const row = el("div", "", "strip"), canvas = document.createElement("canvas");
   row.setAttribute("role", "option");
+  canvas.setAttribute("aria-hidden", "true");
+  row.append(el("span", "", "what"), el("span", "", "much"), canvas);
+  row.addEventListener("click", () => focusOn(worstOf(Number(row.dataset.n)), true));
+  return row;
+}
+function drop(place) {
+  const row = pool.get(place);
+  row.remove();
+  spare.push(row);
+  pool.delete(place);
+}
+function rowOf(place) {
+  const n = order[place], row = spare.pop() || newStrip(), [what, much, canvas] = row.children;
+  row.id = `strip-${n}`;
   row.style.top = `${place * ROW}px`;
   const bits = [`sequence ${meta.numbers[n]}`];
   if (meta.prompts) bits.push(`prompt ${meta.prompts[n]}`);
   if (meta.rewards && meta.rewards[n] !== null) bits.push(`reward ${short(meta.rewards[n])}`);
-  const head = el("span", bits.join(" · "), "what");
-  row.append(head, el("span", `mean |Δ| ${short(stats.mean[n], 2)}, largest ${short(stats.worst[n], 2)}`, "much"));
-  const canvas = document.createElement("canvas");
-  canvas.setAttribute("aria-hidden", "true");
-  row.append(canvas);
-  row.addEventListener("click", () => focusOn(worstOf(n), true));
+  what.textContent = bits.join(" · ");
+  much.textContent = `mean |Δ| ${short(stats.mean[n], 2)}, largest ${short(stats.worst[n], 2)}`;
   row.dataset.n = n;
   paint(canvas, n);
   return row;
@@ -319,12 +328,12 @@ function paint(canvas, n) {
   }
 }
 function drawStrips(afresh = false) {
-  if (afresh) { for (const row of pool.values()) row.remove(); pool.clear(); }
+  if (afresh) for (const place of [...pool.keys()]) drop(place);
   const top = list.scrollTop, height = list.clientHeight;  // read before anything is written
   listWidth = list.clientWidth;
   const first = Math.max(0, Math.floor(top / ROW) - 2);
   const last = Math.min(order.length - 1, Math.ceil((top + height) / ROW) + 2);
-  for (const [place, row] of pool) if (place < first || place > last) { row.remove(); pool.delete(place); }
+  for (const place of [...pool.keys()]) if (place < first || place > last) drop(place);
   const until = performance.now() + SLICE;
   for (let place = first; place <= last; place++) {
     if (pool.has(place)) continue;

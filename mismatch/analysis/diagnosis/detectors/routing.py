@@ -102,7 +102,7 @@ def _far_flips(
 ) -> list[Finding]:  # fmt: skip
     """Flips of rows whose margin was large: noise cannot have made them."""
     flips = int(differs.sum())
-    evidence.append(Evidence("share of (token, layer) with other experts", float(differs.mean())))
+    evidence.append(Evidence("share of (token, layer) with a flip", float(differs.mean())))
     if right.margin is None or flips < MIN_FLIPS:
         return []
     margin = right.margin[rows][:, [j for _, j in columns]]

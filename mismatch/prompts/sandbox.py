@@ -1,0 +1,194 @@
+"""Code that a model wrote, in a process of its own, bounded in all it may take.
+
+A fresh directory, an empty environment, limits of time, memory, output and disk. No network, no
+new processes and a read-only file system, as far as the machine can: by bubblewrap, or else by
+user namespaces (``unshare``), and by a system call filter (sandbox_guard.py). What could not be
+held is tried once and reported: :func:`unheld`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+GUARD = Path(__file__).with_name("sandbox_guard.py")
+INTERVAL_S = 0.1  # between two looks at the directory's size
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+# Each line: what this machine could not keep from the code.
+PROBE = """
+import os, socket
+try:
+    if set(name for _, name in socket.if_nameindex()) - {"lo"}: raise AssertionError
+except AssertionError: print("the network")
+except OSError: pass
+try:
+    if os.fork() == 0: os._exit(0)
+    print("new processes")
+except OSError: pass
+try:
+    open(PLACE, "w").close(); print("files outside its directory")
+except OSError: pass
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run of code may take.
+
+    Attributes:
+        output_bytes: of standard output and error together; it is stopped after them.
+        disk_bytes: of all its files.
+    """
+
+    time_s: float = 10.0
+    memory_bytes: int = 1 << 30
+    output_bytes: int = 1 << 15
+    file_bytes: int = 16 << 20
+    disk_bytes: int = 32 << 20
+
+
+DEFAULTS = Limits()
+
+
+def run_code(code: str, limits: Limits = DEFAULTS) -> str:
+    """What a Python program writes, or what stopped it; nothing it started is left.
+
+    Its output is data: the caller must not read control tokens in it.
+    """
+    with _place() as place:
+        output, reason = _run(code, place, limits, holder())
+    text = output[: limits.output_bytes].decode("utf-8", "replace")
+    if reason:
+        text += f"{'' if not text or text.endswith(chr(10)) else chr(10)}error: {reason}"
+    return text or "(no output)"
+
+
+@cache
+def holder() -> str:
+    """ "bwrap", "unshare", or "" where neither starts a program on this machine."""
+    for name in ("bwrap", "unshare"):
+        if shutil.which(name) is None:
+            continue
+        with _place() as place:
+            output, _ = _run("print('started')", place, DEFAULTS, name)
+        if output == b"started\n":
+            return name
+    return ""
+
+
+@cache
+def unheld() -> tuple[str, ...]:
+    """What this machine does not keep from the code: tried once, with code that tries it."""
+    with _place() as place, tempfile.TemporaryDirectory() as other:
+        target = str(Path(other) / "file")
+        output, _ = _run(f"PLACE = {target!r}\n{PROBE}", place, DEFAULTS, holder())
+    return tuple(output.decode("utf-8", "replace").splitlines())
+
+
+@contextlib.contextmanager
+def _place() -> Iterator[str]:
+    place = tempfile.mkdtemp(prefix="mismatch-code-")
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _run(code: str, place: str, limits: Limits, by: str) -> tuple[bytes, str]:
+    """Output, and what ended it before its time ("": it ended by itself)."""
+    with tempfile.TemporaryFile() as program:
+        program.write(code.encode("utf-8", "replace"))
+        program.seek(0)
+        process = subprocess.Popen(
+            _command(place, limits, by),
+            stdin=program,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=place,
+            env=ENVIRONMENT | {"HOME": place, "TMPDIR": place},
+            start_new_session=True,
+        )
+        try:
+            output, reason = _collected(process, place, limits)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+    if not reason and not output and status:
+        reason = f"it ended with status {status}"
+    return output, reason
+
+
+def _command(place: str, limits: Limits, by: str) -> list[str]:
+    given = {
+        "memory_bytes": limits.memory_bytes,
+        "file_bytes": limits.file_bytes,
+        "cpu_s": int(limits.time_s) + 1,
+        "disk_bytes": limits.disk_bytes,
+        "mounts": by == "unshare",
+    }
+    options = {
+        "bwrap": [
+            *("--unshare-all", "--die-with-parent", "--ro-bind", "/", "/"),
+            *("--dev", "/dev", "--proc", "/proc", "--size", str(limits.disk_bytes)),
+            *("--tmpfs", place, "--chdir", place),
+        ],
+        "unshare": [
+            *("--user", "--map-root-user", "--mount", "--net", "--ipc", "--pid"),
+            *("--fork", "--kill-child"),
+        ],
+    }.get(by, [])
+    outer = [shutil.which(by) or by] if by else []
+    return [*outer, *options, sys.executable, "-I", "-S", str(GUARD), json.dumps(given)]
+
+
+def _collected(process: subprocess.Popen[bytes], place: str, limits: Limits) -> tuple[bytes, str]:
+    """What it writes until it ends or passes a limit, and which."""
+    assert process.stdout is not None
+    output, deadline = bytearray(), time.monotonic() + limits.time_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return bytes(output), f"stopped after {limits.time_s:g} s"
+            if selector.select(min(left, INTERVAL_S)):
+                chunk = os.read(process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    return bytes(output), ""
+                output += chunk
+                if len(output) > limits.output_bytes:
+                    return bytes(output), f"stopped after {limits.output_bytes:,} bytes of output"
+            elif process.poll() is not None:
+                return bytes(output), ""
+            if _size(place) > limits.disk_bytes:
+                return bytes(output), f"stopped after {limits.disk_bytes >> 20} MiB of files"
+
+
+def _size(place: str) -> int:
+    total = 0
+    for root, _, names in os.walk(place):
+        for name in names:
+            with contextlib.suppress(OSError):  # gone since
+                total += os.lstat(Path(root) / name).st_blocks * 512
+    return total
