@@ -275,7 +275,7 @@ FAULTS = (
     Planted("later-context", (1.0,), ("turn-context",), of=("rope", 10.0), turns=True),
     Planted("later-cache", (1.0,), ("prefix-cache-stale", "turn-context"), "engine",
             of=("stale-weights", 0.1), turns=True),
-    Planted("counted-observations", (8.0, 2.0), ("misalignment", "retokenisation"), None,
+    Planted("counted-observations", (4.0, 2.0), ("misalignment", "retokenisation"), None,
             record=_counted, turns=True),
     Planted("late-mask", (1.0,), ("action-mask",), None, record=_mask_late, turns=True),
     Planted("tools-in-the-loss", (1.0,), ("action-mask",), None, record=_mask_of_tools,

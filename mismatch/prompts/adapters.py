@@ -13,10 +13,11 @@ import json
 import re
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from mismatch.errors import MismatchError
+from mismatch.prompts.environments import Environment
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.tools import tool_call
 
@@ -24,7 +25,7 @@ ENDS = re.compile(r"(?:\s*(?:<\|[^|<>]*\|>|</s>))+\s*$")  # special tokens that 
 FIELD = "message"  # of an OpenEnv action, where the URL names none
 
 
-def adapted(name: str) -> Callable[[Prompt], Any] | None:
+def adapted(name: str) -> Callable[[Prompt], Environment] | None:
     """What makes a sequence's environment of ``verifiers:ID`` or ``openenv:URL``; None: neither.
 
     Raises:
@@ -32,10 +33,22 @@ def adapted(name: str) -> Callable[[Prompt], Any] | None:
     """
     kind, _, where = name.partition(":")
     if kind == "verifiers":
-        return partial(Verifiers, _verifiers_environment(where))
+        shared = _verifiers_environment(where)
+
+        class OfVerifiers(Verifiers):
+            def __init__(self, prompt: Prompt) -> None:
+                super().__init__(shared, prompt)
+
+        return OfVerifiers
     if kind == "openenv":
         url, _, field = where.partition("#")
-        return partial(OpenEnv, _openenv_client(), url, field or FIELD)
+        client = _openenv_client()
+
+        class OfServer(OpenEnv):
+            def __init__(self, prompt: Prompt) -> None:
+                super().__init__(client, url, field or FIELD)
+
+        return OfServer
     return None
 
 
@@ -64,7 +77,9 @@ def _verifiers_environment(id: str) -> Any:
     try:
         environment = verifiers.load_environment(id)
     except Exception as error:  # an environment's own code
-        raise MismatchError(f"verifiers:{id}: {error}", "install the environment's package") from error
+        raise MismatchError(
+            f"verifiers:{id}: {error}", "install the environment's package"
+        ) from error
     if not hasattr(environment, "env_response"):
         raise MismatchError(f"verifiers:{id} has no turns", "one that derives from MultiTurnEnv")
     return environment
@@ -137,7 +152,7 @@ class _NoClient:
 
 def _assistant(response: str) -> Any:
     """A response as verifiers' message: its text without end tokens, and its call."""
-    from verifiers.types import AssistantMessage, ToolCall  # type: ignore[import-not-found]
+    from verifiers.types import AssistantMessage, ToolCall
 
     call = tool_call(response)
     text = ENDS.sub("", response)
@@ -168,7 +183,7 @@ def _row(environment: Any, messages: list[dict[str, Any]]) -> dict[str, Any] | N
 
 def _openenv_client() -> Any:
     try:
-        from openenv.core.generic_client import GenericEnvClient  # type: ignore[import-not-found]
+        from openenv.core.generic_client import GenericEnvClient
     except ImportError as error:
         raise MismatchError(
             "the package openenv-core is not installed", "pip install openenv-core"
@@ -182,7 +197,7 @@ class OpenEnv:
     An observation becomes the user's message: its text where it has one field of text, else JSON.
     """
 
-    def __init__(self, client: Any, url: str, field: str, prompt: Prompt) -> None:
+    def __init__(self, client: Any, url: str, field: str) -> None:
         self.session = client(base_url=url)
         self.field = field
         self.rewards: list[float] = []
