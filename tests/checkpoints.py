@@ -70,6 +70,25 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"intermediate_size": 128}),
     "gemma2": ("Gemma2Config", {**_GEMMA, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3TextConfig", {**_GEMMA, "query_pre_attn_scalar": 16}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_MOE,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 32,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "head_dim": 8,  # that rope turns
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+        },
+    ),
     "glm4": ("Glm4Config", {"intermediate_size": 128, "attention_bias": True}),
 }
 

@@ -26,14 +26,14 @@ from mismatch.cli.options import (
     VERL_FLAGS,
 )
 from mismatch.errors import MismatchError
-from mismatch.experiments.loop.types import AS_IS, LOOP, LoopSpec
+from mismatch.experiments.loop.types import AS_IS, LARGE_MODELS, LOOP, LoopSpec
 from mismatch.specs import MANY, Range
 
 if TYPE_CHECKING:
     from mismatch.experiments.loop.judge import LoopReport
 
 DEFAULT_MODEL = "tiny-gpt-oss"
-POOL = 160
+POOL, SAMPLES = 24, 8  # few prompts that come again soon: what can be learnt in some steps
 ARMS = (
     Option(
         "arms",
@@ -62,7 +62,10 @@ LOOP_FIELDS = (
     MODEL_FLAGS,
     ARMS,
     flags_of(LoopSpec, LOOP_FIELDS),
-    PROMPT_FLAGS,
+    tuple(
+        replace(flag, default=SAMPLES) if flag.name == "samples_per_prompt" else flag
+        for flag in PROMPT_FLAGS
+    ),
     ENGINE_FLAGS,
     ROUTING,
     TRAIN_FLAGS,
@@ -171,7 +174,9 @@ def loop_spec(flags: Flags) -> LoopSpec:
     if spec.other_engine is not None or (spec.rollout.engine.data_parallel_size or 1) > 1:
         raise MismatchError("a loop has one engine", "one --engine, and no --data-parallel-size")
     if spec.rollout.prompts.environment is not None:
-        raise MismatchError("a loop has one turn a sequence", "drop --environment")
+        raise MismatchError(
+            "a loop has one turn a sequence", "drop --environment, or --task calculator"
+        )
     if spec.rollout.sampling.temperature == 0:
         raise MismatchError(
             "--temperature 0: greedy samples of a prompt are all the same", "--temperature 1"
@@ -186,4 +191,7 @@ def loop_spec(flags: Flags) -> LoopSpec:
         train = replace(train, master_dtype="fp32")
     rollout = replace(spec.rollout, exact_kl=0)
     check = replace(spec, train=train, rollout=rollout, noise_floor=False, two_passes=False)
-    return LoopSpec(check=check, **spec_values(LoopSpec, flags, LOOP_FIELDS))
+    values = spec_values(LoopSpec, flags, LOOP_FIELDS)
+    if flags["model"] != DEFAULT_MODEL and "learning_rate" not in flags.explicit:
+        values["learning_rate"] = LARGE_MODELS
+    return LoopSpec(check=check, **values)

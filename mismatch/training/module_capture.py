@@ -3,7 +3,7 @@
 Every boundary is shown to a visitor under its canonical name (:mod:`mismatch.experiments.locate`
 lists them) as [tokens, features]; what the visitor returns takes its place. Queries and keys around
 rope, values and the attention's output are seen at two functions that nearly all families call:
-``apply_rotary_pos_emb`` of the model's own file, and transformers' attention interface. Router
+``apply_rotary_pos_emb…`` of the model's own file, and transformers' attention interface. Router
 logits are the product with the router's E rows of weights.
 """
 
@@ -72,6 +72,7 @@ class Boundaries:
     decoder: Any
     visit: Visit
     _layer: int = -1  # whose attention is at work
+    _turning: bool = False
     _modes: ExitStack = field(default_factory=ExitStack)
 
     @contextmanager
@@ -178,21 +179,34 @@ class Boundaries:
 
     @contextmanager
     def _rope(self, module: Any) -> Iterator[None]:
-        rotate = getattr(module, ROPE, None)
-        if rotate is None:
-            yield
-            return
-
-        def shown(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
-            q, k = self._heads("q", q), self._heads("k", k)
-            q, k = rotate(q, k, *args, **kwargs)
-            return self._heads("rope_q", q), self._heads("rope_k", k)
-
-        setattr(module, ROPE, shown)
+        rotations = {
+            name: rotate
+            for name, rotate in vars(module).items()
+            if name.startswith(ROPE) and "vision" not in name
+        }
+        for name, rotate in rotations.items():
+            setattr(module, name, self._rotated(rotate))
         try:
             yield
         finally:
-            setattr(module, ROPE, rotate)
+            for name, rotate in rotations.items():
+                setattr(module, name, rotate)
+
+    def _rotated(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of queries and keys that shows them before and after it."""
+
+        def shown(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._turning:  # one such function calls another
+                return rotate(q, k, *args, **kwargs)
+            q, k = self._heads("q", q), self._heads("k", k)
+            self._turning = True
+            try:
+                q, k = rotate(q, k, *args, **kwargs)
+            finally:
+                self._turning = False
+            return self._heads("rope_q", q), self._heads("rope_k", k)
+
+        return shown
 
     @contextmanager
     def _attention(self) -> Iterator[None]:

@@ -280,6 +280,7 @@ def test_an_engine_that_does_not_deliver_is_named(tmp_path, monkeypatch, engine,
 # ---------------------------------------------------------------- another environment
 
 
+@pytest.mark.grid  # SGLang runs under another one in make test
 def test_the_engine_runs_under_the_interpreter_that_was_named(tmp_path):
     """An environment of its own, made of this one: only its name tells them apart."""
     python = tmp_path / "other-python"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -67,13 +68,21 @@ def test_a_sinkless_trainer_is_named_at_its_attention(no_sinks_run: Run, tmp_pat
 
 
 @pytest.mark.grid
-def test_swapped_experts_are_named_with_their_layer(default_run: Run, tmp_path: Path) -> None:
+def test_swapped_experts_are_named_with_their_layer_in_two_ranks(
+    default_run: Run, tmp_path: Path
+) -> None:
+    """The run was recorded by one rank; vLLM's two hold half of the heads and experts each."""
     run = tmp_path / "run"
     shutil.copytree(default_run.directory, run)
     spec = json.loads((run / "spec.json").read_text())
     spec["train"]["model"] = str(
         plant(Path(spec["train"]["model"]), tmp_path / "planted", "swapped-experts", 1)
     )
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    spec["rollout"]["engine"] |= {
+        "tensor_parallel_size": len(cores),
+        "env": [["VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores))]],  # one NUMA node
+    }
     (run / "spec.json").write_text(json.dumps(spec))
     code, output, run = located(run, tmp_path)
     assert code == 1, output
@@ -81,6 +90,7 @@ def test_swapped_experts_are_named_with_their_layer(default_run: Run, tmp_path: 
     assert trainer.source is None  # the reference holds its weights
     assert engine.source is not None
     assert (engine.source.site, engine.source.layers) == ("mlp", (1,))
+    assert {one.place for one in engine.sites} == {one.place for one in trainer.sites}
 
 
 @pytest.mark.grid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from mismatch.experiments.loop.judge import LoopReport
 from mismatch.experiments.loop.types import LoopSpec
 from mismatch.models import resolve_model
 from mismatch.pipeline.loop import run_loop
-from mismatch.processes.loop import run_arm
+from mismatch.processes.loop import resume_from, run_arm
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
 pytestmark = pytest.mark.slow
@@ -92,12 +93,13 @@ def test_two_arms_with_vllm(tmp_path: Path) -> None:
     assert header["arm"] == "no-sinks"
 
 
-def children_of(place: Path) -> list[int]:
-    """Processes whose command names this folder."""
+def children_of(place: Path, what: str = "") -> list[int]:
+    """Processes whose command names this folder, and ``what``."""
     found = []
     for process in psutil.process_iter():
         try:
-            if any(str(place) in part for part in process.cmdline()):
+            command = " ".join(process.cmdline())
+            if str(place) in command and what in command:
                 found.append(process.pid)
         except psutil.Error:
             continue
@@ -133,5 +135,14 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
     assert children_of(out) == []
     assert (out / "loop.json").exists()
 
+    def ends_the_engine(line: str) -> None:
+        if line.startswith("step 1:"):
+            for pid in children_of(place, "workers.loop_engine"):
+                os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(MismatchError, match="engine"):
+        run_arm(place, loop("transformers"), out / "pool.json", ends_the_engine)
+    assert children_of(out) == []
+    assert 0 < resume_from(place) < STEPS
     rows = run_arm(place, loop("transformers"), out / "pool.json", silent)
     assert numbers(rows) == numbers(expected)

@@ -361,3 +361,23 @@ def test_a_check_with_an_sglang_server_has_its_routes(
     assert any("is a substitute" in line for line in done.report["not_tested"])
     for path in [file for file in out.rglob("*") if file.is_file()]:
         assert KEY.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.grid
+def test_the_weight_sync_of_an_sglang_server_is_judged_by_scores(
+    sglang: Served | None, tmp_path: Path
+) -> None:
+    """It shows no parameters; both sides move alike, so that nothing wrong is seen."""
+    if sglang is None:
+        pytest.skip("no SGLang here: make env-sglang")
+    out = tmp_path / "probe"
+    sglang.await_ready()
+    done = run(out, "sync-probe", *FP32, "--server", sglang.url, "--out", str(out))
+    assert done.code == 1, done.output
+    report = sync_from_json(json.loads((out / "sync-probe.json").read_text()))
+    assert judge(report).word == "inconclusive"
+    assert len(report.of_status("not_compared")) == 71
+    assert all(row.apart is not None and row.apart < 1e-3 for row in report.scores)
+    assert report.scores[1].engine_moved > 0.1
+    assert report.scores[3].engine_moved < 1e-4
+    assert not kept_caches(report)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from mismatch.experiments.loop.history import COLUMNS
 from mismatch.experiments.loop.judge import (
     Arm,
+    Claim,
     LoopReport,
     SeedRun,
     StepVerdict,
@@ -75,15 +77,24 @@ def report(*rewards: tuple[str, list[list[float]]]) -> LoopReport:
     return LoopReport("m", "vllm", tuple(arms))
 
 
+def claimed(*rewards: tuple[str, list[list[float]]]) -> dict[str, Claim]:
+    return {claim.over: claim for claim in claims(report(*rewards))}
+
+
 def test_a_claim_is_made_only_where_several_seeds_agree() -> None:
-    (claim,) = claims(report(("bad", [COLLAPSE, COLLAPSE]), ("good", [RISE, RISE])))
-    assert (claim.better, claim.worse, claim.agree) == ("good", "bad", True)
-    assert min(claim.differences) > 0.3
-    (mixed,) = claims(report(("a", [COLLAPSE, RISE]), ("b", [RISE, COLLAPSE])))
-    assert not mixed.agree
-    (single,) = claims(report(("bad", [COLLAPSE]), ("good", [RISE])))
-    assert not single.agree
-    assert list(claims(report(("one", [RISE])))) == []
+    both = claimed(("bad", [COLLAPSE, COLLAPSE]), ("good", [RISE, RISE]))
+    for over in ("end", "run"):
+        claim = both[over]
+        assert (claim.better, claim.worse, claim.agree) == ("good", "bad", True)
+    assert min(both["end"].differences) > 0.3 > min(both["run"].differences)
+    assert both["run"].differences[0] == pytest.approx(np.mean(np.subtract(RISE, COLLAPSE)))
+    assert not claimed(("a", [COLLAPSE, RISE]), ("b", [RISE, COLLAPSE]))["end"].agree
+    assert not claimed(("bad", [COLLAPSE]), ("good", [RISE]))["end"].agree
+    assert claimed(("one", [RISE])) == {}
+    late = [*RISE[:10], *RISE]
+    longer = claimed(("short", [RISE[:5], RISE[:5]]), ("long", [late, late]))
+    assert longer["end"].differences == (0.0, 0.0)  # as far as both went
+    assert not longer["end"].agree
 
 
 def test_the_page_holds_six_pictures_and_every_run() -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from mismatch.engines.module_capture import join_ranks, of_rank
 from mismatch.errors import MismatchError
-from mismatch.experiments.locate.sites import LAYER_SITES, SOME_FAMILIES
-from mismatch.processes.workers.locate_reference import Adding, Replay
+from mismatch.experiments.locate.sites import LAYER_SITES, SOME_FAMILIES, TITLES
+from mismatch.processes.workers.locate_reference import Adding, Replay, unseen
 from mismatch.training.module_capture import Boundaries, Recorder, require_known
 from tests import checkpoints
 from tests.checkpoints import FAMILIES, FURTHER_NORMS
@@ -119,6 +119,24 @@ def test_hooks_and_functions_are_gone_behind_the_block() -> None:
     model(input_ids=torch.arange(TOKENS)[None], use_cache=False)
     assert recorder.values == {}
     assert type(ALL_ATTENTION_FUNCTIONS).get_interface is before
+
+
+def test_latent_attention_shows_the_part_that_rope_turns() -> None:
+    """By a function with another name, which none of the other families calls."""
+    model = model_of("deepseek_v3")
+    recorder = Recorder()
+    plain = logits(model, recorder)
+    assert all(f"1.{name}" in recorder.values for name in sites_of("a moe"))
+    assert unseen(recorder.values, 2, {1}) == []
+    replay = Replay(recorder.values, recorder.values, 2)
+    torch.testing.assert_close(logits(model, replay), plain, rtol=1e-5, atol=1e-5)
+
+
+def test_a_site_that_no_layer_shows_is_not_tested() -> None:
+    shown = {f"{layer}.{name}" for layer in range(2) for name in sites_of("a moe")}
+    assert unseen(shown - {"0.router"}, 2, {1}) == []
+    (entry,) = unseen(shown - {"1.q", "1.router"}, 2, {1})
+    assert entry.what == ", ".join(TITLES[name] for name in ("q", "router"))
 
 
 # ---------------------------------------------------------------- several ranks of an engine

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
-from typing import Any
+from itertools import combinations, product
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,6 +17,7 @@ FILE = "loop.json"
 WINDOW = 5  # steps that a running mean takes
 FALL = 0.1  # of the reward, from the best running mean so far
 Curve = tuple[float | None, ...]
+Over = Literal["end", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +106,17 @@ class LoopReport:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Two arms at the last steps that both have, over the seeds of both.
+    """The rewards of two arms as far as both went, over the seeds of both.
 
     Attributes:
+        over: "end": the last steps; "run": the mean of all steps, which says who learns faster.
         differences: reward of ``better`` less that of ``worse``, a value a seed.
         agree: there are several seeds, and all differences have one sign.
     """
 
     better: str
     worse: str
+    over: Over
     differences: tuple[float, ...]
     agree: bool
 
@@ -171,25 +174,26 @@ def at_end(run: SeedRun, column: str, end: int | None = None) -> float:
 
 
 def claims(report: LoopReport) -> Iterator[Claim]:
-    """The reward of every two arms at the last step that both have reached with a seed."""
-    for one, other in combinations(report.arms, 2):
-        theirs: Mapping[int, SeedRun] = {run.seed: run for run in other.runs}
-        gaps = [_gap(run, theirs[run.seed]) for run in one.runs if run.seed in theirs]
-        gaps = [gap for gap in gaps if np.isfinite(gap)]
-        if gaps:
-            yield _claim(one.name, other.name, gaps)
+    """Every two arms by their reward, at the end and over all steps that both have."""
+    overs: tuple[Over, ...] = ("end", "run")
+    for (left, right), over in product(combinations(report.arms, 2), overs):
+        runs = {run.seed: run for run in right.runs}
+        pairs = [(run, runs[run.seed]) for run in left.runs if run.seed in runs]
+        gaps = [gap for pair in pairs if np.isfinite(gap := _gap(*pair, over))]
+        if not gaps:
+            continue
+        better, worse = left.name, right.name
+        if np.mean(gaps) < 0:
+            better, worse, gaps = worse, better, [-gap for gap in gaps]
+        agree = len(gaps) > 1 and (min(gaps) > 0 or max(gaps) < 0)
+        yield Claim(better, worse, over, tuple(gaps), agree)
 
 
-def _gap(run: SeedRun, other: SeedRun) -> float:
+def _gap(run: SeedRun, other: SeedRun, over: Over) -> float:
     end = min(run.steps, other.steps)
-    return at_end(run, "reward", end) - at_end(other, "reward", end)
-
-
-def _claim(one: str, other: str, gaps: Sequence[float]) -> Claim:
-    agree = len(gaps) > 1 and (min(gaps) > 0 or max(gaps) < 0)
-    if np.mean(gaps) < 0:
-        return Claim(other, one, tuple(-gap for gap in gaps), agree)
-    return Claim(one, other, tuple(gaps), agree)
+    if over == "end":
+        return at_end(run, "reward", end) - at_end(other, "reward", end)
+    return float(np.mean(run.curve("reward")[:end] - other.curve("reward")[:end]))
 
 
 def loop_to_json(report: LoopReport) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range
 LOOP = "Training loop"
 AS_IS = "as-is"
 AUTO = "auto"
+LARGE_MODELS = 1e-6  # a learning rate that such models are trained with
 FROZEN_ATTENTION = "frozen-attention"
 Old = Literal["trainer", "engine"]
 RAW = "raw-logprobs"
@@ -52,11 +53,13 @@ class LoopSpec:
     steps: Annotated[int, Flag(LOOP, "Steps of each arm and seed.", range=Range(1, MANY))] = 60
     prompts: Annotated[
         int, Flag(LOOP, "Prompts of a step.", name="prompts_per_step", range=Range(1, MANY))
-    ] = 32
+    ] = 12
     mini_batches: Annotated[
         int, Flag(LOOP, "Optimiser steps on each rollout.", range=Range(1, 1000))
     ] = 2
-    learning_rate: Annotated[float, Flag(LOOP, "Of AdamW.", range=SHARE)] = 1e-4
+    learning_rate: Annotated[
+        float, Flag(LOOP, f"Of AdamW; {LARGE_MODELS:g} for a --model of yours.", range=SHARE)
+    ] = 3e-4
     loss: Annotated[Loss, Flag(LOOP, "Mean over tokens, or over sequences of theirs.")] = "token"
     clip: Annotated[float, Flag(LOOP, "Of PPO's ratio.", range=SHARE)] = 0.2
     max_norm: Annotated[

@@ -30,7 +30,7 @@ from mismatch.experiments.locate.judge import (
     with_first,
 )
 from mismatch.experiments.locate.measure import Sums, site_errors
-from mismatch.experiments.locate.sites import Site
+from mismatch.experiments.locate.sites import LAYER_SITES, SOME_FAMILIES, TITLES, Site
 from mismatch.experiments.locate.types import Group, PairEffect, SideLocation
 from mismatch.processes.workers.locate_forward import Forward
 from mismatch.training.module_capture import Recorder, expert_count, mlp_of
@@ -72,6 +72,7 @@ class Reference:
             recorder = Recorder()
             self.own.append(forward.logprobs(number, recorder))
             save_file(recorder.values, folder / f"{number}.safetensors")
+        self.not_tested += unseen(recorder.values, self.layers, self.routers)
 
     def _folder(self, name: str) -> Path:
         folder = self.place / name.replace(":", "-")
@@ -237,6 +238,26 @@ class Reference:
                 for number in range(self.count)
             ]
         )
+
+
+def unseen(shown: Collection[str], layers: int, routers: Collection[int]) -> list[NotTested]:
+    """Sites that this family's layers do not show on any side.
+
+    Args:
+        shown: keys that the reference recorded.
+        routers: layers with experts.
+    """
+    missing = {
+        name
+        for number in range(layers)
+        for name in set(LAYER_SITES) - set(SOME_FAMILIES)
+        if f"{number}.{name}" not in shown and (name != "router" or number in routers)
+    }
+    if not missing:
+        return []
+    names = ", ".join(TITLES[name] for name in LAYER_SITES if name in missing)
+    reason = "this family's layers do not show them; what is new there counts for the next module"
+    return [NotTested(names, reason)]
 
 
 def _mean(distance: Floats) -> float:

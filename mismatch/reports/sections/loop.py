@@ -51,6 +51,8 @@ STYLES: tuple[tuple[str, Any], ...] = (
 TIMES = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s", "seconds")
 ENDS = ("reward", "k3_kl", "entropy", "grad_norm")
 NEVER = "never"
+OVER = {"end": f"last {WINDOW} steps", "run": "all steps"}
+BETTER = {"end": "ends with a higher reward than", "run": "has more reward over all steps than"}
 Row = tuple[Cell | str | int | float | None, ...]
 ARM_COLUMNS = (
     Column("arm", text),
@@ -97,6 +99,7 @@ def section(result: LoopReport, report: Report | None = None) -> Section:
             "so far. Bands reach from the lowest to the highest seed.",
         ),
         parts=(
+            Section("loop-claims", "Every two arms", tables=(_all_claims(result),)),
             Section("loop-warnings", "First step of each warning", tables=(warned,)),
             Section(
                 "loop-times",
@@ -137,15 +140,31 @@ def _stopped(result: LoopReport) -> Iterator[str]:
 
 
 def _claims(result: LoopReport) -> Iterator[str]:
-    for claim in claims(result):
-        gaps = ", ".join(number(gap) for gap in claim.differences)
-        seeds = plural(len(claim.differences), "seed")
+    """What is claimed of the first arm, or that nothing is."""
+    first = result.arms[0].name if result.arms else ""
+    about = [claim for claim in claims(result) if first in (claim.better, claim.worse)]
+    for claim in about:
         if claim.agree:
-            yield f"{claim.better} ends above {claim.worse} by {gaps} of reward, with all {seeds}."
-        elif len(claim.differences) == 1:
-            yield f"{claim.better} ends above {claim.worse} by {gaps}: one seed, no claim."
-        else:
-            yield f"{claim.better} and {claim.worse}: the seeds do not agree ({gaps})."
+            gaps = ", ".join(number(gap) for gap in claim.differences)
+            seeds = plural(len(claim.differences), "seed")
+            yield f"{claim.better} {BETTER[claim.over]} {claim.worse}: {gaps} with {seeds}."
+    if about and not any(claim.agree for claim in about):
+        yield "No difference of rewards is claimed: it takes several seeds that agree."
+
+
+def _all_claims(result: LoopReport) -> Table:
+    rows: list[Row] = [
+        (
+            Cell(claim.better, "code"),
+            Cell(claim.worse, "code"),
+            OVER[claim.over],
+            ", ".join(number(gap) for gap in claim.differences),
+            "yes" if claim.agree else "no",
+        )
+        for claim in claims(result)
+    ]
+    titles = ("higher", "lower", "over", "difference of reward by seed", "claimed")
+    return Table(tuple(Column(title, text) for title in titles), tuple(rows))
 
 
 # ---------------------------------------------------------------- pictures
@@ -162,11 +181,11 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
         f"loop-{name.replace('_', '-')}",
         f"{column.label[0].upper()}{column.label[1:]}",
         f"{column.label}{unit}, by step; at the end {', '.join(ends)}.",
-        partial(_draw, result, name, log, f"{column.label}{unit}"),
+        partial(draw, result, name, log, f"{column.label}{unit}"),
     )
 
 
-def _draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
+def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
     for arm, (colour, dashes) in zip(result.arms, _styles(len(result.arms)), strict=True):
         steps, low, middle, high = _band(arm, name)
         if not len(steps):
