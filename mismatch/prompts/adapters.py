@@ -14,6 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from mismatch.errors import MismatchError
@@ -69,7 +70,7 @@ def _wait(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 def _verifiers_environment(id: str) -> Any:
     try:
-        import verifiers  # type: ignore[import-not-found]
+        verifiers = import_module("verifiers")
     except ImportError as error:
         raise MismatchError(
             "the package verifiers is not installed", "pip install verifiers"
