@@ -2,8 +2,8 @@
 
 ``verifiers:ID`` is an installed environment of the package verifiers (its MultiTurnEnv and what
 derives from it); ``openenv:URL#FIELD`` a running OpenEnv server, whose action has the response as
-FIELD. Written against verifiers 0.3.0 and openenv-core 0.2.3; neither is imported before it is
-asked for.
+FIELD. Written against verifiers 0.3.0 and openenv-core 0.2.3 and 0.3.0; neither is imported before
+it is asked for.
 """
 
 from __future__ import annotations
@@ -73,8 +73,13 @@ def _verifiers_environment(id: str) -> Any:
         verifiers = import_module("verifiers")
     except ImportError as error:
         raise MismatchError(
-            "the package verifiers is not installed", "pip install verifiers"
+            "the package verifiers is not installed", "pip install 'verifiers<0.4'"
         ) from error
+    if not hasattr(verifiers, "load_environment"):
+        raise MismatchError(
+            f"verifiers {getattr(verifiers, '__version__', '')} has no environments of messages",
+            "pip install 'verifiers<0.4': its newer agents call a model server themselves",
+        )
     try:
         environment = verifiers.load_environment(id)
     except Exception as error:  # an environment's own code

@@ -1,9 +1,9 @@
 """verl's RolloutSkip dumps, ``gen_batch.dp``: pickles, read without running anything in them.
 
 Written by ``DataProto.save_to_disk``: a pickle of the class with a state of three parts, of which
-the first is a ``torch.save`` (a zip with a pickle) of a consolidated TensorDict. Read in verl's sources of
-2026-08-22 (1dda039: ``verl/utils/skip/rollout_skip.py``, ``verl/protocol.py``) and tensordict
-0.15.3 (``_reductions.py``). Nothing of them, or of torch, is imported: a name that the file asks
+the first is a ``torch.save`` (a zip with a pickle) of a consolidated TensorDict. Read in verl's
+sources of 2026-08-22 (1dda039: ``verl/utils/skip/rollout_skip.py``, ``verl/protocol.py``) and
+tensordict 0.15.3 (``_reductions.py``). Nothing of them, or of torch, is imported: a name that the file asks
 for is one of the few below, or the file is refused.
 """
 
