@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Two processes, a file of tests at a time; directories in this order, so that engines start first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: check test test-gpu test-fast test-rest test-all env env-sglang lint tiny-gpt-oss example bench clean help
+.PHONY: check test test-gpu test-fast test-rest test-all env env-sglang lint tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
 
 check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 world scores again
 	$(BIN)/mismatch check --model tiny-gpt-oss
@@ -39,6 +39,9 @@ lint: env  ## ruff, mypy, and the layers of the rooms
 
 tiny-gpt-oss: env  ## train the embedded model again (about 15 minutes on 2 cores)
 	$(BIN)/python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss
+
+tiny-gpt-oss-tools: env  ## train its sibling that calls a calculator (about 5 minutes on 2 cores)
+	$(BIN)/python tools/train_tiny_gpt_oss.py --tools --out mismatch/models/tiny-gpt-oss-tools
 
 example: env  ## the saved run under examples/ and the README's pictures
 	$(BIN)/python tools/make_pictures.py

@@ -13,10 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = """# Licences
 
-`mismatch` is under Apache-2.0 (LICENSE, NOTICE). The embedded model `tiny-gpt-oss` was trained by
-this project on text that this project generates and carries the same licence. Fonts, scripts or
-images of others are not shipped: the HTML report uses the reader's system fonts. The tests carry
-axe-core 4.14.1 (tests/data/axe.min.js, MPL-2.0, unchanged), which is not in the package.
+`mismatch` is under Apache-2.0 (LICENSE, NOTICE). The embedded models `tiny-gpt-oss` and
+`tiny-gpt-oss-tools` were trained by this project on text that this project generates and carry the
+same licence. Fonts, scripts or images of others are not shipped: the HTML report uses the reader's
+system fonts. The tests carry axe-core 4.14.1 (tests/data/axe.min.js, MPL-2.0, unchanged), which is
+not in the package.
 
 Direct dependencies, as `make env` installs them on a CPU. `tools/licences.py` writes this table.
 

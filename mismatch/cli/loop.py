@@ -174,7 +174,9 @@ def loop_spec(flags: Flags) -> LoopSpec:
     if spec.other_engine is not None or (spec.rollout.engine.data_parallel_size or 1) > 1:
         raise MismatchError("a loop has one engine", "one --engine, and no --data-parallel-size")
     if spec.rollout.prompts.environment is not None:
-        raise MismatchError("a loop has one turn a sequence", "drop --environment")
+        raise MismatchError(
+            "a loop has one turn a sequence", "drop --environment, or --task calculator"
+        )
     if spec.rollout.sampling.temperature == 0:
         raise MismatchError(
             "--temperature 0: greedy samples of a prompt are all the same", "--temperature 1"

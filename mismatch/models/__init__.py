@@ -18,7 +18,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 
-EMBEDDED = {"tiny-gpt-oss": Path(__file__).parent / "tiny-gpt-oss"}
+EMBEDDED = {name: Path(__file__).parent / name for name in ("tiny-gpt-oss", "tiny-gpt-oss-tools")}
 CONFIGS = Path(__file__).parent / "configs"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -25,6 +25,9 @@ from pathlib import Path
 
 GUARD = Path(__file__).with_name("sandbox_guard.py")
 INTERVAL_S = 0.1  # between two looks at the directory's size
+STARTED_S = 30.0  # in which a machine under load starts the probe
+SMALLEST_FILE = 4096  # bytes: an empty one costs too
+TAG = "MISMATCH_WORKER"  # by which a worker's descendants are found and ended, processes/launch.py
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -88,7 +91,7 @@ def holder() -> str:
         if shutil.which(name) is None:
             continue
         with _place() as place:
-            output, _ = _run("print('started')", place, DEFAULTS, name)
+            output, _ = _run("print('started')", place, Limits(STARTED_S), name)
         if output == b"started\n":
             return name
     return ""
@@ -99,7 +102,7 @@ def unheld() -> tuple[str, ...]:
     """What this machine does not keep from the code: tried once, with code that tries it."""
     with _place() as place, tempfile.TemporaryDirectory() as other:
         target = str(Path(other) / "file")
-        output, _ = _run(f"PLACE = {target!r}\n{PROBE}", place, DEFAULTS, holder())
+        output, _ = _run(f"PLACE = {target!r}\n{PROBE}", place, Limits(STARTED_S), holder())
     return tuple(output.decode("utf-8", "replace").splitlines())
 
 
@@ -109,7 +112,10 @@ def _place() -> Iterator[str]:
     try:
         yield place
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        try:
+            shutil.rmtree(place, ignore_errors=True)
+        except RecursionError:  # folders in folders
+            subprocess.run(["rm", "-rf", "--", place], check=False)
 
 
 def _run(code: str, place: str, limits: Limits, by: str) -> tuple[bytes, str]:
@@ -123,7 +129,7 @@ def _run(code: str, place: str, limits: Limits, by: str) -> tuple[bytes, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=place,
-            env=ENVIRONMENT | {"HOME": place, "TMPDIR": place},
+            env=ENVIRONMENT | {"HOME": place, "TMPDIR": place, TAG: os.environ.get(TAG, "")},
             start_new_session=True,
         )
         try:
@@ -187,8 +193,11 @@ def _collected(process: subprocess.Popen[bytes], place: str, limits: Limits) -> 
 
 def _size(place: str) -> int:
     total = 0
-    for root, _, names in os.walk(place):
-        for name in names:
-            with contextlib.suppress(OSError):  # gone since
-                total += os.lstat(Path(root) / name).st_blocks * 512
+    try:
+        for root, _, names in os.walk(place):
+            for name in names:
+                with contextlib.suppress(OSError):  # gone since
+                    total += max(os.lstat(Path(root) / name).st_blocks * 512, SMALLEST_FILE)
+    except RecursionError:  # folders in folders
+        return sys.maxsize
     return total

@@ -22,6 +22,7 @@ RDONLY, NOSUID, NODEV, AT_RECURSIVE, MOUNT_SETATTR = 0x1, 0x2, 0x4, 0x8000, 442
 NO_NEW_PRIVS, SET_SECCOMP, CAPBSET_DROP, FILTER = 38, 22, 24, 2
 ALLOW, FAIL = 0x7FFF0000, 0x00050000
 CLONE_THREAD = 0x00010000
+FILES = 10_000  # and folders
 # machine -> (audit architecture, clone, clone3, calls refused: fork, vfork, socket, io_uring_setup,
 # ptrace, kill, tkill, tgkill, rt_sigqueueinfo, pidfd_send_signal, process_vm_writev, unshare)
 CALLS = {
@@ -54,7 +55,9 @@ def mount_read_only(place: str, size: int) -> None:
         return
     if LIBC.mount(b"proc", b"/proc", b"proc", NOSUID | NODEV, None):
         LIBC.mount(b"none", b"/proc", b"tmpfs", RDONLY, None)
-    LIBC.mount(b"none", place.encode(), b"tmpfs", NOSUID | NODEV, f"size={size}".encode())
+    LIBC.mount(
+        b"none", place.encode(), b"tmpfs", NOSUID | NODEV, f"size={size},nr_inodes={FILES}".encode()
+    )
     os.chdir(place)
 
 

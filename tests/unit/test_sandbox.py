@@ -51,6 +51,11 @@ def _home(process: psutil.Process) -> str:
         ("import os\nos.fork()", "PermissionError"),
         ("open('f', 'wb').write(b'0' * (4 << 20))", "File too large"),
         (FILES, ("No space left", "MiB of files")),
+        pytest.param(
+            "import os\nwhile True: os.mkdir('d'); os.chdir('d')",
+            ("No space left", "of files"),
+            marks=pytest.mark.slow,
+        ),
         ("while True: print('x' * 1000)", "stopped after 2,000 bytes of output"),
         ("import socket\nsocket.create_connection(('127.0.0.1', 9))", "PermissionError"),
     ],

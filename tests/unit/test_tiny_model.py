@@ -41,11 +41,59 @@ def tokenizer() -> Any:
     return transformers.AutoTokenizer.from_pretrained(MODEL)
 
 
-def test_the_weights_are_small_and_the_ones_the_card_describes(provenance: dict[str, Any]) -> None:
-    weights = (MODEL / "model.safetensors").read_bytes()
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_the_weights_are_small_and_the_ones_the_card_describes(name: str) -> None:
+    model = EMBEDDED[name]
+    weights = (model / "model.safetensors").read_bytes()
+    provenance = json.loads((model / "training.json").read_text())
     assert len(weights) < 8_000_000
     assert hashlib.sha256(weights).hexdigest() == provenance["model_sha256"]
-    assert provenance["model_sha256"] in (MODEL / "README.md").read_text()
+    assert provenance["model_sha256"] in (model / "README.md").read_text()
+    assert (model / "README.md").read_text().count(f"# {name}\n") == 1
+
+
+def test_the_sibling_calls_its_tool_part_of_the_time() -> None:
+    record = json.loads((EMBEDDED["tiny-gpt-oss-tools"] / "training.json").read_text())
+    task = record["arithmetic"]
+    assert 0.3 < task["called_share"] < 0.95
+    assert task["accuracy_called"] > 0.2
+    assert 1.3 < task["turns_mean"] < 4.0
+    assert all(min(router["load"]) > 0.01 for router in record["held_out"]["routers"])
+
+
+def test_the_sibling_s_template_is_harmony_as_it_samples() -> None:
+    """A rendered history is the sampled tokens, with the calls that the tool reads."""
+    from mismatch.models.tokenizers import load_tokenizer
+    from mismatch.prompts.environments import Calculator, between_turns
+    from mismatch.prompts.prompt import Prompt
+
+    directory = EMBEDDED["tiny-gpt-oss-tools"]
+    chat = load_tokenizer(str(directory))
+    stops = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+    assert chat.convert_ids_to_tokens(stops) == ["<|return|>", "<|call|>", "<|endoftext|>"]
+    function = {"name": "calculator", "arguments": {"expression": "2 + 2"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "What is 2 + 2?"},
+        {
+            "role": "assistant",
+            "thinking": "We ask.",
+            "tool_calls": [{"type": "function", "function": function}],
+        },
+    ]
+    given: dict[str, Any] = {"tools": [Calculator.tool], "tokenize": False}
+    prompt = chat.apply_chat_template(messages[:1], add_generation_prompt=True, **given)
+    before = chat.apply_chat_template(messages, **given)
+    sampled = before.removeprefix(prompt)
+    assert sampled == (
+        "<|channel|>analysis<|message|>We ask.<|end|><|start|>assistant<|channel|>commentary"
+        ' to=functions.calculator <|constrain|>json<|message|>{"expression": "2 + 2"}<|call|>'
+    )
+    reply = Calculator(Prompt("p")).reply(sampled)
+    assert reply is not None
+    whole = chat.apply_chat_template([*messages, reply], add_generation_prompt=True, **given)
+    ids = chat(before)["input_ids"] + between_turns(chat, reply, stops)
+    assert ids == chat(whole)["input_ids"]
+    assert whole.endswith("<|message|>4<|end|><|start|>assistant")
 
 
 def test_the_config_is_gpt_oss_with_all_that_makes_it_hard_to_match(config: dict[str, Any]) -> None:
