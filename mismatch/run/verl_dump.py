@@ -3,8 +3,8 @@
 Written by ``DataProto.save_to_disk``: a pickle of the class with a state of three parts, of which
 the first is a ``torch.save`` (a zip with a pickle) of a consolidated TensorDict. Read in verl's
 sources of 2026-08-22 (1dda039: ``verl/utils/skip/rollout_skip.py``, ``verl/protocol.py``) and
-tensordict 0.15.3 (``_reductions.py``). Nothing of them, or of torch, is imported: a name that the file asks
-for is one of the few below, or the file is refused.
+tensordict 0.15.3 (``_reductions.py``). Neither they nor torch are imported: a name that the file
+asks for is one of the few below, or the file is refused.
 """
 
 from __future__ import annotations
