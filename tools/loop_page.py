@@ -41,6 +41,11 @@ PICTURE = ROOT / "docs" / "images" / "loop.svg"
 BEGIN = "<!-- the demonstration, written by tools/loop_page.py -->"
 END = "<!-- end of the demonstration -->"
 DIGITS = 5
+STEPS, SEEDS = 45, (0, 1)
+PLANNED = (
+    *("attention-sinks", "as-is", "seq-tis", "on-policy-ratio", "router-replay"),
+    "fp8-kv-cache",
+)
 LEARNT = 0.9  # of the reward, as a mean of the last steps
 COLOURS = {INK: "#222222", FAINT: "#777777", GRID: "#dddddd", ACCENT: "#2b5cc4", SECOND: "#c2570f"}
 
@@ -99,6 +104,16 @@ def rows(report: LoopReport) -> Iterator[list[str]]:
             yield [f"`{arm.name}`", str(run.seed), str(run.steps), first, *ends, norm, learnt(run)]
 
 
+def missing(report: LoopReport) -> Iterator[str]:
+    """What of the plan is not measured to its end, one sentence an arm."""
+    steps = {(arm.name, run.seed): run.steps for arm in report.arms for run in arm.runs}
+    for name in PLANNED:
+        at = {seed: steps.get((name, seed), 0) for seed in SEEDS}
+        if min(at.values()) < STEPS:
+            parts = (f"{done} of {STEPS} steps with seed {seed}" for seed, done in at.items())
+            yield f"`{name}`: {', '.join(parts)}."
+
+
 def text(report: LoopReport) -> str:
     """What stands between the markers."""
     titles = ("arm", "seed:", "steps:", "check at step 0", "reward", "k3 KL, nats", "entropy")
@@ -110,6 +125,8 @@ def text(report: LoopReport) -> str:
     lines += [f"- {line}" for line in (*shown.warnings, *shown.sentences)]
     lines += ["", "Every two arms; a difference is claimed where several seeds agree:", ""]
     lines += [show_table(claims.tables[0])]
+    absent = [f"- {line}" for line in missing(report)]
+    lines += ["", "Not measured to its end:", "", *absent] if absent else []
     return "\n".join(lines)
 
 

@@ -55,7 +55,7 @@ PROBE_FLAGS = (
 )
 ENGINE_OPTIONS = (
     *(option for option in ENGINE_FLAGS if option.name in ("vllm_python", "sglang_python")),
-    *flags_of(EngineSpec, "dtype gpu_memory_utilization max_model_len args"),
+    *flags_of(EngineSpec, "dtype tensor_parallel_size gpu_memory_utilization max_model_len args"),
 )
 PROBE_OUTPUT = (
     Option("out", Path | None, OUTPUT, "Directory of the probe; default: runs/TIME-MODEL."),

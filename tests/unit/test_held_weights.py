@@ -1,135 +1,131 @@
-"""What an engine holds, unfused; what a reload leaves out, written as its kernel wants it."""
+"""Slices of tensor-parallel ranks are gathered to what one rank holds alone, under its names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from mismatch.engines import held_weights
-from mismatch.engines.vllm import weight_sync
+from mismatch.engines.held_weights import SPREAD, Ranks, as_stored, held_tensors
 
-EXPERTS, HIDDEN, INNER = 4, 8, 6
-PREFIX = "model.layers.0.mlp.experts"
-Tensors = dict[str, torch.Tensor]
+RANKS, HEADS, SIZE, HIDDEN, VOCABULARY, EXPERTS, INNER = 2, 4, 2, 6, 5, 3, 8
+DRAW = torch.Generator().manual_seed(0)
 
 
-class FusedExperts(nn.Module):
-    def __init__(self) -> None:
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=DRAW)
+
+
+Q, K, V = drawn(HEADS * SIZE, HIDDEN), drawn(SIZE, HIDDEN), drawn(SIZE, HIDDEN)
+OUT, BIAS, SINKS, NORM = drawn(HIDDEN, HEADS * SIZE), drawn(HIDDEN), drawn(HEADS), drawn(HIDDEN)
+EMBEDDING = torch.cat([drawn(VOCABULARY, HIDDEN), torch.zeros(1, HIDDEN)])  # padded
+GATE_UP, DOWN = drawn(EXPERTS, 2 * INNER, HIDDEN), drawn(EXPERTS, HIDDEN, INNER)
+
+
+class Part(nn.Module):
+    """A module of an engine with some parameters."""
+
+    def __init__(self, tp_size: int, **parameters: torch.Tensor) -> None:
         super().__init__()
-        self.w13_weight = nn.Parameter(torch.zeros(EXPERTS, 2 * INNER, HIDDEN))
-        self.w2_weight = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, INNER))
+        self.tp_size = tp_size
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value.clone()))
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
+class ColumnParallelLinear(Part): ...
+
+
+class QKVParallelLinear(ColumnParallelLinear): ...
+
+
+class RowParallelLinear(Part): ...
+
+
+class VocabParallelEmbedding(Part): ...
+
+
+class Toy(nn.Module):
+    """One layer as one of ``ranks`` holds it; one head of keys and values, which all copy."""
+
+    by_turns = False
+
+    def __init__(self, rank: int, ranks: int) -> None:
         super().__init__()
-        self.qkv_proj = nn.Linear(HIDDEN, 12, bias=False)
-        vars(self.qkv_proj)["output_partition_sizes"] = [8, 2, 2]
+
+        def slice_of(whole: torch.Tensor, axis: int) -> torch.Tensor:
+            return whole.chunk(ranks, axis)[rank]
+
+        q = slice_of(Q, 0)
+        qkv: Any = QKVParallelLinear(ranks, weight=torch.cat([q, K, V]))
+        qkv.output_partition_sizes = [len(q), SIZE, SIZE]
+        qkv.num_kv_head_replicas = ranks
+        self.qkv_proj = qkv
+        self.o_proj = RowParallelLinear(ranks, weight=slice_of(OUT, 1), bias=BIAS)
+        embed: Any = VocabParallelEmbedding(ranks, weight=slice_of(EMBEDDING, 0))
+        embed.org_vocab_size = VOCABULARY
+        self.embed = embed
+        self.norm = Part(1, weight=NORM)
+        self.attn = nn.Module()  # says nothing of ranks
+        self.attn.register_parameter("sinks", nn.Parameter(slice_of(SINKS, 0).clone()))
+        parts = (GATE_UP,) if self.by_turns else GATE_UP.chunk(2, 1)
+        self.experts: Any = nn.Module()
+        w13 = torch.cat([slice_of(part, 1) for part in parts], 1)
+        self.experts.register_parameter("w13_weight", nn.Parameter(w13))
+        self.experts.register_parameter("w2_weight", nn.Parameter(slice_of(DOWN, 2).clone()))
 
 
-class Sliced(nn.Linear):
-    tp_size = 2
+class GptOssForCausalLM(Toy):
+    by_turns = True
 
 
-def model_of(**children: nn.Module) -> Any:
-    layer = nn.Module()
-    for name, child in children.items():
-        layer.add_module(name, child)
-    tree = nn.Module()
-    tree.model = nn.Module()
-    tree.model.layers = nn.ModuleList([layer])
-    return tree
+class Threads(Ranks):
+    """Ranks that are threads of this process."""
+
+    count = RANKS
+    meeting = threading.Barrier(RANKS, timeout=30)
+    given: dict[int, torch.Tensor] = {}  # noqa: RUF012 (shared on purpose)
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def gather(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        self.given[self.rank] = tensor
+        self.meeting.wait()
+        whole = torch.cat([self.given[rank] for rank in range(self.count)], axis)
+        self.meeting.wait()
+        return whole
 
 
-def with_experts() -> Any:
-    mlp = nn.Module()
-    mlp.experts = FusedExperts()
-    return model_of(mlp=mlp)
+def held(kind: type[Toy], *, spread: bool = False) -> list[dict[str, Any]]:
+    """What every rank reads."""
+
+    def of_rank(rank: int) -> dict[str, Any]:
+        model = kind(rank, RANKS)
+        model.experts.use_ep = spread
+        return dict(held_tensors(model, as_stored, frozenset(), Threads(rank)))
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(of_rank, range(RANKS)))
 
 
-def experts() -> Tensors:
-    shapes = {
-        "gate_proj": (INNER, HIDDEN),
-        "up_proj": (INNER, HIDDEN),
-        "down_proj": (HIDDEN, INNER),
-    }
-    return {
-        f"{PREFIX}.{expert}.{part}.weight": torch.randn(shape)
-        for expert in range(EXPERTS)
-        for part, shape in shapes.items()
-    }
+@pytest.mark.parametrize("kind", [Toy, GptOssForCausalLM])
+def test_ranks_hold_together_what_one_holds_alone(kind: type[Toy]) -> None:
+    alone: dict[str, Any] = dict(held_tensors(kind(0, 1), as_stored, frozenset()))
+    assert len(alone) == 10
+    for own in held(kind):
+        assert own.keys() == alone.keys()
+        for name, value in alone.items():
+            assert torch.equal(own[name], value), name
 
 
-def source_of(weights: Tensors) -> Any:
-    def tensors(push: int) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from weights.items()
-
-    return SimpleNamespace(names=lambda: list(weights), tensors=tensors)
-
-
-def held(model: Any, names: Any) -> dict[str, Any]:
-    return dict(held_weights.held_tensors(model, held_weights.as_stored, frozenset(names)))
-
-
-def shuffled(weight: torch.Tensor) -> torch.Tensor:
-    return weight.flatten(1).flip(1).view_as(weight)
-
-
-def renamed(names: list[str]) -> dict[str, str]:
-    """As vLLM does for gpt-oss: experts have its own names, which nothing here asks for."""
-    return {name.replace(".experts", ".fused"): name for name in names}
-
-
-def test_experts_with_a_name_each_are_written_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_sync, "_packer", lambda module: shuffled)
-    model, weights = with_experts(), experts()
-    weight_sync.write_unloaded(model, source_of(weights), 1, renamed)
-    own = model.model.layers[0].mlp.experts
-    for parameter in own.parameters():
-        parameter.data = weight_sync.unshuffled(parameter.data, shuffled)
-    there = held(model, weights)
-    assert there.keys() == weights.keys()
-    assert all(torch.equal(there[name], tensor) for name, tensor in weights.items())
-
-
-def test_a_layer_that_lacks_an_expert_is_left_as_it_was() -> None:
-    model, weights = with_experts(), experts()
-    del weights[f"{PREFIX}.2.up_proj.weight"]
-    weight_sync.write_unloaded(model, source_of(weights), 1, renamed)
-    own = model.model.layers[0].mlp.experts
-    assert not own.w13_weight.any()
-    assert own.w2_weight.all()
-
-
-@pytest.mark.parametrize("turned", [True, False])
-def test_fused_experts_are_written_in_their_familys_layout_only(turned: bool) -> None:
-    model = with_experts()
-    if turned:
-        model.__class__ = type(weight_sync.TURNED[0], (nn.Module,), {})
-    weight = torch.randn(EXPERTS, HIDDEN, 2 * INNER)
-    weight_sync.write_unloaded(model, source_of({f"{PREFIX}.gate_up_proj": weight}), 1, renamed)
-    there = held(model, [])[f"{PREFIX}.gate_up_proj"]
-    assert torch.equal(there, weight.transpose(1, 2)) if turned else not there.any()
-
-
-def test_fused_rows_are_cut_apart_and_slices_are_not_compared() -> None:
-    model = model_of(self_attn=Attention(), down_proj=Sliced(HIDDEN, HIDDEN, bias=False))
-    there = held(model, [])
-    layer = model.model.layers[0]
-    rows = [there[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert [len(part) for part in rows] == [8, 2, 2]
-    assert torch.equal(torch.cat(rows), layer.self_attn.qkv_proj.weight)
-    assert there["model.layers.0.down_proj.weight"] == held_weights.SLICED
-
-
-def test_integers_are_not_read_as_weights() -> None:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
-    assert held(model_of(packed=module), []) == {
-        "model.layers.0.packed.weight": held_weights.UNREADABLE
-    }
+def test_experts_that_are_spread_over_the_ranks_are_not_read() -> None:
+    own = held(Toy, spread=True)[0]
+    assert [name for name, value in own.items() if isinstance(value, str)] == [
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    ]
+    assert own["experts.down_proj"] == SPREAD

@@ -66,6 +66,8 @@ def test_the_engine_is_started_able_to_sleep_and_a_cpu_refuses(
 ) -> None:
     spec = EngineSpec(args=(("seed", 1),))
     assert VllmDriver.prepared(spec, "reload") == spec
+    with pytest.raises(MismatchError):
+        VllmDriver.prepared(EngineSpec(tensor_parallel_size=2), "rpc")
     monkeypatch.setattr(sync_driver, "is_cpu_build", lambda: True)
     with pytest.raises(MismatchError):
         VllmDriver.prepared(spec, "sleep-2")

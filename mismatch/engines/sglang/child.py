@@ -19,7 +19,7 @@ from typing import Any
 
 from mismatch.engines.distribution_capture import stable_top_k
 from mismatch.engines.fused_weights import NO_DIGESTS, loaded_digests
-from mismatch.engines.held_weights import HeldWeights
+from mismatch.engines.held_weights import HeldWeights, Ranks
 from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.models.resolved import resolved
 
@@ -165,11 +165,25 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
 
     from mismatch.engines.module_capture import ModuleCalls
 
+    class TensorParallel(Ranks):
+        """SGLang's own group."""
+
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def gather(self, tensor: Any, axis: int) -> Any:
+            from sglang.srt.distributed import get_tp_group
+
+            return get_tp_group().all_gather(tensor.contiguous(), axis)
+
     class Calls(HeldWeights, ModuleCalls):
         """What is called beside the model."""
 
         def _mismatch_model(self) -> Any:
             return scheduler.tp_worker.model_runner.model
+
+        def mismatch_ranks(self) -> Ranks:
+            return TensorParallel(scheduler.server_args.tp_size)
 
     if not hasattr(scheduler, "mismatch_calls"):
         scheduler.mismatch_calls = Calls()

@@ -39,6 +39,11 @@ class VllmDriver(CalledDriver):
     @staticmethod
     def prepared(engine: EngineSpec, path: str) -> EngineSpec:
         """See the protocol: room for an adapter, or the ability to sleep."""
+        if path == "rpc" and engine.tensor_parallel_size > 1:
+            raise MismatchError(
+                "--path rpc writes whole tensors, and each rank holds slices",
+                "drop --tensor-parallel-size, or another --path",
+            )
         if path in SLEEPS:
             if is_cpu_build():
                 raise MismatchError(

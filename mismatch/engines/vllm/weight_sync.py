@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.engines.fused_weights import EXPERT_LEAVES
 from mismatch.engines.held_weights import (
+    BY_TURNS,
     HALVES,
     UNREADABLE,
     HeldWeights,
+    Ranks,
     as_stored,
     experts_prefix,
     numbered,
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 IDENTITY_ROWS = 1024  # of the identity matrix at a time
 LOW = 1 << 7  # indices are packed in digits that bfloat16 holds exactly
-TURNED = ("GptOssForCausalLM",)  # fused experts are [E, in, out] in their checkpoints
 Write = Callable[["torch.Tensor"], object]
 
 
@@ -45,11 +46,28 @@ def as_computed(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
     return as_stored(module, leaf, parameter)
 
 
+class TensorParallel(Ranks):
+    """vLLM's own group."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def gather(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        from vllm.distributed import get_tp_group
+
+        whole: torch.Tensor = get_tp_group().all_gather(tensor.contiguous(), axis)
+        return whole
+
+
 class WeightSync(HeldWeights):
     """Calls for a probe of the weight sync; a part of the worker extension, or one by itself."""
 
     model_runner: Any
     mismatch_reader = staticmethod(as_computed)
+
+    def mismatch_ranks(self) -> Ranks:
+        parallel = getattr(self, "parallel_config", None)
+        return TensorParallel(getattr(parallel, "tensor_parallel_size", 1))
 
     def mismatch_rename(self, checkpoint_names: list[str]) -> dict[str, str]:
         """vLLM's (unfused) name of every checkpoint name that its loader renames."""
@@ -203,7 +221,7 @@ def write_unloaded(
 
 
 def _writable(model: Any, names: frozenset[str]) -> Iterator[tuple[str, Write]]:
-    turned = type(model).__name__ in TURNED
+    turned = type(model).__name__ in BY_TURNS  # and [E, in, out] in their checkpoints
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             if leaf == "sinks":
