@@ -44,7 +44,7 @@ DIGITS = 5
 STEPS, SEEDS = 45, (0, 1)
 PLANNED = (
     *("attention-sinks", "as-is", "seq-tis", "on-policy-ratio", "router-replay"),
-    "fp8-kv-cache",
+    "attention-sinks+fp8-kv-cache",
 )
 LEARNT = 0.9  # of the reward, as a mean of the last steps
 COLOURS = {INK: "#222222", FAINT: "#777777", GRID: "#dddddd", ACCENT: "#2b5cc4", SECOND: "#c2570f"}
