@@ -180,12 +180,16 @@ def by_turn(places: Places) -> Table:
 
 
 def by_edge(places: Places) -> Table:
-    """First, inner and last tokens of the turns that the policy wrote; "only": turns of one."""
+    """First, inner and last tokens of the turns that the policy wrote; "only": turns of one.
+
+    The first token of a later turn is the one after an observation.
+    """
     moved = (np.diff(places.sequence) != 0) | (np.diff(places.turn) != 0)
     first = np.concatenate([[True], moved])
     last = np.concatenate([moved, [True]])
-    names = ("first", "inner", "last", "only")
-    bucket = np.where(first & last, 3, np.where(first, 0, np.where(last, 2, 1)))
+    names = ("first", "after an observation", "inner", "last", "only")
+    begins = np.where(places.turn > 1, 1, 0)
+    bucket = np.where(first & last, 4, np.where(first, begins, np.where(last, 3, 2)))
     present, table = places.grouped(bucket)
     return {"edge": [names[i] for i in present]} | table
 

@@ -11,7 +11,8 @@ from mismatch.cli.options import MODEL_FLAGS, OUT
 from mismatch.run.recorded import Form, read_recorded
 from mismatch.specs import PROMPTS, EngineSpec, Sampling
 
-FILE = Option("file", Path, "", "JSONL file of a framework.", default=REQUIRED, argument=True)
+HELP = "JSONL file of a framework, or verl's gen_batch.dp."
+FILE = Option("file", Path, "", HELP, default=REQUIRED, argument=True)
 FORMAT = Option("format", Form | None, PROMPTS, "Of the file; default: by its fields.")
 
 

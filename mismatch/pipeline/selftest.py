@@ -29,10 +29,10 @@ from mismatch.run.directory import at_work
 from mismatch.run.manifest import is_current
 from mismatch.run.scorings import REFERENCE, TRAIN
 from mismatch.specs import CheckSpec, Pass, spec_hash
-from mismatch.types import Estimate, Floats, NotTested
+from mismatch.types import Bools, Estimate, Floats, NotTested, Scoring
 
 SCHEMA, FILE, PLACE = "mismatch.selftest/1", "selftest.json", "planted"
-Record = Callable[[Case, float], tuple[Floats, Floats]]
+Record = Callable[[Case, float], Case]
 
 
 Grade = Literal["first", "top three", "noticed", "missed"]
@@ -50,7 +50,10 @@ class Planted:
         kin: causes with the same mark in the log-probabilities: they count only where the sides
             do not state what ``stated`` reads.
         stated: detector that reads the fault off what both sides state; "" where none does.
-        record: of recorded numbers: (case, size) -> both sides; None: a checkpoint of that name.
+        record: of recorded numbers: (case, size) -> the case with it.
+        of: a planted checkpoint and its size, whose numbers the later turns take on ``side``;
+            neither: a checkpoint of the fault's own name.
+        turns: planted in runs of several turns alone.
     """
 
     id: str
@@ -60,6 +63,13 @@ class Planted:
     kin: tuple[str, ...] = ()
     stated: str = ""
     record: Record | None = None
+    of: tuple[str, float] | None = None
+    turns: bool = False
+
+    @property
+    def checkpoint(self) -> bool:
+        """Whether it is planted in a checkpoint of its own."""
+        return self.record is None and self.of is None
 
     def expected(self, known: frozenset[str]) -> tuple[str, ...]:
         """Causes that the data cannot tell apart, by the detectors that had something to read."""
@@ -146,44 +156,99 @@ class SelfTest:
         return sum(sided), len(sided)
 
 
-def _shift(case: Case, size: float) -> tuple[Floats, Floats]:
+def _shift(case: Case, size: float) -> Case:
     right = case.right.copy()
     for row in case.rows:
         right[row] = np.roll(right[row], int(size))
-    return case.left, right
+    return _recorded(case, case.left, right)
 
 
-def _rows(case: Case, size: float) -> tuple[Floats, Floats]:
+def _rows(case: Case, size: float) -> Case:
     """A share of the rows takes the next row's numbers."""
     right, rows = case.right.copy(), case.rows
     for one, other in zip(rows, [*rows[1:], rows[0]], strict=True):
         if rows.index(one) < size * len(rows):
             length = min(one.stop - one.start, other.stop - other.start)
             right[one.start : one.start + length] = case.right[other.start : other.start + length]
-    return case.left, right
+    return _recorded(case, case.left, right)
 
 
-def _ends(case: Case, size: float) -> tuple[Floats, Floats]:
+def _ends(case: Case, size: float) -> Case:
     left = case.left.copy()
     for row in case.rows[: max(2, int(size * len(case.rows)))]:
         left[row.stop - 1] = 0.0
-    return left, case.right
+    return _recorded(case, left, case.right)
 
 
-def _rounded(case: Case, size: float) -> tuple[Floats, Floats]:
+def _rounded(case: Case, size: float) -> Case:
     """To so many bits of mantissa; bf16 has 8."""
     mantissa, exponent = np.frexp(case.left)
-    return np.ldexp(np.round(mantissa * 2**size) / 2**size, exponent), case.right
+    return _recorded(case, np.ldexp(np.round(mantissa * 2**size) / 2**size, exponent), case.right)
 
 
-def _raw(case: Case, size: float) -> tuple[Floats, Floats]:
+def _raw(case: Case, size: float) -> Case:
     """The trainer does not divide its logits by the sampling temperature."""
     raw = case.trainer.extra.get("logprobs_untempered")
     if raw is None:
         raise MismatchError("the sampling temperature is 1: there is nothing to leave out")
-    return case.left, np.asarray(raw, np.float64)
+    return _recorded(case, case.left, np.asarray(raw, np.float64))
 
 
+def _counted(case: Case, size: float) -> Case:
+    """The engine's list counts observations: behind one it is so many tokens late."""
+    left, late = case.left.copy(), int(size)
+    for row in case.rows:
+        start = row.start + int(np.sum(case.turn[row] == 1))
+        moved = np.concatenate([np.full(late, UNLIKELY), case.left[start : row.stop]])
+        left[start : row.stop] = moved[: row.stop - start]
+    return _recorded(case, left, case.right)
+
+
+def _mask_late(case: Case, size: float) -> Case:
+    """The mask of every response stands so many tokens further on."""
+    mask, rollout = case.rollout.action_mask, case.rollout
+    late = np.zeros(len(mask), bool)
+    for start, stop in zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True):
+        late[start + int(size) : stop] = mask[start : stop - int(size)]
+    return _masked(case, late)
+
+
+def _mask_of_tools(case: Case, size: float) -> Case:
+    """What stands between the responses of a sequence counts as sampled."""
+    return _masked(case, case.rollout.action_mask | (case.rollout.turn > 0))
+
+
+def _masked(case: Case, mask: Bools) -> Case:
+    """The run under another mask: the engine has 0 for what it did not sample."""
+    sides = []
+    for side, other in ((case.engine, 0.0), (case.trainer, UNLIKELY)):
+        whole = np.full(len(mask), other)
+        whole[case.rollout.actions] = side.logprobs
+        sides.append(Scoring(side.name, case.rollout.token_ids[mask], whole[mask],
+                             side.fingerprint))  # fmt: skip
+    return Case.of(replace(case.rollout, action_mask=mask), sides[0], sides[1], {})
+
+
+def _routes(case: Case, size: float) -> Case:
+    """From the second turn on the engine's experts are those of so many tokens before."""
+    routing = case.engine.routing
+    if routing is None or case.trainer.routing is None:
+        raise MismatchError("the run has no routed experts")
+    later = (case.rollout.turn > 1)[:, None, None]
+    ids = np.where(later, np.roll(routing.ids, int(size), axis=0), routing.ids)
+    engine = replace(case.engine, routing=replace(routing, ids=ids))
+    return Case.of(case.rollout, engine, case.trainer, case.others)
+
+
+def _later(case: Case, side: Side | None, other: Scoring) -> Case:
+    """From the second turn on one side has another scoring's numbers."""
+    later = case.turn > 1
+    if side == "engine":
+        return _recorded(case, np.where(later, other.logprobs, case.left), case.right)
+    return _recorded(case, case.left, np.where(later, other.logprobs, case.right))
+
+
+UNLIKELY = -6.0  # nats, that a law gives to what nobody sampled
 NUMBERS = ("weights-differ",)  # what log-probabilities alone say of other values
 FUNCTION = ("function-differs",)  # and of another function
 FAULTS = (
@@ -206,6 +271,17 @@ FAULTS = (
     Planted("row-pairing", (1.0, 0.25), ("row-pairing",), None, record=_rows),
     Planted("appended-eos", (1.0, 0.1), ("appended-eos",), "engine", record=_ends),
     Planted("bf16-logprobs", (8.0, 11.0), ("bf16-logprobs",), "engine", record=_rounded),
+    # Another context moves tokens as another function does, and a stale cache as other weights.
+    Planted("later-context", (1.0,), ("turn-context",), of=("rope", 10.0), turns=True),
+    Planted("later-cache", (1.0,), ("prefix-cache-stale", "turn-context"), "engine",
+            of=("stale-weights", 0.1), turns=True),
+    Planted("counted-observations", (4.0, 2.0), ("misalignment", "retokenisation"), None,
+            record=_counted, turns=True),
+    Planted("late-mask", (1.0,), ("action-mask",), None, record=_mask_late, turns=True),
+    Planted("tools-in-the-loss", (1.0,), ("action-mask",), None, record=_mask_of_tools,
+            turns=True),
+    Planted("later-routes", (20.0, 5.0), ("shifted-route-capture",), None, record=_routes,
+            turns=True),
 )  # fmt: skip
 
 
@@ -246,7 +322,7 @@ def _planted(spec: CheckSpec, place: Path, reasons: dict[str, str]) -> list[Pass
     shutil.rmtree(place, ignore_errors=True)
     passes = []
     for fault in FAULTS:
-        for size in fault.sizes if fault.record is None else ():
+        for size in fault.sizes if fault.checkpoint else ():
             target = place / f"{fault.id}-{size:g}"
             train = replace(spec.train, model=str(target), revision=None, routing=False)
             name = pass_name(fault.id, size)
@@ -269,20 +345,21 @@ def judged(clean: Case, run_dir: Path, reasons: dict[str, str]) -> SelfTest:
     without = frozenset(cause.id for cause in plain.ranked)
     scored = set(store.scoring_names(run_dir))
     tried = []
-    for fault in FAULTS:
+    for fault in faults_of(clean):
         expected = fault.expected(stated_by(clean))
         attempts = []
         for size in fault.sizes:
-            name = pass_name(fault.id, size)
+            name = pass_name(*(fault.of or (fault.id, size)))
             if fault.record is not None:
                 try:
-                    case = _recorded(clean, *fault.record(clean, size))
+                    case = fault.record(clean, size)
                 except MismatchError as error:
                     reasons = reasons | {fault.id: error.message}
                     break
             elif name in scored:
                 scoring = replace(store.load_scoring(run_dir, name), name=TRAIN)
-                case = Case.of(clean.rollout, clean.engine, scoring, clean.others)
+                case = (Case.of(clean.rollout, clean.engine, scoring, clean.others)
+                        if fault.of is None else _later(clean, fault.side, scoring))  # fmt: skip
             else:
                 continue
             attempts.append(_attempt(expected, fault.side, size, case, without))
@@ -293,6 +370,12 @@ def judged(clean: Case, run_dir: Path, reasons: dict[str, str]) -> SelfTest:
         plain.mean_abs_delta,
         clean.rollout.n_actions,
     )
+
+
+def faults_of(case: Case) -> list[Planted]:
+    """Those that a run of these sequences can have."""
+    several = case.turn.max() > 1
+    return [fault for fault in FAULTS if several or not fault.turns]
 
 
 def stated_by(case: Case) -> frozenset[str]:

@@ -2,8 +2,8 @@
 
 Only formats that hold token ids and the sampler's log-probabilities can be scored again; text would
 have to be tokenised anew, and would then be other tokens. Fields of the frameworks' files were read
-in their sources: torchtitan's ``experiments/rl/rollout_recorder.py`` (b5bcd76, 2026-08) and
-open-instruct's ``rl_utils.py`` (e6c3044, 2026-08).
+in their sources: torchtitan's ``experiments/rl/rollout_recorder.py`` (b5bcd76, 2026-08),
+open-instruct's ``rl_utils.py`` (e6c3044, 2026-08), and verl's (:mod:`mismatch.run.verl_dump`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.errors import MismatchError
+from mismatch.run import verl_dump
 from mismatch.types import Fingerprint, Rollout, Sampling, Scoring
 
 ENGINE = "recorded"
 Entry = dict[str, Any]
-Form = Literal["torchtitan", "open-instruct", "generic"]
+Form = Literal["torchtitan", "open-instruct", "generic", "verl"]
 
 
 @dataclass
@@ -130,6 +131,51 @@ def torchtitan(entry: Entry, found: Recorded) -> None:
         now.turn = turns_of(now.sampled)
 
 
+def verl(path: Path) -> Recorded:
+    """verl's RolloutSkip dump: prompts padded on the left, responses on the right.
+
+    Raises:
+        MismatchError: see :func:`verl_dump.read_dump`; or a row is wrong (named).
+    """
+    tensors, beside = verl_dump.read_dump(path)
+    found, uids = Recorded(), beside.get("uid")
+    for number in range(len(tensors["responses"])):
+        row = {name: values[number] for name, values in tensors.items()}
+        try:
+            sequence = _padded(row, None if uids is None else str(uids[number]))
+            if any(sequence.sampled):
+                _require_whole(sequence)
+                found.sequences.append(sequence)
+            else:
+                found.remarks["left out: no token of it was sampled"] += 1
+        except (ValueError, IndexError, TypeError) as error:
+            what = f"{path}, row {number}: {error}"
+            raise MismatchError(what, "docs/recorded-rollouts.md lists what is read") from error
+    if not found.sequences:
+        raise MismatchError(f"{path} has no sequence that can be scored")
+    return found
+
+
+def _padded(row: dict[str, Any], prompt: str | None) -> Row:
+    """A row of verl's tensors without its padding."""
+    width = len(row["prompts"])
+    there = row["attention_mask"].astype(bool)
+    of_prompt, of_response = there[:width], there[width:]
+    mask = row["response_mask"].astype(bool)[of_response]
+    sampled = [False] * int(of_prompt.sum()) + mask.tolist()
+    ids = [*row["prompts"][of_prompt].tolist(), *row["responses"][of_response].tolist()]
+    logprobs = row["rollout_log_probs"][of_response][mask].tolist()
+    # What ended a sequence is not recorded: a full response was cut, a tool has the last word.
+    reason = "length" if there[-1] else "stop" if mask[-1:].any() else "environment"
+    return Row(
+        *(_ids({"ids": ids}, "ids"), sampled, turns_of(sampled)),
+        logprobs=_numbers({"rollout_log_probs": logprobs}, "rollout_log_probs"),
+        prompt=prompt,
+        reward=_reward(float(row["rm_scores"].sum())) if "rm_scores" in row else None,
+        finish_reason=reason,
+    )
+
+
 def turns_of(sampled: Sequence[bool]) -> list[int]:
     """Turn of every token: 0 before the first sampled one, n from the start of the n-th response.
 
@@ -140,7 +186,7 @@ def turns_of(sampled: Sequence[bool]) -> list[int]:
     return np.cumsum(starts).tolist()  # type: ignore[no-any-return]
 
 
-FORMATS: dict[Form, tuple[Callable[[Entry], bool], Callable[[Entry, Recorded], None]]] = {
+LINES: dict[Form, tuple[Callable[[Entry], bool], Callable[[Entry, Recorded], None]]] = {
     "torchtitan": (lambda entry: isinstance(entry.get("turns"), list), torchtitan),
     "open-instruct": (lambda entry: "response_tokens" in entry, open_instruct),
     "generic": (lambda entry: "token_ids" in entry or "response_token_ids" in entry, generic),
@@ -166,21 +212,25 @@ TEXT_ONLY = (
 
 
 def read_recorded(path: Path, form: Form | None = None) -> tuple[Form, Recorded]:
-    """All sequences of a JSONL file, and its format.
+    """All sequences of a file, and its format.
 
     Args:
-        form: a key of :data:`FORMATS`; None: by the fields of the first line.
+        form: None: by the fields of the first line, "verl" for a dump or a folder that has one.
 
     Raises:
         MismatchError: it cannot be read, holds no ids and logprobs, or a line is wrong (named).
     """
+    if path.is_dir():
+        path = path / verl_dump.NAME
+    if form == "verl" or (form is None and path.suffix == ".dp"):
+        return "verl", verl(path)
     found = Recorded()
     for number, entry in _entries(path):
         where = f"{path}:{number}"
         form = form or _form_of(entry, where)
         try:
             before = len(found.sequences)
-            FORMATS[form][1](entry, found)
+            LINES[form][1](entry, found)
             for sequence in found.sequences[before:]:
                 _require_whole(sequence)
         except (ValueError, TypeError, AttributeError) as error:
@@ -219,7 +269,7 @@ def _entries(path: Path) -> Iterator[tuple[int, Entry]]:
 
 
 def _form_of(entry: Entry, where: str) -> Form:
-    for form, (fits, _) in FORMATS.items():
+    for form, (fits, _) in LINES.items():
         if fits(entry):
             return form
     for fields, what, remedy in TEXT_ONLY:
@@ -227,7 +277,7 @@ def _form_of(entry: Entry, where: str) -> Form:
             raise MismatchError(f"{where}: {what}, and tokens are what is compared", remedy)
     raise MismatchError(
         f"{where}: no known format (fields: {', '.join(sorted(entry)) or 'none'})",
-        f"one of {', '.join(FORMATS)}: docs/recorded-rollouts.md lists their fields",
+        f"one of {', '.join(LINES)}: docs/recorded-rollouts.md lists their fields",
     )
 
 

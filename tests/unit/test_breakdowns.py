@@ -76,8 +76,9 @@ def test_first_and_last_tokens_of_each_turn():
     place = np.tile(np.arange(PER), SEQUENCES)
     first = (place == 0) | (place == 5)  # of turn 1, of turn 2
     got = tables(first)["by_edge"]
-    assert column(got, "edge") == {"first": 0.5, "inner": 0.0, "last": 0.0}
-    assert column(got, "edge", "count") == {"first": 12, "inner": 30, "last": 12}
+    edges = ("first", "after an observation", "inner", "last")
+    assert column(got, "edge") == dict(zip(edges, (0.5, 0.5, 0.0, 0.0), strict=True))
+    assert column(got, "edge", "count") == dict(zip(edges, (6, 6, 30, 12), strict=True))
     last = (place == 4) | (place == 8)
     assert column(tables(last)["by_edge"], "edge")["last"] == 0.5
 

@@ -154,3 +154,92 @@ def test_a_file_that_is_empty_or_cut_off_is_refused(content: bytes, tmp_path: Pa
         read_recorded(tmp_path / "missing")
     with pytest.raises(MismatchError):
         read_recorded(tmp_path)
+
+
+# ---------------------------------------------------------------- verl's pickles
+
+DUMP = (
+    Path(__file__).parents[1] / "data" / "verl_gen_batch.dp"
+)  # by tensordict 0.15.3, as verl does
+
+
+def test_a_dump_of_verl_without_its_padding(tmp_path: Path) -> None:
+    form, found = read_recorded(DUMP)
+    assert form == "verl"
+    first, second, third, _ = found.sequences
+    assert first.sampled == [False] * 5 + [True] * 3 + [False] * 2 + [True] * 3
+    assert first.turn == [0] * 5 + [1] * 5 + [2] * 3
+    assert first.logprobs[0] == pytest.approx(-0.6984411)
+    assert [first.finish_reason, second.finish_reason] == ["length", "stop"]
+    assert [row.reward for row in found.sequences] == [0.0, 1.0, 0.0, 1.0]
+    assert len(third.token_ids) == 10
+    folder = tmp_path / "1"
+    folder.mkdir()
+    (folder / "gen_batch.dp").write_bytes(DUMP.read_bytes())
+    assert read_recorded(folder)[1] == found
+    rollout, scoring = as_rollout(found, Sampling(), {})
+    assert rollout.prompt_index.tolist() == [0, 0, 1, 1]
+    assert len(scoring.logprobs) == sum(sum(row.sampled) for row in found.sequences)
+
+
+class Hostile:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def dumped(path: Path, monkeypatch: pytest.MonkeyPatch, batch: bytes, beside: Any) -> Path:
+    """A pickle as verl writes it, of these parts."""
+    import pickle
+    import sys
+    import types
+
+    module = types.ModuleType("verl.protocol")
+    kind = type("DataProto", (), {"__getstate__": lambda self: (batch, beside, {})})
+    kind.__module__ = "verl.protocol"
+    module.DataProto = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verl", types.ModuleType("verl"))
+    monkeypatch.setitem(sys.modules, "verl.protocol", module)
+    path.write_bytes(pickle.dumps(kind()))
+    return path
+
+
+def test_a_hostile_dump_is_refused_and_nothing_in_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+    import pickle
+
+    import torch
+
+    mark, path = tmp_path / "ran", tmp_path / "gen_batch.dp"
+    inner = io.BytesIO()
+    torch.save({"prompts": Hostile(mark)}, inner)
+    path.write_bytes(pickle.dumps(Hostile(mark)))
+    with pytest.raises(MismatchError, match="refused"):
+        read_recorded(path)
+    for batch, beside in ((inner.getvalue(), {}), (b"", {"uid": Hostile(mark)}), (b"PK", {})):
+        with pytest.raises(MismatchError, match="refused"):
+            read_recorded(dumped(path, monkeypatch, batch, beside))
+    for cut in (0, 100, 2000):
+        path.write_bytes(DUMP.read_bytes()[:cut])
+        with pytest.raises(MismatchError, match="refused"):
+            read_recorded(path)
+    assert not mark.exists()
+
+
+def test_a_dump_without_logprobs_names_the_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+
+    import torch
+
+    inner = io.BytesIO()
+    torch.save({}, inner)
+    path = dumped(tmp_path / "a.dp", monkeypatch, inner.getvalue(), {})
+    with pytest.raises(MismatchError, match="rollout_log_probs") as caught:
+        read_recorded(path)
+    assert "calculate_log_probs=True" in caught.value.fix

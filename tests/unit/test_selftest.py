@@ -38,7 +38,7 @@ def changed(directory: Path) -> set[str]:
     return {name for name in one if not one[name].equal(other[name])}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("fault", [one for one in FAULTS if one.record is None], ids=lambda f: f.id)
+@pytest.mark.parametrize("fault", [one for one in FAULTS if one.checkpoint], ids=lambda f: f.id)
 def test_a_planted_checkpoint_differs_where_the_fault_is(tmp_path: Path, fault) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in TINY.iterdir()}
     made = plant(TINY, tmp_path / "planted", fault.id, fault.sizes[0])
@@ -91,7 +91,10 @@ def test_faults_of_the_record_are_named(tmp_path: Path) -> None:
     result = judged(tempered(0.8), tmp_path, {"window": "no window"})
     assert result.clean == ()
     found = {one.fault: one for one in result.faults}
+    assert found.keys() == {fault.id for fault in FAULTS if not fault.turns}
     for fault in FAULTS:
+        if fault.turns:
+            continue
         tried = found[fault.id]
         if fault.record is None:
             assert tried.found is None
@@ -103,6 +106,19 @@ def test_faults_of_the_record_are_named(tmp_path: Path) -> None:
     assert found["window"].reason == "no window"
     assert result.caught
     assert from_json(SelfTest, to_json(result)) == result
+
+
+def test_faults_of_later_turns_are_planted_where_there_are_some(tmp_path: Path) -> None:
+    case = drawn.turned(drawn.draw(0, prompts=16, length=60).case())
+    result = judged(case, tmp_path, {})
+    assert result.clean == ()
+    found = {one.fault: one for one in result.faults}
+    for fault in FAULTS:
+        if fault.turns and fault.record is not None and fault.id != "later-routes":
+            assert found[fault.id].found, fault.id
+            assert found[fault.id].attempts[0].named == fault.causes[0]
+    assert "no routed experts" in found["later-routes"].reason
+    assert found["later-context"].found is None  # no checkpoint was scored here
 
 
 def graded(case: Case, expected: tuple[str, ...], side: str | None = "trainer", **how):

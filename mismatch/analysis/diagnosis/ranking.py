@@ -23,6 +23,7 @@ NEGLIGIBLE = 1e-5  # nats of mean |delta|, below which there is nothing to expla
 TIER = 10  # detectors of one tens digit look for causes that are equally specific
 PAIRING = 1  # tens digit of detectors whose repair gives every token its partner
 TERMINAL = 40  # where a side computes another function, its rest says nothing about a second cause
+WHOLE = ("by-turn",)  # such detectors of a lower order: another context is another function
 KINDS = ("function-differs", "weights-differ", "side-off")  # of cause, where none is named
 MARKS = (*KINDS, "onset", "grows-with-position", "first-token")  # what a stated fact explains
 FUNCTION = 50  # detectors from here on ask only how far a side is off
@@ -115,7 +116,7 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
             left = [d for d in left if not d.alone]
             if not repair.exact:  # its misfit looks like another function
                 left = [d for d in left if d.order < FUNCTION]
-            left = [] if place.order >= TERMINAL else left
+            left = [] if place.order >= TERMINAL or place.id in WHOLE else left
             cause = _cause(found, before, first, _turns_moved(rest, repair))
             rest = rest.repaired(repair.left, repair.right, repair.kept)
             again = _look(rest, left, failures)

@@ -50,6 +50,7 @@ from mismatch.engines.turns import Trajectory, play, starting
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
 from mismatch.models.tokenizers import token_texts
+from mismatch.prompts.adapters import adapted
 from mismatch.prompts.environments import Environment, Replies, built_in
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
@@ -306,9 +307,9 @@ def environment_class(spec: RolloutSpec) -> Callable[[Prompt], Environment] | No
     name = spec.prompts.environment
     if name is None:
         return None
-    shipped = built_in(name)
-    if shipped is not None:
-        return shipped
+    known = built_in(name) or adapted(name)
+    if known is not None:
+        return known
     from mismatch.training.user_kernels import load_function
 
     return load_function(name)[0]
