@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Two processes, a file of tests at a time; directories in this order, so that engines start first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: check test test-gpu test-fast test-rest test-all env env-sglang lint tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
+.PHONY: check test test-clients test-gpu test-fast test-rest test-all env env-sglang lint tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
 
 check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 world scores again
 	$(BIN)/mismatch check --model tiny-gpt-oss
@@ -30,6 +30,10 @@ env-sglang:  ## .venv-sglang at the root, for --engine sglang: its pins clash wi
 test-gpu: env  ## what only a GPU can show: tests/gpu, then a table (and gpu.json) of 10 minutes
 	$(BIN)/python -m pytest tests/gpu -rA
 	$(BIN)/python benchmarks/gpu_gpt_oss.py --json gpu.json
+
+test-clients: env  ## mlflow's and trackio's own clients, in .clients: their pins clash with vLLM's
+	$(BIN)/python -m pip install -q --upgrade --target .clients --only-binary :all: 'mlflow-skinny>=3.1' 'trackio>=0.5'
+	PYTHONPATH=$(CURDIR)/.clients $(BIN)/python -m pytest tests/unit/test_sinks.py -k "mlflow or trackio"
 
 lint: env  ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Make what the README shows: saved runs under examples/, pictures under docs/images/, its table.
 
     make example
+    python tools/make_pictures.py --redraw    # pages and pictures of the saved runs, nothing is run
 
 Runs `mismatch check` on the embedded model as it is, with other precisions and with the planted
 sink-less attention; keeps two of the reports, draws the terminal (SVG) and the HTML report (PNG,
@@ -21,6 +22,9 @@ from rich.console import Console
 
 from mismatch.models import EMBEDDED
 from mismatch.pipeline.document import report_from_json
+from mismatch.reports.formatting import brief, percent, text
+from mismatch.reports.markdown import show_table
+from mismatch.reports.section import Cells, Column, Table
 from mismatch.reports.terminal import print_report
 from mismatch.run import store
 from mismatch.types import Report
@@ -43,6 +47,7 @@ TABLE = {
 }
 MARKERS = ("<!-- numbers, written by `make example` -->", "<!-- end of numbers -->")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+METRICS = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
 WIDTH, HEIGHT = 1100, 900
 
 
@@ -50,10 +55,11 @@ def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, flags in RUNS.items():
         folder = ROOT / "examples" / name
-        report = run_check(flags, folder)
+        report = redrawn(folder) if "--redraw" in sys.argv else run_check(flags, folder)
         draw_terminal(report, IMAGES / f"terminal-{name}.svg", f"mismatch check {' '.join(flags)}")
         draw_page(folder / "report.html", IMAGES / f"report-{name}.png")
-
+    if "--redraw" in sys.argv:
+        return
     write_table({name: run_check(flags) for name, flags in TABLE.items()})
 
 
@@ -76,25 +82,35 @@ def run_check(flags: list[str], keep: Path | None = None) -> Report:
         return report_from_json(store.read_json(run / "report.json"))
 
 
+def redrawn(folder: Path) -> Report:
+    """Write the pages of a saved run again."""
+    command = [sys.executable, "-m", "mismatch", "report", ".", "--quiet"]
+    subprocess.run(command, cwd=folder, check=False)
+    for name in {path.name for path in folder.iterdir()} - set(KEPT):
+        (folder / name).unlink()
+    return report_from_json(store.read_json(folder / "report.json"))
+
+
 def write_table(reports: dict[str, Report]) -> None:
     """Put the headline numbers of these runs between the README's markers."""
-    lines = [
-        "| vLLM against FSDP2 | mean \\|delta\\| | k3 KL | worst token | other experts | verdict |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = (
+        Column("vLLM against FSDP2", text),
+        *(Column(title, brief) for title in ("mean |delta|", "k3 KL", "worst token")),
+        Column("routing flips", percent),
+        Column("verdict", text),
+    )
+    rows: list[Cells] = []
     for name, report in reports.items():
         comparison = report.comparisons[0]
-        value = {key: estimate.value for key, estimate in comparison.metrics.items()}
+        values = [comparison.metrics[metric].value for metric in METRICS]
         routing = comparison.routing["routing_disagree_layer"].value
-        lines.append(
-            f"| {name} | {value['logprob_abs_diff_mean']:.2g} | {value['k3_kl']:.2g} | "
-            f"{value['logprob_abs_diff_max']:.2g} | {routing:.2%} | {report.verdict.status} |"
-        )
+        rows.append((name, *values, routing, report.verdict.status))
+    lines = show_table(Table(columns, rows)).splitlines()
     sizes = [report.run["n_tokens"] for report in reports.values()]
     lines += [
         "",
-        f"{min(sizes):,} to {max(sizes):,} tokens each, 64 prompts × 4 samples, on a CPU. A small "
-        "model has less of it than a large one: see “is this normal?” in a report.",
+        f"{min(sizes):,} to {max(sizes):,} tokens each, 64 prompts × 4 samples, on a CPU. Larger "
+        "models show more mismatch: see “is this normal?” in a report.",
     ]
     path = ROOT / "README.md"
     before, _, rest = path.read_text().partition(MARKERS[0])

@@ -67,6 +67,8 @@ def test_a_fault_that_the_excess_may_hide_is_beyond_on_its_side(
     beyond = {(one.scoring, one.kind) for one in found.displaced if one.standing == "beyond"}
     assert (side, kind) in beyond
     assert {scoring for scoring, _ in beyond} == {side}
+    twice = replace(found, displaced=found.displaced * 2)
+    assert section.sentences(twice) == section.sentences(found)  # a sentence a side
     assert set(sides_at_fault(found)) == {"engine" if side == "vllm:decode" else "trainer"}
     assert verdict((), square_checks(found), None).status == "broken"
 

@@ -24,16 +24,37 @@ USELESS = make_report().with_analyses(fixes=make_useless_table())
 
 
 def rows(table, place):
-    """Fix -> title -> cell, of the open table (0) or of every number (1)."""
+    """Fix -> title -> cell, of what each does (0) or of every number (1)."""
     section = fixes.section(table, TRIED)
-    shown = (section, section.parts[0])[place].tables[0]
-    titles = [column.title for column in shown.columns]
-    return {cells[0].value: dict(zip(titles, cells, strict=True)) for cells in shown.cells()}
+    numbers = section.parts[0]
+    rest = [item.tables[0] for item in numbers.parts if item.id == "fixes-rest"]
+    shown = ((section.tables[0], *rest), numbers.tables)[place]
+    titles = [column.title for column in shown[0].columns]
+    return {
+        cells[0].value: dict(zip(titles, cells, strict=True))
+        for item in shown
+        for cells in item.cells()
+    }
 
 
 def part(report, id):
     section = fixes.section(report.result("fixes"), report)
-    return next((part for part in section.parts if part.id == id), None)
+    parts = [part for outer in section.parts for part in (outer, *outer.parts)]
+    return next((part for part in parts if part.id == id), None)
+
+
+def test_a_page_shows_the_best_and_folds_the_others():
+    first = make_table().outcomes
+    many = tuple(replace(row, id=f"{row.id}{place}") for place in range(9) for row in first)
+    section = fixes.section(replace(make_table(), outcomes=(*first, *many)), TRIED)
+    assert len(section.tables[0].rows) == 1 + fixes.SHOWN
+    rest = section.parts[0].parts[0].tables[0]
+    measured = sum(row.measured for row in (*first, *many))
+    assert len(rest.rows) == measured - fixes.SHOWN
+    height = section.figures[0].size[1]
+    few = fixes.section(replace(make_table(), outcomes=first[: fixes.SHOWN]), TRIED)
+    assert height == few.figures[0].size[1]
+    assert len(fixes.section(make_useless_table(), USELESS).tables[0].rows) == 3
 
 
 def test_best_single_and_best_together_are_named_with_their_effect():
@@ -42,7 +63,7 @@ def test_best_single_and_best_together_are_named_with_their_effect():
     assert "598×" in single
     assert "34×" in single
     assert together.startswith("Best combination: attention-sinks+router-replay=ids. ")
-    own = part(TRIED, "fixes-settings-0").blocks[0]
+    own = part(TRIED, "fixes-settings").blocks[0]
     assert "mismatch check … --set attention-sinks" in own.lines
 
 
@@ -126,7 +147,13 @@ def test_too_few_prompts_for_any_significance_are_named():
 
 def test_the_frameworks_settings_of_the_best_are_shown_once():
     section = fixes.section(make_table(), TRIED)
-    lines = [text for part in section.parts for block in part.blocks for text in block.lines]
+    lines = [
+        text
+        for outer in section.parts
+        for part in (outer, *outer.parts)
+        for block in part.blocks
+        for text in block.lines
+    ]
     text = " ".join(lines)
     assert text.count("override_config.attn_implementation=eager") == 1
     assert "enable_rollout_routing_replay=True" in text
@@ -197,7 +224,7 @@ def test_a_single_fix_that_beats_all_combinations_is_said():
     both, sinks, *others = make_table().outcomes
     alone = replace(make_table(), outcomes=(sinks, both, *others), best_together="attention-sinks")
     assert any("No combination" in text for text in fixes.sentences(alone))
-    (own,) = [p.blocks[0] for p in fixes.section(alone, TRIED).parts if p.id == "fixes-settings-0"]
+    (own,) = [p.blocks[0] for p in fixes.section(alone, TRIED).parts if p.id == "fixes-settings"]
     assert own.title == "mismatch"
     assert len(own.lines) == 1
     assert not any("No combination" in text for text in fixes.sentences(make_table()))
@@ -302,12 +329,16 @@ def test_infinite_k3_survives():
     assert report_from_json(json.loads(text)) == report
 
 
-def test_the_picture_draws_every_fix_before_and_after():
+def test_the_picture_draws_the_best_fixes_and_the_lowest():
     (figure,) = fixes.section(make_table(), TRIED).figures
     svg = figure.draw()
     measured = [row for row in make_table().outcomes if row.measured and K3 in row.after]
-    assert all(" + ".join(labels(row.id)) in svg for row in measured)
+    assert all(" + ".join(labels(row.id)) in svg for row in measured[: fixes.SHOWN])
     lowest = min(measured, key=lambda row: row.after[K3].value)
+    worst_first = replace(make_table(), outcomes=tuple(reversed(make_table().outcomes)))
+    (turned,) = fixes.section(worst_first, TRIED).figures
+    assert turned.title == figure.title
+    assert " + ".join(labels(lowest.id)) in turned.draw()
     assert figure.title.startswith(lowest.id)
 
 

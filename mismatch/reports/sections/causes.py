@@ -58,11 +58,14 @@ def section(result: Causes, report: Report) -> Section:
                 "Looked for and not there",
                 lead=f"What each cause looks like, and how it is confirmed: {PAGE}.",
                 tables=(Table((Column("looked for", text, 3), *EVIDENCE), looked),),
-            ),
-            Section(
-                "causes-not-tested",
-                "Causes not tested",
-                notes=[line(str(missing)) for missing in result.not_tested],
+                parts=(
+                    Section(
+                        "causes-not-tested",
+                        "Causes not tested",
+                        notes=[line(str(missing)) for missing in result.not_tested],
+                        folded=False,
+                    ),
+                ),
             ),
             Section(
                 "causes-ranked",

@@ -6,7 +6,6 @@ Fixes of the loss are listed apart: they change weights and no log-probability, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
 
 K3, MEAN = RANKED_BY
 SIZES = (MEAN, "logprob_abs_diff_p999", "routing_disagree_layer")
+SHOWN = 3  # fixes that a page shows without being asked: the best
 LEAD = "Each fix applied and measured again; no importance weights. Changes below 0 are better."
 ON_LOSS = (
     "They change weights and no log-probability: no “after”, no rank among the fixes, no better "
@@ -105,20 +105,27 @@ def section(result: FixTable, report: Report) -> Section:
     left = [(row.id, row.reason) for row in result.outcomes if not row.measured]
     others = Table((Column("fix", text), Column("not measured, because", text)), left)
     losses = Table(LOSSES, _losses(result, report.result("corrections")))
-    every = "Every number, intervals and p-values"
-    notes = (result.method,) if rows else ()
+    first, rest = tried[: 1 + SHOWN], tried[1 + SHOWN :]
+    folded = (
+        Section("fixes-rest", f"Other fixes: {len(rest)}", tables=(Table(TRIED, rest),)),
+        Section("fixes-loss", "Fixes of the loss", ON_LOSS, tables=(losses,)),
+        Section("fixes-others", "Not measured", tables=(others,), notes=result.left_out),
+    )
+    numbers_of_all = Section(
+        "fixes-numbers",
+        "Every fix and number, intervals and p-values",
+        LEAD,
+        tables=(Table(NUMBERS, numbers),),
+        notes=(result.method,),
+        parts=folded,
+    )
     return Section(
         id="fixes",
         title="Fixes tried",
         sentences=sentences(result),
-        tables=(Table(TRIED, tried),),
+        tables=(Table(TRIED, first),),
         figures=_figures(rows, report),
-        parts=(
-            Section("fixes-numbers", every, LEAD, tables=(Table(NUMBERS, numbers),), notes=notes),
-            Section("fixes-loss", "Fixes of the loss", ON_LOSS, tables=(losses,)),
-            *_settings(result),
-            Section("fixes-others", "Not measured", tables=(others,), notes=result.left_out),
-        ),
+        parts=(numbers_of_all, _settings(result)) if rows else folded,
         folded=False,
     )
 
@@ -161,20 +168,21 @@ def _numbers(row: FixOutcome) -> Cells:
 
 
 def _figures(rows: list[FixOutcome], report: Report) -> tuple[Figure, ...]:
-    """k3 before and after each fix, where both are above 0 and there is more than one fix."""
+    """k3 before and after the best fixes, where both are above 0 and there are several fixes."""
     drawn = [row for row in rows if K3 in row.before and K3 in row.after]
     if len(drawn) < 2 or min(min(r.before[K3].value, r.after[K3].value) for r in drawn) <= 0:
         return ()
     lowest = min(drawn, key=lambda row: row.after[K3].value)
     tokens = plural(lowest.after[K3].n_tokens, "token")
+    shown = [row for place, row in enumerate(drawn) if place < SHOWN or row is lowest]
     return (
         Figure(
             "fixes-k3",
             f"{lowest.id} gives the lowest k3: {_fall(lowest, K3)}",
             f"k3 in nats per token before (ring) and after (dot), {tokens}, 95 % intervals; log "
             "axis. Dashed: healthy and unfit bounds.",
-            partial(_dots, drawn, report),
-            (6.0, 1.0 + 0.33 * len(drawn)),
+            partial(_dots, shown, report),
+            (6.0, 1.0 + 0.33 * len(shown)),
         ),
     )
 
@@ -231,16 +239,22 @@ def command_of(row: FixOutcome) -> str:
     return check_command(flags)
 
 
-def _settings(result: FixTable) -> Iterable[Section]:
+def _settings(result: FixTable) -> Section:
     """The command, and each framework's settings, of what the best consist of, once each."""
     used = [id for id in dict.fromkeys((result.best, result.best_together)) if id]
     best = [label for id in used for label in labels(id)]
     commands = tuple(command_of(result.outcome(id)) for id in used)
-    own = Block("mismatch", commands)
-    for place, label in enumerate(dict.fromkeys(best)):
-        recipes = settings_of(label.partition("=")[0])
-        blocks = (*([own] if place == 0 else []), *map(recipe_block, recipes))
-        yield Section(f"fixes-settings-{place}", f"How to set {label}", blocks=blocks)
+    own = (Block("mismatch", commands),) if commands else ()
+    parts = tuple(
+        Section(
+            f"fixes-settings-{place}",
+            label,
+            blocks=tuple(map(recipe_block, settings_of(label.partition("=")[0]))),
+            folded=False,
+        )
+        for place, label in enumerate(dict.fromkeys(best))
+    )
+    return Section("fixes-settings", f"How to set {', '.join(used)}", blocks=own, parts=parts)
 
 
 # ---------------------------------------------------------------- sentences

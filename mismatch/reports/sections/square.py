@@ -67,7 +67,7 @@ def sentences(result: Square) -> list[str]:
     first = {(finding.side, finding.evidence): finding for finding in reversed(beyond)}
     told = [_off(result, finding) for finding in beyond if finding in first.values()]
     displaced = [one for one in result.displaced if one.standing == "beyond"]
-    told += [_displaced(one) for one in displaced]
+    told += [_displaced(one) for one in {one.side: one for one in reversed(displaced)}.values()]
     if not told:
         told.append(_clean(result))
     elif any(shared(result, found) for found in beyond) or any(
