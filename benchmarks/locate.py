@@ -1,7 +1,7 @@
 """Does ``mismatch locate`` name planted faults, and nothing where there is none?
 
-    PYTHONPATH=. python benchmarks/locate.py PLACE [--models tiny-gpt-oss,qwen3,qwen3_moe]
-        [--only 'fault;…']
+    PYTHONPATH=. python benchmarks/locate.py PLACE [--only 'fault;…']
+        [--models tiny-gpt-oss,qwen3,qwen3_moe,gemma3,glm4]
 
 Each model is checked once in bf16 (vLLM, FSDP2); its tokens serve every fault. Faults of weights
 and settings are planted in a copy of the trainer's checkpoint, whose weights the reference holds:
@@ -37,6 +37,7 @@ from mismatch.run import store
 from mismatch.specs import to_dict
 
 MODELS = ("tiny-gpt-oss", "qwen3", "qwen3_moe")
+NORMS = ("gemma3", "glm4")  # norms behind attention and MLP: clean runs alone
 MOE = ("tiny-gpt-oss", "qwen3_moe")
 GPT_OSS = ("tiny-gpt-oss",)
 ASKED = Asked(sequences=4, tokens=96)
@@ -61,6 +62,12 @@ def _fp8_cache(spec: dict[str, Any]) -> None:
     spec["rollout"]["engine"]["args"] = [["kv_cache_dtype", "fp8"]]
 
 
+def _two_ranks(spec: dict[str, Any]) -> None:
+    """On one NUMA node each rank has to be told its core."""
+    bind = [["VLLM_CPU_OMP_THREADS_BIND", "0|1"]]
+    spec["rollout"]["engine"] |= {"tensor_parallel_size": 2, "env": bind}
+
+
 @dataclass(frozen=True)
 class Fault:
     """One fault, planted at one place.
@@ -83,10 +90,12 @@ class Fault:
 
 
 FAULTS = (
-    Fault("clean, bf16", ""),
+    Fault("clean, bf16", "", models=(*MODELS, *NORMS)),
     Fault("clean, float32", "", spec=_float32),
     Fault("one layer's weights 3 % off", "vllm", ("q",), 1, checkpoint=("layer-noise", 0.03)),
     Fault("two experts swapped in one layer", "vllm", ("mlp",), 1, MOE, ("swapped-experts", 1)),
+    Fault("two experts swapped, two ranks of vLLM", "vllm", ("mlp",), 1, GPT_OSS,
+          ("swapped-experts", 1), spec=_two_ranks),
     Fault("stale head, 10 % off", "vllm", ("head",), checkpoint=("stale-head", 0.1)),
     Fault("stale head, 1 % off, float32 run", "vllm", ("head",), checkpoint=("stale-head", 0.01),
           spec=_float32),
@@ -167,7 +176,8 @@ def engine_shared(place: Path, model: str, planted: str) -> Iterator[None]:
 
     def shared(self: Any) -> Any:
         engine = to_dict(self.spec.rollout)["engine"]
-        key = json.dumps([model, engine, planted if planted.startswith("engine") else ""])
+        tokens = [(one.index, one.tokens) for one in self.sequences]
+        key = json.dumps([model, engine, planted if planted.startswith("engine") else "", tokens])
         kept = place / "engines" / hashlib.sha256(key.encode()).hexdigest()[:16]
         folder = self._folder(self.engine)
         if kept.exists():
@@ -196,7 +206,7 @@ def measured(model: str, fault: Fault, place: Path) -> Location:
         target = run / "planted"
         plant(Path(spec["train"]["model"]), target, *fault.checkpoint)
         spec["train"]["model"] = str(target)
-    if fault.spec is not _nothing:  # the run recorded another precision: nothing to be held to
+    if fault.spec is not _nothing:  # the run recorded other settings: nothing to be held to
         shutil.rmtree(run / "scores")
     store.write_json(run / "spec.json", spec)
     os.environ["MISMATCH_PLANT"] = fault.planted or ":"
@@ -220,7 +230,7 @@ def row_of(model: str, fault: Fault, found: Location) -> dict[str, Any]:
     row["not tested"] = [str(one) for one in found.not_tested]
     if not fault.side:
         return row | {
-            "right": verdict.status == "none",
+            "right": verdict.status == "none" and not found.not_tested,
             "named": "; ".join(s.name for s, _ in named),
         }
     side, group = named[0] if len(named) == 1 else (None, None)
@@ -242,7 +252,7 @@ def row_of(model: str, fault: Fault, found: Location) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("place", type=Path)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join((*MODELS, *NORMS)))
     parser.add_argument("--only", default="")
     arguments = parser.parse_args()
     path = arguments.place / "results.json"

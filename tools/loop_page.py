@@ -23,7 +23,9 @@ from mismatch.experiments.loop.judge import (
     LoopReport,
     SeedRun,
     at_end,
+    fired,
     loop_to_json,
+    reward_fall,
     running,
 )
 from mismatch.experiments.loop.types import LoopSpec
@@ -44,7 +46,7 @@ DIGITS = 5
 STEPS, SEEDS = 45, (0, 1)
 PLANNED = (
     *("attention-sinks", "as-is", "seq-tis", "on-policy-ratio", "router-replay"),
-    "fp8-kv-cache",
+    "attention-sinks+fp8-kv-cache",
 )
 LEARNT = 0.9  # of the reward, as a mean of the last steps
 COLOURS = {INK: "#222222", FAINT: "#777777", GRID: "#dddddd", ACCENT: "#2b5cc4", SECOND: "#c2570f"}
@@ -101,7 +103,9 @@ def rows(report: LoopReport) -> Iterator[list[str]]:
             ]
             norm = number(float(max(run.curve("grad_norm"))))
             first = "–" if run.first is None else run.first.status
-            yield [f"`{arm.name}`", str(run.seed), str(run.steps), first, *ends, norm, learnt(run)]
+            falls, at = reward_fall(run), fired(run)["grad_norm"]
+            told = (learnt(run), *("–" if step is None else str(step) for step in (at, falls)))
+            yield [f"`{arm.name}`", str(run.seed), str(run.steps), first, *ends, norm, *told]
 
 
 def missing(report: LoopReport) -> Iterator[str]:
@@ -118,9 +122,13 @@ def text(report: LoopReport) -> str:
     """What stands between the markers."""
     titles = ("arm", "seed:", "steps:", "check at step 0", "reward", "k3 KL, nats", "entropy")
     more = ("ESS of sequences", "largest gradient norm:", f"reward {LEARNT:g} at step:")
+    more += ("gradient norm warns at:", "reward falls at:")
     shown = section(report)
     claims = next(part for part in shown.parts if part.id == "loop-claims")
-    lines = [f"Means of the first and of the last {WINDOW} steps:"]
+    lines = [
+        f"Means of the first and of the last {WINDOW} steps; a warning and a fall of the reward as "
+        "defined above, the step at which each came first:"
+    ]
     lines += ["", table([*titles, *more], rows(report)), ""]
     lines += [f"- {line}" for line in (*shown.warnings, *shown.sentences)]
     lines += ["", "Every two arms; a difference is claimed where several seeds agree:", ""]

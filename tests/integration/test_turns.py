@@ -14,10 +14,10 @@ from mismatch.run import store
 
 from .conftest import Run, run_check
 
-OBSERVATION = "That is not right. Try again."
+OBSERVATION = "<|start|>functions.calculator to=assistant<|channel|>commentary<|message|>"
 TURNS = (
-    *("--model", "tiny-gpt-oss", "--environment", "retry", "--max-turns", "3"),
-    *("--num-prompts", "12", "--samples-per-prompt", "2", "--max-tokens", "80"),
+    *("--model", "tiny-gpt-oss-tools", "--task", "calculator", "--max-turns", "3"),
+    *("--num-prompts", "12", "--samples-per-prompt", "2", "--max-tokens", "120"),
 )
 GAME = """
 class Game:
@@ -78,7 +78,7 @@ def test_an_environment_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "games.py").write_text(GAME)
     monkeypatch.chdir(tmp_path)
     flags = ("--engine", "transformers", "--quick", "--environment", "games:Game")
-    run = run_check(tmp_path / "run", *TURNS[:2], *flags, "--num-prompts", "4")
+    run = run_check(tmp_path / "run", "--model", "tiny-gpt-oss", *flags, "--num-prompts", "4")
     assert run.code in (0, 1)
     rollout = store.load_rollout(run.directory)
     assert rollout.turn.max() == 2
