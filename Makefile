@@ -44,7 +44,7 @@ lint: env  ## ruff, mypy, and the layers of the rooms
 tiny-gpt-oss: env  ## train the embedded model again (about 15 minutes on 2 cores)
 	$(BIN)/python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss
 
-tiny-gpt-oss-tools: env  ## train its sibling that calls a calculator (about 5 minutes on 2 cores)
+tiny-gpt-oss-tools: env  ## train its sibling that calls a calculator (half an hour at most)
 	$(BIN)/python tools/train_tiny_gpt_oss.py --tools --out mismatch/models/tiny-gpt-oss-tools
 
 example: env  ## the saved run under examples/ and the README's pictures

@@ -108,7 +108,7 @@ class Verifiers:
             "prompt": messages, "answer": "" if prompt.answer is None else str(prompt.answer),
             "info": {}, "example_id": 0,
         }  # fmt: skip
-        state = await self.environment.init_state(row, _NoClient(), "mismatch")
+        state = await self.environment.init_state(row, _no_client(), "mismatch")
         return await self.environment.setup_state(state) or state
 
     def reply(self, response: str) -> Mapping[str, Any] | None:
@@ -152,22 +152,24 @@ class Verifiers:
         return float(_wait(score()))
 
 
-class _NoClient:
+def _no_client() -> Any:
     """Stands where an environment keeps its client: responses come from elsewhere."""
+    base = import_module("verifiers.clients").Client
+    kind: Any = type("NoClient", (base,), {"__init__": lambda self: None})
+    kind.__abstractmethods__ = frozenset()
+    return kind()
 
 
 def _assistant(response: str) -> Any:
     """A response as verifiers' message: its text without end tokens, and its call."""
-    from verifiers.types import AssistantMessage, ToolCall
-
+    types = import_module("verifiers.types")
     call = tool_call(response)
     text = ENDS.sub("", response)
     if call is None:
-        return AssistantMessage(content=text)
+        return types.AssistantMessage(content=text)
     arguments = json.dumps(call.arguments or {})
-    return AssistantMessage(
-        content=text, tool_calls=[ToolCall(id="call", name=call.name, arguments=arguments)]
-    )
+    calls = [types.ToolCall(id="call", name=call.name, arguments=arguments)]
+    return types.AssistantMessage(content=text, tool_calls=calls)
 
 
 def _row(environment: Any, messages: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -81,7 +81,10 @@ def installed(monkeypatch: pytest.MonkeyPatch, environment: Any) -> None:
     package, parts = types.ModuleType("verifiers"), types.ModuleType("verifiers.types")
     package.load_environment = lambda id: environment  # type: ignore[attr-defined]
     parts.AssistantMessage, parts.ToolCall = Message, Call  # type: ignore[attr-defined]
+    clients = types.ModuleType("verifiers.clients")
+    clients.Client = type("Client", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "verifiers", package)
+    monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
     monkeypatch.setitem(sys.modules, "verifiers.types", parts)
 
 

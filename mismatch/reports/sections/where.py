@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mismatch.reports.contrasts import LEAST
 from mismatch.reports.formatting import bound, capital, count, line, number, percent, plural, text
 from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.reports.summary import headline
@@ -14,7 +15,7 @@ Breakdown = dict[str, list[Any]]
 Group = tuple[str, float, float | None, float | None, int]  # columns without the last, a bar
 LEAD = (
     "Groups of tokens. “Mean delta” is signed: away from 0 it is a systematic difference, not "
-    "noise. The share is of the whole k3."
+    f"noise. The share is of the whole k3. Groups of fewer than {LEAST} tokens are blank."
 )
 COLUMNS = (
     Column("tokens", text),
@@ -36,9 +37,9 @@ def of_report(report: Report) -> Section | None:
     ]
     if "by_block" in tables:
         parts += [_block(tables["by_block"], row) for row in range(len(tables["by_block"]["size"]))]
+    parts = sorted((part for part in parts if part.holds), key=lambda part: part.folded)
     if not parts:
         return None
-    parts.sort(key=lambda part: part.folded)
     carried = carriers(report)
     return Section(
         id="where",
@@ -116,7 +117,14 @@ def _block(table: Breakdown, row: int) -> Section:
 
 
 def _part(title: str, remark: str, rows: list[Group], folded: bool = False) -> Section:
-    largest = max(row[1] for row in rows) or 1.0
-    bars = [(*row, Cell(row[1] / largest, "bar")) for row in rows]
-    table = Table(COLUMNS, bars)
-    return Section(f"where-{title}", title, lead=remark, tables=(table,), folded=folded)
+    """Of the groups that are large enough; nothing where there are not two of them."""
+    seen = [row for row in rows if row[4] >= LEAST]
+    largest = max((row[1] for row in seen), default=0.0) or 1.0
+    shown = [
+        (*row, Cell(row[1] / largest, "bar"))
+        if row in seen
+        else (row[0], *[None] * 3, row[4], None)
+        for row in rows
+    ]
+    tables = (Table(COLUMNS, shown),) if len(seen) > 1 else ()
+    return Section(f"where-{title}", title, lead=remark, tables=tables, folded=folded)
