@@ -21,6 +21,7 @@ from mismatch.analysis.registry import Measured, analyses
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
+from mismatch.experiments.gradients.sentences import gradient_checks
 from mismatch.experiments.kernels import of_run
 from mismatch.experiments.locate.document import of_run as located
 from mismatch.experiments.passes import training_passes
@@ -118,11 +119,11 @@ def build_report(
         require_applied(comparisons[0], column, thresholds)
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
     results, unseen = measured(run_dir, spec, found, comparisons)
-    checks += square_checks(results.get("square"))
+    gradients, without_gradients = check_of_run(run_dir, asked=spec.gradients)
+    checks += [*square_checks(results.get("square")), *gradient_checks(gradients)]
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
     missing = not_tested(spec, found.rollout, found.scorings, checks) + unseen
     missing += [str(one) for one in without_room(run_dir, spec, found.scorings)]
-    gradients, unseen = check_of_run(run_dir, asked=spec.gradients)
     results |= {"kernels": of_run(run_dir), "gradients": gradients}
     results |= {"locate": located(run_dir)}
     report = Report(
@@ -132,7 +133,7 @@ def build_report(
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
         checks=tuple(checks),
-        not_tested=(*missing, *unseen),
+        not_tested=(*missing, *without_gradients),
         run=facts(spec, found.rollout, command),
     ).with_analyses(**results)
     return report, store.load_tokens(run_dir)

@@ -11,6 +11,7 @@ import pytest
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.gradients.analysis import check_gradients
 from mismatch.experiments.gradients.coefficients import Sketched, fisher
+from mismatch.experiments.gradients.sentences import gradient_checks
 from mismatch.experiments.gradients.types import (
     PPO_OVERRIDE,
     PPO_RATIO,
@@ -278,6 +279,25 @@ def test_a_reference_of_zero_is_an_error_with_its_reason() -> None:
     nothing = np.zeros((4, DIMENSION))
     with pytest.raises(EmptyComparison, match="reference's is 0"):
         of(nothing, nothing)
+
+
+def test_a_group_without_a_gradient_fails_and_a_wrong_direction_alone_does_not() -> None:
+    reference = reference_parts(8)
+    own = reference + np.random.default_rng(3).normal(size=reference.shape)
+    found = [taken(REFERENCE, "token", reference), taken(TRAIN, "token", own, reference)]
+    (sound,) = gradient_checks(check_gradients(found, batch_of(8)))
+    assert sound.status == "passed"
+    own[:, slices()["sinks"]] = 0.0
+    found[1] = taken(TRAIN, "token", own, reference)
+    (dead,) = gradient_checks(check_gradients(found, batch_of(8)))
+    assert (dead.id, dead.status) == ("gradients", "failed")
+    assert "the attention sinks" in dead.detail
+    assert "experts" not in dead.detail
+    # What the reference does not train either is no fault of the trainer.
+    reference[:, slices()["sinks"]] = 0.0
+    found = [taken(REFERENCE, "token", reference), taken(TRAIN, "token", own, reference)]
+    assert gradient_checks(check_gradients(found, batch_of(8)))[0].status == "passed"
+    assert gradient_checks(None) == []
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_left_out() -> None:

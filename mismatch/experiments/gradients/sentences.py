@@ -14,8 +14,9 @@ from mismatch.experiments.gradients.types import (
     GroupError,
     Loss,
 )
-from mismatch.types import Estimate
+from mismatch.types import Check, Estimate
 
+CHECK = "gradients"
 SMALL = 0.01  # of the reference's size: under that an error is called small
 GROUP_WORDS = {
     "attention": "the attention",
@@ -45,6 +46,24 @@ def summary(check: GradientCheck) -> tuple[str, ...]:
         _ppo(check, loss),
     ]
     return tuple(sentence for sentence in said if sentence)
+
+
+def gradient_checks(check: GradientCheck | None) -> list[Check]:
+    """Fails where a group of parameters gets none in the trainer and one in the reference.
+
+    Such a trainer can have all log-probabilities right: it never trains these parameters. No
+    interval is needed, since a sum over a batch is 0 to the last bit only where nothing was added.
+    """
+    baseline = None if check is None else check.row("baseline", main_loss(check))
+    if baseline is None:
+        return []
+    dead = [one.group for one in baseline.groups[1:] if silent(one)]
+    if not dead:
+        return [Check(CHECK, "passed", "every group of parameters that the reference trains has one")]
+    words = joined([GROUP_WORDS.get(group, group) for group in dead])
+    detail = f"the trainer gives no gradient to {words}; the float32 reference does"
+    fix = "a kernel that differentiates them, e.g. --attention eager; mismatch kernels tests one"
+    return [Check(CHECK, "failed", detail, fix)]
 
 
 def main_loss(check: GradientCheck) -> Loss:
