@@ -138,7 +138,9 @@ def _axis(module: Any, leaf: str) -> int | None:
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if leaf == "sinks":  # one a head, in a module that says nothing of ranks
         return 0
-    if getattr(module, "tp_size", 1) == 1:
+    # vLLM's layers hold the number of their ranks, SGLang's linear layers their group.
+    group = getattr(module, "tp_group", None)
+    if getattr(module, "tp_size", getattr(group, "world_size", 1)) == 1:
         return None
     if kinds & ROWS:
         return 0

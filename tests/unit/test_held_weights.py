@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,13 +37,25 @@ class Part(nn.Module):
             self.register_parameter(name, nn.Parameter(value.clone()))
 
 
-class ColumnParallelLinear(Part): ...
+class Linear(Part):
+    """SGLang's: it names its group, and not how many ranks that has."""
+
+    def __init__(self, tp_size: int, **parameters: torch.Tensor) -> None:
+        super().__init__(tp_size, **parameters)
+        if self.grouped:
+            del self.tp_size
+            self.tp_group = SimpleNamespace(world_size=tp_size)
+
+    grouped = False
+
+
+class ColumnParallelLinear(Linear): ...
 
 
 class QKVParallelLinear(ColumnParallelLinear): ...
 
 
-class RowParallelLinear(Part): ...
+class RowParallelLinear(Linear): ...
 
 
 class VocabParallelEmbedding(Part): ...
@@ -112,8 +125,12 @@ def held(kind: type[Toy], *, spread: bool = False) -> list[dict[str, Any]]:
         return list(pool.map(of_rank, range(RANKS)))
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["vLLM", "SGLang"])
 @pytest.mark.parametrize("kind", [Toy, GptOssForCausalLM])
-def test_ranks_hold_together_what_one_holds_alone(kind: type[Toy]) -> None:
+def test_ranks_hold_together_what_one_holds_alone(
+    kind: type[Toy], grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Linear, "grouped", grouped)
     alone: dict[str, Any] = dict(held_tensors(kind(0, 1), as_stored, frozenset()))
     assert len(alone) == 10
     for own in held(kind):
