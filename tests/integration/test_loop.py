@@ -93,6 +93,16 @@ def test_two_arms_with_vllm(tmp_path: Path) -> None:
     assert header["arm"] == "no-sinks"
 
 
+@pytest.mark.grid
+def test_an_arm_with_sglang(tmp_path: Path) -> None:
+    asked = loop("sglang", steps=2)
+    report = run_loop(asked, ("as-is",), (0,), tmp_path, Silent(), "test", lambda *page: None)
+    (run,) = report.arms[0].runs
+    assert (run.path, run.steps) == ("disk", 2)
+    assert set(run.curves["parameters_verified"]) == {71.0}
+    assert 0 < max(run.curve("k3_kl")) < 0.01
+
+
 def children_of(place: Path, what: str = "") -> list[int]:
     """Processes whose command names this folder, and ``what``."""
     found = []

@@ -58,7 +58,8 @@ from mismatch.types import Floats, Rollout
 
 LABEL = "loop-engine"
 GO, STEPS, WEIGHTS, DONE = "go", "steps", "weights", "engine.json"
-PATHS = {"vllm": ("reload", "rpc"), "transformers": ("load",)}  # the engine's own first
+# The engine's own first.
+PATHS = {"vllm": ("reload", "rpc"), "sglang": ("disk", "tensor"), "transformers": ("load",)}
 POOL_SAMPLES = 6
 POOL_STREAM = 7919  # apart from the seeds of steps
 BATCH = 64  # prompts that the pool is asked at a time
