@@ -120,6 +120,8 @@ class Wanted:
         top_k: ids to keep of each distribution, where the vocabulary is too large to keep it whole.
         law: that of the engine's own logprobs.
         first: place in the rollout of the first sequence that this engine samples.
+        places: of every request its sequence and how many action tokens that has already; empty:
+            each request begins a sequence.
     """
 
     positions: int
@@ -127,6 +129,7 @@ class Wanted:
     seed: int
     law: Sampling
     first: int = 0
+    places: tuple[tuple[int, int], ...] = ()
 
 
 def reported_law(facts: Fingerprint, sampling: Sampling) -> Sampling:
@@ -179,7 +182,13 @@ class Watcher:
         return True
 
     def take(self, sequence: Ints, index: Ints, logits: torch.Tensor) -> None:
-        """Look at one step of sampling: row i of ``logits`` [B, V] gives token i its law."""
+        """Look at one step of sampling: row i of ``logits`` [B, V] gives token i its law.
+
+        Args:
+            sequence: of each token, the place of its request among those of this call.
+            index: from 0, its place in the response; below 0: no action.
+        """
+        sequence, index = self._placed(sequence, index)
         rows = self.choose(sequence, index)
         if not rows:
             return
@@ -188,6 +197,14 @@ class Watcher:
             key = (int(sequence[row]), int(index[row]))
             if key in self.taken:  # not dropped again within this very step
                 self.taken[key] = (part, place)
+
+    def _placed(self, sequence: Ints, index: Ints) -> tuple[Ints, Ints]:
+        if not self.wanted.places:
+            return sequence, index
+        places = np.asarray(self.wanted.places, np.int64)
+        known = (index >= 0) & (sequence >= 0) & (sequence < len(places))
+        own, before = places[np.where(known, sequence, 0)].T
+        return own, np.where(known, before + index, -1)
 
     def collected(self) -> dict[str, NDArray[Any]]:
         """Everything kept, as arrays: "keys" [M, 2] and the columns of :func:`kept_columns`."""

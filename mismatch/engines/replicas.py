@@ -136,8 +136,7 @@ class Replicas:
     ) -> list[list[Sample]]:
         shares = self._blocks(len(prompts))
         if self.wanted is not None:
-            samples = self.sampling.samples_per_prompt
-            parts = [(replace(self.wanted, first=share.start * samples),) for share in shares]
+            parts = [(self._wanted_of(share),) for share in shares]
             self._ask("watch", parts, [0] * len(parts), quiet)
         firsts = [share.start for share in shares]
         asked = self._ask(
@@ -159,6 +158,12 @@ class Replicas:
 
     def watch(self, wanted: Wanted) -> None:
         self.wanted = wanted
+
+    def _wanted_of(self, share: slice) -> Wanted:
+        assert self.wanted is not None
+        if self.wanted.places:  # a later turn: one request a prompt
+            return replace(self.wanted, places=self.wanted.places[share])
+        return replace(self.wanted, first=share.start * self.sampling.samples_per_prompt)
 
     def watched(self) -> dict[str, NDArray[Any]]:
         assert self.wanted is not None

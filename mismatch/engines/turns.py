@@ -7,12 +7,14 @@ through text. Observations are encoded once, where they are made (mismatch/promp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.engines.base import Engine, Progress, Sample
+from mismatch.engines.base import Engine, Progress, Sample, Watching
+from mismatch.engines.distribution_capture import Wanted, join_collected
 from mismatch.types import Bools, Floats, Ints
 
 # (number of the sequence, its responses so far) -> ids that go before its next response, or None
@@ -45,6 +47,11 @@ class Trajectory:
         self.contexts.append(len(self.token_ids))
         self.token_ids.extend(sample.token_ids)
         self.responses.append(sample)
+
+    @property
+    def n_actions(self) -> int:
+        """Tokens that were sampled."""
+        return sum(len(sample.token_ids) for sample in self.responses)
 
     @property
     def finish_reason(self) -> str:
@@ -106,6 +113,38 @@ def starting(prompts: Sequence[list[int]], samples: Sequence[Sequence[Sample]]) 
     ]
 
 
+class WatchedTurns:
+    """Whole distributions over all turns: each is watched for itself, and the choice is joined."""
+
+    def __init__(self, engine: Watching, wanted: Wanted) -> None:
+        self.engine, self.wanted = engine, wanted
+        self.parts: list[dict[str, NDArray[Any]]] = []
+        engine.watch(wanted)
+
+    def begin(self, trajectories: Iterable[tuple[int, Trajectory]]) -> None:
+        """Before the next responses to these sequences, given with their numbers."""
+        places = tuple((number, each.n_actions) for number, each in trajectories)
+        self.wanted = replace(self.wanted, places=places)
+        self.engine.watch(self.wanted)
+
+    def end(self, trajectories: Iterable[tuple[int, Trajectory]]) -> None:
+        """After them: keep what was taken of tokens that are theirs.
+
+        A scheduler that runs ahead computes a token after the last of a response, at the place of
+        the first of the next one.
+        """
+        taken = self.engine.watched()
+        counts = {number: each.n_actions for number, each in trajectories}
+        if taken:
+            own = [index < counts.get(number, 0) for number, index in taken["keys"].tolist()]
+            taken = {name: values[own] for name, values in taken.items()}
+        self.parts.append(taken)
+
+    def collected(self) -> dict[str, NDArray[Any]]:
+        """Of all turns; nothing where one of them could not be watched."""
+        return join_collected(self.parts, self.wanted) if all(self.parts) else {}
+
+
 def play(
     engine: Engine,
     trajectories: Sequence[Trajectory],
@@ -115,6 +154,7 @@ def play(
     longest: int,
     max_tokens: int,
     progress: Progress,
+    watched: WatchedTurns | None = None,
 ) -> None:
     """Let the sequences go on, all of a turn together, until nobody replies to them.
 
@@ -140,7 +180,11 @@ def play(
             replied.append((number, trajectory))
         if not replied:
             return
+        if watched is not None:
+            watched.begin(replied)
         answers = engine.generate([t.token_ids for _, t in replied], progress, turn)
         for (_, trajectory), (sample,) in zip(replied, answers, strict=True):
             trajectory.answer(sample)
+        if watched is not None:
+            watched.end(replied)
         going = replied

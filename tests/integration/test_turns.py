@@ -45,7 +45,16 @@ def test_both_sides_agree_on_every_turn(turns: Run) -> None:
     by_turn = turns.report["comparisons"][0]["breakdowns"]["by_turn"]
     assert by_turn["turn"][:2] == [1, 2]
     assert max(by_turn["mean_abs_delta"]) < 0.15
-    assert not [entry for entry in turns.report["not_tested"] if "multi-turn" in str(entry)]
+    left = [str(entry) for entry in turns.report["not_tested"]]
+    assert not [entry for entry in left if "multi-turn" in entry or "exact KL" in entry]
+
+
+def test_whole_distributions_are_taken_in_later_turns_too(turns: Run) -> None:
+    """Each gives its token the log-probability that was reported, or all would be refused."""
+    rollout = store.load_rollout(turns.directory)
+    taken = store.load_scoring(turns.directory, "vllm:decode").distributions
+    assert taken is not None
+    assert set(rollout.turn[rollout.actions][taken.positions].tolist()) >= {1, 2}
 
 
 def test_observations_are_tokens_without_logprobs(turns: Run) -> None:

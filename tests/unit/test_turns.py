@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from mismatch.captures import priority
 from mismatch.engines import replicas
 from mismatch.engines.artefacts import build_rollout, prefill_scoring
-from mismatch.engines.base import Capabilities, Sample, requests_of, sample_seed
-from mismatch.engines.turns import Trajectory, joined, play, starting
+from mismatch.engines.base import Sample, requests_of, sample_seed
+from mismatch.engines.distribution_capture import Wanted, Watcher
+from mismatch.engines.turns import Trajectory, WatchedTurns, joined, play, starting
 from mismatch.errors import MismatchError
 from mismatch.processes.workers.engine import untested_turns
 from mismatch.prompts import environments
@@ -60,11 +63,20 @@ class Scripted:
         return {}
 
 
-def played(reply: Any, engine: Any = None, first: Sample | None = None, **limits: int) -> Any:
+def played(
+    reply: Any,
+    engine: Any = None,
+    trajectories: list[Trajectory] | None = None,
+    watched: WatchedTurns | None = None,
+    *,
+    first: Sample | None = None,
+    **limits: int,
+) -> Any:
     engine = engine or Scripted()
-    trajectories = starting([[1, 2], [3]], [[first or sample(9)], [sample(8, 9)]])
+    if trajectories is None:
+        trajectories = starting([[1, 2], [3]], [[first or sample(9)], [sample(8, 9)]])
     limits = {"most_turns": 3, "longest": 100, "max_tokens": 4} | limits
-    play(engine, trajectories, reply, progress=quiet, **limits)
+    play(engine, trajectories, reply, progress=quiet, watched=watched, **limits)
     return trajectories, engine
 
 
@@ -266,8 +278,57 @@ def test_an_environment_s_own_reward_counts(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_turns_leave_untested_is_said_once() -> None:
     spec = RolloutSpec(prompts=PromptSpec(environment="retry"))
     partner = replies("fine")
-    assert len(list(untested_turns(spec, partner, Capabilities(distributions=True)))) == 1
-    assert not list(untested_turns(spec, partner, Capabilities(distributions=False)))
+    assert not list(untested_turns(spec, partner))
     partner.ended["ValueError: x"] = 2
     partner.cut = 1
-    assert len(list(untested_turns(spec, partner, Capabilities(distributions=False)))) == 2
+    assert len(list(untested_turns(spec, partner))) == 2
+
+
+class Looking(Scripted):
+    """Gives every request's tokens their law, and runs ahead by one token, as a scheduler does."""
+
+    vocabulary = 120
+
+    def watch(self, wanted: Wanted) -> None:
+        self.watcher = Watcher(wanted)
+
+    def watched(self) -> dict[str, Any]:
+        return self.watcher.collected()
+
+    def generate(self, prompts: Sequence[list[int]], progress: Any, turn: int = 1) -> Any:
+        answers = super().generate(prompts, progress, turn)
+        for index, token in ((0, 100 + turn), (1, 0)):
+            logits = torch.zeros(len(prompts), self.vocabulary)
+            logits[:, token] = 5.0
+            requests = np.arange(len(prompts))
+            self.watcher.take(requests, np.full(len(prompts), index), logits)
+        return answers
+
+
+@pytest.mark.parametrize("positions", [2, 100])
+def test_whole_distributions_are_of_every_turn_s_own_tokens(positions: int) -> None:
+    engine: Any = Looking()
+    wanted = Wanted(positions, 64, 3, Sampling())
+    watched = WatchedTurns(engine, wanted)
+    first = engine.generate([[1, 2], [3], [4]], quiet)
+    trajectories = starting([[1, 2], [3], [4]], first)
+    watched.end(enumerate(trajectories))
+    played(lambda number, _: None if number == 1 else [50], engine, trajectories, watched)
+    taken = watched.collected()
+    every = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (2, 2)]
+    numbers = priority(3, *np.asarray(every).T)
+    chosen = {every[place] for place in np.argsort(numbers)[:positions]}
+    assert set(map(tuple, taken["keys"].tolist())) == chosen
+    for (_, index), law in zip(taken["keys"].tolist(), taken["logprobs"], strict=True):
+        assert law.argmax() == 101 + index  # what the turn sampled, not what was run ahead
+
+
+def test_a_turn_that_could_not_be_watched_leaves_none() -> None:
+    engine: Any = Looking()
+    watched = WatchedTurns(engine, Wanted(8, 64, 0, Sampling()))
+    trajectories = starting([[1]], engine.generate([[1]], quiet))
+    watched.end(enumerate(trajectories))
+    assert len(watched.collected()["keys"]) == 1
+    watched.begin(enumerate(trajectories))
+    watched.end(enumerate(trajectories))
+    assert watched.collected() == {}

@@ -230,6 +230,7 @@ class VllmEngine:
 
     def _start_watch(self, prompts: list[int]) -> None:
         if self._wanted is not None:
+            self._watched = {}
             self._call("mismatch_start_watch", asdict(self._wanted), self._next_id, prompts)
 
     def _stop_watch(self) -> None:

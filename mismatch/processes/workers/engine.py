@@ -46,7 +46,7 @@ from mismatch.engines.distribution_capture import Wanted, build_distributions, r
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
 from mismatch.engines.replicas import make_engine
-from mismatch.engines.turns import Trajectory, play, starting
+from mismatch.engines.turns import Trajectory, WatchedTurns, play, starting
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
 from mismatch.models.tokenizers import token_texts
@@ -264,19 +264,20 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     Raises:
         CorruptCapture: the routed experts cannot be true; tokens and logprobs are saved by then.
     """
-    distributions = ready.capabilities.distributions and ready.environment is None
-    watching = watch(engine, spec) if distributions else None
+    watched = watch(engine, spec) if ready.capabilities.distributions else None
     with timed("generate"):
         samples = engine.generate(ready.ids, Reporter("rollout"))
         require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
         trajectories = starting(ready.ids, samples)
-        replies = further_turns(engine, spec, trajectories, ready)
+        if watched is not None:
+            watched.end(enumerate(trajectories))
+        replies = further_turns(engine, spec, trajectories, ready, watched)
     rewards = None if replies is None else replies.rewards()
     fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info)
     fingerprint["not_tested"] = [
         *fingerprint.get("not_tested", ()),
         *not_tested(spec, ready.capabilities),
-        *([] if replies is None else untested_turns(spec, replies, ready.capabilities)),
+        *([] if replies is None else untested_turns(spec, replies)),
     ]
     fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
     rollout = build_rollout(trajectories, spec, fingerprint)
@@ -284,8 +285,8 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
         rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)
     rollout = replace(rollout, rewards=rewards)
     decode = decode_scoring(engine, trajectories, rollout, fingerprint)
-    if watching is not None:
-        decode = with_distributions(watching, decode, rollout, ready.info.vocab_size)
+    if watched is not None:
+        decode = with_distributions(watched, decode, rollout, ready.info.vocab_size)
     ids = np.union1d(rollout.token_ids, likely_ids(decode.distributions))
     texts = token_texts(ready.tokenizer, ids.tolist())
     store.save_rollout(run_dir, rollout, made_by=spec)
@@ -316,7 +317,11 @@ def environment_class(spec: RolloutSpec) -> Callable[[Prompt], Environment] | No
 
 
 def further_turns(
-    engine: Engine, spec: RolloutSpec, trajectories: Sequence[Trajectory], ready: Ready
+    engine: Engine,
+    spec: RolloutSpec,
+    trajectories: Sequence[Trajectory],
+    ready: Ready,
+    watched: WatchedTurns | None = None,
 ) -> Replies | None:
     """Let the environment reply and the engine answer; what the environment did, if there is one.
 
@@ -340,17 +345,14 @@ def further_turns(
         longest=ready.longest,
         max_tokens=spec.sampling.max_tokens,
         progress=Reporter("rollout"),
+        watched=watched,
     )
     return replies
 
 
-def untested_turns(
-    spec: RolloutSpec, replies: Replies, capabilities: Capabilities
-) -> Iterator[str]:
+def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[str]:
     """What is missing where an environment replies, one sentence each."""
     name = spec.prompts.environment
-    if spec.exact_kl and capabilities.distributions:
-        yield f"{spec.engine.engine}: exact KL: not taken in sequences of several turns"
     for reason, count in replies.ended.items():
         yield f"{name}: the rest of {count} sequences: the environment failed ({reason})"
     for what in getattr(replies.kind, "unheld", tuple)():
@@ -360,26 +362,25 @@ def untested_turns(
         yield f"{name}: whole replies: {replies.cut} were cut to --max-observation-tokens {most}"
 
 
-def watch(engine: Engine, spec: RolloutSpec) -> Watching | None:
+def watch(engine: Engine, spec: RolloutSpec) -> WatchedTurns | None:
     """Have the engine take whole distributions while it samples, where that is asked for."""
     if spec.exact_kl < 1:
         return None
     law = reported_law(engine.fingerprint("decode"), spec.sampling)
-    watching = cast(Watching, engine)
-    watching.watch(Wanted(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law))
-    return watching
+    wanted = Wanted(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
+    return WatchedTurns(cast(Watching, engine), wanted)
 
 
 def with_distributions(
-    engine: Watching, decode: Scoring, rollout: Rollout, vocabulary: int
+    watched: WatchedTurns, decode: Scoring, rollout: Rollout, vocabulary: int
 ) -> Scoring:
     """The scoring with what the engine took, or with the reason why it cannot be used."""
-    taken = engine.watched()
+    taken = watched.collected()
     try:
         made = build_distributions(taken, rollout, decode.logprobs, vocabulary)
     except CorruptCapture as error:
         facts = decode.fingerprint
-        missing = [*facts["not_tested"], f"{engine.name}: exact KL: {error.message}"]
+        missing = [*facts["not_tested"], f"{watched.engine.name}: exact KL: {error.message}"]
         return replace(decode, fingerprint=facts | {"not_tested": missing})
     return replace(decode, distributions=made)
 
