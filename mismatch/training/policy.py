@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
@@ -112,7 +117,12 @@ class PolicyOptimiser:
             MismatchError: it cannot be read.
         """
         state = self._state()
+        moments = state["optimiser"]["state"]
         try:
+            saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+            kept = {name for name in moments if f"optimiser.state.{name}.step" in saved}
+            for name in moments.keys() - kept:  # it never had a gradient, such as unused sinks
+                del moments[name]
             load_sharded(state, checkpoint_id=folder, process_group=self.world.control)
         except (Exception, CheckpointException) as error:
             raise MismatchError(
@@ -124,6 +134,7 @@ class PolicyOptimiser:
             self.optimiser,
             model_state_dict=state["model"],
             optim_state_dict=state["optimiser"],
+            options=StateDictOptions(strict=len(kept) == len(self.trained)),
         )
 
     def _state(self) -> dict[str, Any]:

@@ -48,8 +48,17 @@ def passes(world: World, loaded: LoadedModel, values: Floats = COEFFICIENTS) -> 
     return Backward(world, loaded, ROLLOUT, one, options, coefficients)
 
 
-def fresh(world: World, model: Path, **settings: object) -> tuple[LoadedModel, PolicyOptimiser]:
-    spec = TrainSpec(str(model), dtype="fp32", master_dtype="fp32", grad=True, routing=False)
+def fresh(
+    world: World, model: Path, attention: str = "auto", **settings: object
+) -> tuple[LoadedModel, PolicyOptimiser]:
+    spec = TrainSpec(
+        str(model),
+        dtype="fp32",
+        master_dtype="fp32",
+        attention=attention,
+        grad=True,
+        routing=False,
+    )
     loaded = load(spec, world.mesh, world.device)
     return loaded, PolicyOptimiser(world, loaded, RATE, NORM, **settings)  # type: ignore[arg-type]
 
@@ -101,6 +110,20 @@ def test_a_step_is_that_of_adamw_and_a_checkpoint_brings_it_back(
     written = dict(Checkpoint(tmp_path / "out", 0).tensors(0))
     assert written.keys() == dict(Checkpoint(model, 0).tensors(0)).keys()
     assert all(torch.equal(t, held[name].bfloat16()) for name, t in written.items())
+
+
+def test_a_checkpoint_without_moments_of_parameters_that_get_no_gradient(
+    world: World, model: Path, tmp_path: Path
+) -> None:
+    loaded, optimiser = fresh(world, model, attention="no-sinks")
+    assert optimiser.step(passes(world, loaded), [0, 1]) is not None
+    optimiser.save(tmp_path / "000001")
+    second = optimiser.step(passes(world, loaded), [0, 1])
+    again, other = fresh(world, model, attention="no-sinks")
+    other.load(tmp_path / "000001")
+    assert other.step(passes(world, again), [0, 1]) == second
+    held = weights(loaded)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in weights(again).items())
 
 
 def test_what_is_not_finite_changes_nothing_and_frozen_parameters_stay(
