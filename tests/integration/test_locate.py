@@ -84,7 +84,7 @@ def test_swapped_experts_are_named_with_their_layer_in_two_ranks(
         "env": [["VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores))]],  # one NUMA node
     }
     (run / "spec.json").write_text(json.dumps(spec))
-    code, output, run = located(run, tmp_path)
+    code, output, run = located(run, tmp_path, "--trust-run")
     assert code == 1, output
     engine, trainer = sorted(found(run).sides, key=lambda side: side.role)
     assert trainer.source is None  # the reference holds its weights
