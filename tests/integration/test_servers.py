@@ -328,7 +328,7 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served | None]:
         yield None
         return
     command = [python, "-m", "mismatch.engines.sglang.cpu.serve", "--model-path", str(MODEL)]
-    command += ["--dtype", "float32", "--context-length", "256", "--skip-server-warmup"]
+    command += ["--dtype", "float32", "--context-length", "512", "--skip-server-warmup"]
     command += ["--enable-return-routed-experts", "--api-key", KEY]
     server = serve(command, tmp_path_factory.mktemp("sglang") / "log")
     try:
