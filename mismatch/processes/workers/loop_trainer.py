@@ -19,7 +19,7 @@ import numpy as np
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line
-from mismatch.experiments.loop.history import Row, forget_from, in_words, measure, rows_of, save_row
+from mismatch.experiments.loop.history import PACE, Row, forget_from, in_words, measure, save_row
 from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
 from mismatch.experiments.loop.types import LoopSpec
 from mismatch.processes.workers.engine import reported
@@ -83,6 +83,7 @@ class TrainerSide:
         from mismatch.training.policy import PolicyOptimiser
 
         self.world, self.loaded, self.loop, self.place = world, loaded, loop, place
+        self.recent: list[Row] = []  # of the last steps, for the time that is left
         self.optimiser = PolicyOptimiser(
             world, loaded, loop.learning_rate, loop.max_norm, loop.frozen
         )
@@ -175,7 +176,8 @@ class TrainerSide:
         row["seconds"] = sum(row[part] or 0.0 for part in parts)
         if first:
             save_row(self.place, row)
-            say(f"progress {in_words(rows_of(self.place), self.loop.steps)}")
+            self.recent = [*self.recent[1 - PACE :], row]
+            say(f"progress {in_words(self.recent, self.loop.steps)}")
 
     def score(self, folder: Path, rollout: Rollout) -> Scoring | None:
         """The trainer's own pass before the update; the scoring on rank 0."""
