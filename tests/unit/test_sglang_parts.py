@@ -46,6 +46,8 @@ def test_a_sample_is_ids_with_their_own_logprobs() -> None:
     assert sample.token_ids == [7, 2]
     assert sample.logprobs.tolist() == [-0.5, -1.5]
     assert sample.finish_reason == "stop"
+    assert sample.cached is None
+    assert sglang_wire.parse_sample(answer(cached_tokens=39), "here", None).cached == 39
 
 
 def test_a_cold_context_is_computed_anew_and_a_warm_one_may_be_read() -> None:

@@ -87,6 +87,7 @@ class Journal:
             "logprobs": sample.logprobs.tolist(),
             "finish": sample.finish_reason,
             "routed": _packed(sample.routed),
+            "cached": sample.cached,
         }
         self._write(line)
         self._take(line)
@@ -113,6 +114,7 @@ class Journal:
                 np.asarray(line["logprobs"], np.float64),
                 line["finish"],
                 _unpacked(line["routed"]),
+                cached=line.get("cached"),
             )
             self.answered_by[line["job"]] = line["server"]
 
