@@ -16,6 +16,7 @@ from mismatch.prompts import sandbox
 from mismatch.prompts.environments import Python, Replies, Retool, offered
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sandbox import Limits, run_code
+from mismatch.prompts.sandbox_guard import CREATE_RULESET, LIBC
 from mismatch.specs import PromptSpec, RolloutSpec
 from tests.checkpoints import tokenizer
 
@@ -51,7 +52,7 @@ def _home(process: psutil.Process) -> str:
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("import os\nos.fork()", "PermissionError"),
+        ("import os\nprint('begun')\nos.fork()", "begun\nTraceback"),
         ("open('f', 'wb').write(b'0' * (4 << 20))", "File too large"),
         (FILES, ("No space left", "MiB of files")),
         pytest.param(
@@ -91,9 +92,40 @@ def test_output_errors_and_silence_come_back(place: Path) -> None:
 
 
 def test_what_is_not_held_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without namespaces: the filter holds processes, nothing holds files."""
+    """No namespaces and no Landlock: the filter holds processes, nothing holds files."""
     monkeypatch.setattr(sandbox, "holder", lambda: "")
-    assert "files outside its directory" in sandbox.unheld.__wrapped__()
+    monkeypatch.setattr(sandbox, "LANDLOCK", False)
+    found = sandbox.unheld.__wrapped__()
+    for what in ("the content", "changes", "the permissions"):
+        assert f"{what} of files outside its directory" in found
+
+
+@pytest.mark.skipif(LIBC.syscall(CREATE_RULESET, None, 0, 1) < 1, reason="no Landlock here")
+@pytest.mark.parametrize("held", [True, False])
+def test_files_of_the_user_are_not_read(
+    held: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether namespaces hold the code or not; the libraries of this Python still work."""
+    if not held:
+        monkeypatch.setattr(sandbox, "holder", lambda: "")
+    tmp_path = tmp_path_factory.mktemp("home")
+    (tmp_path / "key").write_text("a secret")
+    for code in (
+        f"print(open({str(tmp_path / 'key')!r}).read())",
+        f"import os; print(os.listdir({str(tmp_path)!r}))",
+        "import os; print(os.listdir('/'))",
+        "open('/proc/self/root/etc/passwd')",
+    ):
+        assert "PermissionError" in run_code(code), code
+    output = run_code(f"open({str(tmp_path / 'new')!r}, 'w')")
+    assert "PermissionError" in output or "Read-only" in output
+    works = (
+        "import numpy, json, tempfile; f = tempfile.TemporaryFile(); f.write(b'x'); print(6 * 7)"
+    )
+    assert run_code(works) == "42\n"
 
 
 # ---------------------------------------------------------------- the environment
