@@ -106,6 +106,17 @@ def test_stale_blocks_are_found_among_turns_alike(among: str) -> None:
     assert first(trainer).id != "prefix-cache-stale"
 
 
+def test_few_tokens_of_later_turns_are_said_not_to_be_judged() -> None:
+    case = other_context(0, "engine")
+    few = np.cumsum(case.turn > 1) <= 57
+    mask = case.rollout.action_mask.copy()
+    mask[case.rollout.actions[(case.turn > 1) & ~few]] = False
+    detail = check(masked(case, mask)).detail
+    assert "another context from a turn on: not tested, needs 100 tokens" in detail
+    assert "there are 57" in detail
+    assert "not tested" not in check(clean()).detail
+
+
 def test_a_fault_from_a_position_on_is_not_taken_for_one_of_a_turn() -> None:
     for seed in range(1):
         case = clean(seed, length=60, prompts=24)

@@ -16,6 +16,7 @@ from mismatch.analysis.diagnosis.detectors.position import JUMP, change, size
 from mismatch.types import CACHED, Bools, Floats, Ints, NotTested
 
 HITS = "turns from the prefix cache against others"
+CONTEXT = "another context from a turn on"
 ONE_TURN = "every sequence has one turn"
 MAX_SHIFT = 256  # tokens of observations that a list may be off by
 LEAST = 6  # tokens of a turn that moved
@@ -208,10 +209,21 @@ def context(case: Case) -> Look | NotTested:
     """The turn from which |delta| is larger, where the turns before are calm and no position
     tells it better."""
     if not several(case):
-        return NotTested("another context from a turn on", ONE_TURN)
+        return NotTested(CONTEXT, ONE_TURN)
     u = size(case)
-    last = int(case.turn[case.kept].max())
-    gains = {turn: _gain(case, u, case.turn >= turn) for turn in range(2, last + 1)}
+    counts = np.bincount(case.turn[case.kept])
+    later_counts = counts.sum() - np.cumsum(counts)  # behind each turn
+    judged = [
+        turn
+        for turn in range(2, len(counts))
+        if min(later_counts[turn - 1], counts.sum() - later_counts[turn - 1]) >= MIN_TOKENS
+    ]
+    if not judged:
+        has = f"there are {later_counts[1]} and {counts[1]}"
+        return NotTested(
+            CONTEXT, f"needs {MIN_TOKENS} tokens of later turns and of first ones, {has}"
+        )
+    gains = {turn: _gain(case, u, case.turn >= turn) for turn in judged}
     turn = max(gains, key=lambda each: gains[each])
     later = case.turn >= turn
     before, after = (
@@ -222,8 +234,6 @@ def context(case: Case) -> Look | NotTested:
         Evidence("turn that differs most from those before", turn),
         Evidence("|delta| from it on over before", after / max(before, 1e-9), "1"),
     )
-    if min((part & case.kept).sum() for part in (~later, later)) < MIN_TOKENS:
-        return Look(evidence)
     rise = case.ratio(np.where(later, u, 0.0), np.where(later, before, 0.0) + 1e-12)
     scan = change(case, u, case.position)
     placed = scan is not None and _gain(case, u, case.position >= scan[0]) > gains[turn]
