@@ -112,7 +112,7 @@ def test_few_tokens_of_later_turns_are_said_not_to_be_judged() -> None:
     mask = case.rollout.action_mask.copy()
     mask[case.rollout.actions[(case.turn > 1) & ~few]] = False
     detail = check(masked(case, mask)).detail
-    assert "another context from a turn on: not tested, needs 100 tokens" in detail
+    assert "another context from a turn on: not tested, needs 60 tokens" in detail
     assert "there are 57" in detail
     assert "not tested" not in check(clean()).detail
 
