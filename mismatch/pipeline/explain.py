@@ -33,11 +33,11 @@ from mismatch.experiments.explanation import (
     plan,
 )
 from mismatch.experiments.fixes.base import Context
-from mismatch.experiments.fixes.environment import context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant
-from mismatch.experiments.locate.document import FILE as LOCATED
-from mismatch.experiments.locate.document import SCHEMA as LOCATE_SCHEMA
-from mismatch.experiments.locate.document import of_run, to_document
+from mismatch.experiments.fixes.spec_edits import context_of
+from mismatch.experiments.locate.judge import FILE as LOCATED
+from mismatch.experiments.locate.judge import SCHEMA as LOCATE_SCHEMA
+from mismatch.experiments.locate.judge import of_run, to_document
 from mismatch.experiments.passes import training_passes, wants_square
 from mismatch.experiments.probes import (
     CACHE,
@@ -50,7 +50,7 @@ from mismatch.experiments.probes import (
 from mismatch.pipeline.build import Artefacts
 from mismatch.pipeline.fixes import FixRun
 from mismatch.pipeline.locate import Asked, locate_in
-from mismatch.processes.probes import ask_fresh_engine, cache_of
+from mismatch.processes.launched import ask_fresh_engine, cache_of
 from mismatch.processes.stages import Stages, score_in_float32
 from mismatch.run import store
 from mismatch.specs import CheckSpec

@@ -15,7 +15,7 @@ import numpy as np
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.locate.document import FILE, SCHEMA, to_document
+from mismatch.experiments.locate.judge import FILE, SCHEMA, to_document
 from mismatch.experiments.locate.plan import (
     SEQUENCES,
     TOKENS,
@@ -33,9 +33,8 @@ from mismatch.processes.launch import started as start_worker
 from mismatch.processes.stages import EXACT, Narrator
 from mismatch.run import store
 from mismatch.run.directory import at_work, load_spec
-from mismatch.run.machine import local_gpus
-from mismatch.run.placement import placement, visible_as
-from mismatch.run.scorings import TRAIN
+from mismatch.run.machine import local_gpus, placement, visible_as
+from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, RolloutSpec, to_dict
 from mismatch.types import Floats, NotTested
 

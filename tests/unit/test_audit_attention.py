@@ -13,9 +13,8 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.kernels import ATTENTION_COLUMNS, CONSEQUENCES, Audit
 from mismatch.processes.kernels.attention import audit_attention
 from mismatch.processes.kernels.cases import Candidate, names_here
-from mismatch.processes.kernels.costs import costs
+from mismatch.processes.kernels.costs import Runner, costs
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
-from mismatch.processes.kernels.runner import Runner
 
 TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"
 QUICK = Options(dtypes=("fp64", "bf16"), tokens=())

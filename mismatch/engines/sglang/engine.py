@@ -36,8 +36,7 @@ from mismatch.engines.sglang.arguments import (
     raw_logprobs,
     set_environment,
 )
-from mismatch.engines.sglang.child import ERROR_FILE, FACTS, on_failure
-from mismatch.engines.sglang.offline import offline
+from mismatch.engines.sglang.child import ERROR_FILE, FACTS, offline, on_failure
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec

@@ -102,7 +102,7 @@ def with_revert(
     side: SideLocation, reference: Any, world: Any, passes: list[Pass], rollout: Rollout
 ) -> SideLocation:
     """The trainer runs again with the reference's output at its first source."""
-    from mismatch.processes.workers.locate_forward import Forward
+    from mismatch.processes.workers.locate_reference import Forward
 
     if side.role != "trainer" or side.source is None:
         return side
@@ -125,8 +125,7 @@ def run_passes(job: dict[str, Any]) -> None:
     """Record the trainer and the plain forwards, then replay every side in the reference."""
     import transformers
 
-    from mismatch.processes.workers.locate_forward import Forward
-    from mismatch.processes.workers.locate_reference import Reference
+    from mismatch.processes.workers.locate_reference import Forward, Reference
     from mismatch.training.distributed import World
 
     logging: Any = transformers.utils.logging

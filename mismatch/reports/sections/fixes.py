@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mismatch.analysis.corrections.types import Corrections
+from mismatch.analysis.corrections.recipes import Corrections
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import (
     RANKED_BY,

@@ -10,7 +10,7 @@ from mismatch.reports.formatting import line, number, percent, text, times
 from mismatch.reports.section import Cell, Column, Section, Table, Value
 from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows
 from mismatch.reports.words import words_for
-from mismatch.run.scorings import REFERENCE, TRAIN
+from mismatch.run.store import REFERENCE, TRAIN
 from mismatch.types import Report
 
 COMPARED = (HEADLINE, "k3_kl")
