@@ -81,7 +81,7 @@ def sync_probe(flags: Flags) -> int:
 
     from mismatch.cli.session import ConsoleNarrator
     from mismatch.experiments.sync.judge import judge, sync_to_json
-    from mismatch.processes.launched import run_probe
+    from mismatch.processes.probes import run_probe
     from mismatch.reports.sections.sync_probe import section
     from mismatch.reports.terminal import print_alone
     from mismatch.run.directory import new_directory

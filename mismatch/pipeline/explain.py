@@ -50,7 +50,7 @@ from mismatch.experiments.probes import (
 from mismatch.pipeline.build import Artefacts
 from mismatch.pipeline.fixes import FixRun
 from mismatch.pipeline.locate import Asked, locate_in
-from mismatch.processes.launched import ask_fresh_engine, cache_of
+from mismatch.processes.probes import ask_fresh_engine, cache_of
 from mismatch.processes.stages import Stages, score_in_float32
 from mismatch.run import store
 from mismatch.specs import CheckSpec

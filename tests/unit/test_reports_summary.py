@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from mismatch.analysis.published_values import Reference
+from mismatch.analysis.thresholds import Reference
 from mismatch.metrics import METRICS as DECLARED
 from mismatch.reports import summary, words
 from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.section import Section, cell_interval, cell_text
-from mismatch.reports.sections import checks, first, normal, ran, sections
+from mismatch.reports.sections import checks, headline, normal, ran, sections
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report, Verdict
 from tests.reports_fixture import (
     estimate,
@@ -57,7 +57,7 @@ def test_bounds_point_the_way_that_is_bad() -> None:
 
 def test_the_table_has_value_interval_level_and_status() -> None:
     report = make_report()
-    shown = first.of_names(report, None)
+    shown = headline.of_names(report, None)
     assert shown is not None
     every = shown.parts[0].tables[0]  # six of them are open
     rows = {item["metric"]: item for item in values(every)}
@@ -75,16 +75,16 @@ def test_a_note_that_concerns_every_metric_is_said_once() -> None:
     report = make_report()
     first = report.comparisons[0]
     flagged = {k: replace(v, flags=("few-prompts",)) for k, v in first.metrics.items()}
-    shown = first.of_names(replace(report, comparisons=(replace(first, metrics=flagged),)), None)
+    shown = headline.of_names(replace(report, comparisons=(replace(first, metrics=flagged),)), None)
     assert shown is not None
     (note,) = shown.parts[0].notes
     assert note.startswith("all: few prompts")
-    (tail,) = first.of_names(report, None).parts[0].notes  # type: ignore[union-attr]
+    (tail,) = headline.of_names(report, None).parts[0].notes  # type: ignore[union-attr]
     assert tail.startswith("k3 KL: heavy-tailed")
 
 
 def test_a_frameworks_names_are_a_table_with_its_values() -> None:
-    shown = first.of_names(make_report(), Elsewhere(make_tokens(), "miles"))
+    shown = headline.of_names(make_report(), Elsewhere(make_tokens(), "miles"))
     assert shown is not None
     (names,) = [part for part in shown.parts if part.id == "names"]
     by_name = {item["name there"]: item for item in values(names.tables[0])}
@@ -92,7 +92,7 @@ def test_a_frameworks_names_are_a_table_with_its_values() -> None:
         by_name["train_rollout_kl"]["ours"], rel=0.2
     )
     assert any("train_rollout_kl" in note for note in names.notes)
-    assert first.of_names(make_report(), None).parts[0].id == "judged"  # type: ignore[union-attr]
+    assert headline.of_names(make_report(), None).parts[0].id == "judged"  # type: ignore[union-attr]
 
 
 def test_an_inconclusive_metric_says_how_many_prompts_decide() -> None:
@@ -254,7 +254,7 @@ def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPa
     known = tuple(
         Reference("m", "s", summary.HEADLINE, value, "bf16 MoE", "src") for value in (1.0, 1e-9)
     )
-    monkeypatch.setattr("mismatch.analysis.published_values.REFERENCES", known)
+    monkeypatch.setattr("mismatch.analysis.thresholds.REFERENCES", known)
     section, noise = normal.of_report(make_report())
     assert [item["source"] for item in values(section.tables[0])] == ["src", None, "src"]
     ours = section.tables[0].cells()[1]

@@ -14,7 +14,7 @@ from mismatch.analysis import registry
 from mismatch.reports import summary
 from mismatch.reports.formatting import TONES
 from mismatch.reports.section import Page, Section
-from mismatch.reports.sections import first
+from mismatch.reports.sections import headline
 from mismatch.reports.sections.first import answers, lead
 from mismatch.types import Report
 
@@ -67,8 +67,8 @@ def page(
         sections=tuple(shown),
         lead=lead(report),
         answers=answers(report, warnings),
-        table=first.table(summary.most_telling(report)),
-        asked=first.names_there(report, names),
+        table=headline.table(summary.most_telling(report)),
+        asked=headline.names_there(report, names),
         steps=tuple(summary.next_steps(report)),
         command=summary.command(report),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from mismatch.analysis.published_values import Reference, references_for
+from mismatch.analysis.thresholds import Reference, references_for
 from mismatch.reports.formatting import line, number, percent, text, times
 from mismatch.reports.section import Cell, Column, Section, Table, Value
 from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows
