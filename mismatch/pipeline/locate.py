@@ -7,13 +7,13 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mismatch.codec import from_json, to_json
+from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
 from mismatch.experiments.locate.judge import FILE, SCHEMA, to_document
 from mismatch.experiments.locate.plan import (
@@ -229,11 +229,6 @@ def not_recordable(spec: RolloutSpec) -> NotTested | None:
     if engine.servers:
         reason = "a running server shows none of its modules"
         return NotTested(what, reason, "check a local engine of the same version: --engine vllm")
-    if find_spec(f"mismatch.engines.{engine.engine}") is None or not has_capture(engine.engine):
+    if engine_info(engine.engine).record is None:
         return NotTested(what, "no hooks reach them yet", "use --engine vllm or transformers")
     return None
-
-
-def has_capture(engine: str) -> bool:
-    """Whether an engine of ours can record its modules."""
-    return find_spec(f"mismatch.engines.{engine}.module_capture") is not None

@@ -11,7 +11,7 @@ import numpy as np
 
 from mismatch.errors import MismatchError
 from mismatch.metrics.difference import Sample
-from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
+from mismatch.models.resolved import load_tokenizer, stop_ids, token_texts
 from mismatch.pipeline.document import report_from_json
 from mismatch.run import store
 from mismatch.run.directory import at_work

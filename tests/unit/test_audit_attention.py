@@ -50,7 +50,7 @@ def failed(one: Audit) -> set[str]:
 
 
 def test_the_kernel_of_the_documentation_drops_the_sinks(geometry: ModelGeometry) -> None:
-    result = audit(geometry, "mismatch.processes.kernels.planted:no_sinks")
+    result = audit(geometry, "mismatch.training.attention.planted:no_sinks")
     own, consequences, _ = PLANTED["no_sinks"]
     assert own <= failed(result) <= own | consequences
 

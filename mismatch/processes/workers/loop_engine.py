@@ -36,7 +36,7 @@ from mismatch.experiments.sync.judge import judge, sync_to_json, transposed_name
 from mismatch.experiments.sync.types import SyncReport, SyncSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
-from mismatch.models.tokenizers import token_texts
+from mismatch.models.resolved import token_texts
 from mismatch.models.weight_states import Checkpoint
 from mismatch.processes.workers.engine import (
     Reporter,
