@@ -11,7 +11,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above, below, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
-from mismatch.run.scorings import FLOAT32, PLAIN, REFERENCE
+from mismatch.run.store import FLOAT32, PLAIN, REFERENCE
 from mismatch.types import Bools, Floats, NotTested
 
 CONFIDENT = (0.5, 0.9)

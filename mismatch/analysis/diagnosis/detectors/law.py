@@ -11,7 +11,7 @@ import numpy as np
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
 from mismatch.captures import Distributions
-from mismatch.run.scorings import REFERENCE
+from mismatch.run.store import REFERENCE
 from mismatch.types import Estimate, Floats, NotTested
 
 KNOTS = 8
