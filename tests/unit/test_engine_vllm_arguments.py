@@ -210,7 +210,7 @@ class Request:
     def __init__(self, routed: Any) -> None:
         self.token_ids, self.finish_reason, self.routed_experts = [3], "stop", routed
         self.logprobs = [{3: types.SimpleNamespace(logprob=-0.5)}]
-        self.outputs = [self]
+        self.outputs, self.num_cached_tokens = [self], 0
 
 
 def test_a_broken_capture_costs_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
