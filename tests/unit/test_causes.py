@@ -53,7 +53,7 @@ def healthy(seed: int, **how: float) -> Case:
 # ---------------------------------------------------------------- named, at three strengths
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", grid([0, 1], 0))
 @pytest.mark.parametrize(
     ("plant", "strengths", "cause", "side"),
     [
