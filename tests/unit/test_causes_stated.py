@@ -91,6 +91,12 @@ def test_tokens_of_a_cut_law_are_seen_though_both_sides_score_the_whole_one() ->
     assert 0.035 < float(surplus) < 0.0434
 
 
+def test_the_trainers_own_softcap_is_no_other_law_of_the_sampler() -> None:
+    case = drawn.softcapped(0, 5.0, rounding=0.005)
+    assert float((case.right + case.trainer.entropy).mean()) > 0.05  # by the trainer's law
+    assert "sampling-law" not in {cause.id for cause in causes(case).ranked}
+
+
 def test_settings_in_use_are_no_cause_of_their_own() -> None:
     case = stating(
         healthy(0), {"quantization": "mxfp4", "prefix_caching": True}, {"autocast": "bf16"}

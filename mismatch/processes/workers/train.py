@@ -49,8 +49,9 @@ from mismatch.run.messages import (
     say,
     write_error,
 )
-from mismatch.run.scorings import NEW_REPLAYED, REPLAYED
 from mismatch.run.store import (
+    NEW_REPLAYED,
+    REPLAYED,
     ROLLOUT,
     distributions_file,
     load_distributions,
