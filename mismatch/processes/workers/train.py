@@ -37,6 +37,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mismatch.captures import LIKELIEST
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.passes import Job
 from mismatch.processes.workers.gradients import replay_source, routes_from
@@ -49,7 +50,7 @@ from mismatch.run.messages import (
     say,
     write_error,
 )
-from mismatch.run.scorings import NEW_REPLAYED, REPLAYED
+from mismatch.run.scorings import NEW_REPLAYED, REPLAYED, TRAIN
 from mismatch.run.store import (
     ROLLOUT,
     distributions_file,
@@ -261,7 +262,8 @@ class _Passes:
         if left_out(item.place, rollout, one):
             return
         source = replay_source(item.place, rollout, one.spec)
-        scoring = score_pass(world, self.loaded, rollout, one, source, asked)
+        likeliest = LIKELIEST if one.name == TRAIN and not item.optional else 0
+        scoring = score_pass(world, self.loaded, rollout, one, source, asked, likeliest)
         seconds = time.monotonic() - start
         if scoring is None:
             return

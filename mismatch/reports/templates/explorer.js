@@ -440,6 +440,7 @@ function drawCard() {
   parts.push(top ? likeliest(top, wordOf(row)) : el("p", "What is likeliest here was not kept: see the note below.", "faint"));
   card.replaceChildren(...parts);
 }
+const outcome = x => x === null ? "0" : x < 1 ? short(Math.exp(x)) : `< ${short(Math.exp(1 - x), 2)}`;
 function likeliest(top, own) {
   const table = el("table"), head = el("tr"), body = el("tbody"), group = el("thead");
   table.append(el("caption", "Likeliest tokens here: probability on either side"));
@@ -452,7 +453,7 @@ function likeliest(top, own) {
     const row = el("tr", "", word === own ? "own" : ""), first = el("th");
     first.scope = "row";
     first.append(el("bdi", words.texts[word]));
-    row.append(first, ...sides.map(x => el("td", x === null ? "0" : short(Math.exp(x)))));
+    row.append(first, ...sides.map(x => el("td", outcome(x))));
     body.append(row);
   }
   group.append(head);
