@@ -160,7 +160,7 @@ def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | N
 def _likeliest(facts: Mapping[str, Any], count: int) -> Likeliest | None:
     """The likeliest ids of every sampled token; None where an answer has them not for all."""
     rows = facts.get("output_top_logprobs") or []
-    if len(rows) != count or not all(rows):
+    if len(rows) != count or len({len(row) for row in rows}) != 1:
         return None
     ids = [[entry[1] for entry in row] for row in rows]
     return Likeliest.of(ids, [[entry[0] for entry in row] for row in rows])

@@ -2,8 +2,8 @@
 // the screen. Every text of a run enters the page as textContent; there is no markup from data.
 (() => {
 "use strict";
-const root = document.getElementById("explorer"), packed = document.getElementById("explorer-data");
-if (!root || !packed || typeof DecompressionStream === "undefined") return;
+const root = document.getElementById("explorer"), packed = [...document.querySelectorAll("[data-of=explorer]")];
+if (!root || !packed.length || typeof DecompressionStream === "undefined") return;
 const $ = name => root.querySelector(`[data-part="${name}"]`);
 const ROW = 44, BLOCK = 400, SLICE = 12, LEVELS = 5;
 const el = (tag, text = "", name = "") => {
@@ -59,11 +59,11 @@ let start, position, sequenceOf, contextAt, exactAt, stats, width;
 
 async function load() {
   lines = {};
-  for (const line of packed.textContent.split("\n")) {
+  for (const line of packed.map(part => part.textContent).join("").split("\n")) {
     const cut = line.indexOf(" ");
     lines[line.slice(0, cut)] = line.slice(cut + 1);
   }
-  packed.textContent = "";
+  for (const part of packed) part.remove();
   await pause();
   meta = await json("meta");
   words = await json("words");
