@@ -34,7 +34,7 @@ AGAIN = "make the run again, or without it: --exact-kl 0"
 ENTRIES = 1 << 22  # ids that are validated at a time
 FEW_ROWS = 64  # rows that may share their experts by chance
 LIKELIEST = 5  # outcomes of every sampled token that either side keeps
-IMPOSSIBLE = -9999.0  # what vLLM's server writes for -inf, which JSON has not
+ABSENT_LOGPROB = -9998.0  # servers write -9999 for minus infinity, which JSON does not have
 CacheKind = Literal[
     "warm prompt", "warm decode"
 ]  # what wrote the cache that a context was read from
@@ -183,7 +183,7 @@ class Likeliest:
             raise ValueError("likeliest tokens: ids that are none")
         if np.isnan(values).any():
             raise ValueError("likeliest tokens: logprobs that are no numbers")
-        values = np.where(values <= IMPOSSIBLE, -np.inf, values).astype(np.float32)
+        values = np.where(values < ABSENT_LOGPROB, -np.inf, values).astype(np.float32)
         return cls(numbers.astype(np.int32), values)
 
     @classmethod

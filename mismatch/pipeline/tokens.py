@@ -189,7 +189,7 @@ def _of_distributions(decode: Scoring, train: Scoring) -> dict[int, Outcomes]:
     for index, place in enumerate(left.positions.tolist()):
         sides = left.logprobs[index], right.logprobs[index]
         columns = np.unique(np.concatenate([np.argsort(-side)[:LIKELIEST] for side in sides]))
-        columns = columns[np.argsort(-sides[0][columns], kind="stable")]
+        columns = columns[np.argsort(-np.maximum(*sides)[columns], kind="stable")]
         ids = columns if left.ids is None else left.ids[index][columns]
         rows[place] = ids, *(side[columns].astype(np.float64) for side in sides)
     return rows
@@ -212,7 +212,7 @@ def _outcomes(row: int, *sides: tuple[Scoring, Likeliest]) -> Outcomes:
         | {sampled: float(scoring.logprobs[row])}
         for scoring, top in sides
     ]
-    ids = sorted(set().union(*said), key=lambda i: [-side.get(i, -np.inf) for side in said])
+    ids = sorted(set().union(*said), key=lambda i: -max(side.get(i, -np.inf) for side in said))
     first, second = ([side.get(i, np.nan) for i in ids] for side in said)
     return np.asarray(ids, np.int64), np.asarray(first), np.asarray(second)
 

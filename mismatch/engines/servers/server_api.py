@@ -16,7 +16,6 @@ from mismatch.engines.sync_drivers import Held
 from mismatch.types import Floats, Sampling
 
 LARGEST_ID = 1 << 31
-ABSENT_LOGPROB = -9998.0  # servers write -9999 for minus infinity, which JSON does not have
 
 
 @dataclass(frozen=True, slots=True)

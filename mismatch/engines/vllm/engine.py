@@ -137,8 +137,8 @@ class VllmEngine:
         arguments = sampling_arguments(self.sampling, self.info.stop_ids)
         if self._seeds_requests:
             arguments["seed"] = sample_seed(self.sampling.seed, self.first_prompt + prompt, sample)
-        arguments |= {"logprobs": self._outcomes, "flat_logprobs": True}
-        params = SamplingParams(**arguments)
+        arguments["logprobs"] = self._outcomes
+        params = SamplingParams(**arguments, flat_logprobs=True)
         self._sent = {name: getattr(params, name) for name in arguments if name != "seed"}
         return params
 

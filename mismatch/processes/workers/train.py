@@ -27,6 +27,7 @@ or "train".
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -36,6 +37,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mismatch.captures import LIKELIEST
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
@@ -56,15 +59,17 @@ from mismatch.run.store import (
     distributions_file,
     load_distributions,
     load_rollout,
+    load_vocabulary,
     read_json,
     routing_file,
     save_scoring,
+    save_vocabulary,
     scoring_header,
 )
-from mismatch.specs import Pass, load_key
+from mismatch.specs import Pass, TrainSpec, load_key
 
 if TYPE_CHECKING:
-    from mismatch.captures import Distributions
+    from mismatch.captures import Distributions, Likeliest
     from mismatch.training.distributed import World
     from mismatch.training.load import LoadedModel
     from mismatch.types import Rollout
@@ -270,6 +275,8 @@ class _Passes:
         report_timing(one.name, seconds)
         also = () if source is None else (routing_file(source.name),)
         save_scoring(item.place, scoring, rollout, made_by=one.spec, also_from=also)
+        if scoring.likeliest is not None:
+            name_likeliest(item.place, scoring.likeliest, one.spec)
 
     def rollout(self, item: Job) -> Rollout:
         if item.place not in self.rollouts:
@@ -372,6 +379,19 @@ def engine_distributions(job: dict[str, Any], rollout: Rollout) -> Distributions
     if not (run_dir / distributions_file(name)).exists():
         return None
     return load_distributions(run_dir, name)
+
+
+def name_likeliest(run_dir: Path, likeliest: Likeliest, spec: TrainSpec) -> None:
+    """Add the texts of ids that the trainer thinks likeliest, and the engine nowhere."""
+    from mismatch.models.tokenizers import load_tokenizer, token_texts
+
+    known = load_vocabulary(run_dir)
+    unnamed = sorted(set(np.unique(likeliest.ids).tolist()) - known.keys())
+    if not known or not unnamed:
+        return
+    with contextlib.suppress(MismatchError):  # a checkpoint without a tokenizer: the ids will do
+        tokenizer = load_tokenizer(spec.model, spec.revision, spec.trust_remote_code)
+        save_vocabulary(run_dir, known | token_texts(tokenizer, unnamed))
 
 
 def _free() -> None:
