@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from mismatch.codec import from_json
@@ -573,6 +575,9 @@ PLACES = (
 )
 
 
+PACKAGED = re.compile(r"[/\\]mismatch[/\\]models[/\\][^/\\]+$")
+
+
 def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
     """A spec's data without what changes no number: where it runs, turns where there is one."""
     dropped = PLACES if data.get("environment") else {*PLACES, *TURNS}
@@ -581,6 +586,20 @@ def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
         for name, value in data.items()
         if name not in dropped
     }
+
+
+def portable(data: dict[str, Any]) -> dict[str, Any]:
+    """A spec's data with short names for models that ship with the package, wherever that lies.
+
+    >>> portable({"train": {"model": "/somewhere/mismatch/models/tiny-gpt-oss"}})
+    {'train': {'model': 'tiny-gpt-oss'}}
+    """
+    named: dict[str, Any] = {
+        name: portable(value) for name, value in data.items() if isinstance(value, dict)
+    }
+    if isinstance(model := data.get("model"), str) and PACKAGED.search(model):
+        named["model"] = PurePath(model).name
+    return data | named
 
 
 def spec_hash(spec: Any) -> str:
@@ -593,5 +612,5 @@ def spec_hash(spec: Any) -> str:
     import hashlib
     import json
 
-    text = json.dumps(_anywhere(to_dict(spec)), sort_keys=True, default=str)
+    text = json.dumps(_anywhere(portable(to_dict(spec))), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

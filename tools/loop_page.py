@@ -1,25 +1,27 @@
 """Write the demonstration of docs/loop.md and its figure from examples/loop/loop.json.
 
-    python tools/loop_page.py [RUN]
+    python tools/loop_page.py [RUN ...]
 
-RUN: a run of `mismatch loop`, finished or not, whose curves and page are taken first. Everything in
-the document between the markers comes from that file: whoever goes on with the run writes it anew.
+RUN: runs of `mismatch loop`, finished or not, with the settings of the demonstration: their arms
+and seeds are put beside those that are there, or in their place. Everything in the document between
+the markers comes from that file: whoever goes on with a run writes it anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mismatch.cli.loop import save_page
-from mismatch.codec import from_json
-from mismatch.experiments.loop.history import COLUMNS, ROWS
+from mismatch.codec import from_json, to_json
+from mismatch.experiments.loop.history import COLUMNS, rows_of
 from mismatch.experiments.loop.judge import (
     WINDOW,
+    Arm,
     LoopReport,
     SeedRun,
     at_end,
@@ -28,13 +30,13 @@ from mismatch.experiments.loop.judge import (
     reward_fall,
     running,
 )
-from mismatch.experiments.loop.types import LoopSpec
-from mismatch.pipeline.loop import SETTINGS, gather
+from mismatch.experiments.loop.types import LoopSpec, arm_of
+from mismatch.pipeline.loop import gather, read_settings
 from mismatch.reports.formatting import number
 from mismatch.reports.markdown import show_table, table
 from mismatch.reports.sections.loop import PANELS, draw, section
 from mismatch.reports.svg import ACCENT, FAINT, GRID, INK, SECOND, drawing
-from mismatch.run import store
+from mismatch.run.resume import differences
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "loop"
@@ -46,30 +48,74 @@ DIGITS = 5
 STEPS, SEEDS = 45, (0, 1)
 PLANNED = (
     *("attention-sinks", "as-is", "seq-tis", "on-policy-ratio", "router-replay"),
-    "attention-sinks+fp8-kv-cache",
+    *("attention-sinks+fp8-kv-cache", "forward-sinks"),
 )
 LEARNT = 0.9  # of the reward, as a mean of the last steps
 COLOURS = {INK: "#222222", FAINT: "#777777", GRID: "#dddddd", ACCENT: "#2b5cc4", SECOND: "#c2570f"}
 
 
-def take(run: Path) -> None:
-    """Keep a run's curves, shortened to some digits, and its page."""
-    EXAMPLE.mkdir(parents=True, exist_ok=True)
-    base = from_json(LoopSpec, store.read_json(run / SETTINGS)["loop"])
-    first = {path: (path / ROWS / "000000.json") for path in run.glob("*/seed-*")}
-    begun = sorted((row.stat().st_mtime, path) for path, row in first.items() if row.exists())
-    arms = dict.fromkeys(path.parent.name for _, path in begun)
-    seeds = sorted({int(path.name.removeprefix("seed-")) for _, path in begun})
-    report = gather(base, run, [*arms], seeds)
-    report = replace(report, model=Path(report.model).name)
+def take(runs: Sequence[Path]) -> None:
+    """Keep the curves of these runs beside those that are there, shortened to some digits."""
+    known = [read(EXAMPLE / "loop.json")] if (EXAMPLE / "loop.json").exists() else []
+    report = merged([*known, *map(taken, runs)])
     save_page(EXAMPLE, report)
-    document = short(loop_to_json(report))
-    for arm in document["arms"]:
-        for seed in arm["runs"]:
-            for verdict in filter(None, (seed["first"], seed["last"])):
-                verdict["place"] = f"steps/{verdict['step']:06d}"
-    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(short(loop_to_json(report)), allow_nan=False, separators=(",", ":"))
     (EXAMPLE / "loop.json").write_text(f"{text}\n", "utf-8")
+
+
+def taken(run: Path) -> LoopReport:
+    """All arms and seeds of a run directory."""
+    base = read_settings(run)[0]
+    places = [path for path in sorted(run.glob("*/seed-*")) if rows_of(path)]
+    arms = dict.fromkeys(path.parent.name for path in places)
+    seeds = sorted({int(path.name.removeprefix("seed-")) for path in places})
+    report = gather(base, run, [*arms], seeds)
+    return from_json(LoopReport, short(to_json(report)))
+
+
+def merged(reports: Sequence[LoopReport]) -> LoopReport:
+    """One report of several runs; of an arm and seed that several have, the longest.
+
+    Raises:
+        ValueError: other settings, or another reward at step 0 where the sampler is the same: the
+            first weights sample before anything that separates the arms.
+    """
+    first = reports[0]
+    longest: dict[tuple[str, int], SeedRun] = {}
+    for report in reports:
+        if other := differences(shared(first), shared(report)):
+            raise ValueError("these runs have other settings: " + "; ".join(other))
+        for arm in report.arms:
+            for run in arm.runs:
+                before = longest.get((arm.name, run.seed))
+                if before is None or run.steps >= before.steps:
+                    longest[arm.name, run.seed] = run
+    base = from_json(LoopSpec, first.settings)
+    starts: dict[int, float] = {}
+    for (name, seed), run in longest.items():
+        if arm_of(base, name).check.rollout == base.check.rollout:
+            reward = float(run.curve("reward")[0])
+            if starts.setdefault(seed, reward) != reward:
+                raise ValueError(f"{name}, seed {seed}, begins with another reward: {reward}")
+    names = sorted(dict.fromkeys(name for name, _ in longest), key=in_order)
+    seeds = sorted({seed for _, seed in longest})
+    arms = (
+        Arm(name, tuple(longest[name, seed] for seed in seeds if (name, seed) in longest))
+        for name in names
+    )
+    steps = max(run.steps for run in longest.values())
+    return replace(first, arms=tuple(arms), settings={**first.settings, "steps": steps})
+
+
+def shared(report: LoopReport) -> dict[str, Any]:
+    """The settings that runs of one demonstration have in common."""
+    own = ("arm", "seed", "steps", "checkpoint_every")
+    return {name: value for name, value in report.settings.items() if name not in own}
+
+
+def in_order(arm: str) -> tuple[int, str]:
+    """As planned; others behind."""
+    return (PLANNED.index(arm) if arm in PLANNED else len(PLANNED), arm)
 
 
 def short(value: Any) -> Any:
@@ -157,10 +203,10 @@ def picture(report: LoopReport) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", nargs="?", type=Path)
+    parser.add_argument("runs", nargs="*", type=Path)
     asked = parser.parse_args()
-    if asked.run is not None:
-        take(asked.run)
+    if asked.runs:
+        take(asked.runs)
     report = read(EXAMPLE / "loop.json")
     picture(report)
     before, _, rest = DOCUMENT.read_text("utf-8").partition(BEGIN)

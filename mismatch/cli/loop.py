@@ -27,11 +27,18 @@ from mismatch.cli.options import (
 )
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop.types import AS_IS, LARGE_MODELS, LOOP, LoopSpec
-from mismatch.specs import MANY, Range
+from mismatch.specs import MANY, CheckSpec, Range
 
 if TYPE_CHECKING:
     from mismatch.experiments.loop.judge import LoopReport
 
+# What --resume RUN may have beside it and still go on as the run began.
+BESIDE_RESUME = frozenset(
+    (
+        *("resume", "arms", "seeds", "steps", "checkpoint_every"),
+        *("budget_minutes", "dry_run", "force", "as_json"),
+    )
+)
 DEFAULT_MODEL = "tiny-gpt-oss"
 POOL, SAMPLES = 24, 8  # few prompts that come again soon: what can be learnt in some steps
 ARMS = (
@@ -88,13 +95,12 @@ def loop(flags: Flags) -> int:
 
     from mismatch.cli import session
     from mismatch.experiments.loop.judge import loop_to_json
-    from mismatch.experiments.loop.types import arm_of, read_arms, read_seeds
+    from mismatch.experiments.loop.types import arm_of
     from mismatch.pipeline.loop import run_loop
     from mismatch.reports.sections.loop import section
     from mismatch.reports.terminal import print_section, say
 
-    base = loop_spec(flags)
-    arms, seeds = read_arms(flags["arms"]), read_seeds(flags["seeds"])
+    base, arms, seeds = asked(flags)
     for one in (arm_of(base, arm) for arm in arms):
         refused = [*unfit(one)]
         if flags["dry_run"] or not refused or flags["force"]:
@@ -103,7 +109,7 @@ def loop(flags: Flags) -> int:
     if flags["dry_run"]:
         return plan(base, arms, seeds)
     told = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
-    if flags["model"] is None:
+    if not flags.explicit & {"model", "resume", "verl_config"}:
         told.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
     run_dir = session.open_run("loop", base.check, flags)
     report = run_loop(
@@ -115,6 +121,45 @@ def loop(flags: Flags) -> int:
         print_section(section(report), Console())
         say(Console(), f"\nEverything is in {run_dir} (open loop.html)")
     return 0
+
+
+def asked(flags: Flags) -> tuple[LoopSpec, tuple[str, ...], tuple[int, ...]]:
+    """Settings, arms and seeds: of the flags, or of the run that ``--resume RUN`` alone names.
+
+    Raises:
+        MismatchError: flags that a loop cannot honour, no such run, or one that names code.
+    """
+    from mismatch.experiments.loop.types import read_arms, read_seeds
+    from mismatch.pipeline.loop import read_settings
+    from mismatch.run.directory import NEWEST, require_trust
+
+    run = flags["resume"]
+    if run in (None, NEWEST) or flags.explicit - BESIDE_RESUME:
+        return loop_spec(flags), read_arms(flags["arms"]), read_seeds(flags["seeds"])
+    base, arms, seeds = read_settings(Path(run))
+    require_trust(Path(run), base.check, trusted=False)
+    if base.reward is not None:
+        raise MismatchError(
+            f"{run} has a reward function of its own: {base.reward}",
+            "if that is yours: give the flags of the run again, with --resume",
+        )
+    changed = {name: flags[name] for name in {"steps", "checkpoint_every"} & flags.explicit}
+    base = replace(base, check=resolved(base.check), **changed)
+    given = flags.explicit
+    return (
+        base,
+        read_arms(flags["arms"]) if "arms" in given or not arms else tuple(arms),
+        read_seeds(flags["seeds"]) if "seeds" in given or not seeds else tuple(seeds),
+    )
+
+
+def resolved(check: CheckSpec) -> CheckSpec:
+    """A stored spec with the models of this installation."""
+    from mismatch.models import resolve_model
+
+    engine, train = check.rollout.engine, check.train
+    rollout = replace(check.rollout, engine=replace(engine, model=resolve_model(engine.model)))
+    return replace(check, rollout=rollout, train=replace(train, model=resolve_model(train.model)))
 
 
 def unfit(one: LoopSpec) -> Iterator[str]:

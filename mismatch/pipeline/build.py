@@ -23,7 +23,7 @@ from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
 from mismatch.experiments.gradients.sentences import gradient_checks
 from mismatch.experiments.kernels import of_run
-from mismatch.experiments.locate.document import of_run as located
+from mismatch.experiments.locate.judge import of_run as located
 from mismatch.experiments.passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.models import named
@@ -34,7 +34,7 @@ from mismatch.run import manifest, store
 from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
-from mismatch.run.scorings import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
+from mismatch.run.store import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, require_a_law, spec_hash, to_dict
 from mismatch.types import Check, Comparison, NotTested, Report, Rollout, Scoring, SidePair
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mismatch.codec import to_json
+from mismatch.codec import from_json, refused
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop.history import COLUMNS, rows_of
 from mismatch.experiments.loop.judge import (
@@ -20,14 +20,15 @@ from mismatch.experiments.loop.judge import (
     StepVerdict,
     loop_to_json,
 )
-from mismatch.experiments.loop.types import LoopSpec, arm_of, place_of
+from mismatch.experiments.loop.types import LoopSpec, arm_of, place_of, settings
 from mismatch.pipeline.build import build_report
 from mismatch.processes.loop import resume_from, run_arm
 from mismatch.processes.stages import Narrator
 from mismatch.run import store
 from mismatch.run.directory import SPEC as RUN_SPEC
 from mismatch.run.directory import at_work
-from mismatch.specs import CheckSpec, to_dict
+from mismatch.run.resume import differences
+from mismatch.specs import portable, to_dict
 
 SETTINGS, POOL, STOPPED, VERDICT = "settings.json", "pool.json", "stopped.json", "verdict.json"
 
@@ -56,7 +57,7 @@ def run_loop(
     failed: MismatchError | None = None
     until = time.monotonic() + 60.0 * (math.inf if budget_minutes is None else budget_minutes)
     with at_work(run_dir, "loop", base.check, command):
-        require_same_settings(base, run_dir)
+        every = require_same_settings(base, arms, seeds, run_dir)
         try:
             for number, one in enumerate(planned, 1):
                 place = run_dir / place_of(one.arm, one.seed)
@@ -64,7 +65,7 @@ def run_loop(
                 share = (until - time.monotonic()) / (len(planned) - number + 1)
                 failed = _one(one, place, run_dir / POOL, narrator, title, share) or failed
         finally:
-            report = gather(base, run_dir, arms, seeds)
+            report = gather(base, run_dir, *every)
             if report.arms:
                 store.write_json(run_dir / FILE, loop_to_json(report))
                 write(run_dir, report)
@@ -123,7 +124,7 @@ def gather(base: LoopSpec, run_dir: Path, arms: Sequence[str], seeds: Sequence[i
         model=base.check.rollout.engine.model,
         engine=base.check.rollout.engine.engine,
         arms=tuple(arm for arm in gathered if arm.runs),
-        settings=to_json(replace(base, check=CheckSpec())),
+        settings=settings(base),
     )
 
 
@@ -144,22 +145,47 @@ def _run(place: Path, seed: int) -> SeedRun:
 
 def _verdict(folder: Path) -> StepVerdict:
     found = store.read_json(folder / VERDICT)
-    return StepVerdict(int(folder.name), found["status"], found["reason"], str(folder))
+    place = Path(*folder.parts[-4:])  # in the run directory
+    return StepVerdict(int(folder.name), found["status"], found["reason"], str(place))
 
 
-def require_same_settings(base: LoopSpec, run_dir: Path) -> None:
+def require_same_settings(
+    base: LoopSpec, arms: Sequence[str], seeds: Sequence[int], run_dir: Path
+) -> tuple[list[str], list[int]]:
     """A run goes on as it began; more steps, arms and seeds may be asked of it.
 
+    Returns:
+        All arms and seeds that it was ever asked.
+
     Raises:
-        MismatchError: other settings.
+        MismatchError: other settings, by name.
     """
-    plain = to_json(replace(base, steps=1, checkpoint_every=1))
+    path, every = run_dir / SETTINGS, (list(arms), list(seeds))
+    if path.exists():
+        earlier, before, used = read_settings(run_dir)
+        every = list(dict.fromkeys([*before, *arms])), list(dict.fromkeys([*used, *seeds]))
+        free = {"steps": base.steps, "checkpoint_every": base.checkpoint_every}
+        other = differences(settings(replace(earlier, **free)), settings(base))  # type: ignore[arg-type]
+        if other:
+            raise MismatchError(
+                f"{run_dir} was begun with other settings:\n    " + "\n    ".join(other),
+                "the same flags, or none but --resume RUN; or a new --out",
+            )
+    asked = {"arms": every[0], "seeds": every[1]}
+    store.write_json(path, {"schema": SCHEMA, "loop": settings(base), **asked})
+    return every
+
+
+def read_settings(run_dir: Path) -> tuple[LoopSpec, list[str], list[int]]:
+    """What a run was asked: settings as of the last time, all arms and seeds.
+
+    Raises:
+        MismatchError: no run of a loop, or of another version.
+    """
     path = run_dir / SETTINGS
     if not path.exists():
-        store.write_json(path, {"schema": SCHEMA, "loop": plain})
-    earlier = store.read_json(path)["loop"]
-    other = sorted(name for name in plain if plain[name] != earlier.get(name))
-    if other:
-        raise MismatchError(
-            f"{run_dir} was begun with another {', '.join(other)}", "the same flags, or a new --out"
-        )
+        raise MismatchError(f"{run_dir} holds no loop", "a folder that `mismatch loop` made")
+    found = store.read_json(path)
+    with refused(SCHEMA, command="mismatch loop", page="docs/loop.md"):
+        loop = from_json(LoopSpec, portable(found["loop"]))
+    return loop, found.get("arms", []), found.get("seeds", [])

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch.analysis.breakdowns import special_ids, token_class
 from mismatch.analysis.comparison import paired_routing
 from mismatch.analysis.routing_tables import flipped_layers
-from mismatch.analysis.token_classes import special_ids, token_class
 from mismatch.captures import LIKELIEST, Likeliest, why_incomparable
 from mismatch.run import manifest, store
 from mismatch.types import Floats, Ints, Report, Rollout, Scoring

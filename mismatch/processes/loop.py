@@ -12,8 +12,7 @@ from mismatch.experiments.loop.history import Row, rows_of, save_history
 from mismatch.experiments.loop.types import LoopSpec
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.processes.stages import engine_command, world_command
-from mismatch.run.machine import local_gpus
-from mismatch.run.placement import placement
+from mismatch.run.machine import local_gpus, placement
 from mismatch.run.store import write_json
 
 ENGINE, TRAINER = "loop-engine", "loop-trainer"

@@ -21,7 +21,7 @@ from mismatch.run import store
 from mismatch.run.manifest import WRONG, damage_named, sha256
 from mismatch.run.provenance import now, provenance
 from mismatch.run.resume import differences
-from mismatch.specs import CheckSpec, EngineSpec, TrainSpec, from_dict, spec_hash, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, TrainSpec, from_dict, portable, spec_hash, to_dict
 
 RUN, SPEC = "run.json", "spec.json"
 RUN_SCHEMA = "mismatch.run/1"
@@ -209,7 +209,7 @@ def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
     )
     if spec_hash(found) == spec_hash(spec):
         return
-    lines = differences(to_dict(found), to_dict(spec))
+    lines = differences(portable(to_dict(found)), portable(to_dict(spec)))
     raise MismatchError(
         f"{run_dir} was made with other settings:\n    " + "\n    ".join(lines),
         "resume with the same flags (or with none: --resume RUN), or start a new run without "

@@ -17,7 +17,7 @@ from mismatch.captures import Distributions, Likeliest, narrowest
 from mismatch.errors import MismatchError
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.models.resolved import resolved
-from mismatch.run.scorings import PLAIN
+from mismatch.run.store import PLAIN
 from mismatch.specs import Pass, Sampling, TrainSpec
 from mismatch.training.distributed import MemoryPeak, Progress, World
 from mismatch.training.load import LoadedModel, resident_share

@@ -13,6 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mismatch.cli.flags import Flags
+from mismatch.cli.loop import asked
 from mismatch.cli.main import app
 from mismatch.doctor.memory import Work, predict_trainer, sharded
 from mismatch.doctor.plan import memory_of_loop
@@ -25,6 +27,7 @@ from mismatch.models import resolve_model
 from mismatch.models.config import find_config
 from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Prints
+from mismatch.pipeline.loop import require_same_settings
 from mismatch.processes.launch import started
 from mismatch.processes.loop import finish_both, resume_from
 from mismatch.processes.workers.loop_engine import EngineSide, own_rewards
@@ -221,6 +224,42 @@ def test_a_reward_function_that_raises_stops_with_its_words() -> None:
     assert got.tolist() == [4.0, 6.0, 5.0, 2.0]
     with pytest.raises(MismatchError, match=r"response 0 of step 1: KeyError: 0"):
         own_rewards(f"{__name__}:failing_reward", prompts, given, Tokenizer(), "of step 1")
+
+
+# ---------------------------------------------------------------- a run goes on
+
+
+def resuming(place: Path, **given: str) -> Flags:
+    """``--resume PLACE`` and these flags."""
+    flags = Flags({"resume": str(place), "steps": 60, "arms": "as-is", "seeds": "0", **given})
+    flags.explicit = frozenset({"resume", *given})
+    return flags
+
+
+def test_a_run_goes_on_in_another_installation_with_the_arms_it_was_asked(tmp_path: Path) -> None:
+    tiny = resolve_model("tiny-gpt-oss")
+    engine = RolloutSpec(engine=EngineSpec(model=tiny))
+    base = replace(BASE, steps=9, check=CheckSpec(engine, TrainSpec(tiny, dtype="fp32")))
+    require_same_settings(base, ["as-is"], [0], tmp_path)
+    text = (tmp_path / "settings.json").read_text("utf-8")
+    assert tiny not in text
+    (tmp_path / "settings.json").write_text(
+        text.replace('"tiny-gpt-oss"', '"/elsewhere/mismatch/models/tiny-gpt-oss"'), "utf-8"
+    )
+    longer = replace(base, steps=12)
+    assert require_same_settings(longer, ["tis"], [0, 1], tmp_path) == (["as-is", "tis"], [0, 1])
+    again, arms, seeds = asked(resuming(tmp_path, seeds="5"))
+    assert (again.steps, arms, seeds) == (12, ("as-is", "tis"), (5,))
+    assert again.check.train.model == tiny
+    other = replace(base, check=replace(base.check, train=TrainSpec(tiny, dtype="fp16")))
+    with pytest.raises(MismatchError, match=r"check.train.dtype: 'fp32' there, 'fp16' asked"):
+        require_same_settings(other, ["as-is"], [0], tmp_path)
+    with pytest.raises(MismatchError, match="holds no loop"):
+        asked(resuming(tmp_path / "nothing"))
+    own = replace(base, reward="my.task:reward")
+    require_same_settings(own, ["as-is"], [0], tmp_path / "own")
+    with pytest.raises(MismatchError, match=r"my\.task:reward"):
+        asked(resuming(tmp_path / "own"))
 
 
 # ---------------------------------------------------------------- processes

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from mismatch.experiments.loop.judge import Arm, LoopReport, SeedRun
+from mismatch.experiments.loop.types import LoopSpec, settings
 from mismatch.reports.sections.loop import section
-from tools.loop_page import DOCUMENT, EXAMPLE, PICTURE, read, short, text
+from tools.loop_page import DOCUMENT, EXAMPLE, PICTURE, merged, read, short, text
 
 
 def test_the_demonstration_is_written_from_its_curves() -> None:
@@ -11,12 +17,48 @@ def test_the_demonstration_is_written_from_its_curves() -> None:
     page = DOCUMENT.read_text("utf-8")
     assert text(report) in page
     assert all(arm.runs for arm in report.arms)
+    assert merged([report, report]) == report
     assert f"images/{PICTURE.name}" in page
     assert PICTURE.exists()
     said = set(section(report).sentences)
     for arm in report.arms:
         if len(arm.runs) < 2:  # one seed claims nothing
             assert not any(arm.name in sentence for sentence in said)
+
+
+def test_the_demonstration_says_its_settings() -> None:
+    check = read(EXAMPLE / "loop.json").settings["check"]
+    page = DOCUMENT.read_text("utf-8")
+    for side, flag in ((check["rollout"]["engine"], "--dtype"), (check["train"], "--train-dtype")):
+        assert f"{flag} {side['dtype']}" in page
+        assert side["model"] == "tiny-gpt-oss"
+    assert f"--attention {check['train']['attention']}" in page
+
+
+def runs(arm: str, rewards: list[float], seed: int = 0, **fields: object) -> LoopReport:
+    curves = {"step": tuple(map(float, range(len(rewards)))), "reward": tuple(rewards)}
+    asked = replace(LoopSpec(), **fields)  # type: ignore[arg-type]
+    made = Arm(arm, (SeedRun(seed, curves),))
+    return LoopReport("m", "vllm", (made,), settings(asked))
+
+
+def test_runs_with_one_beginning_are_put_together() -> None:
+    half, whole = runs("seq-tis", [0.5, 0.6]), runs("seq-tis", [0.5, 0.6, 0.7], steps=9)
+    other = runs("seq-tis", [0.25], seed=1)
+    first = runs("as-is", [0.5])
+    for order in ([half, whole, first, other], [whole, other, half, first]):
+        found = merged(order)
+        assert [(arm.name, len(arm.runs)) for arm in found.arms] == [("as-is", 1), ("seq-tis", 2)]
+        assert found.arms[1].runs[0].steps == found.settings["steps"] == 3
+
+
+def test_runs_that_are_not_of_one_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"clip: 0\.2 there, 0\.3 asked"):
+        merged([runs("as-is", [0.5]), runs("tis", [0.5], clip=0.3)])
+    with pytest.raises(ValueError, match=r"tis, seed 0, begins with another reward: 0\.4"):
+        merged([runs("as-is", [0.5]), runs("tis", [0.4])])
+    # Another sampler may begin with another reward.
+    assert len(merged([runs("as-is", [0.5]), runs("fp8-kv-cache", [0.4])]).arms) == 2
 
 
 def test_numbers_are_shortened_wherever_they_stand() -> None:

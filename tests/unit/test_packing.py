@@ -19,7 +19,7 @@ from mismatch.reports.contrasts import comparable
 from mismatch.reports.html import to_html
 from mismatch.reports.packing import EXACT, LONGEST, Packed, pack
 from mismatch.reports.sections.explorer import notes, of_tokens
-from mismatch.run.secrets import redact
+from mismatch.run.provenance import redact
 from tests.explorer_fixture import many
 from tests.reports_fixture import HOSTILE, make_empty_report, make_report, make_tokens
 

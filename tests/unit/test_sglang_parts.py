@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from mismatch.engines.base import require_ids
-from mismatch.engines.fused_weights import loaded_digests
+from mismatch.engines.held_weights import loaded_digests
 from mismatch.engines.model_info import ModelInfo
-from mismatch.engines.sglang import arguments as sglang_args
 from mismatch.engines.sglang import child as sglang_child
 from mismatch.engines.sglang import cpu as sglang_cpu
+from mismatch.engines.sglang import wire as sglang_args
 from mismatch.engines.sglang import wire as sglang_wire
 from mismatch.engines.sglang.cpu import kernels, serve
-from mismatch.engines.sglang.cpu.attention import attend, visible_tokens
+from mismatch.engines.sglang.cpu.kernels import attend, visible_tokens
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.processes import launch
 from mismatch.specs import EngineSpec

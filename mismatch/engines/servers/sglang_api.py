@@ -18,7 +18,7 @@ from mismatch.engines.servers.server_api import (
     context_length,
 )
 from mismatch.engines.sglang import wire
-from mismatch.engines.sglang.arguments import SPARE_TOKENS
+from mismatch.engines.sglang.wire import SPARE_TOKENS
 from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
 

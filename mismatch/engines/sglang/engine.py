@@ -29,15 +29,14 @@ from mismatch.engines.base import (
 from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.engines.sglang import wire
-from mismatch.engines.sglang.arguments import (
+from mismatch.engines.sglang.child import ERROR_FILE, FACTS, offline, on_failure
+from mismatch.engines.sglang.wire import (
     captures_routes,
     deterministic,
     engine_arguments,
     raw_logprobs,
     set_environment,
 )
-from mismatch.engines.sglang.child import ERROR_FILE, FACTS, on_failure
-from mismatch.engines.sglang.offline import offline
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec

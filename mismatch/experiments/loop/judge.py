@@ -45,7 +45,11 @@ WARNINGS = (
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """The check of one step's tokens."""
+    """The check of one step's tokens.
+
+    Attributes:
+        place: of its files, in the run directory.
+    """
 
     step: int
     status: Status

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen
 from mismatch.experiments.fixes.catalogue import fix_named, labels
 from mismatch.experiments.fixes.spec_edits import Change, train, with_argument
 from mismatch.experiments.gradients.types import Loss
 from mismatch.models.moe import ROUTER_NOISE
-from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range
+from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range, portable
 
 LOOP = "Training loop"
 AS_IS = "as-is"
@@ -131,6 +132,11 @@ def _size(value: str) -> float:
     if not 0 < size < float("inf"):
         raise MismatchError(f"{ROUTER_NOISE}={value}: no size", f"{ROUTER_NOISE}=0.1")
     return size
+
+
+def settings(loop: LoopSpec) -> dict[str, Any]:
+    """As data that is the same in every installation."""
+    return portable(to_json(loop))
 
 
 def read_arms(text: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from mismatch.captures import LIKELIEST
 from mismatch.codec import to_json
-from mismatch.engines import cache_triple
+from mismatch.engines import artefacts
 from mismatch.engines.artefacts import (
     build_rollout,
     decode_fingerprint,
@@ -49,7 +49,7 @@ from mismatch.engines.replicas import make_engine
 from mismatch.engines.turns import Trajectory, WatchedTurns, play, starting
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
-from mismatch.models.tokenizers import token_texts
+from mismatch.models.resolved import token_texts
 from mismatch.prompts.adapters import adapted
 from mismatch.prompts.environments import Environment, Replies, built_in
 from mismatch.prompts.prompt import Prompt
@@ -191,7 +191,7 @@ def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None 
     longest = int(np.diff(rollout.offsets).max())
     prompts = first_prompts(rollout)
     if cache is not None:
-        longest = max(longest, cache_triple.context_of(max(map(len, prompts))))
+        longest = max(longest, artefacts.context_of(max(map(len, prompts))))
     with make_engine(kind, in_form(spec.engine), spec.sampling, longest) as engine:
         report_ready()
         if name is not None:
@@ -228,7 +228,7 @@ def read_cache(
         facts = engine.fingerprint("decode")
         block = int(facts.get("block_size") or facts.get("page_size") or 0)
         reading = cast(CacheReading, engine)
-        pairs = cache_triple.measure(reading, prompts, block, Reporter("cache"))
+        pairs = artefacts.measure(reading, prompts, block, Reporter("cache"))
     except MismatchError as error:
         return {"pairs": [], "reason": error.message}
     return {"pairs": to_json(pairs), "reason": ""}

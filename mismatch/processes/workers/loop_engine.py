@@ -32,12 +32,11 @@ from mismatch.engines.sync_drivers import driver_class
 from mismatch.engines.turns import Trajectory, starting
 from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.loop.types import AUTO, LoopSpec
-from mismatch.experiments.sync.document import sync_to_json
-from mismatch.experiments.sync.judge import judge, transposed_names
+from mismatch.experiments.sync.judge import judge, sync_to_json, transposed_names
 from mismatch.experiments.sync.types import SyncReport, SyncSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
-from mismatch.models.tokenizers import token_texts
+from mismatch.models.resolved import token_texts
 from mismatch.models.weight_states import Checkpoint
 from mismatch.processes.workers.engine import (
     Reporter,

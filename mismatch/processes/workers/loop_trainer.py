@@ -28,7 +28,7 @@ from mismatch.processes.workers.loop_engine import DONE, GO, STEPS, WEIGHTS
 from mismatch.processes.workers.train import wait_for
 from mismatch.run import store
 from mismatch.run.messages import leave, report_ready, say
-from mismatch.run.scorings import TRAIN
+from mismatch.run.store import TRAIN
 from mismatch.specs import Pass
 from mismatch.types import Floats, Rollout, Scoring
 

@@ -53,9 +53,11 @@ from mismatch.run.messages import (
     say,
     write_error,
 )
-from mismatch.run.scorings import NEW_REPLAYED, REPLAYED, TRAIN
 from mismatch.run.store import (
+    NEW_REPLAYED,
+    REPLAYED,
     ROLLOUT,
+    TRAIN,
     distributions_file,
     load_distributions,
     load_rollout,
