@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch.engines.base import ExpertLayout
+from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.servers import discovery, http, probing
 from mismatch.engines.servers.discovery import recognise
@@ -144,6 +144,28 @@ def test_ids_are_validated_before_they_are_sent(serve: Any) -> None:
         with pytest.raises(MismatchError):
             engine.generate(bad, quiet)
     assert len(server.seen) == sent
+
+
+def require_likeliest(samples: list[Sample], temperature: float = 1.0) -> None:
+    """Five of every sampled token, as the scripted law has them."""
+    for sample, prompt in zip(samples, PROMPTS, strict=True):
+        assert sample.likeliest is not None
+        assert sample.likeliest.ids.shape == (len(sample.token_ids), 5)
+        before = [prompt[-1], *sample.token_ids[:-1]]
+        for token, ids, logprobs in zip(
+            before, sample.likeliest.ids, sample.likeliest.logprobs, strict=True
+        ):
+            said = law(token, temperature)
+            np.testing.assert_allclose(logprobs, np.sort(said)[::-1][:5], atol=1e-6)
+            np.testing.assert_allclose(said[ids], logprobs, atol=1e-6)
+
+
+def test_a_server_is_asked_for_the_likeliest_tokens(serve: Any) -> None:
+    engine = ServerEngine(spec(serve()), LAW, longest=64)
+    engine.likeliest = 5
+    require_likeliest([sample for (sample,) in engine.generate(PROMPTS, quiet)], LAW.temperature)
+    engine.likeliest = 0
+    assert all(sample.likeliest is None for (sample,) in engine.generate(PROMPTS, quiet))
 
 
 # ---------------------------------------------------------------- SGLang

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mismatch.captures import Likeliest
 from mismatch.engines.base import Sample
 from mismatch.engines.servers.journal import PLACE, Journal
 from mismatch.errors import MismatchError
@@ -116,12 +117,18 @@ def test_routes_survive_the_journal(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, "x")
     journal.begin({})
     routed = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)
-    journal.add(7, Sample([1, 2], np.array([-0.1, -0.25]), "stop", routed), "http://a")
+    top = Likeliest.of([[1, 3], [2, 1]], [[-0.1, -3.0], [-0.25, -9999.0]])
+    sample = Sample([1, 2], np.array([-0.1, -0.25]), "stop", routed, likeliest=top)
+    journal.add(7, sample, "http://a")
     found = Journal.open(tmp_path, "x").samples[7]
     assert found.routed is not None
     assert found.routed.dtype == np.uint8
     np.testing.assert_array_equal(found.routed, routed)
     np.testing.assert_array_equal(found.logprobs, [-0.1, -0.25])
+    assert found.likeliest is not None
+    np.testing.assert_array_equal(found.likeliest.ids, top.ids)
+    np.testing.assert_array_equal(found.likeliest.logprobs, top.logprobs)
+    assert found.likeliest.logprobs[1, 1] == -np.inf
 
 
 def test_where_servers_are_is_no_part_of_what_was_asked() -> None:
