@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.captures import Bools as Bools
-from mismatch.captures import Distributions, corruption
+from mismatch.captures import Distributions, Likeliest, corruption
 from mismatch.captures import Floats as Floats
 from mismatch.captures import Ints as Ints
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
@@ -179,6 +179,7 @@ class Scoring:
             ``kept_mass`` (probability that survives top-p/top-k, where they are on), and, of an
             engine that sampled, ``CACHED``.
         distributions: of all that could have come at some positions, or None.
+        likeliest: the most likely tokens at all positions, or None.
     """
 
     name: str
@@ -190,6 +191,7 @@ class Scoring:
     routing: Routing | None = None
     extra: dict[str, Floats] = field(default_factory=dict)
     distributions: Distributions | None = None
+    likeliest: Likeliest | None = None
 
 
 @dataclass(frozen=True, slots=True)
