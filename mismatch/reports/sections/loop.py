@@ -201,6 +201,7 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
 
 def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
     """Curves and bands of every arm; a logarithmic axis leaves out what is 0."""
+    told = []
     for arm, (colour, dashes) in zip(result.arms, _styles(len(result.arms)), strict=True):
         steps, *bounds = _band(arm, name)
         if not len(steps):
@@ -208,6 +209,8 @@ def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> st
         low, middle, high = (np.where(b > 0, b, np.nan) for b in bounds) if log else bounds
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
         axes.plot(steps, middle, color=colour, ls=dashes, lw=1.5, label=arm.name)
+        ends = [f"{number(float(middle[at]))} at step {int(steps[at])}" for at in (0, -1)]
+        told.append(f"{arm.name} {' to '.join(ends)}")
     if log and any((_band(arm, name)[1] > 0).any() for arm in result.arms):
         axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -215,7 +218,7 @@ def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> st
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     legend_above(axes, 3)
-    return label
+    return f"{label}: {'; '.join(told)}"
 
 
 def _styles(arms: int) -> list[tuple[str, Any]]:
