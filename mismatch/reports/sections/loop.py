@@ -218,7 +218,7 @@ def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> st
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     legend_above(axes, 3)
-    return f"{label}: {'; '.join(told)}"
+    return f"{COLUMNS[name].label}: {'; '.join(told)}"
 
 
 def _styles(arms: int) -> list[tuple[str, Any]]:
