@@ -218,6 +218,19 @@ def append_only(render: Renderer) -> Iterator[TemplateCheck]:
     yield TemplateCheck("append-only", "passed")
 
 
+def generation_prompt(render: Renderer) -> Iterator[TemplateCheck]:
+    """Asked for an answer, a template adds something, unless nothing stands before one."""
+    prompt = render.ids(_dialogue(1), ask=True)
+    between = render.ids(_dialogue(2)[:2])[len(prompt) :]
+    header = render.text(between).partition(ANSWERS[0])[0]
+    if prompt != render.ids(_dialogue(1)) or not header.strip():
+        yield TemplateCheck("generation-prompt", "passed")
+        return
+    ids = between[:SHOWN]
+    change = Change(1, len(prompt), ids, [], render.text(ids), "")
+    yield TemplateCheck("generation-prompt", "failed", change=change)
+
+
 def end_of_turn(render: Renderer) -> Iterator[TemplateCheck]:
     """An answer is closed by a token at which the engine stops."""
     asked = _dialogue(1)
@@ -330,6 +343,7 @@ def loss_mask(render: Renderer) -> Iterator[TemplateCheck]:
 
 CHECKS: dict[str, Callable[[Renderer], Iterator[TemplateCheck]]] = {
     "append-only": append_only,
+    "generation-prompt": generation_prompt,
     "end-of-turn": end_of_turn,
     "reasoning-kept": reasoning_kept,
     "white-space-kept": white_space_kept,

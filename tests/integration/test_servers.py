@@ -45,6 +45,7 @@ SERVE = (
 TURNS = (
     *("--environment", "tests.contract.goes_on:GoesOn", "--max-turns", "3"),
     *("--num-prompts", "6", "--samples-per-prompt", "2", "--max-tokens", "96"),
+    *("--max-observation-tokens", "8"),
 )
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -64,6 +64,7 @@ FAULTS = {
     "append-only, end token": CLEAN.replace(
         END, END.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     ),
+    "generation-prompt": CLEAN.replace(FOOT, "{%- endfor -%}"),
     "end-of-turn": CLEAN.replace(END, "<|end|>"),
     "reasoning-kept": CLEAN.replace("if m.thinking", "if m.thinking and loop.last"),
     "white-space-kept": CLEAN.replace(
@@ -85,6 +86,16 @@ FAULTS = {
 def test_a_planted_fault_fails_its_own_check_alone(fault: str) -> None:
     assert FAULTS[fault] != CLEAN
     assert failing(rendered(FAULTS[fault])) == {fault.partition(",")[0]}
+
+
+def test_a_template_that_needs_no_generation_prompt_passes() -> None:
+    """An answer behind its question, or behind empty reasoning that only a whole one has."""
+    bare = "{%- for m in messages -%}" + BODY + END + "{%- endfor -%}"
+    thinking = BODY.replace(
+        "{{ m.content }}", "{{ '<think>' if m.role == 'assistant' }}{{ m.content }}"
+    )
+    for template in (bare, CLEAN.replace(BODY, thinking)):
+        assert "generation-prompt" not in failing(rendered(template))
 
 
 def test_a_change_shows_the_ids_on_both_sides() -> None:

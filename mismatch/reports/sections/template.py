@@ -16,6 +16,7 @@ TURNS = (
 )
 MEANING = {
     "append-only": "rendering a later turn begins with other ids than were sampled and prompted",
+    "generation-prompt": "asked for an answer, the template leaves out what stands before one",
     "end-of-turn": "an answer ends with another token than the engine stops at",
     "reasoning-kept": "the reasoning of an earlier turn is dropped",
     "white-space-kept": "spaces or line ends of a message change",
@@ -26,6 +27,7 @@ MEANING = {
 }
 PASSED = {
     "append-only": "every turn begins with the ids of the turn before",
+    "generation-prompt": "what stands before an answer is there when one is asked for",
     "end-of-turn": "the end token is one at which the engine stops",
     "reasoning-kept": "still there in the next turn",
     "white-space-kept": "as it was given",
