@@ -22,18 +22,16 @@ from mismatch.metrics.inference import (
     RARE_PROMPTS,
     Interval,
     PromptSums,
-    Tail,
     bootstrap_t,
     central,
     draws,
-    heavy_tail,
-    quantile_cuts,
     student,
     wilson,
-    woodruff_ends,
 )
+from mismatch.metrics.quantiles import quantile_cuts, woodruff_ends
 from mismatch.metrics.registry import FLAT, REALS, Array, Metric, floats, plain_array
 from mismatch.metrics.sequence import Ordered
+from mismatch.metrics.tails import Tail, heavy_tail
 from mismatch.types import Bools, Estimate, Floats, Ints
 
 RESAMPLES = 1000

@@ -12,14 +12,9 @@ from hypothesis import strategies as st
 
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.inference import (
-    PromptSums,
-    heavy_tail,
-    hill_index,
-    prompts_needed,
-    student,
-)
+from mismatch.metrics.inference import PromptSums, prompts_needed, student
 from mismatch.metrics.registry import columns
+from mismatch.metrics.tails import heavy_tail, hill_index
 from mismatch.types import Estimate
 
 MEAN = METRICS["logprob_abs_diff_mean"]
