@@ -28,7 +28,7 @@ from mismatch.metrics.inference import (
     wilson,
 )
 from mismatch.metrics.prompt_terms import Prompts, Sums
-from mismatch.metrics.quantiles import quantile_cuts, woodruff_ends
+from mismatch.metrics.quantiles import Ranked, quantile_cuts, woodruff_ends
 from mismatch.metrics.registry import FLAT, REALS, Array, Metric, plain_array
 from mismatch.metrics.sequence import Ordered
 from mismatch.types import Estimate, Floats, Ints
@@ -104,7 +104,7 @@ class Estimator:
         known = set(arrays) | ({"delta"} if {"rollout", "train"} <= set(arrays) else set())
         wanted = [metric for metric in metrics if known.issuperset(metric.needs)]
         ready = self._ready(wanted, arrays)
-        last: tuple[Any, Floats, Floats] | None = None  # quantiles of the same terms come in a row
+        last: tuple[Any, Floats, Ranked] | None = None  # quantiles of the same terms come in a row
         estimates: dict[str, Estimate | None] = {}
         smooth: list[_Smooth] = []
         with np.errstate(all="ignore"):
@@ -117,7 +117,7 @@ class Estimator:
                 elif metric.kind == "quantile":
                     if last is None or last[0] is not metric.terms:
                         terms = self._by.terms(metric, ready)[0]
-                        last = metric.terms, terms, np.sort(terms)
+                        last = metric.terms, terms, Ranked(terms)
                     estimates[metric.name] = self._quantile(metric, *last[1:])
                 else:
                     found = self._smooth(metric, sums[metric.name], ready)
@@ -203,7 +203,7 @@ class Estimator:
     def _few(self) -> list[str]:
         return ["few-prompts"] if self.n_prompts < FEW_PROMPTS else []
 
-    def _quantile(self, metric: Metric, terms: Floats, ordered: Floats) -> Estimate:
+    def _quantile(self, metric: Metric, terms: Floats, ordered: Ranked) -> Estimate:
         value, wider = (cut + 0.0 for cut in quantile_cuts(ordered, metric.probability))
         if not np.isfinite(value):
             return self._bare(value, "overflow")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 import numpy as np
 
@@ -13,6 +14,35 @@ from mismatch.types import Floats, Ints
 WIDER = 5.0  # times the share beyond a quantile
 QUANTILE_PROMPTS = 14.0  # effective number, of those that hold the values in that wider tail
 QUANTILE_FREEDOM = 2.5  # prompts of the rarer side for each degree of freedom
+
+
+class Ranked:
+    """Values by rank, of which only those that are asked for are put in their places.
+
+    With many values that takes a fraction of the time of sorting.
+
+    >>> Ranked(np.array([3.0, 1.0, 2.0]))[-1]
+    3.0
+
+    Args:
+        values: [U].
+    """
+
+    def __init__(self, values: Floats) -> None:
+        self._values = values.copy()
+        self._placed = [-1, len(values)]  # what lies between two of them has no order yet
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: int) -> float:
+        index = range(len(self))[index]
+        after = bisect_left(self._placed, index)
+        if self._placed[after] != index:
+            low, high = self._placed[after - 1] + 1, self._placed[after]
+            self._values[low:high].partition(index - low)
+            self._placed.insert(after, index)
+        return float(self._values[index])
 
 
 def woodruff(values: Floats, cluster: Ints, probability: float) -> Interval | None:
@@ -27,7 +57,7 @@ def woodruff(values: Floats, cluster: Ints, probability: float) -> Interval | No
         values: [U].
         cluster: [U] prompt of each, numbered from 0.
     """
-    ordered, count = np.sort(values), floats(np.bincount(cluster))
+    ordered, count = Ranked(values), floats(np.bincount(cluster))
     under, tail = (
         floats(np.bincount(cluster, weights=values <= cut))
         for cut in quantile_cuts(ordered, probability)
@@ -35,8 +65,8 @@ def woodruff(values: Floats, cluster: Ints, probability: float) -> Interval | No
     return woodruff_ends(ordered, under, tail, count, probability)
 
 
-def quantile_cuts(ordered: Floats, probability: float) -> tuple[float, float]:
-    """The quantile of sorted values, and the one that cuts off a tail ``WIDER`` times as large.
+def quantile_cuts(ordered: Ranked, probability: float) -> tuple[float, float]:
+    """The quantile of some values, and the one that cuts off a tail ``WIDER`` times as large.
 
     Whether prompts share the tail evenly is told from the wider one. To tell it from the values
     beyond the quantile itself would choose the runs in which these happen to be spread evenly,
@@ -44,19 +74,17 @@ def quantile_cuts(ordered: Floats, probability: float) -> tuple[float, float]:
     """
     rare = min(WIDER * min(probability, 1.0 - probability), 0.5)
     wider = rare if probability < 0.5 else 1.0 - rare
-    first, second = (
-        float(ordered[rank_of(share, len(ordered)) - 1]) for share in (probability, wider)
-    )
+    first, second = (ordered[rank_of(share, len(ordered)) - 1] for share in (probability, wider))
     return first, second
 
 
 def woodruff_ends(
-    ordered: Floats, under: Floats, tail: Floats, count: Floats, probability: float
+    ordered: Ranked, under: Floats, tail: Floats, count: Floats, probability: float
 ) -> Interval | None:
-    """:func:`woodruff` from sorted values and how many of ``count`` [P] lie at or below the two
+    """:func:`woodruff` from ranked values and how many of ``count`` [P] lie at or below the two
     :func:`quantile_cuts`, ``under`` and ``tail`` [P]."""
     if ordered[0] == ordered[-1]:
-        return float(ordered[0]), float(ordered[0])
+        return ordered[0], ordered[0]
     total, prompts = len(ordered), len(count)
     residual = under - under.sum() / total * count
     rare, wide = (side if probability < 0.5 else count - side for side in (under, tail))
@@ -72,7 +100,7 @@ def woodruff_ends(
     if high * total > total - 1:
         return None
     first, last = rank_of(low, total), rank_of(high, total)
-    return float(ordered[first - 1]), float(ordered[last - 1])
+    return ordered[first - 1], ordered[last - 1]
 
 
 def _effective(held: Floats) -> float:
