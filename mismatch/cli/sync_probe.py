@@ -164,9 +164,9 @@ def hold_export(model: str, folder: Path, *, as_json: bool) -> int:
     from rich.console import Console
 
     from mismatch.codec import to_json
-    from mismatch.experiments.sync.exported import SCHEMA, ExportReport, compare, headers
+    from mismatch.experiments.sync.types import SCHEMA, ExportReport, compare, headers
     from mismatch.models.weight_states import Checkpoint
-    from mismatch.reports.sections.exported_weights import section
+    from mismatch.reports.sections.sync_probe import exported_section
     from mismatch.reports.terminal import print_section, say
 
     checkpoint = checkpoint_of(model)
@@ -177,7 +177,7 @@ def hold_export(model: str, folder: Path, *, as_json: bool) -> int:
         typer.echo(json.dumps({"schema": SCHEMA, **to_json(report)}, indent=2))
     else:
         console = Console()
-        print_section(section(report), console)
+        print_section(exported_section(report), console)
         say(console, report.line, "bold red" if report.wrong else "green")
     return 1 if report.wrong else 0
 

@@ -21,7 +21,7 @@ import numpy as np
 from vllm.model_executor.model_loader import base_loader
 
 from mismatch.captures import narrowest
-from mismatch.engines import held_weights
+from mismatch.engines import sync_drivers
 from mismatch.engines.distribution_capture import (
     Packed,
     Wanted,
@@ -30,8 +30,8 @@ from mismatch.engines.distribution_capture import (
     pack,
     stable_top_k,
 )
-from mismatch.engines.held_weights import NO_DIGESTS
 from mismatch.engines.module_capture import ModuleCalls
+from mismatch.engines.sync_drivers import NO_DIGESTS
 from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.models.resolved import resolved
 from mismatch.types import Ints, Sampling
@@ -191,7 +191,7 @@ def loaded_digests(model: Any) -> tuple[dict[str, list[int]], list[str]]:
     A rank leaves out what another rank counts already (replicated parameters), so that the sum
     over ranks is the digest of the whole parameter.
     """
-    return held_weights.loaded_digests(model, _owned)
+    return sync_drivers.loaded_digests(model, _owned)
 
 
 def _owned(module: Any, part: str, leaf: str) -> bool:
