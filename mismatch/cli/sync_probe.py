@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, flags_of
+from mismatch.cli.flags import Flags, Option, flags_of, switch
 from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS, SERVER_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec
@@ -37,13 +37,10 @@ PROBE_FLAGS = (
         "Your own push, package.module:function; it gets a state dict and the engine.",
     ),
     Option("seed", int, PROBE, "Of the updates and of the tokens.", default=0, range=SEEDS),
-    Option(
+    switch(
         "keep_caches",
-        bool,
         PROBE,
         "Leave the prefix cache to the path; without this it is reset after a push by --path.",
-        default=False,
-        switch=True,
     ),
     Option("trainer", bool, PROBE, "Score with transformers too.", default=True),
     Option(
@@ -59,7 +56,7 @@ ENGINE_OPTIONS = (
 )
 PROBE_OUTPUT = (
     Option("out", Path | None, OUTPUT, "Directory of the probe; default: runs/TIME-MODEL."),
-    Option("details", bool, OUTPUT, "Also scores and caches.", default=False, switch=True),
+    switch("details", OUTPUT, "Also scores and caches."),
     replace(DRY_RUN, help="Show what would be pushed and how long it takes; start nothing."),
     JSON,
 )

@@ -1,4 +1,9 @@
-"""The scorings of one training world: trainer, noise floor, second pass, fourth of the square."""
+"""The scorings of one training world: trainer, noise floor, second pass, fourth of the square.
+
+Also those of a fresh engine (--explain), which change nothing: ``engine-rescoring`` reads the run's
+tokens at once (what goes with it belongs to decoding, or to the state of the process that sampled);
+``prefix-cache`` continues the same contexts with the prefix cache unread, and read.
+"""
 
 from __future__ import annotations
 
