@@ -26,7 +26,7 @@ from mismatch.engines.base import (
     require_starts,
     sample_seed,
 )
-from mismatch.engines.distribution_capture import Wanted, Watcher, law_logprobs
+from mismatch.engines.distribution_capture import CaptureRequest, Watcher, law_logprobs
 from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.errors import MismatchError, first_line
@@ -255,7 +255,7 @@ class TransformersEngine:
             last = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)
             logits, routed = self._forward(last, cache)
 
-    def watch(self, wanted: Wanted) -> None:
+    def watch(self, wanted: CaptureRequest) -> None:
         self._watcher = Watcher(wanted)
 
     def watched(self) -> dict[str, NDArray[Any]]:

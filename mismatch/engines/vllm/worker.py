@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader import base_loader
 from mismatch.captures import narrowest
 from mismatch.engines import sync_drivers
 from mismatch.engines.distribution_capture import (
+    CaptureRequest,
     Packed,
-    Wanted,
     Watcher,
     join_steps,
     pack,
@@ -292,7 +292,7 @@ class WorkerExtension(WeightSync, ModuleCalls):
     def mismatch_start_watch(self, wanted: dict[str, Any], first: int, prompts: list[int]) -> None:
         """Take whole distributions at the wanted positions from now on."""
         law = Sampling(**wanted["law"])
-        watcher = Watcher(Wanted(**{**wanted, "law": law}))
+        watcher = Watcher(CaptureRequest(**{**wanted, "law": law}))
         model = self._mismatch_model()
         self._mismatch_watch = RunnerWatch(self.model_runner, model, watcher, first, prompts)
         self._mismatch_watch.start()
