@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.captures import CacheKind, CachePair, narrowest
+from mismatch.captures import CacheKind, CachePair, Likeliest, narrowest
 from mismatch.engines.base import CacheReading, Continued, Engine, ExpertLayout, Progress
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.turns import Trajectory
@@ -73,6 +73,7 @@ def decode_scoring(
         token_ids=rollout.token_ids[rollout.actions],
         logprobs=np.concatenate([trajectory.logprobs for trajectory in trajectories]),
         fingerprint=fingerprint,
+        likeliest=Likeliest.joined(trajectory.likeliest for trajectory in trajectories),
     )
 
 

@@ -2,8 +2,9 @@
 
 Prompts go to the replicas in blocks, in their order; each knows its place in the whole (its
 ``first_prompt``, and ``CaptureRequest.first``), so that seeds and captured positions are those
-of one engine. A replica is ``python -m mismatch.engines.replicas FD`` behind a socket: it takes (method,
-arguments, place in the rollout) and gives ("progress", …), ("result", value) or ("error", …).
+of one engine. A replica is ``python -m mismatch.engines.replicas FD`` behind a socket: it takes
+(method, arguments, place in the rollout) and gives ("progress", …), ("result", value) or
+("error", …).
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def make_engine(kind: type[Engine], spec: EngineSpec, sampling: Sampling, longes
 class Replicas:
     """Several engines as one; see :class:`mismatch.engines.base.CapturesDistributions`."""
 
+    likeliest = 0
+
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.name, self.spec, self.sampling = spec.engine, spec, sampling
         self.job = (replace(spec, data_parallel_size=None), sampling, longest)
@@ -140,7 +143,10 @@ class Replicas:
             self._ask("watch", parts, [0] * len(parts), quiet)
         firsts = [share.start for share in shares]
         asked = self._ask(
-            "generate", [(prompts[share], turn) for share in shares], firsts, progress
+            "generate",
+            [(prompts[share], turn, self.likeliest) for share in shares],
+            firsts,
+            progress,
         )
         return [samples for part in asked for samples in part]
 
@@ -261,7 +267,7 @@ def answer(
     if not arguments[0]:
         return []  # fewer of them than replicas
     if method == "generate":
-        prompts, turn = arguments
+        prompts, turn, engine.likeliest = arguments
         cast(Any, engine).first_prompt = first
         return engine.generate(prompts, progress, turn)
     return getattr(engine, method)(*arguments, progress)

@@ -48,6 +48,20 @@ def test_a_sample_is_ids_with_their_own_logprobs() -> None:
     assert sample.finish_reason == "stop"
 
 
+def test_a_sample_has_the_likeliest_of_every_token_where_they_were_asked_for() -> None:
+    rows = [[[-0.5, 7, None], [-1.0, 3, None]], [[-0.1, 5, None], [-1.5, 2, None]]]
+    top = sglang_wire.parse_sample(answer(output_top_logprobs=rows), "here", None).likeliest
+    assert top is not None
+    assert top.ids.tolist() == [[7, 3], [5, 2]]
+    assert top.logprobs.tolist() == np.float32([[-0.5, -1.0], [-0.1, -1.5]]).tolist()
+    for less in ([], rows[:1], [rows[0], rows[1][:1]]):
+        found = sglang_wire.parse_sample(answer(output_top_logprobs=less), "here", None)
+        assert found.likeliest is None
+    body = sglang_wire.generate_request([1], {}, routes=False, likeliest=5)
+    assert body["top_logprobs_num"] == 5
+    assert "top_logprobs_num" not in sglang_wire.generate_request([1], {}, routes=False)
+
+
 def test_a_cold_context_is_computed_anew_and_a_warm_one_may_be_read() -> None:
     """SGLang reads no cache behind the first token that it gives a logprob of."""
     cold, warm = (sglang_wire.greedy_request([5, 6, 7], 4, read) for read in (False, True))

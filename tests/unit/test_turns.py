@@ -138,9 +138,10 @@ def test_a_replica_is_told_the_turn_and_its_place() -> None:
         def send(self, message: Any) -> None: ...
 
     engine: Any = Scripted()
-    samples = replicas.answer(engine, "generate", ([[1], [2]], 3), 4, Connection())  # type: ignore[arg-type]
+    samples = replicas.answer(engine, "generate", ([[1], [2]], 3, 5), 4, Connection())  # type: ignore[arg-type]
     assert [sample.token_ids for (sample,) in samples] == [[103], [103]]
     assert engine.first_prompt == 4
+    assert engine.likeliest == 5
 
 
 def test_the_hash_of_a_spec_with_one_turn_knows_no_turns() -> None:

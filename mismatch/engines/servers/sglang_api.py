@@ -88,8 +88,10 @@ class SglangAPI(ServerAPI):
         settings: dict[str, Any],
         seed: int | None,
         layout: ExpertLayout | None,
+        likeliest: int = 0,
     ) -> Answer:
-        body = wire.generate_request(ids, settings, routes=layout is not None, seed=seed)
+        routes = layout is not None
+        body = wire.generate_request(ids, settings, routes=routes, seed=seed, likeliest=likeliest)
         answer = _one(self.client.post("/generate", body))
         routed = None
         if layout is not None and wire.has_routes(answer):

@@ -62,6 +62,7 @@ class SglangEngine:
     """SGLang's ``Engine`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "sglang"
+    likeliest = 0
     prepare = staticmethod(set_environment)
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
@@ -131,7 +132,9 @@ class SglangEngine:
 
     def _body(self, ids: list[int], prompt: int, sample: int) -> dict[str, Any]:
         seed = sample_seed(self.sampling.seed, prompt, sample) if self._seeded else None
-        return wire.generate_request(ids, self._sent, routes=self._capture, seed=seed)
+        return wire.generate_request(
+            ids, self._sent, routes=self._capture, seed=seed, likeliest=self.likeliest
+        )
 
     def _sample(self, answer: dict[str, Any], prompt: int, where: str) -> Sample:
         routed: NDArray[Any] | None = None

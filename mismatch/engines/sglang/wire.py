@@ -5,6 +5,8 @@ its answer ``{"output_ids", "meta_info": {…}}``. In ``meta_info``:
 
 - ``output_token_logprobs``: ``[logprob, id, text]`` of every sampled id, of log_softmax(logits / T)
   over the whole vocabulary, taken before top-k and top-p; at T = 0 of log_softmax(logits).
+- ``output_top_logprobs``: per sampled id the likeliest ids, ``[logprob, id, text]`` each, of the
+  same law; with ``top_logprobs_num`` alone.
 - ``input_token_logprobs``: the same from ``logprob_start_len`` on, always at T = 1; the first entry
   has no logprob, whatever the start.
 - ``routed_experts``: base64 of little-endian int32 [prompt + sampled - 1, layers of the model, K].
@@ -24,8 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Likeliest
 from mismatch.engines.base import (
-    LIKELIEST,
+    GREEDY_TOP,
     Continued,
     Sample,
     argument_name,
@@ -162,12 +165,18 @@ def sampling_parameters(sampling: Sampling, stop_ids: Sequence[int]) -> dict[str
 
 
 def generate_request(
-    ids: Sequence[int], parameters: Mapping[str, Any], *, routes: bool, seed: int | None = None
+    ids: Sequence[int],
+    parameters: Mapping[str, Any],
+    *,
+    routes: bool,
+    seed: int | None = None,
+    likeliest: int = 0,
 ) -> dict[str, Any]:
     """Body of a request that samples one continuation, with its logprobs (and experts).
 
     Args:
         seed: of this request; SGLang looks at it in its deterministic mode alone.
+        likeliest: tokens to give with each sampled one.
     """
     seeded = {} if seed is None else {"sampling_seed": seed}
     body = {
@@ -176,6 +185,7 @@ def generate_request(
         "return_logprob": True,
         "logprob_start_len": -1,  # of the sampled ids alone
     }
+    body |= {"top_logprobs_num": likeliest} if likeliest else {}
     return body | {"return_routed_experts": True} if routes else body
 
 
@@ -190,7 +200,7 @@ def greedy_request(ids: Sequence[int], max_tokens: int, read_cache: bool) -> dic
         "input_ids": list(ids),
         "sampling_params": parameters | {"ignore_eos": True},
         "return_logprob": True,
-        "top_logprobs_num": LIKELIEST,
+        "top_logprobs_num": GREEDY_TOP,
         "logprob_start_len": -1 if read_cache else 0,
     }
 
@@ -254,7 +264,17 @@ def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | N
         raise MismatchError(
             f"SGLang gave {len(given)} logprobs for {len(ids)} tokens ({where})", LOG_FIX
         )
-    return Sample(ids, _values(given, where), str(reason["type"]), routed)
+    values = _values(given, where)
+    return Sample(ids, values, str(reason["type"]), routed, likeliest=_likeliest(facts, len(ids)))
+
+
+def _likeliest(facts: Mapping[str, Any], count: int) -> Likeliest | None:
+    """The likeliest ids of every sampled token; None where an answer has them not for all."""
+    rows = facts.get("output_top_logprobs") or []
+    if len(rows) != count or len({len(row) for row in rows}) != 1:
+        return None
+    ids = [[entry[1] for entry in row] for row in rows]
+    return Likeliest.of(ids, [[entry[0] for entry in row] for row in rows])
 
 
 def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, where: str) -> Floats:

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mismatch.captures import Distributions
+from mismatch.captures import LIKELIEST
 from mismatch.codec import to_json
 from mismatch.engines import artefacts
 from mismatch.engines.artefacts import (
@@ -265,6 +265,7 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
         CorruptCapture: the routed experts cannot be true; tokens and logprobs are saved by then.
     """
     watched = watch(engine, spec) if ready.capabilities.distributions else None
+    engine.likeliest = LIKELIEST
     with timed("generate"):
         samples = engine.generate(ready.ids, Reporter("rollout"))
         require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
@@ -287,7 +288,7 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     decode = decode_scoring(engine, trajectories, rollout, fingerprint)
     if watched is not None:
         decode = with_distributions(watched, decode, rollout, ready.info.vocab_size)
-    ids = np.union1d(rollout.token_ids, likely_ids(decode.distributions))
+    ids = known_ids(rollout, decode, ready.info.vocab_size)
     texts = token_texts(ready.tokenizer, ids.tolist())
     store.save_rollout(run_dir, rollout, made_by=spec)
     store.save_vocabulary(run_dir, texts)
@@ -425,14 +426,18 @@ def keep_without_routes(
     )
 
 
-def likely_ids(distributions: Distributions | None) -> Ints:
-    """What the engine thought likeliest at the positions whose distribution is kept: sorted ids."""
-    if distributions is None:
-        return np.zeros(0, np.int64)
-    columns = np.argsort(-distributions.logprobs, axis=1)[:, :LIKELY]
-    if distributions.ids is not None:
-        columns = np.take_along_axis(distributions.ids, columns, axis=1)
-    return np.unique(columns)
+def known_ids(rollout: Rollout, decode: Scoring, vocabulary: int) -> Ints:
+    """The ids whose texts are kept, sorted: those of the rollout, and what the engine thought
+    likeliest in their places."""
+    parts = [rollout.token_ids]
+    if decode.likeliest is not None:
+        parts.append(np.unique(decode.likeliest.ids).astype(np.int64))
+    if (law := decode.distributions) is not None:
+        columns = np.argsort(-law.logprobs, axis=1)[:, :LIKELY]
+        parts.append(columns if law.ids is None else np.take_along_axis(law.ids, columns, axis=1))
+    ids = np.unique(np.concatenate([part.reshape(-1) for part in parts]))
+    known: Ints = ids[ids < vocabulary]
+    return known
 
 
 @contextmanager
