@@ -16,7 +16,7 @@ from mismatch.errors import MismatchError
 from mismatch.types import Fingerprint, Floats
 
 if TYPE_CHECKING:
-    from mismatch.engines.distribution_capture import Wanted
+    from mismatch.engines.distribution_capture import CaptureRequest
     from mismatch.specs import EngineSpec
     from mismatch.types import Sampling
 
@@ -149,6 +149,8 @@ class Sample:
         routed_weights: [rows, L, K] float32, their weights as the experts were given them; None:
             this engine does not say.
         likeliest: of each sampled token, where the engine was asked for them.
+        cached: tokens of the prompt whose keys and values were read from the prefix cache; 0: all
+            were computed; None: this engine does not say.
     """
 
     token_ids: list[int]
@@ -157,6 +159,7 @@ class Sample:
     routed: NDArray[Any] | None = None
     routed_weights: NDArray[Any] | None = None
     likeliest: Likeliest | None = None
+    cached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,7 @@ class Capabilities:
         prefill_tempered: also at the sampling temperature where that is not 1.
         processed_logprobs: it reports logprobs after temperature and truncation.
         deterministic: the same seed gives the same tokens.
-        distributions: it is a :class:`Watching` engine.
+        distributions: it is a :class:`CapturesDistributions` engine.
         journals: it is a :class:`Journaling` engine.
         cache_reading: it is a :class:`CacheReading` engine.
         reasons: capability -> why it is missing, one sentence each.
@@ -283,14 +286,21 @@ class Engine(Protocol):
         """What really ran, resolved by the engine."""
 
 
-class Watching(Engine, Protocol):
+class CapturesDistributions(Engine, Protocol):
     """An engine that can take whole distributions while it samples."""
 
-    def watch(self, wanted: Wanted) -> None:
+    def watch(self, wanted: CaptureRequest) -> None:
         """What the next :meth:`generate` has to take beside its samples."""
 
     def watched(self) -> dict[str, NDArray[Any]]:
         """What it took, as :meth:`Watcher.collected` gives it; empty where nothing was watched."""
+
+
+class Stopping(Engine, Protocol):
+    """An engine that can end a response at a text."""
+
+    def stop_at(self, texts: Sequence[str]) -> None:
+        """End responses behind these texts too: the token that completes one is the last."""
 
 
 class Journaling(Engine, Protocol):

@@ -25,7 +25,7 @@ from mismatch.engines.base import (
     require_starts,
     sample_seed,
 )
-from mismatch.engines.distribution_capture import Wanted, unpack
+from mismatch.engines.distribution_capture import CaptureRequest, unpack
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import checkpoint_names, model_facts, short_dtype
 from mismatch.engines.vllm.arguments import (
@@ -62,7 +62,8 @@ class VllmEngine:
         self._refused = ""  # why vLLM does not capture routes that were asked for
         self._prefill_temperature = 1.0
         self._next_id = 0
-        self._wanted: Wanted | None = None
+        self._stop: tuple[str, ...] = ()
+        self._wanted: CaptureRequest | None = None
         self._watched: dict[str, NDArray[Any]] = {}
         self.adapter: Any = None  # vLLM's LoRARequest of every request
 
@@ -131,10 +132,13 @@ class VllmEngine:
         ]
         return [samples[i : i + per_prompt] for i in range(0, len(samples), per_prompt)]
 
+    def stop_at(self, texts: Sequence[str]) -> None:
+        self._stop = tuple(texts)
+
     def _params(self, prompt: int, sample: int) -> Any:
         from vllm import SamplingParams
 
-        arguments = sampling_arguments(self.sampling, self.info.stop_ids)
+        arguments = sampling_arguments(self.sampling, self.info.stop_ids, self._stop)
         if self._seeds_requests:
             arguments["seed"] = sample_seed(self.sampling.seed, self.first_prompt + prompt, sample)
         arguments["logprobs"] = self._outcomes
@@ -237,11 +241,12 @@ class VllmEngine:
             finish_reason=str(completion.finish_reason),
             routed=routed,
             likeliest=Likeliest.of(tokens[:, 1:], logprobs[:, 1:]) if tokens.shape[1] > 1 else None,
+            cached=output.num_cached_tokens,
         )
 
     # ------------------------------------------------------------ whole distributions
 
-    def watch(self, wanted: Wanted) -> None:
+    def watch(self, wanted: CaptureRequest) -> None:
         self._wanted = wanted
 
     def watched(self) -> dict[str, NDArray[Any]]:
