@@ -8,16 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mismatch.codec import to_json
-from mismatch.experiments.loop.history import Row, rows_of, save_history
-from mismatch.experiments.loop.types import LoopSpec
+from mismatch.experiments.loop.history import ASLEEP, CHECKPOINTS, Row, rows_of, save_history
+from mismatch.experiments.loop.types import SLEEPERS, LoopSpec
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.processes.stages import engine_command, world_command
 from mismatch.run.machine import local_gpus
-from mismatch.run.placement import placement
+from mismatch.run.placement import Placement, placement
 from mismatch.run.store import write_json
+from mismatch.specs import CheckSpec
 
 ENGINE, TRAINER = "loop-engine", "loop-trainer"
-CHECKPOINTS = "checkpoints"
 Progress = Callable[[str], None]
 
 
@@ -39,6 +39,8 @@ def run_arm(
         return rows_of(place)
     where = placement(loop.check, local_gpus())
     job = {"run_dir": str(place), "loop": to_json(loop), "start": start, "pool": str(pool)}
+    job["shares"] = shares(loop.check, where)
+    (place / ASLEEP).unlink(missing_ok=True)
     path = write_json(place / "jobs" / "loop.json", job)
     engine_start, engine_env = engine_command(loop.check.rollout.engine, where, "loop_engine", path)
     world_start, world_env = world_command(loop.check, where, "loop_trainer", path)
@@ -53,6 +55,12 @@ def run_arm(
         if rows:
             save_history(place, rows, header_of(loop))
     return rows
+
+
+def shares(check: CheckSpec, where: Placement) -> bool:
+    """Whether both sides take the same GPUs in turns: the engine sleeps while the trainer works."""
+    able = check.rollout.engine.engine in SLEEPERS
+    return able and bool(local_gpus()) and not where.trainer
 
 
 def finish_both(*workers: Worker, most_s: float = math.inf) -> None:

@@ -255,8 +255,8 @@ class TransformersEngine:
             last = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)
             logits, routed = self._forward(last, cache)
 
-    def watch(self, wanted: Wanted) -> None:
-        self._watcher = Watcher(wanted)
+    def watch(self, wanted: Wanted | None) -> None:
+        self._watcher = None if wanted is None else Watcher(wanted)
 
     def watched(self) -> dict[str, NDArray[Any]]:
         return self._watcher.collected() if self._watcher else {}

@@ -222,7 +222,7 @@ class VllmEngine:
 
     # ------------------------------------------------------------ whole distributions
 
-    def watch(self, wanted: Wanted) -> None:
+    def watch(self, wanted: Wanted | None) -> None:
         self._wanted = wanted
 
     def watched(self) -> dict[str, NDArray[Any]]:
