@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch.analysis.square_levels import LEVELS
-from mismatch.run.scorings import TRAIN
+from mismatch.analysis.displaced import LEVELS
+from mismatch.run.store import TRAIN
 
 if TYPE_CHECKING:
     from benchmarks.calibration import Case

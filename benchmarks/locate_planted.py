@@ -113,9 +113,9 @@ def plant() -> None:
     """Wrap the one place where each side's model is ready to be recorded."""
     side, _, fault = os.environ.get("MISMATCH_PLANT", ":").partition(":")
     if side == "trainer":
-        from mismatch.processes.workers import locate_forward
+        from mismatch.processes.workers import locate_reference
 
-        place: Any = locate_forward
+        place: Any = locate_reference
         load = place.load
 
         def loaded(spec: Any, *args: Any, **kwargs: Any) -> Any:

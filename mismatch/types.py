@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.captures import Bools as Bools
-from mismatch.captures import Distributions, corruption
+from mismatch.captures import Distributions, Likeliest, corruption
 from mismatch.captures import Floats as Floats
 from mismatch.captures import Ints as Ints
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
@@ -177,6 +177,7 @@ class Scoring:
         extra: named [A] float64 arrays for the semantic checks: ``logprobs_untempered`` (at T = 1,
             where T ≠ 1), ``kept_mass`` (probability that survives top-p/top-k, where they are on).
         distributions: of all that could have come at some positions, or None.
+        likeliest: the most likely tokens at all positions, or None.
     """
 
     name: str
@@ -188,6 +189,7 @@ class Scoring:
     routing: Routing | None = None
     extra: dict[str, Floats] = field(default_factory=dict)
     distributions: Distributions | None = None
+    likeliest: Likeliest | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.engines.vllm.sync_driver import VllmDriver
-from mismatch.experiments.sync.document import sync_to_json
-from mismatch.experiments.sync.judge import score_rows
+from mismatch.experiments.sync.judge import score_rows, sync_to_json
 from mismatch.experiments.sync.types import ADAPTER_PATH, SyncSpec
-from mismatch.models.adapter_states import ALPHA, Adapters, write_adapter
-from mismatch.models.weight_states import PUSHES
+from mismatch.models.weight_states import ALPHA, PUSHES, Adapters, write_adapter
 from mismatch.processes.workers.sync_probe import Probe, loaded
 from mismatch.run.messages import leave
 from mismatch.run.store import write_json

@@ -15,12 +15,11 @@ import pandas as pd
 
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.corrections.preview import preview
-from mismatch.analysis.corrections.types import Corrections
-from mismatch.analysis.displaced import Displaced
+from mismatch.analysis.corrections.recipes import Corrections
+from mismatch.analysis.displaced import LEVELS, Displaced
 from mismatch.analysis.levels import judge, verdict
 from mismatch.analysis.square import Gap as Float32Gap
 from mismatch.analysis.square import Leg, Square, judged
-from mismatch.analysis.square_levels import LEVELS
 from mismatch.metrics.budget import Budget, Gap, error_budget
 from mismatch.metrics.forecast import Forecast, length_forecast
 from mismatch.types import (

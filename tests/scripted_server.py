@@ -319,8 +319,11 @@ class ScriptedSglang(ScriptedServer):
             facts["output_token_logprobs"] = [
                 [float(row[token]), token, None] for row, token in zip(said, sampled, strict=False)
             ]
-            best = np.argsort(-said[0])[: body.get("top_logprobs_num", 1)]
-            facts["output_top_logprobs"] = [[[float(said[0][i]), int(i), None] for i in best]]
+            best = [np.argsort(-row)[: body.get("top_logprobs_num", 1)] for row in said]
+            facts["output_top_logprobs"] = [
+                [[float(row[i]), int(i), None] for i in ids]
+                for row, ids, _ in zip(said, best, sampled, strict=False)
+            ]
             facts["finish_reason"] = {"type": choice["finish_reason"]}
         if self.routes and body.get("return_routed_experts"):
             rows = np.arange((len(ids) + len(sampled) - 1) * 2 * 2, dtype="<i4") % 4

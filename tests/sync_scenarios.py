@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.engines.sync_drivers import driver_class
-from mismatch.experiments.sync.document import sync_to_json
+from mismatch.experiments.sync.judge import sync_to_json
 from mismatch.experiments.sync.types import SyncSpec
 from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import PUSHES, Checkpoint, state_of, updated

@@ -418,7 +418,7 @@ def results(run: Path) -> dict[str, str]:
 
 
 def arrays(path: Path) -> str:
-    from mismatch.run.capture_files import read_arrays
+    from mismatch.run.tables import read_arrays
 
     return digest({name: array.tolist() for name, array in read_arrays(path)[0].items()})
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.experiments.explanation import TESTS
-from mismatch.experiments.fixes.pages import VERSIONS, settings_of
+from mismatch.experiments.fixes.guides import VERSIONS, settings_of
 from mismatch.experiments.probes import PROBES
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mismatch.analysis.corrections.preview import preview
-from mismatch.analysis.corrections.types import Corrections
+from mismatch.analysis.corrections.recipes import Corrections
 from mismatch.analysis.growth import budget_of, forecast_of
 from mismatch.analysis.registry import Analysis, Measured
 from mismatch.analysis.two_passes import two_passes

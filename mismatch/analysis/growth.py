@@ -8,7 +8,7 @@ import numpy as np
 
 from mismatch.metrics.budget import Budget, Gap, error_budget
 from mismatch.metrics.forecast import Forecast, length_forecast
-from mismatch.run.scorings import REFERENCE, TRAIN
+from mismatch.run.store import REFERENCE, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Pair, Rollout, Scoring
 

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mismatch.analysis.published_values import REFERENCES, Reference, references_for
 from mismatch.analysis.thresholds import (
     COLUMNS,
+    REFERENCES,
     Level,
+    Reference,
     Thresholds,
     default_thresholds,
     load_thresholds,
+    references_for,
 )
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS

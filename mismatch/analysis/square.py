@@ -19,10 +19,17 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.analysis.diagnosis.declared import same_weights
-from mismatch.analysis.displaced import Displaced, displaced
+from mismatch.analysis.displaced import (
+    LEVELS,
+    UNCALIBRATED,
+    Displaced,
+    Side,
+    Standing,
+    device_class,
+    displaced,
+)
 from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
 from mismatch.analysis.registry import Analysis, Measured
-from mismatch.analysis.square_levels import LEVELS, UNCALIBRATED, Side, Standing, device_class
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.excess import (
@@ -34,7 +41,7 @@ from mismatch.metrics.excess import (
     correlation_terms,
     excess_terms,
 )
-from mismatch.run.scorings import FLOAT32, PLAIN, REFERENCE, TRAIN
+from mismatch.run.store import FLOAT32, PLAIN, REFERENCE, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mismatch.analysis.displaced import Displaced
+from mismatch.analysis.displaced import Displaced, Standing
 from mismatch.analysis.square import Finding, Square, check_id
-from mismatch.analysis.square_levels import Standing
 from mismatch.types import Check, CheckStatus
 
 STATUS: dict[Standing, CheckStatus] = {

@@ -9,7 +9,7 @@ from typing import Any
 from mismatch.analysis.comparison import paired_routing
 from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
 from mismatch.models.moe import describe
-from mismatch.run.scorings import NEW, NEW_REPLAYED, REGROUPED, TRAIN
+from mismatch.run.store import NEW, NEW_REPLAYED, REGROUPED, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Pair, Rollout, Scoring, Verdict
 

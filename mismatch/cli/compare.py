@@ -87,7 +87,7 @@ def _against(flags: Flags) -> int:
     from mismatch.errors import MismatchError
     from mismatch.experiments.regression.measure import against
     from mismatch.experiments.regression.types import against_to_json
-    from mismatch.reports import machine
+    from mismatch.reports import files
     from mismatch.reports.sections.regression import page
 
     new, old = flags["run"], flags["against"]
@@ -103,8 +103,8 @@ def _against(flags: Flags) -> int:
     thresholds = session.levels(flags)
     regression = against(old, new, margin=flags["margin"], thresholds=thresholds, fail_on=fail_on)
     machines = {
-        "github": lambda: machine.against_to_github(regression),
-        "junit": lambda: machine.against_to_junit(regression),
+        "github": lambda: files.against_to_github(regression),
+        "junit": lambda: files.against_to_junit(regression),
     }
     session.conclude_page(page(regression), against_to_json(regression), flags, machines)
     return int(regression.fails)

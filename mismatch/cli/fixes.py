@@ -93,8 +93,8 @@ def fixes(flags: Flags) -> int:
 def entries(spec: CheckSpec) -> list[Entry]:
     """Every fix, and whether this check could try it."""
     from mismatch.experiments.fixes.catalogue import FIXES
-    from mismatch.experiments.fixes.environment import context_of
     from mismatch.experiments.fixes.planning import SIDES, plan_fixes
+    from mismatch.experiments.fixes.spec_edits import context_of
 
     with_all = replace(spec, fixes=SIDES)
     planned = plan_fixes(with_all, context_of(with_all))
@@ -121,7 +121,7 @@ def _spec(flags: Flags) -> CheckSpec:
 
 
 def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
-    from mismatch.experiments.fixes.pages import guide_of
+    from mismatch.experiments.fixes.guides import guide_of
 
     fix = entry.fix
     row: dict[str, Any] = {
@@ -148,7 +148,7 @@ def _print_list(shown: list[Entry], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from mismatch.experiments.fixes.pages import SIDES
+    from mismatch.experiments.fixes.guides import SIDES
 
     for side, title in SIDES.items():
         console.print(Text(title, "bold"))
@@ -185,7 +185,7 @@ def _print_fix(entry: Entry, console: Console) -> None:
     """The essentials of its page."""
     from rich.text import Text
 
-    from mismatch.experiments.fixes.pages import SIDES, guide_of, sentence, trials
+    from mismatch.experiments.fixes.guides import SIDES, guide_of, sentence, trials
     from mismatch.reports.formatting import line
 
     fix, guide = entry.fix, guide_of(entry.fix.id)

@@ -66,8 +66,7 @@ def locate(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli import session
-    from mismatch.experiments.locate.document import to_document
-    from mismatch.experiments.locate.judge import judge
+    from mismatch.experiments.locate.judge import judge, to_document
     from mismatch.pipeline.locate import Asked, locate
     from mismatch.reports.sections.locate import section
     from mismatch.reports.terminal import print_alone

@@ -222,7 +222,7 @@ def _own_fault(error: Exception) -> NoReturn:
 
 def _complain(message: str, fix: str) -> NoReturn:
     from mismatch.reports.formatting import plain_lines
-    from mismatch.run.secrets import redact
+    from mismatch.run.provenance import redact
 
     print(f"error: {plain_lines(redact(message))}", file=sys.stderr)
     if fix:

@@ -34,7 +34,7 @@ def read_rollouts(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.cli.to_spec import checkpoint_dtype, require_model
     from mismatch.models import resolve_model
-    from mismatch.pipeline.recorded import keep_recorded, recorded_spec
+    from mismatch.pipeline.saved_runs import keep_recorded, recorded_spec
     from mismatch.run.directory import new_directory
 
     model = resolve_model(require_model(flags))

@@ -16,7 +16,7 @@ SEVERAL = (
     Option("metric", str, OUTPUT, "With --history: which.", default="k3_kl"),
     Option("out", Path | None, OUTPUT, "Directory for the page of several runs."),
 )
-OF_ONE = ("names", "log_to", "fail_on", "details")  # flags of one run's report
+OF_ONE = ("names", "log_to", "fail_on")  # flags of one run's report
 USE = "mismatch report RUN, mismatch report A B C, or mismatch report --history DIR"
 
 

@@ -183,7 +183,7 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
     planned = plan(spec, gpus=gpus or "")
     print_plan(planned, Console())
     if spec.other_engine is not None:
-        from mismatch.pipeline.engine_pair import dry_run_lines as two_engines
+        from mismatch.pipeline.scoring_pair import dry_run_lines as two_engines
 
         for line in two_engines(spec):
             say(line)
@@ -208,8 +208,7 @@ def placed(spec: CheckSpec, resumed: bool = False) -> CheckSpec:
     """
     from dataclasses import replace
 
-    from mismatch.run.machine import local_gpus
-    from mismatch.run.placement import engine_gpus
+    from mismatch.run.machine import engine_gpus, local_gpus
 
     engine, gpus = spec.rollout.engine, local_gpus()
     if resumed and engine_gpus(engine) > max(gpus, engine.tensor_parallel_size):
@@ -260,7 +259,7 @@ def say(text: str) -> None:
 
 def command() -> str:
     """The command line, as it would be typed again; without secrets."""
-    from mismatch.run.secrets import redacted_command
+    from mismatch.run.provenance import redacted_command
 
     return shlex.join(["mismatch", *redacted_command(sys.argv[1:])])
 
@@ -324,7 +323,7 @@ def conclude_page(
         if flags.get("quiet"):
             terminal.print_tail(shown, console)
         else:
-            terminal.print_page(shown, console, out)
+            terminal.print_page(shown, console, out, bool(flags.get("details")))
     elif form == "json":
         output.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
     elif form == "markdown":
@@ -342,7 +341,7 @@ def _show(
     failing: bool,
 ) -> None:
     """The report on standard output, as ``--format`` asks."""
-    from mismatch.reports import machine, markdown, terminal
+    from mismatch.reports import files, markdown, terminal
 
     form, details = flags.get("format", "text"), bool(flags.get("details"))
     output = flags.output or sys.stdout
@@ -357,7 +356,7 @@ def _show(
     elif form == "markdown":
         output.write(markdown.to_markdown(report, elsewhere, details))
     else:
-        write = {"json": machine.to_json, "github": machine.to_github, "junit": machine.to_junit}
+        write = {"json": files.to_json, "github": files.to_github, "junit": files.to_junit}
         output.write(write[form](report, failing))
 
 

@@ -80,9 +80,8 @@ def sync_probe(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli.session import ConsoleNarrator
-    from mismatch.experiments.sync.document import sync_to_json
-    from mismatch.experiments.sync.judge import judge
-    from mismatch.processes.sync_probe import run_probe
+    from mismatch.experiments.sync.judge import judge, sync_to_json
+    from mismatch.processes.probes import run_probe
     from mismatch.reports.sections.sync_probe import section
     from mismatch.reports.terminal import print_alone
     from mismatch.run.directory import new_directory
@@ -187,7 +186,7 @@ def plan(spec: SyncSpec) -> int:
     """Print what a probe would do and cost; of a model that is not here, by its config.json."""
     import psutil
 
-    from mismatch.doctor.sync_memory import disk_bytes, predict_sync_probe
+    from mismatch.doctor.fit import disk_bytes, predict_sync_probe
     from mismatch.engines.registry import model_directory
     from mismatch.models.config import find_config
     from mismatch.models.weight_states import Checkpoint, cost_of, seconds_of
@@ -219,7 +218,7 @@ def plan(spec: SyncSpec) -> int:
 
 def save(report: SyncReport, place: Path) -> None:
     """Write sync-probe.json and sync-probe.html."""
-    from mismatch.experiments.sync.document import FILE, SCHEMA, sync_to_json
+    from mismatch.experiments.sync.judge import FILE, SCHEMA, sync_to_json
     from mismatch.reports.html import show_page
     from mismatch.reports.sections.sync_probe import page
     from mismatch.run import store

@@ -45,7 +45,7 @@ def template(flags: Flags) -> int:
 
 def _examined(name: str, flags: Flags) -> TemplateReport:
     from mismatch.models import resolve_model
-    from mismatch.models.tokenizers import load_tokenizer, stop_ids
+    from mismatch.models.resolved import load_tokenizer, stop_ids
     from mismatch.prompts.template import examine
 
     folder = Path(name).expanduser()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
 from mismatch.cli.options import CHECK, SERVER_FLAGS
 from mismatch.errors import MismatchError
-from mismatch.run.secrets import require_no_secret
+from mismatch.run.provenance import require_no_secret
 from mismatch.specs import MANY, EngineSpec
 
 if TYPE_CHECKING:

@@ -1,4 +1,8 @@
-"""Does it fit? Both sides' predictions against a device's memory, and what would make them fit."""
+"""Does it fit? Both sides' predictions against a device's memory, and what would make them fit.
+
+The plain trainer holds all weights; updates and digests go tensor by tensor, of which the largest
+decides: its values in float32 and the noise of its update, twice four bytes an element.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from mismatch.doctor.memory import (
     GIB,
     UTILISATION,
     Moment,
+    Part,
     Prediction,
     Work,
     backward_bytes,
@@ -25,9 +30,8 @@ from mismatch.doctor.memory import (
 )
 from mismatch.errors import MismatchError
 from mismatch.models.config import ModelConfig
-from mismatch.run.machine import gib
-from mismatch.run.placement import engine_gpus
-from mismatch.specs import CheckSpec, Pass
+from mismatch.run.machine import engine_gpus, gib
+from mismatch.specs import CheckSpec, EngineSpec, Pass
 
 ERROR = 0.15  # the prediction's own: what needs more than this share of the rest is tight
 # What a process takes beside its tensors: CUDA context, NCCL and library workspaces on a GPU;
@@ -278,3 +282,26 @@ def expert_warnings(choices: Sequence[ExpertChoice]) -> tuple[str, ...]:
         f"micro-batch: {gib(copies.peak_bytes)} at the highest. --experts-implementation bounded "
         f"needs {gib(bounded.peak_bytes)}, with the numbers of eager",
     )
+
+
+UPDATE_BYTES = 8  # of an element: float32, and noise
+
+
+def predict_sync_probe(shape: ModelConfig, spec: EngineSpec, trainer: bool = True) -> Prediction:
+    """Peak bytes beside the engine.
+
+    Args:
+        trainer: whether a transformers model scores too.
+    """
+    dense = shape.hidden * max(shape.width, shape.q_width)
+    largest = max(shape.vocab * shape.hidden, shape.expert_matrices * 2 // 3, dense)
+    parts = (
+        Part("trainer", trainer * shape.parameters * BYTES[spec.dtype], "P·b"),
+        Part("largest tensor", largest * UPDATE_BYTES, "max(V·H, 2·E·H·I, H·I)·8"),
+    )
+    return Prediction("sync-probe", (Moment.of("a push", *parts),))
+
+
+def disk_bytes(shape: ModelConfig, spec: EngineSpec) -> int:
+    """Of one state of the checkpoint, which the path reload and a server need."""
+    return shape.parameters * BYTES[spec.dtype]

@@ -13,8 +13,8 @@ from mismatch.doctor.plan import DISK_BYTES_S, PRODUCTS, STEP_S, TRAFFIC, work_o
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop.types import SLEEPERS, LoopSpec
 from mismatch.models.config import find_config
-from mismatch.run.placement import placement
-from mismatch.run.scorings import TRAIN
+from mismatch.run.machine import placement
+from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, Pass
 
 UPDATE = 4  # forward passes that a scoring and a forward and backward pass take

@@ -19,19 +19,19 @@ from mismatch.doctor.fit import (
     engine_fit,
     expert_choices,
     expert_warnings,
+    predict_sync_probe,
     trainer_fits,
 )
 from mismatch.doctor.machine import GpuType, Machine, look, machine_with, parse_kind
 from mismatch.doctor.memory import Prediction, Work
-from mismatch.doctor.sync_memory import predict_sync_probe
 from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
 from mismatch.experiments.passes import float32_engine, training_passes, wants_square
 from mismatch.models.config import FoundConfig, ModelConfig, find_config
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts
-from mismatch.run.placement import in_words, placement
-from mismatch.run.scorings import TRAIN
+from mismatch.run.machine import in_words, placement
+from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, Pass, PromptSpec
 
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from numpy.typing import NDArray
 
+from mismatch.captures import Likeliest
 from mismatch.errors import MismatchError
 from mismatch.types import Fingerprint, Floats
 
@@ -123,7 +124,7 @@ def context_needed(longest: int, limit: int | None) -> int:
     return min(rounded, limit or rounded)
 
 
-LIKELIEST = 20  # outcomes of a position; vLLM gives no more unless it is told so at its start
+GREEDY_TOP = 20  # outcomes of a position; vLLM gives no more unless it is told so at its start
 Mode = Literal["decode", "prefill"]
 
 # (finished sequences, all sequences, tokens so far)
@@ -147,6 +148,7 @@ class Sample:
             sampled token is never forwarded, so rows = prompt + sampled - 1. None: not captured.
         routed_weights: [rows, L, K] float32, their weights as the experts were given them; None:
             this engine does not say.
+        likeliest: of each sampled token, where the engine was asked for them.
     """
 
     token_ids: list[int]
@@ -154,6 +156,7 @@ class Sample:
     finish_reason: str
     routed: NDArray[Any] | None = None
     routed_weights: NDArray[Any] | None = None
+    likeliest: Likeliest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,7 @@ class Engine(Protocol):
     """
 
     name: ClassVar[str]
+    likeliest: int  # most likely tokens to give with each sampled one; 0, the default: none
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None: ...
 

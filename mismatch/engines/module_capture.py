@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.models.decoder_layers import ATTENTIONS, MLPS, child, norms_of
+from mismatch.models.moe import ATTENTIONS, MLPS, child, norms_of
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 GATES = ("router", "gate")

@@ -74,6 +74,8 @@ def make_engine(kind: type[Engine], spec: EngineSpec, sampling: Sampling, longes
 class Replicas:
     """Several engines as one; see :class:`mismatch.engines.base.Watching`."""
 
+    likeliest = 0
+
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.name, self.spec, self.sampling = spec.engine, spec, sampling
         self.job = (replace(spec, data_parallel_size=None), sampling, longest)
@@ -140,7 +142,10 @@ class Replicas:
             self._ask("watch", parts, [0] * len(parts), quiet)
         firsts = [share.start for share in shares]
         asked = self._ask(
-            "generate", [(prompts[share], turn) for share in shares], firsts, progress
+            "generate",
+            [(prompts[share], turn, self.likeliest) for share in shares],
+            firsts,
+            progress,
         )
         return [samples for part in asked for samples in part]
 
@@ -261,7 +266,7 @@ def answer(
     if not arguments[0]:
         return []  # fewer of them than replicas
     if method == "generate":
-        prompts, turn = arguments
+        prompts, turn, engine.likeliest = arguments
         cast(Any, engine).first_prompt = first
         return engine.generate(prompts, progress, turn)
     return getattr(engine, method)(*arguments, progress)

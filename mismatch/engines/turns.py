@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Likeliest
 from mismatch.engines.base import Engine, Progress, Sample, Watching
 from mismatch.engines.distribution_capture import Wanted, join_collected
 from mismatch.types import Bools, Floats, Ints
@@ -92,6 +93,11 @@ class Trajectory:
     def routed_weights(self) -> NDArray[np.generic] | None:
         """As :attr:`routed`, the weights of these experts."""
         return joined(sample.routed_weights for sample in self.responses)
+
+    @property
+    def likeliest(self) -> Likeliest | None:
+        """Of the sampled tokens of all turns; None: a turn has none."""
+        return Likeliest.joined(sample.likeliest for sample in self.responses)
 
 
 def joined(parts: Iterable[NDArray[np.generic] | None]) -> NDArray[np.generic] | None:

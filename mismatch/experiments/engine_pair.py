@@ -20,7 +20,7 @@ from mismatch.experiments.fixes.base import SHOWN
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import paired
 from mismatch.run import store
-from mismatch.run.scorings import TRAIN
+from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import (
     Answer,

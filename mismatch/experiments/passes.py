@@ -10,7 +10,7 @@ from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
 from mismatch.models.config import is_moe
 from mismatch.models.derived import is_mxfp4
-from mismatch.run.scorings import (
+from mismatch.run.store import (
     NEW,
     NEW_REPLAYED,
     PLAIN,

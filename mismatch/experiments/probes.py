@@ -29,8 +29,7 @@ from mismatch.experiments.explanation import (
     masses,
 )
 from mismatch.experiments.locate.judge import judge
-from mismatch.experiments.locate.sites import TITLES
-from mismatch.experiments.locate.types import Location
+from mismatch.experiments.locate.types import TITLES, Location
 from mismatch.metrics.inference import student
 from mismatch.run.store import FIX_PREFIX
 from mismatch.types import Estimate, Floats

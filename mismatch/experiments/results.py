@@ -16,7 +16,7 @@ from mismatch.experiments.kernels import (
     kernels_schema,
     kernels_to_json,
 )
-from mismatch.experiments.locate.document import document_schema, from_document, to_document
+from mismatch.experiments.locate.judge import document_schema, from_document, to_document
 from mismatch.experiments.locate.types import Location
 
 

@@ -19,7 +19,7 @@ from mismatch.run import store
 from mismatch.run.directory import Journal, at_work, load_spec
 from mismatch.run.messages import pass_label, write_error
 from mismatch.run.resume import differences
-from mismatch.run.scorings import TRAIN
+from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
 from mismatch.types import Report
 
@@ -55,7 +55,7 @@ def run_check(
         stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec), wants_square(spec))
         passes = [one for one in training_passes(spec) if one.name not in (left_out or {})]
         if spec.other_engine is not None:
-            from mismatch.pipeline.engine_pair import measure_two
+            from mismatch.pipeline.scoring_pair import measure_two
 
             measure_two(stages, passes)
         if spec.fixes:

@@ -33,11 +33,11 @@ from mismatch.experiments.explanation import (
     plan,
 )
 from mismatch.experiments.fixes.base import Context
-from mismatch.experiments.fixes.environment import context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant
-from mismatch.experiments.locate.document import FILE as LOCATED
-from mismatch.experiments.locate.document import SCHEMA as LOCATE_SCHEMA
-from mismatch.experiments.locate.document import of_run, to_document
+from mismatch.experiments.fixes.spec_edits import context_of
+from mismatch.experiments.locate.judge import FILE as LOCATED
+from mismatch.experiments.locate.judge import SCHEMA as LOCATE_SCHEMA
+from mismatch.experiments.locate.judge import of_run, to_document
 from mismatch.experiments.passes import training_passes, wants_square
 from mismatch.experiments.probes import (
     CACHE,

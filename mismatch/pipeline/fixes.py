@@ -14,16 +14,16 @@ from typing import Any
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Context
 from mismatch.experiments.fixes.catalogue import is_combination
-from mismatch.experiments.fixes.environment import context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, plan_fixes, plan_pairs
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, table_of
+from mismatch.experiments.fixes.spec_edits import context_of
 from mismatch.experiments.passes import Job
 from mismatch.processes.launch import Worker
 from mismatch.processes.stages import Stages
 from mismatch.run import resume, store
 from mismatch.run.directory import at_work, invocations
 from mismatch.run.messages import error_path, pass_label, read_error
-from mismatch.run.scorings import TRAIN
+from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, Pass
 
 ATTEMPTS = 3  # of a training world that a fix took down with it

@@ -7,15 +7,15 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mismatch.codec import from_json, to_json
+from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
-from mismatch.experiments.locate.document import FILE, SCHEMA, to_document
+from mismatch.experiments.locate.judge import FILE, SCHEMA, to_document
 from mismatch.experiments.locate.plan import (
     SEQUENCES,
     TOKENS,
@@ -33,9 +33,8 @@ from mismatch.processes.launch import started as start_worker
 from mismatch.processes.stages import EXACT, Narrator
 from mismatch.run import store
 from mismatch.run.directory import at_work, load_spec
-from mismatch.run.machine import local_gpus
-from mismatch.run.placement import placement, visible_as
-from mismatch.run.scorings import TRAIN
+from mismatch.run.machine import local_gpus, placement, visible_as
+from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, RolloutSpec, to_dict
 from mismatch.types import Floats, NotTested
 
@@ -230,11 +229,6 @@ def not_recordable(spec: RolloutSpec) -> NotTested | None:
     if engine.servers:
         reason = "a running server shows none of its modules"
         return NotTested(what, reason, "check a local engine of the same version: --engine vllm")
-    if find_spec(f"mismatch.engines.{engine.engine}") is None or not has_capture(engine.engine):
+    if engine_info(engine.engine).record is None:
         return NotTested(what, "no hooks reach them yet", "use --engine vllm or transformers")
     return None
-
-
-def has_capture(engine: str) -> bool:
-    """Whether an engine of ours can record its modules."""
-    return find_spec(f"mismatch.engines.{engine}.module_capture") is not None

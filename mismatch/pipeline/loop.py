@@ -28,7 +28,7 @@ from mismatch.processes.stages import Narrator, Stages, score_in_float32
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.run.resume import differences
-from mismatch.run.scorings import TRAIN
+from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, portable
 
 SETTINGS, POOL, STOPPED, VERDICT = "settings.json", "pool.json", "stopped.json", "verdict.json"

@@ -23,8 +23,7 @@ from mismatch.engines.registry import (
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.launch import interpreter_environment, own_python
-from mismatch.run.machine import local_gpus, unknown_host
-from mismatch.run.placement import engine_gpus, placement
+from mismatch.run.machine import engine_gpus, local_gpus, placement, unknown_host
 from mismatch.specs import (
     AS_STORED,
     CheckSpec,

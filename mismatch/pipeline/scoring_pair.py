@@ -1,10 +1,14 @@
-"""Two scorings of the same tokens side by side, from one run or from two."""
+"""Two scorings of the same tokens side by side, from one run or from two.
+
+The first engine samples in the run itself, the second in ``engines/NAME``, a run directory of its
+own; then the first is started once more for the second's tokens. One training world scores both.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,16 +18,24 @@ from mismatch.analysis.diagnosis.semantics import input_checks
 from mismatch.analysis.growth import forecast_of
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
+from mismatch.experiments.engine_pair import DIRECTORY, other_place, other_spec
+from mismatch.experiments.passes import Job
+from mismatch.models import named
 from mismatch.pipeline.build import facts
 from mismatch.pipeline.tokens import token_table
-from mismatch.run import store
-from mismatch.run.directory import load_spec
+from mismatch.processes.launch import Worker
+from mismatch.processes.stages import Stages
+from mismatch.run import resume, store
+from mismatch.run.directory import at_work, load_spec
+from mismatch.run.store import TRAIN
+from mismatch.specs import CheckSpec, Pass
 from mismatch.types import Pair, Report, Rollout
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from mismatch.analysis.levels import Thresholds
+
 
 UNTESTED = (
     "sampling, alignment, special tokens and weights: these checks need the engine that sampled; "
@@ -66,14 +78,14 @@ def build_pair(
     column = column_for(left.fingerprint, right.fingerprint)
     judgements = judge(comparison, column, thresholds)
     report = Report(
-        model=spec.rollout.engine.model,
+        model=named(spec.rollout.engine.model),
         verdict=verdict(judgements, checks, column),
-        fingerprints={left.name: left.fingerprint, right.name: right.fingerprint},
+        fingerprints=named({side.name: side.fingerprint for side in (left, right)}),
         comparisons=(comparison,),
         noise_floor=(),
         checks=tuple(checks),
         not_tested=(UNTESTED,),
-        run=facts(spec, rollout, command) | {"runs": [str(left_run), str(right_run)]},
+        run=named(facts(spec, rollout, command)) | {"runs": [str(left_run), str(right_run)]},
     ).with_analyses(
         corrections=preview(rollout, left, right, sampled_by_left=law, seed=spec.seed),
         forecast=forecast_of(
@@ -110,3 +122,55 @@ def require_same_tokens(one: Rollout, other: Rollout, first: Path, second: Path)
 def _labels(left: Path, right: Path) -> tuple[str, str]:
     names = left.resolve().name, right.resolve().name
     return names if names[0] != names[1] else ("A", "B")
+
+
+def measure_two(stages: Stages, passes: list[Pass]) -> None:
+    """Everything that a check with two engines needs.
+
+    Raises:
+        MismatchError: an engine or the training world failed; what is there stays, to be resumed.
+    """
+    stages.measure(passes, beside=SecondEngine(stages))
+
+
+class SecondEngine:
+    """The second engine of a check; a :class:`mismatch.processes.stages.Beside`."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self.spec = other_spec(stages.spec)
+        self.place = stages.run_dir / other_place(stages.spec)
+        train = self.spec.train
+        done = resume.rollout_done(self.place, self.spec.rollout)
+        scored = done and resume.scoring_done(self.place, TRAIN, train)
+        self.jobs = [] if scored else [Job(self.place, Pass(TRAIN, train))]
+
+    def prepare(self, *world: Worker) -> dict[str, Any]:
+        """Sample with the second engine, and have each rescore the other's tokens."""
+        home, engine = self.stages.run_dir, self.spec.rollout.engine.engine
+        self.place.mkdir(parents=True, exist_ok=True)
+        command = self.stages.journal.entry["command"]
+        try:
+            with at_work(self.place, "check", self.spec, command) as journal:
+                own = Stages(self.spec, self.place, self.stages.narrator, journal)
+                own.sample(*world, also=[home])
+        except MismatchError as error:
+            for worker in world:
+                worker.ended()  # raises if it was the world that failed
+            raise MismatchError(
+                f"the second engine, {engine}: {error.message}",
+                error.fix or f"its log is {Path(DIRECTORY) / engine / 'logs/engine.log'}",
+            ) from error
+        self.stages.sample(*world, also=[self.place])
+        return {}
+
+
+def dry_run_lines(spec: CheckSpec) -> list[str]:
+    """What ``--dry-run`` says about the second engine."""
+    if spec.other_engine is None:
+        return []
+    first, second = spec.rollout.engine.engine, spec.other_engine.engine
+    return [
+        f"two engines: {first} samples, then {second}, and each rescores the other's tokens: "
+        "three engine starts, and one more pass of the trainer; one engine at a time in memory"
+    ]

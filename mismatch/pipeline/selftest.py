@@ -27,7 +27,7 @@ from mismatch.processes.stages import Narrator, Stages
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.run.manifest import is_current
-from mismatch.run.scorings import REFERENCE, TRAIN
+from mismatch.run.store import REFERENCE, TRAIN
 from mismatch.specs import CheckSpec, Pass, spec_hash
 from mismatch.types import Bools, Estimate, Floats, NotTested, Scoring
 

@@ -89,8 +89,8 @@ def probe(
 
 def sglang_engine(**arguments: Any) -> Any:
     """``sglang.Engine(**arguments)`` that shows its parameters to :func:`probe`."""
-    from mismatch.engines.sglang.arguments import set_environment
-    from mismatch.engines.sglang.offline import offline
+    from mismatch.engines.sglang.child import offline
+    from mismatch.engines.sglang.wire import set_environment
 
     set_environment()
     return offline()(**arguments)

@@ -12,8 +12,7 @@ from mismatch.experiments.loop.history import ASLEEP, CHECKPOINTS, Row, rows_of,
 from mismatch.experiments.loop.types import SLEEPERS, LoopSpec
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.processes.stages import engine_command, world_command
-from mismatch.run.machine import local_gpus
-from mismatch.run.placement import Placement, placement
+from mismatch.run.machine import Placement, local_gpus, placement
 from mismatch.run.store import write_json
 from mismatch.specs import CheckSpec
 

@@ -1,19 +1,34 @@
-"""A fresh engine of a run, for the experiments of --explain that are no fix."""
+"""Engines started beside a check: a fresh one for --explain, and the probe of the weight sync."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mismatch.captures import CachePair
-from mismatch.codec import from_json
+from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.probes import CACHE, CACHE_FILE, FRESH, RESCORING
+from mismatch.experiments.sync.judge import score_rows
+from mismatch.experiments.sync.types import SyncReport, SyncSpec
+from mismatch.processes.launch import (
+    engine_python,
+    finish,
+    interpreter_environment,
+    own_python,
+    started,
+)
 from mismatch.processes.stages import Stages
 from mismatch.run import manifest, store
 from mismatch.run.messages import error_path
+from mismatch.run.store import read_json, write_json
 from mismatch.specs import RolloutSpec, spec_hash
+from mismatch.types import Floats, NotTested
 
 LABEL = "fresh-engine"
 
@@ -70,3 +85,51 @@ def cache_of(stages: Stages) -> Cache:
     document: dict[str, Any] = store.load_document(stages.run_dir, CACHE_FILE)
     pairs = from_json(list[CachePair], document["pairs"])
     return Cache(tuple(pairs), document["reason"], float(document["seconds"]))
+
+
+FOLDER = "sync"
+WORKER = "mismatch.processes.workers.sync_probe"
+Progress = Callable[[str], None]
+
+
+def run_probe(run_dir: Path, spec: SyncSpec, progress: Progress) -> SyncReport:
+    """Push known updates and say what became of each parameter.
+
+    Raises:
+        MismatchError: the engine does not start, or refuses the first push.
+    """
+    trainer: MismatchError | None = None
+    with started(*_worker(run_dir, spec, "engine"), progress, _environment(spec)) as engine:
+        if spec.trainer:
+            try:
+                with started(*_worker(run_dir, spec, "trainer")) as beside:
+                    finish(beside, engine)
+            except MismatchError as error:
+                engine.ended()  # its own failure comes first
+                trainer = error
+        finish(engine)
+    report = from_json(SyncReport, read_json(run_dir / FOLDER / "engine.json"))
+    scores = _scores(run_dir, "engine")
+    other = None if trainer or not spec.trainer else _scores(run_dir, "trainer")
+    if other is None:
+        reason = trainer.message if trainer else "--no-trainer"
+        how = trainer.fix if trainer else "without it"
+        missing = NotTested("the trainer's logprobs after a push", reason, how)
+        report = replace(report, not_tested=(*report.not_tested, missing))
+    return replace(report, scores=score_rows(scores, other))
+
+
+def _worker(run_dir: Path, spec: SyncSpec, side: str) -> tuple[str, list[str], Path]:
+    label = f"sync-{side}"
+    job = {"run_dir": str(run_dir), "spec": to_json(spec), "side": side}
+    path = write_json(run_dir / "jobs" / f"{label}.json", job)
+    python = engine_python(spec.engine) if side == "engine" else sys.executable
+    return label, [python, "-m", WORKER, str(path)], run_dir
+
+
+def _environment(spec: SyncSpec) -> dict[str, str]:
+    return interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
+
+
+def _scores(run_dir: Path, side: str) -> list[list[Floats]]:
+    return [[state] for state in np.load(run_dir / FOLDER / f"{side}.npy")]

@@ -28,10 +28,9 @@ from mismatch.processes.launch import (
 )
 from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
-from mismatch.run.machine import free_gpu_bytes, gib, local_gpus
+from mismatch.run.machine import Placement, free_gpu_bytes, gib, local_gpus, placement, visible_as
 from mismatch.run.messages import SAMPLED, SCORED, error_path, pass_label, write_error
-from mismatch.run.placement import Placement, placement, visible_as
-from mismatch.run.scorings import FLOAT32
+from mismatch.run.store import FLOAT32
 from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, spec_hash, to_dict
 
 if TYPE_CHECKING:

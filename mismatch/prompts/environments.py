@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol, cast
 import numpy as np
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.models.tokenizers import special_texts
+from mismatch.models.resolved import special_texts
 from mismatch.prompts.prompt import Prompt, grade
 from mismatch.prompts.sandbox import run_code, unheld
 from mismatch.prompts.tools import calculate, tool_call

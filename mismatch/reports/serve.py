@@ -119,7 +119,8 @@ class Site:
             return _refusal(HTTPStatus.NOT_FOUND, f"no such run: {missing[0]}")
         if not 2 <= len(names) <= MOST:
             return _refusal(HTTPStatus.BAD_REQUEST, f"choose 2 to {MOST} runs")
-        result = side_by_side([known[name] for name in names])
+        # The list is newest first, and a run is held against those before it.
+        result = side_by_side([known[name] for name in reversed(names)])
         return Answer(HTTPStatus.OK, html.show_page(beside_page(result)))
 
     def _report(self, name: str) -> Answer:

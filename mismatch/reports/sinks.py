@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch.errors import MismatchError
 from mismatch.pipeline.document import headline_of, jq_name
 from mismatch.reports.summary import headline, model_name
-from mismatch.run.secrets import redact
+from mismatch.run.provenance import redact
 from mismatch.types import Report
 
 if TYPE_CHECKING:

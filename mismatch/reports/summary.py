@@ -20,7 +20,7 @@ from mismatch.reports.formatting import (
 )
 from mismatch.reports.section import Cell, Column, Table
 from mismatch.reports.words import ROUTING, Words, noise_words, words_for
-from mismatch.run.scorings import REFERENCE
+from mismatch.run.store import REFERENCE
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report
 
 HEADLINE, MEDIAN = "logprob_abs_diff_mean", "logprob_abs_diff_p50"

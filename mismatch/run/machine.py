@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+from mismatch.errors import MismatchError
+from mismatch.specs import CheckSpec, EngineSpec
 
 GIB = 1 << 30
 PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
@@ -62,3 +66,62 @@ def unknown_host() -> tuple[str, str]:
 def gib(count: float) -> str:
     """Bytes for people: GiB, or MiB where it is less than one."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Devices of both sides.
+
+    Attributes:
+        engine: places among the visible GPUs; () where both sides take all of them in turn, or
+            there are none.
+        overlap: the trainer scores while the engine rescores.
+    """
+
+    engine: tuple[int, ...] = ()
+    trainer: tuple[int, ...] = ()
+    overlap: bool = False
+
+
+def engine_gpus(engine: EngineSpec) -> int:
+    """How many GPUs an engine takes that mismatch starts."""
+    if engine.servers:
+        return 0
+    return engine.tensor_parallel_size * (engine.data_parallel_size or 1)
+
+
+def placement(spec: CheckSpec, gpus: int) -> Placement:
+    """The trainer's ranks take the first GPUs, the engine the last, where there are so many.
+
+    Raises:
+        MismatchError: both at once are asked for on GPUs that are too few.
+    """
+    wanted, ranks = engine_gpus(spec.rollout.engine), spec.nproc_per_node
+    if wanted + ranks <= gpus:
+        own = tuple(range(gpus - wanted, gpus))
+        return Placement(own, tuple(range(ranks)), spec.overlap is not False)
+    if gpus and wanted and spec.overlap:
+        raise MismatchError(
+            f"--overlap: the engine takes {wanted} GPUs and the trainer {ranks}, there are {gpus}",
+            "a smaller --nproc-per-node or --data-parallel-size, or drop --overlap",
+        )
+    return Placement(overlap=bool(spec.overlap))
+
+
+def visible_as(places: tuple[int, ...]) -> dict[str, str]:
+    """The environment of a process that shall see these of the visible GPUs; {}: all of them."""
+    if not places:
+        return {}
+    names = visible_gpus() or [str(number) for number in range(local_gpus())]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[place] for place in places)}
+
+
+def in_words(places: tuple[int, ...]) -> str:
+    """As a plan has it.
+
+    >>> in_words((0, 1, 2)), in_words((7,)), in_words(())
+    (', GPUs 0 to 2', ', GPU 7', '')
+    """
+    if len(places) > 1:
+        return f", GPUs {places[0]} to {places[-1]}"
+    return f", GPU {places[0]}" if places else ""

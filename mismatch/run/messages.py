@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mismatch.errors import MismatchError, OutOfMemory
-from mismatch.run.secrets import redact
+from mismatch.run.provenance import redact
 
 PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
 SCORED = "scored"  # timing of a training world that goes on with gradients: no scoring is missing

@@ -28,24 +28,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.captures import Distributions, narrowest
+from mismatch.captures import Distributions, Likeliest, narrowest
 from mismatch.errors import MismatchError
-from mismatch.run import capture_files, manifest
-from mismatch.run.capture_files import read_arrays, write_arrays
+from mismatch.run import manifest, tables
 from mismatch.run.manifest import readable, write_atomic
-from mismatch.run.provenance import checkpoint_digest, numeric_versions
-from mismatch.run.secrets import redact
+from mismatch.run.provenance import checkpoint_digest, numeric_versions, redact
 from mismatch.run.tables import (
     flat,
     layers_of,
     missing_fix,
     plain,
     ragged,
+    read_arrays,
     read_header,
     read_table,
     require_file,
     require_schema,
     schema_of,
+    write_arrays,
     write_table,
 )
 from mismatch.specs import RolloutSpec, spec_hash, to_dict
@@ -57,6 +57,18 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from mismatch.specs import TrainSpec
+
+
+TRAIN = "fsdp"
+REFERENCE = "reference:fp32"
+REGROUPED = f"{TRAIN}:regrouped"
+NEW = f"{TRAIN}:new"  # the second pass with injected noise
+NEW_REPLAYED = f"{TRAIN}:new-replayed"  # the second pass with the first one's routes
+REPLAYED = f"{TRAIN}:replayed"  # the trainer with the engine's routes
+WEIGHTS = f"{TRAIN}:other-weights"  # the same trainer, its experts in another form
+PLAIN = "plain"  # plain:<precision>: a plain forward at the precision of a side
+FLOAT32 = "fp32"  # <engine>:fp32: the engine's implementation, started in float32
+
 
 ROLLOUT_SCHEMA = "mismatch.rollout/1"
 SCORING_SCHEMA = "mismatch.scoring/1"
@@ -180,6 +192,10 @@ def save_scoring(
         **{f"extra.{name}": values for name, values in scoring.extra.items()},
     }
     rows = {name: ragged(v, offsets) for name, v in columns.items() if v is not None}
+    if (top := scoring.likeliest) is not None:
+        ends = offsets * top.ids.shape[1]
+        rows["likeliest.ids"] = ragged(top.ids.reshape(-1), ends)
+        rows["likeliest.logprobs"] = ragged(top.logprobs.reshape(-1), ends)
     header: dict[str, Any] = {"name": scoring.name, "fingerprint": scoring.fingerprint}
     if made_by is not None:
         header["spec"] = to_dict(made_by)
@@ -190,7 +206,7 @@ def save_scoring(
         header["routing"] = True
     if scoring.distributions is not None:
         inputs.append(distributions_file(scoring.name))
-        capture_files.save_distributions(run_dir, inputs[-1], scoring.distributions)
+        tables.save_distributions(run_dir, inputs[-1], scoring.distributions)
         header["distributions"] = True
     name = scoring_file(scoring.name)
     path = write_table(run_dir / name, rows, SCORING_SCHEMA, header)
@@ -216,13 +232,22 @@ def load_scoring(run_dir: Path | str, name: str) -> Scoring:
         routing=_load_routing(run_dir, routing_file(name)) if header.get("routing") else None,
         extra={k.removeprefix("extra."): v for k, v in columns.items() if k.startswith("extra.")},
         distributions=load_distributions(run_dir, name) if header.get("distributions") else None,
+        likeliest=_likeliest(columns),
     )
+
+
+def _likeliest(columns: dict[str, np.ndarray]) -> Likeliest | None:
+    if "likeliest.ids" not in columns:
+        return None
+    ids, logprobs = (columns[f"likeliest.{name}"] for name in ("ids", "logprobs"))
+    rows = len(columns["token_ids"])
+    return Likeliest(ids.reshape(rows, -1), logprobs.reshape(rows, -1))
 
 
 @readable(lambda name: distributions_file(name))
 def load_distributions(run_dir: Path | str, name: str) -> Distributions:
     """The whole distributions of a scoring; MismatchError where it has none."""
-    return capture_files.load_distributions(Path(run_dir), distributions_file(name))
+    return tables.load_distributions(Path(run_dir), distributions_file(name))
 
 
 @readable(lambda name: scoring_file(name))

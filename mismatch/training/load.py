@@ -35,7 +35,7 @@ from mismatch.training.experts import implementations_for
 from mismatch.training.experts import register as register_bounded
 from mismatch.training.routing.capture import require_readable
 from mismatch.training.routing.interventions import checkpoint_contexts
-from mismatch.training.routing.probe import require_interventions_possible
+from mismatch.training.routing.replay import require_interventions_possible
 from mismatch.training.scorer import Scorer, torch_dtype
 from mismatch.training.sequence_parallel import require_splittable
 from mismatch.training.source import (

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mismatch.errors import MismatchError
-from mismatch.models.decoder_layers import MLPS, child, norms_of
+from mismatch.models.moe import MLPS, child, norms_of
 
 Visit = Callable[[str, torch.Tensor], torch.Tensor | None]
 ROPE = "apply_rotary_pos_emb"

@@ -15,8 +15,7 @@ from mismatch.training.load import LoadedModel
 from mismatch.training.logprobs import Rounding
 from mismatch.training.packing import Batch, MicroBatch, collate
 from mismatch.training.routing.interventions import RouterDtype, RouterNoise
-from mismatch.training.routing.probe import require_interventions_work
-from mismatch.training.routing.replay import Replay, ReplaySource
+from mismatch.training.routing.replay import Replay, ReplaySource, require_interventions_work
 from mismatch.training.scorer import ForwardOptions, torch_dtype
 from mismatch.training.sequence_parallel import SequenceParallel
 from mismatch.types import Bools, Ints, Rollout

@@ -23,7 +23,7 @@ from mismatch.codec import from_json
 from mismatch.experiments.explanation import Experiment, applied, judged
 from mismatch.experiments.probes import CACHE, CACHE_FILE, FRESH, PROBES, RESCORING, judged_cache
 from mismatch.run import store
-from mismatch.run.scorings import REFERENCE
+from mismatch.run.store import REFERENCE
 from mismatch.specs import EngineSpec, RolloutSpec, to_dict
 from mismatch.types import Rollout, Sampling, Scoring
 from tests import families

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from mismatch.experiments.locate.document import from_document
+from mismatch.experiments.locate.judge import from_document
 from mismatch.experiments.locate.types import Location
 from mismatch.models.planted import plant
 from mismatch.pipeline.document import schema

@@ -23,8 +23,7 @@ import numpy as np
 import pytest
 
 from mismatch.engines.servers.journal import PLACE
-from mismatch.experiments.sync.document import sync_from_json
-from mismatch.experiments.sync.judge import judge, kept_caches, parted
+from mismatch.experiments.sync.judge import judge, kept_caches, parted, sync_from_json
 from mismatch.models import EMBEDDED
 from mismatch.probe import EXTENSION
 from mismatch.processes.launch import own_python

@@ -22,8 +22,7 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.regression.measure import against
 from mismatch.experiments.regression.types import Against, against_to_json, schema
 from mismatch.reports import html, markdown
-from mismatch.reports.files import write_page
-from mismatch.reports.machine import against_to_github, against_to_junit
+from mismatch.reports.files import against_to_github, against_to_junit, write_page
 from mismatch.reports.sections.regression import page
 from mismatch.reports.terminal import print_page
 from mismatch.run import store

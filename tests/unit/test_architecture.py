@@ -84,7 +84,7 @@ WORDS = re.compile(r"[A-Za-z]{2,}[,;:]? +[A-Za-z]{2,}")  # two words of a senten
 ENGLISH_OF_OTHERS = {  # file -> whose words it has to read
     "engines/model_info.py": "errors of transformers",
     "prompts/datasets.py": "errors of datasets",
-    "run/secrets.py": "the head of a private key's file",
+    "run/provenance.py": "the head of a private key's file",
 }
 MESSAGES = {"message", "reason", "detail", "summary"}  # attributes that hold our own sentences
 

@@ -13,9 +13,8 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.kernels import ATTENTION_COLUMNS, CONSEQUENCES, Audit
 from mismatch.processes.kernels.attention import audit_attention
 from mismatch.processes.kernels.cases import Candidate, names_here
-from mismatch.processes.kernels.costs import costs
+from mismatch.processes.kernels.costs import Runner, costs
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
-from mismatch.processes.kernels.runner import Runner
 
 TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"
 QUICK = Options(dtypes=("fp64", "bf16"), tokens=())
@@ -51,7 +50,7 @@ def failed(one: Audit) -> set[str]:
 
 
 def test_the_kernel_of_the_documentation_drops_the_sinks(geometry: ModelGeometry) -> None:
-    result = audit(geometry, "mismatch.processes.kernels.planted:no_sinks")
+    result = audit(geometry, "mismatch.training.attention.planted:no_sinks")
     own, consequences, _ = PLANTED["no_sinks"]
     assert own <= failed(result) <= own | consequences
 

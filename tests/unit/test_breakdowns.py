@@ -7,8 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch.analysis.breakdowns import Places, breakdowns, by_block, histogram
-from mismatch.analysis.token_classes import TOKEN_CLASSES, special_ids, token_class
+from mismatch.analysis.breakdowns import (
+    TOKEN_CLASSES,
+    Places,
+    breakdowns,
+    by_block,
+    histogram,
+    special_ids,
+    token_class,
+)
 from mismatch.reports.sections import where
 from mismatch.types import Comparison, Pair, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import calibration, calibration_page
 from benchmarks.calibration_blocks import Recorded, blocks, cut_scoring, judged
 from benchmarks.planted_fault import FAULTS
-from mismatch.analysis.square_levels import LEVELS
+from mismatch.analysis.displaced import LEVELS
 from mismatch.pipeline.build import Artefacts
 from mismatch.types import Routing, Scoring
 from tests.unit.test_square import SPEC, run_of

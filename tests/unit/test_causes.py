@@ -251,6 +251,12 @@ def test_tokens_of_a_cut_law_are_seen_though_both_sides_score_the_whole_one() ->
     assert 0.035 < float(surplus) < 0.0434
 
 
+def test_the_trainers_own_softcap_is_no_other_law_of_the_sampler() -> None:
+    case = drawn.softcapped(0, 5.0, rounding=0.005)
+    assert float((case.right + case.trainer.entropy).mean()) > 0.05  # by the trainer's law
+    assert "sampling-law" not in {cause.id for cause in causes(case).ranked}
+
+
 def test_settings_in_use_are_no_cause_of_their_own() -> None:
     case = stating(
         healthy(0), {"quantization": "mxfp4", "prefix_caching": True}, {"autocast": "bf16"}
@@ -586,6 +592,68 @@ def test_what_the_data_cannot_tell_apart_is_a_side_that_is_off() -> None:
     leading = first(made.case())
     assert (leading.id, leading.side) == ("side-off", "trainer")
     assert {"stale-weights", "rope-config"} <= set(leading.alike)
+
+
+def in_dtypes(engine: str, trainer: str, fault: float = 0.0, seed: int = 0) -> Case:
+    """A pair of which a side in "fp32" does not round; the trainer's function may be another."""
+    made = drawn.draw(seed)
+    confident = np.exp(drawn.log_law(made.logits)).max(axis=1, keepdims=True) ** 3
+    made.engine = made.logits.copy() if engine == "fp32" else made.engine
+    made.trainer = made.logits.copy() if trainer == "fp32" else made.trainer
+    made.trainer += fault * confident * made.rng.standard_normal(made.logits.shape)
+    return stating(made.case(), {"dtype": engine}, {"dtype": trainer})
+
+
+def test_in_float32_small_faults_are_named_on_their_side() -> None:
+    assert causes(in_dtypes("fp32", "fp32")).ranked == ()
+    leading = first(in_dtypes("fp32", "fp32", fault=0.05))
+    assert (leading.id, leading.side) == ("function-differs", "trainer")
+
+
+@pytest.mark.parametrize(("engine", "trainer"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_a_side_that_alone_rounds_is_the_precision(engine: str, trainer: str) -> None:
+    coarse = "engine" if trainer == "fp32" else "trainer"
+    (only,) = causes(in_dtypes(engine, trainer)).ranked
+    assert (only.id, only.side) == ("precision", coarse)
+    assert only.effect is not None
+    assert only.effect.value > 0.95
+
+
+def test_a_fault_in_float32_is_told_from_the_rounding_of_the_other_side() -> None:
+    leading = first(in_dtypes("bf16", "fp32", fault=0.2))
+    assert (leading.id, leading.side) == ("function-differs", "trainer")
+
+
+def test_autocast_around_float32_is_named_where_it_is_stated() -> None:
+    case = stating(in_dtypes("fp32", "bf16"), {"dtype": "fp32"}, {"dtype": "fp32"})
+    assert first(case).id in ("precision", "side-off")
+    stated = stating(case, {}, {"autocast": "bf16"})
+    assert [(c.id, c.side) for c in causes(stated).ranked] == [("trainer-autocast", "trainer")]
+
+
+def leaking(seed: int, budget: int) -> Case:
+    """Rows in packs of so many tokens; all but the first row of a pack are far off."""
+    case = healthy(seed)
+    right, rng, used = case.right.copy(), np.random.default_rng(seed), budget
+    for row, length in zip(case.rows, np.diff(case.rollout.offsets), strict=True):
+        used += int(length)
+        if used > budget:
+            used = int(length)
+            continue
+        right[row] -= rng.exponential(1.0, row.stop - row.start)
+    return changed(case, None, right)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_a_pack_that_see_each_other_are_named(seed: int) -> None:
+    (only,) = causes(leaking(seed, 1200)).ranked
+    assert (only.id, only.side) == ("packing-leak", "trainer")
+    # Rows that agree at places of no order are no packs.
+    case, right = healthy(seed), healthy(seed).right.copy()
+    for number, row in enumerate(case.rows):
+        if number not in (0, 3, 40, 44, 90):
+            right[row] -= np.random.default_rng(number).exponential(1.0, row.stop - row.start)
+    assert "packing-leak" not in {cause.id for cause in causes(changed(case, None, right)).ranked}
 
 
 def test_a_decode_that_flipped_in_a_few_prompts_is_no_path_of_its_own() -> None:

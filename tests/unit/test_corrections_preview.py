@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.corrections.preview import EQUAL_REWARDS, NO_REWARDS, NOT_LAWFUL, preview
-from mismatch.analysis.corrections.types import Corrections
+from mismatch.analysis.corrections.recipes import Corrections
 from mismatch.codec import from_json, to_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.corrections import CORRECTIONS, NONE, OVERRIDE, Settings, group_advantages

@@ -14,8 +14,8 @@ from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
 from mismatch.captures import CachePair
 from mismatch.codec import from_json, to_json
+from mismatch.engines.artefacts import NEW, context_of, measure, pair_of
 from mismatch.engines.base import Continued
-from mismatch.engines.cache_triple import NEW, context_of, measure, pair_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.explanation import (
     TESTS,

@@ -12,7 +12,6 @@ import pytest
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Context, MachineFacts, ModelFacts
 from mismatch.experiments.fixes.catalogue import FIXES, fix_named
-from mismatch.experiments.fixes.environment import context_of
 from mismatch.experiments.fixes.planning import (
     FixPlan,
     Variant,
@@ -21,6 +20,7 @@ from mismatch.experiments.fixes.planning import (
     plan_fixes,
     plan_pairs,
 )
+from mismatch.experiments.fixes.spec_edits import context_of
 from mismatch.pipeline.preflight import require_form
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
 from mismatch.types import Sampling

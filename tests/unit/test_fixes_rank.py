@@ -9,11 +9,12 @@ import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.fixes.base import FixOutcome, FixTable
-from mismatch.experiments.fixes.held_out import Tried, held_out
 from mismatch.experiments.fixes.significance import (
     Measured,
+    Tried,
     best_of,
     change_of,
+    held_out,
     judged,
     p_value,
     ranked,

@@ -24,7 +24,7 @@ from mismatch.reports.sections.fixes import sentences
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.run.messages import pass_label, write_error
-from mismatch.run.scorings import TRAIN
+from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, Pass
 from tests import made_run
 

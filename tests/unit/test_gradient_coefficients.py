@@ -20,7 +20,7 @@ from mismatch.experiments.gradients.coefficients import (
 )
 from mismatch.experiments.gradients.types import REWARDS
 from mismatch.metrics.corrections import CORRECTIONS
-from mismatch.training.gradient_sketch import GROUPS, group_of
+from mismatch.training.gradients import GROUPS, group_of
 from mismatch.types import Rollout, Scoring
 from tests.checkpoints import rollout
 

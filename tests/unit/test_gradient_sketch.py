@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch.training.gradient_sketch import CHUNK, ParameterShards, bucket_numbers, chunks
+from mismatch.training.gradients import CHUNK, ParameterShards, bucket_numbers, chunks
 
 CPU = torch.device("cpu")
 COUNT = 4000

@@ -8,23 +8,25 @@ import numpy as np
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.locate.document import from_document, to_document
 from mismatch.experiments.locate.judge import (
     explained,
+    from_document,
     groups_of,
     judge,
     place_of,
     removed,
+    to_document,
     with_first,
 )
 from mismatch.experiments.locate.measure import BEYOND, ROUNDING, Sums, site_errors
 from mismatch.experiments.locate.plan import actions_of, disk_bytes, part_of, require_disk, select
-from mismatch.experiments.locate.sites import LAYER_SITES, Site
 from mismatch.experiments.locate.types import (
+    LAYER_SITES,
     Group,
     Location,
     Sequence,
     SideLocation,
+    Site,
     SiteError,
 )
 from mismatch.models.config import ModelConfig

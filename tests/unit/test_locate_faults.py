@@ -15,8 +15,8 @@ import torch
 
 from mismatch.experiments.locate.judge import groups_of
 from mismatch.experiments.locate.measure import Sums, site_errors
-from mismatch.experiments.locate.sites import Site
-from mismatch.models.decoder_layers import norms_of
+from mismatch.experiments.locate.types import Site
+from mismatch.models.moe import norms_of
 from mismatch.processes.workers.locate_reference import Replay
 from mismatch.training.module_capture import Boundaries, Recorder
 from tests import checkpoints

@@ -34,7 +34,7 @@ from mismatch.processes.loop import finish_both, resume_from, shares
 from mismatch.processes.workers import loop_trainer
 from mismatch.processes.workers.loop_engine import EngineSide, own_rewards
 from mismatch.prompts.prompt import Prompt
-from mismatch.run.placement import Placement
+from mismatch.run.machine import Placement
 from mismatch.run.store import write_json
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.types import Floats, Rollout, Scoring

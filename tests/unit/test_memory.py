@@ -308,7 +308,7 @@ def test_copied_weights_are_warned_of_with_the_remedy():
 
 
 def test_a_probe_of_the_weight_sync_is_predicted_as_its_files_are() -> None:
-    from mismatch.doctor.sync_memory import UPDATE_BYTES, disk_bytes, predict_sync_probe
+    from mismatch.doctor.fit import UPDATE_BYTES, disk_bytes, predict_sync_probe
     from mismatch.models import EMBEDDED
     from mismatch.models.config import find_config
     from mismatch.models.weight_states import Checkpoint, cost_of

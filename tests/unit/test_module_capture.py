@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mismatch.engines.module_capture import join_ranks, of_rank
 from mismatch.errors import MismatchError
-from mismatch.experiments.locate.sites import LAYER_SITES, SOME_FAMILIES, TITLES
+from mismatch.experiments.locate.types import LAYER_SITES, SOME_FAMILIES, TITLES
 from mismatch.processes.workers.locate_reference import Adding, Replay, unseen
 from mismatch.training.module_capture import Boundaries, Recorder, require_known
 from tests import checkpoints

@@ -20,8 +20,7 @@ from mismatch.models import derived, mxfp4
 from mismatch.models.digests import source_hashes
 from mismatch.models.moe import require_forms
 from mismatch.pipeline.commands import run_score
-from mismatch.run.scorings import REFERENCE, WEIGHTS
-from mismatch.run.store import save_rollout
+from mismatch.run.store import REFERENCE, WEIGHTS, save_rollout
 from mismatch.specs import CheckSpec, TrainSpec, WeightsForm
 from tests.checkpoints import make, make_mxfp4, rollout
 

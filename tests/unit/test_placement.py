@@ -25,7 +25,7 @@ from mismatch.errors import MismatchError
 from mismatch.pipeline.preflight import require_replicas
 from mismatch.processes.launch import started
 from mismatch.processes.stages import GO, Stages
-from mismatch.run.placement import Placement, placement
+from mismatch.run.machine import Placement, placement
 from mismatch.specs import (
     CheckSpec,
     EngineSpec,

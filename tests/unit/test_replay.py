@@ -19,8 +19,7 @@ from mismatch.specs import TrainSpec
 from mismatch.training.packing import Batch, collate
 from mismatch.training.routing.capture import moe_layers, recording
 from mismatch.training.routing.interventions import RouterNoise, checkpoint_contexts, intervening
-from mismatch.training.routing.probe import require_interventions_possible
-from mismatch.training.routing.replay import Replay, ReplaySource
+from mismatch.training.routing.replay import Replay, ReplaySource, require_interventions_possible
 from mismatch.types import Routing, Scoring
 from tests.checkpoints import configuration, rollout
 

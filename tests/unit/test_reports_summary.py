@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mismatch.analysis.published_values import Reference
+from mismatch.analysis.thresholds import Reference
 from mismatch.metrics import METRICS as DECLARED
 from mismatch.reports import summary, words
 from mismatch.reports.elsewhere import Elsewhere
@@ -254,7 +254,7 @@ def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPa
     known = tuple(
         Reference("m", "s", summary.HEADLINE, value, "bf16 MoE", "src") for value in (1.0, 1e-9)
     )
-    monkeypatch.setattr("mismatch.analysis.published_values.REFERENCES", known)
+    monkeypatch.setattr("mismatch.analysis.thresholds.REFERENCES", known)
     section, noise = normal.of_report(make_report())
     assert [item["source"] for item in values(section.tables[0])] == ["src", None, "src"]
     ours = section.tables[0].cells()[1]

@@ -12,7 +12,7 @@ from mismatch.errors import MismatchError
 from mismatch.specs import TrainSpec
 from mismatch.training.routing.capture import moe_layers, recording
 from mismatch.training.routing.interventions import RouterDtype, intervening
-from mismatch.training.routing.probe import require_interventions_possible
+from mismatch.training.routing.replay import require_interventions_possible
 from tests.checkpoints import configuration
 
 ROWS = 64

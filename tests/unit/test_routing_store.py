@@ -12,7 +12,7 @@ from mismatch import captures
 from mismatch.captures import corruption, narrowest
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.run import store
-from mismatch.run.capture_files import read_arrays, write_arrays
+from mismatch.run.tables import read_arrays, write_arrays
 from mismatch.types import Routing, Scoring
 from tests.checkpoints import rollout
 

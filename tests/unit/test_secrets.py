@@ -16,8 +16,7 @@ from mismatch.reports.files import write_report
 from mismatch.run import store
 from mismatch.run.directory import Journal, new_directory
 from mismatch.run.messages import write_error
-from mismatch.run.provenance import provenance
-from mismatch.run.secrets import redact
+from mismatch.run.provenance import provenance, redact
 
 from ..made_run import make_run, rollout, scoring, spec
 from .test_launch import python

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mismatch.captures import Likeliest
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.servers import discovery, http, probing
@@ -635,12 +636,40 @@ def test_routes_survive_the_journal(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, "x")
     journal.begin({})
     routed = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)
-    journal.add(7, Sample([1, 2], np.array([-0.1, -0.25]), "stop", routed), "http://a")
+    top = Likeliest.of([[1, 3], [2, 1]], [[-0.1, -3.0], [-0.25, -9999.0]])
+    sample = Sample([1, 2], np.array([-0.1, -0.25]), "stop", routed, likeliest=top)
+    journal.add(7, sample, "http://a")
     found = Journal.open(tmp_path, "x").samples[7]
     assert found.routed is not None
     assert found.routed.dtype == np.uint8
     np.testing.assert_array_equal(found.routed, routed)
     np.testing.assert_array_equal(found.logprobs, [-0.1, -0.25])
+    assert found.likeliest is not None
+    np.testing.assert_array_equal(found.likeliest.ids, top.ids)
+    np.testing.assert_array_equal(found.likeliest.logprobs, top.logprobs)
+    assert found.likeliest.logprobs[1, 1] == -np.inf
+
+
+def require_likeliest(samples: list[Sample], temperature: float = 1.0) -> None:
+    """Five of every sampled token, as the scripted law has them."""
+    for sample, prompt in zip(samples, PROMPTS, strict=True):
+        assert sample.likeliest is not None
+        assert sample.likeliest.ids.shape == (len(sample.token_ids), 5)
+        before = [prompt[-1], *sample.token_ids[:-1]]
+        for token, ids, logprobs in zip(
+            before, sample.likeliest.ids, sample.likeliest.logprobs, strict=True
+        ):
+            said = law(token, temperature)
+            np.testing.assert_allclose(logprobs, np.sort(said)[::-1][:5], atol=1e-6)
+            np.testing.assert_allclose(said[ids], logprobs, atol=1e-6)
+
+
+def test_a_server_is_asked_for_the_likeliest_tokens(serve: Any) -> None:
+    engine = ServerEngine(spec(serve()), LAW, longest=64)
+    engine.likeliest = 5
+    require_likeliest([sample for (sample,) in engine.generate(PROMPTS, quiet)], LAW.temperature)
+    engine.likeliest = 0
+    assert all(sample.likeliest is None for (sample,) in engine.generate(PROMPTS, quiet))
 
 
 def test_where_servers_are_is_no_part_of_what_was_asked() -> None:

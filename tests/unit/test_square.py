@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mismatch.analysis.displaced import LEVELS
 from mismatch.analysis.levels import verdict
 from mismatch.analysis.registry import Measured
 from mismatch.analysis.square import Square, judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
-from mismatch.analysis.square_levels import LEVELS
 from mismatch.errors import MismatchError
 from mismatch.experiments.passes import float32_engine, plain_of, plain_passes, training_passes
 from mismatch.metrics.excess import excess_terms

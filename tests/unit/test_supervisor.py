@@ -15,8 +15,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.processes import launch
-from mismatch.processes.launch import Worker, finish, run_worker, started
-from mismatch.processes.stall import stall_limit
+from mismatch.processes.launch import Worker, finish, run_worker, stall_limit, started
 
 from .test_launch import alive, python, wait_for
 

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.sync.document import schema, sync_from_json, sync_to_json
 from mismatch.experiments.sync.judge import (
     judge,
     kept_caches,
@@ -20,17 +19,14 @@ from mismatch.experiments.sync.judge import (
     of_adapters,
     parameters,
     parted,
+    schema,
     score_rows,
+    sync_from_json,
+    sync_to_json,
     transposed_names,
 )
-from mismatch.experiments.sync.types import (
-    CacheRow,
-    Parameter,
-    ScoreRow,
-    SyncReport,
-)
-from mismatch.models.adapter_states import SCALE, Adapters, B
-from mismatch.models.weight_states import Prints, state_of, updated
+from mismatch.experiments.sync.types import CacheRow, Parameter, ScoreRow, SyncReport
+from mismatch.models.weight_states import SCALE, Adapters, B, Prints, state_of, updated
 
 Tensors = dict[str, torch.Tensor]
 EXPERTS, SQUARE, WIDE = "layers.0.mlp.experts.gate_up_proj", "layers.0.o_proj.weight", "layers.0.up"

@@ -11,7 +11,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED
-from mismatch.models.tokenizers import load_tokenizer, stop_ids
+from mismatch.models.resolved import load_tokenizer, stop_ids
 from mismatch.prompts import template as checks
 from mismatch.prompts.template import TemplateReport, examine
 from tests.command import mismatch

@@ -23,12 +23,12 @@ from mismatch.experiments.gradients.coefficients import choose_batch, plain_vect
 from mismatch.specs import Pass, Sampling, TrainSpec
 from mismatch.training import backward, gradients
 from mismatch.training.distributed import World
-from mismatch.training.gradient_sketch import group_of
 from mismatch.training.gradients import (
     BatchGradient,
     GradientJob,
     GradientSum,
     batch_gradient,
+    group_of,
     require_memory,
 )
 from mismatch.training.load import LoadedModel, load

@@ -35,7 +35,7 @@ from mismatch.experiments.engine_pair import (
 from mismatch.metrics import METRICS
 from mismatch.pipeline.commands import run_check
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
-from mismatch.pipeline.engine_pair import SecondEngine, dry_run_lines
+from mismatch.pipeline.scoring_pair import SecondEngine, dry_run_lines
 from mismatch.processes.stages import Stages
 from mismatch.reports.html import to_html
 from mismatch.reports.section import Section, cell_text
@@ -381,7 +381,7 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stages]:
 
 
 def test_each_engine_rescores_the_others_tokens_and_one_world_scores_both(staged: Stages) -> None:
-    from mismatch.pipeline.engine_pair import measure_two
+    from mismatch.pipeline.scoring_pair import measure_two
 
     measure_two(staged, [])
     assert Pretend.seen == [

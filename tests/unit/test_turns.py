@@ -138,9 +138,10 @@ def test_a_replica_is_told_the_turn_and_its_place() -> None:
         def send(self, message: Any) -> None: ...
 
     engine: Any = Scripted()
-    samples = replicas.answer(engine, "generate", ([[1], [2]], 3), 4, Connection())  # type: ignore[arg-type]
+    samples = replicas.answer(engine, "generate", ([[1], [2]], 3, 5), 4, Connection())  # type: ignore[arg-type]
     assert [sample.token_ids for (sample,) in samples] == [[103], [103]]
     assert engine.first_prompt == 4
+    assert engine.likeliest == 5
 
 
 def test_the_hash_of_a_spec_with_one_turn_knows_no_turns() -> None:
@@ -185,7 +186,7 @@ def test_what_follows_the_end_token_is_appended_and_the_end_token_is_not() -> No
 def test_the_ids_between_turns_are_those_of_the_template() -> None:
     """With an append-only template, prompt + answer + between = the whole conversation rendered."""
     from mismatch.models import resolve_model
-    from mismatch.models.tokenizers import load_tokenizer
+    from mismatch.models.resolved import load_tokenizer
 
     chat = load_tokenizer(resolve_model("tiny-gpt-oss"))
     messages = [

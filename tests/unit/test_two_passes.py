@@ -23,8 +23,15 @@ from mismatch.processes.workers.train import left_out
 from mismatch.reports.section import cell_text
 from mismatch.reports.sections import page
 from mismatch.reports.sections import two_passes as section
-from mismatch.run.scorings import NEW, NEW_REPLAYED, REGROUPED, REPLAYED, TRAIN
-from mismatch.run.store import save_rollout, save_scoring
+from mismatch.run.store import (
+    NEW,
+    NEW_REPLAYED,
+    REGROUPED,
+    REPLAYED,
+    TRAIN,
+    save_rollout,
+    save_scoring,
+)
 from mismatch.specs import (
     CheckSpec,
     EngineSpec,

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from mismatch.metrics.inference import jackknife_error, student
-from mismatch.run.scorings import REFERENCE
+from mismatch.run.store import REFERENCE
 from mismatch.types import Bools, Estimate, Floats, Ints, Rollout, Scoring
 
 FEW_PROMPTS = 8

@@ -19,7 +19,7 @@ from mismatch.analysis.diagnosis.detectors import turns
 from mismatch.analysis.diagnosis.ranking import Failure, look_of
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.run.scorings import TRAIN
+from mismatch.run.store import TRAIN
 from mismatch.types import Check, Estimate, Pair, Rollout, Scoring
 
 # Under these a run says nothing about a training run of thousands of prompts.

@@ -50,6 +50,7 @@ class ServerEngine:
     """One or more running servers of one model."""
 
     name: ClassVar[str] = "server"
+    likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.spec = spec
@@ -148,7 +149,7 @@ class ServerEngine:
         def ask(server: Server, job: int) -> Answer:
             ids, seed = prompts[requests[job][0]], self._seed(server, *requests[job])
             layout = self.group.layout if server.routes else None
-            answer = server.api.generate(ids, settings, seed, layout)
+            answer = server.api.generate(ids, settings, seed, layout, self.likeliest)
             if answer.identity != server.facts.configuration:
                 raise Changed(f"it answers as {answer.identity}, not {server.facts.configuration}")
             self._require_whole(answer.sample, server)

@@ -18,7 +18,7 @@ from mismatch.engines.servers.server_api import (
     context_length,
 )
 from mismatch.engines.sglang import wire
-from mismatch.engines.sglang.arguments import SPARE_TOKENS
+from mismatch.engines.sglang.wire import SPARE_TOKENS
 from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
 
@@ -88,8 +88,10 @@ class SglangAPI(ServerAPI):
         settings: dict[str, Any],
         seed: int | None,
         layout: ExpertLayout | None,
+        likeliest: int = 0,
     ) -> Answer:
-        body = wire.generate_request(ids, settings, routes=layout is not None, seed=seed)
+        routes = layout is not None
+        body = wire.generate_request(ids, settings, routes=routes, seed=seed, likeliest=likeliest)
         answer = _one(self.client.post("/generate", body))
         routed = None
         if layout is not None and wire.has_routes(answer):

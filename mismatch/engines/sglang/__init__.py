@@ -10,8 +10,9 @@ INFO = EngineInfo(
     "in a clone; elsewhere pip install 'train-infer-mismatch[sglang]' there and name its "
     "interpreter: --sglang-python ENV/bin/python",
     import_check="import sglang",
-    preflight="mismatch.engines.sglang.arguments:require_arguments",
+    preflight="mismatch.engines.sglang.wire:require_arguments",
     own_environment=True,
+    record="mismatch.engines.module_capture:record",
     sync_driver="mismatch.engines.sglang.sync_driver:SglangDriver",
     weight_paths={
         "disk": "update_weights_from_disk(…), which drops the cache",

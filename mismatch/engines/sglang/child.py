@@ -14,13 +14,15 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from mismatch.engines.distribution_capture import stable_top_k
-from mismatch.engines.fused_weights import NO_DIGESTS, loaded_digests
-from mismatch.engines.held_weights import HeldWeights, Ranks
+from mismatch.engines.held_weights import NO_DIGESTS, HeldWeights, Ranks, loaded_digests
 from mismatch.engines.sglang import cpu as sglang_cpu
+from mismatch.engines.sglang import wire
+from mismatch.errors import MismatchError
 from mismatch.models.resolved import resolved
 
 # A file that the scheduler leaves its last error in: its own log says it to a person only.
@@ -233,3 +235,26 @@ def on_failure(number: int, frame: Any) -> None:
     """
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # several children may say so
     raise RuntimeError("a process of SGLang failed")
+
+
+def offline() -> Any:
+    """SGLang's ``Engine``, whose processes begin in mismatch/engines/sglang/child.py."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    class Offline(Engine):  # type: ignore[misc]
+        run_scheduler_process_func = staticmethod(run_scheduler)
+        run_detokenizer_process_func = staticmethod(run_detokenizer)
+
+        def mismatch_called(self, method: str, *args: Any) -> Any:
+            """What a call beside the model answers, of the first rank; see ``child.call``."""
+            with tempfile.TemporaryDirectory(prefix="mismatch-sglang-") as place:
+                answer = Path(place) / "answer.json"
+                try:
+                    self.collective_rpc(
+                        "mismatch_call", name=method, args=list(args), answer=str(answer)
+                    )
+                except AssertionError as error:
+                    raise MismatchError(f"SGLang failed: {error}", wire.LOG_FIX) from error
+                return json.loads(answer.read_text())
+
+    return Offline

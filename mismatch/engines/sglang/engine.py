@@ -29,15 +29,14 @@ from mismatch.engines.base import (
 from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.engines.sglang import wire
-from mismatch.engines.sglang.arguments import (
+from mismatch.engines.sglang.child import ERROR_FILE, FACTS, offline, on_failure
+from mismatch.engines.sglang.wire import (
     captures_routes,
     deterministic,
     engine_arguments,
     raw_logprobs,
     set_environment,
 )
-from mismatch.engines.sglang.child import ERROR_FILE, FACTS, on_failure
-from mismatch.engines.sglang.offline import offline
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec
@@ -63,6 +62,7 @@ class SglangEngine:
     """SGLang's ``Engine`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "sglang"
+    likeliest = 0
     prepare = staticmethod(set_environment)
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
@@ -132,7 +132,9 @@ class SglangEngine:
 
     def _body(self, ids: list[int], prompt: int, sample: int) -> dict[str, Any]:
         seed = sample_seed(self.sampling.seed, prompt, sample) if self._seeded else None
-        return wire.generate_request(ids, self._sent, routes=self._capture, seed=seed)
+        return wire.generate_request(
+            ids, self._sent, routes=self._capture, seed=seed, likeliest=self.likeliest
+        )
 
     def _sample(self, answer: dict[str, Any], prompt: int, where: str) -> Sample:
         routed: NDArray[Any] | None = None

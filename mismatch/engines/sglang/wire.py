@@ -5,6 +5,8 @@ its answer ``{"output_ids", "meta_info": {…}}``. In ``meta_info``:
 
 - ``output_token_logprobs``: ``[logprob, id, text]`` of every sampled id, of log_softmax(logits / T)
   over the whole vocabulary, taken before top-k and top-p; at T = 0 of log_softmax(logits).
+- ``output_top_logprobs``: per sampled id the likeliest ids, ``[logprob, id, text]`` each, of the
+  same law; with ``top_logprobs_num`` alone.
 - ``input_token_logprobs``: the same from ``logprob_start_len`` on, always at T = 1; the first entry
   has no logprob, whatever the start.
 - ``routed_experts``: base64 of little-endian int32 [prompt + sampled - 1, layers of the model, K].
@@ -17,15 +19,127 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.engines.base import LIKELIEST, Continued, Sample, require_starts
+from mismatch.captures import Likeliest
+from mismatch.engines.base import (
+    GREEDY_TOP,
+    Continued,
+    Sample,
+    argument_name,
+    checked_arguments,
+    context_needed,
+    refuse_own,
+    require_starts,
+)
+from mismatch.engines.model_info import ModelInfo
+from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Floats, Sampling
+
+# Options of mismatch that set these engine arguments: one place to say a thing.
+OWN_OPTIONS = {
+    "model_path": "--model",
+    "tokenizer_path": "--model",
+    "revision": "--revision",
+    "dtype": "--dtype",
+    "tp_size": "--tensor-parallel-size",
+    "context_length": "--max-model-len",
+    "mem_fraction_static": "--gpu-memory-utilization",
+    "random_seed": "--seed",
+    "trust_remote_code": "--trust-remote-code",
+    "enable_return_routed_experts": "--routing or --no-routing",
+}
+# They would take the engine out of this process's hands.
+KEPT = dict.fromkeys(
+    (
+        *("custom_sigquit_handler", "skip_tokenizer_init", "nnodes", "node_rank", "use_ray"),
+        *("is_embedding", "tokenizer_worker_num", "dp_size"),
+    ),
+    "SGLang's own setting of this",
+)
+RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"  # SGLang's switch: output logprobs at T = 1
+# SGLang keeps room behind a prompt, and takes one token less than the context in all.
+SPARE_TOKENS = 8
+
+
+def require_arguments(spec: EngineSpec) -> None:
+    """Before the engine's process starts: no argument that mismatch sets itself."""
+    refuse_own(spec, OWN_OPTIONS, KEPT)
+
+
+def set_environment() -> None:
+    """What SGLang reads when it is imported; worker process only."""
+    sglang_cpu.prepare()
+
+
+def raw_logprobs() -> bool:
+    """Whether SGLang was told to report output logprobs at T = 1."""
+    return os.environ.get(RAW, "").lower() in ("1", "true")
+
+
+def engine_arguments(
+    spec: EngineSpec, sampling: Sampling, info: ModelInfo, longest: int
+) -> dict[str, Any]:
+    """Keyword arguments of SGLang's engine; the user's own (``spec.args``) come last and win."""
+    context = spec.max_model_len or context_needed(longest + SPARE_TOKENS, info.context)
+    if context < longest + SPARE_TOKENS:
+        raise MismatchError(
+            f"sequences of up to {longest} tokens, and the context is {context}: SGLang keeps "
+            f"{SPARE_TOKENS} tokens of it free",
+            f"lower --max-tokens by {longest + SPARE_TOKENS - context}, or raise --max-model-len",
+        )
+    arguments: dict[str, Any] = {
+        "model_path": spec.model,
+        "revision": spec.revision,
+        "dtype": TORCH_NAMES[spec.dtype],
+        "tp_size": spec.tensor_parallel_size,
+        "context_length": context,
+        "random_seed": sampling.seed,
+        "trust_remote_code": spec.trust_remote_code,
+        "enable_return_routed_experts": captures_routes(spec, info),
+        "log_level": "warning",
+    }
+    if sglang_cpu.on_cpu():
+        arguments |= sglang_cpu.ARGUMENTS
+        arguments["max_total_tokens"] = max(arguments["max_total_tokens"], 4 * context)
+    if spec.gpu_memory_utilization is not None:
+        arguments["mem_fraction_static"] = spec.gpu_memory_utilization
+    return arguments | user_arguments(spec)
+
+
+def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
+    """Whether routed experts are asked for and exist."""
+    return spec.routing and info.moe
+
+
+def deterministic(spec: EngineSpec) -> bool:
+    """Whether seeds decide tokens: SGLang ignores them unless told to be deterministic."""
+    given = {argument_name(raw): value for raw, value in spec.args}
+    named = ("enable_deterministic_inference", "rl_on_policy_target")
+    return any(bool(given.get(name)) for name in named)
+
+
+def user_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """``--engine-arg`` pairs, checked against SGLang's own list.
+
+    Raises:
+        MismatchError: unknown name, or a name that mismatch has an option for.
+    """
+    if not spec.args:
+        return {}
+    from sglang.srt.server_args import ServerArgs
+
+    known = set(ServerArgs.__struct_fields__)
+    help_command = "python -m sglang.launch_server --help"
+    return checked_arguments(spec, "SGLang", known, OWN_OPTIONS, KEPT, help_command)
+
 
 LOG_FIX = "look into the engine's log for the reason"
 CAPTURE_FIX = (
@@ -51,12 +165,18 @@ def sampling_parameters(sampling: Sampling, stop_ids: Sequence[int]) -> dict[str
 
 
 def generate_request(
-    ids: Sequence[int], parameters: Mapping[str, Any], *, routes: bool, seed: int | None = None
+    ids: Sequence[int],
+    parameters: Mapping[str, Any],
+    *,
+    routes: bool,
+    seed: int | None = None,
+    likeliest: int = 0,
 ) -> dict[str, Any]:
     """Body of a request that samples one continuation, with its logprobs (and experts).
 
     Args:
         seed: of this request; SGLang looks at it in its deterministic mode alone.
+        likeliest: tokens to give with each sampled one.
     """
     seeded = {} if seed is None else {"sampling_seed": seed}
     body = {
@@ -65,6 +185,7 @@ def generate_request(
         "return_logprob": True,
         "logprob_start_len": -1,  # of the sampled ids alone
     }
+    body |= {"top_logprobs_num": likeliest} if likeliest else {}
     return body | {"return_routed_experts": True} if routes else body
 
 
@@ -79,7 +200,7 @@ def greedy_request(ids: Sequence[int], max_tokens: int, read_cache: bool) -> dic
         "input_ids": list(ids),
         "sampling_params": parameters | {"ignore_eos": True},
         "return_logprob": True,
-        "top_logprobs_num": LIKELIEST,
+        "top_logprobs_num": GREEDY_TOP,
         "logprob_start_len": -1 if read_cache else 0,
     }
 
@@ -143,7 +264,17 @@ def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | N
         raise MismatchError(
             f"SGLang gave {len(given)} logprobs for {len(ids)} tokens ({where})", LOG_FIX
         )
-    return Sample(ids, _values(given, where), str(reason["type"]), routed)
+    values = _values(given, where)
+    return Sample(ids, values, str(reason["type"]), routed, likeliest=_likeliest(facts, len(ids)))
+
+
+def _likeliest(facts: Mapping[str, Any], count: int) -> Likeliest | None:
+    """The likeliest ids of every sampled token; None where an answer has them not for all."""
+    rows = facts.get("output_top_logprobs") or []
+    if len(rows) != count or len({len(row) for row in rows}) != 1:
+        return None
+    ids = [[entry[1] for entry in row] for row in rows]
+    return Likeliest.of(ids, [[entry[0] for entry in row] for row in rows])
 
 
 def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, where: str) -> Floats:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Likeliest
 from mismatch.engines.base import (
     Capabilities,
     ExpertLayout,
@@ -52,6 +53,7 @@ class Row:
     Attributes:
         job: (prompt, sample).
         routed: experts [tokens, L, K] of every forward so far, as ``EXPERT``.
+        likeliest: ids and logprobs [k] each of every sampled token, where they are kept.
     """
 
     job: tuple[int, int]
@@ -59,6 +61,7 @@ class Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed: list[NDArray[Any]] = field(default_factory=list)
+    likeliest: list[tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=list)
 
     @classmethod
     def seeded(cls, seed: int, job: tuple[int, int], first: int = 0) -> Self:
@@ -74,10 +77,11 @@ class Row:
 
     def finish(self, reason: str) -> Sample:
         logprobs = np.asarray(self.logprobs, np.float64)
+        top = Likeliest.of(*zip(*self.likeliest, strict=True)) if self.likeliest else None
         if not self.routed:
-            return Sample(self.ids, logprobs, reason)
+            return Sample(self.ids, logprobs, reason, likeliest=top)
         routed = np.concatenate(self.routed)
-        return Sample(self.ids, logprobs, reason, routed["id"], routed["weight"])
+        return Sample(self.ids, logprobs, reason, routed["id"], routed["weight"], top)
 
 
 def experts_of(layers: Sequence[LayerRoutes]) -> NDArray[Any]:
@@ -119,6 +123,7 @@ class TransformersEngine:
 
     name: ClassVar[str] = "transformers"
     first_prompt = 0
+    likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.spec = spec
@@ -239,7 +244,13 @@ class TransformersEngine:
                 for row, part in zip(rows, routed, strict=True):
                     row.routed.append(part)
             self._look(rows, logits)
-            draw(rows, law_logprobs(logits, self.sampling), self.sampling.temperature == 0)
+            law = law_logprobs(logits, self.sampling)
+            draw(rows, law, self.sampling.temperature == 0)
+            if self.likeliest:
+                top = law.topk(min(self.likeliest, law.shape[-1]), dim=-1)
+                found = zip(top.indices.cpu().numpy(), top.values.cpu().numpy(), strict=True)
+                for row, pair in zip(rows, found, strict=True):
+                    row.likeliest.append(pair)
             keep = []
             for index, row in enumerate(rows):
                 stopped = row.ids[-1] in self.info.stop_ids

@@ -73,7 +73,7 @@ def apply_adapter(model: Any, weights: Mapping[str, Any], before: Sequence[Any])
         weights: A and B by the names of an adapter's file.
         before: hooks of the adapter that this one replaces.
     """
-    from mismatch.models.adapter_states import SCALE, A, B
+    from mismatch.models.weight_states import SCALE, A, B
 
     for hook in before:
         hook.remove()

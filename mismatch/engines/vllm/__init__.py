@@ -23,6 +23,7 @@ INFO = EngineInfo(
     import_check=LOAD_LIBRARY,
     preflight="mismatch.engines.vllm.arguments:require_machine",
     replicas=True,
+    record="mismatch.engines.module_capture:record",
     sync_driver="mismatch.engines.vllm.sync_driver:VllmDriver",
     weight_paths={
         "reload": "reload_weights(weights_path=…), vLLM's own",

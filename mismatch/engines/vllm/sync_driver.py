@@ -14,8 +14,7 @@ from mismatch.engines.model_info import read_model_info
 from mismatch.engines.sync_drivers import Answer, CalledDriver, Held
 from mismatch.engines.vllm.arguments import is_cpu_build
 from mismatch.errors import MismatchError
-from mismatch.models.adapter_states import RANK, Adapters
-from mismatch.models.weight_states import Checkpoint, state_of
+from mismatch.models.weight_states import RANK, Adapters, Checkpoint, state_of
 from mismatch.specs import EngineSpec
 from mismatch.types import NotTested
 

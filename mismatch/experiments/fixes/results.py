@@ -22,13 +22,14 @@ from mismatch.experiments.fixes.base import (
     FixOutcome,
     FixTable,
 )
-from mismatch.experiments.fixes.held_out import Tried, held_out
 from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of
 from mismatch.experiments.fixes.significance import (
     METHOD,
     Measured,
+    Tried,
     best_of,
     change_of,
+    held_out,
     judged,
     p_value,
     ranked,
@@ -39,8 +40,7 @@ from mismatch.metrics.difference import common_prompts
 from mismatch.metrics.inference import LEVEL, holm
 from mismatch.run import store
 from mismatch.run.directory import invocations
-from mismatch.run.scorings import TRAIN
-from mismatch.run.store import FIX_PREFIX
+from mismatch.run.store import FIX_PREFIX, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Comparison, Estimate, Report, Scoring
 

@@ -18,9 +18,9 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.analysis import check_gradients
 from mismatch.experiments.gradients.types import GradientBatch, GradientCheck, Gradients
 from mismatch.run import manifest
-from mismatch.run.capture_files import read_arrays, write_arrays
 from mismatch.run.manifest import write_atomic
 from mismatch.run.messages import pass_label, read_error
+from mismatch.run.tables import read_arrays, write_arrays
 
 
 def check_of_run(

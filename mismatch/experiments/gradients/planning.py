@@ -192,7 +192,7 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
         context: of the fixes; found out where it is not given.
     """
     from mismatch.experiments.passes import reference_of, training_passes
-    from mismatch.run.scorings import NEW, REFERENCE, REGROUPED, TRAIN
+    from mismatch.run.store import NEW, REFERENCE, REGROUPED, TRAIN
 
     made = {one.name: one.spec for one in training_passes(spec)}
     # The plain kernels keep every score for the backward pass.
@@ -240,8 +240,8 @@ def memory_line(spec: CheckSpec) -> str:
 
 def _variants(spec: CheckSpec, context: Context | None) -> tuple[list[Variant], list[str]]:
     """Fixes of the trainer on the check's own tokens, and what is left out."""
-    from mismatch.experiments.fixes.environment import context_of
     from mismatch.experiments.fixes.planning import plan_fixes
+    from mismatch.experiments.fixes.spec_edits import context_of
 
     asked = spec if spec.fixes else replace(spec, fixes=NATURAL)
     planned = plan_fixes(asked, context or context_of(spec))

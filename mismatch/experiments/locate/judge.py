@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 
+from mismatch.codec import status_schema, to_json, with_verdict, without_verdict
 from mismatch.errors import MismatchError
-from mismatch.experiments.locate.sites import TITLES, Site
 from mismatch.experiments.locate.types import (
+    TITLES,
     Group,
     Location,
     SideLocation,
+    Site,
     SiteError,
     Status,
 )
+from mismatch.run import store
 from mismatch.types import Floats
 
 MATTERS = 0.05  # share of a side's distance that a first source explains, or that goes with it
@@ -225,3 +230,35 @@ def place_of(group: Group) -> str:
     run = len(group.layers) == high - low + 1
     listed = f"{low} to {high}" if run else ", ".join(map(str, group.layers))
     return f"{title} of layers {listed}"
+
+
+SCHEMA, FILE = "mismatch.locate/1", "locate.json"
+COMMAND, PAGE = "mismatch locate", "docs/locate.md"
+
+
+def to_document(found: Location) -> dict[str, Any]:
+    """As JSON data, with the verdict."""
+    verdict = judge(found)
+    head = {"status": verdict.status, "reason": verdict.reason}
+    return {"schema": SCHEMA, "verdict": head, **to_json(found)}
+
+
+def from_document(document: Any) -> Location:
+    """The inverse of :func:`to_document`; raises as :func:`mismatch.codec.without_verdict`."""
+    return without_verdict(Location, document, SCHEMA, command=COMMAND, page=PAGE)
+
+
+def of_run(run_dir: Path | str) -> Location | None:
+    """What ``mismatch locate`` left in a run; None where it left nothing.
+
+    Raises:
+        MismatchError: it is damaged.
+    """
+    if not (Path(run_dir) / FILE).exists():
+        return None
+    return from_document(store.load_document(run_dir, FILE))
+
+
+def document_schema(definitions: dict[str, Any]) -> dict[str, Any]:
+    """The JSON Schema of the document, as a part of another."""
+    return with_verdict(Location, SCHEMA, status_schema(get_args(Status)), definitions)

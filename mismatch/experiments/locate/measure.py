@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.experiments.locate.sites import Site
-from mismatch.experiments.locate.types import Role, SiteError
+from mismatch.experiments.locate.types import Role, Site, SiteError
 
 # Relative rounding of one operation in each dtype; float32 products differ by their order of sums.
 ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-12, "fp32": 2.0**-21}

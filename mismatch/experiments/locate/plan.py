@@ -12,7 +12,7 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.locate.types import Sequence
 from mismatch.experiments.passes import plain_of, reference_of
 from mismatch.models.config import ModelConfig
-from mismatch.run.scorings import PLAIN, REFERENCE, TRAIN
+from mismatch.run.store import PLAIN, REFERENCE, TRAIN
 from mismatch.specs import Dtype, EngineSpec, Pass, Sampling, TrainSpec
 from mismatch.types import Fingerprint, Floats, Ints, Rollout
 

@@ -33,7 +33,7 @@ from mismatch.metrics.inference import LEVEL, exchange, holm
 from mismatch.metrics.registry import Metric
 from mismatch.run import store
 from mismatch.run.directory import invocations
-from mismatch.run.scorings import TRAIN
+from mismatch.run.store import TRAIN
 from mismatch.types import Comparison, Estimate, Ints, Rollout
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mismatch.analysis.displaced import Standing
 from mismatch.analysis.sides import Sides
 from mismatch.analysis.square import Evidence
-from mismatch.analysis.square_levels import Standing
 from mismatch.codec import object_schema, to_json
 from mismatch.errors import MismatchError
 from mismatch.metrics.inference import prompts_to_tell

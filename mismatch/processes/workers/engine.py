@@ -23,9 +23,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from mismatch.captures import Distributions
+from mismatch.captures import LIKELIEST
 from mismatch.codec import to_json
-from mismatch.engines import cache_triple
+from mismatch.engines import artefacts
 from mismatch.engines.artefacts import (
     build_rollout,
     decode_fingerprint,
@@ -49,7 +49,7 @@ from mismatch.engines.replicas import make_engine
 from mismatch.engines.turns import Trajectory, WatchedTurns, play, starting
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
-from mismatch.models.tokenizers import token_texts
+from mismatch.models.resolved import token_texts
 from mismatch.prompts.adapters import adapted
 from mismatch.prompts.environments import Environment, Replies, built_in
 from mismatch.prompts.prompt import Prompt
@@ -200,7 +200,7 @@ def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None 
     longest = int(np.diff(rollout.offsets).max())
     prompts = first_prompts(rollout)
     if cache is not None:
-        longest = max(longest, cache_triple.context_of(max(map(len, prompts))))
+        longest = max(longest, artefacts.context_of(max(map(len, prompts))))
     with make_engine(kind, in_form(spec.engine), spec.sampling, longest) as engine:
         report_ready()
         if name is not None:
@@ -237,7 +237,7 @@ def read_cache(
         facts = engine.fingerprint("decode")
         block = int(facts.get("block_size") or facts.get("page_size") or 0)
         reading = cast(CacheReading, engine)
-        pairs = cache_triple.measure(reading, prompts, block, Reporter("cache"))
+        pairs = artefacts.measure(reading, prompts, block, Reporter("cache"))
     except MismatchError as error:
         return {"pairs": [], "reason": error.message}
     return {"pairs": to_json(pairs), "reason": ""}
@@ -273,9 +273,10 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     Raises:
         CorruptCapture: the routed experts cannot be true; tokens and logprobs are saved by then.
     """
+    engine.likeliest = LIKELIEST
     rollout, trajectories, decode = sampled(spec, engine, ready, Reporter("rollout"))
     store.save_rollout(run_dir, rollout, made_by=spec)
-    save_texts(run_dir, rollout, decode, ready.tokenizer)
+    save_texts(run_dir, rollout, decode, ready)
     if ready.capabilities.routed_experts:
         try:
             decode = with_routes(engine, trajectories, decode, rollout)
@@ -319,10 +320,10 @@ def sampled(
     return rollout, trajectories, decode
 
 
-def save_texts(run_dir: Path, rollout: Rollout, decode: Scoring, tokenizer: Any) -> None:
+def save_texts(run_dir: Path, rollout: Rollout, decode: Scoring, ready: Ready) -> None:
     """Texts of all tokens that a report may show."""
-    ids = np.union1d(rollout.token_ids, likely_ids(decode.distributions))
-    store.save_vocabulary(run_dir, token_texts(tokenizer, ids.tolist()))
+    ids = known_ids(rollout, decode, ready.info.vocab_size)
+    store.save_vocabulary(run_dir, token_texts(ready.tokenizer, ids.tolist()))
 
 
 def environment_class(spec: RolloutSpec) -> Callable[[Prompt], Environment] | None:
@@ -451,14 +452,18 @@ def keep_without_routes(
     )
 
 
-def likely_ids(distributions: Distributions | None) -> Ints:
-    """What the engine thought likeliest at the positions whose distribution is kept: sorted ids."""
-    if distributions is None:
-        return np.zeros(0, np.int64)
-    columns = np.argsort(-distributions.logprobs, axis=1)[:, :LIKELY]
-    if distributions.ids is not None:
-        columns = np.take_along_axis(distributions.ids, columns, axis=1)
-    return np.unique(columns)
+def known_ids(rollout: Rollout, decode: Scoring, vocabulary: int) -> Ints:
+    """The ids whose texts are kept, sorted: those of the rollout, and what the engine thought
+    likeliest in their places."""
+    parts = [rollout.token_ids]
+    if decode.likeliest is not None:
+        parts.append(np.unique(decode.likeliest.ids).astype(np.int64))
+    if (law := decode.distributions) is not None:
+        columns = np.argsort(-law.logprobs, axis=1)[:, :LIKELY]
+        parts.append(columns if law.ids is None else np.take_along_axis(law.ids, columns, axis=1))
+    ids = np.unique(np.concatenate([part.reshape(-1) for part in parts]))
+    known: Ints = ids[ids < vocabulary]
+    return known
 
 
 @contextmanager

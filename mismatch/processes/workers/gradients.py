@@ -228,7 +228,7 @@ class _Taking:
             return
         plan, batch, work = self.plan, self.work.batch, self.work
         member = np.unique(self.rollout.sequence_of_token[self.rollout.actions][batch.member])
-        from mismatch.training.gradient_sketch import SKETCH_SIZE
+        from mismatch.training.gradients import SKETCH_SIZE
 
         facts = GradientBatch(
             trainers=tuple(planned.trainer for planned in plan.passes),

@@ -73,22 +73,22 @@ def record_engine(job: dict[str, Any]) -> None:
     Raises:
         MismatchError: an engine whose modules cannot be recorded, or that cannot start.
     """
-    from importlib import import_module
+    from pkgutil import resolve_name
 
-    from mismatch.engines.registry import engine_class
+    from mismatch.engines.registry import engine_class, engine_info
     from mismatch.models.derived import in_form
 
     spec = from_dict(RolloutSpec, job["spec"])
     name, rollout = spec.engine.engine, part_in(job)
     longest = int(np.diff(rollout.offsets).max())
     folder = side_folder(job["place"], f"{name}:prefill")
-    module = import_module(f"mismatch.engines.{name}.module_capture")
+    record = resolve_name(str(engine_info(name).record))
     sequences = [ids.tolist() for ids in rollout.sequences()]
     starts = [int(np.flatnonzero(mask)[0]) for mask in masks_of(rollout)]
     law = spec.sampling
     with engine_class(name)(in_form(spec.engine), law, longest) as engine:
         report_ready()
-        scores = module.record(engine, sequences, starts, law.temperature, folder)
+        scores = record(engine, sequences, starts, law.temperature, folder)
         facts = engine.fingerprint("prefill")
     for number, (values, mask, start) in enumerate(
         zip(scores, masks_of(rollout), starts, strict=True)
@@ -102,7 +102,7 @@ def with_revert(
     side: SideLocation, reference: Any, world: Any, passes: list[Pass], rollout: Rollout
 ) -> SideLocation:
     """The trainer runs again with the reference's output at its first source."""
-    from mismatch.processes.workers.locate_forward import Forward
+    from mismatch.processes.workers.locate_reference import Forward
 
     if side.role != "trainer" or side.source is None:
         return side
@@ -125,8 +125,7 @@ def run_passes(job: dict[str, Any]) -> None:
     """Record the trainer and the plain forwards, then replay every side in the reference."""
     import transformers
 
-    from mismatch.processes.workers.locate_forward import Forward
-    from mismatch.processes.workers.locate_reference import Reference
+    from mismatch.processes.workers.locate_reference import Forward, Reference
     from mismatch.training.distributed import World
 
     logging: Any = transformers.utils.logging

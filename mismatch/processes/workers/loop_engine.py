@@ -24,8 +24,7 @@ from mismatch.engines.turns import Trajectory
 from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.loop.history import ASLEEP, DONE, GO, STEPS, WEIGHTS
 from mismatch.experiments.loop.types import AUTO, LoopSpec
-from mismatch.experiments.sync.document import sync_to_json
-from mismatch.experiments.sync.judge import judge, transposed_names
+from mismatch.experiments.sync.judge import judge, sync_to_json, transposed_names
 from mismatch.experiments.sync.types import SyncReport, SyncSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
@@ -324,7 +323,7 @@ class EngineSide:
         store.save_rollout(folder, rollout, made_by=spec)
         store.save_scoring(folder, decode, rollout, made_by=spec)
         if whole:
-            save_texts(folder, rollout, decode, self.ready.tokenizer)
+            save_texts(folder, rollout, decode, self.ready)
             if rollout.fingerprint["prefill"]:
                 rescore(folder, spec, self.engine)
 

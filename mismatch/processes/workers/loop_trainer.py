@@ -41,7 +41,7 @@ from mismatch.processes.workers.gradients import replay_source
 from mismatch.processes.workers.train import engine_distributions, free_memory, wait_for
 from mismatch.run import store
 from mismatch.run.messages import leave, report_ready, say
-from mismatch.run.scorings import TRAIN
+from mismatch.run.store import TRAIN
 from mismatch.specs import Pass
 from mismatch.types import Floats, Rollout, Scoring
 

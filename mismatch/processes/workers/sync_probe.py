@@ -26,8 +26,7 @@ from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.sync.judge import cache_row, of_adapters, parameters, transposed_names
 from mismatch.experiments.sync.types import CacheRow, SyncReport, SyncSpec
-from mismatch.models.adapter_states import Adapters
-from mismatch.models.weight_states import PUSHES, SIZE, Checkpoint, Prints, state_of
+from mismatch.models.weight_states import PUSHES, SIZE, Adapters, Checkpoint, Prints, state_of
 from mismatch.processes.workers.engine import reported
 from mismatch.run.messages import leave, report_ready, report_timing, say
 from mismatch.run.store import read_json, write_json

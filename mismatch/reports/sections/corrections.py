@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mismatch.analysis.corrections.choice import TARGET_WORDS
-from mismatch.analysis.corrections.recipes import Recipe, recipes
-from mismatch.analysis.corrections.types import Against, Corrections, Preview
+from mismatch.analysis.corrections.preview import TARGET_WORDS
+from mismatch.analysis.corrections.recipes import Against, Corrections, Preview, Recipe, recipes
 from mismatch.metrics.corrections import NONE, OVERRIDE, Level
 from mismatch.reports.formatting import (
     brief,

@@ -8,7 +8,7 @@ from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.analysis.square import sides_at_fault
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
-from mismatch.experiments.fixes.pages import settings_of
+from mismatch.experiments.fixes.guides import settings_of
 from mismatch.metrics.forecast import Forecast
 from mismatch.reports.formatting import (
     alike,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mismatch.analysis.corrections.types import Corrections
+from mismatch.analysis.corrections.recipes import Corrections
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import (
     RANKED_BY,
@@ -18,7 +18,7 @@ from mismatch.experiments.fixes.base import (
     check_command,
 )
 from mismatch.experiments.fixes.catalogue import is_combination, labels
-from mismatch.experiments.fixes.pages import settings_of
+from mismatch.experiments.fixes.guides import settings_of
 from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.metrics.inference import LEVEL, prompts_to_tell
 from mismatch.reports.formatting import (

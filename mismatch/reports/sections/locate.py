@@ -13,8 +13,7 @@ from mismatch.experiments.locate.judge import (
     place_of,
     sentence,
 )
-from mismatch.experiments.locate.sites import TITLES
-from mismatch.experiments.locate.types import Group, Location, SideLocation, SiteError
+from mismatch.experiments.locate.types import TITLES, Group, Location, SideLocation, SiteError
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above, ticks

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from mismatch.analysis.published_values import Reference, references_for
+from mismatch.analysis.thresholds import Reference, references_for
 from mismatch.reports.formatting import line, number, percent, text, times
 from mismatch.reports.section import Cell, Column, Section, Table, Value
 from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows
 from mismatch.reports.words import words_for
-from mismatch.run.scorings import REFERENCE, TRAIN
+from mismatch.run.store import REFERENCE, TRAIN
 from mismatch.types import Report
 
 COMPARED = (HEADLINE, "k3_kl")

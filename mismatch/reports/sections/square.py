@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mismatch.analysis.displaced import Displaced
+from mismatch.analysis.displaced import Displaced, Standing
 from mismatch.analysis.square import Finding, Gap, Leg, Square, shared
 from mismatch.analysis.square_checks import displacement
-from mismatch.analysis.square_levels import Standing
 from mismatch.reports.formatting import bound, count, interval, line, number, plural, text, times
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone
 from mismatch.reports.svg import ACCENT, INK, SECOND

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above, correlation
+from mismatch.analysis.diagnosis.case import Case, above, below, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
-from mismatch.run.scorings import FLOAT32, REFERENCE
+from mismatch.run.store import FLOAT32, PLAIN, REFERENCE
 from mismatch.types import Bools, Floats, NotTested
 
 CONFIDENT = (0.5, 0.9)
 UNLIKELY = 0.1
 MIN_TOKENS = 40
 NO_ROUNDING = 1e-5  # nats that a float32 pass may be away from another one
+EXACT_FLOOR = 3e-5  # nats, added to a distance that another one is held against
 SAME = 0.01  # of the engine's distance, that two implementations may differ by in float32
 RISING = 7.0
 EVEN, UNEVEN = 0.55, 0.45  # median over mean |eps|; weights: 0.7 to 0.9, a context: 0.2 to 0.4
@@ -30,6 +31,9 @@ FUNCTIONS = ("rope-config", "yarn-attention-factor", "attention-sinks", "sliding
              "experts-differ")  # fmt: skip
 WEIGHTS = ("stale-weights", "tied-head-stale", "experts-differ", "lora-scale", "norm-eps",
            "quantised-rollout", "quantised-module-list", "fp8-kv")  # fmt: skip
+COARSER = ("precision", "trainer-autocast", "bf16-lm-head", "router-precision", "fsdp-cast-inputs",
+           "fp8-kv")  # fmt: skip
+ALIKE = 1.3  # times a plain forward's, that a side's rounding may be; clean sides: 0.78 to 1.06
 
 
 def log_odds(logprobs: Floats) -> Floats:
@@ -108,23 +112,94 @@ def displacement(case: Case) -> Look | NotTested:
     if not np.isfinite(ratio):
         return NotTested("log-odds displacement", "the two sides agree on unlikely tokens")
     evidence = (Evidence("spread of the log-odds, confident over unlikely", ratio, "1 to 4"),)
-    legs = legs_of(case)
-    if ratio < RISING or legs is not None:  # with float32 at hand the other detector decides
+    if (
+        ratio < RISING or _of_two_precisions(case) is not None
+    ):  # with float32 at hand the other detector decides
         return Look(evidence)
     finding = Finding("function-differs", "either", None, evidence, alike=FUNCTIONS)
     return Look(evidence, (finding,) if above(case.mean(np.abs(case.delta)), 0.01) else ())
 
 
 def legs_of(case: Case) -> tuple[Floats, Floats] | None:
-    """Both sides' differences from float32; None where there is no common yardstick."""
+    """Both sides' differences from float32; None where there is no common yardstick.
+
+    Sides of two dtypes have one where one of them is in float32 itself.
+    """
     reference = case.reference
-    kinds = [case.engine.fingerprint.get("dtype"), case.trainer.fingerprint.get("dtype")]
-    if reference is None or (None not in kinds and kinds[0] != kinds[1]):
+    if reference is None or _repaired_by(reference, case):
         return None
+    kinds = [case.engine.fingerprint.get("dtype"), case.trainer.fingerprint.get("dtype")]
     legs = case.left - reference, case.right - reference
-    sizes = sorted(float(np.abs(leg[case.kept]).mean()) for leg in legs)
-    # A side that is in float32 itself has no rounding to hold against.
-    return legs if sizes[0] > NO_ROUNDING else None
+    finer = min(float(np.abs(leg[case.kept]).mean()) for leg in legs)
+    return None if None not in kinds and kinds[0] != kinds[1] and finer > NO_ROUNDING else legs
+
+
+def _repaired_by(reference: Floats, case: Case) -> bool:
+    """Whether a side is the reference only since a cause was taken out: its rounding is lost."""
+    sides = (case.left, case.engine.logprobs), (case.right, case.trainer.logprobs)
+    near = [[float(np.abs(one - reference)[case.kept].mean()) <= NO_ROUNDING for one in side]
+            for side in sides]  # fmt: skip
+    return any(now and not before for now, before in near)
+
+
+def _of_two_precisions(case: Case) -> tuple[Floats, Floats, float] | None:
+    """Both sides' differences from float32, and how many times the trainer's rounding the engine's
+    is expected to be; None where a plain forward of a side's dtype is not known.
+    """
+    if (legs := legs_of(case)) is not None:
+        return *legs, 1.0
+    if case.reference is None or _repaired_by(case.reference, case):
+        return None
+    costs = []
+    for side in (case.engine, case.trainer):
+        dtype = side.fingerprint.get("dtype")
+        plain = case.others.get(f"{PLAIN}:{dtype}")
+        if plain is None and dtype != "fp32":
+            return None
+        cost = 0.0 if plain is None else np.abs(plain.logprobs - case.reference)[case.kept].mean()
+        costs.append(max(float(cost), EXACT_FLOOR))
+    return case.left - case.reference, case.right - case.reference, costs[0] / costs[1]
+
+
+def exact_side(case: Case) -> Side | None:
+    """The side that is in float32; None where both round, or neither does."""
+    legs = legs_of(case)
+    if legs is None:
+        return None
+    engine, trainer = (float(np.abs(leg[case.kept]).mean()) for leg in legs)
+    if max(engine, trainer) < FAR * EXACT_FLOOR or min(engine, trainer) > NO_ROUNDING:
+        return None
+    return "engine" if engine < trainer else "trainer"
+
+
+def precision(case: Case) -> Look | NotTested:
+    """One side in float32, the other as far from it as a plain forward of a lower precision."""
+    exact = exact_side(case)
+    what = "a side in float32 beside one that rounds"
+    if exact is None or case.reference is None:
+        return NotTested(what, f"needs {REFERENCE} and one side in float32")
+    coarse: Side = "trainer" if exact == "engine" else "engine"
+    leg = (case.right if coarse == "trainer" else case.left) - case.reference
+    evidence: list[Evidence] = []
+    for name, plain in case.others.items():
+        cost = np.abs(plain.logprobs - case.reference)
+        if not name.startswith(f"{PLAIN}:") or float(cost[case.kept].mean()) < NO_ROUNDING:
+            continue
+        times = case.ratio(np.abs(leg), cost)
+        seen = Evidence(f"distance of the {coarse} from float32 over that of {name}", times.value)
+        evidence.append(seen)
+        if not above(times, 1 / ALIKE) or not below(times, ALIKE):
+            continue
+        repaired = (
+            (case.left, case.reference) if coarse == "trainer" else (case.reference, case.right)
+        )
+        effect = case.share(repaired[1] - repaired[0])
+        finding = Finding("precision", coarse, effect, (seen,), alike=COARSER[1:],
+                          repair=Repair(*repaired))  # fmt: skip
+        return Look((seen,), (finding,))
+    if not evidence:
+        return NotTested(what, f"needs {PLAIN}:<dtype>", "drop --no-noise-floor")
+    return Look(tuple(evidence))
 
 
 def _agree_in_float32(case: Case) -> bool:
@@ -146,29 +221,34 @@ def imbalance(case: Case, where: Bools) -> float:
     if legs is None:
         return float("inf")
     sizes = sorted(float(np.abs(leg[where & case.kept]).mean()) for leg in legs)
-    return sizes[1] / max(sizes[0], 1e-12)
+    return sizes[1] / max(sizes[0], NO_ROUNDING)
 
 
 def far_side(case: Case) -> Look | NotTested:
     """Which side stands far from float32, and whether its weights or its function differ."""
-    legs = legs_of(case)
-    if legs is None:
+    found = _of_two_precisions(case)
+    if found is None:
         return NotTested(
             "distance from float32",
-            f"needs {REFERENCE} and both sides in one dtype",
+            f"needs {REFERENCE}, and {PLAIN}:<dtype> where the sides' dtypes differ",
             "drop --no-noise-floor",
         )
+    legs, times = found[:2], found[2]
     limits = [float(np.quantile(np.abs(leg[case.kept]), 0.995)) for leg in legs]
     engine, trainer = (
         np.minimum(np.abs(leg), limit) for leg, limit in zip(legs, limits, strict=True)
     )
     ratios = {
-        "engine": case.ratio(engine, trainer + 1e-9),
-        "trainer": case.ratio(trainer, engine + 1e-9),
+        "engine": case.ratio(engine, times * trainer + EXACT_FLOOR),
+        "trainer": case.ratio(times * trainer, engine + EXACT_FLOOR),
     }
     side: Side = "engine" if ratios["engine"].value >= 1 else "trainer"
-    cause, alike, numbers = kind(case)
+    reference = case.reference
+    assert reference is not None
+    alone = (case.left, reference) if side == "engine" else (reference, case.right)
+    cause, alike, numbers = kind(case if times == 1 else case.repaired(*alone))
     distance = f"distance of the {side} from float32 over the other side's"
+    distance += "" if times == 1 else ", over that of their precisions"
     evidence = (Evidence(distance, ratios[side].value, "0.9 to 1.1"), *numbers)
     if not above(ratios[side], FAR):
         return Look(evidence)
@@ -177,16 +257,19 @@ def far_side(case: Case) -> Look | NotTested:
     effect = case.share(good)
     if not above(effect, 0.1):
         return Look(evidence)
-    reference = case.reference
-    assert reference is not None
     repaired = (reference, case.right) if side == "engine" else (case.left, reference)
     if side == "engine" and _agree_in_float32(case):
         cause = "side-off"
+    if exact_side(case) is not None and cause != "function-differs":
+        # A side that rounds where the other one does not moves all tokens alike, as weights do.
+        cause, alike = "side-off", tuple(dict.fromkeys((*COARSER, *alike)))
     finding = Finding(cause, side, effect, evidence, alike=alike, repair=Repair(*repaired))
     return Look(evidence, (finding,))
 
 
 DETECTORS = (
+    Detector("precision", "function", ("precision",), precision,
+             f"the passes {REFERENCE} and {PLAIN}:<dtype>", 49),
     Detector("displacement", "function", ("function-differs",), displacement, order=50),
     Detector(
         "far-side",
@@ -196,4 +279,4 @@ DETECTORS = (
         f"the pass {REFERENCE}",
         51,
     ),
-)
+)  # fmt: skip

@@ -8,10 +8,10 @@ from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
 from mismatch.analysis.diagnosis.detectors.displacement import kind
 from mismatch.analysis.diagnosis.detectors.position import first_token, onset
+from mismatch.analysis.displaced import LEVELS, device_class
 from mismatch.analysis.levels import PRECISION
 from mismatch.analysis.square import BITS
-from mismatch.analysis.square_levels import LEVELS, device_class
-from mismatch.run.scorings import FLOAT32, PLAIN
+from mismatch.run.store import FLOAT32, PLAIN
 from mismatch.types import NotTested
 
 WHAT = "implementations in float32"

@@ -11,7 +11,7 @@ import numpy as np
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
 from mismatch.captures import Distributions
-from mismatch.run.scorings import REFERENCE
+from mismatch.run.store import REFERENCE
 from mismatch.types import Estimate, Floats, NotTested
 
 KNOTS = 8
@@ -273,10 +273,22 @@ def sampling_law(case: Case) -> Look | NotTested:
         return NotTested("the law that sampled", reason)
     surplus = case.mean(case.right + entropy)
     size = float(np.abs(case.delta[case.kept]).mean())
-    evidence = (Evidence("mean log p + entropy of the trainer's law, nats", surplus.value, "0"),)
-    half = 0.0 if surplus.low is None else surplus.value - surplus.low
-    if surplus.value < max(BEYOND_CHANCE * half, OF_ROUNDING * size):
+    evidence: tuple[Evidence, ...] = (
+        Evidence("mean log p + entropy of the trainer's law, nats", surplus.value, "0"),
+    )
+
+    def beyond(one: Estimate) -> bool:
+        half = 0.0 if one.low is None else one.value - one.low
+        return one.value >= max(BEYOND_CHANCE * half, OF_ROUNDING * size)
+
+    if not beyond(surplus):
         return Look(evidence)
+    exact = case.others.get(REFERENCE)
+    if exact is not None and exact.entropy is not None:  # the trainer's own law may be the odd one
+        other = case.mean(exact.logprobs + exact.entropy)
+        evidence += (Evidence("the same in float32, nats", other.value, "0"),)
+        if not beyond(other):
+            return Look(evidence)
     finding = Finding("sampling-law", "engine", None, evidence,
                       alike=("implicit-generation-config", "sampling-truncation",
                              "temperature-semantics"))  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
-from mismatch.run.scorings import REGROUPED, TRAIN
+from mismatch.run.store import REGROUPED, TRAIN
 from mismatch.types import Floats, NotTested
 
 PASSES = {

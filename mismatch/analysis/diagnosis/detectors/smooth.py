@@ -21,7 +21,7 @@ from mismatch.analysis.diagnosis.detectors.displacement import (
 from mismatch.analysis.diagnosis.detectors.law import MIN_TOKENS, hats
 from mismatch.analysis.diagnosis.ranking import SMALL
 from mismatch.metrics.inference import jackknife_error, student
-from mismatch.run.scorings import PLAIN, REFERENCE
+from mismatch.run.store import PLAIN, REFERENCE
 from mismatch.types import Estimate, Floats, NotTested
 
 WHAT = "error that follows a side's own law"

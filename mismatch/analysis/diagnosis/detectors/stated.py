@@ -179,9 +179,10 @@ def _one_sided(engine: Fingerprint, trainer: Fingerprint) -> list[Finding]:
         add("fsdp-cast-inputs", "trainer", "FSDP2 cast_forward_inputs", True, "off", certain=False)
     if trainer.get("autocast"):
         kind = trainer["autocast"]
-        add("trainer-autocast", "trainer", "autocast", kind, "off", certain=False)
+        alone = engine.get("dtype") == trainer.get("dtype") != kind  # nothing else lowers it
+        add("trainer-autocast", "trainer", "autocast", kind, "off", certain=alone)
     dtypes = engine.get("dtype"), trainer.get("autocast") or trainer.get("dtype")
-    if None not in dtypes and dtypes[0] != dtypes[1]:
+    if None not in dtypes and dtypes[0] != dtypes[1] and not trainer.get("autocast"):
         values = f"{dtypes[0]} in the engine, {dtypes[1]} in the trainer"
         add("precision", "either", "dtype", values, "equal", certain=False)
     if engine.get("dtype") and engine.get("prefix_caching"):

@@ -70,9 +70,9 @@ def prepare() -> None:
 def register() -> None:
     """Change what SGLang runs on this CPU; in its scheduler's process, before a model is loaded."""
     if needed():
-        from mismatch.engines.sglang.cpu import attention
+        from mismatch.engines.sglang.cpu import kernels
 
-        attention.register(used, SINKS)
+        kernels.register(used, SINKS)
 
 
 def _declare_torchvision_operators() -> None:

@@ -1,0 +1,50 @@
+"""Do only the rows that open a pack agree? Then the rows of a pack see each other."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mismatch.analysis.diagnosis.case import Case, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.types import NotTested
+
+WHAT = "rows that open a pack"
+MIN_ROWS = 12
+CALM = 0.2  # times the median row's mean |delta|
+MOST = 0.25  # of the rows, that open packs
+EVEN = 0.7  # the smallest of the packs over the largest, the last one aside: they are filled
+WORTH = 0.3  # of mean |delta|, that goes with the side that is off
+
+
+def packs(case: Case) -> Look | NotTested:
+    """Rows that agree, at even distances in tokens from the first row on, among rows that do not.
+
+    Packs are filled with rows in their order up to a number of tokens; their first rows see nothing
+    of others. A trainer that sorts or deals out its rows first leaves another mark.
+    """
+    if case.reference is None or len(case.rows) < MIN_ROWS or not case.kept.all():
+        return NotTested(WHAT, f"needs float32 and {MIN_ROWS} rows")
+    size = np.array([np.abs(case.delta[row]).mean() for row in case.rows])
+    calm = size < CALM * float(np.median(size))
+    starts = case.rollout.offsets[:-1][np.unique(case.sequence)][calm]
+    tokens = np.diff(starts)
+    evidence = (
+        Evidence("rows that agree", int(calm.sum()), "all or none"),
+        Evidence("tokens from one to the next, at most", int(tokens.max(initial=0))),
+    )
+    even = len(tokens) > 1 and tokens.min() >= EVEN * tokens.max()
+    if not calm[0] or not even or calm.mean() > MOST or not case.beyond_rounding(case.kept):
+        return Look(evidence)
+    legs = [np.abs(side - case.reference).mean() for side in (case.left, case.right)]
+    side: Side = "engine" if legs[0] > legs[1] else "trainer"
+    exact = (case.reference, case.right) if side == "engine" else (case.left, case.reference)
+    effect = case.share(exact[1] - exact[0])
+    if not above(effect, WORTH):
+        return Look(evidence)
+    finding = Finding("packing-leak", side, effect, evidence, repair=Repair(*exact))
+    return Look(evidence, (finding,))
+
+
+DETECTORS = (
+    Detector("packs", "pairing", ("packing-leak",), packs, "float32 of both sides' tokens", 7),
+)

@@ -1,0 +1,128 @@
+"""What is known of each fix: why it helps, when it hurts, how each framework sets it, evidence.
+
+Read from guide-*.toml, the one source of ``mismatch fixes`` and of docs/fixes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from mismatch.analysis.corrections.recipes import Recipe, recipes
+from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.base import Chosen, Fix
+from mismatch.experiments.fixes.spec_edits import guides as entries
+from mismatch.metrics.corrections import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One published or measured fact.
+
+    Attributes:
+        read: it was read in the source; False: second-hand.
+    """
+
+    text: str
+    source: str
+    read: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """The page of one fix.
+
+    Attributes:
+        changes: what it changes, and why that removes mismatch.
+        worse: when it makes things worse, or hides something.
+        settings: how each framework is told.
+    """
+
+    id: str
+    changes: str
+    worse: str
+    settings: tuple[Recipe, ...]
+    evidence: tuple[Evidence, ...]
+
+
+VERSIONS = {  # what the keys were read from; a source without a path names itself
+    "verl": "verl 0.9.1",
+    "TRL": "TRL 1.16.0",
+    "SkyRL": "SkyRL 0.3.0",
+    "NeMo-RL": "NeMo-RL main (2026)",
+    "prime-rl": "prime-rl main (2026)",
+    "slime": "slime main (2026)",
+    "miles": "miles main (2026)",
+}
+
+
+def guide_of(name: str) -> Guide:
+    """The guide of a fix.
+
+    Raises:
+        MismatchError: there is none.
+    """
+    found = guides().get(name)
+    if found is None:
+        raise MismatchError(f"no guide to the fix {name!r}", f"one of: {', '.join(guides())}")
+    return found
+
+
+def settings_of(name: str) -> tuple[Recipe, ...]:
+    """How frameworks set a fix; empty where nothing is known of it."""
+    found = guides().get(name)
+    return found.settings if found else ()
+
+
+@cache
+def guides() -> dict[str, Guide]:
+    """All of them, by id of the fix."""
+    return {id: _guide(id, entry) for id, entry in entries().items()}
+
+
+def _source(framework: str, source: str) -> str:
+    version = VERSIONS.get(framework)
+    return source if version is None or "#" in source.partition(";")[0] else f"{version}, {source}"
+
+
+def _guide(id: str, entry: dict[str, Any]) -> Guide:
+    settings = [
+        Recipe(
+            one["framework"],
+            tuple(one.get("lines", "").strip("\n").splitlines()),
+            one.get("remark", ""),
+            _source(one["framework"], one["source"]),
+        )
+        for one in entry.get("settings", ())
+    ]
+    if correction := entry.get("correction"):
+        settings = [*recipes(correction, Settings()), *settings]
+    return Guide(
+        id,
+        " ".join(entry["changes"].split()),
+        " ".join(entry["worse"].split()),
+        tuple(settings),
+        tuple(Evidence(**one) for one in entry["evidence"]),
+    )
+
+
+SIDES = {
+    "train": "Trainer",
+    "engine": "Engine",
+    "estimator": "Loss (changes weights, removes nothing)",
+}
+
+
+def trials(fix: Fix) -> list[str]:
+    """The commands that try it."""
+    asked = [Chosen(fix, value).label for value in fix.values] or [fix.id]
+    lines = [f"mismatch check --model MODEL --fix {name}" for name in asked]
+    return [*lines, "mismatch corrections RUN"] if fix.side == "estimator" else lines
+
+
+def sentence(text: str) -> str:
+    """A phrase as a sentence; a first word that is a setting's name stays as it is."""
+    first = text.partition(" ")[0]
+    start = text[:1] if set(first) & set("_=.") else text[:1].upper()
+    return f"{start}{text[1:]}."
