@@ -186,12 +186,15 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
 
 
 def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
+    told = []
     for arm, (colour, dashes) in zip(result.arms, _styles(len(result.arms)), strict=True):
         steps, low, middle, high = _band(arm, name)
         if not len(steps):
             continue
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
         axes.plot(steps, middle, color=colour, ls=dashes, lw=1.5, label=arm.name)
+        ends = [f"{number(float(middle[at]))} at step {int(steps[at])}" for at in (0, -1)]
+        told.append(f"{arm.name} {' to '.join(ends)}")
     if log and any((_band(arm, name)[1] > 0).any() for arm in result.arms):
         axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -199,7 +202,7 @@ def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> st
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     legend_above(axes, 3)
-    return label
+    return f"{label}: {'; '.join(told)}"
 
 
 def _styles(arms: int) -> list[tuple[str, Any]]:
