@@ -90,6 +90,9 @@ def test_a_claim_is_made_only_where_several_seeds_agree() -> None:
     assert both["run"].differences[0] == pytest.approx(np.mean(np.subtract(RISE, COLLAPSE)))
     assert not claimed(("a", [COLLAPSE, RISE]), ("b", [RISE, COLLAPSE]))["end"].agree
     assert not claimed(("bad", [COLLAPSE]), ("good", [RISE]))["end"].agree
+    slightly = [[value + 0.02 for value in RISE]] * 2
+    near = claimed(("same", [RISE, RISE]), ("slightly", slightly))
+    assert (near["end"].agree, near["run"].agree) == (False, True)  # of many steps it is something
     assert claimed(("one", [RISE])) == {}
     late = [*RISE[:10], *RISE]
     longer = claimed(("short", [RISE[:5], RISE[:5]]), ("long", [late, late]))
