@@ -37,6 +37,7 @@ from mismatch.processes.workers.engine import (
     rescore,
     sampled,
     save_texts,
+    stop_at,
     with_routes,
 )
 from mismatch.processes.workers.sync_probe import Probe, tokens
@@ -85,6 +86,7 @@ def run(place: Path, loop: LoopSpec, start: int, pool: Path, shares: bool) -> No
         started = driver_class(spec.engine.engine).prepared(started, "sleep-1")
     with engine_class(spec.engine.engine)(started, spec.sampling, longest) as engine:
         report_ready()
+        stop_at(engine, ready)
         side = EngineSide(place, loop, engine, ready, base, shares)
         side.choose_path(sync)
         side.choose_pool(pool)
