@@ -56,6 +56,7 @@ class ScriptedServer:
         self.prompt_logprobs = True
         self.logprobs = True
         self.routes = False
+        self.cached: int | None = None  # prompt tokens that it says it read from its cache
         self.delay_s = 0.0
         self.key: str | None = None
         self.shows: Callable[[list[str], list[str]], str] | None = None  # its parameters
@@ -208,7 +209,9 @@ class ScriptedServer:
                 said = law(before, weights=self.weights)
                 rows.append({str(token): {"logprob": float(said[token]), "rank": 1}})
             choice["prompt_logprobs"] = rows
-        return {"choices": [choice], "system_fingerprint": self.configuration}
+        details = None if self.cached is None else {"cached_tokens": self.cached}
+        usage = {"prompt_tokens": len(ids), "prompt_tokens_details": details}
+        return {"choices": [choice], "system_fingerprint": self.configuration, "usage": usage}
 
     def misbehave(self, http: Any, fault: str, body: dict[str, Any]) -> None:
         kind, _, detail = fault.partition(":")

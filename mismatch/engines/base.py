@@ -149,6 +149,8 @@ class Sample:
         routed_weights: [rows, L, K] float32, their weights as the experts were given them; None:
             this engine does not say.
         likeliest: of each sampled token, where the engine was asked for them.
+        cached: tokens of the prompt whose keys and values were read from the prefix cache; 0: all
+            were computed; None: this engine does not say.
     """
 
     token_ids: list[int]
@@ -157,6 +159,7 @@ class Sample:
     routed: NDArray[Any] | None = None
     routed_weights: NDArray[Any] | None = None
     likeliest: Likeliest | None = None
+    cached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +294,13 @@ class Watching(Engine, Protocol):
 
     def watched(self) -> dict[str, NDArray[Any]]:
         """What it took, as :meth:`Watcher.collected` gives it; empty where nothing was watched."""
+
+
+class Stopping(Engine, Protocol):
+    """An engine that can end a response at a text."""
+
+    def stop_at(self, texts: Sequence[str]) -> None:
+        """End responses behind these texts too: the token that completes one is the last."""
 
 
 class Journaling(Engine, Protocol):

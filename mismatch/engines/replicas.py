@@ -161,6 +161,9 @@ class Replicas:
         asked = self._ask("prefill", parts, [0] * len(parts), progress)
         return [scores for part in asked for scores in part]
 
+    def stop_at(self, texts: Sequence[str]) -> None:
+        self._all("stop_at", texts)
+
     def watch(self, wanted: Wanted) -> None:
         self.wanted = wanted
 

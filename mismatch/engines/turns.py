@@ -65,6 +65,15 @@ class Trajectory:
         return np.concatenate([sample.logprobs for sample in self.responses])
 
     @property
+    def cached(self) -> Floats:
+        """Of the sampled tokens: tokens of their turn's context read from the prefix cache.
+
+        NaN where the engine does not say.
+        """
+        counts = [np.nan if s.cached is None else s.cached for s in self.responses]
+        return np.repeat(counts, [len(sample.token_ids) for sample in self.responses])
+
+    @property
     def turn(self) -> Ints:
         """[tokens] 0 in the prompt, n from the first token of response n on."""
         turn = np.zeros(len(self.token_ids), np.int64)

@@ -61,6 +61,20 @@ def test_a_later_turn_continues_every_context_once(serve: Any) -> None:
         np.testing.assert_allclose(sample.logprobs, expected(sample, prompt), atol=1e-12)
 
 
+@pytest.mark.parametrize("cached", [None, 0, 3])
+def test_what_a_server_read_from_its_prefix_cache(
+    serve: Any, tmp_path: Path, cached: int | None
+) -> None:
+    """Told with --enable-prompt-tokens-details; kept in the journal."""
+    server = serve(cached=cached)
+    server.faults = lambda number, body: "status:400" if number == 20 else None
+    with pytest.raises(MismatchError, match="finished sequences"):
+        generate(server, run=tmp_path)
+    server.faults = lambda number, body: None
+    samples, _ = generate(server, run=tmp_path)
+    assert {sample.cached for sample in samples} == {cached}
+
+
 def test_only_token_ids_are_sent_and_every_parameter_of_the_law(serve: Any) -> None:
     server = serve()
     generate(server, sampling=Sampling(0.7, top_p=0.9, top_k=5, max_tokens=6, samples_per_prompt=1))

@@ -46,6 +46,8 @@ def test_a_sample_is_ids_with_their_own_logprobs() -> None:
     assert sample.token_ids == [7, 2]
     assert sample.logprobs.tolist() == [-0.5, -1.5]
     assert sample.finish_reason == "stop"
+    assert sample.cached is None
+    assert sglang_wire.parse_sample(answer(cached_tokens=39), "here", None).cached == 39
 
 
 def test_a_sample_has_the_likeliest_of_every_token_where_they_were_asked_for() -> None:

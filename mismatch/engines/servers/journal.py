@@ -89,6 +89,7 @@ class Journal:
             "finish": sample.finish_reason,
             "routed": _packed(sample.routed),
             "likeliest": _pair(sample.likeliest),
+            "cached": sample.cached,
         }
         self._write(line)
         self._take(line)
@@ -116,6 +117,7 @@ class Journal:
                 line["finish"],
                 _unpacked(line["routed"]),
                 likeliest=_likeliest(line.get("likeliest")),
+                cached=line.get("cached"),
             )
             self.answered_by[line["job"]] = line["server"]
 

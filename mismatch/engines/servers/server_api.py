@@ -117,8 +117,14 @@ class ServerAPI(ABC):
         """
 
     @abstractmethod
-    def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """The sampling parameters as they are sent: all of them, so that no default slips in."""
+    def settings(
+        self, law: Sampling, stop_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """The sampling parameters as they are sent: all of them, so that no default slips in.
+
+        Args:
+            stop: texts that end a response too.
+        """
 
     @abstractmethod
     def generate(

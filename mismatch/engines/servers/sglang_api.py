@@ -78,8 +78,10 @@ class SglangAPI(ServerAPI):
             },
         )
 
-    def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-        return wire.sampling_parameters(law, stop_ids)
+    def settings(
+        self, law: Sampling, stop_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        return wire.sampling_parameters(law, stop_ids, stop)
 
     @usable_answer()
     def generate(

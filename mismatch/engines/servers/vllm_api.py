@@ -25,6 +25,7 @@ from mismatch.engines.servers.server_api import (
     context_length,
 )
 from mismatch.engines.sync_drivers import Held
+from mismatch.engines.vllm.arguments import WITH_STOP
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import Prints
 from mismatch.types import Floats, Sampling
@@ -76,7 +77,9 @@ class VllmAPI(ServerAPI):
             details={key: value for key, value in details.items() if value is not None},
         )
 
-    def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
+    def settings(
+        self, law: Sampling, stop_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> dict[str, Any]:
         return {
             "temperature": law.temperature,
             "top_p": law.top_p,
@@ -87,10 +90,10 @@ class VllmAPI(ServerAPI):
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
-            "stop": [],
+            "stop": list(stop),
             "stop_token_ids": list(stop_ids),
             "ignore_eos": False,
-        }
+        } | (WITH_STOP if stop else {})
 
     @usable_answer()
     def generate(
@@ -116,6 +119,7 @@ class VllmAPI(ServerAPI):
             finish_reason=str(choice.get("finish_reason")),
             routed=_experts(choice.get("routed_experts"), layout),
             likeliest=_likeliest(choice, likeliest),
+            cached=_cached(answer),
         )
         identity = answer.get("system_fingerprint")
         return Answer(checked(sample), None if identity is None else str(identity))
@@ -203,6 +207,13 @@ def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
     if not tokens or len(logprobs) != len(tokens) or None in logprobs:
         raise Unavailable(f"{len(logprobs)} logprobs for {len(tokens)} tokens")
     return list(tokens), [float(value) for value in logprobs]
+
+
+def _cached(answer: Any) -> int | None:
+    """Prompt tokens from the prefix cache, of a server with ``--enable-prompt-tokens-details``."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    return None if cached is None else int(cached)
 
 
 def _named(top: dict[str, Any]) -> dict[int, float]:

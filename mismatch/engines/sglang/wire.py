@@ -11,6 +11,7 @@ its answer ``{"output_ids", "meta_info": {…}}``. In ``meta_info``:
   has no logprob, whatever the start.
 - ``routed_experts``: base64 of little-endian int32 [prompt + sampled - 1, layers of the model, K].
   Left out without a word where the server was started without ``--enable-return-routed-experts``.
+- ``cached_tokens``: tokens of the prompt that were read from the radix cache.
 - ``finish_reason``: ``{"type": "stop", "matched": id}`` (the id is among the sampled ones),
   ``{"type": "length"}``, or ``{"type": "abort", "message": …}``.
 """
@@ -147,9 +148,16 @@ CAPTURE_FIX = (
 )
 
 
-def sampling_parameters(sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Every parameter of the sampling law, so that no default of a model's files slips in."""
-    return {
+def sampling_parameters(
+    sampling: Sampling, stop_ids: Sequence[int], stop: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Every parameter of the sampling law, so that no default of a model's files slips in.
+
+    Args:
+        stop: texts that end a response; ``output_ids`` keep the tokens that complete it.
+    """
+    texts = {"stop": list(stop), "no_stop_trim": True, "skip_special_tokens": False}
+    return (texts if stop else {}) | {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
@@ -264,8 +272,15 @@ def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | N
         raise MismatchError(
             f"SGLang gave {len(given)} logprobs for {len(ids)} tokens ({where})", LOG_FIX
         )
-    values = _values(given, where)
-    return Sample(ids, values, str(reason["type"]), routed, likeliest=_likeliest(facts, len(ids)))
+    cached = facts.get("cached_tokens")
+    return Sample(
+        ids,
+        _values(given, where),
+        str(reason["type"]),
+        routed,
+        likeliest=_likeliest(facts, len(ids)),
+        cached=None if cached is None else int(cached),
+    )
 
 
 def _likeliest(facts: Mapping[str, Any], count: int) -> Likeliest | None:

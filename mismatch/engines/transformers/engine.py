@@ -28,7 +28,7 @@ from mismatch.engines.base import (
     sample_seed,
 )
 from mismatch.engines.distribution_capture import Wanted, Watcher, law_logprobs
-from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
+from mismatch.engines.model_info import ModelInfo, load_fix, load_tokenizer, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.errors import MismatchError, first_line
 from mismatch.models.resolved import resolved
@@ -79,9 +79,9 @@ class Row:
         logprobs = np.asarray(self.logprobs, np.float64)
         top = Likeliest.of(*zip(*self.likeliest, strict=True)) if self.likeliest else None
         if not self.routed:
-            return Sample(self.ids, logprobs, reason, likeliest=top)
+            return Sample(self.ids, logprobs, reason, likeliest=top, cached=0)
         routed = np.concatenate(self.routed)
-        return Sample(self.ids, logprobs, reason, routed["id"], routed["weight"], top)
+        return Sample(self.ids, logprobs, reason, routed["id"], routed["weight"], top, cached=0)
 
 
 def experts_of(layers: Sequence[LayerRoutes]) -> NDArray[Any]:
@@ -115,6 +115,7 @@ def draw(rows: Sequence[Row], logprobs: torch.Tensor, greedy: bool) -> None:
         row.logprobs.append(value)
 
 
+TAIL = 8  # tokens
 ARGUMENTS = {"attention": "auto", "experts_implementation": None, "max_num_seqs": 64}
 
 
@@ -131,6 +132,7 @@ class TransformersEngine:
         self.info: ModelInfo = read_model_info(spec)
         self.options = _options(spec)
         self._prefill_temperature = 1.0
+        self._stop: tuple[str, ...] = ()
         self._watcher: Watcher | None = None
 
     @classmethod
@@ -253,7 +255,7 @@ class TransformersEngine:
                     row.likeliest.append(pair)
             keep = []
             for index, row in enumerate(rows):
-                stopped = row.ids[-1] in self.info.stop_ids
+                stopped = row.ids[-1] in self.info.stop_ids or self._said(row.ids)
                 if stopped or len(row.ids) == self.sampling.max_tokens:
                     yield row.job, row.finish("stop" if stopped else "length")
                 else:
@@ -265,6 +267,18 @@ class TransformersEngine:
                 rows = [rows[index] for index in keep]
             last = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)
             logits, routed = self._forward(last, cache)
+
+    def stop_at(self, texts: Sequence[str]) -> None:
+        self._stop = tuple(texts)
+        self._tokenizer = load_tokenizer(self.spec)
+
+    def _said(self, ids: list[int]) -> bool:
+        """Whether the last token of a response completes a text that ends it."""
+        if not self._stop:
+            return False
+        tail = ids[-TAIL - max(map(len, self._stop)) :]  # a token may be a part of a character
+        text = self._tokenizer.decode(tail, skip_special_tokens=False)
+        return any(each in text for each in self._stop)
 
     def watch(self, wanted: Wanted) -> None:
         self._watcher = Watcher(wanted)
@@ -372,6 +386,7 @@ class TransformersEngine:
                 "top_k": law.top_k,
                 "max_tokens": law.max_tokens,
                 "stop_token_ids": list(self.info.stop_ids),
+                "stop": list(self._stop),
             },
             "engine_args": dict(self.spec.args),
         }

@@ -62,6 +62,7 @@ class VllmEngine:
         self._refused = ""  # why vLLM does not capture routes that were asked for
         self._prefill_temperature = 1.0
         self._next_id = 0
+        self._stop: tuple[str, ...] = ()
         self._wanted: Wanted | None = None
         self._watched: dict[str, NDArray[Any]] = {}
         self.adapter: Any = None  # vLLM's LoRARequest of every request
@@ -131,10 +132,13 @@ class VllmEngine:
         ]
         return [samples[i : i + per_prompt] for i in range(0, len(samples), per_prompt)]
 
+    def stop_at(self, texts: Sequence[str]) -> None:
+        self._stop = tuple(texts)
+
     def _params(self, prompt: int, sample: int) -> Any:
         from vllm import SamplingParams
 
-        arguments = sampling_arguments(self.sampling, self.info.stop_ids)
+        arguments = sampling_arguments(self.sampling, self.info.stop_ids, self._stop)
         if self._seeds_requests:
             arguments["seed"] = sample_seed(self.sampling.seed, self.first_prompt + prompt, sample)
         arguments["logprobs"] = self._outcomes
@@ -237,6 +241,7 @@ class VllmEngine:
             finish_reason=str(completion.finish_reason),
             routed=routed,
             likeliest=Likeliest.of(tokens[:, 1:], logprobs[:, 1:]) if tokens.shape[1] > 1 else None,
+            cached=output.num_cached_tokens,
         )
 
     # ------------------------------------------------------------ whole distributions

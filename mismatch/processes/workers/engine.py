@@ -40,6 +40,7 @@ from mismatch.engines.base import (
     Engine,
     Journaling,
     Sample,
+    Stopping,
     Watching,
 )
 from mismatch.engines.distribution_capture import Wanted, build_distributions, reported_law
@@ -64,7 +65,7 @@ from mismatch.run.messages import (
     write_error,
 )
 from mismatch.specs import RolloutSpec, from_dict, spec_hash
-from mismatch.types import Ints, Rollout, Scoring
+from mismatch.types import Floats, Ints, Rollout, Scoring
 
 CACHE_SCHEMA = "mismatch.cache/1"
 NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
@@ -157,6 +158,7 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
     ready = Ready(prompts, ids, tokenizer, info, capabilities, longest, environment_class(spec))
     making = make_engine(kind, in_form(spec.engine), spec.sampling, longest)
     with making as engine, journalled(engine, ready, run_dir, spec):
+        stop_at(engine, ready)
         report_ready()
         if not resume.rollout_done(run_dir, spec):
             sample(run_dir, spec, engine, ready)
@@ -168,6 +170,20 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
         for place in also:
             if not resume.rescored(place, run_dir, spec):
                 rescore(place, spec, engine)
+
+
+def stop_at(engine: Engine, ready: Ready) -> None:
+    """Have the engine end responses at the texts that the environment names.
+
+    Raises:
+        MismatchError: it cannot.
+    """
+    texts = getattr(ready.environment, "stop", ())
+    if not texts:
+        return
+    if not hasattr(engine, "stop_at"):
+        raise MismatchError(f"{engine.name} ends responses at end tokens only", "use --engine vllm")
+    cast(Stopping, engine).stop_at(texts)
 
 
 def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None = None) -> None:
@@ -272,8 +288,7 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
         trajectories = starting(ready.ids, samples)
         if watched is not None:
             watched.end(enumerate(trajectories))
-        replies = further_turns(engine, spec, trajectories, ready, watched)
-    rewards = None if replies is None else replies.rewards()
+        replies, rewards = further_turns(engine, spec, trajectories, ready, watched)
     fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info)
     fingerprint["not_tested"] = [
         *fingerprint.get("not_tested", ()),
@@ -323,13 +338,13 @@ def further_turns(
     trajectories: Sequence[Trajectory],
     ready: Ready,
     watched: WatchedTurns | None = None,
-) -> Replies | None:
-    """Let the environment reply and the engine answer; what the environment did, if there is one.
+) -> tuple[Replies | None, Floats | None]:
+    """Let the environment reply and the engine answer: what it did, and its rewards, if it has any.
 
-    The trajectories grow in place.
+    The trajectories grow in place. Environments are closed, whatever happens.
     """
     if ready.environment is None:
-        return None
+        return None, None
     replies = Replies(
         ready.environment,
         [ready.prompts[trajectory.prompt] for trajectory in trajectories],
@@ -338,17 +353,20 @@ def further_turns(
         ready.info.vocab_size,
         spec.prompts.max_observation_tokens,
     )
-    play(
-        engine,
-        trajectories,
-        lambda number, responses: replies(number, responses[-1].token_ids),
-        most_turns=spec.prompts.max_turns,
-        longest=ready.longest,
-        max_tokens=spec.sampling.max_tokens,
-        progress=Reporter("rollout"),
-        watched=watched,
-    )
-    return replies
+    try:
+        play(
+            engine,
+            trajectories,
+            lambda number, responses: replies(number, responses[-1].token_ids),
+            most_turns=spec.prompts.max_turns,
+            longest=ready.longest,
+            max_tokens=spec.sampling.max_tokens,
+            progress=Reporter("rollout"),
+            watched=watched,
+        )
+        return replies, replies.rewards()
+    finally:
+        replies.close()
 
 
 def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[str]:
@@ -356,6 +374,8 @@ def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[str]:
     name = spec.prompts.environment
     for reason, count in replies.ended.items():
         yield f"{name}: the rest of {count} sequences: the environment failed ({reason})"
+    if replies.no_rewards:
+        yield f"{name}: its rewards: the environment failed ({replies.no_rewards})"
     for what in getattr(replies.kind, "unheld", tuple)():
         yield f"{name}: its code in isolation: nothing here keeps {what} from it"
     if replies.cut:
