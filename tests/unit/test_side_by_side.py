@@ -16,8 +16,7 @@ from rich.console import Console
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.pipeline.document import report_to_json
-from mismatch.pipeline.history import history
-from mismatch.pipeline.saved_runs import load_run
+from mismatch.pipeline.saved_runs import history, load_run
 from mismatch.pipeline.side_by_side import SideBySide, side_by_side
 from mismatch.reports.html import show_page
 from mismatch.reports.saved_runs import beside_page, history_page
