@@ -37,13 +37,13 @@ from mismatch.engines.artefacts import (
 from mismatch.engines.base import (
     CacheReading,
     Capabilities,
+    CapturesDistributions,
     Engine,
     Journaling,
     Sample,
     Stopping,
-    Watching,
 )
-from mismatch.engines.distribution_capture import Wanted, build_distributions, reported_law
+from mismatch.engines.distribution_capture import CaptureRequest, build_distributions, reported_law
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
 from mismatch.engines.replicas import make_engine
@@ -414,8 +414,8 @@ def watch(engine: Engine, spec: RolloutSpec) -> WatchedTurns | None:
     if spec.exact_kl < 1:
         return None
     law = reported_law(engine.fingerprint("decode"), spec.sampling)
-    wanted = Wanted(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
-    return WatchedTurns(cast(Watching, engine), wanted)
+    wanted = CaptureRequest(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
+    return WatchedTurns(cast(CapturesDistributions, engine), wanted)
 
 
 def with_distributions(
