@@ -443,6 +443,12 @@ def test_the_section_puts_the_leading_cause_first_with_one_action_each() -> None
     assert section(causes(healthy(0)), make_report()).tables == ()
 
 
+def test_every_cause_has_its_picture_or_a_reason_for_none() -> None:
+    gallery = Path(__file__).parents[2] / "docs" / "images" / "gallery"
+    drawn = {path.stem for path in gallery.glob("*.svg")} - {"healthy"}
+    assert drawn == {id for id, entry in catalogue().items() if not entry.picture}
+
+
 def test_the_page_is_what_the_tool_writes() -> None:
     spec = importlib.util.spec_from_file_location("cause_page", TOOLS / "cause_page.py")
     assert spec is not None
@@ -642,6 +648,17 @@ def leaking(seed: int, budget: int) -> Case:
             continue
         right[row] -= rng.exponential(1.0, row.stop - row.start)
     return changed(case, None, right)
+
+
+def test_noise_from_pass_to_pass_is_the_trainers_own() -> None:
+    """Both passes are as far from float32 as from each other: a plain forward is the yardstick."""
+    case, rng = healthy(8), np.random.default_rng(8)
+    noisy = [np.minimum(case.right + 0.1 * rng.standard_normal(len(case.right)), -1e-6)
+             for _ in range(2)]  # fmt: skip
+    again = replace(case.trainer, name="fsdp:repeated", logprobs=noisy[1])
+    case = changed(replace(case, others={**case.others, again.name: again}), None, noisy[0])
+    leading = first(case)
+    assert (leading.id, leading.side, leading.status) == ("nondeterminism", "trainer", "confirmed")
 
 
 @pytest.mark.parametrize("seed", [0, 1])
