@@ -570,6 +570,30 @@ def test_faults_of_single_tokens_are_named_beside_large_rounding(rounding: float
     assert [(c.id, c.side) for c in causes(rounded).ranked] == [("bf16-logprobs", "trainer")]
 
 
+def test_what_float32_is_certain_of_may_be_exactly_0() -> None:
+    case = healthy(9)
+    assert case.reference is not None
+    certain = case.reference > np.log(0.99)
+    exact = replace(
+        case.others["reference:fp32"], logprobs=np.where(certain, -1e-7, case.reference)
+    )
+    case = replace(case, others={**case.others, exact.name: exact})
+    rng = np.random.default_rng(9)
+    lower = np.where(certain, case.right - rng.uniform(0, 0.5, len(certain)), case.right)
+    off = changed(case, np.where(certain, 0.0, case.left), lower)
+    assert "appended-eos" not in {cause.id for cause in causes(off).ranked}
+
+
+def test_a_side_that_is_off_everywhere_is_not_off_at_its_first_tokens() -> None:
+    """As a softcap at a low temperature is: worst at the first tokens, and off at all others."""
+    made = drawn.draw(10)
+    times = np.where(made.position - drawn.PROMPT < 2, 1.2, 0.06)[:, None]
+    made.trainer = made.trainer + times * made.rng.standard_normal(made.logits.shape)
+    leading = first(made.case())
+    assert leading.id != "first-token"
+    assert leading.side == "trainer"
+
+
 def test_two_rows_in_a_noisy_run_are_paired_again() -> None:
     case = healthy(4, rounding=0.3)
     right, rows = case.right.copy(), case.rows
