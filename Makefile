@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Every process that a test starts would compile this package, and pytest every test, again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two processes, a file of tests at a time; directories in this order, so that engines start first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 

@@ -3,11 +3,11 @@
     python benchmarks/explorer.py [--tokens 1000000]
 
 A report page of a synthetic run is built and opened. Goals: the page holds at most 5 MB, its first
-paint comes within 1 s, no task of the page takes over 50 ms while the explorer unpacks, scrolls,
-filters, searches and walks from token to token, and building takes at most 10 s per million tokens,
-with a time per token that does not grow from a tenth of them. Tasks are those of the page's main
-thread in Chromium's own trace, by the processor's time: other work on the machine counts little,
-and Chromium's own pages not at all.
+paint comes within 1 s, no task of the page takes over 50 ms while it loads, and while the explorer
+unpacks, scrolls, filters, searches and walks from token to token, and building takes at most 10 s
+per million tokens, with a time per token that does not grow from a tenth of them. Tasks are those
+of the page's main thread in Chromium's own trace, by the processor's time: other work on the
+machine counts little, and Chromium's own pages not at all.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ def main() -> int:
     print(notes)
     for name, value in found.items():
         print(f"  {name:36} {value:7.1f} ms")
-    loading = found.pop("longest task, loading the page")  # the parser's: before anything can move
     tasks = max(value for name, value in found.items() if name.startswith("longest task, "))
     passed = (
         size <= PAGE_BYTES
@@ -146,7 +145,6 @@ def main() -> int:
         and seconds <= BUILD_S * max(tokens, 1) / 1e6
         and growth <= 1.25
     )
-    print(f"  (no goal: {loading:.0f} ms of loading the page in one task)")
     print("PASS" if passed else "FAIL")
     return 0 if passed else 1
 

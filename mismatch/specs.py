@@ -256,7 +256,7 @@ class PromptSpec:
         str | None,
         Flag(
             PROMPTS,
-            "Replies to responses, for several turns: retry, calculator, python, or your "
+            "Replies to responses, for several turns: retry, calculator, python, retool, your "
             "package.module:Class; docs/multi-turn.md.",
         ),
     ] = None

@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.captures import Bools as Bools
-from mismatch.captures import Distributions, corruption
+from mismatch.captures import Distributions, Likeliest, corruption
 from mismatch.captures import Floats as Floats
 from mismatch.captures import Ints as Ints
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.specs import Sampling as Sampling
 
 Fingerprint = dict[str, Any]
+CACHED = "cached_tokens"  # of the context of a token's turn, from the prefix cache; NaN: not said
 Status = Literal["healthy", "tolerable", "inconclusive", "unfit", "broken"]  # ever worse
 CheckStatus = Literal["passed", "warning", "inconclusive", "failed", "not_tested"]
 
@@ -174,9 +175,11 @@ class Scoring:
         logprobs: [A] float64 nats; NaN where the back-end gave none.
         entropy: [A] of the back-end's own distribution, nats, or None.
         top1: [A] id of the back-end's most likely token, or None.
-        extra: named [A] float64 arrays for the semantic checks: ``logprobs_untempered`` (at T = 1,
-            where T ≠ 1), ``kept_mass`` (probability that survives top-p/top-k, where they are on).
+        extra: named [A] float64 arrays: ``logprobs_untempered`` (at T = 1, where T ≠ 1),
+            ``kept_mass`` (probability that survives top-p/top-k, where they are on), and, of an
+            engine that sampled, ``CACHED``.
         distributions: of all that could have come at some positions, or None.
+        likeliest: the most likely tokens at all positions, or None.
     """
 
     name: str
@@ -188,6 +191,7 @@ class Scoring:
     routing: Routing | None = None
     extra: dict[str, Floats] = field(default_factory=dict)
     distributions: Distributions | None = None
+    likeliest: Likeliest | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mismatch.experiments.fixes.base import EstimatorFix, FixCost, FixOutcome, FixTable, HeldOut
 from mismatch.types import Estimate, Judgement, Verdict
 
@@ -87,3 +89,17 @@ def make_useless_table() -> FixTable:
                   outcome("fp32-router", 0.0611, 0.1221, "none", 0.9)),
         method="p adjusted by Holm's method",
     )  # fmt: skip
+
+
+def make_long_table(count: int = 20) -> FixTable:
+    """So many fixes, all measured: a third help, a third do nothing, a third hurt."""
+    helped, same = count // 3, count - 2 * (count // 3)
+    outcomes = [
+        *(outcome(f"helps-{n}", 1e-4 * (n + 1), 0.004 * (n + 1), "better", 1e-5,
+                  verdict_after=verdict("healthy", "within the levels for bf16 MoE"))
+          for n in range(helped)),
+        *(outcome(f"idle-{n}", 0.061, 0.122, "none", 0.7) for n in range(same)),
+        *(outcome(f"hurts-{n}", 0.07 + 0.01 * n, 0.13, "worse", 1e-3) for n in range(helped)),
+    ]  # fmt: skip
+    return replace(make_table(), outcomes=tuple(outcomes), best="helps-0", best_together="helps-0",
+                   left_out=(), held_out=None)  # fmt: skip

@@ -56,6 +56,7 @@ class ScriptedServer:
         self.prompt_logprobs = True
         self.logprobs = True
         self.routes = False
+        self.cached: int | None = None  # prompt tokens that it says it read from its cache
         self.delay_s = 0.0
         self.key: str | None = None
         self.shows: Callable[[list[str], list[str]], str] | None = None  # its parameters
@@ -208,7 +209,9 @@ class ScriptedServer:
                 said = law(before, weights=self.weights)
                 rows.append({str(token): {"logprob": float(said[token]), "rank": 1}})
             choice["prompt_logprobs"] = rows
-        return {"choices": [choice], "system_fingerprint": self.configuration}
+        details = None if self.cached is None else {"cached_tokens": self.cached}
+        usage = {"prompt_tokens": len(ids), "prompt_tokens_details": details}
+        return {"choices": [choice], "system_fingerprint": self.configuration, "usage": usage}
 
     def misbehave(self, http: Any, fault: str, body: dict[str, Any]) -> None:
         kind, _, detail = fault.partition(":")
@@ -319,8 +322,11 @@ class ScriptedSglang(ScriptedServer):
             facts["output_token_logprobs"] = [
                 [float(row[token]), token, None] for row, token in zip(said, sampled, strict=False)
             ]
-            best = np.argsort(-said[0])[: body.get("top_logprobs_num", 1)]
-            facts["output_top_logprobs"] = [[[float(said[0][i]), int(i), None] for i in best]]
+            best = [np.argsort(-row)[: body.get("top_logprobs_num", 1)] for row in said]
+            facts["output_top_logprobs"] = [
+                [[float(row[i]), int(i), None] for i in ids]
+                for row, ids, _ in zip(said, best, sampled, strict=False)
+            ]
             facts["finish_reason"] = {"type": choice["finish_reason"]}
         if self.routes and body.get("return_routed_experts"):
             rows = np.arange((len(ids) + len(sampled) - 1) * 2 * 2, dtype="<i4") % 4

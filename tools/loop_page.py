@@ -177,7 +177,7 @@ def text(report: LoopReport) -> str:
     ]
     lines += ["", table([*titles, *more], rows(report)), ""]
     lines += [f"- {line}" for line in (*shown.warnings, *shown.sentences)]
-    lines += ["", "Every two arms; a difference is claimed where several seeds agree:", ""]
+    lines += ["", "Every two arms; claimed is what exceeds twice its error with every seed:", ""]
     lines += [show_table(claims.tables[0])]
     absent = [f"- {line}" for line in missing(report)]
     lines += ["", "Not measured to its end:", "", *absent] if absent else []
@@ -189,8 +189,8 @@ def picture(report: LoopReport) -> None:
     with drawing(9.0, 8.0) as (figure, first):
         first.remove()
         for axes, (name, log) in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
-            unit = COLUMNS[name].unit
-            draw(report, name, log, COLUMNS[name].label + (f", {unit}" if unit else ""), axes)
+            draw(report, name, log, COLUMNS[name].unit, axes)
+            axes.set_title(COLUMNS[name].label, fontsize="medium", loc="left")
             axes.get_legend().remove()
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)

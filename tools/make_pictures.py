@@ -20,7 +20,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mismatch.models import EMBEDDED
 from mismatch.pipeline.document import report_from_json
 from mismatch.reports.formatting import brief, percent, text
 from mismatch.reports.markdown import show_table
@@ -76,9 +75,6 @@ def run_check(flags: list[str], keep: Path | None = None) -> Report:
             keep.mkdir(parents=True)
             for file in KEPT:
                 shutil.copy(run / file, keep)
-                if file != "tokens.parquet":  # say the model's name, not where this machine has it
-                    text = (keep / file).read_text()
-                    (keep / file).write_text(text.replace(str(EMBEDDED[MODEL]), MODEL))
         return report_from_json(store.read_json(run / "report.json"))
 
 

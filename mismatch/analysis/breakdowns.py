@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from mismatch.metrics.registry import floats
 from mismatch.metrics.sequence import per_sequence_sum
 from mismatch.metrics.token import exp_minus_linear
-from mismatch.types import Bools, Fingerprint, Floats, Ints, Pair, Rollout, Scoring
+from mismatch.types import CACHED, Bools, Fingerprint, Floats, Ints, Pair, Rollout, Scoring
 
 TOKEN_CLASSES = ("special", "whitespace", "digit", "word", "other", "unknown")
 _SPECIAL = re.compile(r"<[|｜].*[|｜]>|</?s>|<(pad|unk|bos|eos|mask)>|\[(CLS|SEP|PAD|UNK|MASK)\]")
@@ -99,6 +99,10 @@ class Places:
             token_id=rollout.token_ids[actions],
         )
 
+    def chosen(self, chosen: Bools) -> Places:
+        """Some of the tokens."""
+        return Places(*(getattr(self, each.name)[chosen] for each in fields(self)))
+
     def grouped(self, bucket: Ints) -> tuple[Ints, Table]:
         """The buckets that hold tokens, in ascending order, and the four columns."""
         count = np.bincount(bucket)
@@ -144,6 +148,7 @@ def breakdowns(
         "by_absolute_position": by_position(places, places.index),
         "by_turn": by_turn(places),
         "by_edge": by_edge(places),
+        "by_cache": by_cache(places, left.extra.get(CACHED)),
         "by_probability": by_value(places, np.exp(pair.rollout), PROBABILITY_EDGES),
         "by_length": by_length(places),
         "by_block": by_block(places, left.fingerprint, right.fingerprint),
@@ -219,6 +224,26 @@ def by_edge(places: Places) -> Table:
     bucket = np.where(first & last, 4, np.where(first, begins, np.where(last, 3, 2)))
     present, table = places.grouped(bucket)
     return {"edge": [names[i] for i in present]} | table
+
+
+def by_cache(places: Places, cached: Floats | None) -> Table:
+    """First and later turns, each by whether their context came from the prefix cache.
+
+    ``mean_cached`` is what was read of it, in tokens, as the mean over the bucket's tokens; tokens
+    of which the engine does not say it are left out.
+
+    Args:
+        cached: [A] tokens of the context of each token's turn that were read from the cache.
+    """
+    if cached is None or np.isnan(cached).all():
+        return {"turns": []}
+    told = ~np.isnan(cached)
+    names = ("first, cold", "first, hit", "later, cold", "later, hit")
+    code = np.where(places.turn > 1, 2, 0) + (np.nan_to_num(cached) > 0)
+    present, table = places.chosen(told).grouped(code[told])
+    means = [float(cached[told & (code == each)].mean()) for each in present]
+    table |= {"mean_cached": means}
+    return {"turns": [names[i] for i in present]} | table
 
 
 def by_token_class(places: Places, texts: Mapping[int, str], special: set[int]) -> Table:

@@ -16,7 +16,7 @@ SEVERAL = (
     Option("metric", str, OUTPUT, "With --history: which.", default="k3_kl"),
     Option("out", Path | None, OUTPUT, "Directory for the page of several runs."),
 )
-OF_ONE = ("names", "log_to", "fail_on", "details")  # flags of one run's report
+OF_ONE = ("names", "log_to", "fail_on")  # flags of one run's report
 USE = "mismatch report RUN, mismatch report A B C, or mismatch report --history DIR"
 
 
@@ -71,7 +71,7 @@ def _several(runs: list[Path], flags: Flags) -> int:
     from mismatch.reports import saved_runs
 
     if flags["history"] is not None:
-        from mismatch.pipeline.history import history
+        from mismatch.pipeline.saved_runs import history
 
         if runs:
             raise MismatchError("--history takes its runs from its folder", USE)

@@ -323,7 +323,7 @@ def conclude_page(
         if flags.get("quiet"):
             terminal.print_tail(shown, console)
         else:
-            terminal.print_page(shown, console, out)
+            terminal.print_page(shown, console, out, bool(flags.get("details")))
     elif form == "json":
         output.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
     elif form == "markdown":

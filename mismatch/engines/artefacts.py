@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.captures import CacheKind, CachePair, narrowest
+from mismatch.captures import CacheKind, CachePair, Likeliest, narrowest
 from mismatch.engines.base import CacheReading, Continued, Engine, ExpertLayout, Progress
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.turns import Trajectory
@@ -17,7 +17,7 @@ from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.resolved import special_texts
 from mismatch.prompts.prompt import Prompt, grade
 from mismatch.specs import RolloutSpec
-from mismatch.types import Fingerprint, Floats, Rollout, Routing, Scoring
+from mismatch.types import CACHED, Fingerprint, Floats, Rollout, Routing, Scoring
 
 CAPTURE_FIX = "upgrade the engine, or run without routing: --no-routing"
 
@@ -68,11 +68,14 @@ def decode_scoring(
     engine: Engine, trajectories: Sequence[Trajectory], rollout: Rollout, fingerprint: Fingerprint
 ) -> Scoring:
     """What the engine said while it sampled; the experts it used are :func:`decode_routing`."""
+    cached = np.concatenate([trajectory.cached for trajectory in trajectories])
     return Scoring(
         name=f"{engine.name}:decode",
         token_ids=rollout.token_ids[rollout.actions],
         logprobs=np.concatenate([trajectory.logprobs for trajectory in trajectories]),
         fingerprint=fingerprint,
+        likeliest=Likeliest.joined(trajectory.likeliest for trajectory in trajectories),
+        extra={} if np.isnan(cached).all() else {CACHED: cached},
     )
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from numpy.typing import NDArray
 
+from mismatch.captures import Likeliest
 from mismatch.errors import MismatchError
 from mismatch.types import Fingerprint, Floats
 
 if TYPE_CHECKING:
-    from mismatch.engines.distribution_capture import Wanted
+    from mismatch.engines.distribution_capture import CaptureRequest
     from mismatch.specs import EngineSpec
     from mismatch.types import Sampling
 
@@ -123,7 +124,7 @@ def context_needed(longest: int, limit: int | None) -> int:
     return min(rounded, limit or rounded)
 
 
-LIKELIEST = 20  # outcomes of a position; vLLM gives no more unless it is told so at its start
+GREEDY_TOP = 20  # outcomes of a position; vLLM gives no more unless it is told so at its start
 Mode = Literal["decode", "prefill"]
 
 # (finished sequences, all sequences, tokens so far)
@@ -147,6 +148,9 @@ class Sample:
             sampled token is never forwarded, so rows = prompt + sampled - 1. None: not captured.
         routed_weights: [rows, L, K] float32, their weights as the experts were given them; None:
             this engine does not say.
+        likeliest: of each sampled token, where the engine was asked for them.
+        cached: tokens of the prompt whose keys and values were read from the prefix cache; 0: all
+            were computed; None: this engine does not say.
     """
 
     token_ids: list[int]
@@ -154,6 +158,8 @@ class Sample:
     finish_reason: str
     routed: NDArray[Any] | None = None
     routed_weights: NDArray[Any] | None = None
+    likeliest: Likeliest | None = None
+    cached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +195,7 @@ class Capabilities:
         prefill_tempered: also at the sampling temperature where that is not 1.
         processed_logprobs: it reports logprobs after temperature and truncation.
         deterministic: the same seed gives the same tokens.
-        distributions: it is a :class:`Watching` engine.
+        distributions: it is a :class:`CapturesDistributions` engine.
         journals: it is a :class:`Journaling` engine.
         cache_reading: it is a :class:`CacheReading` engine.
         reasons: capability -> why it is missing, one sentence each.
@@ -232,6 +238,7 @@ class Engine(Protocol):
     """
 
     name: ClassVar[str]
+    likeliest: int  # most likely tokens to give with each sampled one; 0, the default: none
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None: ...
 
@@ -279,14 +286,21 @@ class Engine(Protocol):
         """What really ran, resolved by the engine."""
 
 
-class Watching(Engine, Protocol):
+class CapturesDistributions(Engine, Protocol):
     """An engine that can take whole distributions while it samples."""
 
-    def watch(self, wanted: Wanted) -> None:
+    def watch(self, wanted: CaptureRequest) -> None:
         """What the next :meth:`generate` has to take beside its samples."""
 
     def watched(self) -> dict[str, NDArray[Any]]:
         """What it took, as :meth:`Watcher.collected` gives it; empty where nothing was watched."""
+
+
+class Stopping(Engine, Protocol):
+    """An engine that can end a response at a text."""
+
+    def stop_at(self, texts: Sequence[str]) -> None:
+        """End responses behind these texts too: the token that completes one is the last."""
 
 
 class Journaling(Engine, Protocol):

@@ -5,14 +5,11 @@ Beside them: what is known of an engine before it is imported, versions, files o
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +123,8 @@ def engine_info(name: str) -> EngineInfo:
                 return EngineInfo(point.value, install_hint=hint)
             declared: EngineInfo = _load(name, point.value, hint)
             return declared
+    import difflib
+
     near = difflib.get_close_matches(name.lower(), engine_names(), n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise MismatchError(
@@ -201,6 +200,9 @@ def short_dtype(dtype: Any) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on, of the packages that are installed."""
+    import platform
+    from importlib import metadata
+
     found = {"python": platform.python_version()}
     engines = [package for package in engine_packages() if package not in PACKAGES]
     for package in (*engines, *PACKAGES):

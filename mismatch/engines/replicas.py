@@ -1,9 +1,10 @@
 """Data-parallel replicas: an engine several times, each in a process of its own with a share.
 
 Prompts go to the replicas in blocks, in their order; each knows its place in the whole (its
-``first_prompt``, and ``Wanted.first``), so that seeds and watched positions are those of one
-engine. A replica is ``python -m mismatch.engines.replicas FD`` behind a socket: it takes (method,
-arguments, place in the rollout) and gives ("progress", …), ("result", value) or ("error", …).
+``first_prompt``, and ``CaptureRequest.first``), so that seeds and captured positions are those
+of one engine. A replica is ``python -m mismatch.engines.replicas FD`` behind a socket: it takes
+(method, arguments, place in the rollout) and gives ("progress", …), ("result", value) or
+("error", …).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from mismatch.engines.base import Engine, LoadedWeights, Mode, Progress, Sample
-from mismatch.engines.distribution_capture import Wanted, join_collected
+from mismatch.engines.distribution_capture import CaptureRequest, join_collected
 from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class
 from mismatch.errors import MismatchError, named_line
@@ -72,14 +73,16 @@ def make_engine(kind: type[Engine], spec: EngineSpec, sampling: Sampling, longes
 
 
 class Replicas:
-    """Several engines as one; see :class:`mismatch.engines.base.Watching`."""
+    """Several engines as one; see :class:`mismatch.engines.base.CapturesDistributions`."""
+
+    likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.name, self.spec, self.sampling = spec.engine, spec, sampling
         self.job = (replace(spec, data_parallel_size=None), sampling, longest)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
-        self.wanted: Wanted | None = None
+        self.wanted: CaptureRequest | None = None
 
     def __enter__(self) -> Self:
         count = self.spec.data_parallel_size or 1
@@ -140,7 +143,10 @@ class Replicas:
             self._ask("watch", parts, [0] * len(parts), quiet)
         firsts = [share.start for share in shares]
         asked = self._ask(
-            "generate", [(prompts[share], turn) for share in shares], firsts, progress
+            "generate",
+            [(prompts[share], turn, self.likeliest) for share in shares],
+            firsts,
+            progress,
         )
         return [samples for part in asked for samples in part]
 
@@ -156,10 +162,13 @@ class Replicas:
         asked = self._ask("prefill", parts, [0] * len(parts), progress)
         return [scores for part in asked for scores in part]
 
-    def watch(self, wanted: Wanted) -> None:
+    def stop_at(self, texts: Sequence[str]) -> None:
+        self._all("stop_at", texts)
+
+    def watch(self, wanted: CaptureRequest) -> None:
         self.wanted = wanted
 
-    def _wanted_of(self, share: slice) -> Wanted:
+    def _wanted_of(self, share: slice) -> CaptureRequest:
         assert self.wanted is not None
         if self.wanted.places:  # a later turn: one request a prompt
             return replace(self.wanted, places=self.wanted.places[share])
@@ -261,7 +270,7 @@ def answer(
     if not arguments[0]:
         return []  # fewer of them than replicas
     if method == "generate":
-        prompts, turn = arguments
+        prompts, turn, engine.likeliest = arguments
         cast(Any, engine).first_prompt = first
         return engine.generate(prompts, progress, turn)
     return getattr(engine, method)(*arguments, progress)

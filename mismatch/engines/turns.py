@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.engines.base import Engine, Progress, Sample, Watching
-from mismatch.engines.distribution_capture import Wanted, join_collected
+from mismatch.captures import Likeliest
+from mismatch.engines.base import CapturesDistributions, Engine, Progress, Sample
+from mismatch.engines.distribution_capture import CaptureRequest, join_collected
 from mismatch.types import Bools, Floats, Ints
 
 # (number of the sequence, its responses so far) -> ids that go before its next response, or None
@@ -64,6 +65,15 @@ class Trajectory:
         return np.concatenate([sample.logprobs for sample in self.responses])
 
     @property
+    def cached(self) -> Floats:
+        """Of the sampled tokens: tokens of their turn's context read from the prefix cache.
+
+        NaN where the engine does not say.
+        """
+        counts = [np.nan if s.cached is None else s.cached for s in self.responses]
+        return np.repeat(counts, [len(sample.token_ids) for sample in self.responses])
+
+    @property
     def turn(self) -> Ints:
         """[tokens] 0 in the prompt, n from the first token of response n on."""
         turn = np.zeros(len(self.token_ids), np.int64)
@@ -93,6 +103,11 @@ class Trajectory:
         """As :attr:`routed`, the weights of these experts."""
         return joined(sample.routed_weights for sample in self.responses)
 
+    @property
+    def likeliest(self) -> Likeliest | None:
+        """Of the sampled tokens of all turns; None: a turn has none."""
+        return Likeliest.joined(sample.likeliest for sample in self.responses)
+
 
 def joined(parts: Iterable[NDArray[np.generic] | None]) -> NDArray[np.generic] | None:
     """Rows of a growing sequence: of each part those that the parts before it do not have."""
@@ -116,7 +131,7 @@ def starting(prompts: Sequence[list[int]], samples: Sequence[Sequence[Sample]]) 
 class WatchedTurns:
     """Whole distributions over all turns: each is watched for itself, and the choice is joined."""
 
-    def __init__(self, engine: Watching, wanted: Wanted) -> None:
+    def __init__(self, engine: CapturesDistributions, wanted: CaptureRequest) -> None:
         self.engine, self.wanted = engine, wanted
         self.parts: list[dict[str, NDArray[Any]]] = []
         engine.watch(wanted)

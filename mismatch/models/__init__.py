@@ -109,6 +109,19 @@ def resolve_model(name: str) -> str:
     raise MismatchError(f"model not found: {name!r}", fix=_suggestion(name))
 
 
+def named(data: Any) -> Any:
+    """JSON data with embedded models by their names, not by where this machine has them.
+
+    >>> named({"model": resolve_model("tiny-gpt-oss"), "other": ["openai/gpt-oss-20b", 3]})
+    {'model': 'tiny-gpt-oss', 'other': ['openai/gpt-oss-20b', 3]}
+    """
+    if isinstance(data, dict):
+        return {key: named(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [named(value) for value in data]
+    return next((name for name, path in EMBEDDED.items() if data == str(path)), data)
+
+
 def _checkpoint(path: Path) -> str:
     if not (path / "config.json").is_file():
         raise MismatchError(

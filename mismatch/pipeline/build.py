@@ -26,6 +26,7 @@ from mismatch.experiments.kernels import of_run
 from mismatch.experiments.locate.judge import of_run as located
 from mismatch.experiments.passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
+from mismatch.models import named
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.pipeline.tokens import token_table
 from mismatch.processes.stages import LABEL as FLOAT32_ENGINE
@@ -127,14 +128,14 @@ def build_report(
     results |= {"kernels": of_run(run_dir), "gradients": gradients}
     results |= {"locate": located(run_dir)}
     report = Report(
-        model=spec.rollout.engine.model,
+        model=named(spec.rollout.engine.model),
         verdict=mark_injected(verdict(judgements, checks, column, open_question), found.scorings),
-        fingerprints={name: scoring.fingerprint for name, scoring in found.scorings.items()},
+        fingerprints=named({name: one.fingerprint for name, one in found.scorings.items()}),
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
         checks=tuple(checks),
         not_tested=(*missing, *without_gradients),
-        run=facts(spec, found.rollout, command),
+        run=named(facts(spec, found.rollout, command)),
     ).with_analyses(**results)
     return report, store.load_tokens(run_dir)
 

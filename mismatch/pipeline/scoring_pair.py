@@ -20,6 +20,7 @@ from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
 from mismatch.experiments.engine_pair import DIRECTORY, other_place, other_spec
 from mismatch.experiments.passes import Job
+from mismatch.models import named
 from mismatch.pipeline.build import facts
 from mismatch.pipeline.tokens import token_table
 from mismatch.processes.launch import Worker
@@ -77,14 +78,14 @@ def build_pair(
     column = column_for(left.fingerprint, right.fingerprint)
     judgements = judge(comparison, column, thresholds)
     report = Report(
-        model=spec.rollout.engine.model,
+        model=named(spec.rollout.engine.model),
         verdict=verdict(judgements, checks, column),
-        fingerprints={left.name: left.fingerprint, right.name: right.fingerprint},
+        fingerprints=named({side.name: side.fingerprint for side in (left, right)}),
         comparisons=(comparison,),
         noise_floor=(),
         checks=tuple(checks),
         not_tested=(UNTESTED,),
-        run=facts(spec, rollout, command) | {"runs": [str(left_run), str(right_run)]},
+        run=named(facts(spec, rollout, command)) | {"runs": [str(left_run), str(right_run)]},
     ).with_analyses(
         corrections=preview(rollout, left, right, sampled_by_left=law, seed=spec.seed),
         forecast=forecast_of(

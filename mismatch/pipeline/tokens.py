@@ -14,7 +14,7 @@ import numpy as np
 from mismatch.analysis.breakdowns import special_ids, token_class
 from mismatch.analysis.comparison import paired_routing
 from mismatch.analysis.routing_tables import flipped_layers
-from mismatch.captures import why_incomparable
+from mismatch.captures import LIKELIEST, Likeliest, why_incomparable
 from mismatch.run import manifest, store
 from mismatch.types import Floats, Ints, Report, Rollout, Scoring
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-LIKELIEST = 5  # outcomes of either side that are kept where both give their distribution
+WORST = 1000  # tokens of largest |delta| whose likeliest outcomes are in the table
 PAIRED = ("rollout_logprob", "train_logprob", "delta", "entropy")
 
 
@@ -156,27 +156,65 @@ def _contexts(rollout: Rollout, texts: dict[int, str]) -> tuple[Any, Ints]:
 
 
 def _likeliest(decode: Scoring, train: Scoring, texts: dict[int, str], size: int) -> dict[str, Any]:
-    """What either side thinks likeliest where both give their distribution, else nothing."""
-    left, right = decode.distributions, train.distributions
-    if left is None or right is None or why_incomparable(left, right):
+    """What either side thinks likeliest: of the worst tokens, and where both give all they know.
+
+    A probability that a side did not say (it is below those that it gave) is NaN.
+    """
+    rows = _of_worst(decode, train) | _of_distributions(decode, train)
+    if not rows:
         return {}
-    rows: list[tuple[Ints, Floats, Floats]] = []
-    for index in range(len(left.positions)):
-        sides = left.logprobs[index], right.logprobs[index]
-        columns = np.unique(np.concatenate([np.argsort(-side)[:LIKELIEST] for side in sides]))
-        columns = columns[np.argsort(-sides[0][columns], kind="stable")]
-        ids = columns if left.ids is None else left.ids[index][columns]
-        rows.append((ids, sides[0][columns], sides[1][columns]))
+    places = sorted(rows)
     counts = np.zeros(size, np.int64)
-    counts[left.positions] = [len(ids) for ids, _, _ in rows]
+    counts[places] = [len(rows[place][0]) for place in places]
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    ids, first, second = (np.concatenate(parts) for parts in zip(*rows, strict=True))
+    parts = zip(*(rows[place] for place in places), strict=True)
+    ids, first, second = (np.concatenate(part) for part in parts)
     return {
         "top_ids": arrow_lists(ids, offsets),
         "top_tokens": arrow_lists([_text(texts, int(i)) for i in ids], offsets, "string"),
         "top_rollout": arrow_lists(first, offsets),
         "top_train": arrow_lists(second, offsets),
     }
+
+
+Outcomes = tuple[Ints, Floats, Floats]  # ids, and their log-probabilities on either side
+
+
+def _of_distributions(decode: Scoring, train: Scoring) -> dict[int, Outcomes]:
+    """By row, where both sides keep their distribution."""
+    left, right = decode.distributions, train.distributions
+    if left is None or right is None or why_incomparable(left, right):
+        return {}
+    rows: dict[int, Outcomes] = {}
+    for index, place in enumerate(left.positions.tolist()):
+        sides = left.logprobs[index], right.logprobs[index]
+        columns = np.unique(np.concatenate([np.argsort(-side)[:LIKELIEST] for side in sides]))
+        columns = columns[np.argsort(-np.maximum(*sides)[columns], kind="stable")]
+        ids = columns if left.ids is None else left.ids[index][columns]
+        rows[place] = ids, *(side[columns].astype(np.float64) for side in sides)
+    return rows
+
+
+def _of_worst(decode: Scoring, train: Scoring) -> dict[int, Outcomes]:
+    """By row of the largest |delta|: the likeliest of either side, and the sampled token."""
+    left, right = decode.likeliest, train.likeliest
+    if left is None or right is None or len(decode.logprobs) != len(train.logprobs):
+        return {}
+    size = np.abs(train.logprobs - decode.logprobs)
+    worst = np.argsort(-size, kind="stable")[:WORST]
+    return {int(row): _outcomes(int(row), (decode, left), (train, right)) for row in worst}
+
+
+def _outcomes(row: int, *sides: tuple[Scoring, Likeliest]) -> Outcomes:
+    sampled = int(sides[0][0].token_ids[row])
+    said = [
+        dict(zip(top.ids[row].tolist(), top.logprobs[row].tolist(), strict=True))
+        | {sampled: float(scoring.logprobs[row])}
+        for scoring, top in sides
+    ]
+    ids = sorted(set().union(*said), key=lambda i: -max(side.get(i, -np.inf) for side in said))
+    first, second = ([side.get(i, np.nan) for i in ids] for side in said)
+    return np.asarray(ids, np.int64), np.asarray(first), np.asarray(second)
 
 
 def arrow_lists(values: Sequence[Any] | np.ndarray, offsets: Ints, kind: str | None = None) -> Any:

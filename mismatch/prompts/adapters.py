@@ -23,6 +23,8 @@ from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.tools import tool_call
 
 ENDS = re.compile(r"(?:\s*(?:<\|[^|<>]*\|>|</s>))+\s*$")  # special tokens that end a response
+WAIT_S = 50.0  # of a reply, a reward or an end; less than environments.REPLY_S
+ALIVE_S = 1.0
 FIELD = "message"  # of an OpenEnv action, where the URL names none
 
 
@@ -39,6 +41,10 @@ def adapted(name: str) -> Callable[[Prompt], Environment] | None:
         class OfVerifiers(Verifiers):
             def __init__(self, prompt: Prompt) -> None:
                 super().__init__(shared, prompt)
+
+            @staticmethod
+            def close_all() -> None:
+                _wait(shared._teardown())
 
         return OfVerifiers
     if kind == "openenv":
@@ -62,7 +68,30 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _wait(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
+    """The coroutine's result; it is cancelled where it takes too long.
+
+    One that blocks the loop of all cannot be: the others go on in a new loop.
+
+    Raises:
+        TimeoutError: it took too long.
+    """
+    waiting = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    try:
+        return waiting.result(WAIT_S)
+    except TimeoutError:
+        waiting.cancel()
+        if not _turns(_loop()):
+            _loop.cache_clear()
+        raise
+
+
+def _turns(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether a loop still runs anything."""
+    try:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(ALIVE_S)
+    except TimeoutError:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------- verifiers
@@ -151,6 +180,10 @@ class Verifiers:
 
         return float(_wait(score()))
 
+    def close(self) -> None:
+        """What the environment set up for this sequence."""
+        _wait(self.environment.cleanup(self.state))
+
 
 def _no_client() -> Any:
     """Stands where an environment keeps its client: responses come from elsewhere."""
@@ -216,7 +249,6 @@ class OpenEnv:
         result = _wait(self._step(ENDS.sub("", response)))
         self.rewards.append(float(result.reward or 0.0))
         if result.done:
-            _wait(self.session.close())
             return None
         return {"role": "user", "content": _text(result.observation)}
 
@@ -230,6 +262,10 @@ class OpenEnv:
     def reward(self) -> float:
         """The sum of its steps' rewards."""
         return sum(self.rewards)
+
+    def close(self) -> None:
+        """Its session, whether the server or this side ended the sequence."""
+        _wait(self.session.close())
 
 
 def _text(observation: Any) -> str:

@@ -9,17 +9,24 @@ An environment is a class that is called with the :class:`Prompt` and has one me
         def reply(self, response: str) -> dict | None:
             return {"role": "user", "content": f"You said: {response}"}   # None: the sequence ends
 
-and, if it knows better than the prompt's answer, ``reward() -> float``. Its output is data: a text
+A message of the role ``assistant`` goes on with the assistant's own message, without the template:
+for environments with ``stop = ("</code>",)``, texts that end a response without an end token.
+``before`` and ``after`` of a message stand around its content, and are not cut with it.
+
+An environment that knows better than the prompt's answer has ``reward() -> float``; one that holds
+something has ``close()``, which is called in the end whatever happened. Its output is data: a text
 of a bounded length for the chat template, never run or imported.
 """
 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
@@ -33,6 +40,9 @@ from mismatch.types import Floats
 
 Message = Mapping[str, Any]
 REPLY_S = 60.0  # seconds that a reply may take
+PATIENCE = 3  # replies that may take so long for nothing; then the others get less
+LEAST_S = 1.0
+INTERPRETER = {"before": "<interpreter>\n", "after": "\n</interpreter>"}
 SEAM = "\ue000"  # of no script: private use
 QUESTION, ANSWER = "a question", "mismatch-answer"
 
@@ -92,7 +102,7 @@ class Tool:
         else:
             result = self.result(value)
         if call.form == "retool":
-            return {"role": "user", "content": f"<interpreter>\n{result.rstrip()}\n</interpreter>"}
+            return {"role": "user", "content": result.rstrip()} | INTERPRETER
         return {"role": "tool", "name": self.name, "content": result}
 
     def result(self, value: str) -> str:
@@ -127,10 +137,30 @@ class Python(Tool):
         return unheld()
 
 
+class Retool(Python):
+    """ReTool's loop: a response ends at ``</code>`` and goes on behind what the code writes, in the
+    form of slime's ``examples/retool`` (``execute_predictions``)."""
+
+    stop = ("</code>",)
+    told = (
+        "You may write Python code between <code> and </code>. It is run, what it prints comes "
+        "back between <interpreter> and </interpreter>, and you go on."
+    )
+
+    def reply(self, response: str) -> Message | None:
+        """See the protocol."""
+        message = super().reply(response)
+        if message is None or not response.rstrip().endswith(self.stop):
+            return message
+        around = {"before": f"\n\n{INTERPRETER['before']}", "after": f"{INTERPRETER['after']}\n\n"}
+        return {**message, "role": "assistant"} | around
+
+
 BUILT_IN: dict[str, type[Environment]] = {
     "retry": Retry,
     "calculator": Calculator,
     "python": Python,
+    "retool": Retool,
 }
 
 
@@ -150,10 +180,19 @@ def built_in(name: str) -> type[Environment] | None:
     return BUILT_IN[name]
 
 
-def tools_of(name: str | None) -> list[dict[str, Any]]:
-    """What a shipped environment offers in the prompt; [] for others."""
+def offered(name: str | None, prompt: Prompt) -> Prompt:
+    """A conversation with what a shipped environment offers: its tool, or how it is told of."""
     kind = BUILT_IN.get(name or "")
-    return [kind.tool] if kind is not None and issubclass(kind, Tool) else []
+    if prompt.messages is None or kind is None or not issubclass(kind, Tool):
+        return prompt
+    if not issubclass(kind, Retool):
+        return replace(prompt, tools=[kind.tool])
+    first, *rest = prompt.messages
+    if any("<code>" in str(message.get("content")) for message in prompt.messages):
+        return prompt
+    return replace(
+        prompt, messages=[{**first, "content": f"{kind.told}\n\n{first['content']}"}, *rest]
+    )
 
 
 def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> list[int]:
@@ -225,6 +264,8 @@ class Replies:
         max_tokens: of an observation's content; the rest is cut off.
         ended: reason -> sequences that an environment's failure ended.
         cut: observations that were longer than ``max_tokens``.
+        no_rewards: why the environments gave none; "": they did, or have none.
+        slowest: seconds of the slowest reply that came.
     """
 
     kind: Callable[[Prompt], Environment]
@@ -235,6 +276,9 @@ class Replies:
     max_tokens: int
     ended: Counter[str] = field(default_factory=Counter)
     cut: int = 0
+    no_rewards: str = ""
+    slowest: float = 0.0
+    _hung: int = 0
     _partners: dict[int, Environment] = field(default_factory=dict)
 
     def __call__(self, sequence: int, response: Sequence[int]) -> list[int] | None:
@@ -244,25 +288,46 @@ class Replies:
         """
         text = self.tokenizer.decode(list(response), skip_special_tokens=False)
         try:
-            message = _in_time(lambda: self._partner(sequence).reply(text), REPLY_S)
-            return None if message is None else self._encoded(message)
+            message = self._in_time(lambda: self._partner(sequence).reply(text))
+            return None if message is None else self._encoded(message, response)
         except Exception as error:  # whatever a user's class raises
             self.ended[named_line(error)] += 1
             return None
+
+    def _in_time(self, function: Callable[[], Any]) -> Any:
+        """The function's result. Where ``PATIENCE`` calls hung, a call gets twice as long as the
+        slowest one took, so that an environment that always hangs does not take hours."""
+        patient = self._hung < PATIENCE
+        seconds = REPLY_S if patient else min(REPLY_S, max(LEAST_S, 2 * self.slowest))
+        start = time.monotonic()
+        try:
+            result = _in_time(function, seconds)
+        except Hung:
+            self._hung += 1
+            raise
+        self.slowest = max(self.slowest, time.monotonic() - start)
+        return result
 
     def _partner(self, sequence: int) -> Environment:
         if sequence not in self._partners:
             self._partners[sequence] = self.kind(self.prompts[sequence])
         return self._partners[sequence]
 
-    def _encoded(self, message: Message) -> list[int]:
+    def _encoded(self, message: Message, response: Sequence[int]) -> list[int]:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise TypeError(f"a reply is a message with a text, not {type(message).__name__}")
-        content = encoded(self.tokenizer, with_seams(self.tokenizer, message["content"]))
+        text = message["content"]
+        content = encoded(self.tokenizer, with_seams(self.tokenizer, text))
         if len(content) > self.max_tokens:
             self.cut += 1
-            message = {**message, "content": self.tokenizer.decode(content[: self.max_tokens])}
-        ids = between_turns(self.tokenizer, message, self.stop_ids)
+            text = self.tokenizer.decode(content[: self.max_tokens])
+        text = f"{message.get('before', '')}{text}{message.get('after', '')}"
+        if message.get("role") == "assistant":
+            if response[-1] in self.stop_ids:
+                raise ValueError("the assistant's message has ended: a reply cannot go on with it")
+            ids = encoded(self.tokenizer, with_seams(self.tokenizer, text))
+        else:
+            ids = between_turns(self.tokenizer, {**message, "content": text}, self.stop_ids)
         if max(ids, default=0) >= self.vocab_size:
             raise ValueError(f"id {max(ids)} is outside the vocabulary of {self.vocab_size}")
         return ids
@@ -270,26 +335,43 @@ class Replies:
     def rewards(self) -> Floats | None:
         """What the environments themselves say, [N]; None: they say nothing, or one of them fails.
 
-        A failure is counted in ``ended``.
+        A failure is kept in ``no_rewards``.
         """
         if not hasattr(self.kind, "reward"):
             return None
         try:
             rewards = [
-                float(_in_time(cast(Any, self._partner(sequence)).reward, REPLY_S))
+                float(self._in_time(cast(Any, self._partner(sequence)).reward))
                 for sequence in range(len(self.prompts))
             ]
         except Exception as error:  # whatever a user's class raises
-            self.ended[f"reward: {named_line(error)}"] += 1
+            self.no_rewards = named_line(error)
             return None
         return np.asarray(rewards, np.float64)
+
+    def close(self) -> None:
+        """Let every environment that was begun close what it holds, also those that failed.
+
+        What cannot be closed is said in the log.
+        """
+        for partner in (*self._partners.values(), self.kind):
+            name = "close_all" if partner is self.kind else "close"
+            try:
+                self._in_time(getattr(partner, name, lambda: None))
+            except Exception as error:  # whatever a user's class raises
+                print(f"an environment was not closed: {named_line(error)}", file=sys.stderr)
+        self._partners.clear()
+
+
+class Hung(TimeoutError):
+    """A call did not return in its time."""
 
 
 def _in_time(function: Callable[[], Any], seconds: float) -> Any:
     """The function's result; its thread is left behind where it takes longer.
 
     Raises:
-        TimeoutError: it took longer; else whatever it raises.
+        Hung: it took longer; else whatever it raises.
     """
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -303,7 +385,7 @@ def _in_time(function: Callable[[], Any], seconds: float) -> Any:
     try:
         value, error = results.get(timeout=seconds)
     except queue.Empty:
-        raise TimeoutError(f"no reply within {seconds:.0f} s") from None
+        raise Hung(f"no reply within {seconds:.0f} s") from None
     if error is not None:
         raise error
     return value

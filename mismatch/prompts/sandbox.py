@@ -1,9 +1,9 @@
 """Code that a model wrote, in a process of its own, bounded in all it may take.
 
 A fresh directory, an empty environment, limits of time, memory, output and disk. No network, no
-new processes and a read-only file system, as far as the machine can: by bubblewrap, or else by
-user namespaces (``unshare``), and by a system call filter (sandbox_guard.py). What could not be
-held is tried once and reported: :func:`unheld`.
+new processes, and no file outside that is not the interpreter's or the system's, as far as the
+machine can: by bubblewrap, or else by user namespaces (``unshare``), and by Landlock and a system
+call filter (sandbox_guard.py). What could not be held is tried once and reported: :func:`unheld`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ try:
     if os.fork() == 0: os._exit(0)
     print("new processes")
 except OSError: pass
-try:
-    open(PLACE, "w").close(); print("files outside its directory")
-except OSError: pass
+def tries(what, does):
+    try: does(); print(what, "of files outside its directory")
+    except OSError: pass
+tries("the content", lambda: open(PLACE).read())
+tries("changes", lambda: open(PLACE, "a").close())
+tries("the permissions", lambda: os.chmod(PLACE, 0o600))
 """
+LANDLOCK = True  # used where the kernel has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +105,9 @@ def holder() -> str:
 def unheld() -> tuple[str, ...]:
     """What this machine does not keep from the code: tried once, with code that tries it."""
     with _place() as place, tempfile.TemporaryDirectory() as other:
-        target = str(Path(other) / "file")
-        output, _ = _run(f"PLACE = {target!r}\n{PROBE}", place, Limits(STARTED_S), holder())
+        target = Path(other) / "file"
+        target.write_text("a file of the user")
+        output, _ = _run(f"PLACE = {str(target)!r}\n{PROBE}", place, Limits(STARTED_S), holder())
     return tuple(output.decode("utf-8", "replace").splitlines())
 
 
@@ -152,6 +157,7 @@ def _command(place: str, limits: Limits, by: str) -> list[str]:
         "cpu_s": int(limits.time_s) + 1,
         "disk_bytes": limits.disk_bytes,
         "mounts": by == "unshare",
+        "trees": [sys.prefix, sys.base_prefix] if LANDLOCK else None,
     }
     options = {
         "bwrap": [

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.prompts.environments import tools_of
+from mismatch.prompts.environments import offered
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.tasks import find_task
 from mismatch.specs import PromptSpec
@@ -33,16 +32,13 @@ EXAMPLE = 'one JSON object per line, such as {"messages": [{"role": "user", "con
 def read_prompts(spec: PromptSpec) -> list[Prompt]:
     """The prompts that a spec names: ``num_prompts`` of the task, or the file's first so many.
 
-    The tools of a shipped environment are on offer in those that are conversations.
+    What a shipped environment offers is on offer in those that are conversations.
 
     Raises:
         MismatchError: unknown task, too many problems of it, or a file that is missing, empty or
             malformed (with the line).
     """
-    prompts, tools = _read(spec), tools_of(spec.environment)
-    if not tools:
-        return prompts
-    return [p if p.messages is None else replace(p, tools=tools) for p in prompts]
+    return [offered(spec.environment, prompt) for prompt in _read(spec)]
 
 
 def _read(spec: PromptSpec) -> list[Prompt]:

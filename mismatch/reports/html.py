@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
+PART = 1 << 16  # characters of data per element: a browser's parser rests between elements
+
+
 def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) -> str:
     """The report as one HTML document. The same input gives the same bytes.
 
@@ -88,9 +91,15 @@ def template(name: str) -> Template:
         finalize=_unbroken,
     )
     environment.filters["line"] = line
+    environment.filters["parts"] = lambda text: batched(text, PART)
     environment.globals.update(marks=MARKS, cell_text=cell_text, cell_interval=cell_interval)
     environment.filters["percent"] = lambda share: f"{100 * share:.2f}%"
     return environment.get_template(name)
+
+
+def batched(text: str, size: int) -> list[str]:
+    """A text in pieces of at most ``size`` characters."""
+    return [text[start : start + size] for start in range(0, len(text), size)]
 
 
 def _unbroken(value: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import LIKELIEST
 from mismatch.reports.formatting import visible
 from mismatch.types import Floats, Ints
 
@@ -335,7 +336,9 @@ def _exact(tokens: pd.DataFrame, values: dict[str, Floats], words: _Words) -> di
     worst = _worst(size)
     ids = flat_lists(tokens, "top_ids")
     tops = np.flatnonzero(np.diff(ids[1])) if ids is not None else np.zeros(0, np.int64)
-    tops = np.sort(tops[np.argsort(-size[tops], kind="stable")][:EXACT])
+    others = np.setdiff1d(tops, worst)
+    others = others[np.argsort(-size[others], kind="stable")][:EXACT]
+    tops = np.union1d(np.intersect1d(tops, worst), others)
     rows = np.union1d(worst, tops)
     found: dict[str, Any] = {"at": rows.tolist()}
     for name, array in values.items():
@@ -348,8 +351,23 @@ def _exact(tokens: pd.DataFrame, values: dict[str, Floats], words: _Words) -> di
         texts, left, right = (
             column[0][ids[1][row] : ids[1][row + 1]].tolist() for column in columns if column
         )
+        bounds = [_bound(side) for side in (left, right)]
         found["top"][row] = [
-            [words.number(str(text)), *(round(x, 5) if np.isfinite(x) else None for x in pair)]
+            [words.number(str(text)), *map(_outcome, pair, bounds)]
             for text, *pair in zip(texts, left, right, strict=True)
         ]
     return found
+
+
+def _bound(side: list[float]) -> float:
+    """What is above everything that a side did not name: the last of its likeliest."""
+    named = sorted((x for x in side if not np.isnan(x)), reverse=True)
+    return named[min(LIKELIEST, len(named)) - 1] if named else 0.0
+
+
+def _outcome(logprob: float, bound: float) -> float | None:
+    """As explorer.js reads it: null is p = 0, and what is only known to be below ``bound`` (the
+    least likely of those that the side named) is 1 - bound, which no log-probability is."""
+    if np.isnan(logprob):
+        return round(1 - bound, 5) if np.isfinite(bound) else None
+    return round(logprob, 5) if np.isfinite(logprob) else None

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mismatch.experiments.regression.measure import DECIDING
+from mismatch.experiments.regression.types import ABSENT
 from mismatch.metrics import METRICS
-from mismatch.pipeline.history import History, Point
+from mismatch.pipeline.saved_runs import History, Point
 from mismatch.pipeline.side_by_side import Line, Move, Side, SideBySide
 from mismatch.reports.formatting import (
     TONES,
     Format,
     alike,
     bound,
-    capital,
     chance,
     line,
     number,
@@ -61,6 +61,7 @@ METHOD = (
     "for all runs and metrics (Holm), at 5 %; without p, and for all other metrics, a change is "
     "marked where its own 95 % interval leaves 0 out, not adjusted."
 )
+NEWEST = 12  # runs of a history that a terminal shows
 TONE_OF: dict[str | None, Tone] = {
     "worse": "warn", "mixed": "warn", "undecided": "warn", "better": "healthy",
 }  # fmt: skip
@@ -81,8 +82,9 @@ def beside_page(result: SideBySide) -> Page:
         tone="warn" if worse else "healthy",
         reason=f"against {first.run}: {', '.join(told)}",
         title=_model(first.model),
-        facts=tuple(_side(side) for side in result.runs),
+        facts=(*(_side(side) for side in result.runs), *(f"{line(n)}" for n in result.notes)),
         sections=(_metrics(result), _changes(result), _facts(result)),
+        table=_table(result),
         file="side-by-side",
     )
 
@@ -98,7 +100,7 @@ def _side(side: Side) -> str:
     return f"{side.run}: {side.engine or 'unknown engine'}{date}, {tokens}, {side.status}"
 
 
-def _metrics(result: SideBySide) -> Section:
+def _table(result: SideBySide) -> Table:
     columns = (
         Column("metric", text),
         *(Column(side.run, interval=index + 1) for index, side in enumerate(result.runs)),
@@ -109,12 +111,15 @@ def _metrics(result: SideBySide) -> Section:
         pairs = zip(item.values, item.moves, strict=True)
         cells = (Cell(value, _tone(item, move), format=write) for value, move in pairs)
         rows.append((words_for(item.metric).label, *cells))
+    return Table(columns, rows)
+
+
+def _metrics(result: SideBySide) -> Section:
     return Section(
         id="side-by-side",
         title="Side by side",
         lead=LEAD,
-        sentences=[f"{capital(line(note))}." for note in result.notes],
-        tables=(Table(columns, rows),),
+        tables=(_table(result),),
         notes=(METHOD,),
         folded=False,
     )
@@ -147,8 +152,10 @@ def _changes(result: SideBySide) -> Section:
         Column("result", text),
         Column("told by", text, 3),
     )
-    rows: list[Cells] = []
+    deciding: list[Cells] = []
+    moved: list[Cells] = []
     for item in result.metrics:
+        rows = deciding if item.metric in DECIDING else moved
         words = words_for(item.metric)
         write = points if words.share else signed
         for side, move in zip(result.runs, item.moves, strict=True):
@@ -159,26 +166,44 @@ def _changes(result: SideBySide) -> Section:
                 rows.append(
                     (words.label, side.run, change, move.p_value, outcome, BASIS[move.basis])
                 )
+    other = Section(
+        id="other-changes",
+        title="Other metrics",
+        short=f"{plural(len(moved), 'significant change')}",
+        tables=(Table(columns, moved),),
+    )
     return Section(
         id="changes",
         title=f"Changes from {result.runs[0].run}",
-        lead="The metrics that decide, and every other that moved significantly.",
-        tables=(Table(columns, rows),),
+        lead="The metrics that decide.",
+        tables=(Table(columns, deciding),),
+        parts=(other,) if moved else (),
         folded=False,
     )
 
 
 def _facts(result: SideBySide) -> Section:
     runs = (Column(side.run, text) for side in result.runs)
-    rows: list[Cells] = [(it.where, Cell(it.name, "code"), *it.values) for it in result.facts]
+    columns = (Column("where", text), Column("what", text), *runs)
+    known: list[Cells] = []
+    partly: list[Cells] = []
+    for it in result.facts:
+        unset = it.name.startswith("environment.")
+        rows = partly if ABSENT in it.values and not unset else known
+        rows.append((it.where, Cell(it.name, "code"), *it.values))
+    other = Section(
+        id="partly-known",
+        title="Said by some of the runs alone",
+        short=f"{plural(len(partly), 'fact')}: other versions of mismatch record other facts",
+        tables=(Table(columns, partly),),
+    )
     return Section(
         id="facts",
         title="What differs",
-        lead="Versions, settings and kernels as the runs themselves say."
-        if rows
-        else "Nothing of what the runs say of themselves.",
-        tables=(Table((Column("where", text), Column("what", text), *runs), rows),),
-        sentences=() if rows else ("No version, setting or kernel differs.",),
+        lead="Versions, settings and kernels as the runs themselves say.",
+        tables=(Table(columns, known),) if known else (),
+        sentences=() if known else ("No version, setting or kernel that all runs name differs.",),
+        parts=(other,) if partly else (),
         folded=False,
     )
 
@@ -193,6 +218,12 @@ def history_page(result: History) -> Page:
     moved = [point.place for point in result.points if point.moved][-4:]
     by = f"moved significantly by {', '.join(moved)}" if moved else "no run moved it significantly"
     reason = f"{plural(len(result.points), 'run')}; {by}"
+    finding = ""
+    if latest is not None:
+        finding = f"The newest run, {latest.place}, is {latest.status}"
+        finding += (
+            f"; {words.label} moved with {moved[-1]}." if moved else f"; {words.label} is steady."
+        )
     models = dict.fromkeys(point.model for point in result.points if point.value is not None)
     over_time = Section(
         id="history",
@@ -209,15 +240,17 @@ def history_page(result: History) -> Page:
         kind="history",
         word=latest.status if latest else "no run",
         tone=TONES[latest.status] if latest else "warn",
-        reason=f"the newest run, {latest.place}: {latest.reason}" if latest else reason,
+        lead=finding,
+        reason=f"{latest.place}: {latest.reason}" if latest else reason,
         title=result.folder,
         facts=(f"{words.label} over {reason}",),
         sections=(over_time, _listed(result), *([unreadable] if result.unreadable else [])),
+        table=_runs(result, result.points[-NEWEST:]),
         file="history",
     )
 
 
-def _listed(result: History) -> Section:
+def _runs(result: History, points_shown: Sequence[Point]) -> Table:
     write = metric_format(result.metric, [point.value for point in result.points])
     words = words_for(result.metric)
     change = points if words.share else signed
@@ -240,10 +273,14 @@ def _listed(result: History) -> Section:
             ),
         ),
     )
+    return Table.of(columns, points_shown)
+
+
+def _listed(result: History) -> Section:
     return Section(
         id="runs",
         title="Runs",
-        tables=(Table.of(columns, result.points),),
+        tables=(_runs(result, result.points),),
         notes=(
             "A change is from the run of the same model before it. It is called significant where "
             "its 95 % interval, of two independent runs, leaves 0 out; not adjusted for their "
@@ -258,7 +295,8 @@ def _figure(place: int, model: str, result: History) -> Figure:
     estimates = [p.value for p in shown if p.value is not None]
     write = metric_format(result.metric, estimates)
     first, last = write(estimates[0].value), write(estimates[-1].value)
-    title = f"{_model(model)}: {first} → {last} in {plural(len(shown), 'run')}"
+    path = f"{first} → {last} in {plural(len(shown), 'run')}" if len(shown) > 1 else first
+    title = f"{_model(model)}: {path}"
     moved = sum(p.moved for p in shown)
     return Figure(
         f"history-{place}",

@@ -23,8 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from mismatch.errors import MismatchError
-from mismatch.pipeline.history import History, history
-from mismatch.pipeline.saved_runs import find_runs
+from mismatch.pipeline.saved_runs import History, find_runs, history
 from mismatch.pipeline.side_by_side import side_by_side
 from mismatch.reports import html
 from mismatch.reports.formatting import TONES, line
@@ -119,7 +118,8 @@ class Site:
             return _refusal(HTTPStatus.NOT_FOUND, f"no such run: {missing[0]}")
         if not 2 <= len(names) <= MOST:
             return _refusal(HTTPStatus.BAD_REQUEST, f"choose 2 to {MOST} runs")
-        result = side_by_side([known[name] for name in names])
+        # The list is newest first, and a run is held against those before it.
+        result = side_by_side([known[name] for name in reversed(names)])
         return Answer(HTTPStatus.OK, html.show_page(beside_page(result)))
 
     def _report(self, name: str) -> Answer:

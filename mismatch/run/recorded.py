@@ -24,6 +24,7 @@ from mismatch.types import Fingerprint, Rollout, Sampling, Scoring
 
 ENGINE = "recorded"
 Entry = dict[str, Any]
+VERL = (*verl_dump.REQUIRED, "attention_mask", "rm_scores")
 Form = Literal["torchtitan", "open-instruct", "generic", "verl"]
 
 
@@ -132,23 +133,25 @@ def torchtitan(entry: Entry, found: Recorded) -> None:
 
 
 def verl(path: Path) -> Recorded:
-    """verl's RolloutSkip dump: prompts padded on the left, responses on the right.
+    """verl's RolloutSkip dumps: rows padded on both sides, or of their own lengths.
 
     Raises:
         MismatchError: see :func:`verl_dump.read_dump`; or a row is wrong (named).
     """
-    tensors, beside = verl_dump.read_dump(path)
-    found, uids = Recorded(), beside.get("uid")
-    for number in range(len(tensors["responses"])):
-        row = {name: values[number] for name, values in tensors.items()}
+    fields, prompts = verl_dump.read_dump(path)
+    found = Recorded()
+    for number in range(len(fields["responses"])):
         try:
-            sequence = _padded(row, None if uids is None else str(uids[number]))
+            row = {name: fields[name][number] for name in VERL if name in fields}
+            sequence = _padded(
+                row, prompts[number] if prompts else None, isinstance(fields["responses"], list)
+            )
             if any(sequence.sampled):
                 _require_whole(sequence)
                 found.sequences.append(sequence)
             else:
                 found.remarks["left out: no token of it was sampled"] += 1
-        except (ValueError, IndexError, TypeError) as error:
+        except (ValueError, IndexError, TypeError, AttributeError) as error:
             what = f"{path}, row {number}: {error}"
             raise MismatchError(what, "docs/recorded-rollouts.md lists what is read") from error
     if not found.sequences:
@@ -156,17 +159,22 @@ def verl(path: Path) -> Recorded:
     return found
 
 
-def _padded(row: dict[str, Any], prompt: str | None) -> Row:
-    """A row of verl's tensors without its padding."""
+def _padded(row: dict[str, Any], prompt: str | None, jagged: bool) -> Row:
+    """A row of verl's tensors without its padding; one without an attention_mask has none."""
     width = len(row["prompts"])
-    there = row["attention_mask"].astype(bool)
+    whole = width + len(row["responses"])
+    there = np.asarray(row.get("attention_mask", np.ones(whole)), bool)
+    if len(there) != whole:
+        raise ValueError(f"attention_mask has {len(there)} entries for {whole} tokens")
     of_prompt, of_response = there[:width], there[width:]
     mask = row["response_mask"].astype(bool)[of_response]
     sampled = [False] * int(of_prompt.sum()) + mask.tolist()
     ids = [*row["prompts"][of_prompt].tolist(), *row["responses"][of_response].tolist()]
     logprobs = row["rollout_log_probs"][of_response][mask].tolist()
-    # What ended a sequence is not recorded: a full response was cut, a tool has the last word.
-    reason = "length" if there[-1] else "stop" if mask[-1:].any() else "environment"
+    # What ended a sequence is not recorded: a tool has the last word, a response that leaves no
+    # padding was cut. In rows of their own lengths nothing tells that from one that ended.
+    reason = "stop" if mask[-1:].any() else "environment"
+    reason = "length" if there[-1] and not jagged else reason
     return Row(
         *(_ids({"ids": ids}, "ids"), sampled, turns_of(sampled)),
         logprobs=_numbers({"rollout_log_probs": logprobs}, "rollout_log_probs"),
@@ -221,8 +229,9 @@ def read_recorded(path: Path, form: Form | None = None) -> tuple[Form, Recorded]
         MismatchError: it cannot be read, holds no ids and logprobs, or a line is wrong (named).
     """
     if path.is_dir():
-        path = path / verl_dump.NAME
-    if form == "verl" or (form is None and path.suffix == ".dp"):
+        names = (verl_dump.NAME, verl_dump.QUEUE)
+        path = next((path / name for name in names if (path / name).exists()), path / names[0])
+    if form == "verl" or (form is None and path.suffix in (".dp", ".pt")):
         return "verl", verl(path)
     found = Recorded()
     for number, entry in _entries(path):

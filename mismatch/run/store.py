@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.captures import Distributions, narrowest
+from mismatch.captures import Distributions, Likeliest, narrowest
 from mismatch.errors import MismatchError
 from mismatch.run import manifest, tables
 from mismatch.run.manifest import readable, write_atomic
@@ -192,6 +192,10 @@ def save_scoring(
         **{f"extra.{name}": values for name, values in scoring.extra.items()},
     }
     rows = {name: ragged(v, offsets) for name, v in columns.items() if v is not None}
+    if (top := scoring.likeliest) is not None:
+        ends = offsets * top.ids.shape[1]
+        rows["likeliest.ids"] = ragged(top.ids.reshape(-1), ends)
+        rows["likeliest.logprobs"] = ragged(top.logprobs.reshape(-1), ends)
     header: dict[str, Any] = {"name": scoring.name, "fingerprint": scoring.fingerprint}
     if made_by is not None:
         header["spec"] = to_dict(made_by)
@@ -228,7 +232,16 @@ def load_scoring(run_dir: Path | str, name: str) -> Scoring:
         routing=_load_routing(run_dir, routing_file(name)) if header.get("routing") else None,
         extra={k.removeprefix("extra."): v for k, v in columns.items() if k.startswith("extra.")},
         distributions=load_distributions(run_dir, name) if header.get("distributions") else None,
+        likeliest=_likeliest(columns),
     )
+
+
+def _likeliest(columns: dict[str, np.ndarray]) -> Likeliest | None:
+    if "likeliest.ids" not in columns:
+        return None
+    ids, logprobs = (columns[f"likeliest.{name}"] for name in ("ids", "logprobs"))
+    rows = len(columns["token_ids"])
+    return Likeliest(ids.reshape(rows, -1), logprobs.reshape(rows, -1))
 
 
 @readable(lambda name: distributions_file(name))

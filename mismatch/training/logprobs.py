@@ -144,6 +144,7 @@ class TokenStats:
         untempered: logprob at T = 1, where the sampling temperature is another; else None.
         kept_mass: probability that survives top-k, then top-p; None where nothing is cut.
         distributions: of the captured rows, as from :func:`select_rows`.
+        likeliest_ids, likeliest: [n, k] the k most likely ids (int32), and their logprobs.
     """
 
     logprobs: torch.Tensor
@@ -152,6 +153,8 @@ class TokenStats:
     untempered: torch.Tensor | None = None
     kept_mass: torch.Tensor | None = None
     distributions: torch.Tensor | None = None
+    likeliest_ids: torch.Tensor | None = None
+    likeliest: torch.Tensor | None = None
 
 
 def token_stats(
@@ -163,6 +166,7 @@ def token_stats(
     chunk_bytes: int = CHUNK_BYTES,
     rounding: Rounding | None = None,
     captured: CapturedRows | None = None,
+    likeliest: int = 0,
 ) -> TokenStats:
     """Logprobs and entropies of ``targets`` under the distributions predicted from ``hidden``.
 
@@ -174,6 +178,7 @@ def token_stats(
         sampling: default: temperature 1, nothing cut.
         rounding: where the trainer rounds beside the head.
         captured: the rows whose full distributions are kept.
+        likeliest: k, of the most likely ids that are kept of every row.
 
     With gradients on, each strip is recomputed in the backward pass instead of being kept.
     """
@@ -184,7 +189,7 @@ def token_stats(
     )
     slots = targets.new_full((len(targets),), -1) if captured is None else captured.slots
     ids = None if captured is None else captured.ids
-    settings = _Settings(sampling, rounding, captured is not None, ids)
+    settings = _Settings(sampling, rounding, captured is not None, ids, min(likeliest, vocabulary))
     most = chunk_bytes // (logit_bytes * vocabulary)
     parts = [
         _run(_chunk, states, ids_of_chunk, slot, head, settings, buffers)
@@ -201,6 +206,7 @@ class _Settings:
     rounding: Rounding
     capturing: bool = False
     ids: torch.Tensor | None = None
+    likeliest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,11 +308,13 @@ def _strip(
         with torch.no_grad():
             mass = kept_mass(logps, sampling.top_k, sampling.top_p)
     whole = select_rows(logps, slots, settings.ids) if settings.capturing else None
+    top = logps.detach().topk(settings.likeliest, dim=-1) if settings.likeliest else None
     terms = torch.exp(logps, out=buffers.first)
     entropy = -torch.mul(terms, logps, out=buffers.first).sum(-1)
     if rounding.logprobs is not None:
         picked, entropy = (value.to(rounding.logprobs).float() for value in (picked, entropy))
-    return picked, entropy, top1, untempered, mass, whole
+    ids, values = (None, None) if top is None else (top.indices.int(), top.values)
+    return picked, entropy, top1, untempered, mass, whole, ids, values
 
 
 def divide(logits: torch.Tensor, temperature: float, where: TemperatureIn) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from mismatch.captures import Distributions, narrowest
+from mismatch.captures import Distributions, Likeliest, narrowest
 from mismatch.errors import MismatchError
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.models.resolved import resolved
@@ -58,12 +58,14 @@ def score_pass(
     job: Pass,
     source: ReplaySource | None = None,
     engine_distributions: Distributions | None = None,
+    likeliest: int = 0,
 ) -> Scoring | None:
     """Score a rollout as ``job.spec`` says; all ranks call it, rank 0 gets the scoring.
 
     Args:
         source: the routes to replay, where the spec asks for that.
         engine_distributions: their positions and ids are kept here too.
+        likeliest: most likely ids of every position that are kept.
 
     Raises:
         EmptyComparison: the rollout has no action token.
@@ -72,7 +74,8 @@ def score_pass(
     """
     spec = job.spec
     options, routing_note = prepare_pass(world, loaded, rollout, spec, source)
-    options = replace(options, capture=DistributionCapture.of(engine_distributions, rollout))
+    capture = DistributionCapture.of(engine_distributions, rollout)
+    options = replace(options, capture=capture, likeliest=likeliest)
     with MemoryPeak(world.device, True) as peak, torch.set_grad_enabled(spec.grad):
         parts = run_batches(world, loaded, rollout, job, options, source)
     gathered, peaks = world.gather(parts), world.gather(peak.bytes)
@@ -173,6 +176,7 @@ def _assemble(
     stats = {
         key: np.concatenate([part.stats[key] for part in parts])[order] for key in parts[0].stats
     }
+    top = stats.pop("likeliest_ids", None), stats.pop("likeliest", None)
     extra = {"untempered": "logprobs_untempered", "kept_mass": "kept_mass"}
     return Scoring(
         name=name,
@@ -183,6 +187,7 @@ def _assemble(
         fingerprint=facts,
         routing=_routing(rollout, parts, loaded),
         extra={label: stats[k].astype(np.float64) for k, label in extra.items() if k in stats},
+        likeliest=None if top[0] is None or top[1] is None else Likeliest(top[0], top[1]),
     )
 
 

@@ -44,6 +44,7 @@ class ForwardOptions:
         routing: record the experts.
         interventions: on the routers: replayed routes, injected noise, another dtype.
         capture: the positions whose full distributions are kept.
+        likeliest: most likely ids that are kept of every position.
     """
 
     sampling: Sampling
@@ -53,6 +54,7 @@ class ForwardOptions:
     rounding: Rounding = field(default_factory=Rounding)
     interventions: tuple[Intervention, ...] = ()
     capture: DistributionCapture | None = None
+    likeliest: int = 0
 
 
 class Scorer(nn.Module):
@@ -115,6 +117,7 @@ class Scorer(nn.Module):
                 options.sampling,
                 rounding=options.rounding,
                 captured=captured,
+                likeliest=options.likeliest,
             )
         return tuple(getattr(stats, item.name) for item in fields(TokenStats)), routes
 

@@ -11,6 +11,7 @@ import pytest
 
 from mismatch.reports.html import to_html
 from tests.browser.chromium import Browser
+from tests.fixes_fixture import make_long_table
 from tests.reports_fixture import make_failing_report
 from tests.unit.test_goldens import MAKERS
 
@@ -72,10 +73,29 @@ def example_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def test_an_example_is_five_screens_six_pages_and_250_numbers(
     browser: Browser, example_url: str
 ) -> None:
-    browser.open(example_url, width=1280, height=800)
+    require_short(browser, example_url, screens=5)
+
+
+def test_twenty_fixes_fold_within_the_budget(browser: Browser, tmp_path: Path) -> None:
+    report, tokens = MAKERS["example-tiny-gpt-oss-no-sinks"]()
+    path = tmp_path / "report.html"
+    path.write_text(to_html(report.with_analyses(fixes=make_long_table(20)), tokens), "utf-8")
+    require_short(browser, path.as_uri(), screens=4.75)  # room for what a run may add
+    rows = (
+        "[...document.querySelectorAll('tr')].filter(r => /helps-|idle-|hurts-/.test(r.innerText))"
+    )
+    assert browser.evaluate(f"{rows}.filter(r => r.checkVisibility()).length") < 20
+    browser.evaluate(OPEN_ALL)
+    names = browser.evaluate(f"{rows}.map(r => r.innerText.match(/(helps|idle|hurts)-\\d+/)[0])")
+    assert len(set(names)) == 20
+
+
+def require_short(browser: Browser, url: str, screens: float) -> None:
+    """The answers on the first screen; all of it in so many screens, six pages, 250 numbers."""
+    browser.open(url, width=1280, height=800)
     bottom = "document.querySelector('.answers').getBoundingClientRect().bottom"
     assert browser.evaluate(bottom) <= 800
-    assert browser.evaluate("document.documentElement.scrollHeight") <= 5 * 800
+    assert browser.evaluate("document.documentElement.scrollHeight") <= screens * 800
     assert browser.evaluate(NUMBERS) <= 250
     pdf = browser.page.pdf(
         format="A4", margin={"top": "1cm", "right": "1cm", "bottom": "1cm", "left": "1cm"}

@@ -17,6 +17,7 @@ from mismatch.cli.session import ConsoleNarrator
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import files
 from tests.command import ROOT, mismatch
+from tests.conftest import grid
 from tests.unit.test_reports_terminal import HOSTILE, REPORTS, hostile_report
 
 NAME = "tiny-gpt-oss-no-sinks"
@@ -29,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("form", ["json", "markdown", "github", "junit"])
+@pytest.mark.parametrize("form", grid(["json", "markdown", "github", "junit"], "json"))
 def test_a_format_stands_alone_on_standard_output(run: Path, form: str) -> None:
     done = mismatch("report", run, "--format", form)
     assert done.returncode == 1

@@ -186,6 +186,7 @@ def test_good_and_bad_kernels_are_told_apart_and_a_crash_stops_nothing(audited):
     assert [cost["tokens"] for cost in wrong["costs"]] == [64]
 
 
+@pytest.mark.slow
 def test_the_last_line_is_the_verdict_and_the_page_is_there(audited):
     done, out = audited
     last = done.stdout.strip().splitlines()[-1]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mismatch.captures import priority
+from mismatch.captures import LIKELIEST, priority
 from mismatch.engines.registry import engine_class
 from mismatch.processes.launch import engine_python, interpreter_environment, own_python
 from mismatch.run import store
@@ -160,6 +160,31 @@ def test_decode_logprobs_are_of_the_law_that_sampled(
     expected = expected_logprobs(run, reference, reported(engine, run.sampling))
     sure = settled(run, reference)
     assert largest(expected, run.decode.logprobs, sure) < SAME_IN_FP32
+
+
+@every_law
+def test_the_likeliest_tokens_are_those_of_the_reported_law(
+    engine: str, law: str, run_of: Runs, reference: Reference
+) -> None:
+    run = run_of(engine, law)
+    top, sampling = run.decode.likeliest, reported(engine, run.sampling)
+    assert top is not None
+    assert top.ids.shape == (run.rollout.n_actions, LIKELIEST)
+    masks = np.split(run.rollout.action_mask, run.rollout.offsets[1:-1])
+    laws = [
+        law_logprobs(reference.logits(ids)[np.flatnonzero(mask) - 1], sampling)
+        for ids, mask in zip(run.rollout.sequences(), masks, strict=True)
+    ]
+    highest = np.concatenate([-np.sort(-rows, axis=1)[:, :LIKELIEST] for rows in laws])
+    sure = settled(run, reference)
+    assert (np.isfinite(highest) == np.isfinite(top.logprobs))[sure].all()
+    known = np.isfinite(highest) & sure[:, None]
+    own = np.take_along_axis(np.concatenate(laws), top.ids.astype(np.int64), axis=1)
+    for expected in (highest, own):
+        assert np.abs(expected[known] - top.logprobs[known]).max() < SAME_IN_FP32
+    named = top.ids == run.decode.token_ids[:, None]
+    logprobs = np.broadcast_to(run.decode.logprobs[:, None], named.shape)
+    assert np.abs(top.logprobs - logprobs)[named].max() < 1e-5
 
 
 @every_law

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mismatch.run import store
+from mismatch.types import CACHED
 
 from .conftest import Run, run_check
 
@@ -80,6 +81,32 @@ def test_experts_of_every_turn_are_there(turns: Run) -> None:
     last = rollout.offsets[1:] - 1
     assert routing.present.sum() == len(rollout.token_ids) - len(last)
     assert turns.report["comparisons"][0]["routing"]["routing_disagree_any"]["value"] < 0.2
+
+
+def test_without_a_prefix_cache_every_turn_is_cold(turns: Run) -> None:
+    """vLLM on a CPU gives it up where it captures routes."""
+    table = turns.report["comparisons"][0]["breakdowns"]["by_cache"]
+    assert table["turns"] == ["first, cold", "later, cold"]
+
+
+@pytest.mark.grid
+def test_later_turns_are_read_from_the_prefix_cache(tmp_path: Path) -> None:
+    run = run_check(tmp_path / "run", *TURNS, "--quick", "--no-routing")
+    table = run.report["comparisons"][0]["breakdowns"]["by_cache"]
+    assert table["turns"][-1] == "later, hit"
+    rollout = store.load_rollout(run.directory)
+    read = store.load_scoring(run.directory, "vllm:decode").extra[CACHED]
+    turn = rollout.turn[rollout.actions]
+    starts = np.flatnonzero(np.diff(turn, prepend=0))
+    context = (rollout.actions - rollout.offsets[rollout.sequence_of_token[rollout.actions]])[
+        starts
+    ]
+    block = 128  # of vLLM's CPU cache
+    assert (read % block == 0).all()
+    assert (read[starts] < context).all()
+    grown = (turn[starts] > 1) & (context > 2 * block)
+    assert grown.any()
+    assert (read[starts][grown] > 0).all()
 
 
 @pytest.mark.grid

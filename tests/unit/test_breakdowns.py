@@ -17,7 +17,7 @@ from mismatch.analysis.breakdowns import (
     token_class,
 )
 from mismatch.reports.sections import where
-from mismatch.types import Comparison, Pair, Rollout, Sampling, Scoring
+from mismatch.types import CACHED, Comparison, Pair, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report
 
 # Two turns: a prompt of 3, a turn of 5 tokens, a tool's output of 2, a turn of 4.
@@ -88,6 +88,20 @@ def test_first_and_last_tokens_of_each_turn():
     assert column(got, "edge", "count") == dict(zip(edges, (6, 6, 30, 12), strict=True))
     last = (place == 4) | (place == 8)
     assert column(tables(last)["by_edge"], "edge")["last"] == 0.5
+
+
+def test_turns_that_were_read_from_the_prefix_cache():
+    turn, sequence = ROLLOUT.turn[ROLLOUT.actions], PAIR.sequence
+    read = np.where(turn == 2, 32.0, np.where(sequence == 0, 16.0, 0.0))
+    read[sequence == 1] = np.nan
+    left = replace(LEFT, extra={CACHED: read})
+    right = replace(RIGHT, logprobs=LEFT.logprobs + 0.5 * (turn == 2))
+    got = breakdowns(ROLLOUT, left, right, Pair.of(ROLLOUT, left, right))["by_cache"]
+    assert got["turns"] == ["first, cold", "first, hit", "later, hit"]
+    assert got["mean_cached"] == [0.0, 16.0, 32.0]
+    assert got["mean_abs_delta"] == [0.0, 0.0, 0.5]
+    assert sum(got["count"]) == int((sequence != 1).sum())
+    assert "by_cache" not in tables(turn == 2)
 
 
 def test_a_turn_of_one_token_is_both():

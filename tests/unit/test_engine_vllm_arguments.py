@@ -49,6 +49,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("vllm")
     module.EngineArgs = EngineArgs  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
+    flat = types.ModuleType("vllm.logprobs")
+    flat.FlatLogprobs = list  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.logprobs", flat)
     monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: True)
 
 
@@ -206,11 +209,20 @@ def test_the_environment_is_a_default_and_not_an_order(monkeypatch: pytest.Monke
     assert vllm_args.os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
+class Flat:
+    """As vLLM's FlatLogprobs: of each token itself, here without likelier ones."""
+
+    token_ids, logprobs = (3,), (-0.5,)
+
+    def __len__(self) -> int:
+        return 1
+
+
 class Request:
     def __init__(self, routed: Any) -> None:
         self.token_ids, self.finish_reason, self.routed_experts = [3], "stop", routed
-        self.logprobs = [{3: types.SimpleNamespace(logprob=-0.5)}]
-        self.outputs = [self]
+        self.logprobs = Flat()
+        self.outputs, self.num_cached_tokens = [self], 0
 
 
 def test_a_broken_capture_costs_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:

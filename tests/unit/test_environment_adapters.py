@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.processes.workers.engine import environment_class
+from mismatch.prompts import adapters
 from mismatch.prompts.adapters import adapted
 from mismatch.prompts.prompt import Prompt
 from mismatch.specs import PromptSpec, RolloutSpec
@@ -71,6 +74,9 @@ class MultiTurn:
             return [Message(f"{last.tool_calls[0].name} of {len(messages)}", "tool")]
         return [Message("Again.", "user")] * self.replies
 
+    async def cleanup(self, state: Any) -> None:
+        state["cleaned"] = True
+
     async def render_completion(self, state: Any) -> None:
         state["completion"] = " ".join(
             each.content for step in state["trajectory"] for each in step["completion"]
@@ -102,6 +108,8 @@ def test_a_verifiers_environment_replies_and_rewards(monkeypatch: pytest.MonkeyP
     contents = [step["completion"][-1].content for step in partner.state["trajectory"]]
     assert contents[0] == "3"
     assert partner.reward() == 1.0
+    partner.close()
+    assert partner.state["cleaned"]
     other = kind(Prompt("q", messages=[{"role": "user", "content": "3 + 3?"}], answer=6))
     assert other.state["answer"] == "6"
 
@@ -171,6 +179,38 @@ def test_an_openenv_server_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert partner.reply("three") is None
     assert partner.session.seen == [
         "http://localhost:8000", "connect", "reset",
-        {"code": "one"}, {"code": "two"}, {"code": "three"}, "close",
+        {"code": "one"}, {"code": "two"}, {"code": "three"},
     ]  # fmt: skip
     assert partner.reward() == 1.5
+    partner.close()
+    assert partner.session.seen[-1] == "close"
+
+
+def test_one_that_hangs_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it waits, and is cancelled, or blocks the loop that all share."""
+    monkeypatch.setattr(adapters, "WAIT_S", 0.2)
+    monkeypatch.setattr(adapters, "ALIVE_S", 0.2)
+    ended: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(5)
+        finally:
+            ended.append("cancelled")
+
+    async def blocks() -> None:
+        time.sleep(3)
+
+    async def answers() -> str:
+        return "fine"
+
+    loop = adapters._loop()
+    with pytest.raises(TimeoutError):
+        adapters._wait(waits())
+    assert ended == ["cancelled"]
+    assert adapters._wait(answers()) == "fine"
+    assert adapters._loop() is loop
+    with pytest.raises(TimeoutError):
+        adapters._wait(blocks())
+    assert adapters._wait(answers()) == "fine"
+    assert adapters._loop() is not loop

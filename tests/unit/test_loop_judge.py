@@ -91,6 +91,10 @@ def test_a_claim_is_made_only_where_several_seeds_agree() -> None:
     assert not claimed(("a", [COLLAPSE, RISE]), ("b", [RISE, COLLAPSE]))["end"].agree
     assert not claimed(("bad", [COLLAPSE]), ("good", [RISE]))["end"].agree
     assert claimed(("one", [RISE])) == {}
+    shaky = [value + (0.2 if step % 2 else -0.19) for step, value in enumerate(RISE)]
+    noise = claimed(("shaky", [shaky, shaky]), ("steady", [RISE, RISE]))["run"]
+    assert min(noise.differences) > 0  # every seed leads, by less than its steps' noise
+    assert not noise.agree
     late = [*RISE[:10], *RISE]
     longer = claimed(("short", [RISE[:5], RISE[:5]]), ("long", [late, late]))
     assert longer["end"].differences == (0.0, 0.0)  # as far as both went

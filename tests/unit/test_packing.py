@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from mismatch.pipeline.tokens import arrow_lists
 from mismatch.reports import packing
 from mismatch.reports.contrasts import comparable
 from mismatch.reports.html import to_html
@@ -84,6 +85,36 @@ def test_the_worst_and_the_likeliest_are_exact() -> None:
     assert contexts["at"] == list(range(0, len(table), 100))
     assert set(contexts["of"]) == set(range(15))  # of a prompt's four samples it is kept once
     assert [found["words"]["texts"][i] for i in contexts["texts"][2]] == [" q2", " is", "?"]
+
+
+def test_what_a_side_did_not_name_is_bounded_by_what_it_named() -> None:
+    table = many(2, 50)
+    logprobs = {"rollout": [-0.1, -2.5, np.nan, -np.inf], "train": [-0.2, -3.0, -2.0, np.nan]}
+    ends = np.concatenate([[0], np.full(99, 4), [4]]).clip(max=4)
+    for side, values in logprobs.items():
+        table[f"top_{side}"] = arrow_lists(np.array(values), ends)
+    table["top_tokens"] = arrow_lists(list("abcd"), ends, "string")
+    table["top_ids"] = arrow_lists(np.arange(4), ends)
+    top = unpacked(pack(table, {}))["exact"]["top"]["0"]
+    # Of the train side nothing above exp(-3) is missing: 1 - (-3).
+    assert [row[1:] for row in top] == [[-0.1, -0.2], [-2.5, -3.0], [None, -2.0], [None, 4.0]]
+
+
+def test_every_one_of_the_worst_has_its_likeliest_and_so_have_others() -> None:
+    """1,000 worst tokens and 512 others with outcomes: none of them is left out."""
+    table = many(60, 100)
+    worst = table["delta"].abs().nlargest(EXACT).index
+    chosen = np.zeros(len(table), np.int64)
+    chosen[worst] = 1
+    chosen[np.flatnonzero(chosen == 0)[:512]] = 1
+    ends = np.concatenate([[0], np.cumsum(chosen)])
+    for name in ("rollout", "train"):
+        table[f"top_{name}"] = arrow_lists(np.full(ends[-1], -0.5), ends)
+    table["top_tokens"] = arrow_lists(["a"] * ends[-1], ends, "string")
+    table["top_ids"] = arrow_lists(np.zeros(ends[-1], np.int64), ends)
+    packed = pack(table, {})
+    assert (packed.worst, packed.with_tops) == (EXACT, EXACT)
+    assert len(unpacked(packed)["exact"]["top"]) == EXACT + 512
 
 
 def test_a_budget_takes_columns_then_whole_sequences() -> None:

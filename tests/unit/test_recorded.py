@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from mismatch.errors import MismatchError
+from mismatch.run import verl_dump
 from mismatch.run.recorded import Form, as_rollout, read_recorded
 from mismatch.types import Sampling
 
@@ -228,6 +231,78 @@ def test_a_hostile_dump_is_refused_and_nothing_in_it_runs(
         with pytest.raises(MismatchError, match="refused"):
             read_recorded(path)
     assert not mark.exists()
+
+
+QUEUE = DUMP.with_name("verl_tq_batch.pt")  # by tensordict 0.15.3, as RolloutTqSkip does
+
+
+def test_a_dump_of_verl_s_transfer_queue(tmp_path: Path) -> None:
+    """Rows of their own lengths, grouped by the uid in their keys."""
+    form, found = read_recorded(QUEUE)
+    assert form == "verl"
+    first, second, third = found.sequences
+    assert first.token_ids == [1, 2, 3, 6, 7, 20, 21, 8, 2]
+    assert first.turn == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert first.logprobs == [-0.5, -0.25, -1.0, -0.125]
+    assert [row.prompt for row in found.sequences] == ["u1", "u1", "u2"]
+    assert [row.reward for row in found.sequences] == [0.0, 1.0, 0.0]
+    assert (second.finish_reason, third.finish_reason) == ("stop", "environment")
+    (tmp_path / "tq_batch.pt").write_bytes(QUEUE.read_bytes())
+    assert read_recorded(tmp_path)[1] == found
+
+
+def test_nested_tensors_of_torch_s_older_layout(tmp_path: Path) -> None:
+    """TransferQueue falls back to it."""
+    import torch
+
+    parts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
+    torch.save({"rows": torch.nested.nested_tensor(parts, layout=torch.strided)}, tmp_path / "a")
+    with zipfile.ZipFile(tmp_path / "a") as archive:
+        rows = verl_dump.Queue(archive).load()["rows"]
+    assert [row.tolist() for row in rows] == [[1, 2, 3], [4, 5]]
+
+
+def test_a_hostile_queue_is_refused_and_nothing_in_it_runs(tmp_path: Path) -> None:
+    import torch
+
+    mark, path = tmp_path / "ran", tmp_path / "tq_batch.pt"
+    held: list[Any] = [
+        Hostile(mark),
+        {"tensordict": {"prompts": Hostile(mark)}, "keys": []},
+        {"tensordict": [], "keys": []},
+        {"keys": []},
+        [],
+    ]
+    for each in held:
+        torch.save(each, path)
+        with pytest.raises(MismatchError, match="refused"):
+            read_recorded(path)
+    with zipfile.ZipFile(QUEUE) as saved, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        for name in saved.namelist():
+            made.writestr(name, saved.read(name))
+    with pytest.raises(MismatchError, match="compressed"):
+        read_recorded(path)
+    for cut in (3, 100, 5000):
+        path.write_bytes(QUEUE.read_bytes()[:cut])
+        with pytest.raises(MismatchError, match="refused"):
+            read_recorded(path)
+    assert not mark.exists()
+
+
+OUTSIDE = [
+    *((0, (5,), (1,)), (1, (4,), (1,)), (0, (3,), (-1,)), (-1, (1,), (1,))),
+    *((0, (2, 2), (3, 1)), (0, (10**12,), (0,))),
+]
+
+
+@pytest.mark.parametrize(("offset", "size", "stride"), OUTSIDE)
+def test_a_tensor_outside_its_storage_is_refused(
+    offset: int, size: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    storage = np.arange(4)
+    assert verl_dump._tensor(storage, 1, (2,), (2,)).tolist() == [1, 3]
+    with pytest.raises(pickle.UnpicklingError, match="does not fit"):
+        verl_dump._tensor(storage, offset, size, stride)
 
 
 def test_a_dump_without_logprobs_names_the_switch(

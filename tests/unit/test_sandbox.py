@@ -6,14 +6,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from mismatch.processes.workers.engine import environment_class
 from mismatch.prompts import sandbox
-from mismatch.prompts.environments import Python, Replies, tools_of
+from mismatch.prompts.environments import Python, Replies, Retool, offered
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sandbox import Limits, run_code
+from mismatch.prompts.sandbox_guard import CREATE_RULESET, LIBC
+from mismatch.specs import PromptSpec, RolloutSpec
 from tests.checkpoints import tokenizer
 
 SMALL = Limits(time_s=20.0, output_bytes=2000, file_bytes=1 << 20, disk_bytes=2 << 20)
@@ -48,7 +52,7 @@ def _home(process: psutil.Process) -> str:
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("import os\nos.fork()", "PermissionError"),
+        ("import os\nprint('begun')\nos.fork()", "begun\nTraceback"),
         ("open('f', 'wb').write(b'0' * (4 << 20))", "File too large"),
         (FILES, ("No space left", "MiB of files")),
         pytest.param(
@@ -88,20 +92,51 @@ def test_output_errors_and_silence_come_back(place: Path) -> None:
 
 
 def test_what_is_not_held_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without namespaces: the filter holds processes, nothing holds files."""
+    """No namespaces and no Landlock: the filter holds processes, nothing holds files."""
     monkeypatch.setattr(sandbox, "holder", lambda: "")
-    assert "files outside its directory" in sandbox.unheld.__wrapped__()
+    monkeypatch.setattr(sandbox, "LANDLOCK", False)
+    found = sandbox.unheld.__wrapped__()
+    for what in ("the content", "changes", "the permissions"):
+        assert f"{what} of files outside its directory" in found
+
+
+@pytest.mark.skipif(LIBC.syscall(CREATE_RULESET, None, 0, 1) < 1, reason="no Landlock here")
+@pytest.mark.parametrize("held", [True, False])
+def test_files_of_the_user_are_not_read(
+    held: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether namespaces hold the code or not; the libraries of this Python still work."""
+    if not held:
+        monkeypatch.setattr(sandbox, "holder", lambda: "")
+    tmp_path = tmp_path_factory.mktemp("home")
+    (tmp_path / "key").write_text("a secret")
+    for code in (
+        f"print(open({str(tmp_path / 'key')!r}).read())",
+        f"import os; print(os.listdir({str(tmp_path)!r}))",
+        "import os; print(os.listdir('/'))",
+        "open('/proc/self/root/etc/passwd')",
+    ):
+        assert "PermissionError" in run_code(code), code
+    output = run_code(f"open({str(tmp_path / 'new')!r}, 'w')")
+    assert "PermissionError" in output or "Read-only" in output
+    works = (
+        "import numpy, json, tempfile; f = tempfile.TemporaryFile(); f.write(b'x'); print(6 * 7)"
+    )
+    assert run_code(works) == "42\n"
 
 
 # ---------------------------------------------------------------- the environment
 
 
-def replies(*prompts: Prompt) -> Replies:
+def replies(*prompts: Prompt, kind: type[Python] = Python) -> Replies:
     chat = tokenizer()
     chat.chat_template = CHATML
     chat.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     end = chat.convert_tokens_to_ids("<|im_end|>")
-    return Replies(Python, prompts, chat, [end], len(chat), max_tokens=100)
+    return Replies(kind, prompts, chat, [end], len(chat), max_tokens=100)
 
 
 def test_control_tokens_in_a_tool_s_output_stay_text() -> None:
@@ -130,5 +165,43 @@ def test_a_call_that_fails_ends_no_sequence(monkeypatch: pytest.MonkeyPatch) -> 
     assert "42" in texts[1]
     assert not partner.ended
     assert partner(1, chat("Answer: 42")["input_ids"]) is None
-    assert tools_of("python") == [Python.tool]
-    assert tools_of("retry") == tools_of(None) == tools_of("a.b:C") == []
+    given = Prompt("p", messages=[{"role": "user", "content": "6 * 7?"}])
+    assert offered("python", given).tools == [Python.tool]
+    assert offered("retry", given) == offered(None, given) == offered("a.b:C", given) == given
+
+
+def test_code_in_the_middle_of_a_message() -> None:
+    """ReTool: the response ends at the tag, and the same message goes on behind the output."""
+    partner = replies(Prompt("p"), kind=Retool)
+    chat = partner.tokenizer
+    response = "So <code>\nprint(6 * 7)\n</code>"
+    ids = partner(0, chat(response)["input_ids"])
+    assert chat.decode(ids) == "\n\n<interpreter>\n42\n</interpreter>\n\n"
+    long = "<code>print('word ' * 1000)</code>"
+    text = chat.decode(partner(0, chat(long)["input_ids"]))
+    assert text.endswith("\n</interpreter>\n\n")  # what stands around the output is not cut
+    assert text.count("word") < 200
+    assert partner.cut == 1
+    ended = partner(0, chat(f"{response}<|im_end|>")["input_ids"])
+    assert "<|im_start|>user\n<interpreter>\n42" in chat.decode(ended)
+    assert partner(0, chat("Answer: 42<|im_end|>")["input_ids"]) is None
+    assert not partner.ended
+
+
+def test_how_the_model_is_told_of_the_tags() -> None:
+    given = Prompt("p", messages=[{"role": "user", "content": "6 * 7?"}])
+    (message,) = offered("retool", given).messages
+    assert message["content"] == f"{Retool.told}\n\n6 * 7?"
+    assert offered("retool", offered("retool", given)) == offered("retool", given)
+    assert not offered("retool", given).tools
+    assert environment_class(RolloutSpec(prompts=PromptSpec(environment="retool"))) is Retool
+
+
+def test_a_message_that_has_ended_does_not_go_on() -> None:
+    class Wrong(Retool):
+        def reply(self, response: str) -> Any:
+            return {"role": "assistant", "content": "and"}
+
+    partner = replies(Prompt("p"), kind=Wrong)
+    assert partner(0, partner.tokenizer("yes<|im_end|>")["input_ids"]) is None
+    assert "has ended" in " ".join(partner.ended)

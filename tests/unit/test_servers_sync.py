@@ -23,7 +23,7 @@ from mismatch.models.weight_states import PUSHES, Checkpoint, Prints, state_of
 from mismatch.probe import probe as library_call
 from mismatch.processes.workers.sync_probe import Probe
 from tests.scripted_server import ScriptedServer, ScriptedSglang, law
-from tests.unit.test_servers_engine import LAW, _light, serve, spec
+from tests.servers_fixture import LAW, _light, serve, spec
 
 __all__ = ["_light", "serve"]  # fixtures
 SEQUENCES = [[3, 1, 5, 7, 2, 9, 4], [8, 2, 6, 1, 1, 3, 5]]

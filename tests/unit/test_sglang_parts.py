@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from mismatch.engines.base import require_ids
-from mismatch.engines.held_weights import loaded_digests
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.sglang import child as sglang_child
 from mismatch.engines.sglang import cpu as sglang_cpu
@@ -22,6 +21,7 @@ from mismatch.engines.sglang import wire as sglang_args
 from mismatch.engines.sglang import wire as sglang_wire
 from mismatch.engines.sglang.cpu import kernels, serve
 from mismatch.engines.sglang.cpu.kernels import attend, visible_tokens
+from mismatch.engines.sync_drivers import loaded_digests
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.processes import launch
 from mismatch.specs import EngineSpec
@@ -46,6 +46,22 @@ def test_a_sample_is_ids_with_their_own_logprobs() -> None:
     assert sample.token_ids == [7, 2]
     assert sample.logprobs.tolist() == [-0.5, -1.5]
     assert sample.finish_reason == "stop"
+    assert sample.cached is None
+    assert sglang_wire.parse_sample(answer(cached_tokens=39), "here", None).cached == 39
+
+
+def test_a_sample_has_the_likeliest_of_every_token_where_they_were_asked_for() -> None:
+    rows = [[[-0.5, 7, None], [-1.0, 3, None]], [[-0.1, 5, None], [-1.5, 2, None]]]
+    top = sglang_wire.parse_sample(answer(output_top_logprobs=rows), "here", None).likeliest
+    assert top is not None
+    assert top.ids.tolist() == [[7, 3], [5, 2]]
+    assert top.logprobs.tolist() == np.float32([[-0.5, -1.0], [-0.1, -1.5]]).tolist()
+    for less in ([], rows[:1], [rows[0], rows[1][:1]]):
+        found = sglang_wire.parse_sample(answer(output_top_logprobs=less), "here", None)
+        assert found.likeliest is None
+    body = sglang_wire.generate_request([1], {}, routes=False, likeliest=5)
+    assert body["top_logprobs_num"] == 5
+    assert "top_logprobs_num" not in sglang_wire.generate_request([1], {}, routes=False)
 
 
 def test_a_cold_context_is_computed_anew_and_a_warm_one_may_be_read() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from mismatch.captures import Likeliest
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.run import store
 from mismatch.specs import CheckSpec, from_dict, spec_hash, to_dict
@@ -218,3 +219,12 @@ def test_missing_rows_are_refused_but_not_the_last_token_of_a_sequence():
     present[2] = False  # predicts token 3, an action
     with pytest.raises(CorruptCapture, match="no experts for token 2"):
         Routing((1, 3), 8, routing().ids, present).validate(rollout(), "vllm")
+
+
+def test_the_likeliest_of_a_scoring_come_back(tmp_path):
+    ids = np.arange(9, dtype=np.int32).reshape(3, 3)
+    top = Likeliest(ids, -ids.astype(np.float32))
+    store.save_scoring(tmp_path, scoring(likeliest=top), rollout())
+    found = store.load_scoring(tmp_path, scoring().name).likeliest
+    np.testing.assert_array_equal(found.ids, top.ids)
+    np.testing.assert_array_equal(found.logprobs, top.logprobs)

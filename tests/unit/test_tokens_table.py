@@ -9,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mismatch.captures import Distributions
+from mismatch.captures import Distributions, Likeliest
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import FixOutcome, FixTable
+from mismatch.pipeline import tokens
 from mismatch.pipeline.tokens import record_best_fix, token_table
 from mismatch.run import store
 from mismatch.run.tables import write_table
@@ -119,6 +120,35 @@ def test_both_sides_likeliest_outcomes_stand_at_the_sampled_positions(run: Path)
     assert list(table["top_tokens"][2])[:2] == ["<0>", "<1>"]
     assert list(table["top_rollout"][2]) == pytest.approx(left[0, :5].tolist())
     assert list(table["top_train"][2]) == pytest.approx(right[0, :5].tolist())
+
+
+def test_the_worst_tokens_have_what_either_side_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows 0 and 2 are furthest apart. An outcome that a side did not name is NaN, not 0."""
+    monkeypatch.setattr(tokens, "WORST", 2)
+    ids = np.array([[10, 5], [11, 5], [6, 5], [3, 5]], np.int32)
+    left = Likeliest(ids, np.tile(np.float32([-1.0, -2.0]), (4, 1)))
+    right = Likeliest(np.where(ids == 5, 9, ids), np.tile(np.float32([-1.5, -3.0]), (4, 1)))
+    train = replace(TRAIN, likeliest=right)
+    table = saved(run, replace(DECODE, likeliest=left), train)
+    assert [list(found) for found in table["top_ids"]] == [[10, 5, 9], [], [6, 5, 12, 9], []]
+    assert list(table["top_tokens"][2]) == ["B", "A", "\n", "C"]  # the sampled one among them
+    np.testing.assert_array_equal(table["top_rollout"][2], [-1.0, -2.0, -3.0, np.nan])
+    np.testing.assert_array_equal(table["top_train"][2], [-1.5, np.nan, -2.0, -3.0])
+    assert "top_ids" not in saved(run, DECODE, train)
+
+
+def test_whole_distributions_say_more_than_the_likeliest(run: Path) -> None:
+    law = np.log(np.array([[0.5, 0.2, 0.1, 0.1, 0.05, 0.04, 0.01]], np.float32))
+    named = Likeliest(np.zeros((4, 1), np.int32), np.zeros((4, 1), np.float32))
+    sides = [
+        replace(side, distributions=Distributions(np.array([2]), law, 7), likeliest=named)
+        for side in (DECODE, TRAIN)
+    ]
+    table = saved(run, *sides)
+    assert [len(found) for found in table["top_ids"]] == [2, 2, 5, 2]
+    assert not np.isnan(np.asarray(table["top_train"][2])).any()
 
 
 def fixed(*outcomes: FixOutcome):

@@ -55,6 +55,19 @@ def test_chunks_equal_the_naive_path_of_the_same_dtype(
     assert torch.equal(stats.top1, logps.argmax(-1))
 
 
+def test_the_likeliest_of_every_row_are_those_of_the_whole_law() -> None:
+    hidden, targets, head = _case(torch.float32)
+    logps, _ = _naive(0.6, torch.float32)
+    with torch.no_grad():
+        budget = 5 * VOCABULARY * 4
+        stats = token_stats(hidden, targets, head, VOCABULARY, Sampling(0.6), budget, likeliest=5)
+    expected = logps.topk(5)
+    assert stats.likeliest_ids is not None
+    assert torch.equal(stats.likeliest_ids, expected.indices.int())
+    assert torch.allclose(stats.likeliest, expected.values, atol=1e-6)
+    assert _stats(Sampling()).likeliest is None
+
+
 def test_uniform_logits_have_the_uniform_entropy() -> None:
     def flat(hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(hidden), 64)

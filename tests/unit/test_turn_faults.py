@@ -12,7 +12,7 @@ from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.passes import turns_agree
 from mismatch.analysis.diagnosis.ranking import TURNS, Cause, diagnose
 from mismatch.analysis.diagnosis.semantics import missing_logprobs
-from mismatch.types import Check, Floats, Routing
+from mismatch.types import CACHED, Check, Floats, Routing
 from tests import drawn_pair as drawn
 
 
@@ -74,6 +74,47 @@ def test_another_context_from_a_turn_on(side: str, turn: int) -> None:
     named = first(replace(case, engine=cached)).id
     assert named == ("prefix-cache-stale" if side == "engine" else "turn-context")
     assert check(replace(case, others={})).status == "warning"  # float32 does not say so
+
+
+def reading(case: Case, read: Floats) -> Case:
+    return replace(case, engine=replace(case.engine, extra={CACHED: read}))
+
+
+def test_what_the_engine_read_decides_between_a_cache_and_another_context() -> None:
+    """Also against what its settings say."""
+    case = other_context(0, "engine")
+    on = replace(case.engine, fingerprint=case.engine.fingerprint | {"prefix_caching": True})
+    later = case.turn > 1
+    for read, cause in ((0.0, "turn-context"), (48.0, "prefix-cache-stale")):
+        assert first(reading(replace(case, engine=on), np.where(later, read, 0.0))).id == cause
+
+
+@pytest.mark.parametrize("among", ["later", "first"])
+def test_stale_blocks_are_found_among_turns_alike(among: str) -> None:
+    """Every other sequence found its context in the cache, and only those are off."""
+    made = drawn.draw(0)
+    plain = drawn.turned(made.case())
+    odd = drawn.other_function(0, 1.5)
+    there = (plain.turn > 1) == (among == "later")
+    read = np.where(there & (plain.sequence % 2 == 0), 32.0, 0.0)
+    moved = np.where(read > 0, odd.right - odd.left, 0.0)
+    case = reading(scored(plain, left=np.minimum(plain.left - moved, 0.0)), read)
+    cause = first(case)
+    assert (cause.id, cause.side) == ("prefix-cache-stale", "engine")
+    assert diagnose(reading(plain, read), detectors()).ranked == ()
+    trainer = reading(scored(plain, right=np.minimum(plain.right + moved, 0.0)), read)
+    assert first(trainer).id != "prefix-cache-stale"
+
+
+def test_few_tokens_of_later_turns_are_said_not_to_be_judged() -> None:
+    case = other_context(0, "engine")
+    few = np.cumsum(case.turn > 1) <= 57
+    mask = case.rollout.action_mask.copy()
+    mask[case.rollout.actions[(case.turn > 1) & ~few]] = False
+    detail = check(masked(case, mask)).detail
+    assert "another context from a turn on: not tested, needs 60 tokens" in detail
+    assert "there are 57" in detail
+    assert "not tested" not in check(clean()).detail
 
 
 def test_a_fault_from_a_position_on_is_not_taken_for_one_of_a_turn() -> None:

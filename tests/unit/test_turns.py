@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,17 @@ import torch
 
 from mismatch.captures import priority
 from mismatch.engines import replicas
-from mismatch.engines.artefacts import build_rollout, prefill_scoring
-from mismatch.engines.base import Sample, requests_of, sample_seed
-from mismatch.engines.distribution_capture import Wanted, Watcher
+from mismatch.engines.artefacts import build_rollout, decode_scoring, prefill_scoring
+from mismatch.engines.base import Capabilities, Sample, requests_of, sample_seed
+from mismatch.engines.distribution_capture import CaptureRequest, Watcher
 from mismatch.engines.turns import Trajectory, WatchedTurns, joined, play, starting
 from mismatch.errors import MismatchError
-from mismatch.processes.workers.engine import untested_turns
+from mismatch.processes.workers.engine import Ready, further_turns, untested_turns
 from mismatch.prompts import environments
 from mismatch.prompts.environments import Replies, Retry, between_turns, built_in
 from mismatch.prompts.prompt import Prompt
 from mismatch.specs import PromptSpec, RolloutSpec, Sampling, spec_hash
+from mismatch.types import CACHED
 from tests.checkpoints import tokenizer
 
 CHATML = (
@@ -118,6 +120,18 @@ def test_experts_keep_what_decoding_chose() -> None:
     assert trajectory.routed[:, 0, 0].tolist() == [2, 2, 2, 1, 1]
 
 
+def test_what_was_read_from_the_cache_stands_at_every_token_of_its_turn() -> None:
+    trajectory = Trajectory.starting(0, [1, 2], replace(sample(8, 9), cached=0))
+    trajectory.token_ids += [50]
+    trajectory.answer(replace(sample(7), cached=4))
+    other = Trajectory.starting(1, [3], sample(9))
+    rollout = build_rollout([trajectory, other], RolloutSpec(), {})
+    read = decode_scoring(Scripted(), [trajectory, other], rollout, {}).extra[CACHED]  # type: ignore[arg-type]
+    assert np.array_equal(read, [0, 0, 4, np.nan], equal_nan=True)
+    rollout = build_rollout([other], RolloutSpec(), {})
+    assert decode_scoring(Scripted(), [other], rollout, {}).extra == {}  # type: ignore[arg-type]
+
+
 def test_rescoring_keeps_the_sampled_tokens_alone() -> None:
     trajectories, engine = played(lambda number, responses: [50, 51] if number == 0 else None)
     rollout = build_rollout(trajectories, RolloutSpec(), {})
@@ -138,9 +152,10 @@ def test_a_replica_is_told_the_turn_and_its_place() -> None:
         def send(self, message: Any) -> None: ...
 
     engine: Any = Scripted()
-    samples = replicas.answer(engine, "generate", ([[1], [2]], 3), 4, Connection())  # type: ignore[arg-type]
+    samples = replicas.answer(engine, "generate", ([[1], [2]], 3, 5), 4, Connection())  # type: ignore[arg-type]
     assert [sample.token_ids for (sample,) in samples] == [[103], [103]]
     assert engine.first_prompt == 4
+    assert engine.likeliest == 5
 
 
 def test_the_hash_of_a_spec_with_one_turn_knows_no_turns() -> None:
@@ -272,7 +287,7 @@ def test_an_environment_s_own_reward_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert rewards.tolist() == [0.25, 0.25]
     monkeypatch.setattr(Broken, "reward", lambda self: 1 / 0)
     assert partner.rewards() is None
-    assert "division" in " ".join(partner.ended)
+    assert "division" in partner.no_rewards
 
 
 def test_what_turns_leave_untested_is_said_once() -> None:
@@ -282,6 +297,67 @@ def test_what_turns_leave_untested_is_said_once() -> None:
     partner.ended["ValueError: x"] = 2
     partner.cut = 1
     assert len(list(untested_turns(spec, partner))) == 2
+    partner.no_rewards = "ValueError: x"
+    assert len(list(untested_turns(spec, partner))) == 3
+
+
+def test_environments_are_closed_whatever_happened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that ended by themselves, were cut, raise or hang; one that cannot is said."""
+    closed: list[str] = []
+
+    def close(self: Broken) -> None:
+        closed.append(self.prompt.origin)
+        if self.prompt.origin == "fine":
+            raise OSError("gone")
+
+    monkeypatch.setattr(Broken, "close", close, raising=False)
+    monkeypatch.setattr(environments, "REPLY_S", 0.2)
+    partner = replies("raises", "hangs", "fine", "never asked")
+    for number in range(3):
+        partner(number, [5])
+    partner.close()
+    assert closed == ["raises", "hangs", "fine"]
+    assert "gone" in capsys.readouterr().err
+    partner.close()
+    assert len(closed) == 3
+
+
+def test_an_engine_that_fails_leaves_no_environment_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(
+        Broken, "close", lambda self: closed.append(self.prompt.origin), raising=False
+    )
+
+    class Failing(Scripted):
+        def generate(self, prompts: Sequence[list[int]], progress: Any, turn: int = 1) -> Any:
+            raise MismatchError("the engine failed")
+
+    chat = tokenizer()
+    chat.chat_template = CHATML
+    info: Any = SimpleNamespace(stop_ids=[2], vocab_size=len(chat))
+    prompts = [Prompt("fine")]
+    ready = Ready(prompts, [[1]], chat, info, Capabilities(), 1000, Broken)
+    spec = RolloutSpec(prompts=PromptSpec(environment="x:Y", max_turns=3))
+    engine: Any = Failing()
+    with pytest.raises(MismatchError, match="the engine failed"):
+        further_turns(engine, spec, starting([[1]], [[sample(5)]]), ready)
+    assert closed == ["fine"]
+
+
+def test_an_environment_that_always_hangs_does_not_take_hours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After three that hang the others get less time, and one that is slow is still heard."""
+    monkeypatch.setattr(environments, "REPLY_S", 0.5)
+    monkeypatch.setattr(environments, "LEAST_S", 0.05)
+    partner = replies(*["hangs"] * 13, "fine")
+    start = time.monotonic()
+    assert all(partner(number, [5]) is None for number in range(13))
+    assert time.monotonic() - start < 3.5  # 3 x 0.5 s and 10 x 0.05 s; else 6.5 s
+    partner.slowest = 0.2
+    assert partner(13, [5]) is not None
 
 
 class Looking(Scripted):
@@ -289,7 +365,7 @@ class Looking(Scripted):
 
     vocabulary = 120
 
-    def watch(self, wanted: Wanted) -> None:
+    def watch(self, wanted: CaptureRequest) -> None:
         self.watcher = Watcher(wanted)
 
     def watched(self) -> dict[str, Any]:
@@ -308,7 +384,7 @@ class Looking(Scripted):
 @pytest.mark.parametrize("positions", [2, 100])
 def test_whole_distributions_are_of_every_turn_s_own_tokens(positions: int) -> None:
     engine: Any = Looking()
-    wanted = Wanted(positions, 64, 3, Sampling())
+    wanted = CaptureRequest(positions, 64, 3, Sampling())
     watched = WatchedTurns(engine, wanted)
     first = engine.generate([[1, 2], [3], [4]], quiet)
     trajectories = starting([[1, 2], [3], [4]], first)
@@ -325,7 +401,7 @@ def test_whole_distributions_are_of_every_turn_s_own_tokens(positions: int) -> N
 
 def test_a_turn_that_could_not_be_watched_leaves_none() -> None:
     engine: Any = Looking()
-    watched = WatchedTurns(engine, Wanted(8, 64, 0, Sampling()))
+    watched = WatchedTurns(engine, CaptureRequest(8, 64, 0, Sampling()))
     trajectories = starting([[1]], engine.generate([[1]], quiet))
     watched.end(enumerate(trajectories))
     assert len(watched.collected()["keys"]) == 1

@@ -20,7 +20,7 @@ from mismatch.analysis.diagnosis.ranking import Failure, look_of
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run.store import TRAIN
-from mismatch.types import Check, Estimate, Pair, Rollout, Scoring
+from mismatch.types import Check, Estimate, NotTested, Pair, Rollout, Scoring
 
 # Under these a run says nothing about a training run of thousands of prompts.
 LEAST_PROMPTS, LEAST_SEQUENCES, LEAST_TOKENS = 4, 8, 256
@@ -87,10 +87,13 @@ def turns_agree(
     """What counts as sampled was sampled, and later turns are paired and read as the first is."""
     others = {name: one for name, one in sound.items() if name not in (decode.name, train.name)}
     case = Case.of(rollout, decode, train, others)
+    missing = ""
     for look, fix in ((turns.unsampled, COUNTED), (turns.shifted, PAIRED), (turns.context, READ)):
         seen = look_of(look.__name__, look, case)
         if isinstance(seen, Failure):
             return Check("turns", "not_tested", seen.error)
+        if isinstance(seen, NotTested) and seen.reason != turns.ONE_TURN:
+            missing += f"; {seen.what}: not tested, {seen.reason}"
         if isinstance(seen, Look) and seen.findings:
             finding = seen.findings[0]
             detail = "; ".join(f"{item.what}: {item.value}" for item in finding.evidence)
@@ -98,7 +101,7 @@ def turns_agree(
             return Check("turns", "failed" if certain else "warning", detail, fix)
     last = int(case.turn.max())
     return Check(
-        "turns", "passed", f"{last} turn{'s' if last > 1 else ''}, of sampled tokens alone"
+        "turns", "passed", f"{last} turn{'s' if last > 1 else ''}, of sampled tokens alone{missing}"
     )
 
 

@@ -50,6 +50,7 @@ class ServerEngine:
     """One or more running servers of one model."""
 
     name: ClassVar[str] = "server"
+    likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.spec = spec
@@ -59,6 +60,7 @@ class ServerEngine:
         self._longest = longest
         self._journal: Journal | None = None
         self._sent: dict[str, Any] = {}
+        self._stop: tuple[str, ...] = ()
         self._shares: Counter[str] = Counter()
         self._meet()
 
@@ -124,6 +126,9 @@ class ServerEngine:
         else:
             self._require_same_as(self._journal)
 
+    def stop_at(self, texts: Sequence[str]) -> None:
+        self._stop = tuple(texts)
+
     def discard_journal(self) -> None:
         if self._journal is not None:
             self._journal.discard()
@@ -143,12 +148,12 @@ class ServerEngine:
             _log(f"{len(samples)} of {total} sequences were finished before")
         tokens = sum(len(sample.token_ids) for sample in samples.values())
         first = self.group.servers[0]
-        self._sent = settings = first.api.settings(self.sampling, self.info.stop_ids)
+        self._sent = settings = first.api.settings(self.sampling, self.info.stop_ids, self._stop)
 
         def ask(server: Server, job: int) -> Answer:
             ids, seed = prompts[requests[job][0]], self._seed(server, *requests[job])
             layout = self.group.layout if server.routes else None
-            answer = server.api.generate(ids, settings, seed, layout)
+            answer = server.api.generate(ids, settings, seed, layout, self.likeliest)
             if answer.identity != server.facts.configuration:
                 raise Changed(f"it answers as {answer.identity}, not {server.facts.configuration}")
             self._require_whole(answer.sample, server)

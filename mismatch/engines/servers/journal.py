@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Likeliest
 from mismatch.engines.base import Sample
 from mismatch.engines.distribution_capture import pack, unpack
 from mismatch.errors import MismatchError
@@ -87,6 +88,8 @@ class Journal:
             "logprobs": sample.logprobs.tolist(),
             "finish": sample.finish_reason,
             "routed": _packed(sample.routed),
+            "likeliest": _pair(sample.likeliest),
+            "cached": sample.cached,
         }
         self._write(line)
         self._take(line)
@@ -113,6 +116,8 @@ class Journal:
                 np.asarray(line["logprobs"], np.float64),
                 line["finish"],
                 _unpacked(line["routed"]),
+                likeliest=_likeliest(line.get("likeliest")),
+                cached=line.get("cached"),
             )
             self.answered_by[line["job"]] = line["server"]
 
@@ -167,6 +172,14 @@ def _packed(array: NDArray[Any] | None) -> list[Any] | None:
         return None
     shape, dtype, data = pack(array)
     return [shape, dtype, base64.b64encode(zlib.compress(data, 1)).decode()]
+
+
+def _pair(top: Likeliest | None) -> list[Any] | None:
+    return None if top is None else [_packed(top.ids), _packed(top.logprobs)]
+
+
+def _likeliest(pair: list[Any] | None) -> Likeliest | None:
+    return None if pair is None else Likeliest.of(*map(_unpacked, pair))
 
 
 def _unpacked(packed: list[Any] | None) -> NDArray[Any] | None:

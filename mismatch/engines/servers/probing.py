@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.captures import ABSENT_LOGPROB
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.servers.http import Refused, Unavailable
 from mismatch.engines.servers.scheduler import Changed
-from mismatch.engines.servers.server_api import ABSENT_LOGPROB, ServerAPI, ServerFacts
+from mismatch.engines.servers.server_api import ServerAPI, ServerFacts
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, Sampling

@@ -16,7 +16,6 @@ from mismatch.engines.sync_drivers import Held
 from mismatch.types import Floats, Sampling
 
 LARGEST_ID = 1 << 31
-ABSENT_LOGPROB = -9998.0  # servers write -9999 for minus infinity, which JSON does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,8 @@ def checked(sample: Sample) -> Sample:
     """
     if not all(type(token) is int and 0 <= token < LARGEST_ID for token in sample.token_ids):
         raise ValueError("ids that are none")
+    if sample.likeliest is not None and len(sample.likeliest.ids) != len(sample.token_ids):
+        raise ValueError("likeliest tokens of other positions")
     if len(sample.logprobs) != len(sample.token_ids) or not np.isfinite(sample.logprobs).all():
         raise ValueError("logprobs that are no numbers")
     return sample
@@ -116,8 +117,14 @@ class ServerAPI(ABC):
         """
 
     @abstractmethod
-    def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """The sampling parameters as they are sent: all of them, so that no default slips in."""
+    def settings(
+        self, law: Sampling, stop_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """The sampling parameters as they are sent: all of them, so that no default slips in.
+
+        Args:
+            stop: texts that end a response too.
+        """
 
     @abstractmethod
     def generate(
@@ -126,8 +133,14 @@ class ServerAPI(ABC):
         settings: dict[str, Any],
         seed: int | None,
         layout: ExpertLayout | None,
+        likeliest: int = 0,
     ) -> Answer:
-        """One continuation of ``ids``; with routed experts, in the layers of ``layout``, if any."""
+        """One continuation of ``ids``.
+
+        Args:
+            layout: with routed experts, in these layers; None: without.
+            likeliest: tokens to give with each sampled one, where the server does.
+        """
 
     @abstractmethod
     def score(self, ids: Sequence[int], start: int) -> Floats:

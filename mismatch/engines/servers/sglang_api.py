@@ -78,8 +78,10 @@ class SglangAPI(ServerAPI):
             },
         )
 
-    def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-        return wire.sampling_parameters(law, stop_ids)
+    def settings(
+        self, law: Sampling, stop_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        return wire.sampling_parameters(law, stop_ids, stop)
 
     @usable_answer()
     def generate(
@@ -88,8 +90,10 @@ class SglangAPI(ServerAPI):
         settings: dict[str, Any],
         seed: int | None,
         layout: ExpertLayout | None,
+        likeliest: int = 0,
     ) -> Answer:
-        body = wire.generate_request(ids, settings, routes=layout is not None, seed=seed)
+        routes = layout is not None
+        body = wire.generate_request(ids, settings, routes=routes, seed=seed, likeliest=likeliest)
         answer = _one(self.client.post("/generate", body))
         routed = None
         if layout is not None and wire.has_routes(answer):

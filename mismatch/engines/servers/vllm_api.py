@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Likeliest
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.http import Client, Refused, Unavailable, usable_answer
@@ -24,6 +25,7 @@ from mismatch.engines.servers.server_api import (
     context_length,
 )
 from mismatch.engines.sync_drivers import Held
+from mismatch.engines.vllm.arguments import WITH_STOP
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import Prints
 from mismatch.types import Floats, Sampling
@@ -75,7 +77,9 @@ class VllmAPI(ServerAPI):
             details={key: value for key, value in details.items() if value is not None},
         )
 
-    def settings(self, law: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
+    def settings(
+        self, law: Sampling, stop_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> dict[str, Any]:
         return {
             "temperature": law.temperature,
             "top_p": law.top_p,
@@ -86,10 +90,10 @@ class VllmAPI(ServerAPI):
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
-            "stop": [],
+            "stop": list(stop),
             "stop_token_ids": list(stop_ids),
             "ignore_eos": False,
-        }
+        } | (WITH_STOP if stop else {})
 
     @usable_answer()
     def generate(
@@ -98,9 +102,10 @@ class VllmAPI(ServerAPI):
         settings: dict[str, Any],
         seed: int | None,
         layout: ExpertLayout | None,
+        likeliest: int = 0,
     ) -> Answer:
         """vLLM adds routes by itself where it was told to capture them."""
-        body = _body(self.facts, ids) | settings | {"logprobs": 0}
+        body = _body(self.facts, ids) | settings | {"logprobs": likeliest}
         if seed is not None:
             body["seed"] = seed
         answer = self.client.post("/v1/completions", body)
@@ -113,6 +118,8 @@ class VllmAPI(ServerAPI):
             logprobs=np.asarray(logprobs, np.float64),
             finish_reason=str(choice.get("finish_reason")),
             routed=_experts(choice.get("routed_experts"), layout),
+            likeliest=_likeliest(choice, likeliest),
+            cached=_cached(answer),
         )
         identity = answer.get("system_fingerprint")
         return Answer(checked(sample), None if identity is None else str(identity))
@@ -135,8 +142,7 @@ class VllmAPI(ServerAPI):
     ) -> dict[int, float]:
         body = _body(self.facts, ids) | settings | {"logprobs": count, "max_tokens": 1}
         choice = _choice(self.client.post("/v1/completions", body), ids)
-        top = choice["logprobs"]["top_logprobs"][0]
-        return {int(text.removeprefix(ID_TEXT)): float(lp) for text, lp in top.items()}
+        return _named(choice["logprobs"]["top_logprobs"][0])
 
     def update_weights(self, directory: Path) -> None:
         given = {"weights_path": str(directory)}
@@ -201,6 +207,32 @@ def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
     if not tokens or len(logprobs) != len(tokens) or None in logprobs:
         raise Unavailable(f"{len(logprobs)} logprobs for {len(tokens)} tokens")
     return list(tokens), [float(value) for value in logprobs]
+
+
+def _cached(answer: Any) -> int | None:
+    """Prompt tokens from the prefix cache, of a server with ``--enable-prompt-tokens-details``."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    return None if cached is None else int(cached)
+
+
+def _named(top: dict[str, Any]) -> dict[int, float]:
+    """Token id -> logprob of an entry of ``top_logprobs``."""
+    return {int(text.removeprefix(ID_TEXT)): float(lp) for text, lp in top.items()}
+
+
+def _likeliest(choice: dict[str, Any], count: int) -> Likeliest | None:
+    """The ``count`` likeliest ids of every sampled token; None where a server does not name them.
+
+    Each entry also has the sampled token, which may be less likely than all of them.
+    """
+    tops = (choice.get("logprobs") or {}).get("top_logprobs")
+    if not count or not isinstance(tops, list):
+        return None
+    rows = [sorted(_named(top).items(), key=lambda item: -item[1])[:count] for top in tops]
+    return Likeliest.of(
+        [[i for i, _ in row] for row in rows], [[x for _, x in row] for row in rows]
+    )
 
 
 def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | None:

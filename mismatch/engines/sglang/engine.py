@@ -62,6 +62,7 @@ class SglangEngine:
     """SGLang's ``Engine`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "sglang"
+    likeliest = 0
     prepare = staticmethod(set_environment)
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
@@ -72,6 +73,7 @@ class SglangEngine:
         self._arguments = engine_arguments(spec, sampling, self.info, longest)
         self._capture = captures_routes(spec, self.info)
         self._seeded = deterministic(spec)
+        self._stop: tuple[str, ...] = ()
         self._sent: dict[str, Any] = {}
         self._error = Path()
         self._failed: asyncio.Future[None] | None = None
@@ -118,7 +120,7 @@ class SglangEngine:
         self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
     ) -> list[list[Sample]]:
         require_ids(prompts, self.info.vocab_size)
-        self._sent = wire.sampling_parameters(self.sampling, self.info.stop_ids)
+        self._sent = wire.sampling_parameters(self.sampling, self.info.stop_ids, self._stop)
         jobs = requests_of(len(prompts), self.sampling, turn)
         per_prompt = len(jobs) // len(prompts)
         bodies = [self._body(prompts[p], p, s) for p, s in jobs]
@@ -129,9 +131,14 @@ class SglangEngine:
         ]
         return [samples[i : i + per_prompt] for i in range(0, len(samples), per_prompt)]
 
+    def stop_at(self, texts: Sequence[str]) -> None:
+        self._stop = tuple(texts)
+
     def _body(self, ids: list[int], prompt: int, sample: int) -> dict[str, Any]:
         seed = sample_seed(self.sampling.seed, prompt, sample) if self._seeded else None
-        return wire.generate_request(ids, self._sent, routes=self._capture, seed=seed)
+        return wire.generate_request(
+            ids, self._sent, routes=self._capture, seed=seed, likeliest=self.likeliest
+        )
 
     def _sample(self, answer: dict[str, Any], prompt: int, where: str) -> Sample:
         routed: NDArray[Any] | None = None

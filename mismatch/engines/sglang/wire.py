@@ -5,10 +5,13 @@ its answer ``{"output_ids", "meta_info": {…}}``. In ``meta_info``:
 
 - ``output_token_logprobs``: ``[logprob, id, text]`` of every sampled id, of log_softmax(logits / T)
   over the whole vocabulary, taken before top-k and top-p; at T = 0 of log_softmax(logits).
+- ``output_top_logprobs``: per sampled id the likeliest ids, ``[logprob, id, text]`` each, of the
+  same law; with ``top_logprobs_num`` alone.
 - ``input_token_logprobs``: the same from ``logprob_start_len`` on, always at T = 1; the first entry
   has no logprob, whatever the start.
 - ``routed_experts``: base64 of little-endian int32 [prompt + sampled - 1, layers of the model, K].
   Left out without a word where the server was started without ``--enable-return-routed-experts``.
+- ``cached_tokens``: tokens of the prompt that were read from the radix cache.
 - ``finish_reason``: ``{"type": "stop", "matched": id}`` (the id is among the sampled ones),
   ``{"type": "length"}``, or ``{"type": "abort", "message": …}``.
 """
@@ -24,8 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Likeliest
 from mismatch.engines.base import (
-    LIKELIEST,
+    GREEDY_TOP,
     Continued,
     Sample,
     argument_name,
@@ -144,9 +148,16 @@ CAPTURE_FIX = (
 )
 
 
-def sampling_parameters(sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Every parameter of the sampling law, so that no default of a model's files slips in."""
-    return {
+def sampling_parameters(
+    sampling: Sampling, stop_ids: Sequence[int], stop: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Every parameter of the sampling law, so that no default of a model's files slips in.
+
+    Args:
+        stop: texts that end a response; ``output_ids`` keep the tokens that complete it.
+    """
+    texts = {"stop": list(stop), "no_stop_trim": True, "skip_special_tokens": False}
+    return (texts if stop else {}) | {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
@@ -162,12 +173,18 @@ def sampling_parameters(sampling: Sampling, stop_ids: Sequence[int]) -> dict[str
 
 
 def generate_request(
-    ids: Sequence[int], parameters: Mapping[str, Any], *, routes: bool, seed: int | None = None
+    ids: Sequence[int],
+    parameters: Mapping[str, Any],
+    *,
+    routes: bool,
+    seed: int | None = None,
+    likeliest: int = 0,
 ) -> dict[str, Any]:
     """Body of a request that samples one continuation, with its logprobs (and experts).
 
     Args:
         seed: of this request; SGLang looks at it in its deterministic mode alone.
+        likeliest: tokens to give with each sampled one.
     """
     seeded = {} if seed is None else {"sampling_seed": seed}
     body = {
@@ -176,6 +193,7 @@ def generate_request(
         "return_logprob": True,
         "logprob_start_len": -1,  # of the sampled ids alone
     }
+    body |= {"top_logprobs_num": likeliest} if likeliest else {}
     return body | {"return_routed_experts": True} if routes else body
 
 
@@ -190,7 +208,7 @@ def greedy_request(ids: Sequence[int], max_tokens: int, read_cache: bool) -> dic
         "input_ids": list(ids),
         "sampling_params": parameters | {"ignore_eos": True},
         "return_logprob": True,
-        "top_logprobs_num": LIKELIEST,
+        "top_logprobs_num": GREEDY_TOP,
         "logprob_start_len": -1 if read_cache else 0,
     }
 
@@ -254,7 +272,24 @@ def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | N
         raise MismatchError(
             f"SGLang gave {len(given)} logprobs for {len(ids)} tokens ({where})", LOG_FIX
         )
-    return Sample(ids, _values(given, where), str(reason["type"]), routed)
+    cached = facts.get("cached_tokens")
+    return Sample(
+        ids,
+        _values(given, where),
+        str(reason["type"]),
+        routed,
+        likeliest=_likeliest(facts, len(ids)),
+        cached=None if cached is None else int(cached),
+    )
+
+
+def _likeliest(facts: Mapping[str, Any], count: int) -> Likeliest | None:
+    """The likeliest ids of every sampled token; None where an answer has them not for all."""
+    rows = facts.get("output_top_logprobs") or []
+    if len(rows) != count or len({len(row) for row in rows}) != 1:
+        return None
+    ids = [[entry[1] for entry in row] for row in rows]
+    return Likeliest.of(ids, [[entry[0] for entry in row] for row in rows])
 
 
 def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, where: str) -> Floats:

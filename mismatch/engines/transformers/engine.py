@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Likeliest
 from mismatch.engines.base import (
     Capabilities,
     ExpertLayout,
@@ -26,8 +27,8 @@ from mismatch.engines.base import (
     require_starts,
     sample_seed,
 )
-from mismatch.engines.distribution_capture import Wanted, Watcher, law_logprobs
-from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
+from mismatch.engines.distribution_capture import CaptureRequest, Watcher, law_logprobs
+from mismatch.engines.model_info import ModelInfo, load_fix, load_tokenizer, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.errors import MismatchError, first_line
 from mismatch.models.resolved import resolved
@@ -52,6 +53,7 @@ class Row:
     Attributes:
         job: (prompt, sample).
         routed: experts [tokens, L, K] of every forward so far, as ``EXPERT``.
+        likeliest: ids and logprobs [k] each of every sampled token, where they are kept.
     """
 
     job: tuple[int, int]
@@ -59,6 +61,7 @@ class Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed: list[NDArray[Any]] = field(default_factory=list)
+    likeliest: list[tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=list)
 
     @classmethod
     def seeded(cls, seed: int, job: tuple[int, int], first: int = 0) -> Self:
@@ -74,10 +77,11 @@ class Row:
 
     def finish(self, reason: str) -> Sample:
         logprobs = np.asarray(self.logprobs, np.float64)
+        top = Likeliest.of(*zip(*self.likeliest, strict=True)) if self.likeliest else None
         if not self.routed:
-            return Sample(self.ids, logprobs, reason)
+            return Sample(self.ids, logprobs, reason, likeliest=top, cached=0)
         routed = np.concatenate(self.routed)
-        return Sample(self.ids, logprobs, reason, routed["id"], routed["weight"])
+        return Sample(self.ids, logprobs, reason, routed["id"], routed["weight"], top, cached=0)
 
 
 def experts_of(layers: Sequence[LayerRoutes]) -> NDArray[Any]:
@@ -111,6 +115,7 @@ def draw(rows: Sequence[Row], logprobs: torch.Tensor, greedy: bool) -> None:
         row.logprobs.append(value)
 
 
+TAIL = 8  # tokens
 ARGUMENTS = {"attention": "auto", "experts_implementation": None, "max_num_seqs": 64}
 
 
@@ -119,6 +124,7 @@ class TransformersEngine:
 
     name: ClassVar[str] = "transformers"
     first_prompt = 0
+    likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.spec = spec
@@ -126,6 +132,7 @@ class TransformersEngine:
         self.info: ModelInfo = read_model_info(spec)
         self.options = _options(spec)
         self._prefill_temperature = 1.0
+        self._stop: tuple[str, ...] = ()
         self._watcher: Watcher | None = None
 
     @classmethod
@@ -239,10 +246,16 @@ class TransformersEngine:
                 for row, part in zip(rows, routed, strict=True):
                     row.routed.append(part)
             self._look(rows, logits)
-            draw(rows, law_logprobs(logits, self.sampling), self.sampling.temperature == 0)
+            law = law_logprobs(logits, self.sampling)
+            draw(rows, law, self.sampling.temperature == 0)
+            if self.likeliest:
+                top = law.topk(min(self.likeliest, law.shape[-1]), dim=-1)
+                found = zip(top.indices.cpu().numpy(), top.values.cpu().numpy(), strict=True)
+                for row, pair in zip(rows, found, strict=True):
+                    row.likeliest.append(pair)
             keep = []
             for index, row in enumerate(rows):
-                stopped = row.ids[-1] in self.info.stop_ids
+                stopped = row.ids[-1] in self.info.stop_ids or self._said(row.ids)
                 if stopped or len(row.ids) == self.sampling.max_tokens:
                     yield row.job, row.finish("stop" if stopped else "length")
                 else:
@@ -255,7 +268,19 @@ class TransformersEngine:
             last = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)
             logits, routed = self._forward(last, cache)
 
-    def watch(self, wanted: Wanted) -> None:
+    def stop_at(self, texts: Sequence[str]) -> None:
+        self._stop = tuple(texts)
+        self._tokenizer = load_tokenizer(self.spec)
+
+    def _said(self, ids: list[int]) -> bool:
+        """Whether the last token of a response completes a text that ends it."""
+        if not self._stop:
+            return False
+        tail = ids[-TAIL - max(map(len, self._stop)) :]  # a token may be a part of a character
+        text = self._tokenizer.decode(tail, skip_special_tokens=False)
+        return any(each in text for each in self._stop)
+
+    def watch(self, wanted: CaptureRequest) -> None:
         self._watcher = Watcher(wanted)
 
     def watched(self) -> dict[str, NDArray[Any]]:
@@ -361,6 +386,7 @@ class TransformersEngine:
                 "top_k": law.top_k,
                 "max_tokens": law.max_tokens,
                 "stop_token_ids": list(self.info.stop_ids),
+                "stop": list(self._stop),
             },
             "engine_args": dict(self.spec.args),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -230,8 +231,18 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     return arguments
 
 
-def sampling_arguments(sampling: Sampling, stop_ids: tuple[int, ...]) -> dict[str, Any]:
-    """Every parameter of the sampling law, so that no default of anybody's slips in."""
+# A response keeps the text that ended it, and control tokens count in it.
+WITH_STOP = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+
+
+def sampling_arguments(
+    sampling: Sampling, stop_ids: tuple[int, ...], stop: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Every parameter of the sampling law, so that no default of anybody's slips in.
+
+    Args:
+        stop: texts that end a response; vLLM keeps the tokens up to the one that completes it.
+    """
     return {
         "n": 1,
         "temperature": sampling.temperature,
@@ -243,7 +254,7 @@ def sampling_arguments(sampling: Sampling, stop_ids: tuple[int, ...]) -> dict[st
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
-        "stop": [],
+        "stop": list(stop),
         "stop_token_ids": list(stop_ids),
         "ignore_eos": False,
         "bad_words": [],
@@ -251,5 +262,5 @@ def sampling_arguments(sampling: Sampling, stop_ids: tuple[int, ...]) -> dict[st
         "allowed_token_ids": None,
         "logprobs": 0,  # of the sampled token alone
         "prompt_logprobs": None,
-        "detokenize": False,
-    }
+        "detokenize": bool(stop),
+    } | (WITH_STOP if stop else {})

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.captures import Likeliest
 from mismatch.engines.base import (
-    LIKELIEST,
+    GREEDY_TOP,
     Capabilities,
     Continued,
     ExpertLayout,
@@ -24,7 +25,7 @@ from mismatch.engines.base import (
     require_starts,
     sample_seed,
 )
-from mismatch.engines.distribution_capture import Wanted, unpack
+from mismatch.engines.distribution_capture import CaptureRequest, unpack
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import checkpoint_names, model_facts, short_dtype
 from mismatch.engines.vllm.arguments import (
@@ -48,6 +49,7 @@ class VllmEngine:
 
     name: ClassVar[str] = "vllm"
     first_prompt = 0
+    likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         set_environment()
@@ -60,7 +62,8 @@ class VllmEngine:
         self._refused = ""  # why vLLM does not capture routes that were asked for
         self._prefill_temperature = 1.0
         self._next_id = 0
-        self._wanted: Wanted | None = None
+        self._stop: tuple[str, ...] = ()
+        self._wanted: CaptureRequest | None = None
         self._watched: dict[str, NDArray[Any]] = {}
         self.adapter: Any = None  # vLLM's LoRARequest of every request
 
@@ -129,15 +132,25 @@ class VllmEngine:
         ]
         return [samples[i : i + per_prompt] for i in range(0, len(samples), per_prompt)]
 
+    def stop_at(self, texts: Sequence[str]) -> None:
+        self._stop = tuple(texts)
+
     def _params(self, prompt: int, sample: int) -> Any:
         from vllm import SamplingParams
 
-        arguments = sampling_arguments(self.sampling, self.info.stop_ids)
+        arguments = sampling_arguments(self.sampling, self.info.stop_ids, self._stop)
         if self._seeds_requests:
             arguments["seed"] = sample_seed(self.sampling.seed, self.first_prompt + prompt, sample)
-        params = SamplingParams(**arguments)
+        arguments["logprobs"] = self._outcomes
+        params = SamplingParams(**arguments, flat_logprobs=True)
         self._sent = {name: getattr(params, name) for name in arguments if name != "seed"}
         return params
+
+    @property
+    def _outcomes(self) -> int:
+        """Likeliest tokens to ask for, as far as ``--engine-arg max_logprobs`` allows."""
+        most = int(self.config.model_config.max_logprobs)
+        return self.likeliest if most < 0 else min(self.likeliest, most)
 
     @property
     def _seeds_requests(self) -> bool:
@@ -193,12 +206,15 @@ class VllmEngine:
     def _sample(
         self, request: str, output: Any, routed: NDArray[Any] | None, job: tuple[int, int]
     ) -> Sample:
+        from vllm.logprobs import FlatLogprobs
+
         completion = output.outputs[0]
         ids = list(completion.token_ids)
-        entries = completion.logprobs or []
-        if not ids or len(entries) != len(ids):
+        # One after another, of each token: itself, then the likeliest.
+        given = completion.logprobs or FlatLogprobs()
+        if not ids or len(given) != len(ids):
             raise MismatchError(
-                f"vLLM gave {len(entries)} logprobs for {len(ids)} tokens "
+                f"vLLM gave {len(given)} logprobs for {len(ids)} tokens "
                 f"(prompt {job[0]}, sample {job[1]})",
                 "look into the engine's log for an aborted request",
             )
@@ -207,7 +223,13 @@ class VllmEngine:
                 f"vLLM ended prompt {job[0]}, sample {job[1]} with {completion.finish_reason!r}",
                 "look into the engine's log for the reason",
             )
-        logprobs = [entry[token].logprob for entry, token in zip(entries, ids, strict=True)]
+        tokens = np.asarray(given.token_ids).reshape(len(ids), -1)
+        logprobs = np.asarray(given.logprobs, np.float64).reshape(len(ids), -1)
+        if tokens[:, 0].tolist() != ids:
+            raise MismatchError(
+                f"vLLM gave logprobs of other tokens (prompt {job[0]}, sample {job[1]})",
+                "use a version of vLLM that this one was tested with",
+            )
         if self._capture and getattr(completion, "routed_experts", None) is not None:
             routed = np.asarray(completion.routed_experts)
             layers = list(self._facts["moe_layers"])
@@ -215,14 +237,16 @@ class VllmEngine:
                 routed = routed[:, layers]  # another shape is refused once all is saved
         return Sample(
             token_ids=ids,
-            logprobs=np.asarray(logprobs, np.float64),
+            logprobs=logprobs[:, 0],
             finish_reason=str(completion.finish_reason),
             routed=routed,
+            likeliest=Likeliest.of(tokens[:, 1:], logprobs[:, 1:]) if tokens.shape[1] > 1 else None,
+            cached=output.num_cached_tokens,
         )
 
     # ------------------------------------------------------------ whole distributions
 
-    def watch(self, wanted: Wanted) -> None:
+    def watch(self, wanted: CaptureRequest) -> None:
         self._wanted = wanted
 
     def watched(self) -> dict[str, NDArray[Any]]:
@@ -279,7 +303,7 @@ class VllmEngine:
         from vllm import SamplingParams
 
         arguments = sampling_arguments(Sampling(temperature=0.0, max_tokens=max_tokens), ())
-        arguments |= {"logprobs": LIKELIEST, "ignore_eos": True}
+        arguments |= {"logprobs": GREEDY_TOP, "ignore_eos": True}
         params = SamplingParams(**arguments, skip_reading_prefix_cache=not read_cache)
         outputs = self._run(list(contexts), [params] * len(contexts), progress)
         return [

@@ -115,13 +115,15 @@ class Claim:
     Attributes:
         over: "end": the last steps; "run": the mean of all steps, which says who learns faster.
         differences: reward of ``better`` less that of ``worse``, a value a seed.
-        agree: there are several seeds, and all differences have one sign.
+        errors: standard error of each over its steps, as if those were independent; NaN for one.
+        agree: there are several seeds, and with each ``better`` leads by over twice the error.
     """
 
     better: str
     worse: str
     over: Over
     differences: tuple[float, ...]
+    errors: tuple[float, ...]
     agree: bool
 
 
@@ -183,21 +185,29 @@ def claims(report: LoopReport) -> Iterator[Claim]:
     for (left, right), over in product(combinations(report.arms, 2), overs):
         runs = {run.seed: run for run in right.runs}
         pairs = [(run, runs[run.seed]) for run in left.runs if run.seed in runs]
-        gaps = [gap for pair in pairs if np.isfinite(gap := _gap(*pair, over))]
-        if not gaps:
+        by_step = [steps for pair in pairs if len(steps := _ahead(*pair, over))]
+        if not by_step:
             continue
+        gaps = [float(np.mean(steps)) for steps in by_step]
+        errors = [_error(steps) for steps in by_step]
         better, worse = left.name, right.name
         if np.mean(gaps) < 0:
             better, worse, gaps = worse, better, [-gap for gap in gaps]
-        agree = len(gaps) > 1 and (min(gaps) > 0 or max(gaps) < 0)
-        yield Claim(better, worse, over, tuple(gaps), agree)
+        beyond = all(gap > 2 * error for gap, error in zip(gaps, errors, strict=True))
+        agree = len(gaps) > 1 and beyond
+        yield Claim(better, worse, over, tuple(gaps), tuple(errors), agree)
 
 
-def _gap(run: SeedRun, other: SeedRun, over: Over) -> float:
+def _ahead(run: SeedRun, other: SeedRun, over: Over) -> Floats:
+    """[steps] reward of a run less that of another, as far as both went."""
     end = min(run.steps, other.steps)
-    if over == "end":
-        return at_end(run, "reward", end) - at_end(other, "reward", end)
-    return float(np.mean(run.curve("reward")[:end] - other.curve("reward")[:end]))
+    first = max(0, end - WINDOW) if over == "end" else 0
+    ahead = run.curve("reward")[first:end] - other.curve("reward")[first:end]
+    return np.asarray(ahead[np.isfinite(ahead)], np.float64)
+
+
+def _error(steps: Floats) -> float:
+    return float(np.std(steps, ddof=1) / np.sqrt(len(steps))) if len(steps) > 1 else float("nan")
 
 
 def loop_to_json(report: LoopReport) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mismatch.captures import Distributions
+from mismatch.captures import LIKELIEST
 from mismatch.codec import to_json
 from mismatch.engines import artefacts
 from mismatch.engines.artefacts import (
@@ -37,12 +37,13 @@ from mismatch.engines.artefacts import (
 from mismatch.engines.base import (
     CacheReading,
     Capabilities,
+    CapturesDistributions,
     Engine,
     Journaling,
     Sample,
-    Watching,
+    Stopping,
 )
-from mismatch.engines.distribution_capture import Wanted, build_distributions, reported_law
+from mismatch.engines.distribution_capture import CaptureRequest, build_distributions, reported_law
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
 from mismatch.engines.replicas import make_engine
@@ -64,7 +65,7 @@ from mismatch.run.messages import (
     write_error,
 )
 from mismatch.specs import RolloutSpec, from_dict, spec_hash
-from mismatch.types import Ints, Rollout, Scoring
+from mismatch.types import Floats, Ints, Rollout, Scoring
 
 CACHE_SCHEMA = "mismatch.cache/1"
 NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
@@ -157,6 +158,7 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
     ready = Ready(prompts, ids, tokenizer, info, capabilities, longest, environment_class(spec))
     making = make_engine(kind, in_form(spec.engine), spec.sampling, longest)
     with making as engine, journalled(engine, ready, run_dir, spec):
+        stop_at(engine, ready)
         report_ready()
         if not resume.rollout_done(run_dir, spec):
             sample(run_dir, spec, engine, ready)
@@ -168,6 +170,20 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
         for place in also:
             if not resume.rescored(place, run_dir, spec):
                 rescore(place, spec, engine)
+
+
+def stop_at(engine: Engine, ready: Ready) -> None:
+    """Have the engine end responses at the texts that the environment names.
+
+    Raises:
+        MismatchError: it cannot.
+    """
+    texts = getattr(ready.environment, "stop", ())
+    if not texts:
+        return
+    if not hasattr(engine, "stop_at"):
+        raise MismatchError(f"{engine.name} ends responses at end tokens only", "use --engine vllm")
+    cast(Stopping, engine).stop_at(texts)
 
 
 def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None = None) -> None:
@@ -265,14 +281,14 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
         CorruptCapture: the routed experts cannot be true; tokens and logprobs are saved by then.
     """
     watched = watch(engine, spec) if ready.capabilities.distributions else None
+    engine.likeliest = LIKELIEST
     with timed("generate"):
         samples = engine.generate(ready.ids, Reporter("rollout"))
         require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
         trajectories = starting(ready.ids, samples)
         if watched is not None:
             watched.end(enumerate(trajectories))
-        replies = further_turns(engine, spec, trajectories, ready, watched)
-    rewards = None if replies is None else replies.rewards()
+        replies, rewards = further_turns(engine, spec, trajectories, ready, watched)
     fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info)
     fingerprint["not_tested"] = [
         *fingerprint.get("not_tested", ()),
@@ -287,7 +303,7 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     decode = decode_scoring(engine, trajectories, rollout, fingerprint)
     if watched is not None:
         decode = with_distributions(watched, decode, rollout, ready.info.vocab_size)
-    ids = np.union1d(rollout.token_ids, likely_ids(decode.distributions))
+    ids = known_ids(rollout, decode, ready.info.vocab_size)
     texts = token_texts(ready.tokenizer, ids.tolist())
     store.save_rollout(run_dir, rollout, made_by=spec)
     store.save_vocabulary(run_dir, texts)
@@ -322,13 +338,13 @@ def further_turns(
     trajectories: Sequence[Trajectory],
     ready: Ready,
     watched: WatchedTurns | None = None,
-) -> Replies | None:
-    """Let the environment reply and the engine answer; what the environment did, if there is one.
+) -> tuple[Replies | None, Floats | None]:
+    """Let the environment reply and the engine answer: what it did, and its rewards, if it has any.
 
-    The trajectories grow in place.
+    The trajectories grow in place. Environments are closed, whatever happens.
     """
     if ready.environment is None:
-        return None
+        return None, None
     replies = Replies(
         ready.environment,
         [ready.prompts[trajectory.prompt] for trajectory in trajectories],
@@ -337,17 +353,20 @@ def further_turns(
         ready.info.vocab_size,
         spec.prompts.max_observation_tokens,
     )
-    play(
-        engine,
-        trajectories,
-        lambda number, responses: replies(number, responses[-1].token_ids),
-        most_turns=spec.prompts.max_turns,
-        longest=ready.longest,
-        max_tokens=spec.sampling.max_tokens,
-        progress=Reporter("rollout"),
-        watched=watched,
-    )
-    return replies
+    try:
+        play(
+            engine,
+            trajectories,
+            lambda number, responses: replies(number, responses[-1].token_ids),
+            most_turns=spec.prompts.max_turns,
+            longest=ready.longest,
+            max_tokens=spec.sampling.max_tokens,
+            progress=Reporter("rollout"),
+            watched=watched,
+        )
+        return replies, replies.rewards()
+    finally:
+        replies.close()
 
 
 def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[str]:
@@ -355,6 +374,8 @@ def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[str]:
     name = spec.prompts.environment
     for reason, count in replies.ended.items():
         yield f"{name}: the rest of {count} sequences: the environment failed ({reason})"
+    if replies.no_rewards:
+        yield f"{name}: its rewards: the environment failed ({replies.no_rewards})"
     for what in getattr(replies.kind, "unheld", tuple)():
         yield f"{name}: its code in isolation: nothing here keeps {what} from it"
     if replies.cut:
@@ -367,8 +388,8 @@ def watch(engine: Engine, spec: RolloutSpec) -> WatchedTurns | None:
     if spec.exact_kl < 1:
         return None
     law = reported_law(engine.fingerprint("decode"), spec.sampling)
-    wanted = Wanted(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
-    return WatchedTurns(cast(Watching, engine), wanted)
+    wanted = CaptureRequest(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
+    return WatchedTurns(cast(CapturesDistributions, engine), wanted)
 
 
 def with_distributions(
@@ -425,14 +446,18 @@ def keep_without_routes(
     )
 
 
-def likely_ids(distributions: Distributions | None) -> Ints:
-    """What the engine thought likeliest at the positions whose distribution is kept: sorted ids."""
-    if distributions is None:
-        return np.zeros(0, np.int64)
-    columns = np.argsort(-distributions.logprobs, axis=1)[:, :LIKELY]
-    if distributions.ids is not None:
-        columns = np.take_along_axis(distributions.ids, columns, axis=1)
-    return np.unique(columns)
+def known_ids(rollout: Rollout, decode: Scoring, vocabulary: int) -> Ints:
+    """The ids whose texts are kept, sorted: those of the rollout, and what the engine thought
+    likeliest in their places."""
+    parts = [rollout.token_ids]
+    if decode.likeliest is not None:
+        parts.append(np.unique(decode.likeliest.ids).astype(np.int64))
+    if (law := decode.distributions) is not None:
+        columns = np.argsort(-law.logprobs, axis=1)[:, :LIKELY]
+        parts.append(columns if law.ids is None else np.take_along_axis(law.ids, columns, axis=1))
+    ids = np.unique(np.concatenate([part.reshape(-1) for part in parts]))
+    known: Ints = ids[ids < vocabulary]
+    return known
 
 
 @contextmanager

@@ -27,6 +27,7 @@ or "train".
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -37,6 +38,9 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from mismatch.captures import LIKELIEST
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.passes import Job
 from mismatch.processes.workers.gradients import replay_source, routes_from
@@ -53,18 +57,21 @@ from mismatch.run.store import (
     NEW_REPLAYED,
     REPLAYED,
     ROLLOUT,
+    TRAIN,
     distributions_file,
     load_distributions,
     load_rollout,
+    load_vocabulary,
     read_json,
     routing_file,
     save_scoring,
+    save_vocabulary,
     scoring_header,
 )
-from mismatch.specs import Pass, load_key
+from mismatch.specs import Pass, TrainSpec, load_key
 
 if TYPE_CHECKING:
-    from mismatch.captures import Distributions
+    from mismatch.captures import Distributions, Likeliest
     from mismatch.training.distributed import World
     from mismatch.training.load import LoadedModel
     from mismatch.types import Rollout
@@ -262,13 +269,16 @@ class _Passes:
         if left_out(item.place, rollout, one):
             return
         source = replay_source(item.place, rollout, one.spec)
-        scoring = score_pass(world, self.loaded, rollout, one, source, asked)
+        likeliest = LIKELIEST if one.name == TRAIN and not item.optional else 0
+        scoring = score_pass(world, self.loaded, rollout, one, source, asked, likeliest)
         seconds = time.monotonic() - start
         if scoring is None:
             return
         report_timing(one.name, seconds)
         also = () if source is None else (routing_file(source.name),)
         save_scoring(item.place, scoring, rollout, made_by=one.spec, also_from=also)
+        if scoring.likeliest is not None:
+            name_likeliest(item.place, scoring.likeliest, one.spec)
 
     def rollout(self, item: Job) -> Rollout:
         if item.place not in self.rollouts:
@@ -371,6 +381,19 @@ def engine_distributions(job: dict[str, Any], rollout: Rollout) -> Distributions
     if not (run_dir / distributions_file(name)).exists():
         return None
     return load_distributions(run_dir, name)
+
+
+def name_likeliest(run_dir: Path, likeliest: Likeliest, spec: TrainSpec) -> None:
+    """Add the texts of ids that the trainer thinks likeliest, and the engine nowhere."""
+    from mismatch.models.resolved import load_tokenizer, token_texts
+
+    known = load_vocabulary(run_dir)
+    unnamed = sorted(set(np.unique(likeliest.ids).tolist()) - known.keys())
+    if not known or not unnamed:
+        return
+    with contextlib.suppress(MismatchError):  # a checkpoint without a tokenizer: the ids will do
+        tokenizer = load_tokenizer(spec.model, spec.revision, spec.trust_remote_code)
+        save_vocabulary(run_dir, known | token_texts(tokenizer, unnamed))
 
 
 def _free() -> None:

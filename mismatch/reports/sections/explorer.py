@@ -76,9 +76,8 @@ def notes(packed: Packed, tokens: int, sequences: int) -> tuple[str, ...]:
     missing = packed.worst - packed.with_tops
     tops = (
         f"What both sides think likeliest is kept at {count(packed.with_tops)} of the "
-        f"{plural(packed.worst, 'token')} of largest |Δ|: the engine keeps it while it decodes, at "
-        "positions drawn before anything is compared. --exact-kl with at least as many positions "
-        "as tokens keeps it for every token."
+        f"{plural(packed.worst, 'token')} of largest |Δ|: a side gave no likeliest tokens, as in "
+        "runs of earlier versions and in recorded ones."
     )
     parts = (sampled, exact if tokens > EXACT else "", left_out, tops if missing else "")
     return tuple(filter(None, parts))

@@ -204,7 +204,9 @@ def _dots(rows: list[FixOutcome], report: Report, axes: Axes) -> str:
     axes.xaxis.set_minor_formatter(lambda value, _: "")
     rows_of(axes, [_name(row.id) for row in rows])
     axes.set_xlabel("k3, nats per token (log)")
-    return ""
+    write = alike(value.value for row in rows for value in (row.before[K3], row.after[K3]))
+    told = [f"{_name(r.id)} {write(r.before[K3].value)} → {write(r.after[K3].value)}" for r in rows]
+    return f"k3 before and after: {'; '.join(told)}"
 
 
 def _losses(result: FixTable, corrections: Corrections | None) -> list[Cells]:

@@ -125,6 +125,7 @@ def _kept(forecast: Forecast, axes: Axes) -> str:
     low = [100 * (row.ess.value if row.ess.low is None else row.ess.low) for row in rows]
     high = [100 * (row.ess.value if row.ess.high is None else row.ess.high) for row in rows]
     axes.fill_between(length, low, high, color=BAND, lw=0)
+    told = []
     for label, color, style, estimates in (
         ("effective size, ratios capped at 2", ACCENT, "-", [row.ess for row in rows]),
         ("effective size, full ratios", INK, ":", [row.ess_untruncated for row in rows]),
@@ -133,6 +134,8 @@ def _kept(forecast: Forecast, axes: Axes) -> str:
     ):
         values = [100 * estimate.value for estimate in estimates]
         axes.plot(length, values, style, color=color, lw=1.8, label=label)
+        ends = [(rows[at].length, estimates[at].value) for at in (0, -1)]
+        told.append(f"{label}: " + ", ".join(f"{percent(x)} at {count(n)} tokens" for n, x in ends))
     axes.set(xscale="log", ylim=(-3, 130))
     axes.set_yticks([0, 25, 50, 75, 100])
     axes.axvline(forecast.longest, color=FAINT, lw=1, dashes=(4, 3))
@@ -144,4 +147,4 @@ def _kept(forecast: Forecast, axes: Axes) -> str:
     axes.set_xlabel("response length, tokens")
     axes.set_ylabel("sequences, %")
     axes.legend(loc="upper left", ncols=2)
-    return "Effective sample size and rejection by length"
+    return "; ".join(told)

@@ -245,7 +245,7 @@ def chosen(rows: Sequence[GradientRow]) -> list[GradientRow]:
 
 
 def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
-    step = 0.6 / max(1, len(rows))
+    step, told = 0.6 / max(1, len(rows)), []
     for index, row in enumerate(rows):
         shift = (index - (len(rows) - 1) / 2) * step
         colour, marker = COLOURS[index], MARKERS[index]
@@ -257,6 +257,9 @@ def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
                 axes.plot(ends, [at] * 2, color=colour, lw=1.2)
         x, y = [x for _, x in angles], [y for y, _ in angles]
         axes.plot(x, y, marker, color=colour, ms=5, label=line(row.id))
+        named = zip(row.groups, placed, strict=True)
+        degrees = [f"{g.group} {number(angle(a.value))}°" for g, (_, a) in named if a is not None]
+        told.append(f"{line(row.id)}: {', '.join(degrees)}")
         crossed = [place + shift for place, each in enumerate(row.groups) if silent(each)]
         axes.plot([90.0] * len(crossed), crossed, "x", color=colour, ms=8, mew=2.2)
     axes.set_xscale("log")
@@ -266,4 +269,4 @@ def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
     rows_of(axes, [each.group for each in rows[0].groups])
     axes.set_xlabel("angle to the float32 reference's gradient (log)")
     legend_above(axes, 2, 0.4)
-    return "Angle to the reference's gradient, by group"
+    return f"Angle to the reference's gradient. {'; '.join(told)}"

@@ -434,7 +434,9 @@ def _bars(
     rows_of(axes, [_label(audit) for audit in ran])
     axes.set_xlabel("largest relative error against float64 (log)")
     legend_above(axes, len(dtypes), 0.4)
-    return f"{kind}: largest error per dtype"
+    told = [f"{_label(a)} {d} {bound(worst[a.name, d])}" for a in ran for d in dtypes
+            if (a.name, d) in worst]  # fmt: skip
+    return f"{kind}, largest error per dtype: {', '.join(told)}"
 
 
 def _points(costs: Iterable[Cost], what: str) -> Points:
@@ -458,7 +460,12 @@ def _lines(kind: Kind, what: str, lines: list[tuple[str, Points]], axes: Axes) -
     axes.set_xlabel("tokens of the sequence (log)")
     axes.set_ylabel(f"{'seconds' if what == 'time' else 'MiB'}, one layer (log)")
     legend_above(axes, min(3, len(lines)))
-    return f"{kind}: {what} against length"
+    unit = "s" if what == "time" else "MiB"
+    told = []
+    for label, points in lines:
+        ends = [f"{number(y)} {unit} at {count(x)}" for x, y in (points[0], points[-1])]
+        told.append(f"{label} {' to '.join(ends)}")
+    return f"{kind}, {what} against length: {'; '.join(told)}"
 
 
 def _label(audit: Audit) -> str:

@@ -160,6 +160,7 @@ def _figures(result: Location) -> Iterable[Figure]:
 
 
 def _drawn(sides: Sequence[SideLocation], axes: Axes) -> str:
+    told = []
     for index, side in enumerate(sides):
         for name in PICTURED:
             points = [
@@ -168,13 +169,16 @@ def _drawn(sides: Sequence[SideLocation], axes: Axes) -> str:
                 if one.site == name and one.layer is not None and one.error > 0
             ]
             if points:
+                label = f"{line(side.name)}: {TITLES[name]}"
+                ends = [f"{number(e)} at layer {at}" for at, e in (points[0], points[-1])]
+                told.append(f"{label} {' to '.join(ends)}")
                 axes.plot(
                     *zip(*points, strict=True),
                     color=(ACCENT, SECOND, FAINT, INK)[index % 4],
                     linestyle=STYLES[name],
                     marker="o",
                     markersize=3,
-                    label=f"{line(side.name)}: {TITLES[name]}",
+                    label=label,
                 )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -184,4 +188,4 @@ def _drawn(sides: Sequence[SideLocation], axes: Axes) -> str:
     axes.set_xlabel("layer")
     axes.set_ylabel("relative error (log)")
     legend_above(axes, 2)
-    return "errors of modules over the layers"
+    return f"Errors of modules over the layers: {'; '.join(told)}"

@@ -149,7 +149,10 @@ def _claims(result: LoopReport) -> Iterator[str]:
             seeds = plural(len(claim.differences), "seed")
             yield f"{claim.better} {BETTER[claim.over]} {claim.worse}: {gaps} with {seeds}."
     if about and not any(claim.agree for claim in about):
-        yield "No difference of rewards is claimed: it takes several seeds that agree."
+        yield (
+            "No difference of rewards is claimed: it takes several seeds that agree, each by more "
+            "than twice the standard error over its steps."
+        )
 
 
 def _all_claims(result: LoopReport) -> Table:
@@ -158,12 +161,16 @@ def _all_claims(result: LoopReport) -> Table:
             Cell(claim.better, "code"),
             Cell(claim.worse, "code"),
             OVER[claim.over],
-            ", ".join(number(gap) for gap in claim.differences),
+            ", ".join(
+                f"{number(gap)} ± {number(error)}"
+                for gap, error in zip(claim.differences, claim.errors, strict=True)
+            ),
             "yes" if claim.agree else "no",
         )
         for claim in claims(result)
     ]
-    titles = ("higher", "lower", "over", "difference of reward by seed", "claimed")
+    gap = "difference of reward by seed, ± standard error"
+    titles = ("higher", "lower", "over", gap, "claimed")
     return Table(tuple(Column(title, text) for title in titles), tuple(rows))
 
 
@@ -173,25 +180,37 @@ def _all_claims(result: LoopReport) -> Table:
 def _figure(result: LoopReport, name: str, log: bool) -> Figure:
     column = COLUMNS[name]
     unit = f", {column.unit}" if column.unit else ""
-    ends = [
-        f"{arm.name} {number(float(np.mean([at_end(run, name) for run in arm.runs])))}"
-        for arm in result.arms
-    ]
+    means = {
+        arm.name: float(np.mean([at_end(run, name) for run in arm.runs])) for arm in result.arms
+    }
+    ends = ", ".join(f"{arm} {number(value)}" for arm, value in means.items())
+    ranked = sorted(
+        (arm for arm, value in means.items() if np.isfinite(value)), key=means.__getitem__
+    )
+    title = column.label[0].upper() + column.label[1:]
+    if ranked:
+        shown = dict.fromkeys((ranked[-1], ranked[0]))
+        title += " ends at " + ", ".join(f"{number(means[arm])} in {arm}" for arm in shown)
     return Figure(
         f"loop-{name.replace('_', '-')}",
-        f"{column.label[0].upper()}{column.label[1:]}",
-        f"{column.label}{unit}, by step; at the end {', '.join(ends)}.",
-        partial(draw, result, name, log, f"{column.label}{unit}"),
+        title,
+        f"{column.label}{unit}, by step; mean of the last {WINDOW}: {ends}.",
+        partial(draw, result, name, log, column.unit),
     )
 
 
 def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
+    """Curves and bands of every arm; a logarithmic axis leaves out what is 0."""
+    told = []
     for arm, (colour, dashes) in zip(result.arms, _styles(len(result.arms)), strict=True):
-        steps, low, middle, high = _band(arm, name)
+        steps, *bounds = _band(arm, name)
         if not len(steps):
             continue
+        low, middle, high = (np.where(b > 0, b, np.nan) for b in bounds) if log else bounds
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
         axes.plot(steps, middle, color=colour, ls=dashes, lw=1.5, label=arm.name)
+        ends = [f"{number(float(middle[at]))} at step {int(steps[at])}" for at in (0, -1)]
+        told.append(f"{arm.name} {' to '.join(ends)}")
     if log and any((_band(arm, name)[1] > 0).any() for arm in result.arms):
         axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -199,7 +218,7 @@ def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> st
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     legend_above(axes, 3)
-    return label
+    return f"{COLUMNS[name].label}: {'; '.join(told)}"
 
 
 def _styles(arms: int) -> list[tuple[str, Any]]:

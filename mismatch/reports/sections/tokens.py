@@ -186,7 +186,7 @@ def probabilities(tokens: pd.DataFrame) -> Figure:
         off_diagonal(tokens),
         f"Probability of {plural(len(tokens), 'token')}, side against side; stronger colour is "
         "more tokens. Another temperature bends the band; misalignment leaves no diagonal.",
-        partial(_side_by_side, "Token probabilities of both sides", *grid, "probability, {}"),
+        partial(_side_by_side, *grid, "probability, {}"),
     )
 
 
@@ -206,7 +206,7 @@ def logprobs(tokens: pd.DataFrame) -> Figure:
         f"Log-probability of {plural(len(tokens), 'token')} in nats, side against side; "
         f"below {DEEPEST:g} at the edge. A wrong kernel widens the band everywhere, rounding "
         "only where tokens are unlikely.",
-        partial(_side_by_side, "", *grid, "log-probability, {} (nats)"),
+        partial(_side_by_side, *grid, "log-probability, {} (nats)"),
     )
 
 
@@ -219,7 +219,7 @@ def _grid(sides: list[Array], ends: tuple[float, float], bins: int = 64) -> tupl
     return counts, edges
 
 
-def _side_by_side(told: str, counts: Array, edges: Array, label: str, axes: Axes) -> str:
+def _side_by_side(counts: Array, edges: Array, label: str, axes: Axes) -> str:
     """The trainer over the engine as a grid of counts: its size never grows."""
     ends = (edges[0], edges[-1])
     axes.plot(ends, ends, color=FAINT, linewidth=0.8, dashes=(4, 3))
@@ -228,7 +228,7 @@ def _side_by_side(told: str, counts: Array, edges: Array, label: str, axes: Axes
     axes.set(xlim=ends, ylim=ends)
     axes.set_xlabel(label.format("rollout"))
     axes.set_ylabel(label.format("train"))
-    return told
+    return ""
 
 
 def off_by_class(tokens: pd.DataFrame) -> str:

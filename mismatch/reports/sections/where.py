@@ -81,9 +81,15 @@ def _length(table: Breakdown, row: int) -> str:
     return f"{_span(table, row)} ({plural(table['sequences'][row], 'sequence')})"
 
 
+def _cached(table: Breakdown, row: int) -> str:
+    mean = table["mean_cached"][row]
+    return f"{table['turns'][row]}" + (f" ({count(round(mean))} tokens)" if mean else "")
+
+
 TABLES = (
     ("by_turn", "Turn", "of the assistant", _of("turn")),
     ("by_edge", "First and last token", "of a turn", _of("edge")),
+    ("by_cache", "Prefix cache", "turns whose context was read from it, or computed", _cached),
     ("by_token_class", "Kind of token", "by its text", _of("token_class")),
     ("by_probability", "Probability", "that the rollout side gave", _value),
     ("by_entropy", "Entropy", "of the train side, nats", _value),

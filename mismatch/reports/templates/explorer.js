@@ -2,8 +2,8 @@
 // the screen. Every text of a run enters the page as textContent; there is no markup from data.
 (() => {
 "use strict";
-const root = document.getElementById("explorer"), packed = document.getElementById("explorer-data");
-if (!root || !packed || typeof DecompressionStream === "undefined") return;
+const root = document.getElementById("explorer"), packed = [...document.querySelectorAll("[data-of=explorer]")];
+if (!root || !packed.length || typeof DecompressionStream === "undefined") return;
 const $ = name => root.querySelector(`[data-part="${name}"]`);
 const ROW = 44, BLOCK = 400, SLICE = 12, LEVELS = 5;
 const el = (tag, text = "", name = "") => {
@@ -59,11 +59,11 @@ let start, position, sequenceOf, contextAt, exactAt, stats, width;
 
 async function load() {
   lines = {};
-  for (const line of packed.textContent.split("\n")) {
+  for (const line of packed.map(part => part.textContent).join("").split("\n")) {
     const cut = line.indexOf(" ");
     lines[line.slice(0, cut)] = line.slice(cut + 1);
   }
-  packed.textContent = "";
+  for (const part of packed) part.remove();
   await pause();
   meta = await json("meta");
   words = await json("words");
@@ -440,6 +440,11 @@ function drawCard() {
   parts.push(top ? likeliest(top, wordOf(row)) : el("p", "What is likeliest here was not kept: see the note below.", "faint"));
   card.replaceChildren(...parts);
 }
+function outcome(x) {  // thousandths, so that a column reads alike
+  if (x === null) return "0";
+  const p = Math.exp(x < 1 ? x : 1 - x), known = x < 1 && p >= 1e-3;
+  return known ? p.toFixed(3) : `< ${Math.max(1e-3, x < 1 ? 0 : p).toFixed(3)}`;
+}
 function likeliest(top, own) {
   const table = el("table"), head = el("tr"), body = el("tbody"), group = el("thead");
   table.append(el("caption", "Likeliest tokens here: probability on either side"));
@@ -452,7 +457,7 @@ function likeliest(top, own) {
     const row = el("tr", "", word === own ? "own" : ""), first = el("th");
     first.scope = "row";
     first.append(el("bdi", words.texts[word]));
-    row.append(first, ...sides.map(x => el("td", x === null ? "0" : short(Math.exp(x)))));
+    row.append(first, ...sides.map(x => el("td", outcome(x))));
     body.append(row);
   }
   group.append(head);

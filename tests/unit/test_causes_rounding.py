@@ -1,0 +1,265 @@
+"""Causes beside rounding: sides in float32, few tokens, sides that are lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.types import Scoring
+from tests import drawn_pair as drawn
+from tests.diagnosed import causes, first, healthy, stating
+
+# ---------------------------------------------------------------- the engine in float32
+
+
+def in_float32(strength: float, kv_noise: float = 0.0, at: int | None = None) -> Case:
+    """The engine computes another function (from a position on), and rounds ``kv_noise`` more."""
+    made = drawn.draw(7, length=60)
+    odd = strength * made.rng.standard_normal(made.logits.shape)
+    odd = odd if at is None else odd * (made.position >= at)[:, None]
+    exact = made.logits + odd
+    made.engine = made.engine + odd + kv_noise * made.rng.standard_normal(made.logits.shape)
+    case = stating(made.case(), {"device": "cpu"}, {"device": "cpu"})
+    ids = case.engine.token_ids
+    logprobs = drawn.log_law(exact)[np.arange(len(ids)), ids]
+    other = Scoring("vllm:fp32", ids, logprobs, {})
+    return replace(case, others=case.others | {other.name: other})
+
+
+@pytest.mark.parametrize("strength", [0.02, 0.1, 0.5])
+def test_a_gap_in_float32_is_named_even_below_the_rounding(strength: float) -> None:
+    leading = first(in_float32(strength))
+    assert (leading.id, leading.side) == ("weights-differ", "engine")
+    assert leading.effect is not None
+    assert leading.effect.low is not None
+    assert leading.effect.low > 0
+
+
+def test_equal_implementations_have_no_gap() -> None:
+    assert causes(in_float32(0.0)).ranked == ()
+
+
+def test_a_gap_that_begins_somewhere_is_an_onset() -> None:
+    case = in_float32(0.3, at=40)
+    assert first(stating(case, {"sliding_window": 40}, {})).id == "sliding-window"
+    assert first(case).id == "onset"
+
+
+def test_without_levels_of_the_device_the_gap_is_not_judged() -> None:
+    case = stating(in_float32(0.5), {"device": "H100"}, {"device": "H100"})
+    assert "implementations in float32" in {entry.what for entry in causes(case).not_tested}
+
+
+# ---------------------------------------------------------------- beside rounding, and destroyed
+
+
+def changed(case: Case, left=None, right=None) -> Case:  # type: ignore[no-untyped-def]
+    """The same run with other numbers of a side, in its scoring as well."""
+    engine = replace(case.engine, logprobs=case.left if left is None else left)
+    trainer = replace(case.trainer, logprobs=case.right if right is None else right)
+    return Case.of(case.rollout, engine, trainer, case.others)
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_a_few_far_tokens_are_no_decode_path_and_no_other_weights(side: str) -> None:
+    case = healthy(0)
+    prefill = Scoring("vllm:prefill", case.engine.token_ids, case.left.copy(), {})
+    case = replace(case, others={**case.others, "vllm:prefill": prefill})
+    far = np.zeros(len(case.left))
+    far[::200] = -1.0
+    named = (
+        changed(case, case.left + far)
+        if side == "engine"
+        else changed(case, None, case.right + far)
+    )
+    assert [(c.id, c.side) for c in causes(named).ranked] == [("scattered-tokens", side)]
+    both = changed(case, case.left + far, case.right + np.roll(far, 7))
+    assert causes(both).ranked == ()  # as flips of experts do
+
+
+@pytest.mark.parametrize("offset", [-0.05, 0.05, -0.5])
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_a_constant_is_a_law_that_does_not_sum_to_one(offset: float, side: str) -> None:
+    case = healthy(1)
+    moved = (
+        changed(case, case.left + offset)
+        if side == "engine"
+        else changed(case, None, case.right + offset)
+    )
+    assert [(c.id, c.side) for c in causes(moved).ranked] == [("unnormalised-law", side)]
+
+
+def test_a_side_of_which_nothing_is_left_is_given_no_temperature_and_no_place() -> None:
+    case = healthy(2)
+    rng = np.random.default_rng(2)
+    for level in (-1.0, -5.0):
+        lost = changed(case, None, level - rng.exponential(1.0, len(case.right)))
+        assert {c.id for c in causes(lost).ranked} <= {"side-off", "function-differs"}
+        assert first(lost).side == "trainer"
+
+
+@pytest.mark.parametrize("rounding", [0.02, 0.3])
+def test_faults_of_single_tokens_are_named_beside_large_rounding(rounding: float) -> None:
+    case = healthy(3, rounding=rounding)
+    last = np.zeros(len(case.right), bool)
+    last[[row.stop - 1 for row in case.rows]] = True
+    exact = case.others["reference:fp32"]
+    exact = replace(exact, logprobs=exact.logprobs - last)  # unlikely in float32 as well
+    ended = changed(replace(case, others={exact.name: exact}), None, case.right - last)
+    assert [(c.id, c.side) for c in causes(ended).ranked] == [("appended-eos", "engine")]
+    mantissa, exponent = np.frexp(case.right)
+    rounded = changed(case, None, np.ldexp(np.round(mantissa * 2**8) / 2**8, exponent))
+    assert [(c.id, c.side) for c in causes(rounded).ranked] == [("bf16-logprobs", "trainer")]
+
+
+def test_two_rows_in_a_noisy_run_are_paired_again() -> None:
+    case = healthy(4, rounding=0.3)
+    right, rows = case.right.copy(), case.rows
+    for one, other in ((3, 40), (40, 77), (77, 3)):
+        length = min(rows[one].stop - rows[one].start, rows[other].stop - rows[other].start)
+        mine, its = rows[one].start, rows[other].start
+        right[mine : mine + length] = case.right[its : its + length]
+    assert first(changed(case, None, right)).id == "row-pairing"
+
+
+def test_a_small_cause_behind_a_shift_is_named() -> None:
+    """A tenth of a nat of the shift's whole nat: 4 % of the mismatch, and half of what is left."""
+    plain = drawn.other_weights(2, 3)
+    edges = np.cumsum([row.stop - row.start for row in plain.rows])[:-1]
+    right = np.concatenate([np.roll(row, -1) for row in np.split(plain.right, edges)])
+    ranked = causes(replace(plain, right=right)).ranked
+    assert [cause.id for cause in ranked] == ["misalignment", "weights-differ"]
+    assert ranked[1].effect is not None
+    assert ranked[1].effect.value < 0.05
+
+
+def test_what_the_data_cannot_tell_apart_is_a_side_that_is_off() -> None:
+    """Without tokens that the context makes likely, function and weights leave one mark."""
+    made = drawn.draw(5, sharpness=0.4)
+    made.trainer = made.trainer + 0.1 * made.rng.standard_normal(made.logits.shape)
+    leading = first(made.case())
+    assert (leading.id, leading.side) == ("side-off", "trainer")
+    assert {"stale-weights", "rope-config"} <= set(leading.alike)
+
+
+def in_dtypes(engine: str, trainer: str, fault: float = 0.0, seed: int = 0) -> Case:
+    """A pair of which a side in "fp32" does not round; the trainer's function may be another."""
+    made = drawn.draw(seed)
+    confident = np.exp(drawn.log_law(made.logits)).max(axis=1, keepdims=True) ** 3
+    made.engine = made.logits.copy() if engine == "fp32" else made.engine
+    made.trainer = made.logits.copy() if trainer == "fp32" else made.trainer
+    made.trainer += fault * confident * made.rng.standard_normal(made.logits.shape)
+    return stating(made.case(), {"dtype": engine}, {"dtype": trainer})
+
+
+def test_in_float32_small_faults_are_named_on_their_side() -> None:
+    assert causes(in_dtypes("fp32", "fp32")).ranked == ()
+    leading = first(in_dtypes("fp32", "fp32", fault=0.05))
+    assert (leading.id, leading.side) == ("function-differs", "trainer")
+
+
+@pytest.mark.parametrize(("engine", "trainer"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_a_side_that_alone_rounds_is_the_precision(engine: str, trainer: str) -> None:
+    coarse = "engine" if trainer == "fp32" else "trainer"
+    (only,) = causes(in_dtypes(engine, trainer)).ranked
+    assert (only.id, only.side) == ("precision", coarse)
+    assert only.effect is not None
+    assert only.effect.value > 0.95
+
+
+def test_a_fault_in_float32_is_told_from_the_rounding_of_the_other_side() -> None:
+    leading = first(in_dtypes("bf16", "fp32", fault=0.2))
+    assert (leading.id, leading.side) == ("function-differs", "trainer")
+
+
+def test_autocast_around_float32_is_named_where_it_is_stated() -> None:
+    case = stating(in_dtypes("fp32", "bf16"), {"dtype": "fp32"}, {"dtype": "fp32"})
+    assert first(case).id in ("precision", "side-off")
+    stated = stating(case, {}, {"autocast": "bf16"})
+    assert [(c.id, c.side) for c in causes(stated).ranked] == [("trainer-autocast", "trainer")]
+
+
+def leaking(seed: int, budget: int) -> Case:
+    """Rows in packs of so many tokens; all but the first row of a pack are far off."""
+    case = healthy(seed)
+    right, rng, used = case.right.copy(), np.random.default_rng(seed), budget
+    for row, length in zip(case.rows, np.diff(case.rollout.offsets), strict=True):
+        used += int(length)
+        if used > budget:
+            used = int(length)
+            continue
+        right[row] -= rng.exponential(1.0, row.stop - row.start)
+    return changed(case, None, right)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_a_pack_that_see_each_other_are_named(seed: int) -> None:
+    (only,) = causes(leaking(seed, 1200)).ranked
+    assert (only.id, only.side) == ("packing-leak", "trainer")
+    # Rows that agree at places of no order are no packs.
+    case, right = healthy(seed), healthy(seed).right.copy()
+    for number, row in enumerate(case.rows):
+        if number not in (0, 3, 40, 44, 90):
+            right[row] -= np.random.default_rng(number).exponential(1.0, row.stop - row.start)
+    assert "packing-leak" not in {cause.id for cause in causes(changed(case, None, right)).ranked}
+
+
+def test_a_decode_that_flipped_in_a_few_prompts_is_no_path_of_its_own() -> None:
+    case = healthy(6)
+    for rows, named in ((case.prompt < 4, []), (case.prompt % 2 == 0, ["decode-vs-prefill"])):
+        rng = np.random.default_rng(6)
+        left = case.left + rows * rng.uniform(-0.4, 0.4, len(case.left))
+        prefill = Scoring("vllm:prefill", case.engine.token_ids, case.right.copy(), {})
+        others = {**case.others, "vllm:prefill": prefill}
+        moved = changed(replace(case, others=others), np.minimum(left, -1e-6))
+        ids = [cause.id for cause in causes(moved).ranked]
+        assert [id for id in ids if id == "decode-vs-prefill"] == named
+
+
+def test_other_weights_are_not_named_that_the_float32_passes_exclude() -> None:
+    """The engine started in float32 agrees with the reference: its weights are no cause."""
+    case = healthy(7)
+    assert case.reference is not None
+    blind = changed(case, np.minimum(case.reference + 4 * (case.left - case.reference), -1e-6))
+    assert [(c.id, c.side) for c in causes(blind).ranked] == [("weights-differ", "engine")]
+    exact = Scoring("vllm:fp32", case.engine.token_ids, case.reference, {})
+    seen = replace(blind, others={**blind.others, exact.name: exact})
+    assert [(c.id, c.side) for c in causes(seen).ranked] == [("side-off", "engine")]
+
+
+def test_noise_from_pass_to_pass_is_the_trainers_own() -> None:
+    """Both passes are as far from float32 as from each other: a plain forward is the yardstick."""
+    case, rng = healthy(8), np.random.default_rng(8)
+    noisy = [np.minimum(case.right + 0.1 * rng.standard_normal(len(case.right)), -1e-6)
+             for _ in range(2)]  # fmt: skip
+    again = replace(case.trainer, name="fsdp:repeated", logprobs=noisy[1])
+    case = changed(replace(case, others={**case.others, again.name: again}), None, noisy[0])
+    leading = first(case)
+    assert (leading.id, leading.side, leading.status) == ("nondeterminism", "trainer", "confirmed")
+
+
+def test_what_float32_is_certain_of_may_be_exactly_0() -> None:
+    case = healthy(9)
+    assert case.reference is not None
+    certain = case.reference > np.log(0.99)
+    exact = replace(
+        case.others["reference:fp32"], logprobs=np.where(certain, -1e-7, case.reference)
+    )
+    case = replace(case, others={**case.others, exact.name: exact})
+    rng = np.random.default_rng(9)
+    lower = np.where(certain, case.right - rng.uniform(0, 0.5, len(certain)), case.right)
+    off = changed(case, np.where(certain, 0.0, case.left), lower)
+    assert "appended-eos" not in {cause.id for cause in causes(off).ranked}
+
+
+def test_a_side_that_is_off_everywhere_is_not_off_at_its_first_tokens() -> None:
+    """As a softcap at a low temperature is: worst at the first tokens, and off at all others."""
+    made = drawn.draw(10)
+    times = np.where(made.position - drawn.PROMPT < 2, 1.2, 0.06)[:, None]
+    made.trainer = made.trainer + times * made.rng.standard_normal(made.logits.shape)
+    leading = first(made.case())
+    assert leading.id != "first-token"
+    assert leading.side == "trainer"

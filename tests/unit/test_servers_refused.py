@@ -1,0 +1,215 @@
+"""Servers that cannot do what is asked, that are not alike, or that are something else."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from mismatch.engines.servers.discovery import recognise
+from mismatch.engines.servers.engine import ServerEngine
+from mismatch.errors import MismatchError
+from mismatch.specs import EngineSpec
+from tests.scripted_server import ScriptedServer
+from tests.servers_fixture import (
+    LAW,
+    MODEL,
+    _light,
+    generate,
+    require_true,
+    serve,
+    sglang,
+    spec,
+)
+
+__all__ = ["_light", "serve", "sglang"]  # fixtures
+
+
+# ---------------------------------------------------------------- what servers cannot do
+
+
+def test_what_is_missing_is_a_capability_with_a_reason(serve: Any) -> None:
+    found = ServerEngine.capabilities(spec(serve(prompt_logprobs=False)), LAW)
+    assert not found.prefill
+    assert "prompt logprobs" in found.reasons["prefill"]
+    assert not found.routed_experts
+    assert "--enable-return-routed-experts" in found.reasons["routed_experts"]
+    assert not found.deterministic
+    assert not found.distributions
+    assert found.journals
+    full = ServerEngine.capabilities(spec(serve()), LAW)
+    assert full.prefill
+    assert not full.prefill_tempered
+
+
+def test_a_server_without_logprobs_measures_nothing(serve: Any) -> None:
+    with pytest.raises(MismatchError, match="no logprobs of the tokens that it samples"):
+        ServerEngine(spec(serve(logprobs=False)), LAW, longest=64)
+
+
+def test_a_server_without_prompt_logprobs_is_watched_by_what_it_would_say_next(serve: Any) -> None:
+    server, other = serve(prompt_logprobs=False), serve(prompt_logprobs=False, weights=1)
+    samples, _ = generate(server)
+    require_true(samples)
+    with pytest.raises(MismatchError, match="other weights"):
+        ServerEngine(spec(server, other), LAW, longest=64)
+
+
+def test_the_context_of_the_server_is_respected(serve: Any) -> None:
+    with pytest.raises(MismatchError, match="sequences of 60 tokens, these may have 65"):
+        ServerEngine(spec(serve(max_model_len=60)), LAW, longest=64)
+
+
+def test_what_a_server_does_not_say_is_not_tested(serve: Any) -> None:
+    _, engine = generate(serve())
+    facts = engine.fingerprint("decode")
+    assert facts["dtype"] is None
+    assert any("dtype" in line for line in facts["not_tested"])
+    assert facts["source_files"] == {}
+    assert engine.weights().digests == {}
+
+
+# ---------------------------------------------------------------- the wrong servers
+
+
+def test_no_server_at_all(serve: Any) -> None:
+    gone = serve()
+    gone.stop()
+    with pytest.raises(MismatchError, match="connection refused") as caught:
+        recognise(spec(gone))
+    assert "curl" in caught.value.fix
+
+
+def test_another_kind_of_server(serve: Any) -> None:
+    server = serve()
+    server.answer = lambda web, body: server.send(web, 404, {})
+    with pytest.raises(MismatchError, match="no server that mismatch knows"):
+        recognise(spec(server))
+
+
+def test_the_wrong_model_is_refused_by_its_name(serve: Any) -> None:
+    with pytest.raises(MismatchError, match="serves large, not --model tiny: the wrong") as caught:
+        recognise(spec(serve(name="large")))
+    assert "--served-model large" in caught.value.fix
+    assert recognise(spec(serve(name="large"), served_model="large"))
+    with pytest.raises(MismatchError, match="--served-model other"):
+        recognise(spec(serve(name="large"), served_model="other"))
+
+
+def test_the_wrong_tokenizer_is_refused(serve: Any) -> None:
+    server = serve()
+    plain = server.answer
+
+    def answer(web: Any, body: dict[str, Any]) -> None:
+        if web.path == "/tokenize":
+            return server.send(web, 200, {"tokens": [1, 2, 3]})
+        return plain(web, body)
+
+    server.answer = answer
+    with pytest.raises(MismatchError, match="another tokenizer"):
+        ServerEngine(spec(server), LAW, longest=64)
+
+
+@pytest.mark.parametrize(
+    ("setting", "other"), [("version", "0.33.0"), ("max_model_len", 256), ("weights", 1)]
+)
+def test_servers_that_are_not_alike_are_refused(serve: Any, setting: str, other: Any) -> None:
+    with pytest.raises(MismatchError, match=r"the servers (differ|have other weights)"):
+        ServerEngine(spec(serve(), serve(**{setting: other})), LAW, longest=64)
+
+
+def test_servers_with_different_logprobs_are_refused(serve: Any) -> None:
+    with pytest.raises(MismatchError, match=r"raw at .*, processed at"):
+        ServerEngine(spec(serve(), serve(mode="processed")), LAW, longest=64)
+
+
+def test_other_settings_are_said(serve: Any) -> None:
+    _, engine = generate(serve(), serve(configuration="vllm-0.32.0-xyz"))
+    said = engine.fingerprint("decode")["not_tested"]
+    assert any("configurations differ" in line for line in said)
+
+
+def test_the_same_server_twice_is_refused(serve: Any) -> None:
+    server = serve()
+    twice = EngineSpec("server", MODEL, servers=(server.url, server.url + "/"))
+    with pytest.raises(MismatchError, match="twice"):
+        recognise(twice)
+
+
+def test_an_address_with_two_models_behind_it_is_said(serve: Any) -> None:
+    server = serve()
+    honest, numbers = server.completion, itertools.count()
+
+    def either(body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("prompt_logprobs") is not None:  # as a balancer deals the requests
+            server.weights = next(numbers) // 3 % 2
+        return honest(body)
+
+    server.completion = either
+    engine = ServerEngine(spec(server), LAW, longest=64)
+    said = engine.fingerprint("decode")["not_tested"]
+    assert any("that one model answers at" in line for line in said)
+    calm = ServerEngine(spec(serve()), LAW, longest=64).fingerprint("decode")["not_tested"]
+    assert not any("that one model answers at" in line for line in calm)
+
+
+def test_probes_without_numbers_are_refused(serve: Any) -> None:
+    server = serve()
+    honest = server.completion
+
+    def overflown(body: dict[str, Any]) -> dict[str, Any]:
+        answer = honest(body)
+        for row in answer["choices"][0].get("prompt_logprobs") or [None]:
+            for said in (row or {}).values():
+                said["logprob"] = float("nan")
+        return answer
+
+    server.completion = overflown
+    with pytest.raises(MismatchError, match="no finite numbers"):
+        ServerEngine(spec(server), LAW, longest=64)
+
+
+def seldom_free(server: ScriptedServer, status: int) -> None:
+    """Two of three requests to a server are answered with a status."""
+    numbers, plain = itertools.count(), server.answer
+
+    def answer(web: Any, body: dict[str, Any]) -> None:
+        if next(numbers) % 3 != 2:
+            return server.send(web, status, {"error": "not now"})
+        return plain(web, body)
+
+    server.answer = answer  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("status", [429, 500])
+def test_a_busy_moment_is_no_missing_capability(serve: Any, status: int) -> None:
+    server = serve(mode="processed")
+    seldom_free(server, status)
+    found = ServerEngine.capabilities(spec(server), LAW)
+    assert found.prefill
+    assert found.processed_logprobs
+
+
+def test_a_server_that_stays_busy_says_nothing_about_what_it_can_do(serve: Any) -> None:
+    server = serve()
+    plain = server.answer
+
+    def answer(web: Any, body: dict[str, Any]) -> None:
+        if "prompt_logprobs" in body:
+            return server.send(web, 503, {"error": "too much to do"})
+        return plain(web, body)
+
+    server.answer = answer
+    with pytest.raises(MismatchError, match=r"HTTP 503: too much to do"):
+        ServerEngine.capabilities(spec(server), LAW)
+
+
+@pytest.mark.parametrize("cards", [["x"], [{"owned_by": "vllm"}], [], [{"id": "x"}]])
+def test_another_program_is_no_server_of_a_known_kind(serve: Any, cards: list[Any]) -> None:
+    server = serve()
+    odd = {"/model_info": {"model_path": "x"}, "/server_info": None, "/v1/models": {"data": cards}}
+    odd["/version"] = {"version": "1"}
+    server.answer = lambda web, body: server.send(web, 200, odd.get(web.path))
+    with pytest.raises(MismatchError, match="no server that mismatch knows"):
+        recognise(spec(server))

@@ -1,0 +1,62 @@
+"""What a screen reader says of every picture: values, not the kind of chart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure as Drawing
+
+from mismatch.experiments.loop.judge import LoopReport, SeedRun
+from mismatch.pipeline.saved_runs import history
+from mismatch.reports import saved_runs, sections
+from mismatch.reports.section import Figure, Section
+from mismatch.reports.sections import locate, loop
+from tests.unit.test_goldens import EMPTY, MAKERS
+from tests.unit.test_loop_page import runs
+from tests.unit.test_reports_locate import located
+from tests.unit.test_side_by_side import save
+
+ROOT = Path(sections.__file__).parent
+NAMED = re.compile(r'Figure\(\s*f?"([^"]+)"')
+
+
+def figures(parts: Iterable[Section]) -> Iterator[Figure]:
+    for part in parts:
+        yield from part.figures
+        yield from figures(part.parts)
+
+
+def trained() -> LoopReport:
+    """A loop with three steps of every column."""
+    made = runs("plain", [0.1, 0.5, 0.2])
+    curves = dict.fromkeys(loop.COLUMNS, (0.1, 0.5, 0.2)) | {"step": (0.0, 1.0, 2.0)}
+    return replace(made, arms=(replace(made.arms[0], runs=(SeedRun(0, curves),)),))
+
+
+def every_figure(folder: Path) -> Iterator[Figure]:
+    for maker in MAKERS.values():
+        report, tokens = maker()
+        yield from figures(sections.page(report, tokens).sections)
+    yield from figures([loop.section(trained()), locate.section(located())])
+    save(folder / "a")
+    save(folder / "b", scale=3.0)
+    yield from figures(saved_runs.history_page(history(folder)).sections)
+
+
+def test_every_picture_says_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drawing, "savefig", lambda figure, file, **_: file.write(EMPTY))
+    told = {figure.name: re.search("<title[^>]*>(.*?)</title>", figure.draw(), re.DOTALL)
+            for figure in every_figure(tmp_path)}  # fmt: skip
+    for name, title in told.items():
+        assert title is not None, name
+        assert re.findall(r"\d", re.sub(r"\bp99\b|\bk3\b|float32", "", title[1])), (name, title[1])
+    sources = [*ROOT.glob("*.py"), ROOT.parent / "saved_runs.py"]
+    known = [name for path in sources for name in NAMED.findall(path.read_text("utf-8"))]
+    assert len(known) > 15
+    for name in known:  # no picture of the package is left out
+        pattern = re.sub(r"\{[^}]*\}", ".+", name)
+        assert any(re.fullmatch(pattern, drawn) for drawn in told), name
