@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mismatch.analysis.displaced import EXCESS, excess_terms
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.excess import EXCESS, excess_terms
 from mismatch.metrics.forecast import length_forecast
 from mismatch.types import Estimate
 

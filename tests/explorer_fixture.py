@@ -20,7 +20,8 @@ def many(
 
     A prompt has four samples and 3 * ``asked`` tokens.
 
-    Both sides' likeliest outcomes stand at every 97th token, at most 512 times.
+    Both sides' likeliest outcomes stand at every 97th token, at most 512 times; the rollout side
+    did not name the third.
     """
     rng = np.random.default_rng(seed)
     n = sequences * length
@@ -30,7 +31,7 @@ def many(
     words = np.minimum(rng.zipf(1.3, n), vocabulary) - 1
     sequence = np.repeat(np.arange(sequences), length)
     first = np.arange(n) % length == 0
-    tops = np.where((np.arange(n) % 97 == 0) & (np.arange(n) < 97 * 512), 2, 0)
+    tops = np.where((np.arange(n) % 97 == 0) & (np.arange(n) < 97 * 512), 3, 0)
     ends = np.concatenate([[0], np.cumsum(tops)])
     return pd.DataFrame(
         {
@@ -60,8 +61,8 @@ def many(
                 "string",
             ),
             "top_ids": arrow_lists(np.arange(ends[-1]), ends),
-            "top_tokens": arrow_lists(["</script>", "b"] * (ends[-1] // 2), ends, "string"),
-            "top_rollout": arrow_lists(np.full(ends[-1], -0.5), ends),
-            "top_train": arrow_lists(np.full(ends[-1], -np.inf), ends),
+            "top_tokens": arrow_lists(["</script>", "b", "c"] * (ends[-1] // 3), ends, "string"),
+            "top_rollout": arrow_lists(np.tile([-0.5, -3.0, np.nan], ends[-1] // 3), ends),
+            "top_train": arrow_lists(np.tile([-np.inf, -1.0, -2.0], ends[-1] // 3), ends),
         }
     )

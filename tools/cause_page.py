@@ -8,7 +8,7 @@ from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.experiments.explanation import TESTS
 from mismatch.experiments.fixes.guides import VERSIONS, settings_of
-from mismatch.experiments.probes import PROBES
+from mismatch.experiments.passes import PROBES
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- Made by tools/cause_page.py; edit mismatch/analysis/causes.toml. -->"
@@ -146,7 +146,7 @@ def _page(entry: Entry) -> str:
 def _picture(entry: Entry) -> list[str]:
     """The figure of the planted fault; benchmarks/gallery.py draws it."""
     if not (DOCS / "images" / "gallery" / f"{entry.id}.svg").is_file():
-        return []
+        return [entry.picture]
     return [f"![{entry.title}](../images/gallery/{entry.id}.svg)",
             "Planted and measured: [gallery](../gallery.md)."]  # fmt: skip
 

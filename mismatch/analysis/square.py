@@ -20,27 +20,25 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.declared import same_weights
 from mismatch.analysis.displaced import (
+    CORRELATION,
+    EXCESS,
+    EXCESS_SIZE,
     LEVELS,
+    RMS,
+    SIZE,
     UNCALIBRATED,
     Displaced,
     Side,
     Standing,
+    correlation_terms,
     device_class,
     displaced,
+    excess_terms,
 )
 from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
 from mismatch.analysis.registry import Analysis, Measured
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.excess import (
-    CORRELATION,
-    EXCESS,
-    EXCESS_SIZE,
-    RMS,
-    SIZE,
-    correlation_terms,
-    excess_terms,
-)
 from mismatch.run.store import FLOAT32, PLAIN, REFERENCE, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring

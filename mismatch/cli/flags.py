@@ -150,6 +150,11 @@ class Option:
         )
 
 
+def switch(name: str, panel: str, help: str) -> Option:
+    """A flag that is off until it is given, without a --no-NAME."""
+    return Option(name, bool, panel, help, default=False, switch=True)
+
+
 def _without_none(kind: Any) -> Any:
     if isinstance(kind, UnionType) or NoneType in get_args(kind):
         return next(part for part in get_args(kind) if part is not NoneType)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import DTYPE_NAMES, Flags, Option
+from mismatch.cli.flags import DTYPE_NAMES, Flags, Option, switch
 from mismatch.cli.options import JSON, MODEL_FLAGS, TRUST_RUN
 from mismatch.errors import MismatchError
 from mismatch.specs import MODEL, OUTPUT, SEEDS, WEEK_S
@@ -77,7 +77,7 @@ AUDIT_OUTPUT = (
     Option(
         "out", Path | None, OUTPUT, "Directory for kernels.html and kernels.json; default: none."
     ),
-    Option("details", bool, OUTPUT, "Also errors per dtype and costs.", default=False, switch=True),
+    switch("details", OUTPUT, "Also errors per dtype and costs."),
     JSON,
 )
 

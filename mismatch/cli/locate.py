@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option
+from mismatch.cli.flags import Flags, Option, switch
 from mismatch.cli.options import JSON, MODEL_FLAGS, OUT, TRUST_RUN
 from mismatch.errors import MismatchError
 from mismatch.specs import MANY, OUTPUT, SEEDS, Range
@@ -48,9 +48,7 @@ FLAGS = (
     ),
     Option("seed", int, WHAT, "Of the random sequences.", default=0, range=SEEDS),
 )
-DETAILS = Option(
-    "details", bool, OUTPUT, "Every module of every layer.", default=False, switch=True
-)
+DETAILS = switch("details", OUTPUT, "Every module of every layer.")
 
 
 @with_flags(RUN, MODEL_FLAGS, FLAGS, OUT, DETAILS, JSON, TRUST_RUN)

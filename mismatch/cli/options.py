@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from mismatch.cli.flags import REQUIRED, Option, flags_of
+from mismatch.cli.flags import REQUIRED, Option, flags_of, switch
 from mismatch.engines.registry import startable_engines
 from mismatch.specs import (
     ENGINE,
@@ -121,8 +121,8 @@ NAME_FLAGS = (
         OUTPUT,
         "Also show a framework's names, and values by its conventions.",
     ),
-    Option("details", bool, OUTPUT, "Print every analysis in full.", default=False, switch=True),
-    Option("quiet", bool, OUTPUT, "Print the verdict alone.", default=False, switch=True),
+    switch("details", OUTPUT, "Print every analysis in full."),
+    switch("quiet", OUTPUT, "Print the verdict alone."),
     Option(
         "format",
         Literal["text", "json", "markdown", "github", "junit"],
@@ -157,30 +157,20 @@ NEW_RUN = (
         alone="newest",
     ),
 )
-TRUST_RUN = Option(
+TRUST_RUN = switch(
     "trust_run",
-    bool,
     OUTPUT,
     "Let the run's spec name interpreters, engine arguments, functions and remote code.",
-    default=False,
-    switch=True,
 )
 FIX_FLAGS = flags_of(CheckSpec, "fixes budget_minutes verdict explain")
 GRADIENT_FLAGS = flags_of(CheckSpec, "gradients gradient_prompts")
-DRY_RUN = Option(
-    "dry_run",
-    bool,
-    OUTPUT,
-    "Show the plan (stages, kernels, memory of both sides) and start nothing.",
-    default=False,
-    switch=True,
+DRY_RUN = switch(
+    "dry_run", OUTPUT, "Show the plan (stages, kernels, memory of both sides) and start nothing."
 )
 GPUS = Option(
     "gpus", str | None, OUTPUT, "With --dry-run: plan for GPUs like 8xH100-80GB instead of these."
 )
-FORCE = Option(
-    "force", bool, OUTPUT, "Start although memory cannot suffice.", default=False, switch=True
-)
+FORCE = switch("force", OUTPUT, "Start although memory cannot suffice.")
 CONFIG = (
     Option(
         "config",
@@ -188,14 +178,7 @@ CONFIG = (
         OUTPUT,
         "TOML file of flags (same names); flags given here override it.",
     ),
-    Option(
-        "print_config",
-        bool,
-        OUTPUT,
-        "Print all flags as TOML and exit.",
-        default=False,
-        switch=True,
-    ),
+    switch("print_config", OUTPUT, "Print all flags as TOML and exit."),
 )
 CHECK = (
     *MODEL_FLAGS,

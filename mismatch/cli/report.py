@@ -71,7 +71,7 @@ def _several(runs: list[Path], flags: Flags) -> int:
     from mismatch.reports import saved_runs
 
     if flags["history"] is not None:
-        from mismatch.pipeline.history import history
+        from mismatch.pipeline.saved_runs import history
 
         if runs:
             raise MismatchError("--history takes its runs from its folder", USE)

@@ -23,7 +23,7 @@ def serve(flags: Flags) -> int:
     A page on this machine, until Ctrl-C; nothing is written, and nothing of it leaves the machine.
     """
     from mismatch.cli import session
-    from mismatch.pipeline.history import history
+    from mismatch.pipeline.saved_runs import history
     from mismatch.reports.serve import Server, Site, is_loopback
 
     history(flags["folder"], flags["metric"])  # what is wrong is said before anything listens

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, flags_of
+from mismatch.cli.flags import Flags, Option, flags_of, switch
 from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS, SERVER_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec
@@ -37,13 +37,10 @@ PROBE_FLAGS = (
         "Your own push, package.module:function; it gets a state dict and the engine.",
     ),
     Option("seed", int, PROBE, "Of the updates and of the tokens.", default=0, range=SEEDS),
-    Option(
+    switch(
         "keep_caches",
-        bool,
         PROBE,
         "Leave the prefix cache to the path; without this it is reset after a push by --path.",
-        default=False,
-        switch=True,
     ),
     Option("trainer", bool, PROBE, "Score with transformers too.", default=True),
     Option(
@@ -59,7 +56,7 @@ ENGINE_OPTIONS = (
 )
 PROBE_OUTPUT = (
     Option("out", Path | None, OUTPUT, "Directory of the probe; default: runs/TIME-MODEL."),
-    Option("details", bool, OUTPUT, "Also scores and caches.", default=False, switch=True),
+    switch("details", OUTPUT, "Also scores and caches."),
     replace(DRY_RUN, help="Show what would be pushed and how long it takes; start nothing."),
     JSON,
 )
@@ -164,9 +161,9 @@ def hold_export(model: str, folder: Path, *, as_json: bool) -> int:
     from rich.console import Console
 
     from mismatch.codec import to_json
-    from mismatch.experiments.sync.exported import SCHEMA, ExportReport, compare, headers
+    from mismatch.experiments.sync.types import SCHEMA, ExportReport, compare, headers
     from mismatch.models.weight_states import Checkpoint
-    from mismatch.reports.sections.exported_weights import section
+    from mismatch.reports.sections.sync_probe import exported_section
     from mismatch.reports.terminal import print_section, say
 
     checkpoint = checkpoint_of(model)
@@ -177,7 +174,7 @@ def hold_export(model: str, folder: Path, *, as_json: bool) -> int:
         typer.echo(json.dumps({"schema": SCHEMA, **to_json(report)}, indent=2))
     else:
         console = Console()
-        print_section(section(report), console)
+        print_section(exported_section(report), console)
         say(console, report.line, "bold red" if report.wrong else "green")
     return 1 if report.wrong else 0
 

@@ -16,7 +16,7 @@ from mismatch.errors import MismatchError
 from mismatch.types import Fingerprint, Floats
 
 if TYPE_CHECKING:
-    from mismatch.engines.distribution_capture import Wanted
+    from mismatch.engines.distribution_capture import CaptureRequest
     from mismatch.specs import EngineSpec
     from mismatch.types import Sampling
 
@@ -195,7 +195,7 @@ class Capabilities:
         prefill_tempered: also at the sampling temperature where that is not 1.
         processed_logprobs: it reports logprobs after temperature and truncation.
         deterministic: the same seed gives the same tokens.
-        distributions: it is a :class:`Watching` engine.
+        distributions: it is a :class:`CapturesDistributions` engine.
         journals: it is a :class:`Journaling` engine.
         cache_reading: it is a :class:`CacheReading` engine.
         reasons: capability -> why it is missing, one sentence each.
@@ -286,11 +286,11 @@ class Engine(Protocol):
         """What really ran, resolved by the engine."""
 
 
-class Watching(Engine, Protocol):
+class CapturesDistributions(Engine, Protocol):
     """An engine that can take whole distributions while it samples."""
 
-    def watch(self, wanted: Wanted) -> None:
-        """What the next :meth:`generate` has to take beside its samples."""
+    def watch(self, wanted: CaptureRequest | None) -> None:
+        """What each :meth:`generate` has to take beside its samples from now on; None: nothing."""
 
     def watched(self) -> dict[str, NDArray[Any]]:
         """What it took, as :meth:`Watcher.collected` gives it; empty where nothing was watched."""

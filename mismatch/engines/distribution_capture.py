@@ -109,10 +109,10 @@ SAME = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CaptureRequest:
     """What to take, as plain data that can be sent to an engine's worker.
 
-    >>> Wanted(positions=512, top_k=64, seed=0, law=Sampling()).positions
+    >>> CaptureRequest(positions=512, top_k=64, seed=0, law=Sampling()).positions
     512
 
     Attributes:
@@ -150,7 +150,7 @@ class Watcher:
     Of A action tokens it takes about M (1 + log(A / M)) and keeps M.
     """
 
-    wanted: Wanted
+    wanted: CaptureRequest
     taken: dict[tuple[int, int], Any] = field(default_factory=dict)
     _largest: list[tuple[int, tuple[int, int]]] = field(default_factory=list)  # a heap, negated
 
@@ -225,7 +225,7 @@ class Watcher:
 
 
 def join_collected(
-    parts: Sequence[dict[str, NDArray[Any]]], wanted: Wanted
+    parts: Sequence[dict[str, NDArray[Any]]], wanted: CaptureRequest
 ) -> dict[str, NDArray[Any]]:
     """What one watcher would have collected of all sequences, from those of several engines."""
     filled = [part for part in parts if part]

@@ -1,9 +1,10 @@
 """Data-parallel replicas: an engine several times, each in a process of its own with a share.
 
 Prompts go to the replicas in blocks, in their order; each knows its place in the whole (its
-``first_prompt``, and ``Wanted.first``), so that seeds and watched positions are those of one
-engine. A replica is ``python -m mismatch.engines.replicas FD`` behind a socket: it takes (method,
-arguments, place in the rollout) and gives ("progress", …), ("result", value) or ("error", …).
+``first_prompt``, and ``CaptureRequest.first``), so that seeds and captured positions are those
+of one engine. A replica is ``python -m mismatch.engines.replicas FD`` behind a socket: it takes
+(method, arguments, place in the rollout) and gives ("progress", …), ("result", value) or
+("error", …).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from mismatch.engines.base import Engine, LoadedWeights, Mode, Progress, Sample
-from mismatch.engines.distribution_capture import Wanted, join_collected
+from mismatch.engines.distribution_capture import CaptureRequest, join_collected
 from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class
 from mismatch.errors import MismatchError, named_line
@@ -72,7 +73,7 @@ def make_engine(kind: type[Engine], spec: EngineSpec, sampling: Sampling, longes
 
 
 class Replicas:
-    """Several engines as one; see :class:`mismatch.engines.base.Watching`."""
+    """Several engines as one; see :class:`mismatch.engines.base.CapturesDistributions`."""
 
     likeliest = 0
 
@@ -81,7 +82,7 @@ class Replicas:
         self.job = (replace(spec, data_parallel_size=None), sampling, longest)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
-        self.wanted: Wanted | None = None
+        self.wanted: CaptureRequest | None = None
 
     def __enter__(self) -> Self:
         count = self.spec.data_parallel_size or 1
@@ -164,10 +165,10 @@ class Replicas:
     def stop_at(self, texts: Sequence[str]) -> None:
         self._all("stop_at", texts)
 
-    def watch(self, wanted: Wanted) -> None:
+    def watch(self, wanted: CaptureRequest) -> None:
         self.wanted = wanted
 
-    def _wanted_of(self, share: slice) -> Wanted:
+    def _wanted_of(self, share: slice) -> CaptureRequest:
         assert self.wanted is not None
         if self.wanted.places:  # a later turn: one request a prompt
             return replace(self.wanted, places=self.wanted.places[share])

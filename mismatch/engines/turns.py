@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.captures import Likeliest
-from mismatch.engines.base import Engine, Progress, Sample, Watching
-from mismatch.engines.distribution_capture import Wanted, join_collected
+from mismatch.engines.base import CapturesDistributions, Engine, Progress, Sample
+from mismatch.engines.distribution_capture import CaptureRequest, join_collected
 from mismatch.types import Bools, Floats, Ints
 
 # (number of the sequence, its responses so far) -> ids that go before its next response, or None
@@ -131,7 +131,7 @@ def starting(prompts: Sequence[list[int]], samples: Sequence[Sequence[Sample]]) 
 class WatchedTurns:
     """Whole distributions over all turns: each is watched for itself, and the choice is joined."""
 
-    def __init__(self, engine: Watching, wanted: Wanted) -> None:
+    def __init__(self, engine: CapturesDistributions, wanted: CaptureRequest) -> None:
         self.engine, self.wanted = engine, wanted
         self.parts: list[dict[str, NDArray[Any]]] = []
         engine.watch(wanted)

@@ -137,10 +137,10 @@ class Fit:
         return floats(self.centre + shift), floats(variance)
 
 
-def capped_ess(mean: Floats, variance: Floats, cap: float = CAP) -> Floats:
-    """(E w)² / E w² of w = min(exp(S), cap), S normal. Partial log-normal moments, by logarithms:
+def capped_ess(mean: Floats, variance: Floats) -> Floats:
+    """(E w)² / E w² of w = min(exp(S), CAP), S normal. Partial log-normal moments, by logarithms:
     right down to the smallest positive number."""
-    first, second = (_log_moment(power, mean, variance, cap) for power in (1.0, 2.0))
+    first, second = (_log_moment(power, mean, variance, CAP) for power in (1.0, 2.0))
     return floats(np.exp(np.minimum(2.0 * first - second, 0.0)))
 
 

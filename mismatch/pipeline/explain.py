@@ -38,14 +38,15 @@ from mismatch.experiments.fixes.spec_edits import context_of
 from mismatch.experiments.locate.judge import FILE as LOCATED
 from mismatch.experiments.locate.judge import SCHEMA as LOCATE_SCHEMA
 from mismatch.experiments.locate.judge import of_run, to_document
-from mismatch.experiments.passes import training_passes, wants_square
-from mismatch.experiments.probes import (
+from mismatch.experiments.passes import (
     CACHE,
     FRESH,
     judged_cache,
     judged_location,
     plan_probes,
     to_locate,
+    training_passes,
+    wants_square,
 )
 from mismatch.pipeline.build import Artefacts
 from mismatch.pipeline.fixes import FixRun

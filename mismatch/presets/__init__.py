@@ -11,8 +11,18 @@ from __future__ import annotations
 import difflib
 
 from mismatch.errors import MismatchError
-from mismatch.presets.base import Applied, Gap, Preset, Setting, Source, installed_kernels
-from mismatch.presets.frameworks import SKYRL, TRL, VERL, VERL_LEGACY
+from mismatch.presets.frameworks import (
+    SKYRL,
+    TRL,
+    VERL,
+    VERL_LEGACY,
+    Applied,
+    Gap,
+    Preset,
+    Setting,
+    Source,
+    installed_kernels,
+)
 
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in (VERL, VERL_LEGACY, TRL, SKYRL)}
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from mismatch.engines.registry import engine_infos
 from mismatch.errors import MismatchError
-from mismatch.presets.base import Preset
 from mismatch.presets.config_file import MISSING, ConfigFile, at, put, read_config, short, typed
-from mismatch.presets.frameworks import VERL, VERL_LEGACY
+from mismatch.presets.frameworks import VERL, VERL_LEGACY, Preset
 from mismatch.presets.verl_keys import GAPS, OWN_ARGUMENTS, RULES, VERL_TENSOR_PARALLEL, Rule
 from mismatch.specs import CheckSpec
 

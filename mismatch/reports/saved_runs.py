@@ -12,7 +12,7 @@ import numpy as np
 from mismatch.experiments.regression.measure import DECIDING
 from mismatch.experiments.regression.types import ABSENT
 from mismatch.metrics import METRICS
-from mismatch.pipeline.history import History, Point
+from mismatch.pipeline.saved_runs import History, Point
 from mismatch.pipeline.side_by_side import Line, Move, Side, SideBySide
 from mismatch.reports.formatting import (
     TONES,

@@ -23,8 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from mismatch.errors import MismatchError
-from mismatch.pipeline.history import History, history
-from mismatch.pipeline.saved_runs import find_runs
+from mismatch.pipeline.saved_runs import History, find_runs, history
 from mismatch.pipeline.side_by_side import side_by_side
 from mismatch.reports import html
 from mismatch.reports.formatting import TONES, line

@@ -105,13 +105,11 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-def heading(console: Console, title: str, remark: str = "") -> None:
+def heading(console: Console, title: str) -> None:
     from rich.text import Text
 
     say(console, "")
-    text = Text(title, "bold")
-    text.append(f"  {remark}" if remark else "", "dim")
-    console.print(text, highlight=False)
+    console.print(Text(title, "bold"), highlight=False)
 
 
 def paragraph(console: Console, text: str, indent: int = 2, style: str = "") -> None:

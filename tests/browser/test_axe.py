@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mismatch.pipeline.history import history
+from mismatch.pipeline.saved_runs import history
 from mismatch.pipeline.side_by_side import side_by_side
 from mismatch.reports.html import show_page, to_html
 from mismatch.reports.saved_runs import beside_page, history_page

@@ -215,7 +215,7 @@ def test_prompts_and_likely_tokens_are_shown(browser: Browser, url: str) -> None
         "[...document.querySelectorAll('[data-part=card] tbody tr')].map(r => "
         "[...r.children].map(c => c.textContent))"
     )
-    assert rows[0] == ["</script>", "0.607", "0"]
+    assert rows == [["</script>", "0.607", "0"], ["b", "0.050", "0.368"], ["c", "< 0.050", "0.135"]]
 
 
 def test_hostile_tokens_are_text(browser: Browser, url: str) -> None:

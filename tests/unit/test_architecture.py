@@ -64,6 +64,32 @@ def test_the_root_of_the_package_holds_the_spine_alone() -> None:
     assert {path.stem for path in ROOT.glob("*.py")} <= SPINE
 
 
+def imported_by(path: Path) -> set[str]:
+    """Modules of ours that a file imports anywhere; of ``from a import b`` also ``a.b``."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(str(node.module))
+    return {name for name in names if name.partition(".")[0] == "mismatch"}
+
+
+def test_every_import_of_ours_exists() -> None:
+    """Lazy ones too, which neither mypy (it ignores missing modules) nor a start-up would see."""
+    repository = ROOT.parent
+    folders = [ROOT, *(repository / name for name in ("tests", "tools", "benchmarks"))]
+    missing = {
+        f"{path.relative_to(repository)}: {name}"
+        for folder in folders
+        for path in folder.rglob("*.py")
+        for name in imported_by(path)
+        if not (module := repository / name.replace(".", "/")).with_suffix(".py").is_file()
+        and not (module / "__init__.py").is_file()
+    }
+    assert missing == set()
+
+
 @pytest.mark.parametrize("room", ["metrics", "analysis", "experiments"])
 def test_the_core_neither_prints_nor_reads_the_environment(room: str) -> None:
     calls = {"print", "input"}

@@ -16,12 +16,11 @@ from benchmarks.planted_arrays import Tokens
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import diagnose
-from mismatch.analysis.displaced import LEVELS, displaced
+from mismatch.analysis.displaced import LEVELS, displaced, sign_test
 from mismatch.analysis.levels import verdict
 from mismatch.analysis.registry import Measured
 from mismatch.analysis.square import measure, sides_at_fault
 from mismatch.analysis.square_checks import square_checks
-from mismatch.metrics.excess import sign_test
 from mismatch.reports.sections import square as section
 from mismatch.types import Floats
 from tests.unit.test_square import SPEC, run_of, square

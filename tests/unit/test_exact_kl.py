@@ -21,7 +21,7 @@ from mismatch.analysis.comparison import compare
 from mismatch.analysis.exact_kl import exact_checks, exact_estimates, exact_reason
 from mismatch.captures import Distributions, priority, why_incomparable
 from mismatch.engines.distribution_capture import (
-    Wanted,
+    CaptureRequest,
     Watcher,
     build_distributions,
     kept_columns,
@@ -212,7 +212,7 @@ def test_damaged_artefacts_are_refused(rng: np.random.Generator, tmp_path: Path)
 def test_the_choice_made_while_sampling_is_the_one_made_afterwards() -> None:
     """Sequences of many lengths, decoded side by side, some forwarded twice, one step too far."""
     lengths = np.random.default_rng(0).integers(1, 60, 40)
-    watcher = Watcher(Wanted(100, 4, seed=3, law=Sampling()))
+    watcher = Watcher(CaptureRequest(100, 4, seed=3, law=Sampling()))
     logits = torch.zeros(len(lengths), 8)
     for step in range(60):
         running = np.flatnonzero(lengths > step)
@@ -228,7 +228,7 @@ def test_the_choice_made_while_sampling_is_the_one_made_afterwards() -> None:
 
 
 def test_one_crowded_step_keeps_the_smallest_of_it() -> None:
-    watcher = Watcher(Wanted(10, 4, seed=1, law=Sampling()))
+    watcher = Watcher(CaptureRequest(10, 4, seed=1, law=Sampling()))
     sequence, index = np.arange(300), np.zeros(300, np.int64)
     rows = torch.arange(300.0)[:, None] * torch.tensor([0.0, 0.01])
     watcher.take(sequence, index, rows)
@@ -251,7 +251,7 @@ def test_the_choice_depends_on_the_seed_and_is_even() -> None:
 
 
 def test_fewer_tokens_than_positions_are_all_taken() -> None:
-    watcher = Watcher(Wanted(512, 4, seed=0, law=Sampling()))
+    watcher = Watcher(CaptureRequest(512, 4, seed=0, law=Sampling()))
     watcher.take(np.array([0, 1, 2]), np.array([0, -1, 0]), torch.zeros(3, 8))
     assert watcher.collected()["keys"].tolist() == [[0, 0], [2, 0]]  # -1: still in its prompt
     assert Watcher(watcher.wanted).collected() == {}

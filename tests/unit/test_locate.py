@@ -18,8 +18,17 @@ from mismatch.experiments.locate.judge import (
     to_document,
     with_first,
 )
-from mismatch.experiments.locate.measure import BEYOND, ROUNDING, Sums, site_errors
-from mismatch.experiments.locate.plan import actions_of, disk_bytes, part_of, require_disk, select
+from mismatch.experiments.locate.plan import (
+    BEYOND,
+    ROUNDING,
+    Sums,
+    actions_of,
+    disk_bytes,
+    part_of,
+    require_disk,
+    select,
+    site_errors,
+)
 from mismatch.experiments.locate.types import (
     LAYER_SITES,
     Group,

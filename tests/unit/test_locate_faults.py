@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mismatch.experiments.locate.judge import groups_of
-from mismatch.experiments.locate.measure import Sums, site_errors
+from mismatch.experiments.locate.plan import Sums, site_errors
 from mismatch.experiments.locate.types import Site
 from mismatch.models.moe import norms_of
 from mismatch.processes.workers.locate_reference import Replay

@@ -19,7 +19,7 @@ import pytest
 from mismatch.captures import priority
 from mismatch.cli import session
 from mismatch.doctor.plan import plan
-from mismatch.engines.distribution_capture import Wanted, join_collected
+from mismatch.engines.distribution_capture import CaptureRequest, join_collected
 from mismatch.engines.replicas import blocks, replica_environment
 from mismatch.errors import MismatchError
 from mismatch.pipeline.preflight import require_replicas
@@ -149,7 +149,7 @@ def test_blocks_cover_all_in_order(count, parts):
 
 
 def test_joined_watchers_keep_what_one_would():
-    wanted = Wanted(positions=7, top_k=1, seed=5, law=Sampling())
+    wanted = CaptureRequest(positions=7, top_k=1, seed=5, law=Sampling())
     keys = np.array([(sequence, index) for sequence in range(6) for index in range(4)])
     numbers = priority(5, *keys.T)
     best = set(map(tuple, keys[np.argsort(numbers)[:7]].tolist()))

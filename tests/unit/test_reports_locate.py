@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from mismatch.experiments.locate.measure import site_errors
+from mismatch.experiments.locate.plan import site_errors
 from mismatch.experiments.locate.types import Group, Location, PairEffect
 from mismatch.reports.sections.locate import section
 from mismatch.reports.terminal import print_section

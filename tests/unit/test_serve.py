@@ -85,6 +85,7 @@ def test_two_runs_are_compared(server: Server) -> None:
     reply = Reply(server, "/compare?run=first&run=team%2Fsecond")
     assert reply.status == 200
     assert "2 runs side by side" in reply.text
+    assert "against second: first" in reply.text  # the list is newest first: the oldest is held to
     assert Reply(server, "/compare?run=first").status == 400
     assert Reply(server, "/compare?" + "&".join(["run=first"] * 9)).status == 400
     assert Reply(server, "/compare?run=first&run=first").status == 422

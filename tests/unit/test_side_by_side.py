@@ -16,8 +16,7 @@ from rich.console import Console
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.pipeline.document import report_to_json
-from mismatch.pipeline.history import history
-from mismatch.pipeline.saved_runs import load_run
+from mismatch.pipeline.saved_runs import history, load_run
 from mismatch.pipeline.side_by_side import SideBySide, side_by_side
 from mismatch.reports.html import show_page
 from mismatch.reports.saved_runs import beside_page, history_page
@@ -193,6 +192,10 @@ def test_the_command_writes_and_prints(tmp_path: Path) -> None:
     done = mismatch("report", "a", "b", "--out", "page", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("verdict: 1 OF 1 WORSE")
+    assert len(done.stdout.splitlines()) <= 24
+    assert "Changes from a" not in done.stdout
+    whole = mismatch("report", "a", "b", "--details", cwd=tmp_path).stdout
+    assert "Changes from a" in whole
     document = json.loads((tmp_path / "page" / "side-by-side.json").read_text())
     assert document["outcomes"] == [None, "worse"]
     assert (tmp_path / "page" / "side-by-side.html").exists()

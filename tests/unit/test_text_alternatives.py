@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure as Drawing
 
 from mismatch.experiments.loop.judge import LoopReport, SeedRun
-from mismatch.pipeline.history import history
+from mismatch.pipeline.saved_runs import history
 from mismatch.reports import saved_runs, sections
 from mismatch.reports.section import Figure, Section
 from mismatch.reports.sections import locate, loop

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mismatch.analysis.diagnosis.declared import weights_as_loaded
-from mismatch.engines import held_weights
-from mismatch.engines.held_weights import NO_DIGESTS, loaded_digests
+from mismatch.engines import sync_drivers
+from mismatch.engines.sync_drivers import NO_DIGESTS, loaded_digests
 from mismatch.models import digests
 from mismatch.models.digests import (
     ZERO,
@@ -147,5 +147,5 @@ def test_a_failing_digest_does_not_cost_the_engine(monkeypatch: pytest.MonkeyPat
     def fails(*_: object) -> None:
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(held_weights, "_named_once", fails)
+    monkeypatch.setattr(sync_drivers, "_named_once", fails)
     assert loaded_digests(torch.nn.Linear(4, 3)) == NO_DIGESTS

@@ -16,7 +16,7 @@ from mismatch.captures import priority
 from mismatch.engines import replicas
 from mismatch.engines.artefacts import build_rollout, decode_scoring, prefill_scoring
 from mismatch.engines.base import Capabilities, Sample, requests_of, sample_seed
-from mismatch.engines.distribution_capture import Wanted, Watcher
+from mismatch.engines.distribution_capture import CaptureRequest, Watcher
 from mismatch.engines.turns import Trajectory, WatchedTurns, joined, play, starting
 from mismatch.errors import MismatchError
 from mismatch.processes.workers.engine import Ready, further_turns, untested_turns
@@ -365,7 +365,7 @@ class Looking(Scripted):
 
     vocabulary = 120
 
-    def watch(self, wanted: Wanted) -> None:
+    def watch(self, wanted: CaptureRequest) -> None:
         self.watcher = Watcher(wanted)
 
     def watched(self) -> dict[str, Any]:
@@ -384,7 +384,7 @@ class Looking(Scripted):
 @pytest.mark.parametrize("positions", [2, 100])
 def test_whole_distributions_are_of_every_turn_s_own_tokens(positions: int) -> None:
     engine: Any = Looking()
-    wanted = Wanted(positions, 64, 3, Sampling())
+    wanted = CaptureRequest(positions, 64, 3, Sampling())
     watched = WatchedTurns(engine, wanted)
     first = engine.generate([[1, 2], [3], [4]], quiet)
     trajectories = starting([[1, 2], [3], [4]], first)
@@ -401,7 +401,7 @@ def test_whole_distributions_are_of_every_turn_s_own_tokens(positions: int) -> N
 
 def test_a_turn_that_could_not_be_watched_leaves_none() -> None:
     engine: Any = Looking()
-    watched = WatchedTurns(engine, Wanted(8, 64, 0, Sampling()))
+    watched = WatchedTurns(engine, CaptureRequest(8, 64, 0, Sampling()))
     trajectories = starting([[1]], engine.generate([[1]], quiet))
     watched.end(enumerate(trajectories))
     assert len(watched.collected()["keys"]) == 1

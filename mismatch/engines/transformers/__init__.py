@@ -11,7 +11,7 @@ INFO = EngineInfo(
     gives_routing_weights=True,
     verl_name="hf",
     replicas=True,
-    record="mismatch.engines.transformers.module_capture:record",
+    record="mismatch.engines.module_capture:record_transformers",
     sync_driver="mismatch.engines.transformers.sync_driver:TransformersDriver",
     weight_paths={"load": "parameters copied in place, name by name"},
 )

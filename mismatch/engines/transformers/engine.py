@@ -27,7 +27,7 @@ from mismatch.engines.base import (
     require_starts,
     sample_seed,
 )
-from mismatch.engines.distribution_capture import Wanted, Watcher, law_logprobs
+from mismatch.engines.distribution_capture import CaptureRequest, Watcher, law_logprobs
 from mismatch.engines.model_info import ModelInfo, load_fix, load_tokenizer, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.errors import MismatchError, first_line
@@ -280,8 +280,8 @@ class TransformersEngine:
         text = self._tokenizer.decode(tail, skip_special_tokens=False)
         return any(each in text for each in self._stop)
 
-    def watch(self, wanted: Wanted) -> None:
-        self._watcher = Watcher(wanted)
+    def watch(self, wanted: CaptureRequest | None) -> None:
+        self._watcher = None if wanted is None else Watcher(wanted)
 
     def watched(self) -> dict[str, NDArray[Any]]:
         return self._watcher.collected() if self._watcher else {}

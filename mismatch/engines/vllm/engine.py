@@ -25,7 +25,7 @@ from mismatch.engines.base import (
     require_starts,
     sample_seed,
 )
-from mismatch.engines.distribution_capture import Wanted, unpack
+from mismatch.engines.distribution_capture import CaptureRequest, unpack
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import checkpoint_names, model_facts, short_dtype
 from mismatch.engines.vllm.arguments import (
@@ -63,7 +63,7 @@ class VllmEngine:
         self._prefill_temperature = 1.0
         self._next_id = 0
         self._stop: tuple[str, ...] = ()
-        self._wanted: Wanted | None = None
+        self._wanted: CaptureRequest | None = None
         self._watched: dict[str, NDArray[Any]] = {}
         self.adapter: Any = None  # vLLM's LoRARequest of every request
 
@@ -246,7 +246,7 @@ class VllmEngine:
 
     # ------------------------------------------------------------ whole distributions
 
-    def watch(self, wanted: Wanted) -> None:
+    def watch(self, wanted: CaptureRequest | None) -> None:
         self._wanted = wanted
 
     def watched(self) -> dict[str, NDArray[Any]]:

@@ -21,17 +21,17 @@ import numpy as np
 from vllm.model_executor.model_loader import base_loader
 
 from mismatch.captures import narrowest
-from mismatch.engines import held_weights
+from mismatch.engines import sync_drivers
 from mismatch.engines.distribution_capture import (
+    CaptureRequest,
     Packed,
-    Wanted,
     Watcher,
     join_steps,
     pack,
     stable_top_k,
 )
-from mismatch.engines.held_weights import NO_DIGESTS
 from mismatch.engines.module_capture import ModuleCalls
+from mismatch.engines.sync_drivers import NO_DIGESTS
 from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.models.resolved import resolved
 from mismatch.types import Ints, Sampling
@@ -191,7 +191,7 @@ def loaded_digests(model: Any) -> tuple[dict[str, list[int]], list[str]]:
     A rank leaves out what another rank counts already (replicated parameters), so that the sum
     over ranks is the digest of the whole parameter.
     """
-    return held_weights.loaded_digests(model, _owned)
+    return sync_drivers.loaded_digests(model, _owned)
 
 
 def _owned(module: Any, part: str, leaf: str) -> bool:
@@ -292,7 +292,7 @@ class WorkerExtension(WeightSync, ModuleCalls):
     def mismatch_start_watch(self, wanted: dict[str, Any], first: int, prompts: list[int]) -> None:
         """Take whole distributions at the wanted positions from now on."""
         law = Sampling(**wanted["law"])
-        watcher = Watcher(Wanted(**{**wanted, "law": law}))
+        watcher = Watcher(CaptureRequest(**{**wanted, "law": law}))
         model = self._mismatch_model()
         self._mismatch_watch = RunnerWatch(self.model_runner, model, watcher, first, prompts)
         self._mismatch_watch.start()

@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch.analysis.comparison import compare, inputs, is_sampling_law, paired_routing
+from mismatch.analysis.diagnosis.passes import by_finiteness, pass_checks
 from mismatch.analysis.levels import default_thresholds, exit_code
+from mismatch.analysis.registry import Measured
 from mismatch.analysis.sides import Sides
+from mismatch.analysis.square import Evidence, Finding, Square, measure
+from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import RANKED_BY
 from mismatch.experiments.fixes.significance import per_prompt
-from mismatch.experiments.regression.passes import Beside, square_notes, square_rows
 from mismatch.experiments.regression.types import (
     Against,
     AgainstRow,
     Changed,
     Outcome,
     RunSide,
+    SquareRow,
     changed,
     require_comparable,
     require_enough,
@@ -29,15 +33,81 @@ from mismatch.experiments.regression.types import (
 )
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts, difference, paired
-from mismatch.metrics.inference import LEVEL, exchange, holm
+from mismatch.metrics.permutation import LEVEL, exchange, holm
 from mismatch.metrics.registry import Metric
 from mismatch.run import store
-from mismatch.run.directory import invocations
+from mismatch.run.directory import invocations, load_spec
 from mismatch.run.store import TRAIN
-from mismatch.types import Comparison, Estimate, Ints, Rollout
+from mismatch.types import Check, Comparison, Estimate, Ints, NotTested, Rollout
 
 if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What the other passes of one run say.
+
+    Attributes:
+        square: None without one, ``reason`` says why; in float32 on both sides none is needed.
+    """
+
+    checks: tuple[Check, ...]
+    square: Square | None
+    reason: str
+
+    @classmethod
+    def of(cls, run: Path, sides: Sides, made: Comparison) -> Beside:
+        """Read and judge them.
+
+        Raises:
+            MismatchError: a scoring is damaged.
+        """
+        known = {sides.decode.name: sides.decode, sides.train.name: sides.train}
+        names = [n for n in store.scoring_names(run) if not n.startswith(store.FIX_PREFIX)]
+        scorings = known | {n: store.load_scoring(run, n) for n in names if n not in known}
+        usable, refused = by_finiteness(scorings)
+        checks = pass_checks(sides.rollout, sides.decode, sides.train, scorings)
+        measured = Measured(sides.rollout, sides.decode, sides.train, made, usable, refused)
+        try:
+            square = measure(measured, load_spec(run))
+        except MismatchError:
+            square = NotTested("the square", "its spec.json is missing, or of another version")
+        if isinstance(square, NotTested):
+            return cls(tuple(checks), None, square.reason)
+        return cls((*checks, *square_checks(square)), square, "")
+
+
+def square_rows(old: Square | None, new: Square | None) -> tuple[SquareRow, ...]:
+    """Every excess and gap of either run, the new run's first."""
+    sides: list[dict[tuple[Evidence, str], Finding]] = [
+        {(one.evidence, one.scoring): one for one in square.findings} if square else {}
+        for square in (old, new)
+    ]
+    rows = []
+    for key in dict.fromkeys((*sides[1], *sides[0])):
+        before, after = (side.get(key) for side in sides)
+        rows.append(
+            SquareRow(
+                evidence=key[0],
+                scoring=key[1],
+                old=before.value if before else None,
+                new=after.value if after else None,
+                before=before.standing if before else None,
+                after=after.standing if after else None,
+            )
+        )
+    return tuple(rows)
+
+
+def square_notes(old: Beside, new: Beside) -> list[str]:
+    """What of the two squares cannot be compared, one sentence each."""
+    return [
+        f"the square of the {name} run: not compared, {one.reason}"
+        for name, one in (("old", old), ("new", new))
+        if one.square is None
+    ]
+
 
 MARGIN = 0.1
 TIMES, UNDECIDED = 3.0, 0.26  # as much as before, at a p (not adjusted) up to this
@@ -51,7 +121,7 @@ METHOD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """One of the two runs with its numbers.
 
     Attributes:
@@ -67,7 +137,7 @@ class Measured:
     beside: Beside
 
     @classmethod
-    def of(cls, path: Path, sides: Sides, prompt: Ints, names: list[str], seed: int) -> Measured:
+    def of(cls, path: Path, sides: Sides, prompt: Ints, names: list[str], seed: int) -> MeasuredRun:
         pair = sides.pair
         arrays = inputs(pair, sides.decode, sides.train)
         replayed = sides.train.fingerprint.get("replay")
@@ -131,7 +201,7 @@ def against(
     notes = require_comparable(*loaded, prompts)
     require_enough(len(np.unique(prompts[0])), len(DECIDING))
     old, new = (
-        Measured.of(path, sides, prompt, names, seed)
+        MeasuredRun.of(path, sides, prompt, names, seed)
         for path, sides, prompt in zip((old_run, new_run), loaded, prompts, strict=True)
     )
     same = same_tokens(old.sides.rollout, new.sides.rollout)
@@ -265,7 +335,7 @@ def _wanted(thresholds: Thresholds | None) -> list[str]:
 
 
 def _rows(
-    names: list[str], old: Measured, new: Measured, same: bool, seed: int
+    names: list[str], old: MeasuredRun, new: MeasuredRun, same: bool, seed: int
 ) -> list[AgainstRow]:
     """The metrics that both runs have, each with its change."""
     samples = old.sample, new.sample
@@ -278,7 +348,7 @@ def _rows(
     ]
 
 
-def _one_sided(names: list[str], old: Measured, new: Measured) -> list[str]:
+def _one_sided(names: list[str], old: MeasuredRun, new: MeasuredRun) -> list[str]:
     """Metrics that one run has and the other has not: they are compared nowhere."""
     return [
         f"{name}: only the {'old' if name in old.values else 'new'} run has it, so not compared"

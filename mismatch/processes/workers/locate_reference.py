@@ -29,7 +29,7 @@ from mismatch.experiments.locate.judge import (
     sites_in,
     with_first,
 )
-from mismatch.experiments.locate.measure import Sums, site_errors
+from mismatch.experiments.locate.plan import Sums, site_errors
 from mismatch.experiments.locate.types import (
     LAYER_SITES,
     SOME_FAMILIES,

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mismatch.experiments.sync.judge import WORDS, judge, kept_caches, kind_of
-from mismatch.experiments.sync.types import BACK, Outcome, Parameter, Status, SyncReport, Word
+from mismatch.experiments.sync.types import (
+    BACK,
+    ExportReport,
+    ExportRow,
+    Outcome,
+    Parameter,
+    Status,
+    SyncReport,
+    Word,
+)
 from mismatch.reports.formatting import Tone, count, number, text
 from mismatch.reports.section import Cell, Column, Page, Section, Table
 from mismatch.types import Report
@@ -155,3 +164,38 @@ def page(result: SyncReport) -> Page:
         sections=(section(result), Section("probe", "This probe", tables=(facts,))),
         file="sync-probe",
     )
+
+
+EXPORTED_COLUMNS = (
+    Column("tensor", text),
+    Column("difference", text),
+    Column("checkpoint", text),
+    Column("exported", text),
+)
+
+
+def exported_section(result: ExportReport) -> Section:
+    """The first rows that differ, worst first."""
+    more = len(result.rows) - 12  # on a screen
+    return Section(
+        id="exported-weights",
+        title="Exported weights",
+        lead=f"{result.folder} beside {result.compared} tensors of {result.model}.",
+        tables=(Table(EXPORTED_COLUMNS, [_exported_row(row) for row in result.rows[:12]]),),
+        notes=(f"and {more} more: --json has all of them" if more > 0 else "",),
+        short=result.line,
+    )
+
+
+def _exported_row(row: ExportRow) -> tuple[Cell | str, ...]:
+    tone: Tone = "warn" if row.difference == "dtype" else "critical"
+    return (
+        Cell(row.name, "code"),
+        Cell(row.detail or row.difference, tone),
+        _exported_shape(row.expected),
+        _exported_shape(row.exported),
+    )
+
+
+def _exported_shape(shape: tuple[int, ...] | None) -> str:
+    return "–" if shape is None else " × ".join(map(str, shape))

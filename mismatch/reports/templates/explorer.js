@@ -440,7 +440,11 @@ function drawCard() {
   parts.push(top ? likeliest(top, wordOf(row)) : el("p", "What is likeliest here was not kept: see the note below.", "faint"));
   card.replaceChildren(...parts);
 }
-const outcome = x => x === null ? "0" : x < 1 ? short(Math.exp(x)) : `< ${short(Math.exp(1 - x), 2)}`;
+function outcome(x) {  // thousandths, so that a column reads alike
+  if (x === null) return "0";
+  const p = Math.exp(x < 1 ? x : 1 - x), known = x < 1 && p >= 1e-3;
+  return known ? p.toFixed(3) : `< ${Math.max(1e-3, x < 1 ? 0 : p).toFixed(3)}`;
+}
 function likeliest(top, own) {
   const table = el("table"), head = el("tr"), body = el("tbody"), group = el("thead");
   table.append(el("caption", "Likeliest tokens here: probability on either side"));
