@@ -27,6 +27,7 @@ PARTS = ("export_s", "push_s", "verify_s", "generate_s", "score_s", "update_s")
 SETTINGS = (
     *("--prompts-per-step", "32", "--samples-per-prompt", "4", "--max-tokens", "96"),
     *("--nproc-per-node", "1", "--no-perfectible", "--no-prefill", "--checkpoint-every", "1000"),
+    "--no-full-check",
 )
 
 

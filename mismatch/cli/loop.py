@@ -17,6 +17,7 @@ from mismatch.cli.options import (
     DRY_RUN,
     ENGINE_FLAGS,
     FORCE,
+    GPUS,
     JSON,
     MODEL_FLAGS,
     NEW_RUN,
@@ -27,7 +28,7 @@ from mismatch.cli.options import (
 )
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop.types import AS_IS, LARGE_MODELS, LOOP, LoopSpec
-from mismatch.specs import MANY, CheckSpec, Range
+from mismatch.specs import MANY, CheckSpec, Range, RolloutSpec
 
 if TYPE_CHECKING:
     from mismatch.experiments.loop.judge import LoopReport
@@ -40,6 +41,7 @@ BESIDE_RESUME = frozenset(
     )
 )
 DEFAULT_MODEL = "tiny-gpt-oss"
+EXACT_KL = RolloutSpec().exact_kl
 POOL, SAMPLES = 24, 8  # few prompts that come again soon: what can be learnt in some steps
 ARMS = (
     Option(
@@ -51,6 +53,13 @@ ARMS = (
         default=AS_IS,
     ),
     Option("seeds", str, LOOP, "Each a run of its own, over all arms.", default="0"),
+    Option(
+        "full_check",
+        bool,
+        LOOP,
+        "The first and the last step's tokens get all passes of a check.",
+        default=True,
+    ),
     Option(
         "budget_minutes",
         float | None,
@@ -79,6 +88,7 @@ LOOP_FIELDS = (
     VERL_FLAGS,
     NEW_RUN,
     replace(DRY_RUN, help="Show arms, steps and memory of both sides; start nothing."),
+    GPUS,
     FORCE,
     JSON,
     CONFIG,
@@ -107,7 +117,7 @@ def loop(flags: Flags) -> int:
             continue
         raise MismatchError("\n    ".join(refused), "to start all the same: --force")
     if flags["dry_run"]:
-        return plan(base, arms, seeds)
+        return plan(base, arms, seeds, flags["gpus"])
     told = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
     if not flags.explicit & {"model", "resume", "verl_config"}:
         told.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
@@ -164,29 +174,48 @@ def resolved(check: CheckSpec) -> CheckSpec:
 
 def unfit(one: LoopSpec) -> Iterator[str]:
     """Why engine and trainer, with gradients and moments, can never be here at once."""
-    from mismatch.doctor.plan import memory_of_loop
+    from mismatch.doctor.loop import memory_of_loop
 
     for fit in memory_of_loop(one.check):
         if fit.level == "does not fit" and fit.certain:
             yield from fit.warnings
 
 
-def plan(base: LoopSpec, arms: tuple[str, ...], seeds: tuple[int, ...]) -> int:
-    """Print what would be run; 0 if it fits here, else 2."""
-    from mismatch.doctor.plan import memory_of_loop
-    from mismatch.experiments.loop.types import arm_of
-    from mismatch.reports.formatting import memory
+def plan(
+    base: LoopSpec, arms: tuple[str, ...], seeds: tuple[int, ...], gpus: str | None = None
+) -> int:
+    """Print what would be run; 0 if it fits here, else 2.
 
+    Args:
+        gpus: in place of this machine's own, e.g. "8xH100-80GB".
+    """
+    from mismatch.doctor.loop import memory_of_loop, seconds_of_step
+    from mismatch.doctor.machine import look, machine_with, parse_kind
+    from mismatch.experiments.loop.types import arm_of
+    from mismatch.reports.formatting import memory, number
+
+    machine = look(try_imports=False)
+    if gpus:
+        machine = machine_with(machine, *parse_kind(gpus))
     samples = base.check.rollout.sampling.samples_per_prompt
-    runs = len(arms) * len(seeds)
+    steps = len(arms) * len(seeds) * base.steps
     typer.echo(f"arms     {', '.join(arms)}; seeds {', '.join(map(str, seeds))}")
-    typer.echo(f"steps    {base.steps} of each, {runs * base.steps} in all")
+    typer.echo(f"steps    {base.steps} of each, {steps} in all")
     typer.echo(f"a step   {base.prompts} prompts x {samples}, {base.mini_batches} updates")
+    if (times := seconds_of_step(base, machine)) is None:
+        typer.echo("time     unknown: neither the model's sizes nor the GPU's kind may be missing")
+    else:
+        least, most = (number(each) for each in times)
+        whole = " to ".join(number(each * steps / 60) for each in times)
+        estimate = "an estimate from sizes"
+        typer.echo(f"time     {least} to {most} s a step, {whole} min in all: {estimate}")
     code = 0
     for arm in arms:
-        for fit in memory_of_loop(arm_of(base, arm).check):
+        for fit in memory_of_loop(arm_of(base, arm).check, machine):
             need, room = memory(fit.needed), memory(fit.capacity)
             typer.echo(f"memory   {arm}, {fit.side}: {need} of {room}: {fit.level}")
+            for warning in fit.warnings:
+                typer.echo(f"         {warning}")
             code = 2 if fit.level == "does not fit" else code
     return code
 
@@ -218,10 +247,6 @@ def loop_spec(flags: Flags) -> LoopSpec:
     spec, _ = with_trainer(check_spec(of_check), of_check)
     if spec.other_engine is not None or (spec.rollout.engine.data_parallel_size or 1) > 1:
         raise MismatchError("a loop has one engine", "one --engine, and no --data-parallel-size")
-    if spec.rollout.prompts.environment is not None:
-        raise MismatchError(
-            "a loop has one turn a sequence", "drop --environment, or --task calculator"
-        )
     if spec.rollout.sampling.temperature == 0:
         raise MismatchError(
             "--temperature 0: greedy samples of a prompt are all the same", "--temperature 1"
@@ -234,8 +259,11 @@ def loop_spec(flags: Flags) -> LoopSpec:
     train = spec.train
     if "master_dtype" not in flags.explicit:  # an optimiser's steps are smaller than bf16's
         train = replace(train, master_dtype="fp32")
-    rollout = replace(spec.rollout, exact_kl=0)
-    check = replace(spec, train=train, rollout=rollout, noise_floor=False, two_passes=False)
+    engine, full = spec.rollout.engine, flags["full_check"]
+    float32 = (engine.dtype, train.dtype) == ("fp32", "fp32")  # nothing rounds
+    rollout = replace(spec.rollout, exact_kl=EXACT_KL if full else 0)
+    check = replace(spec, train=train, rollout=rollout, two_passes=False)
+    check = replace(check, noise_floor=full and not float32)
     values = spec_values(LoopSpec, flags, LOOP_FIELDS)
     if flags["model"] != DEFAULT_MODEL and "learning_rate" not in flags.explicit:
         values["learning_rate"] = LARGE_MODELS

@@ -131,7 +131,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     spec = placed(spec, machine)
     config = find_config(spec.train.model, spec.train.revision)
     shape = config.model.require_counts()
-    work, tokens, notes = _work(spec)
+    work, tokens, notes = work_of(spec)
     passes = training_passes(spec)
     if spec.train.autocast:
         notes.append("the copies of the weights that autocast makes are not counted")
@@ -199,7 +199,7 @@ def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
         return spec
     try:
         shape = find_config(engine.model, engine.revision).model.require_counts()
-        work, tokens, _ = _work(spec)
+        work, tokens, _ = work_of(spec)
         for room in (free, gpus):
             size = _tensor_parallel(spec, shape, work, machine, room)
             if size:
@@ -229,7 +229,7 @@ def memory_of(spec: CheckSpec) -> Memory:
     """What :func:`plan` would say of memory, alone and fast; empty where nothing is predicted."""
     try:
         shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
-        sides, experts = _sides(spec, shape, _work(spec)[0], look(try_imports=False))
+        sides, experts = _sides(spec, shape, work_of(spec)[0], look(try_imports=False))
     except MismatchError:
         return Memory()
     optional = side_passes(sides)
@@ -238,23 +238,6 @@ def memory_of(spec: CheckSpec) -> Memory:
         tuple(text for fit in refused(sides, certain=True) for text in fit.warnings),
         {f.side: " ".join(f.warnings) for f in sides if f.side in optional and f.certain},
     )
-
-
-def memory_of_loop(spec: CheckSpec) -> tuple[Fit, ...]:
-    """Engine and a trainer with its optimiser, alive at once; empty where nothing is predicted.
-
-    The trainer has what the engine leaves, unless each has GPUs of its own.
-    """
-    try:
-        shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
-        machine, work = look(try_imports=False), _work(spec)[0]
-        where = placement(spec, len(machine.gpus))
-    except MismatchError:
-        return ()
-    engine = engine_fit(spec, shape, work, machine)
-    steps = [Pass(TRAIN, replace(spec.train, grad=True))]
-    beside = 0 if where.trainer else engine.needed
-    return (engine, *trainer_fits(spec, shape, work, machine, steps, beside))
 
 
 def _sides(
@@ -274,7 +257,7 @@ def _sides(
 # ---------------------------------------------------------------- what there is to do
 
 
-def _work(spec: CheckSpec) -> tuple[Work, dict[str, int], list[str]]:
+def work_of(spec: CheckSpec) -> tuple[Work, dict[str, int], list[str]]:
     """Sequences at their longest, the tokens that this makes at most, and remarks."""
     prompts, longest_prompt, notes = _prompts(spec.rollout.prompts)
     sampling = spec.rollout.sampling

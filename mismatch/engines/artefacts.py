@@ -23,9 +23,12 @@ CAPTURE_FIX = "upgrade the engine, or run without routing: --no-routing"
 
 
 def decode_fingerprint(
-    engine: Engine, spec: RolloutSpec, tokenizer: Any, info: ModelInfo
+    engine: Engine, spec: RolloutSpec, tokenizer: Any, info: ModelInfo, pushed: str = ""
 ) -> Fingerprint:
     """The engine's fingerprint with the weights as loaded.
+
+    Args:
+        pushed: why its weights are none of a checkpoint; they are not digested then.
 
     Raises:
         MismatchError: the engine runs in another dtype than was asked for.
@@ -39,6 +42,9 @@ def decode_fingerprint(
     found |= {"stop_token_ids": list(info.stop_ids), "bos_token_id": tokenizer.bos_token_id}
     if found["dtype"] == "fp16":
         found["weights_not_comparable"] = "fp16 weights have lost bits that the checkpoint has"
+        return found
+    if pushed:
+        found["weights_not_comparable"] = pushed
         return found
     weights = engine.weights()
     found["weights"] = {name: list(digest) for name, digest in weights.digests.items()}

@@ -289,8 +289,8 @@ class Engine(Protocol):
 class CapturesDistributions(Engine, Protocol):
     """An engine that can take whole distributions while it samples."""
 
-    def watch(self, wanted: CaptureRequest) -> None:
-        """What the next :meth:`generate` has to take beside its samples."""
+    def watch(self, wanted: CaptureRequest | None) -> None:
+        """What each :meth:`generate` has to take beside its samples from now on; None: nothing."""
 
     def watched(self) -> dict[str, NDArray[Any]]:
         """What it took, as :meth:`Watcher.collected` gives it; empty where nothing was watched."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mismatch.codec import from_json, refused
 from mismatch.errors import MismatchError
-from mismatch.experiments.loop.history import COLUMNS, rows_of
+from mismatch.experiments.loop.history import COLUMNS, WEIGHTS, rows_of
 from mismatch.experiments.loop.judge import (
     FILE,
     SCHEMA,
@@ -21,14 +21,15 @@ from mismatch.experiments.loop.judge import (
     loop_to_json,
 )
 from mismatch.experiments.loop.types import LoopSpec, arm_of, place_of, settings
+from mismatch.experiments.passes import training_passes, wants_square
 from mismatch.pipeline.build import build_report
 from mismatch.processes.loop import resume_from, run_arm
-from mismatch.processes.stages import Narrator
+from mismatch.processes.stages import Narrator, Stages, score_in_float32
 from mismatch.run import store
-from mismatch.run.directory import SPEC as RUN_SPEC
 from mismatch.run.directory import at_work
 from mismatch.run.resume import differences
-from mismatch.specs import portable, to_dict
+from mismatch.run.store import TRAIN
+from mismatch.specs import CheckSpec, portable
 
 SETTINGS, POOL, STOPPED, VERDICT = "settings.json", "pool.json", "stopped.json", "verdict.json"
 
@@ -63,7 +64,7 @@ def run_loop(
                 place = run_dir / place_of(one.arm, one.seed)
                 title = f"{one.arm}, seed {one.seed} ({number} of {len(planned)})"
                 share = (until - time.monotonic()) / (len(planned) - number + 1)
-                failed = _one(one, place, run_dir / POOL, narrator, title, share) or failed
+                failed = _one(one, place, run_dir / POOL, narrator, title, command, share) or failed
         finally:
             report = gather(base, run_dir, *every)
             if report.arms:
@@ -75,7 +76,13 @@ def run_loop(
 
 
 def _one(
-    one: LoopSpec, place: Path, pool: Path, narrator: Narrator, title: str, most_s: float
+    one: LoopSpec,
+    place: Path,
+    pool: Path,
+    narrator: Narrator,
+    title: str,
+    command: str,
+    most_s: float,
 ) -> MismatchError | None:
     """One arm and seed; its failure, where it had measured something: others may go on.
 
@@ -85,6 +92,7 @@ def _one(
     place.mkdir(parents=True, exist_ok=True)
     done = resume_from(place)
     (place / STOPPED).unlink(missing_ok=True)
+    failed: MismatchError | None = None
     try:
         with narrator.stage(title + (f", from step {done}" if done else "")) as progress:
             run_arm(place, one, pool, progress, most_s)
@@ -93,19 +101,42 @@ def _one(
             raise
         store.write_json(place / STOPPED, {"message": error.headline})
         narrator.note(f"{one.arm}, seed {one.seed}, stopped: {error.headline}")
-        return error
-    check_ends(place, one)
-    return None
+        failed = error
+    if rows_of(place):
+        check_ends(place, one, narrator, command)
+    return failed
 
 
-def check_ends(place: Path, one: LoopSpec) -> None:
+def check_ends(place: Path, one: LoopSpec, narrator: Narrator, command: str) -> None:
     """The check of the first and the last step's tokens, each a run directory of its own."""
     for folder in ends(place):
-        if not (folder / VERDICT).exists():
-            store.write_json(folder / RUN_SPEC, to_dict(one.check))
-            report, _ = build_report(folder, one.check)
-            verdict = {"status": report.verdict.status, "reason": report.verdict.reason}
-            store.write_json(folder / VERDICT, verdict)
+        if (folder / VERDICT).exists():
+            continue
+        check = check_of(one, place, int(folder.name))
+        with at_work(folder, "loop", check, command) as journal:
+            if check.noise_floor:
+                narrator.note(f"{one.arm}, seed {one.seed}, the check of step {int(folder.name)}")
+                stages = Stages(check, folder, narrator, journal)
+                if wants_square(check):
+                    score_in_float32(stages)
+                passes = [each for each in training_passes(check) if each.name != TRAIN]
+                stages.measure(passes, sample=False)
+            report, _ = build_report(folder, check)
+        verdict = {"status": report.verdict.status, "reason": report.verdict.reason}
+        store.write_json(folder / VERDICT, verdict)
+
+
+def check_of(one: LoopSpec, place: Path, step: int) -> CheckSpec:
+    """A check of the weights of this step; without other passes where they are gone."""
+    check = one.check
+    if step == 0:
+        return check
+    if step != one.steps - 1:
+        return replace(check, noise_floor=False)
+    model = str(place / WEIGHTS)
+    engine = replace(check.rollout.engine, model=model, revision=None)
+    train = replace(check.train, model=model, revision=None)
+    return replace(check, rollout=replace(check.rollout, engine=engine), train=train)
 
 
 def ends(place: Path) -> list[Path]:

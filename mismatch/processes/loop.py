@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mismatch.codec import to_json
-from mismatch.experiments.loop.history import Row, rows_of, save_history
-from mismatch.experiments.loop.types import LoopSpec
+from mismatch.experiments.loop.history import ASLEEP, CHECKPOINTS, Row, rows_of, save_history
+from mismatch.experiments.loop.types import SLEEPERS, LoopSpec
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.processes.stages import engine_command, world_command
-from mismatch.run.machine import local_gpus, placement
+from mismatch.run.machine import Placement, local_gpus, placement
 from mismatch.run.store import write_json
+from mismatch.specs import CheckSpec
 
 ENGINE, TRAINER = "loop-engine", "loop-trainer"
-CHECKPOINTS = "checkpoints"
 Progress = Callable[[str], None]
 
 
@@ -38,6 +38,8 @@ def run_arm(
         return rows_of(place)
     where = placement(loop.check, local_gpus())
     job = {"run_dir": str(place), "loop": to_json(loop), "start": start, "pool": str(pool)}
+    job["shares"] = shares(loop.check, where)
+    (place / ASLEEP).unlink(missing_ok=True)
     path = write_json(place / "jobs" / "loop.json", job)
     engine_start, engine_env = engine_command(loop.check.rollout.engine, where, "loop_engine", path)
     world_start, world_env = world_command(loop.check, where, "loop_trainer", path)
@@ -52,6 +54,12 @@ def run_arm(
         if rows:
             save_history(place, rows, header_of(loop))
     return rows
+
+
+def shares(check: CheckSpec, where: Placement) -> bool:
+    """Whether both sides take the same GPUs in turns: the engine sleeps while the trainer works."""
+    able = check.rollout.engine.engine in SLEEPERS
+    return able and bool(local_gpus()) and not where.trainer
 
 
 def finish_both(*workers: Worker, most_s: float = math.inf) -> None:

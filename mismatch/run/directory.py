@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -76,8 +77,11 @@ def at_work(run_dir: Path, verb: str, spec: CheckSpec, command: str) -> Iterator
                 f"another mismatch process is at work in {run_dir}",
                 "wait until it ends, or choose another directory: --out DIR",
             )
-        for partial in run_dir.rglob("*.partial"):  # of writers that were killed
-            partial.unlink()
+        for partial in [*run_dir.rglob("*.partial")]:  # of writers that were killed
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink(missing_ok=True)
         store.write_json(run_dir / SPEC, to_dict(spec))
         journal = Journal(run_dir, verb, spec, command)
         journal.save()

@@ -59,7 +59,7 @@ def loop(engine: str, **fields: object) -> LoopSpec:
         exact_kl=0,
     )
     train = TrainSpec(TINY, dtype="fp32", master_dtype="fp32", routing=False)
-    check = CheckSpec(rollout, train, nproc_per_node=1)
+    check = CheckSpec(rollout, train, nproc_per_node=1, noise_floor=False)
     given = {"steps": STEPS, "prompts": 2, "perfectible": False, "checkpoint_every": 1}
     return LoopSpec(check, **(given | fields))  # type: ignore[arg-type]
 

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from mismatch.cli.flags import Flags
 from mismatch.cli.loop import asked
 from mismatch.cli.main import app
+from mismatch.doctor.loop import flops_here, kind_of, memory_of_loop, seconds_of_step
+from mismatch.doctor.machine import CONTEXT_BYTES, look, machine_with, parse_kind
 from mismatch.doctor.memory import Work, predict_trainer, sharded
-from mismatch.doctor.plan import memory_of_loop
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop import history
 from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
@@ -29,9 +30,12 @@ from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Prints
 from mismatch.pipeline.loop import require_same_settings
 from mismatch.processes.launch import started
-from mismatch.processes.loop import finish_both, resume_from
+from mismatch.processes.loop import finish_both, resume_from, shares
+from mismatch.processes.workers import loop_trainer
 from mismatch.processes.workers.loop_engine import EngineSide, own_rewards
 from mismatch.prompts.prompt import Prompt
+from mismatch.run.machine import Placement
+from mismatch.run.store import write_json
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.types import Floats, Rollout, Scoring
 from tests.checkpoints import rollout
@@ -175,7 +179,7 @@ class Held:
 
 
 def engine_side(tmp_path: Path, loop: LoopSpec = BASE) -> EngineSide:
-    return EngineSide(tmp_path, loop, None, [], [], None, None, tmp_path, "rpc", list(range(6)))
+    return EngineSide(tmp_path, loop, None, None, tmp_path, path="rpc", pool=list(range(6)))  # type: ignore[arg-type]
 
 
 def test_a_parameter_that_a_sync_loses_is_named_with_the_place(tmp_path: Path) -> None:
@@ -224,6 +228,72 @@ def test_a_reward_function_that_raises_stops_with_its_words() -> None:
     assert got.tolist() == [4.0, 6.0, 5.0, 2.0]
     with pytest.raises(MismatchError, match=r"response 0 of step 1: KeyError: 0"):
         own_rewards(f"{__name__}:failing_reward", prompts, given, Tokenizer(), "of step 1")
+
+
+class Called:
+    """A driver that notes what is asked of it."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.checkpoint = calls, None
+
+    def push(self, path: str, push: int) -> None:
+        self.calls.append(f"push {path}")
+
+    def wake(self, part: str) -> None:
+        self.calls.append(f"wake {part}")
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def drop_caches(self) -> None:
+        self.calls.append("drop caches")
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_an_engine_that_shares_its_gpu_sleeps_while_the_trainer_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    calls: list[str] = []
+
+    def noted(name: str, result: object = None) -> Any:
+        return lambda *_, **__: (calls.append(name), result)[1]
+
+    side = engine_side(tmp_path, replace(BASE, prompts=2))
+    side.shares = shares
+    monkeypatch.setattr(EngineSide, "driver", lambda *_: Called(calls))
+    monkeypatch.setattr(EngineSide, "verify", noted("verify", (71, 0)))
+    monkeypatch.setattr(EngineSide, "sample", noted("sample", (ROLLOUT, [], scorings()[0])))
+    monkeypatch.setattr(EngineSide, "rewards", noted("rewards", ROLLOUT.rewards))
+    monkeypatch.setattr(EngineSide, "save", noted("save"))
+    write_json(tmp_path / "go" / "000000.json", {"digests": {}, "whole": True})
+    side.step(0)
+    work = ["push rpc", "verify", "drop caches", "sample", "rewards", "save"]
+    if shares:  # the cache comes back only when the weights are in and verified
+        work = ["wake weights", *work[:2], "wake kv_cache", *work[2:], "sleep"]
+    assert calls == work
+    assert (tmp_path / "steps" / "000000" / "engine.json").exists()  # the trainer's sign, last
+
+
+def test_who_has_no_gpu_of_its_own_shares_and_the_trainer_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm, other = (CheckSpec(RolloutSpec(EngineSpec(name))) for name in ("vllm", "transformers"))
+    split = Placement((1,), (0,))
+    assert not shares(vllm, Placement())  # there is no GPU
+    monkeypatch.setattr("mismatch.processes.loop.local_gpus", lambda: 1)
+    assert shares(vllm, Placement())
+    assert not shares(vllm, split)
+    assert not shares(other, Placement())  # it cannot sleep
+    waited: list[Path] = []
+
+    def wait(path: Path) -> None:
+        waited.append(path)
+        raise MismatchError("enough")
+
+    monkeypatch.setattr(loop_trainer, "wait_for", wait)
+    with pytest.raises(MismatchError, match="enough"):
+        loop_trainer.run(tmp_path, BASE, 0, shares=True)
+    assert waited == [tmp_path / "asleep"]
 
 
 # ---------------------------------------------------------------- a run goes on
@@ -306,6 +376,45 @@ def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
     engine, trainer = memory_of_loop(check)
     assert (engine.side, trainer.side) == ("engine", "fsdp")
     assert trainer.capacity < engine.capacity
+
+
+def test_sides_that_share_a_gpu_are_counted_one_beside_the_others_rest() -> None:
+    model = resolve_model("tiny-gpt-oss")
+    h100 = parse_kind("H100")[1]
+    one, two = (machine_with(look(try_imports=False), count, h100) for count in (1, 2))
+    whole = 1.0 - CONTEXT_BYTES / (h100.mib << 20)  # all that is free, a byte more or less
+    engine = EngineSpec("vllm", model, gpu_memory_utilization=whole - 1e-5)
+    check = CheckSpec(RolloutSpec(engine), TrainSpec(model, master_dtype="fp32"), nproc_per_node=1)
+    shared, apart = memory_of_loop(check, one), memory_of_loop(check, two)
+    assert (shared[0].level, apart[0].level) == ("does not fit", "fits")
+    assert "--gpu-memory-utilization" in shared[0].warnings[0]
+    assert shared[1].capacity == apart[1].capacity  # the engine sleeps meanwhile
+    sleepless = replace(check, rollout=RolloutSpec(EngineSpec("transformers", model)))
+    assert memory_of_loop(sleepless, one)[1].capacity < shared[1].capacity
+
+
+def test_the_time_of_a_step_follows_the_work_and_the_machine() -> None:
+    model = resolve_model("tiny-gpt-oss")
+    check = CheckSpec(RolloutSpec(EngineSpec(model=model)), TrainSpec(model), nproc_per_node=1)
+    loop, here = LoopSpec(check, prompts=8), replace(look(try_imports=False), gpus=())
+
+    def between(asked: LoopSpec, flops: float) -> tuple[float, float]:
+        found = seconds_of_step(asked, here, lambda: flops)
+        assert found is not None
+        return found
+
+    low, high = between(loop, 1e9)
+    assert 0 < low < high
+    assert between(loop, 1e10)[1] < high
+    assert between(replace(loop, prompts=16), 1e9)[1] > 1.5 * high
+    gpus = machine_with(here, 1, parse_kind("H100")[1])
+    assert seconds_of_step(loop, gpus) is not None
+    named = replace(gpus.gpus[0], name="NVIDIA A100-SXM4-40GB", memory_bytes=40 << 30)
+    found = kind_of(named)
+    assert found is not None
+    assert found.name == "A100-40GB"
+    assert kind_of(replace(named, name="Graphics 9000")) is None
+    assert flops_here() > 1e6
 
 
 def test_the_command_reads_its_flags_and_starts_nothing_on_a_dry_run() -> None:

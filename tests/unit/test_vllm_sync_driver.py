@@ -53,6 +53,14 @@ def test_new_weights_come_between_the_two_parts_of_waking_up(
     assert len(before - {entry.what for entry in probed.not_tested()}) == 1  # this level
 
 
+def test_a_loop_has_it_sleep_and_wake_part_by_part(tmp_path: Path) -> None:
+    sleeper, calls = driver(tmp_path)
+    sleeper.sleep()
+    sleeper.wake("weights")
+    sleeper.wake("kv_cache")
+    assert calls == [("sleep", 1), ("wake_up", "weights"), ("wake_up", "kv_cache")]
+
+
 def test_an_engine_that_refuses_is_not_left_half_asleep(tmp_path: Path) -> None:
     probed, calls = driver(tmp_path, refuses=True)
     with pytest.raises(RuntimeError):

@@ -280,8 +280,8 @@ class TransformersEngine:
         text = self._tokenizer.decode(tail, skip_special_tokens=False)
         return any(each in text for each in self._stop)
 
-    def watch(self, wanted: CaptureRequest) -> None:
-        self._watcher = Watcher(wanted)
+    def watch(self, wanted: CaptureRequest | None) -> None:
+        self._watcher = None if wanted is None else Watcher(wanted)
 
     def watched(self) -> dict[str, NDArray[Any]]:
         return self._watcher.collected() if self._watcher else {}

@@ -246,7 +246,7 @@ class VllmEngine:
 
     # ------------------------------------------------------------ whole distributions
 
-    def watch(self, wanted: CaptureRequest) -> None:
+    def watch(self, wanted: CaptureRequest | None) -> None:
         self._wanted = wanted
 
     def watched(self) -> dict[str, NDArray[Any]]:

@@ -72,6 +72,14 @@ class VllmDriver(CalledDriver):
             directory, seed = str(self.checkpoint.directory), self.checkpoint.seed
             self.engine._call("mismatch_push", path, directory, seed, push)
 
+    def sleep(self) -> None:
+        """Give the GPU away: weights go to the host's memory, the cache is dropped."""
+        self.engine.llm.sleep(level=1)
+
+    def wake(self, part: str) -> None:
+        """Take back ``weights`` or ``kv_cache``."""
+        self.engine.llm.wake_up(tags=[part])
+
     def _reload(self, push: int) -> None:
         with self.files(push) as source:
             self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": source})

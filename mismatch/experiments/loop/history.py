@@ -18,7 +18,9 @@ from mismatch.types import Floats, Pair, Rollout, Scoring
 
 SCHEMA = "mismatch.loop-history/1"
 FILE = "history.parquet"
-ROWS = "rows"
+ROWS, STEPS, WEIGHTS, CHECKPOINTS = "rows", "steps", "weights", "checkpoints"
+GO, DONE = "go", "engine.json"  # what the two sides wait for
+ASLEEP = "asleep"  # the engine has left the GPU that both share, for the first time
 PACE = 5  # steps whose median says how long one takes
 Row = dict[str, float | None]
 

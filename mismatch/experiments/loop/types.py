@@ -20,6 +20,7 @@ AS_IS = "as-is"
 AUTO = "auto"
 LARGE_MODELS = 1e-6  # a learning rate that such models are trained with
 FROZEN_ATTENTION = "frozen-attention"
+SLEEPERS = ("vllm",)  # engines that leave a shared GPU to the trainer between their turns
 Old = Literal["trainer", "engine"]
 RAW = "raw-logprobs"
 PLANTED: Mapping[str, Change] = {  # arms that no fix is

@@ -139,6 +139,23 @@ class Ready:
     environment: Callable[[Prompt], Environment] | None
 
 
+def ready_for(spec: RolloutSpec) -> Ready:
+    """Read model, tokenizer and prompts.
+
+    Raises:
+        MismatchError: one of them cannot be read, or a prompt exceeds the context.
+    """
+    kind = engine_class(spec.engine.engine)
+    getattr(kind, "prepare", lambda: None)()
+    capabilities = kind.capabilities(spec.engine, spec.sampling)
+    prompts = read_prompts(spec.prompts)
+    info, tokenizer = read_model_info(spec.engine), load_tokenizer(spec.engine)
+    require_vocabulary(tokenizer, info, spec.engine.model)
+    ids = render_prompts(prompts, tokenizer, info.vocab_size)
+    longest = require_context(spec, prompts, ids, info)
+    return Ready(prompts, ids, tokenizer, info, capabilities, longest, environment_class(spec))
+
+
 def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
     """Sample, rescore, and write every artefact of the rollout stage that is not there yet.
 
@@ -146,17 +163,9 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
         also: runs of other engines whose tokens this one rescores.
     """
     start = time.monotonic()
-    kind = engine_class(spec.engine.engine)
-    getattr(kind, "prepare", lambda: None)()
-    capabilities = kind.capabilities(spec.engine, spec.sampling)
-    prompts = read_prompts(spec.prompts)
-    info = read_model_info(spec.engine)
-    tokenizer = load_tokenizer(spec.engine)
-    require_vocabulary(tokenizer, info, spec.engine.model)
-    ids = render_prompts(prompts, tokenizer, info.vocab_size)
-    longest = require_context(spec, prompts, ids, info)
-    ready = Ready(prompts, ids, tokenizer, info, capabilities, longest, environment_class(spec))
-    making = make_engine(kind, in_form(spec.engine), spec.sampling, longest)
+    kind, ready = engine_class(spec.engine.engine), ready_for(spec)
+    capabilities = ready.capabilities
+    making = make_engine(kind, in_form(spec.engine), spec.sampling, ready.longest)
     with making as engine, journalled(engine, ready, run_dir, spec):
         stop_at(engine, ready)
         report_ready()
@@ -280,16 +289,35 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     Raises:
         CorruptCapture: the routed experts cannot be true; tokens and logprobs are saved by then.
     """
-    watched = watch(engine, spec) if ready.capabilities.distributions else None
     engine.likeliest = LIKELIEST
+    rollout, trajectories, decode = sampled(spec, engine, ready, Reporter("rollout"))
+    store.save_rollout(run_dir, rollout, made_by=spec)
+    save_texts(run_dir, rollout, decode, ready)
+    if ready.capabilities.routed_experts:
+        try:
+            decode = with_routes(engine, trajectories, decode, rollout)
+        except CorruptCapture as error:
+            raise keep_without_routes(run_dir, decode, rollout, error) from error
+    store.save_scoring(run_dir, decode, rollout, made_by=spec)
+
+
+def sampled(
+    spec: RolloutSpec, engine: Engine, ready: Ready, progress: Any, pushed: str = ""
+) -> tuple[Rollout, list[Trajectory], Scoring]:
+    """All turns of all sequences with their rewards, and the decode scoring without routes.
+
+    Args:
+        pushed: why the engine's weights are none of a checkpoint.
+    """
+    watched = watch(engine, spec) if ready.capabilities.distributions else None
     with timed("generate"):
-        samples = engine.generate(ready.ids, Reporter("rollout"))
+        samples = engine.generate(ready.ids, progress)
         require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
         trajectories = starting(ready.ids, samples)
         if watched is not None:
             watched.end(enumerate(trajectories))
         replies, rewards = further_turns(engine, spec, trajectories, ready, watched)
-    fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info)
+    fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info, pushed)
     fingerprint["not_tested"] = [
         *fingerprint.get("not_tested", ()),
         *not_tested(spec, ready.capabilities),
@@ -303,16 +331,14 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     decode = decode_scoring(engine, trajectories, rollout, fingerprint)
     if watched is not None:
         decode = with_distributions(watched, decode, rollout, ready.info.vocab_size)
+        watched.engine.watch(None)
+    return rollout, trajectories, decode
+
+
+def save_texts(run_dir: Path, rollout: Rollout, decode: Scoring, ready: Ready) -> None:
+    """Texts of all tokens that a report may show."""
     ids = known_ids(rollout, decode, ready.info.vocab_size)
-    texts = token_texts(ready.tokenizer, ids.tolist())
-    store.save_rollout(run_dir, rollout, made_by=spec)
-    store.save_vocabulary(run_dir, texts)
-    if ready.capabilities.routed_experts:
-        try:
-            decode = with_routes(engine, trajectories, decode, rollout)
-        except CorruptCapture as error:
-            raise keep_without_routes(run_dir, decode, rollout, error) from error
-    store.save_scoring(run_dir, decode, rollout, made_by=spec)
+    store.save_vocabulary(run_dir, token_texts(ready.tokenizer, ids.tolist()))
 
 
 def environment_class(spec: RolloutSpec) -> Callable[[Prompt], Environment] | None:

@@ -18,45 +18,37 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import from_json
-from mismatch.engines.artefacts import (
-    build_rollout,
-    decode_fingerprint,
-    decode_scoring,
-    prefill_scoring,
-    response_rewards,
-)
-from mismatch.engines.base import Engine
-from mismatch.engines.model_info import load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class, engine_info, model_directory
 from mismatch.engines.sync_drivers import driver_class
-from mismatch.engines.turns import Trajectory, starting
+from mismatch.engines.turns import Trajectory
 from mismatch.errors import MismatchError, named_line
+from mismatch.experiments.loop.history import ASLEEP, DONE, GO, STEPS, WEIGHTS
 from mismatch.experiments.loop.types import AUTO, LoopSpec
 from mismatch.experiments.sync.judge import judge, sync_to_json, transposed_names
 from mismatch.experiments.sync.types import SyncReport, SyncSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
-from mismatch.models.resolved import token_texts
 from mismatch.models.weight_states import Checkpoint
 from mismatch.processes.workers.engine import (
+    Ready,
     Reporter,
+    ready_for,
     reported,
-    require_complete,
-    require_context,
-    require_vocabulary,
-    wants_prefill,
+    rescore,
+    sampled,
+    save_texts,
+    stop_at,
     with_routes,
 )
 from mismatch.processes.workers.sync_probe import Probe, tokens
 from mismatch.processes.workers.train import wait_for
 from mismatch.prompts.prompt import Prompt
-from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import store
 from mismatch.run.messages import leave, report_ready, say
-from mismatch.types import Floats, Rollout
+from mismatch.types import Floats, Rollout, Scoring
 
 LABEL = "loop-engine"
-GO, STEPS, WEIGHTS, DONE = "go", "steps", "weights", "engine.json"
+PUSHED = "pushed and verified by the loop"  # why its weights are no checkpoint's
 # The engine's own first.
 PATHS = {"vllm": ("reload", "rpc"), "sglang": ("disk", "tensor"), "transformers": ("load",)}
 POOL_SAMPLES = 6
@@ -69,31 +61,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (path,) = sys.argv[1:] if arguments is None else arguments
     job = store.read_json(Path(path))
     place, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
-    return reported(place, LABEL, lambda: run(place, loop, int(job["start"]), Path(job["pool"])))
+    start, pool, shares = int(job["start"]), Path(job["pool"]), bool(job["shares"])
+    return reported(place, LABEL, lambda: run(place, loop, start, pool, shares))
 
 
-def run(place: Path, loop: LoopSpec, start: int, pool: Path) -> None:
-    """From the engine's start to the last sample."""
+def run(place: Path, loop: LoopSpec, start: int, pool: Path, shares: bool) -> None:
+    """From the engine's start to the last sample.
+
+    Args:
+        shares: GPUs with the trainer, which loads its weights when the engine sleeps.
+    """
     spec = loop.check.rollout
-    kind = engine_class(spec.engine.engine)
-    getattr(kind, "prepare", lambda: None)()
-    prompts = read_prompts(spec.prompts)
-    info, tokenizer = read_model_info(spec.engine), load_tokenizer(spec.engine)
-    require_vocabulary(tokenizer, info, spec.engine.model)
-    ids = render_prompts(prompts, tokenizer, info.vocab_size)
-    longest = require_context(spec, prompts, ids, info)
+    ready = ready_for(spec)
     base = model_directory(spec.engine)
     if base is None or not list(base.glob("*.safetensors")):
         raise MismatchError(
             f"{spec.engine.model} has no safetensors files", "save it again with save_pretrained"
         )
     sync = SyncSpec(engine=spec.engine, trainer=False, seed=loop.seed)
-    longest = max(longest, min(sync.length, (info.context or sync.length) - 8) + 8)
-    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
+    context = ready.info.context or sync.length
+    longest = max(ready.longest, min(sync.length, context - 8) + 8)
+    started = in_form(spec.engine)
+    if shares:
+        started = driver_class(spec.engine.engine).prepared(started, "sleep-1")
+    with engine_class(spec.engine.engine)(started, spec.sampling, longest) as engine:
         report_ready()
-        side = EngineSide(place, loop, engine, prompts, ids, tokenizer, info, base)
+        stop_at(engine, ready)
+        side = EngineSide(place, loop, engine, ready, base, shares)
         side.choose_path(sync)
         side.choose_pool(pool)
+        if shares:
+            side.driver(base).sleep()
+            store.write_json(place / ASLEEP, {})
         for step in range(start, loop.steps):
             wait_for(place / GO / f"{step:06d}.json")
             side.step(step)
@@ -106,11 +105,9 @@ class EngineSide:
     place: Path
     loop: LoopSpec
     engine: Any
-    prompts: list[Prompt]
-    ids: list[list[int]]
-    tokenizer: Any
-    info: Any
+    ready: Ready
     base: Path
+    shares: bool = False  # GPUs with the trainer: it sleeps between its turns
     path: str = ""
     pool: list[int] = field(default_factory=list)
     transposed: list[str] = field(default_factory=list)
@@ -132,7 +129,7 @@ class EngineSide:
         report: SyncReport | None = None
         for path in candidates:
             probed = replace(sync, path=path)
-            rows = tokens(probed, self.info.vocab_size, self.info.context)
+            rows = tokens(probed, self.ready.info.vocab_size, self.ready.info.context)
             checkpoint = Checkpoint(self.base, sync.seed)
             report = Probe.of(self.engine, probed, checkpoint, rows, self.place).report()
             store.write_json(self.place / f"sync-{path}.json", sync_to_json(report))
@@ -154,7 +151,7 @@ class EngineSide:
             MismatchError: it solves none of them sometimes.
         """
         if not self.loop.perfectible:
-            self.pool = list(range(len(self.prompts)))
+            self.pool = list(range(len(self.ready.prompts)))
             return
         if not file.exists():
             rates = self.rates()
@@ -163,7 +160,7 @@ class EngineSide:
         self.pool = store.read_json(file)["kept"]
         if not self.pool:
             raise MismatchError(
-                f"the model solves none of {len(self.prompts)} prompts sometimes",
+                f"the model solves none of {len(self.ready.prompts)} prompts sometimes",
                 "other prompts, more of them (--num-prompts), or --no-perfectible",
             )
 
@@ -171,12 +168,12 @@ class EngineSide:
         """The mean reward of every prompt under the first weights."""
         rates: list[float] = []
         progress = Reporter("pool")
-        for first in range(0, len(self.prompts), BATCH):
-            part = list(range(first, min(first + BATCH, len(self.prompts))))
-            rollout = self.sample(part, POOL_SAMPLES, POOL_STREAM + first, lambda *_: None)[0]
+        for first in range(0, len(self.ready.prompts), BATCH):
+            part = list(range(first, min(first + BATCH, len(self.ready.prompts))))
+            rollout, *_ = self.sample(part, POOL_SAMPLES, POOL_STREAM + first, lambda *_: None)
             rewards = self.rewards(rollout, part, "of the pool")
             rates += rewards.reshape(len(part), POOL_SAMPLES).mean(axis=1).tolist()
-            progress(part[-1] + 1, len(self.prompts), 0)
+            progress(part[-1] + 1, len(self.ready.prompts), 0)
         return rates
 
     # ------------------------------------------------------------ a step
@@ -185,22 +182,27 @@ class EngineSide:
         """Take the weights, verify them, sample."""
         told = store.read_json(self.place / GO / f"{step:06d}.json")
         began = time.monotonic()
-        weights = Checkpoint(self.place / WEIGHTS, 0)
-        name = self.loop.check.rollout.engine.engine
-        driver = driver_class(name)(self.engine, weights, self.place / "scratch")
+        driver = self.driver(self.place / WEIGHTS)
+        if self.shares:
+            driver.wake("weights")
         driver.push(self.path, 0)
-        driver.drop_caches()
         pushed = time.monotonic()
-        verified, skipped = self.verify(step, driver, weights, told["digests"])
+        verified, skipped = self.verify(step, driver, driver.checkpoint, told["digests"])
+        if self.shares:
+            driver.wake("kv_cache")
+        driver.drop_caches()
         read_back = time.monotonic()
         chosen = self.chosen(step)
         count = self.loop.check.rollout.sampling.samples_per_prompt
         seed = seed_of(self.loop.seed, step)
-        rollout, trajectories, facts = self.sample(chosen, count, seed, Reporter(f"step {step}"))
+        whole, progress = bool(told["whole"]), Reporter(f"step {step}")
+        rollout, trajectories, decode = self.sample(chosen, count, seed, progress, whole)
         generated = time.monotonic()
         rollout = replace(rollout, rewards=self.rewards(rollout, chosen, f"of step {step}"))
         folder = self.place / STEPS / f"{step:06d}"
-        self.save(folder, rollout, trajectories, facts, whole=bool(told["whole"]))
+        self.save(folder, rollout, trajectories, decode, whole)
+        if self.shares:
+            driver.sleep()
         store.write_json(
             folder / DONE,
             {
@@ -212,6 +214,11 @@ class EngineSide:
                 "generate_s": generated - read_back,
             },
         )
+
+    def driver(self, weights: Path) -> Any:
+        """What brings these weights into the engine."""
+        kind: Any = driver_class(self.loop.check.rollout.engine.engine)
+        return kind(self.engine, Checkpoint(weights, 0), self.place / "scratch")
 
     def verify(
         self, step: int, driver: Any, weights: Checkpoint, digests: dict[str, list[int]]
@@ -264,26 +271,28 @@ class EngineSide:
         return [self.pool[int(index)] for index in picked]
 
     def sample(
-        self, chosen: Sequence[int], count: int, seed: int, progress: Callable[..., None]
-    ) -> tuple[Rollout, list[Trajectory], dict[str, Any]]:
-        """Responses of some prompts under the weights that the engine holds."""
+        self,
+        chosen: Sequence[int],
+        count: int,
+        seed: int,
+        progress: Callable[..., None],
+        whole: bool = False,
+    ) -> tuple[Rollout, list[Trajectory], Scoring]:
+        """Responses of some prompts under the weights that the engine holds.
+
+        Args:
+            whole: with whole distributions, as a check has them.
+        """
         spec = self.loop.check.rollout
         law = replace(spec.sampling, samples_per_prompt=count, seed=seed)
         self.engine.sampling = law
-        ids = [self.ids[index] for index in chosen]
-        samples = self.engine.generate(ids, progress)
-        require_complete(samples, len(ids), count, self.engine.name)
-        spec = replace(spec, sampling=law)
-        facts = decode_fingerprint(self.engine, spec, self.tokenizer, self.info)
-        for name in (
-            "weights",
-            "unmapped_weights",
-        ):  # of the checkpoint; this loop verifies its own
-            facts.pop(name, None)
-        facts["weights_not_comparable"] = "pushed and verified by the loop"
-        facts["prefill"] = wants_prefill(spec, type(self.engine).capabilities(spec.engine, law))
-        trajectories = starting(ids, samples)
-        return build_rollout(trajectories, spec, facts), trajectories, facts
+        spec = replace(spec, sampling=law, exact_kl=spec.exact_kl if whole else 0)
+        part = replace(
+            self.ready,
+            prompts=[self.ready.prompts[index] for index in chosen],
+            ids=[self.ready.ids[index] for index in chosen],
+        )
+        return sampled(spec, self.engine, part, progress, PUSHED)
 
     def rewards(self, rollout: Rollout, chosen: Sequence[int], where: str) -> Floats:
         """One per sequence.
@@ -291,40 +300,34 @@ class EngineSide:
         Raises:
             MismatchError: no answers are known, or the reward function failed.
         """
-        prompts = [self.prompts[index] for index in chosen]
         if self.loop.reward is not None:
-            return own_rewards(self.loop.reward, prompts, rollout, self.tokenizer, where)
-        found = response_rewards(prompts, rollout, self.tokenizer)
-        if found is None:
+            prompts = [self.ready.prompts[index] for index in chosen]
+            return own_rewards(self.loop.reward, prompts, rollout, self.ready.tokenizer, where)
+        if rollout.rewards is None:
             raise MismatchError(
                 "these prompts have no answers, so that there is no reward",
                 "--answer-column, or your own: --reward package.module:function",
             )
-        return found
+        return rollout.rewards
 
     def save(
         self,
         folder: Path,
         rollout: Rollout,
         trajectories: Sequence[Trajectory],
-        facts: Any,
+        decode: Scoring,
         whole: bool,
     ) -> None:
         """Rollout and decode scoring; with ``whole`` what a check reads beside them."""
         spec = self.loop.check.rollout
-        engine: Engine = self.engine
-        decode = decode_scoring(engine, trajectories, rollout, facts)
-        if type(engine).capabilities(spec.engine, spec.sampling).routed_experts:
-            decode = with_routes(engine, trajectories, decode, rollout)
+        if self.ready.capabilities.routed_experts:
+            decode = with_routes(self.engine, trajectories, decode, rollout)
         store.save_rollout(folder, rollout, made_by=spec)
         store.save_scoring(folder, decode, rollout, made_by=spec)
         if whole:
-            texts = token_texts(self.tokenizer, np.unique(rollout.token_ids).tolist())
-            store.save_vocabulary(folder, texts)
-            if facts["prefill"]:
-                prefill = prefill_scoring(engine, rollout, Reporter("prefill"))
-                prefill.fingerprint["model"] = spec.engine.model
-                store.save_scoring(folder, prefill, rollout, made_by=spec)
+            save_texts(folder, rollout, decode, self.ready)
+            if rollout.fingerprint["prefill"]:
+                rescore(folder, spec, self.engine)
 
 
 def seed_of(seed: int, step: int) -> int:

@@ -12,28 +12,43 @@ import shutil
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line
-from mismatch.experiments.loop.history import PACE, Row, forget_from, in_words, measure, save_row
+from mismatch.experiments.loop.history import (
+    ASLEEP,
+    CHECKPOINTS,
+    DONE,
+    GO,
+    PACE,
+    STEPS,
+    WEIGHTS,
+    Row,
+    forget_from,
+    in_words,
+    measure,
+    save_row,
+)
 from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
 from mismatch.experiments.loop.types import LoopSpec
 from mismatch.processes.workers.engine import reported
 from mismatch.processes.workers.gradients import replay_source
-from mismatch.processes.workers.loop_engine import DONE, GO, STEPS, WEIGHTS
-from mismatch.processes.workers.train import wait_for
+from mismatch.processes.workers.train import engine_distributions, free_memory, wait_for
 from mismatch.run import store
 from mismatch.run.messages import leave, report_ready, say
 from mismatch.run.store import TRAIN
 from mismatch.specs import Pass
 from mismatch.types import Floats, Rollout, Scoring
 
+if TYPE_CHECKING:
+    from mismatch.captures import Distributions
+
 LABEL = "loop-trainer"
-CHECKPOINTS = "checkpoints"
 MINI_STREAM = 104729  # the order of mini-batches, apart from the choice of prompts
 
 
@@ -42,15 +57,22 @@ def main(arguments: list[str]) -> int:
     job = store.read_json(Path(arguments[0]))
     place, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
     rank, start = os.environ.get("RANK", "0"), int(job["start"])
-    return reported(place, LABEL, lambda: run(place, loop, start), rank, "trainer")
+    work = partial(run, place, loop, start, bool(job["shares"]))
+    return reported(place, LABEL, work, rank, "trainer")
 
 
-def run(place: Path, loop: LoopSpec, start: int) -> None:
+def run(place: Path, loop: LoopSpec, start: int, shares: bool) -> None:
     """Every step from ``start``; all ranks call it.
+
+    Args:
+        shares: GPUs with the engine, which is waited for until it sleeps.
 
     Raises:
         MismatchError: see the trainer's side of each step; also out of memory.
     """
+    if shares:
+        wait_for(place / ASLEEP)
+
     import torch
     import transformers
 
@@ -114,6 +136,8 @@ class TrainerSide:
         digests = weights_changed(self.world, self.loaded)
         dtype = torch_dtype(self.loop.check.rollout.engine.dtype)
         export(self.world, self.loaded, self.loaded.directory, self.place / WEIGHTS, dtype)
+        if (self.place / ASLEEP).exists():
+            free_memory()  # for the engine, which wakes up
         if self.world.rank == 0:
             self.plant(step)
             whole = step in (0, self.loop.steps - 1)
@@ -147,7 +171,8 @@ class TrainerSide:
         decode = store.load_scoring(folder, name)
         row: Row = {"step": float(step)}
         row |= {k: float(v) for k, v in engine.items() if k != "path" and k != "not_compared"}
-        train = self.score(folder, rollout)
+        asked = engine_distributions({"run_dir": folder}, rollout)
+        train = self.score(folder, rollout, asked)
         whole = step in (0, self.loop.steps - 1)
         if train is not None:
             require_finite(step, "the trainer's scoring", train.logprobs)
@@ -179,13 +204,17 @@ class TrainerSide:
             self.recent = [*self.recent[1 - PACE :], row]
             say(f"progress {in_words(self.recent, self.loop.steps)}")
 
-    def score(self, folder: Path, rollout: Rollout) -> Scoring | None:
-        """The trainer's own pass before the update; the scoring on rank 0."""
+    def score(self, folder: Path, rollout: Rollout, asked: Distributions | None) -> Scoring | None:
+        """The trainer's own pass before the update; the scoring on rank 0.
+
+        Args:
+            asked: the engine's whole distributions, whose places are kept here too.
+        """
         from mismatch.training.score import score_pass
 
         spec = self.loop.check.train
         source = replay_source(folder, rollout, spec)
-        return score_pass(self.world, self.loaded, rollout, Pass(TRAIN, spec), source)
+        return score_pass(self.world, self.loaded, rollout, Pass(TRAIN, spec), source, asked)
 
     def everywhere(self, values: Floats | None, count: int) -> Floats:
         """What rank 0 has, on every rank."""

@@ -228,7 +228,7 @@ class _Passes:
         self.loaded = None
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = error.__context__ = error.__cause__ = None
-        _free()
+        free_memory()
 
     def late(self) -> bool:
         """Whether one more optional pass would exceed their time; all ranks say the same."""
@@ -251,7 +251,7 @@ class _Passes:
         if self.loaded is not None:
             return
         del held
-        _free()  # the old weights must be gone before the new ones come
+        free_memory()  # the old weights must be gone before the new ones come
         self.loaded = _load(self.world, one, self.job)
 
     def one(self, item: Job) -> None:
@@ -396,7 +396,8 @@ def name_likeliest(run_dir: Path, likeliest: Likeliest, spec: TrainSpec) -> None
         save_vocabulary(run_dir, known | token_texts(tokenizer, unnamed))
 
 
-def _free() -> None:
+def free_memory() -> None:
+    """Give back what this process only keeps at hand."""
     import torch
 
     gc.collect()

@@ -1,0 +1,155 @@
+"""Each write of a loop failed once: what is resumed has the curve of a run left alone.
+
+Both sides run in this process, in turns, with a real engine (transformers) and a real FSDP2 world
+of a model of some thousand parameters, so that a run takes a second. Writes are counted by the
+hooks of tests/write_faults.py: opening, rename, new directory, write and fsync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mismatch.engines.registry import engine_class
+from mismatch.errors import MismatchError, named_line
+from mismatch.experiments.loop import history
+from mismatch.experiments.loop.judge import FILE
+from mismatch.experiments.loop.types import LoopSpec
+from mismatch.pipeline import loop as pipeline
+from mismatch.processes.loop import header_of, resume_from
+from mismatch.processes.workers import loop_engine, loop_trainer
+from mismatch.processes.workers.engine import ready_for
+from mismatch.run.store import read_json
+from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
+from mismatch.training.distributed import World
+from mismatch.training.load import load
+from tests.checkpoints import make
+from tests.integration.test_loop import Silent, numbers
+from tests.write_faults import HOOKS
+
+pytestmark = [pytest.mark.slow, pytest.mark.grid]
+STEPS = 3
+EVERY = 11
+
+
+def reward(text: str, answer: object) -> float:
+    return float(len(text) % 7)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World.start()
+    yield world
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> LoopSpec:
+    folder = tmp_path_factory.mktemp("models")
+    model, prompts = str(make("gpt_oss", folder / "gpt_oss")), folder / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt_token_ids": [1, {n}, 9]}}\n' for n in (5, 6, 7)))
+    rollout = RolloutSpec(
+        engine=EngineSpec("transformers", model, routing=False, prefill=False),
+        prompts=PromptSpec(path=str(prompts), num_prompts=3),
+        sampling=Sampling(max_tokens=4, samples_per_prompt=3),
+        exact_kl=0,
+    )
+    train = TrainSpec(model, dtype="fp32", master_dtype="fp32", routing=False)
+    check = CheckSpec(rollout, train, nproc_per_node=1, noise_floor=False)
+    given = {"prompts": 2, "perfectible": False, "checkpoint_every": 1, "learning_rate": 1e-2}
+    own = f"{__name__}:reward"
+    return LoopSpec(check, steps=STEPS, reward=own, **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def in_turns(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    """Have ``run_arm`` play both sides here."""
+    ready: list[Any] = []
+
+    def run_arm(place: Path, loop: LoopSpec, pool: Path, *_: object) -> list[history.Row]:
+        start = resume_from(place)
+        spec = loop.check.rollout
+        ready[:] = ready or [ready_for(spec)]
+        base = Path(spec.engine.model)
+        kind = engine_class("transformers")
+        torch.manual_seed(loop.seed)
+        try:
+            with kind(spec.engine, spec.sampling, 256) as engine:
+                left = loop_engine.EngineSide(place, loop, engine, ready[0], base, path="load")
+                left.choose_pool(pool)
+                loaded = load(loop.check.train, world.mesh, world.device)
+                right = loop_trainer.TrainerSide(world, loaded, loop, place)
+                right.begin(start)
+                for step in range(start, loop.steps):
+                    left.step(step)
+                    right.step(step)
+        except OSError as error:  # as workers leave it for the parent
+            raise MismatchError(named_line(error)) from error
+        finally:
+            if rows := history.rows_of(place):
+                history.save_history(place, rows, header_of(loop))
+        return rows
+
+    monkeypatch.setattr(pipeline, "run_arm", run_arm)
+    HOOKS.install()
+
+
+def run(asked: LoopSpec, place: Path) -> None:
+    pipeline.run_loop(asked, ("as-is",), (0,), place, Silent(), "test", lambda *_: None)
+
+
+def curves(place: Path) -> list[list[float | None]]:
+    """Of the rows, and of the report and the table that were written from them."""
+    folder = place / "as-is" / "seed-0"
+    rows = history.rows_of(folder)
+    (arm,) = read_json(place / FILE)["arms"]
+    assert arm["runs"][0]["curves"]["loss"] == [row["loss"] for row in rows]
+    assert arm["runs"][0]["stopped"] == ""
+    table, _ = history.load_history(folder / history.FILE)
+    assert table["loss"].tolist() == [row["loss"] for row in rows]
+    assert not [*place.rglob("*.partial")]
+    return numbers(rows)
+
+
+def test_each_write_failed_once(asked: LoopSpec, tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+    straight = tmp_path / "straight"
+    straight.mkdir()
+    HOOKS.root, HOOKS.count = str(tmp_path), 0
+    HOOKS.at = lambda what, name: seen.append((what, name))  # type: ignore[assignment]
+    try:
+        run(asked, straight)
+    finally:
+        HOOKS.at = None
+    expected = curves(straight)
+    assert len(expected) == STEPS
+    assert any(row[3] for row in expected)  # a loss
+    assert len(seen) > 100
+    told = 0
+    for number in range(1, len(seen) + 1, EVERY):
+        place = tmp_path / str(number)
+        place.mkdir()
+        HOOKS.count = 0
+
+        def full(what: str, name: str, at: int = number) -> None:
+            if HOOKS.count == at:
+                raise OSError(errno.ENOSPC, "No space left on device", name)
+
+        HOOKS.at = full  # type: ignore[assignment]
+        try:
+            with contextlib.suppress(MismatchError, OSError):
+                run(asked, place)
+                told -= 1  # a write that nothing needs
+            told += 1
+        finally:
+            HOOKS.at = None
+        run(asked, place)
+        assert curves(place) == expected, seen[number - 1]
+    assert told > 0.9 * len(range(1, len(seen) + 1, EVERY))
