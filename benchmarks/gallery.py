@@ -1,8 +1,10 @@
 """Pictures of planted faults: docs/gallery.md and one small SVG a cause in docs/images/gallery/.
 
-    python benchmarks/gallery.py DIR && python tools/cause_page.py
+    python benchmarks/gallery.py DIR [--again] && python tools/cause_page.py
 
-DIR is that of benchmarks/known_issues.py, with its recorded runs and scores; nothing is started.
+DIR is that of benchmarks/known_issues.py, with its clean run and what it has recorded; faults that
+it does not plant are planted in FSDP2 and scored (benchmarks/gallery_faults.py), once each. What
+the page has is kept, unless --again is given and DIR has what it is drawn from.
 Left: every token, the engine's probability against the trainer's. Right: mean |delta| along the
 sampled tokens, on a logarithmic axis, beside the same block of the clean run.
 """
@@ -10,7 +12,10 @@ sampled tokens, on a logarithmic axis, beside the same block of the clean run.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -19,6 +24,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import gallery_faults  # noqa: E402
 from benchmarks import known_issues as issues  # noqa: E402
 from benchmarks.fault_blocks import measured  # noqa: E402
 from benchmarks.known_faults import FAULTS, Fault  # noqa: E402
@@ -28,6 +34,7 @@ from mismatch.types import Floats  # noqa: E402
 
 PAGE = ROOT / "docs" / "gallery.md"
 IMAGES = ROOT / "docs" / "images" / "gallery"
+HEALTHY = "healthy"
 MODEL, SIZE = "gpt-oss", 2  # the model that faults are shown on, and the place of their strength
 # Cause -> the planted fault that shows it.
 SHOWN = {
@@ -62,32 +69,46 @@ LOWEST, HIGHEST = 1e-4, 10.0  # nats, of the logarithmic axis
 INK, GREY, BLUE = "#333", "#999", "#2b6cb0"
 
 
-def cases(home: Path) -> tuple[Case, dict[str, tuple[Case, str, tuple[str, ...]]]]:
-    """The clean case, and by fault: its case, what was planted, and issues."""
+@dataclass(frozen=True)
+class Shown:
+    """A case to draw: ``clean`` is the same tokens without what was ``planted``."""
+
+    case: Case
+    clean: Case
+    planted: str
+    issues: tuple[str, ...] = ()
+
+
+def cases(home: Path, wanted: set[str]) -> Iterator[tuple[str, Shown]]:
+    """Cause and what is drawn of it, of those that are wanted and that DIR has the data of."""
     whole, spec = measured(home / "runs" / f"clean-{MODEL}")
     held = issues.blocks(whole)
     run = held[(2 * SIZE) % len(held)]
     clean = issues.undeclared(run)
-    found: dict[str, tuple[Case, str, tuple[str, ...]]] = {}
-    for fault in FAULTS:
-        key = f"{fault.name}/{SIZE}/{MODEL}/0"
-        strength = fault.strengths[SIZE]
-        if fault.place == "recorded":
-            rng = np.random.default_rng([SIZE, 0, 0])
-            case = fault.plant(clean, strength, rng)
-        elif issues.stored(home, key).is_file():
-            case = issues.undeclared(
-                issues.with_fault(home, None, run, spec.train, fault, strength, key)
-            )
-        else:
-            continue
-        found[fault.name] = case, _planted(fault, strength), fault.issues
-    for engine in issues.ENGINES:
-        place = home / "runs" / engine.name
-        if (place / "report.json").is_file():
-            case = issues.undeclared(issues.blocks(measured(place)[0])[0])
-            found[engine.name] = case, f"a run of vLLM with `{engine.name}`", engine.issues
-    return clean, found
+    yield HEALTHY, Shown(clean, clean, "nothing")
+    faults = {fault.name: fault for fault in FAULTS}
+    engines = {engine.name: engine for engine in issues.ENGINES}
+    for cause in wanted & SHOWN.keys():
+        name = SHOWN[cause]
+        if (place := home / "runs" / name / "report.json").is_file() and name in engines:
+            case = issues.undeclared(issues.blocks(measured(place.parent)[0])[0])
+            yield cause, Shown(case, clean, f"a run of vLLM with `{name}`", engines[name].issues)
+        elif name in faults:
+            fault, key = faults[name], f"{name}/{SIZE}/{MODEL}/0"
+            strength = fault.strengths[SIZE]
+            if fault.place == "recorded":
+                case = fault.plant(clean, strength, np.random.default_rng([SIZE, 0, 0]))
+            elif issues.stored(home, key).is_file():
+                moved = issues.with_fault(home, None, run, spec.train, fault, strength, key)
+                case = issues.undeclared(moved)
+            else:
+                continue
+            yield cause, Shown(case, clean, _planted(fault, strength), fault.issues)
+    if wanted & gallery_faults.PLANTED.keys():
+        gallery_faults.make(home / "gallery", run, spec.train)
+        for cause, case, right, where in gallery_faults.cases(home / "gallery", run):
+            if cause in wanted:
+                yield cause, Shown(case, right, where)
 
 
 def _planted(fault: Fault, strength: float) -> str:
@@ -184,41 +205,58 @@ def _height(nats: float) -> float:
 # ---------------------------------------------------------------- page
 
 
+def sections(page: str) -> dict[str, str]:
+    """Cause -> its section of the page."""
+    found = {}
+    for part in page.split("\n## ")[1:]:
+        link = re.search(r"\(causes/([a-z0-9-]+)\.md\)", part.partition("\n")[0])
+        found[link.group(1) if link else HEALTHY] = f"## {part.strip()}"
+    return found
+
+
+def section(cause: str, shown: Shown) -> str:
+    """The text of one picture, which is drawn."""
+    title = "A healthy pair" if cause == HEALTHY else title_of(cause)
+    drawn = picture(shown.case, shown.clean, title)
+    (IMAGES / f"{cause}.svg").write_text(drawn, "utf-8")
+    mean = f"{np.abs(shown.case.delta).mean():.3g} nats"
+    image = f"![{title}](images/gallery/{cause}.svg)"
+    if cause == HEALTHY:
+        return f"## {title}\n\n{image}\n\nMean |delta| {mean}."
+    named = ", ".join(one.id for one in issues.judged(shown.case).ranked) or "nothing"
+    said = f" Seen in {', '.join(map(issues.link, shown.issues))}." if shown.issues else ""
+    return (f"## [{title}](causes/{cause}.md)\n\n{image}\n\nPlanted: {shown.planted}. "
+            f"Mean |delta| {mean}; named: {named}.{said}")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
-    clean, found = cases(parser.parse_args().directory)
+    parser.add_argument("--again", action="store_true", help="also draw what the page has")
+    options = parser.parse_args()
     IMAGES.mkdir(parents=True, exist_ok=True)
+    every = [HEALTHY, *SHOWN, *gallery_faults.PLANTED]
+    held = sections(PAGE.read_text("utf-8"))
+    held = {cause: text for cause, text in held.items() if cause in every}
+    wanted = set(every) - (set() if options.again else held.keys())
+    for cause, shown in cases(options.directory, wanted):
+        if cause in wanted:
+            held[cause] = section(cause, shown)
+            print(cause, flush=True)
+    intro = (
+        "# Gallery: what causes look like\n\n"
+        "<!-- Made by benchmarks/gallery.py from recorded runs of benchmarks/known_issues.py. -->"
+        "\n\nOne fault each, planted in a run of tiny-gpt-oss (vLLM and FSDP2 on a CPU, bf16 where "
+        "nothing else is said, 64\nprompts). Left: every token, the engine's probability against "
+        "the trainer's. Right: mean |delta| along the sampled\ntokens, grey without the fault. "
+        "Named: by the numbers alone, with nothing stated by either side."
+    )
+    PAGE.write_text("\n\n".join([intro, *(held[c] for c in every if c in held)]) + "\n", "utf-8")
     for old in IMAGES.glob("*.svg"):
-        old.unlink()
-    (IMAGES / "healthy.svg").write_text(picture(clean, clean, "A healthy pair"), "utf-8")
-    lines = [
-        "# Gallery: what causes look like", "",
-        "<!-- Made by benchmarks/gallery.py from recorded runs of benchmarks/known_issues.py. -->",
-        "", "One fault each, planted in a run of tiny-gpt-oss (vLLM and FSDP2 on a CPU, bf16, 64 "
-        "prompts). Left: every", "token, the engine's probability against the trainer's. Right: "
-        "mean |delta| along the sampled tokens, grey without", "the fault. Named: by the numbers "
-        "alone, with nothing stated by either side.", "", "## A healthy pair", "",
-        "![A healthy pair](images/gallery/healthy.svg)", "",
-        f"Mean |delta| {np.abs(clean.delta).mean():.3g} nats.", "",
-    ]  # fmt: skip
-    for cause, name in SHOWN.items():
-        if name not in found:
-            continue
-        case, planted, seen = found[name]
-        title = title_of(cause)
-        (IMAGES / f"{cause}.svg").write_text(picture(case, clean, title), "utf-8")
-        named = ", ".join(one.id for one in issues.judged(case).ranked) or "nothing"
-        said = f" Seen in {', '.join(map(issues.link, seen))}." if seen else ""
-        lines += [
-            f"## [{title}](causes/{cause}.md)", "",
-            f"![{title}](images/gallery/{cause}.svg)", "",
-            f"Planted: {planted}. Mean |delta| {np.abs(case.delta).mean():.3g} nats; "
-            f"named: {named}.{said}", "",
-        ]  # fmt: skip
-    PAGE.write_text("\n".join(lines), "utf-8")
+        if old.stem not in held:
+            old.unlink()
     size = sum(path.stat().st_size for path in IMAGES.glob("*.svg"))
-    print(f"{len(list(IMAGES.glob('*.svg')))} pictures, {size:,} bytes")
+    print(f"{len(held)} pictures, {size:,} bytes")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.inference import heavy_tail, hill_index
 from mismatch.metrics.registry import POSITIVE, REAL, SHARE, Bounds, Combine, Metric, floats
 from mismatch.metrics.series import CAP, Fit, Lines, below, capped_ess
+from mismatch.metrics.tails import heavy_tail, hill_index
 from mismatch.types import Estimate, Floats, Ints
 
 TARGET = 16_384  # tokens

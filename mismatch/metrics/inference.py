@@ -9,46 +9,35 @@ sums, never on tokens again.
     rare shares     (seen in under 10 prompts) Wilson, on the number of independent units that the
                     standard error over prompts amounts to
     quantiles       Woodruff: the interval of the distribution function at the quantile, inverted
+                    (:mod:`mismatch.metrics.quantiles`)
     many groups     the linearised standard error over prompts times Student's t
     differences     MOVER, from the intervals of two independent numbers
     gradients       delete-one jackknife over prompts
     fixes           exchange of two sides within prompts (permutation test), Holm's adjustment
+                    (:mod:`mismatch.metrics.permutation`)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
-from mismatch.errors import MismatchError
-from mismatch.metrics.registry import Array, Combine, columns, floats
+from mismatch.metrics.registry import Array, Combine, floats
 from mismatch.types import Estimate, Floats, Ints
 
 PERCENTILE_FROM = 256  # prompts
-HEAVY_SHARE = 0.2  # of a metric, carried by one unit
-KEPT_SHARE = 0.02  # of the terms, by a floor from a sample; the Hill index needs 0.01
-SAMPLED = 1 << 16
-HILL_LEAST = 2.0  # tail index below which the variance is infinite
 LEVELS = (0.025, 0.975)
-LEVEL = 0.05  # of a family of tests
-EXHAUSTIVE = 12  # prompts up to which all swaps are tried
-SWAPS, CHUNK = 20_000, 2_000  # random swaps; worked on at once
 RARE_PROMPTS = 10  # with events; below, resamples without any would stretch bootstrap-t to [0, 1]
 FEW_PROMPTS = 16
 FARTHEST = 3.0  # arms of Student's t that an end of bootstrap-t may lie away
 HEAVY_FROM = 12  # prompts; of fewer, chance alone makes some that carry most
-WIDER = 5.0  # times the share beyond a quantile
-QUANTILE_PROMPTS = 14.0  # effective number, of those that hold the values in that wider tail
-QUANTILE_FREEDOM = 2.5  # prompts of the rarer side for each degree of freedom
 DRAWN = 1 << 17  # prompts drawn at a time: what they are counted in stays in the cache
 ROUNDING = 1e-9  # of the standard error: a resample with less spread than this has none
 STEP = 1e-3  # of a mean's own standard deviation, for numeric gradients
 Interval = tuple[float, float]
-PerPrompt = Mapping[int, tuple[float, float]]  # (sum of terms, number of tokens)
 
 
 def prompts_needed(estimate: Estimate, bound: float) -> int | None:
@@ -65,69 +54,6 @@ def prompts_needed(estimate: Estimate, bound: float) -> int | None:
     end = estimate.low if bound < estimate.value else estimate.high
     factor = ((end - estimate.value) / (bound - estimate.value)) ** 2
     return math.floor(estimate.n_prompts * factor) + 1
-
-
-def hill_index(terms: Floats) -> float:
-    """Tail index of the largest 1 % (at least 10) of |terms|; infinite where there is no tail.
-
-    Under 2 the variance is infinite and no interval from this sample can be trusted.
-    """
-    return _hill(np.abs(terms), len(terms))
-
-
-def _hill(size: Floats, units: int) -> float:
-    """:func:`hill_index` of ``units`` terms, from those sizes that are not too small to count."""
-    top = max(10, units // 100)
-    if units < 10 * top or np.count_nonzero(size) <= top:
-        return math.inf
-    ordered = np.partition(size, len(size) - top - 1)
-    threshold, largest = ordered[-top - 1], ordered[len(size) - top :]
-    mean_excess = float(np.log(largest / threshold).mean())
-    return 1.0 / mean_excess if mean_excess > 0.0 else math.inf
-
-
-def heavy_tail(terms: Floats) -> bool:
-    """Whether few units carry the number: one has over 20 %, or the Hill index is under 2."""
-    return any(_heavy(column) for column in columns(terms).T)
-
-
-def _heavy(terms: Floats) -> bool:
-    stride = len(terms) // SAMPLED
-    for sample in (terms[::stride], None) if stride > 3 else (None,):
-        tail = Tail(sample)
-        tail.add(terms)
-        found = tail.heavy(len(terms))
-        if found is not None:
-            break
-    return bool(found)
-
-
-class Tail:
-    """The large ones of many terms that come in parts, and the sum of all sizes.
-
-    Args:
-        sample: some of the terms: the floor under which sizes are not kept comes from them.
-    """
-
-    def __init__(self, sample: Floats | None = None) -> None:
-        self.floor = 0.0
-        if sample is not None:
-            self.floor = float(np.quantile(np.abs(sample), 1.0 - KEPT_SHARE))
-        self.total, self._kept = 0.0, list[Floats]()
-
-    def add(self, terms: Floats) -> None:
-        size = np.abs(terms)
-        self.total += float(size.sum())
-        self._kept.append(size.compress(size >= self.floor if self.floor > 0.0 else size > 0.0))
-
-    def heavy(self, units: int) -> bool | None:
-        """:func:`heavy_tail` of ``units`` terms; None where the floor was too high to tell."""
-        if self.total <= 0.0:
-            return False
-        size = np.concatenate(self._kept)
-        if self.floor > 0.0 and len(size) <= max(10, units // 100):
-            return None
-        return bool(size.max() > HEAVY_SHARE * self.total) or _hill(size, units) < HILL_LEAST
 
 
 @dataclass(frozen=True)
@@ -296,76 +222,6 @@ def student(freedom: int) -> float:
     return float(stdtrit(freedom, LEVELS[1]))
 
 
-def woodruff(values: Floats, cluster: Ints, probability: float) -> Interval | None:
-    """Interval of a quantile: that of the distribution function there, inverted.
-
-    The share of values at or under the quantile has a standard error over prompts; the interval
-    of that share, taken on the logit scale to stay in (0, 1), is read off the order statistics.
-    None where its upper end lies beyond the sample: then the data bound the quantile only below;
-    and where too few prompts hold the values of the tail to say how these vary.
-
-    Args:
-        values: [U].
-        cluster: [U] prompt of each, numbered from 0.
-    """
-    ordered, count = np.sort(values), floats(np.bincount(cluster))
-    under, tail = (
-        floats(np.bincount(cluster, weights=values <= cut))
-        for cut in quantile_cuts(ordered, probability)
-    )
-    return woodruff_ends(ordered, under, tail, count, probability)
-
-
-def quantile_cuts(ordered: Floats, probability: float) -> tuple[float, float]:
-    """The quantile of sorted values, and the one that cuts off a tail ``WIDER`` times as large.
-
-    Whether prompts share the tail evenly is told from the wider one. To tell it from the values
-    beyond the quantile itself would choose the runs in which these happen to be spread evenly,
-    and in those the quantile is too small: benchmarks/coverage.py.
-    """
-    rare = min(WIDER * min(probability, 1.0 - probability), 0.5)
-    wider = rare if probability < 0.5 else 1.0 - rare
-    first, second = (
-        float(ordered[rank_of(share, len(ordered)) - 1]) for share in (probability, wider)
-    )
-    return first, second
-
-
-def woodruff_ends(
-    ordered: Floats, under: Floats, tail: Floats, count: Floats, probability: float
-) -> Interval | None:
-    """:func:`woodruff` from sorted values and how many of ``count`` [P] lie at or below the two
-    :func:`quantile_cuts`, ``under`` and ``tail`` [P]."""
-    if ordered[0] == ordered[-1]:
-        return float(ordered[0]), float(ordered[0])
-    total, prompts = len(ordered), len(count)
-    residual = under - under.sum() / total * count
-    rare, wide = (side if probability < 0.5 else count - side for side in (under, tail))
-    if _effective(wide) < QUANTILE_PROMPTS:
-        return None
-    # The standard error rests on the prompts of the rarer side, and is the less sure the fewer
-    # they are: degrees of freedom that cover what is simulated in benchmarks.
-    freedom = max(math.floor((min(_effective(rare), prompts) - 1.0) / QUANTILE_FREEDOM), 1)
-    error = math.sqrt(prompts / (prompts - 1) * float((residual**2).sum())) / total
-    arm = student(freedom) * error / (probability * (1.0 - probability))
-    centre = math.log(probability / (1.0 - probability))
-    low, high = (1.0 / (1.0 + math.exp(-(centre + side * arm))) for side in (-1, 1))
-    if high * total > total - 1:
-        return None
-    first, last = rank_of(low, total), rank_of(high, total)
-    return float(ordered[first - 1]), float(ordered[last - 1])
-
-
-def _effective(held: Floats) -> float:
-    """Number of equal prompts that would share so many values as unevenly as these [P]."""
-    return float(held.sum() ** 2 / max((held**2).sum(), 1e-300))
-
-
-def rank_of(probability: float, total: int) -> int:
-    """Rank, from 1, of the smallest value that a share ``probability`` does not exceed."""
-    return max(math.ceil(probability * total), 1)
-
-
 # ---------------------------------------------------------------- many groups
 
 
@@ -490,82 +346,3 @@ def jackknife_error(without: Floats) -> float:
     """Standard error from the values without one prompt each, [P]."""
     prompts = len(without)
     return math.sqrt((prompts - 1) / prompts * float(((without - without.mean()) ** 2).sum()))
-
-
-# ---------------------------------------------------------------- tests
-
-
-def exchange(before: PerPrompt, after: PerPrompt, *, seed: int = 0) -> float:
-    """Permutation test of two sides, on (sum of terms, number of tokens) of every prompt.
-
-    Where a change does nothing, a prompt's numbers with it and without it could as well be swapped;
-    the statistic is the difference of the two means over tokens. That holds for few prompts and for
-    heavy tails, and for tokens that were sampled anew as well as for the same ones.
-
-    Raises:
-        MismatchError: no prompt that both sides hold.
-    """
-    sums = (before, after)
-    shared = sorted(before.keys() & after.keys())
-    if not shared:
-        raise MismatchError("before and after share no prompt", "use the same prompts")
-    table = np.array([[*sums[0][prompt], *sums[1][prompt]] for prompt in shared])
-    first, count, second, other = table.T
-    observed = _statistic(first.sum(), count.sum(), second.sum(), other.sum())
-    if not np.isfinite(observed):
-        return 1.0
-    moved, shift = second - first, other - count
-    # Sums in another order differ in their last bits: a change of that size is none.
-    rounding = 1e-12 * (abs(first.sum() / count.sum()) + abs(second.sum() / other.sum()))
-    least = max(0.0, abs(observed) - rounding)
-    extreme = tried = 0
-    for swaps in _swaps(len(shared), seed):
-        one, n_one = first.sum() + swaps @ moved, count.sum() + swaps @ shift
-        two, n_two = second.sum() - swaps @ moved, other.sum() - swaps @ shift
-        extreme += int((np.abs(_statistic(one, n_one, two, n_two)) >= least).sum())
-        tried += len(swaps)
-    if len(shared) <= EXHAUSTIVE:
-        return extreme / tried
-    return (extreme + 1) / (tried + 1)
-
-
-def _statistic(one: Floats, n_one: Floats, two: Floats, n_two: Floats) -> Floats:
-    with np.errstate(all="ignore"):
-        change: Floats = two / n_two - one / n_one
-    return change
-
-
-def _swaps(prompts: int, seed: int) -> Iterable[Floats]:
-    """Rows of 0 and 1: which prompts are exchanged."""
-    if prompts <= EXHAUSTIVE:
-        return [np.array(list(product((0.0, 1.0), repeat=prompts)))]
-    draw = np.random.default_rng(seed)
-    return (floats(draw.random((CHUNK, prompts)) < 0.5) for _ in range(SWAPS // CHUNK))
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Adjusted p-values, in the order given.
-
-    Holm 1979, "A simple sequentially rejective multiple test procedure".
-
-    >>> holm([0.01, 0.04])
-    [0.02, 0.04]
-    """
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    adjusted, highest = [1.0] * len(values), 0.0
-    for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(values) - rank) * values[index]))
-        adjusted[index] = highest
-    return adjusted
-
-
-def prompts_to_tell(tests: int) -> int:
-    """Prompts below which no change, however large, is significant in that many tests.
-
-    Exchanging before and after within n prompts gives no p-value under 2 / 2^n (an arrangement and
-    its mirror image are equally extreme), and Holm's method multiplies the least by ``tests``.
-
-    >>> prompts_to_tell(1), prompts_to_tell(3)
-    (6, 7)
-    """
-    return math.ceil(math.log2(2 * tests / LEVEL))

@@ -26,7 +26,8 @@ from mismatch.experiments.regression.types import (
 )
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, difference, excludes_zero, paired
-from mismatch.metrics.inference import exchange, holm, mover, prompts_to_tell
+from mismatch.metrics.inference import mover
+from mismatch.metrics.permutation import exchange, holm, prompts_to_tell
 from mismatch.pipeline.saved_runs import (
     SavedRun,
     flips,

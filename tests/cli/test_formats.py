@@ -55,6 +55,7 @@ def test_quiet_is_the_verdict_alone(run: Path) -> None:
     assert "metric " not in done.stdout
 
 
+@pytest.mark.slow
 def test_no_color_is_respected(run: Path) -> None:
     colour = re.compile(r"\x1b\[[\d;]*3[0-7]m")  # bold may stay
     shown = mismatch("report", run, FORCE_COLOR="1", TERM="xterm-256color").stdout

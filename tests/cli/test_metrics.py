@@ -151,6 +151,7 @@ def test_names_on_an_existing_run_in_the_terminal(run):
     assert shown.splitlines()[-1].startswith("verdict: ")
 
 
+@pytest.mark.slow
 def test_names_in_html_and_markdown_and_without_them(run):
     directory, gap, sequence = run
     inside("report", str(directory), "--names", "trl")

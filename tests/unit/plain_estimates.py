@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.metrics.inference import (
-    PERCENTILE_FROM,
-    PromptSums,
-    central,
-    heavy_tail,
-    student,
-    wilson,
-    woodruff,
-)
+from mismatch.metrics.inference import PERCENTILE_FROM, PromptSums, central, student, wilson
+from mismatch.metrics.quantiles import woodruff
 from mismatch.metrics.registry import Metric, columns, floats
+from mismatch.metrics.tails import heavy_tail
 from mismatch.types import Estimate
 
 RARE_PROMPTS, FEW_PROMPTS, RESAMPLES = 10, 16, 1000

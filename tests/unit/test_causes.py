@@ -247,6 +247,12 @@ def test_the_section_puts_the_leading_cause_first_with_one_action_each() -> None
     assert section(causes(healthy(0)), make_report()).tables == ()
 
 
+def test_every_cause_has_its_picture_or_a_reason_for_none() -> None:
+    gallery = Path(__file__).parents[2] / "docs" / "images" / "gallery"
+    drawn = {path.stem for path in gallery.glob("*.svg")} - {"healthy"}
+    assert drawn == {id for id, entry in catalogue().items() if not entry.picture}
+
+
 def test_the_page_is_what_the_tool_writes() -> None:
     spec = importlib.util.spec_from_file_location("cause_page", TOOLS / "cause_page.py")
     assert spec is not None

@@ -228,3 +228,38 @@ def test_other_weights_are_not_named_that_the_float32_passes_exclude() -> None:
     exact = Scoring("vllm:fp32", case.engine.token_ids, case.reference, {})
     seen = replace(blind, others={**blind.others, exact.name: exact})
     assert [(c.id, c.side) for c in causes(seen).ranked] == [("side-off", "engine")]
+
+
+def test_noise_from_pass_to_pass_is_the_trainers_own() -> None:
+    """Both passes are as far from float32 as from each other: a plain forward is the yardstick."""
+    case, rng = healthy(8), np.random.default_rng(8)
+    noisy = [np.minimum(case.right + 0.1 * rng.standard_normal(len(case.right)), -1e-6)
+             for _ in range(2)]  # fmt: skip
+    again = replace(case.trainer, name="fsdp:repeated", logprobs=noisy[1])
+    case = changed(replace(case, others={**case.others, again.name: again}), None, noisy[0])
+    leading = first(case)
+    assert (leading.id, leading.side, leading.status) == ("nondeterminism", "trainer", "confirmed")
+
+
+def test_what_float32_is_certain_of_may_be_exactly_0() -> None:
+    case = healthy(9)
+    assert case.reference is not None
+    certain = case.reference > np.log(0.99)
+    exact = replace(
+        case.others["reference:fp32"], logprobs=np.where(certain, -1e-7, case.reference)
+    )
+    case = replace(case, others={**case.others, exact.name: exact})
+    rng = np.random.default_rng(9)
+    lower = np.where(certain, case.right - rng.uniform(0, 0.5, len(certain)), case.right)
+    off = changed(case, np.where(certain, 0.0, case.left), lower)
+    assert "appended-eos" not in {cause.id for cause in causes(off).ranked}
+
+
+def test_a_side_that_is_off_everywhere_is_not_off_at_its_first_tokens() -> None:
+    """As a softcap at a low temperature is: worst at the first tokens, and off at all others."""
+    made = drawn.draw(10)
+    times = np.where(made.position - drawn.PROMPT < 2, 1.2, 0.06)[:, None]
+    made.trainer = made.trainer + times * made.rng.standard_normal(made.logits.shape)
+    leading = first(made.case())
+    assert leading.id != "first-token"
+    assert leading.side == "trainer"

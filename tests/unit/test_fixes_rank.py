@@ -21,7 +21,7 @@ from mismatch.experiments.fixes.significance import (
     removed_share,
 )
 from mismatch.metrics import METRICS
-from mismatch.metrics.inference import LEVEL, holm
+from mismatch.metrics.permutation import LEVEL, holm
 from mismatch.types import Estimate
 
 ABS, K3 = "logprob_abs_diff_mean", "k3_kl"

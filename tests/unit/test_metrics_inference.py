@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.inference import (
-    PromptSums,
-    heavy_tail,
-    hill_index,
-    prompts_needed,
-    student,
-)
+from mismatch.metrics.inference import PromptSums, prompts_needed, student
+from mismatch.metrics.quantiles import Ranked
 from mismatch.metrics.registry import columns
+from mismatch.metrics.tails import heavy_tail, hill_index
 from mismatch.types import Estimate
 
 MEAN = METRICS["logprob_abs_diff_mean"]
@@ -244,3 +240,15 @@ def test_events_of_one_prompt_count_as_hardly_more_than_one():
         for delta in (spread, clumped)
     ]
     assert widths[1] > 2 * widths[0]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_values_by_rank_are_those_of_sorting(ties: bool):
+    rng = np.random.default_rng(3)
+    values = rng.integers(0, 5, 200).astype(float) if ties else rng.normal(size=200)
+    before = values.copy()
+    ranked = Ranked(values)
+    asked = rng.permutation(200)[:60]
+    assert [ranked[int(i)] for i in asked] == np.sort(values)[asked].tolist()
+    assert (ranked[0], ranked[-1]) == (values.min(), values.max())
+    np.testing.assert_array_equal(values, before)

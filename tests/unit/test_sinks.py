@@ -79,6 +79,7 @@ def holds(numbers: dict[str, float], wanted: dict[str, float], rel: float = 1e-1
 
 
 @needs("tensorboard")
+@pytest.mark.slow
 def test_tensorboard_reads_them_back(example: Path) -> None:
     from tensorboardX.proto.event_pb2 import Event
 
@@ -106,6 +107,7 @@ def tf_records(data: bytes) -> Iterator[bytes]:
 
 
 @needs("wandb")
+@pytest.mark.slow
 def test_wandb_reads_them_back_and_knows_no_more(example: Path) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 

@@ -25,7 +25,6 @@ from mismatch.metrics.corrections import (
     group_advantages,
 )
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.inference import heavy_tail
 from mismatch.metrics.registry import (
     POSITIVE,
     REAL,
@@ -36,6 +35,7 @@ from mismatch.metrics.registry import (
     floats,
     quotient,
 )
+from mismatch.metrics.tails import heavy_tail
 from mismatch.types import Estimate, Floats, Pair, Rollout, Scoring
 
 EQUAL = 1e-12  # relative; errors nearer than this are equal

@@ -17,6 +17,7 @@ class Entry:
         confirm: the experiment that separates it from those that look alike.
         mend: one action.
         seen: issues with this root cause, as owner/repo#number.
+        picture: why the gallery has none; "" where it has one.
         frameworks: name of a framework -> what sets it or shows it there, as read at its source.
     """
 
@@ -27,6 +28,7 @@ class Entry:
     confirm: str
     mend: str
     seen: tuple[str, ...] = ()
+    picture: str = ""
     frameworks: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 

@@ -37,7 +37,7 @@ from mismatch.experiments.fixes.significance import (
 )
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import common_prompts
-from mismatch.metrics.inference import LEVEL, holm
+from mismatch.metrics.permutation import LEVEL, holm
 from mismatch.run import store
 from mismatch.run.directory import invocations
 from mismatch.run.store import FIX_PREFIX, TRAIN

@@ -1,8 +1,8 @@
 """Before and after a fix: what changed, by how much more than chance, and in what order. Pure.
 
 A change is tested by exchanging the two sides within whole prompts
-(:func:`mismatch.metrics.inference.exchange`). Every fix is tested for k3 and for mean |delta|, and
-all these tests together keep the chance of a single false claim under 5 % (Holm).
+(:func:`mismatch.metrics.permutation.exchange`). Every fix is tested for k3 and for mean |delta|,
+and all these tests together keep the chance of a single false claim under 5 % (Holm).
 
 The fix that looks best of many looks better than it is: chance had a say in its being chosen. So
 the choice is made once more on half of the prompts, by the same rules, and the fix that they choose
@@ -22,7 +22,7 @@ from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, difference, paired
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.inference import LEVEL, exchange, holm
+from mismatch.metrics.permutation import LEVEL, exchange, holm
 from mismatch.metrics.registry import Metric
 from mismatch.types import Bools, Estimate, Floats, Ints
 

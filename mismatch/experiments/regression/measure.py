@@ -33,7 +33,7 @@ from mismatch.experiments.regression.types import (
 )
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts, difference, paired
-from mismatch.metrics.inference import LEVEL, exchange, holm
+from mismatch.metrics.permutation import LEVEL, exchange, holm
 from mismatch.metrics.registry import Metric
 from mismatch.run import store
 from mismatch.run.directory import invocations, load_spec

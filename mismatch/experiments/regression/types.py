@@ -15,7 +15,7 @@ from mismatch.analysis.sides import Sides
 from mismatch.analysis.square import Evidence
 from mismatch.codec import object_schema, to_json
 from mismatch.errors import MismatchError
-from mismatch.metrics.inference import prompts_to_tell
+from mismatch.metrics.permutation import prompts_to_tell
 from mismatch.types import Comparison, Estimate, Fingerprint, Ints, Rollout, Verdict
 
 SCHEMA = "mismatch.against/1"

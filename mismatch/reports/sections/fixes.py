@@ -20,7 +20,7 @@ from mismatch.experiments.fixes.base import (
 from mismatch.experiments.fixes.catalogue import is_combination, labels
 from mismatch.experiments.fixes.guides import settings_of
 from mismatch.experiments.fixes.planning import chosen_of
-from mismatch.metrics.inference import LEVEL, prompts_to_tell
+from mismatch.metrics.permutation import LEVEL, prompts_to_tell
 from mismatch.reports.formatting import (
     alike,
     chance,

@@ -260,9 +260,10 @@ def far_side(case: Case) -> Look | NotTested:
     repaired = (reference, case.right) if side == "engine" else (case.left, reference)
     if side == "engine" and _agree_in_float32(case):
         cause = "side-off"
-    if exact_side(case) is not None and cause != "function-differs":
+    if exact_side(case) is not None:
         # A side that rounds where the other one does not moves all tokens alike, as weights do.
-        cause, alike = "side-off", tuple(dict.fromkeys((*COARSER, *alike)))
+        cause = cause if cause == "function-differs" else "side-off"
+        alike = tuple(dict.fromkeys((*alike, *COARSER)))
     finding = Finding(cause, side, effect, evidence, alike=alike, repair=Repair(*repaired))
     return Look(evidence, (finding,))
 

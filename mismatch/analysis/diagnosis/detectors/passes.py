@@ -9,13 +9,14 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
-from mismatch.run.store import REGROUPED, TRAIN
+from mismatch.run.store import PLAIN, REGROUPED, TRAIN
 from mismatch.types import Floats, NotTested
 
+AGAIN = f"{TRAIN}:repeated"
 PASSES = {
     REGROUPED: "microbatch-dependence",
     f"{TRAIN}:grad": "train-eval-paths",
-    f"{TRAIN}:repeated": "nondeterminism",
+    AGAIN: "nondeterminism",
 }
 OWN = 1.6  # times its own rounding, that a side may move against itself; two roundings: 1.4
 CLEAR = 0.3
@@ -50,6 +51,9 @@ def trainer_itself(case: Case) -> Look | NotTested:
         effect = case.share(case.delta + moved)
         shown = tuple(evidence[-2:] if own is not None else evidence[-1:])
         repair = Repair(case.left, case.right + moved) if above(effect, 0.05) else None
+        if name == AGAIN and case.reference is not None:  # the other pass is as far off
+            effect = case.share(case.reference - case.left)
+            repair = Repair(case.left, case.reference)
         findings.append(
             Finding(
                 PASSES[name],
@@ -64,10 +68,14 @@ def trainer_itself(case: Case) -> Look | NotTested:
 
 
 def _own_rounding(case: Case, other: Floats) -> Floats | None:
-    """|distance from float32| of the trainer's pass or of the other one, whichever is nearer."""
+    """|distance from float32| of the trainer's pass, of the other one or of a plain forward,
+    whichever is nearest: two passes that are off by chance are as far from each other.
+    """
     if case.reference is None:
         return None
-    legs = np.abs(case.trainer.logprobs - case.reference), np.abs(other - case.reference)
+    plain = case.others.get(f"{PLAIN}:{case.trainer.fingerprint.get('dtype')}")
+    passes = [case.trainer.logprobs, other, *([] if plain is None else [plain.logprobs])]
+    legs = [np.abs(one - case.reference) for one in passes]
     return min(legs, key=lambda leg: float(leg[case.kept].mean()))
 
 

@@ -16,7 +16,7 @@ from mismatch.analysis.diagnosis.detectors.displacement import (
     imbalance,
     legs_of,
 )
-from mismatch.types import Floats, NotTested
+from mismatch.types import Bools, Floats, NotTested
 
 MIN_TOKENS = 400
 JUMP = 2.2  # times, that |delta| must rise by; clean blocks reach 1.5
@@ -140,6 +140,10 @@ def first_token(case: Case) -> Look | NotTested:
     )
     if not above(ratio, FIRST) or not case.beyond_rounding(first):
         return Look(evidence)
+    if _far(
+        case, case.index >= 8
+    ):  # what the first tokens have alone leaves the others as they are
+        return Look(evidence)
     scale = np.where(case.index == 0, 1 / ratio.value, 1.0)
     effect = case.share(case.delta * scale)
     if not above(effect, 0.05):
@@ -148,6 +152,11 @@ def first_token(case: Case) -> Look | NotTested:
     finding = Finding("first-token", "either", effect, evidence, repair=repair,
                       alike=("attention-sinks", "packing-leak", "position-ids"))  # fmt: skip
     return Look(evidence, (finding,))
+
+
+def _far(case: Case, where: Bools) -> bool:
+    """Whether one side is far from float32 in these tokens, where that is known."""
+    return legs_of(case) is not None and imbalance(case, where) > CALM
 
 
 def blocks(case: Case) -> Look | NotTested:
@@ -171,7 +180,7 @@ def blocks(case: Case) -> Look | NotTested:
         Evidence("|delta| of tokens that open one, at least", best[0], "1"),
     )
     opens = forward % best[1] == 0
-    if best[0] < OPENS or not case.beyond_rounding(opens):
+    if best[0] < OPENS or not case.beyond_rounding(opens) or _far(case, ~opens):
         return Look(evidence)
     scale = np.where(opens, 1 / best[0], 1.0)
     effect = case.share(case.delta * scale)
