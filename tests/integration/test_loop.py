@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
@@ -20,7 +19,6 @@ from mismatch.experiments.loop.types import LoopSpec
 from mismatch.models import resolve_model
 from mismatch.pipeline.loop import run_loop
 from mismatch.processes.loop import resume_from, run_arm
-from mismatch.run.store import load_rollout, load_scoring
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
 pytestmark = pytest.mark.slow
@@ -103,39 +101,6 @@ def test_an_arm_with_sglang(tmp_path: Path) -> None:
     assert (run.path, run.steps) == ("disk", 2)
     assert set(run.curves["parameters_verified"]) == {71.0}
     assert 0 < max(run.curve("k3_kl")) < 0.01
-
-
-@pytest.mark.grid
-def test_the_first_and_the_last_step_are_checked_and_turns_are_trained_on(tmp_path: Path) -> None:
-    tools = resolve_model("tiny-gpt-oss-tools")
-    rollout = RolloutSpec(
-        engine=EngineSpec("transformers", tools, routing=False),
-        prompts=PromptSpec(task="calculator", environment="calculator", num_prompts=2),
-        sampling=Sampling(max_tokens=48, samples_per_prompt=2),
-        exact_kl=32,
-    )
-    train = TrainSpec(tools, master_dtype="fp32", routing=False)
-    check = CheckSpec(rollout, train, nproc_per_node=1)
-    asked = LoopSpec(check, steps=2, prompts=2, perfectible=False, learning_rate=1e-2)
-    report = run_loop(asked, ("as-is",), (0,), tmp_path, Silent(), "test", lambda *page: None)
-    (run,) = report.arms[0].runs
-    for step, verdict in enumerate((run.first, run.last)):
-        assert verdict is not None
-        place = tmp_path / verdict.place
-        rolled, own, exact = (
-            load_rollout(place),
-            load_scoring(place, "fsdp"),
-            load_scoring(place, "reference:fp32"),
-        )
-        assert load_scoring(place, "transformers:decode").distributions is not None
-        assert own.distributions is not None
-        assert (place / "scores" / "transformers-fp32.parquet").exists()
-        # The reference has the weights of this step: others would be nats away.
-        assert 0 < np.abs(own.logprobs - exact.logprobs).mean() < 0.05
-        observed = rolled.token_ids[~rolled.action_mask]
-        assert len(observed) + rolled.n_actions == len(rolled.token_ids)
-        assert run.curves["tokens"][step] == rolled.n_actions
-    assert load_rollout(tmp_path / "as-is/seed-0/steps/000000").turn.max() > 1
 
 
 def children_of(place: Path, what: str = "") -> list[int]:
