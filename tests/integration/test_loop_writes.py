@@ -30,13 +30,14 @@ from mismatch.run.store import read_json
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import load
+from mismatch.training.policy import PolicyOptimiser
 from tests.checkpoints import make
 from tests.integration.test_loop import Silent, numbers
 from tests.write_faults import HOOKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.grid]
 STEPS = 3
-EVERY = 11
+EVERY = 11  # all of them take a quarter of an hour
 
 
 def reward(text: str, answer: object) -> float:
@@ -153,3 +154,27 @@ def test_each_write_failed_once(asked: LoopSpec, tmp_path: Path) -> None:
         run(asked, place)
         assert curves(place) == expected, seen[number - 1]
     assert told > 0.9 * len(range(1, len(seen) + 1, EVERY))
+
+
+def test_a_loss_that_is_not_finite_stops_its_arm_and_the_others_go_on(
+    asked: LoopSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = PolicyOptimiser.step
+    taken: list[int] = []
+
+    def diverges(self: PolicyOptimiser, *given: Any) -> Any:
+        taken.append(1)
+        return None if len(taken) == asked.mini_batches + 1 else step(self, *given)
+
+    monkeypatch.setattr(PolicyOptimiser, "step", diverges)
+    with pytest.raises(MismatchError, match="step 1, mini-batch 0: the loss or its gradient"):
+        pipeline.run_loop(
+            *(asked, ("as-is", "on-policy-ratio"), (0,), tmp_path, Silent(), "test"),
+            lambda *_: None,
+        )
+    first, other = (arm["runs"][0] for arm in read_json(tmp_path / FILE)["arms"])
+    assert "step 1" in first["stopped"]
+    assert first["curves"]["step"] == [0.0]
+    assert first["first"]["step"] == 0  # the check of its first step is there all the same
+    assert len(other["curves"]["step"]) == STEPS
+    assert other["stopped"] == ""
