@@ -212,7 +212,7 @@ def require_turns(directory: Path) -> np.ndarray:
     assert rollout.turn.max() == 3
     texts = store.load_vocabulary(directory)
     ids, last = rollout.token_ids, rollout.actions[np.diff(rollout.actions, append=10**9) > 1]
-    assert [texts[int(token)] for token in ids[last]].count(TEXT) >= 3
+    assert [texts[int(token)].strip() for token in ids[last]].count(TEXT) >= 3
     decode = store.load_scoring(directory, "server:decode")
     prefill = store.load_scoring(directory, "server:prefill")
     assert np.abs(decode.logprobs - prefill.logprobs).max() < 1e-4
