@@ -82,6 +82,16 @@ def test_logprobs_and_experts_are_those_of_the_whole_sequence(
     check_experts(run, reference)
 
 
+def test_whole_distributions_are_taken_in_every_turn(run: Run) -> None:
+    if run.engine == "sglang":
+        pytest.skip("SGLang gives no whole distributions")
+    taken = run.decode.distributions
+    assert taken is not None
+    turns = run.rollout.turn[run.rollout.actions][taken.positions]
+    assert set(turns.tolist()) == {1, 2, 3}
+    assert len(taken.positions) >= 0.9 * min(512, run.rollout.n_actions)
+
+
 def test_what_was_read_from_the_prefix_cache_is_told(run: Run) -> None:
     """SGLang reads whole histories; vLLM captures routes on a CPU without its prefix cache."""
     read = run.decode.extra[CACHED]

@@ -134,6 +134,7 @@ class TransformersEngine:
         self._prefill_temperature = 1.0
         self._stop: tuple[str, ...] = ()
         self._watcher: Watcher | None = None
+        self._places: dict[tuple[int, int], int] = {}  # of jobs among those of this generate
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
@@ -204,6 +205,7 @@ class TransformersEngine:
         import torch
 
         jobs = requests_of(len(prompts), self.sampling, turn)
+        self._places = {job: place for place, job in enumerate(jobs)}
         samples = [sample for context, sample in jobs if context == 0]
         done: dict[tuple[int, int], Sample] = {}
         tokens = 0
@@ -289,8 +291,7 @@ class TransformersEngine:
     def _look(self, rows: list[Row], logits: torch.Tensor) -> None:
         if self._watcher is None:
             return
-        per_prompt = self.sampling.samples_per_prompt
-        sequence = [prompt * per_prompt + sample for prompt, sample in (row.job for row in rows)]
+        sequence = [self._places[row.job] for row in rows]
         index = [len(row.ids) for row in rows]
         self._watcher.take(np.asarray(sequence), np.asarray(index), logits)
 
