@@ -39,7 +39,7 @@ from mismatch.codec import to_json
 from mismatch.processes.workers import engine as worker
 from benchmarks.planted_fault import cache_collision
 
-measure = worker.cache_triple.measure
+measure = worker.artefacts.measure
 
 def twice(engine, *rest):
     healthy = measure(engine, *rest)
@@ -49,7 +49,7 @@ def twice(engine, *rest):
     assert engine.llm.reset_prefix_cache()
     return measure(engine, *rest)
 
-worker.cache_triple.measure = twice
+worker.artefacts.measure = twice
 sys.exit(worker.main(sys.argv[1:2]))
 """
 
