@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 GUARD = Path(__file__).with_name("sandbox_guard.py")
 INTERVAL_S = 0.1  # between two looks at the directory's size
 STARTED_S = 30.0  # in which a machine under load starts the probe
@@ -193,15 +195,26 @@ def _collected(process: subprocess.Popen[bytes], place: str, limits: Limits) -> 
                     return bytes(output), f"stopped after {limits.output_bytes:,} bytes of output"
             elif process.poll() is not None:
                 return bytes(output), ""
-            if _size(place) > limits.disk_bytes:
+            if _size(place, process) > limits.disk_bytes:
                 return bytes(output), f"stopped after {limits.disk_bytes >> 20} MiB of files"
 
 
-def _size(place: str) -> int:
+def _size(place: str, process: subprocess.Popen[bytes]) -> int:
+    """Bytes of the files below a directory; every file and folder counts as one block at least.
+
+    A holder mounts a file system of its own there, which bounds bytes and not the number of
+    folders: it is asked through a process that sees it.
+    """
     total = 0
+    with contextlib.suppress(OSError, psutil.Error):  # ended since
+        for child in psutil.Process(process.pid).children(recursive=True)[-1:]:
+            inside = f"/proc/{child.pid}/root{place}"
+            if os.stat(inside).st_dev != os.stat(place).st_dev:
+                mounted = os.statvfs(inside)
+                total = (mounted.f_files - mounted.f_ffree) * SMALLEST_FILE
     try:
-        for root, _, names in os.walk(place):
-            for name in names:
+        for root, folders, names in os.walk(place):
+            for name in names + folders:
                 with contextlib.suppress(OSError):  # gone since
                     total += max(os.lstat(Path(root) / name).st_blocks * 512, SMALLEST_FILE)
     except RecursionError:  # folders in folders
