@@ -116,7 +116,6 @@ def children_of(place: Path, what: str = "") -> list[int]:
     return found
 
 
-@pytest.mark.grid
 def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
     tmp_path: Path,
 ) -> None:
