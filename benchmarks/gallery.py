@@ -175,12 +175,16 @@ def _lines(case: Case, clean: Case) -> list[str]:
         return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
 
     decades = [10.0**n for n in range(-4, 2)]
+    highest = float(np.nanmax(along(case, longest)))
+    beyond = f"off the scale: up to {highest:.3g}" if highest > HIGHEST else ""
     return [
         *(f'<path d="M{left} {top + PANEL * (1 - _height(v)):.1f}h{width}" stroke="#ddd" '
           f'stroke-width=".7"/><text x="{left - 4}" y="{top + PANEL * (1 - _height(v)) + 3:.1f}" '
           f'text-anchor="end">{v:g}</text>' for v in decades),
         line(clean, GREY),
         line(case, BLUE),
+        f'<text x="{left + width}" y="{top - 4}" text-anchor="end" fill="{BLUE}">{beyond}</text>'
+        if beyond else "",
         f'<text x="{left}" y="{top + PANEL + 12}">1</text>',
         f'<text x="{left + width}" y="{top + PANEL + 12}" text-anchor="end">{longest}</text>',
         f'<text x="{left + width / 2}" y="{top + PANEL + 26}" text-anchor="middle">'
