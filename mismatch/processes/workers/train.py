@@ -276,9 +276,9 @@ class _Passes:
             return
         report_timing(one.name, seconds)
         also = () if source is None else (routing_file(source.name),)
-        save_scoring(item.place, scoring, rollout, made_by=one.spec, also_from=also)
-        if scoring.likeliest is not None:
+        if scoring.likeliest is not None:  # first: a pass whose scoring is there is not made again
             name_likeliest(item.place, scoring.likeliest, one.spec)
+        save_scoring(item.place, scoring, rollout, made_by=one.spec, also_from=also)
 
     def rollout(self, item: Job) -> Rollout:
         if item.place not in self.rollouts:
