@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import known_faults  # noqa: E402
-from benchmarks.calibration import model_of, plugin  # noqa: E402
+from benchmarks.calibration import model_of, plugin, prompts_of  # noqa: E402
 from benchmarks.fault_blocks import BLOCK, measured, of_prompts  # noqa: E402
 from benchmarks.known_faults import FAULTS, Fault  # noqa: E402
 from mismatch.analysis.diagnosis.case import Case  # noqa: E402
@@ -161,6 +161,8 @@ def clean_runs(home: Path, make: bool) -> dict[str, Path]:
         place = home / "runs" / f"clean-{name}"
         if make and not (place / "report.json").is_file():
             held: Any = argparse.Namespace(model=model)
+            if model != "tiny-gpt-oss":  # its tokenizer has no chat template
+                flags = (*flags, "--prompts", str(prompts_of(home, int(flags[1]))))
             check(home, f"clean-{name}", model_of(held, home, None), flags)
         if (place / "report.json").is_file():
             places[name] = place
