@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from mismatch.pipeline.document import report_from_json
 from mismatch.reports.formatting import brief, percent, text
@@ -45,6 +46,7 @@ TABLE = {
     "trainer without sinks (planted)": ["--attention", "no-sinks"],
 }
 MARKERS = ("<!-- numbers, written by `make example` -->", "<!-- end of numbers -->")
+TERMINAL = 12  # lines of its picture
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 METRICS = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
 WIDTH, HEIGHT = 1100, 900
@@ -116,8 +118,16 @@ def write_table(reports: dict[str, Report]) -> None:
 
 
 def draw_terminal(report: Report, path: Path, title: str) -> None:
+    """Its beginning and its verdict, TERMINAL lines in all."""
+    whole = Console(width=88, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    print_report(report, whole, "runs/…", details=False)
+    assert isinstance(whole.file, io.StringIO)
+    lines = Text.from_ansi(whole.file.getvalue()).split()
+    verdict = next(at for at, line in enumerate(lines) if line.plain.startswith("verdict:"))
+    end = lines[verdict:]
     console = Console(record=True, width=88, file=io.StringIO(), force_terminal=True)
-    print_report(report, console, "runs/…", details=False)
+    for line in [*lines[: TERMINAL - 1 - len(end)], Text("…"), *end]:
+        console.print(line)
     svg = console.export_svg(title=title)
     # Rich names a font on the web; the reader's own monospace will do, and nothing is fetched.
     path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))
