@@ -91,15 +91,22 @@ def make_useless_table() -> FixTable:
     )  # fmt: skip
 
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
 def make_long_table(count: int = 20) -> FixTable:
-    """So many fixes, all measured: a third help, a third do nothing, a third hurt."""
+    """So many fixes, all measured: a third help, a third do nothing, a third hurt.
+
+    They end in letters: digits in a name would count as numbers of the page.
+    """
     helped, same = count // 3, count - 2 * (count // 3)
     outcomes = [
-        *(outcome(f"helps-{n}", 1e-4 * (n + 1), 0.004 * (n + 1), "better", 1e-5,
+        *(outcome(f"helps-{LETTERS[n]}", 1e-4 * (n + 1), 0.004 * (n + 1), "better", 1e-5,
                   verdict_after=verdict("healthy", "within the levels for bf16 MoE"))
           for n in range(helped)),
-        *(outcome(f"idle-{n}", 0.061, 0.122, "none", 0.7) for n in range(same)),
-        *(outcome(f"hurts-{n}", 0.07 + 0.01 * n, 0.13, "worse", 1e-3) for n in range(helped)),
+        *(outcome(f"idle-{LETTERS[n]}", 0.061, 0.122, "none", 0.7) for n in range(same)),
+        *(outcome(f"hurts-{LETTERS[n]}", 0.07 + 0.01 * n, 0.13, "worse", 1e-3)
+          for n in range(helped)),
     ]  # fmt: skip
-    return replace(make_table(), outcomes=tuple(outcomes), best="helps-0", best_together="helps-0",
+    return replace(make_table(), outcomes=tuple(outcomes), best="helps-a", best_together="helps-a",
                    left_out=(), held_out=None)  # fmt: skip

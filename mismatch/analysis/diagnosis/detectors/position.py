@@ -210,7 +210,7 @@ def scattered(case: Case) -> Look | NotTested:
     calm = imbalance(case, rest)
     evidence = (
         Evidence(f"tokens of the {side} that alone are far from float32", counts[n], "few"),
-        Evidence("such tokens of the other side", counts[1 - n]),
+        Evidence("the same, on the other side", counts[1 - n]),
         Evidence("distances from float32 of the others, larger over smaller", calm, "1 to 1.1"),
     )
     chance = 4 * np.sqrt(counts[1 - n] + 1)
