@@ -112,9 +112,8 @@ def displacement(case: Case) -> Look | NotTested:
     if not np.isfinite(ratio):
         return NotTested("log-odds displacement", "the two sides agree on unlikely tokens")
     evidence = (Evidence("spread of the log-odds, confident over unlikely", ratio, "1 to 4"),)
-    if (
-        ratio < RISING or _of_two_precisions(case) is not None
-    ):  # with float32 at hand the other detector decides
+    # With float32 at hand the other detector decides.
+    if ratio < RISING or _of_two_precisions(case) is not None:
         return Look(evidence)
     finding = Finding("function-differs", "either", None, evidence, alike=FUNCTIONS)
     return Look(evidence, (finding,) if above(case.mean(np.abs(case.delta)), 0.01) else ())

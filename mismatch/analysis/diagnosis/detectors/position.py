@@ -140,9 +140,7 @@ def first_token(case: Case) -> Look | NotTested:
     )
     if not above(ratio, FIRST) or not case.beyond_rounding(first):
         return Look(evidence)
-    if _far(
-        case, case.index >= 8
-    ):  # what the first tokens have alone leaves the others as they are
+    if _far(case, case.index >= 8):  # what the first tokens alone have leaves the others right
         return Look(evidence)
     scale = np.where(case.index == 0, 1 / ratio.value, 1.0)
     effect = case.share(case.delta * scale)
