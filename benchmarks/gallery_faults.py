@@ -347,7 +347,7 @@ PLANTED = {
 
 def make(home: Path, run: Measured, train: Any) -> None:
     """Score the tokens of a run without a fault by trainers that have one: what is missing."""
-    from mismatch.experiments.passes import reference_of
+    from mismatch.experiments.scoring_passes import reference_of
     from mismatch.specs import Pass
     from mismatch.training.distributed import World
     from mismatch.training.load import load

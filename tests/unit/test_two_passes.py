@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from mismatch.analysis.two_passes import mark_injected, two_passes
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.experiments.passes import reference_of, training_passes
+from mismatch.experiments.scoring_passes import reference_of, training_passes
 from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
 from mismatch.models.config import is_moe
 from mismatch.models.moe import describe, parse_injections, require_routes

@@ -191,7 +191,7 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
     Args:
         context: of the fixes; found out where it is not given.
     """
-    from mismatch.experiments.passes import reference_of, training_passes
+    from mismatch.experiments.scoring_passes import reference_of, training_passes
     from mismatch.run.store import NEW, REFERENCE, REGROUPED, TRAIN
 
     made = {one.name: one.spec for one in training_passes(spec)}

@@ -42,7 +42,7 @@ import numpy as np
 
 from mismatch.captures import LIKELIEST
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
-from mismatch.experiments.passes import Job
+from mismatch.experiments.scoring_passes import Job
 from mismatch.processes.workers.gradients import replay_source, routes_from
 from mismatch.run.messages import (
     SCORED,

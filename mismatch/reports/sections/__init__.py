@@ -1,4 +1,4 @@
-"""The sections of a report, in their order: one module each, named after its id.
+"""The sections of a report, in their order: one module each; an analysis's has its id as name.
 
 A module that tells of an analysis has ``section(result, report)``; one that tells of the report
 itself has ``of_report(report)``, ``of_tokens(report, tokens)`` or ``of_names(report, names)``. They
@@ -21,16 +21,20 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.reports.elsewhere import Elsewhere
+    from mismatch.reports.framework_values import Elsewhere
 
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
-    ("normal-or-not", "Is this normal?", ("headline", "normal", "two_passes", "exact", "forecast")),
-    ("place", "Where does it sit?", ("tokens", "patterns", "where")),
+    (
+        "normal-or-not",
+        "Is this normal?",
+        ("headline", "published_values", "two_passes", "exact", "forecast"),
+    ),
+    ("place", "Where does it sit?", ("tokens", "patterns", "breakdowns")),
     (
         "why",
         "Why?",
-        ("causes", "square", "explain", "engines", "locate", "budget", "beside", "kernels"),
+        ("causes", "square", "explain", "engines", "locate", "budget", "variants", "kernels"),
     ),
     ("helps", "What helps?", ("fixes", "corrections", "gradients")),
     ("token-by-token", "Token by token", ("explorer",)),
