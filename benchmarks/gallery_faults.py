@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import known_faults
 from benchmarks.known_issues import here
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.registry import Measured
+from mismatch.analysis.plugins import Measured
 from mismatch.run.store import REFERENCE, REGROUPED, TRAIN
 
 PREFILL, IN_FLOAT32 = "vllm:prefill", "vllm:fp32"

@@ -88,7 +88,7 @@ def cache_of(stages: Stages) -> Cache:
 
 
 FOLDER = "sync"
-WORKER = "mismatch.processes.workers.sync_probe"
+WORKER = "mismatch.processes.workers.probe_side"
 Progress = Callable[[str], None]
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from mismatch.analysis.displaced import LEVELS, excess_terms
 from mismatch.analysis.levels import verdict
-from mismatch.analysis.registry import Measured
+from mismatch.analysis.plugins import Measured
 from mismatch.analysis.square import Square, judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mismatch.analysis import registry
+from mismatch.analysis import plugins
 from mismatch.reports import summary
 from mismatch.reports.formatting import TONES
 from mismatch.reports.section import Page, Section
@@ -102,7 +102,7 @@ def sections(
 def _sections(
     id: str, report: Report, tokens: pd.DataFrame | None, names: Elsewhere | None
 ) -> tuple[Section, ...]:
-    place, _, name = registry.section_of(id).partition(":")
+    place, _, name = plugins.section_of(id).partition(":")
     module = import_module(place)
     shown: Sections = None
     if not name and hasattr(module, "of_report"):
