@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class ScoredRollout:
     """One rollout with what engine and trainer say of it."""
 
     rollout: Rollout
@@ -37,7 +37,7 @@ class Sides:
     train: Scoring
 
     @classmethod
-    def load(cls, place: Path, engine: str, name: str) -> Sides:
+    def load(cls, place: Path, engine: str, name: str) -> ScoredRollout:
         """Read them; MismatchError where one is missing, damaged, or not finite."""
         rollout = store.load_rollout(place)
         sides = cls(

@@ -36,7 +36,7 @@ from mismatch.analysis.displaced import (
     excess_terms,
 )
 from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
-from mismatch.analysis.plugins import Analysis, Measured
+from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run.store import FLOAT32, PLAIN, REFERENCE, TRAIN
@@ -135,7 +135,7 @@ class Square:
     displaced: tuple[Displaced, ...] = ()
 
 
-def measure(run: Measured, spec: CheckSpec) -> Square | NotTested:
+def measure(run: RunArtefacts, spec: CheckSpec) -> Square | NotTested:
     """The square of the scorings that a run holds."""
     what = "rounding or fault (the square)"
     if spec.quick:
@@ -176,7 +176,7 @@ def _short(value: Any) -> str | None:
 class _Corners:
     """The scorings of a run by their place in the square."""
 
-    def __init__(self, run: Measured, spec: CheckSpec) -> None:
+    def __init__(self, run: RunArtefacts, spec: CheckSpec) -> None:
         self.run, self.spec, self.usable = run, spec, run.usable
         self.reference = run.usable[REFERENCE]
         self.engine = run.decode.name.partition(":")[0]

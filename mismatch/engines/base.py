@@ -289,11 +289,11 @@ class Engine(Protocol):
 class CapturesDistributions(Engine, Protocol):
     """An engine that can take whole distributions while it samples."""
 
-    def watch(self, wanted: CaptureRequest | None) -> None:
+    def capture_distributions(self, wanted: CaptureRequest | None) -> None:
         """What each :meth:`generate` has to take beside its samples from now on; None: nothing."""
 
-    def watched(self) -> dict[str, NDArray[Any]]:
-        """What it took, as :meth:`Watcher.collected` gives it; empty where nothing was watched."""
+    def captured_distributions(self) -> dict[str, NDArray[Any]]:
+        """What it took, as ``DistributionRecorder.collected`` gives it; empty: it took none."""
 
 
 class Stopping(Engine, Protocol):

@@ -144,7 +144,7 @@ def reported_law(facts: Fingerprint, sampling: Sampling) -> Sampling:
 
 
 @dataclass
-class Watcher:
+class DistributionRecorder:
     """Keeps the distributions of the positions with the smallest priorities seen so far.
 
     Of A action tokens it takes about M (1 + log(A / M)) and keeps M.
@@ -227,7 +227,7 @@ class Watcher:
 def join_collected(
     parts: Sequence[dict[str, NDArray[Any]]], wanted: CaptureRequest
 ) -> dict[str, NDArray[Any]]:
-    """What one watcher would have collected of all sequences, from those of several engines."""
+    """What one recorder would have collected of all sequences, from those of several engines."""
     filled = [part for part in parts if part]
     if not filled:
         return {}
@@ -251,7 +251,7 @@ def kept_columns(logprobs: torch.Tensor, top_k: int) -> dict[str, torch.Tensor]:
 def build_distributions(
     collected: dict[str, NDArray[Any]], rollout: Rollout, logprobs: NDArray[Any], vocabulary: int
 ) -> Distributions:
-    """What a watcher has collected, in the rollout's order and compared with what was reported.
+    """What a recorder has collected, in the rollout's order and compared with what was reported.
 
     Args:
         logprobs: [A] as the engine reported them for the tokens that it sampled.

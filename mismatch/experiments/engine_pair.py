@@ -15,7 +15,7 @@ from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import failed
 from mismatch.analysis.diagnosis.pass_checks import not_finite
 from mismatch.analysis.levels import default_thresholds, worse
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.experiments.fixes.base import SHOWN
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import paired
@@ -207,7 +207,7 @@ def lengths(logprobs: Mapping[str, Floats]) -> dict[frozenset[str], float]:
     }
 
 
-def odd_one(
+def outlier(
     found: Sequence[Contrast], edges: Mapping[str, Mapping[frozenset[str], float]]
 ) -> tuple[str | None, float | None]:
     """The party that stands apart on every set of tokens, and by what factor at least.
@@ -259,7 +259,7 @@ class Corner:
     place: str
     sampler: str
     other: str
-    sides: Sides
+    sides: ScoredRollout
     prefill: dict[str, Scoring | None]
     reasons: dict[str, str]
 
@@ -351,7 +351,7 @@ def triangle(run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = Non
         if logprobs is not None:
             found += contrasts(corner.sides.rollout, logprobs, corner.sampler, spec.seed)
             sizes[corner.sampler] = lengths(logprobs)
-    odd, factor = odd_one(found, sizes) if found else (None, None)
+    odd, factor = outlier(found, sizes) if found else (None, None)
     rows = [_row(corner, spec.seed, thresholds) for corner in corners]
     return Triangle(
         sides=(rows[0], rows[1]),
@@ -407,7 +407,7 @@ def _corners(run_dir: Path, spec: CheckSpec) -> Iterator[Corner]:
     unable = {name: _unable(home, name) for name, home in homes.items()}
     for sampler, other in ((first, second), (second, first)):
         place = homes[sampler]
-        sides = Sides.load(place, sampler, TRAIN)
+        sides = ScoredRollout.load(place, sampler, TRAIN)
         prefill = {name: None if unable[name] else _prefill(place, name) for name in homes}
         for scoring in prefill.values():
             if scoring is not None:

@@ -25,7 +25,13 @@ from typing import Any
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.autocovariance import CAP, Fit, Lines, below, capped_ess
+from mismatch.metrics.autocovariance import (
+    CAP,
+    AutocovarianceFit,
+    DeltaSequences,
+    below,
+    capped_ess,
+)
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import POSITIVE, REAL, SHARE, Bounds, Combine, Metric, floats
 from mismatch.metrics.tails import heavy_tail, hill_index
@@ -154,8 +160,8 @@ def _forecast(bare: Forecast, delta: Floats, sequence: Ints, prompt: Ints, seed:
     of_sequence, lengths = np.unique(sequence, return_counts=True)
     of_prompt, longest, target = prompt[of_sequence], bare.longest, bare.target
     estimator = Estimator(np.arange(len(lengths)), of_prompt, seed=seed)  # a unit is a sequence
-    lines = Lines.of(delta, lengths)
-    fit = Fit.of(lines, of_prompt, min(longest // 2, target - 1))
+    lines = DeltaSequences.of(delta, lengths)
+    fit = AutocovarianceFit.of(lines, of_prompt, min(longest // 2, target - 1))
     check = _held_back(lines, of_sequence, prompt, longest, seed)
     lengths_shown = grid(longest, target)
     wanted = [*_of_tokens(fit), *(m for n in lengths_shown for m in _at(fit, n))]
@@ -231,7 +237,7 @@ def _metric(name: str, combine: Combine, bounds: Bounds = REAL) -> Metric:
     return Metric(name, _terms, "ratio", combine=combine, bounds=bounds)
 
 
-def _of_tokens(fit: Fit) -> list[Metric]:
+def _of_tokens(fit: AutocovarianceFit) -> list[Metric]:
     """Mean, variance and long-run variance of a token."""
 
     def inflation(means: Floats) -> Floats:
@@ -258,7 +264,7 @@ def _of_sums(length: int) -> dict[str, Callable[[Floats, Floats], Floats]]:
     }
 
 
-def _at(fit: Fit, length: int) -> list[Metric]:
+def _at(fit: AutocovarianceFit, length: int) -> list[Metric]:
     """What a row needs."""
 
     def of(name: str, value: Callable[[Floats, Floats], Floats], bounds: Bounds = SHARE) -> Metric:
@@ -272,7 +278,7 @@ def _at(fit: Fit, length: int) -> list[Metric]:
     return [of("log_variance", lambda _, v: _log(v), REAL), *shares]
 
 
-def _counted(made: Estimate, fit: Fit) -> Estimate:
+def _counted(made: Estimate, fit: AutocovarianceFit) -> Estimate:
     """Tokens counted; heavy tails are judged once, on the tokens, and not on sums of theirs."""
     kept = tuple(flag for flag in made.flags if flag != "heavy-tail")
     return replace(made, n_tokens=int(fit.terms[:, 0].sum()), flags=kept)
@@ -295,7 +301,7 @@ def _through(estimate: Estimate, turn: Callable[[float], float]) -> Estimate:
     return replace(estimate, value=value, low=min(low, high), high=max(low, high))
 
 
-def _row(made: dict[str, Estimate], fit: Fit, length: int, floor: float) -> Row:
+def _row(made: dict[str, Estimate], fit: AutocovarianceFit, length: int, floor: float) -> Row:
     """One length. Where no common part b could be told from 0, the intervals reach to what its own
     upper limit would give: it grows with the square of the length, so that a b too small to be
     seen may rule a long response."""
@@ -352,7 +358,9 @@ def _at_most(estimate: Estimate, other: Estimate) -> Estimate:
     )
 
 
-def _held_back(lines: Lines, of_sequence: Ints, prompt: Ints, longest: int, seed: int) -> HeldBack:
+def _held_back(
+    lines: DeltaSequences, of_sequence: Ints, prompt: Ints, longest: int, seed: int
+) -> HeldBack:
     """Fit on the first half of the positions, predict the spread of S at the full length.
 
     Only sequences that reach the full length take part, on both sides: what they show late is
@@ -363,7 +371,7 @@ def _held_back(lines: Lines, of_sequence: Ints, prompt: Ints, longest: int, seed
     numbers = of_sequence[reaches]
     half = longest // 2
     early = whole.first(half)
-    fit = Fit.of(early, prompt[numbers], half // 2)
+    fit = AutocovarianceFit.of(early, prompt[numbers], half // 2)
     total = whole.sums(whole.away)
     terms = np.concatenate([fit.terms, np.stack([total, total**2], axis=1)], axis=1)
 
@@ -388,7 +396,7 @@ def _failed(error: Estimate) -> bool:
     return abs(error.value) > CHECK_WRONG and not error.low <= 0.0 <= error.high
 
 
-def _observed(lines: Lines, lengths: Ints, longest: int) -> tuple[tuple[int, float], ...]:
+def _observed(lines: DeltaSequences, lengths: Ints, longest: int) -> tuple[tuple[int, float], ...]:
     """Spread of S at lengths of the data, each over the sequences that are at least so long."""
     points = []
     for length in [longest // 8, longest // 4, longest // 2, longest]:

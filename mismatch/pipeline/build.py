@@ -17,7 +17,7 @@ from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
 from mismatch.analysis.levels import column_for, judge, require_applied, verdict
-from mismatch.analysis.plugins import Measured, analyses
+from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
@@ -177,7 +177,7 @@ def measured(
     usable, refused = by_finiteness(found.scorings)
     if (error := read_error(run_dir, FLOAT32_ENGINE)) is not None:
         refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
-    run = Measured(found.rollout, found.decode, found.train, comparisons[0], usable, refused)
+    run = RunArtefacts(found.rollout, found.decode, found.train, comparisons[0], usable, refused)
     results: dict[str, Any] = {}
     missing: list[str] = []
     for analysis in analyses():

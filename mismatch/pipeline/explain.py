@@ -20,7 +20,7 @@ from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness
 from mismatch.analysis.diagnosis.ranking import diagnose
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.explanation import (
@@ -247,7 +247,7 @@ def case_of(run_dir: Path, spec: CheckSpec) -> Case:
         MismatchError: an artefact is missing or damaged.
     """
     artefacts = Artefacts.load(run_dir, spec)
-    Sides(artefacts.rollout, artefacts.decode, artefacts.train).pair  # noqa: B018  of the same tokens
+    ScoredRollout(artefacts.rollout, artefacts.decode, artefacts.train).pair  # noqa: B018  of the same tokens
     usable, _ = by_finiteness(artefacts.scorings)
     others = others_of(usable, artefacts.decode, artefacts.train)
     return Case.of(artefacts.rollout, artefacts.decode, artefacts.train, others)
@@ -255,7 +255,7 @@ def case_of(run_dir: Path, spec: CheckSpec) -> Case:
 
 def _variant_case(run_dir: Path, spec: CheckSpec, variant: Variant) -> Case:
     engine = spec.rollout.engine.engine
-    sides = Sides.load(run_dir / variant.place, engine, variant.scoring.name)
+    sides = ScoredRollout.load(run_dir / variant.place, engine, variant.scoring.name)
     return Case.of(sides.rollout, sides.decode, sides.train, {})
 
 

@@ -49,7 +49,7 @@ def measure_with_fixes(stages: Stages, passes: list[Pass]) -> None:
 
 
 class FixRun:
-    """The fixes of one check; a :class:`mismatch.processes.stages.Beside`."""
+    """The fixes of one check; a :class:`mismatch.processes.stages.ExtraJobs`."""
 
     def __init__(self, stages: Stages, plan: FixPlan) -> None:
         self.stages, self.plan = stages, plan
@@ -68,7 +68,7 @@ class FixRun:
             for job in self.jobs:
                 error_path(self.run_dir, pass_label(job.one.name)).unlink(missing_ok=True)
             try:
-                self.stages.measure(passes, sample, beside=self)
+                self.stages.measure(passes, sample, extra=self)
                 break
             except MismatchError as error:
                 if not self.dropped(pending, error) or attempt == ATTEMPTS - 1:

@@ -130,11 +130,11 @@ def measure_two(stages: Stages, passes: list[Pass]) -> None:
     Raises:
         MismatchError: an engine or the training world failed; what is there stays, to be resumed.
     """
-    stages.measure(passes, beside=SecondEngine(stages))
+    stages.measure(passes, extra=SecondEngine(stages))
 
 
 class SecondEngine:
-    """The second engine of a check; a :class:`mismatch.processes.stages.Beside`."""
+    """The second engine of a check; a :class:`mismatch.processes.stages.ExtraJobs`."""
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages

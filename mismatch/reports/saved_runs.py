@@ -27,7 +27,7 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.metric_labels import words_for
+from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import (
     Cell,
     Cells,
@@ -110,7 +110,7 @@ def _table(result: SideBySide) -> Table:
         write = metric_format(item.metric, item.values)
         pairs = zip(item.values, item.moves, strict=True)
         cells = (Cell(value, _tone(item, move), format=write) for value, move in pairs)
-        rows.append((words_for(item.metric).label, *cells))
+        rows.append((metric_label(item.metric).label, *cells))
     return Table(columns, rows)
 
 
@@ -130,7 +130,7 @@ def metric_format(metric: str, estimates: Sequence[Estimate | None]) -> Format:
     values = [value for value in estimates if value is not None]
     if not values:
         return number
-    row = Row(metric, words_for(metric), values[0])
+    row = Row(metric, metric_label(metric), values[0])
     return alike((value.value for value in values), row.write)
 
 
@@ -156,7 +156,7 @@ def _changes(result: SideBySide) -> Section:
     moved: list[Cells] = []
     for item in result.metrics:
         rows = deciding if item.metric in DECIDING else moved
-        words = words_for(item.metric)
+        words = metric_label(item.metric)
         write = points if words.share else signed
         for side, move in zip(result.runs, item.moves, strict=True):
             if move is not None and (item.metric in DECIDING or move.significant):
@@ -213,7 +213,7 @@ def _facts(result: SideBySide) -> Section:
 
 def history_page(result: History) -> Page:
     """A metric over the runs of a folder, a picture for every model."""
-    words = words_for(result.metric)
+    words = metric_label(result.metric)
     latest = result.points[-1] if result.points else None
     moved = [point.place for point in result.points if point.moved][-4:]
     by = f"moved significantly by {', '.join(moved)}" if moved else "no run moved it significantly"
@@ -252,7 +252,7 @@ def history_page(result: History) -> Page:
 
 def _runs(result: History, points_shown: Sequence[Point]) -> Table:
     write = metric_format(result.metric, [point.value for point in result.points])
-    words = words_for(result.metric)
+    words = metric_label(result.metric)
     change = points if words.share else signed
     columns = (
         Column("date", text, of=lambda point: point.created[:16].replace("T", " ")),

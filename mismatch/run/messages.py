@@ -72,7 +72,7 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def leave(code: int) -> NoReturn:
+def exit_worker(code: int) -> NoReturn:
     """Called by a worker at its end: all is saved, and tearing torch down takes seconds."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -57,14 +57,14 @@ class Pretend(Stages):
     slow: frozenset[str] = frozenset()
     worlds: list[list[str]]
 
-    def measure(self, passes: list[Pass], sample: bool = True, beside: Any = None) -> None:
-        told = beside.prepare()
-        if not beside.jobs:
+    def measure(self, passes: list[Pass], sample: bool = True, extra: Any = None) -> None:
+        told = extra.prepare()
+        if not extra.jobs:
             return
         first = [Job(self.run_dir, Pass(TRAIN, self.spec.train))]  # kernels of the check first
-        beside.jobs = [job for job in by_load([*first, *beside.jobs]) if job.optional]
-        self.worlds.append([job.one.name for job in beside.jobs])
-        for job in beside.jobs:
+        extra.jobs = [job for job in by_load([*first, *extra.jobs]) if job.optional]
+        self.worlds.append([job.one.name for job in extra.jobs])
+        for job in extra.jobs:
             name = job.one.name.removeprefix("fix:")
             if f"!{name}" in self.broken:
                 raise MismatchError("the train process was killed", log="    line")

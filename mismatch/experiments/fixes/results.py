@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
 from mismatch.analysis.levels import default_thresholds
-from mismatch.analysis.plugins import Measured as MeasuredRun
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.plugins import RunArtefacts
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.analysis.square import Square, measure
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
@@ -25,7 +25,7 @@ from mismatch.experiments.fixes.base import (
 from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of
 from mismatch.experiments.fixes.significance import (
     METHOD,
-    Measured,
+    TokenDeltas,
     Tried,
     best_of,
     change_of,
@@ -92,7 +92,9 @@ def table_of(
     if single and together and single != together:
         places = {entry["id"]: entry["place"] for entry in state["variants"]}
         one, other = (
-            Sides.load(run_dir / places[name], spec.rollout.engine.engine, f"{FIX_PREFIX}{name}")
+            ScoredRollout.load(
+                run_dir / places[name], spec.rollout.engine.engine, f"{FIX_PREFIX}{name}"
+            )
             for name in (single, together)
         )
         together = together if adds(one, other, spec.seed) else single
@@ -127,7 +129,7 @@ def outcomes(
             continue
         place = run_dir / variant.place
         try:
-            sides = Sides.load(place, engine, variant.scoring.name)
+            sides = ScoredRollout.load(place, engine, variant.scoring.name)
             if base is None or before is None:
                 rows.append(_alone(variant, sides, unsound, corners, thresholds))
                 continue
@@ -141,17 +143,17 @@ def outcomes(
     return rows, raw, tried
 
 
-def _base(run_dir: Path, engine: str) -> tuple[Sides | None, str]:
+def _base(run_dir: Path, engine: str) -> tuple[ScoredRollout | None, str]:
     """The run as it is, or why it cannot be compared: its logprobs are not finite, for one."""
     try:
-        return Sides.load(run_dir, engine, TRAIN), ""
+        return ScoredRollout.load(run_dir, engine, TRAIN), ""
     except MismatchError as error:
         return None, error.message
 
 
 def _alone(
     variant: Variant,
-    sides: Sides,
+    sides: ScoredRollout,
     unsound: str,
     corners: Corners,
     thresholds: Thresholds | None,
@@ -163,7 +165,7 @@ def _alone(
     return replace(row, verdict_after=sides.verdict(after, thresholds, *correct))
 
 
-def adds(single: Sides, together: Sides, seed: int) -> bool:
+def adds(single: ScoredRollout, together: ScoredRollout, seed: int) -> bool:
     """Whether a combination is worth more than the best single fix: a tenth less, and not by
     chance. If not, that fix will do.
     """
@@ -176,11 +178,11 @@ def adds(single: Sides, together: Sides, seed: int) -> bool:
     )
 
 
-def measured(one: Sides, other: Sides) -> tuple[Measured, Measured]:
+def measured(one: ScoredRollout, other: ScoredRollout) -> tuple[TokenDeltas, TokenDeltas]:
     """Log-ratios of two sides, their prompts numbered alike."""
     numbers = common_prompts(one.rollout, other.rollout)
     first, second = (
-        Measured(side.pair.delta, side.pair.sequence, prompt)
+        TokenDeltas(side.pair.delta, side.pair.sequence, prompt)
         for side, prompt in zip((one, other), numbers, strict=True)
     )
     return first, second
@@ -195,8 +197,8 @@ def variant_of(spec: CheckSpec, name: str, place: str) -> Variant:
 
 def _compared(
     variant: Variant,
-    pair: tuple[Measured, Measured],
-    sides: Sides,
+    pair: tuple[TokenDeltas, TokenDeltas],
+    sides: ScoredRollout,
     before: Comparison,
     corners: Corners,
     thresholds: Thresholds | None,
@@ -233,7 +235,7 @@ def _shown(made: Comparison) -> dict[str, Estimate]:
     return {name: known[name] for name in SHOWN if name in known}
 
 
-def _cost(sides: Sides, run_dir: Path, variant: Variant) -> FixCost:
+def _cost(sides: ScoredRollout, run_dir: Path, variant: Variant) -> FixCost:
     """Seconds of its forward passes and, where the engine ran for it, of the engine."""
     facts = sides.train.fingerprint
     seconds = facts.get("seconds")
@@ -280,7 +282,7 @@ class Corners:
         self._beside: dict[str, Scoring] | None = None
 
     def correctness(
-        self, sides: Sides, made: Comparison, *, same_tokens: bool
+        self, sides: ScoredRollout, made: Comparison, *, same_tokens: bool
     ) -> tuple[list[Check], str]:
         """Its checks and those of the amount of data; why correctness stays open, "" where not."""
         enough = enough_data(sides.rollout)
@@ -288,7 +290,7 @@ class Corners:
             return [enough], ANEW
         train = replace(sides.train, name=TRAIN)
         usable = {**self.beside, sides.decode.name: sides.decode, TRAIN: train}
-        run = MeasuredRun(sides.rollout, sides.decode, train, made, usable, {})
+        run = RunArtefacts(sides.rollout, sides.decode, train, made, usable, {})
         square = measure(run, self.spec)
         if not isinstance(square, Square):
             return [enough], square.reason

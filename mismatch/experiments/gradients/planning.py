@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Item:
+class ScheduledGradient:
     """One gradient to take, or the earlier one that it equals by construction."""
 
     planned: Planned
@@ -51,7 +51,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Work:
+class GradientSchedule:
     """All gradients of a plan, with their coefficients.
 
     Attributes:
@@ -62,11 +62,11 @@ class Work:
     batch: Batch
     vectors: Vectors
     clipped: float | None
-    items: tuple[Item, ...]
+    items: tuple[ScheduledGradient, ...]
     inputs: tuple[str, ...]
 
     @classmethod
-    def of(cls, run_dir: Path, rollout: Rollout, plan: GradientPlan) -> Work:
+    def of(cls, run_dir: Path, rollout: Rollout, plan: GradientPlan) -> GradientSchedule:
         """Of the scorings that lie in a run directory.
 
         Raises:
@@ -82,10 +82,10 @@ class Work:
             clipped = add_ratio(vectors, rollout, right, new, plan.clip)
         names = [plan.left, plan.right, *([plan.new] if plan.new else [])]
         inputs = (store.ROLLOUT, *(store.scoring_file(name) for name in names))
-        return cls(batch, vectors, clipped, tuple(items_of(plan, vectors)), inputs)
+        return cls(batch, vectors, clipped, tuple(scheduled(plan, vectors)), inputs)
 
 
-def items_of(plan: GradientPlan, vectors: Vectors) -> list[Item]:
+def scheduled(plan: GradientPlan, vectors: Vectors) -> list[ScheduledGradient]:
     """Every gradient of a plan, in the order that they are taken in; the reference's first."""
     first: dict[Any, int] = {}
     for number, planned in enumerate(plan.passes):
@@ -97,7 +97,9 @@ def items_of(plan: GradientPlan, vectors: Vectors) -> list[Item]:
             vector = vectors.same_as.get(name, name)
             place = (planned.trainer.name, name)
             known = taken.setdefault((planned.spec, vector), place)
-            items.append(Item(planned, name, vector, None if known == place else known))
+            items.append(
+                ScheduledGradient(planned, name, vector, None if known == place else known)
+            )
     return items
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from mismatch.analysis.comparison import compare, inputs, is_sampling_law, paired_routing
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness, pass_checks
 from mismatch.analysis.levels import default_thresholds, exit_code
-from mismatch.analysis.plugins import Measured
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.plugins import RunArtefacts
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.analysis.square import Evidence, Finding, Square, measure
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OtherPasses:
     """What the other passes of one run say.
 
     Attributes:
@@ -57,7 +57,7 @@ class Beside:
     reason: str
 
     @classmethod
-    def of(cls, run: Path, sides: Sides, made: Comparison) -> Beside:
+    def of(cls, run: Path, sides: ScoredRollout, made: Comparison) -> OtherPasses:
         """Read and judge them.
 
         Raises:
@@ -68,7 +68,7 @@ class Beside:
         scorings = known | {n: store.load_scoring(run, n) for n in names if n not in known}
         usable, refused = by_finiteness(scorings)
         checks = pass_checks(sides.rollout, sides.decode, sides.train, scorings)
-        measured = Measured(sides.rollout, sides.decode, sides.train, made, usable, refused)
+        measured = RunArtefacts(sides.rollout, sides.decode, sides.train, made, usable, refused)
         try:
             square = measure(measured, load_spec(run))
         except MismatchError:
@@ -100,7 +100,7 @@ def square_rows(old: Square | None, new: Square | None) -> tuple[SquareRow, ...]
     return tuple(rows)
 
 
-def square_notes(old: Beside, new: Beside) -> list[str]:
+def square_notes(old: OtherPasses, new: OtherPasses) -> list[str]:
     """What of the two squares cannot be compared, one sentence each."""
     return [
         f"the square of the {name} run: not compared, {one.reason}"
@@ -131,20 +131,22 @@ class MeasuredRun:
     """
 
     path: Path
-    sides: Sides
+    sides: ScoredRollout
     made: Comparison
     sample: Sample
-    beside: Beside
+    beside: OtherPasses
 
     @classmethod
-    def of(cls, path: Path, sides: Sides, prompt: Ints, names: list[str], seed: int) -> MeasuredRun:
+    def of(
+        cls, path: Path, sides: ScoredRollout, prompt: Ints, names: list[str], seed: int
+    ) -> MeasuredRun:
         pair = sides.pair
         arrays = inputs(pair, sides.decode, sides.train)
         replayed = sides.train.fingerprint.get("replay")
         routes = None if replayed else paired_routing(sides.rollout, sides.decode, sides.train)
         sample = Sample(arrays | (routes.arrays if routes else {}), pair.sequence, prompt)
         made = sides.comparison(names, seed)
-        return cls(path, sides, made, sample, Beside.of(path, sides, made))
+        return cls(path, sides, made, sample, OtherPasses.of(path, sides, made))
 
     @property
     def values(self) -> dict[str, Estimate]:
@@ -234,13 +236,13 @@ def against(
     return concluded(made, fail_on)
 
 
-def load_sides(run: Path) -> Sides:
+def load_sides(run: Path) -> ScoredRollout:
     """A run's tokens with what its engine and its trainer say of them; the artefacts alone."""
     rollout = store.load_rollout(run)
     engine = rollout.fingerprint.get("engine")
     if engine is None:
         raise MismatchError(f"{run}: its rollout does not say which engine sampled", "sample again")
-    return Sides.load(run, str(engine), TRAIN)
+    return ScoredRollout.load(run, str(engine), TRAIN)
 
 
 def same_tokens(old: Rollout, new: Rollout) -> bool:
@@ -386,7 +388,7 @@ def _notes(found: Sequence[Changed]) -> list[str]:
     return notes
 
 
-def _engines(old: Sides, new: Sides, seed: int) -> Comparison:
+def _engines(old: ScoredRollout, new: ScoredRollout, seed: int) -> Comparison:
     """Old engine against new engine, token by token."""
     return compare(
         old.rollout,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.analysis.displaced import Standing
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.analysis.square import Evidence
 from mismatch.codec import object_schema, to_json
 from mismatch.errors import MismatchError
@@ -241,7 +241,9 @@ LAW = ("temperature", "top_p", "top_k", "max_tokens")
 NAMED = 4  # parameters or files that an error names
 
 
-def require_comparable(old: Sides, new: Sides, prompts: tuple[Ints, Ints]) -> list[str]:
+def require_comparable(
+    old: ScoredRollout, new: ScoredRollout, prompts: tuple[Ints, Ints]
+) -> list[str]:
     """What stays uncertain, one sentence each.
 
     Args:

@@ -47,7 +47,7 @@ from mismatch.engines.distribution_capture import CaptureRequest, build_distribu
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
 from mismatch.engines.replicas import make_engine
-from mismatch.engines.turns import Trajectory, WatchedTurns, play, starting
+from mismatch.engines.turns import Trajectory, TurnDistributions, play, starting
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
 from mismatch.models.resolved import token_texts
@@ -58,7 +58,7 @@ from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import resume, store
 from mismatch.run.messages import (
     SAMPLED,
-    leave,
+    exit_worker,
     report_ready,
     report_timing,
     say,
@@ -309,14 +309,14 @@ def sampled(
     Args:
         pushed: why the engine's weights are none of a checkpoint.
     """
-    watched = watch(engine, spec) if ready.capabilities.distributions else None
+    captured = capture_turns(engine, spec) if ready.capabilities.distributions else None
     with timed("generate"):
         samples = engine.generate(ready.ids, progress)
         require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
         trajectories = starting(ready.ids, samples)
-        if watched is not None:
-            watched.end(enumerate(trajectories))
-        replies, rewards = further_turns(engine, spec, trajectories, ready, watched)
+        if captured is not None:
+            captured.end(enumerate(trajectories))
+        replies, rewards = further_turns(engine, spec, trajectories, ready, captured)
     fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info, pushed)
     fingerprint["not_tested"] = [
         *fingerprint.get("not_tested", ()),
@@ -329,9 +329,9 @@ def sampled(
         rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)
     rollout = replace(rollout, rewards=rewards)
     decode = decode_scoring(engine, trajectories, rollout, fingerprint)
-    if watched is not None:
-        decode = with_distributions(watched, decode, rollout, ready.info.vocab_size)
-        watched.engine.watch(None)
+    if captured is not None:
+        decode = with_distributions(captured, decode, rollout, ready.info.vocab_size)
+        captured.engine.capture_distributions(None)
     return rollout, trajectories, decode
 
 
@@ -363,7 +363,7 @@ def further_turns(
     spec: RolloutSpec,
     trajectories: Sequence[Trajectory],
     ready: Ready,
-    watched: WatchedTurns | None = None,
+    captured: TurnDistributions | None = None,
 ) -> tuple[Replies | None, Floats | None]:
     """Let the environment reply and the engine answer: what it did, and its rewards, if it has any.
 
@@ -388,7 +388,7 @@ def further_turns(
             longest=ready.longest,
             max_tokens=spec.sampling.max_tokens,
             progress=Reporter("rollout"),
-            watched=watched,
+            captured=captured,
         )
         return replies, replies.rewards()
     finally:
@@ -409,25 +409,25 @@ def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[str]:
         yield f"{name}: whole replies: {replies.cut} were cut to --max-observation-tokens {most}"
 
 
-def watch(engine: Engine, spec: RolloutSpec) -> WatchedTurns | None:
+def capture_turns(engine: Engine, spec: RolloutSpec) -> TurnDistributions | None:
     """Have the engine take whole distributions while it samples, where that is asked for."""
     if spec.exact_kl < 1:
         return None
     law = reported_law(engine.fingerprint("decode"), spec.sampling)
     wanted = CaptureRequest(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
-    return WatchedTurns(cast(CapturesDistributions, engine), wanted)
+    return TurnDistributions(cast(CapturesDistributions, engine), wanted)
 
 
 def with_distributions(
-    watched: WatchedTurns, decode: Scoring, rollout: Rollout, vocabulary: int
+    captured: TurnDistributions, decode: Scoring, rollout: Rollout, vocabulary: int
 ) -> Scoring:
     """The scoring with what the engine took, or with the reason why it cannot be used."""
-    taken = watched.collected()
+    taken = captured.collected()
     try:
         made = build_distributions(taken, rollout, decode.logprobs, vocabulary)
     except CorruptCapture as error:
         facts = decode.fingerprint
-        missing = [*facts["not_tested"], f"{watched.engine.name}: exact KL: {error.message}"]
+        missing = [*facts["not_tested"], f"{captured.engine.name}: exact KL: {error.message}"]
         return replace(decode, fingerprint=facts | {"not_tested": missing})
     return replace(decode, distributions=made)
 
@@ -610,4 +610,4 @@ class Reporter:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_worker(main())

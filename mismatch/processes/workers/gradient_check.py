@@ -21,7 +21,12 @@ from mismatch.experiments.gradients.files import (
     save_batch,
     save_gradients,
 )
-from mismatch.experiments.gradients.planning import GradientPlan, Item, Planned, Work
+from mismatch.experiments.gradients.planning import (
+    GradientPlan,
+    GradientSchedule,
+    Planned,
+    ScheduledGradient,
+)
 from mismatch.experiments.gradients.types import LOSSES, GradientBatch, Gradients
 from mismatch.run import store
 from mismatch.run.manifest import is_current
@@ -81,7 +86,7 @@ def take_gradients(passes: Passes, plan: GradientPlan) -> None:
     passes.world.barrier()  # rank 0 has saved the scorings
     try:
         rollout = store.load_rollout(run_dir)
-        work = Work.of(run_dir, rollout, plan)
+        work = GradientSchedule.of(run_dir, rollout, plan)
     except MismatchError as error:
         if passes.world.rank == 0:
             write_error(run_dir, failure_label(ALL_PASSES), error)
@@ -93,7 +98,12 @@ class _Taking:
     """Works through the items of a plan."""
 
     def __init__(
-        self, passes: Passes, plan: GradientPlan, run_dir: Path, rollout: Rollout, work: Work
+        self,
+        passes: Passes,
+        plan: GradientPlan,
+        run_dir: Path,
+        rollout: Rollout,
+        work: GradientSchedule,
     ) -> None:
         self.passes, self.plan, self.run_dir = passes, plan, run_dir
         self.rollout, self.work, self.world = rollout, work, passes.world
@@ -116,7 +126,7 @@ class _Taking:
                 self.attempt(mine[0].planned, mine)
         self.note(finished=not self.failed)
 
-    def pending(self) -> list[Item]:
+    def pending(self) -> list[ScheduledGradient]:
         """What is not there yet; rank 0 looks, so that all ranks do the same."""
         import torch
 
@@ -128,14 +138,14 @@ class _Taking:
                 missing[number] = not is_current(self.run_dir, file, self.made_by(item))
         return [i for i, m in zip(todo, self.world.sum(missing).tolist(), strict=True) if m]
 
-    def made_by(self, item: Item) -> str:
+    def made_by(self, item: ScheduledGradient) -> str:
         values = self.work.vectors.values[item.vector]
         specs = [spec_hash(item.planned.spec), spec_hash(self.reference.spec)]
         parts = [text.encode() for text in specs]
         parts += [values.tobytes(), self.work.batch.prompts.tobytes()]
         return hashlib.sha256(b"/".join(parts)).hexdigest()[:12]
 
-    def attempt(self, planned: Planned, items: list[Item], room: bool = False) -> bool:
+    def attempt(self, planned: Planned, items: list[ScheduledGradient], room: bool = False) -> bool:
         """One pass with all its vectors. Where ranks fail at different places the world ends."""
         start, name, failed = time.monotonic(), planned.trainer.name, None
         budget = planned.trainer.kind == "fix"
@@ -160,7 +170,7 @@ class _Taking:
             report_timing(f"gradient:{name}", time.monotonic() - start)
         return failed is None
 
-    def run(self, planned: Planned, items: list[Item], room: bool) -> None:
+    def run(self, planned: Planned, items: list[ScheduledGradient], room: bool) -> None:
         from mismatch.training.gradients import GradientJob, batch_gradient, require_memory
 
         self.passes.load(planned.one)

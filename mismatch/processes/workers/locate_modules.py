@@ -28,7 +28,7 @@ from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.locate.plan import part_of
 from mismatch.experiments.locate.types import Sequence, SideLocation
 from mismatch.run import store
-from mismatch.run.messages import PROGRESS, leave, report_ready, say, write_error
+from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, write_error
 from mismatch.specs import Pass, RolloutSpec, TrainSpec, from_dict
 from mismatch.types import NotTested, Rollout
 
@@ -161,4 +161,4 @@ def run_passes(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_worker(main(sys.argv[1:]))

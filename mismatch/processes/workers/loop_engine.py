@@ -44,7 +44,7 @@ from mismatch.processes.workers.probe_side import Probe, tokens
 from mismatch.processes.workers.train import wait_for
 from mismatch.prompts.prompt import Prompt
 from mismatch.run import store
-from mismatch.run.messages import leave, report_ready, say
+from mismatch.run.messages import exit_worker, report_ready, say
 from mismatch.types import Floats, Rollout, Scoring
 
 LABEL = "loop-engine"
@@ -376,4 +376,4 @@ def in_list(names: Sequence[str], most: int = 3) -> str:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_worker(main())

@@ -40,7 +40,7 @@ from mismatch.processes.workers.engine import reported
 from mismatch.processes.workers.gradient_check import replay_source
 from mismatch.processes.workers.train import engine_distributions, free_memory, wait_for
 from mismatch.run import store
-from mismatch.run.messages import leave, report_ready, say
+from mismatch.run.messages import exit_worker, report_ready, say
 from mismatch.run.store import TRAIN
 from mismatch.specs import Pass
 from mismatch.types import Floats, Rollout, Scoring
@@ -292,4 +292,4 @@ def require_finite(step: int, what: str, values: Floats) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_worker(main(sys.argv[1:]))

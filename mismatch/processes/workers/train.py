@@ -46,7 +46,7 @@ from mismatch.experiments.scoring_passes import Job
 from mismatch.processes.workers.gradient_check import replay_source, routes_from
 from mismatch.run.messages import (
     SCORED,
-    leave,
+    exit_worker,
     pass_label,
     report_ready,
     report_timing,
@@ -406,4 +406,4 @@ def free_memory() -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_worker(main(sys.argv[1:]))

@@ -21,7 +21,7 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.reports.framework_values import Elsewhere
+    from mismatch.reports.framework_values import FrameworkValues
 
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
@@ -46,7 +46,7 @@ Sections = Section | tuple[Section, ...] | None
 
 
 def page(
-    report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
+    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
 ) -> Page:
     """The report as every renderer shows it.
 
@@ -79,7 +79,7 @@ def page(
 
 
 def chapters(
-    report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
+    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
 ) -> list[Section]:
     """Every section of this report in its chapter; analyses without a place come last."""
     placed = {section for _, _, ids in CHAPTERS for section in ids}
@@ -93,14 +93,14 @@ def chapters(
 
 
 def sections(
-    report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
+    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
 ) -> list[Section]:
     """The same without chapters."""
     return [part for chapter in chapters(report, tokens, names) for part in chapter.parts]
 
 
 def _sections(
-    id: str, report: Report, tokens: pd.DataFrame | None, names: Elsewhere | None
+    id: str, report: Report, tokens: pd.DataFrame | None, names: FrameworkValues | None
 ) -> tuple[Section, ...]:
     place, _, name = plugins.section_of(id).partition(":")
     module = import_module(place)

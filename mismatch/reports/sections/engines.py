@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mismatch.experiments.engine_pair import FLOOR_TEXT, TRAINER, Edge, Triangle
 from mismatch.reports.formatting import MARKS, TONES, line, number, percent, signed, text
-from mismatch.reports.metric_labels import words_for
+from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.types import Report
 
@@ -88,7 +88,7 @@ def sentences(result: Triangle, report: Report) -> list[str]:
 def _edge(edge: Edge) -> Cells:
     known = edge.comparison
     values = {} if known is None else known.metrics | known.routing
-    words = words_for(K3, sampled_by_left=known is not None and known.sampled_by_left)
+    words = metric_label(K3, sampled_by_left=known is not None and known.sampled_by_left)
     pair = f"{party(edge.parties[0])} / {party(edge.parties[1])}"
     return (
         Cell(pair, note=f"not tested: {edge.reason}" if edge.reason else ""),

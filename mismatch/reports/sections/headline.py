@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mismatch.reports.formatting import number, text
-from mismatch.reports.framework_values import Elsewhere
+from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Cell, Column, Section, Table, Value, status_cell
 from mismatch.reports.summary import (
     Row,
@@ -32,7 +32,7 @@ NAMES = (
 )
 
 
-def of_names(report: Report, names: Elsewhere | None) -> Section | None:
+def of_names(report: Report, names: FrameworkValues | None) -> Section | None:
     """The judged metrics beside their levels; None where nothing was judged.
 
     Args:
@@ -80,7 +80,7 @@ def _row(row: Row) -> tuple[Cell | Value, ...]:
     )
 
 
-def names_there(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
+def names_there(report: Report, names: FrameworkValues | None) -> tuple[Section, ...]:
     """The metrics under a framework's names, where one was asked for."""
     if names is None or names.framework is None:
         return ()

@@ -14,7 +14,7 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.metric_labels import words_for
+from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import Cell, Cells, Column, Page, Section, Table, Tone
 from mismatch.reports.sections.square import standing_cell
 from mismatch.reports.summary import Row
@@ -98,7 +98,7 @@ def _moved(result: Against) -> Section:
 
 
 def _row(row: AgainstRow) -> Cells:
-    words = words_for(row.metric)
+    words = metric_label(row.metric)
     metric = Row(row.metric, words, row.new)
     outcome = row.outcome or ""
     tones: dict[str, Tone] = {"worse": "critical" if row.beyond else "warn", "better": "healthy"}
@@ -129,7 +129,7 @@ def _side(run: RunSide) -> str:
 def sentences(result: Against) -> list[str]:
     """What the numbers rest on."""
     said = [
-        f"{words_for(row.metric).label}: {_outcome(row)}, p {chance(row.p_value)}."
+        f"{metric_label(row.metric).label}: {_outcome(row)}, p {chance(row.p_value)}."
         for row in result.rows
         if row.p_value is not None
     ]
