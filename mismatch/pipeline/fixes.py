@@ -66,7 +66,7 @@ class FixRun:
             pending = self.pending()
             self.jobs = [self.job(variant) for variant in pending]
             for job in self.jobs:
-                error_path(self.run_dir, pass_label(job.one.name)).unlink(missing_ok=True)
+                error_path(self.run_dir, pass_label(job.pass_.name)).unlink(missing_ok=True)
             try:
                 self.stages.measure(passes, sample, extra=self)
                 break
@@ -97,7 +97,7 @@ class FixRun:
             return False
         self.refusals(pending)
         by_name = {one.scoring.name: one for one in pending}
-        order = [by_name[job.one.name] for job in self.jobs]  # of the world that ended
+        order = [by_name[job.pass_.name] for job in self.jobs]  # of the world that ended
         left = [one for one in order if one.id not in self.failed and not self.scored(one)]
         if not left:
             return False

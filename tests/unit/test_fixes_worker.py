@@ -91,9 +91,9 @@ def test_a_side_pass_may_lack_memory_and_nothing_else(
     scored = []
 
     def one(item: Job) -> None:
-        if item.one.name == "reference:fp32":
+        if item.pass_.name == "reference:fp32":
             raise error
-        scored.append(item.one.name)
+        scored.append(item.pass_.name)
 
     made.one = one  # type: ignore[method-assign]
     made.load = lambda one: None  # type: ignore[method-assign]

@@ -358,7 +358,7 @@ class Pretend(Stages):
     broken = ""
 
     def measure(self, passes: Any, sample: bool = True, extra: Any = None) -> None:
-        Pretend.seen.append(("jobs", "", [job.place.name for job in extra.jobs]))
+        Pretend.seen.append(("jobs", "", [job.run_dir.name for job in extra.jobs]))
         extra.prepare()
 
 

@@ -106,8 +106,8 @@ def removed_share(
         )
         estimator = Estimator(before.sequence, before.prompt, seed=seed)
         with np.errstate(all="ignore"):
-            made = estimator.one(share, {"before": before.delta, "after": after.delta})
-        return made if made is not None and np.isfinite(made.value) else None
+            ratio = estimator.one(share, {"before": before.delta, "after": after.delta})
+        return ratio if ratio is not None and np.isfinite(ratio.value) else None
     whole = METRICS[metric](delta=before.delta)
     if not (0.0 < whole < np.inf and np.isfinite(change.value)):
         return None

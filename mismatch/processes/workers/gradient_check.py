@@ -69,7 +69,7 @@ class Passes(Protocol):
     loaded: LoadedModel | None
     seconds: list[float]
 
-    def load(self, one: Pass) -> None:
+    def load(self, pass_: Pass) -> None:
         """Make ``loaded`` the model of this pass."""
 
     def late(self) -> bool:
@@ -173,7 +173,7 @@ class _Taking:
     def run(self, planned: Planned, items: list[ScheduledGradient], room: bool) -> None:
         from mismatch.training.gradients import GradientJob, batch_gradient, require_memory
 
-        self.passes.load(planned.one)
+        self.passes.load(planned.pass_)
         loaded = self.passes.loaded
         assert loaded is not None
         if room:
@@ -181,13 +181,13 @@ class _Taking:
         source = replay_source(self.run_dir, self.rollout, planned.spec)
         for item in items:
             values, prompts = self.work.vectors.values[item.vector], self.work.batch.prompts
-            job = GradientJob(item.coefficients, values, prompts, planned.one, source)
+            job = GradientJob(item.coefficients, values, prompts, planned.pass_, source)
             loss = item.coefficients.partition(":")[0]
             result = batch_gradient(self.world, loaded, self.rollout, job, self.totals.get(loss))
             if planned is self.reference:
                 self.totals[loss] = result.total.on_host()
             gradients = Gradients(
-                name=planned.one.name,
+                name=planned.pass_.name,
                 coefficients=item.coefficients,
                 groups=result.groups,
                 squared_norm=result.squared_norm,

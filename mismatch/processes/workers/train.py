@@ -177,7 +177,7 @@ class _Passes:
     def score(self, items: list[Job]) -> None:
         first = items[0] if items else None
         if first is not None and not (first.optional or first.side):
-            self.load(first.one)
+            self.load(first.pass_)
         if self.world.rank == 0:
             report_ready()
         if "wait_for" in self.job:
@@ -190,7 +190,7 @@ class _Passes:
                 self.attempt(item)
             elif not item.optional:
                 self.one(item)
-            elif (item.place / ROLLOUT).exists() and not self.late():
+            elif (item.run_dir / ROLLOUT).exists() and not self.late():
                 self.attempt(item)
 
     def attempt(self, item: Job) -> None:
@@ -213,12 +213,12 @@ class _Passes:
             if is_out_of_memory(error):
                 self.drop(error)
         try:
-            self.world.meet(f"{self.attempts}:{item.one.name}")
+            self.world.meet(f"{self.attempts}:{item.pass_.name}")
         except RuntimeError as lost:
             if failed is not None:
                 leave_out(self.job, item, failed, any_rank=True)
             raise MismatchError(
-                f"the ranks parted in the pass {item.one.name}", "see logs/train.log"
+                f"the ranks parted in the pass {item.pass_.name}", "see logs/train.log"
             ) from lost
         if item.optional:
             self.seconds.append(time.monotonic() - start)
@@ -257,7 +257,7 @@ class _Passes:
     def one(self, item: Job) -> None:
         from mismatch.training.score import score_pass
 
-        world, one = self.world, item.one
+        world, one = self.world, item.pass_
         self.load(one)
         assert self.loaded is not None
         rollout = self.rollout(item)
@@ -266,9 +266,9 @@ class _Passes:
         start = time.monotonic()
         if one.spec.replay_routing is not None:
             world.barrier()  # the routes may come from an earlier pass, which rank 0 saves
-        if left_out(item.place, rollout, one):
+        if left_out(item.run_dir, rollout, one):
             return
-        source = replay_source(item.place, rollout, one.spec)
+        source = replay_source(item.run_dir, rollout, one.spec)
         likeliest = LIKELIEST if one.name == TRAIN and not item.optional else 0
         scoring = score_pass(world, self.loaded, rollout, one, source, asked, likeliest)
         seconds = time.monotonic() - start
@@ -277,13 +277,13 @@ class _Passes:
         report_timing(one.name, seconds)
         also = () if source is None else (routing_file(source.name),)
         if scoring.likeliest is not None:  # first: a pass whose scoring is there is not made again
-            name_likeliest(item.place, scoring.likeliest, one.spec)
-        save_scoring(item.place, scoring, rollout, made_by=one.spec, also_from=also)
+            name_likeliest(item.run_dir, scoring.likeliest, one.spec)
+        save_scoring(item.run_dir, scoring, rollout, made_by=one.spec, also_from=also)
 
     def rollout(self, item: Job) -> Rollout:
-        if item.place not in self.rollouts:
-            self.rollouts[item.place] = load_rollout(item.place)
-        return self.rollouts[item.place]
+        if item.run_dir not in self.rollouts:
+            self.rollouts[item.run_dir] = load_rollout(item.run_dir)
+        return self.rollouts[item.run_dir]
 
 
 def runnable(items: list[Job], job: dict[str, Any]) -> list[Job]:
@@ -292,12 +292,12 @@ def runnable(items: list[Job], job: dict[str, Any]) -> list[Job]:
     Raises:
         MismatchError: see :func:`validate`, of one that is not optional.
     """
-    validate([item.one for item in items if not item.optional])
+    validate([item.pass_ for item in items if not item.optional])
     kept = []
     for item in items:
         try:
             if item.optional:
-                validate([item.one])
+                validate([item.pass_])
             kept.append(item)
         except MismatchError as error:
             leave_out(job, item, error)
@@ -310,7 +310,7 @@ def leave_out(job: dict[str, Any], item: Job, error: Exception, *, any_rank: boo
         return
     if not isinstance(error, MismatchError):
         error = MismatchError(named_line(error), "see logs/train.log")
-    write_error(job["run_dir"], pass_label(item.one.name), error)
+    write_error(job["run_dir"], pass_label(item.pass_.name), error)
 
 
 def _load(world: World, one: Pass, job: dict[str, Any]) -> LoadedModel:
