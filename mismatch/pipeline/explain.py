@@ -74,24 +74,27 @@ def explain(stages: Stages) -> None:
     context = context_of(stages.spec)
     run = FixRun(stages, FixPlan((), (), (), pairs=False))
     _passes_left_out(stages, run)
-    made: list[Experiment] = []
+    experiments: list[Experiment] = []
     for engines in range(1 + ENGINES):
-        variants, probes = _planned(stages, context, made)
+        variants, probes = _planned(stages, context, experiments)
         chosen = [pair for pair in variants if pair[0].same_tokens]
         if engines:
             chosen = [] if probes and _before(probes[0], variants) else variants[:1]
             if not chosen and not probes:
                 break
-            made += [] if chosen else _probed(stages, run, probes, start)
+            experiments += [] if chosen else _probed(stages, run, probes, start)
         if chosen:
-            _say(stages, [one for one, _ in chosen])
+            _say(stages, [experiment for experiment, _ in chosen])
             _measure(run, [variant for _, variant in chosen])
-            made += [_single(stages, one, partial(_result, run, one, v)) for one, v in chosen]
-    made += _located(stages, run, made, start)
+            experiments += [
+                _single(stages, experiment, partial(_result, run, experiment, v))
+                for experiment, v in chosen
+            ]
+    experiments += _located(stages, run, experiments, start)
     (run_dir / DIRECTORY).mkdir(exist_ok=True)
     before = _state(run_dir)["seconds"] if (run_dir / STATE).exists() else 0.0
     spent = round(max(before, time.monotonic() - start), 2)  # made before: nothing runs again
-    document = {"schema": STATE_SCHEMA, "experiments": to_json(made), "seconds": spent}
+    document = {"schema": STATE_SCHEMA, "experiments": to_json(experiments), "seconds": spent}
     store.save_document(run_dir, STATE, document, schema=STATE_SCHEMA)
 
 
@@ -106,14 +109,14 @@ def _passes_left_out(stages: Stages, run: FixRun) -> None:
 
 
 def _planned(
-    stages: Stages, context: Context, made: list[Experiment]
+    stages: Stages, context: Context, experiments: list[Experiment]
 ) -> tuple[list[tuple[Experiment, Variant]], list[Experiment]]:
     """Fixes, and experiments of a fresh engine; the best of each first."""
     case = case_of(stages.run_dir, stages.spec)
-    causes = applied(diagnose(case, detectors()), made)[0]
+    causes = applied(diagnose(case, detectors()), experiments)[0]
     header = case.trainer.fingerprint
     costs: Costs = costs_of(stages.journal.seconds, header)
-    ids = [one.id for one in made]
+    ids = [experiment.id for experiment in experiments]
     variants = plan(stages.spec, context, causes, costs, ids)
     return variants, plan_probes(case, causes, costs, ids)
 
@@ -122,9 +125,11 @@ def _before(probe: Experiment, variants: list[tuple[Experiment, Variant]]) -> bo
     return not variants or probe.rate >= variants[0][0].rate
 
 
-def _located(stages: Stages, run: FixRun, made: list[Experiment], start: float) -> list[Experiment]:
+def _located(
+    stages: Stages, run: FixRun, experiments: list[Experiment], start: float
+) -> list[Experiment]:
     """The module, where a function is at fault and nothing else gave it a name."""
-    causes = applied(diagnose(case_of(stages.run_dir, stages.spec), detectors()), made)[0]
+    causes = applied(diagnose(case_of(stages.run_dir, stages.spec), detectors()), experiments)[0]
     planned = to_locate(causes)
     if planned is None:
         return []
@@ -136,13 +141,13 @@ def _located(stages: Stages, run: FixRun, made: list[Experiment], start: float) 
     _say(stages, [planned])
 
     def locate() -> list[Experiment]:
-        found = of_run(stages.run_dir)
-        if found is None:
+        location = of_run(stages.run_dir)
+        if location is None:
             asked = Asked(sequences=FEW_SEQUENCES, seconds=seconds, seed=stages.spec.seed)
-            found = locate_in(stages.run_dir, stages.spec, stages.narrator, asked)
-            document = to_document(found)
+            location = locate_in(stages.run_dir, stages.spec, stages.narrator, asked)
+            document = to_document(location)
             store.save_document(stages.run_dir, LOCATED, document, schema=LOCATE_SCHEMA)
-        return [judged_location(planned, found)]
+        return [judged_location(planned, location)]
 
     return _attempt(stages, [planned], locate)
 
@@ -153,12 +158,15 @@ def _probed(
     """One start of the engine for all of them; what fails is their failure and not the check's."""
     spent = time.monotonic() - start
     if run.over(spent + planned[0].expected_s):
-        return [replace(one, reason=OVER_BUDGET) for one in planned]
+        return [replace(experiment, reason=OVER_BUDGET) for experiment in planned]
     _say(stages, planned)
 
     def ask() -> list[Experiment]:
-        ask_fresh_engine(stages, [one.id for one in planned])
-        return [_single(stages, one, partial(_probe_result, stages, one)) for one in planned]
+        ask_fresh_engine(stages, [experiment.id for experiment in planned])
+        return [
+            _single(stages, experiment, partial(_probe_result, stages, experiment))
+            for experiment in planned
+        ]
 
     return _attempt(stages, planned, ask)
 
@@ -183,7 +191,7 @@ def _attempt(
         return make()
     except Exception as error:
         reason = _reason(stages, error)
-        return [replace(one, reason=reason) for one in planned]
+        return [replace(experiment, reason=reason) for experiment in planned]
 
 
 def _single(stages: Stages, planned: Experiment, make: Callable[[], Experiment]) -> Experiment:
@@ -212,17 +220,21 @@ def _measure(run: FixRun, chosen: list[Variant]) -> None:
         run.measure([], sample=False)
     except Exception as error:
         reason = _reason(run.stages, error)
-        left = [one for one in chosen if one.id not in run.failed and not run.scored(one)]
+        left = [
+            variant
+            for variant in chosen
+            if variant.id not in run.failed and not run.scored(variant)
+        ]
         if isinstance(error, MismatchError) or len(left) == 1:
-            run.failed |= {one.id: reason for one in left}
+            run.failed |= {variant.id: reason for variant in left}
             return
-        run.variants = [one for one in run.variants if one not in left]
-        for one in left:
-            _measure(run, [one])
+        run.variants = [variant for variant in run.variants if variant not in left]
+        for variant in left:
+            _measure(run, [variant])
 
 
 def _say(stages: Stages, chosen: list[Experiment]) -> None:
-    words = ", ".join(f"{one.id} ({one.expected_s:.0f} s)" for one in chosen)
+    words = ", ".join(f"{experiment.id} ({experiment.expected_s:.0f} s)" for experiment in chosen)
     stages.narrator.note(f"explain: {words}")
 
 
@@ -267,8 +279,8 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     state = _state(run_dir)
     experiments = from_json(list[Experiment], state["experiments"])
     causes, confirmed, ruled_out = applied(causes, experiments)
-    told = Explanation(tuple(experiments), confirmed, ruled_out, state["seconds"])
-    return report.with_analyses(causes=causes, explain=told)
+    explanation = Explanation(tuple(experiments), confirmed, ruled_out, state["seconds"])
+    return report.with_analyses(causes=causes, explain=explanation)
 
 
 def _state(run_dir: Path) -> dict[str, Any]:
