@@ -32,7 +32,7 @@ def _two_passes(run: RunArtefacts, spec: CheckSpec) -> TwoPasses | None:
 
 ANALYSES = (
     Analysis(
-        "corrections", Corrections, _corrections, unseen=lambda made: made.not_tested, order=1
+        "corrections", Corrections, _corrections, unseen=lambda result: result.not_tested, order=1
     ),
     Analysis("budget", Budget, _budget, order=2),
     Analysis("forecast", Forecast, _forecast, order=3),

@@ -59,10 +59,10 @@ class DeltaSequences:
 
     def products(self, lag: int) -> Floats:
         """Sum over each sequence of away[t] away[t + lag], [S]."""
-        made = np.zeros(len(self.away))
+        terms = np.zeros(len(self.away))
         inside = self.rank[lag:] >= lag
-        made[lag:] = np.where(inside, self.away[lag:] * self.away[: len(self.away) - lag], 0.0)
-        return self.sums(made)
+        terms[lag:] = np.where(inside, self.away[lag:] * self.away[: len(self.away) - lag], 0.0)
+        return self.sums(terms)
 
 
 @dataclass(frozen=True)

@@ -165,10 +165,10 @@ def _forecast(bare: Forecast, delta: Floats, sequence: Ints, prompt: Ints, seed:
     check = _held_back(lines, of_sequence, prompt, longest, seed)
     lengths_shown = grid(longest, target)
     wanted = [*_of_tokens(fit), *(m for n in lengths_shown for m in _at(fit, n))]
-    made = estimator.all(wanted, {"terms": fit.terms})
-    if len(made) < len(wanted):
+    estimates = estimator.all(wanted, {"terms": fit.terms})
+    if len(estimates) < len(wanted):
         raise Unfit("not enough: the fit gives no positive variance at every length")
-    made = {name: _counted(estimate, fit) for name, estimate in made.items()}
+    estimates = {name: _counted(estimate, fit) for name, estimate in estimates.items()}
     flags = {
         "heavy-tail": heavy_tail(delta * delta),
         "persistent": fit.persistent,
@@ -178,16 +178,16 @@ def _forecast(bare: Forecast, delta: Floats, sequence: Ints, prompt: Ints, seed:
     index = hill_index(delta)
     return replace(
         bare,
-        mean=made["mean"],
-        variance=made["variance"],
-        inflation=made["inflation"],
+        mean=estimates["mean"],
+        variance=estimates["variance"],
+        inflation=estimates["inflation"],
         lags=fit.lags,
         persistent=fit.beyond if fit.persistent else None,
         tail_index=index if math.isfinite(index) else None,
         check=check,
         observed=_observed(lines, lengths, longest),
-        rows=_falling(tuple(_row(made, fit, length, bare.floor) for length in lengths_shown)),
-        flags=(*made["mean"].flags, *(flag for flag, set_ in flags.items() if set_)),
+        rows=_falling(tuple(_row(estimates, fit, length, bare.floor) for length in lengths_shown)),
+        flags=(*estimates["mean"].flags, *(flag for flag, set_ in flags.items() if set_)),
     )
 
 
@@ -213,12 +213,12 @@ def _require(delta: Floats, sequence: Ints, target: int) -> None:
 
 
 def _too_short(longest: int, sequences: int, prompts: int) -> str:
-    found = f"only {longest} tokens are reached by so many"
+    reached = f"only {longest} tokens are reached by so many"
     if longest == 0:
-        found = f"the run has {sequences} responses of {prompts} prompts"
+        reached = f"the run has {sequences} responses of {prompts} prompts"
     return (
         f"not enough: {LEAST_SEQUENCES} responses of {LEAST_PROMPTS} prompts must have at least "
-        f"{LEAST_TOKENS} tokens, and {found}"
+        f"{LEAST_TOKENS} tokens, and {reached}"
     )
 
 
@@ -278,10 +278,10 @@ def _at(fit: AutocovarianceFit, length: int) -> list[Metric]:
     return [of("log_variance", lambda _, v: _log(v), REAL), *shares]
 
 
-def _counted(made: Estimate, fit: AutocovarianceFit) -> Estimate:
+def _counted(estimate: Estimate, fit: AutocovarianceFit) -> Estimate:
     """Tokens counted; heavy tails are judged once, on the tokens, and not on sums of theirs."""
-    kept = tuple(flag for flag in made.flags if flag != "heavy-tail")
-    return replace(made, n_tokens=int(fit.terms[:, 0].sum()), flags=kept)
+    kept = tuple(flag for flag in estimate.flags if flag != "heavy-tail")
+    return replace(estimate, n_tokens=int(fit.terms[:, 0].sum()), flags=kept)
 
 
 def _terms(terms: Floats) -> Floats:
@@ -301,24 +301,24 @@ def _through(estimate: Estimate, turn: Callable[[float], float]) -> Estimate:
     return replace(estimate, value=value, low=min(low, high), high=max(low, high))
 
 
-def _row(made: dict[str, Estimate], fit: AutocovarianceFit, length: int, floor: float) -> Row:
+def _row(estimates: dict[str, Estimate], fit: AutocovarianceFit, length: int, floor: float) -> Row:
     """One length. Where no common part b could be told from 0, the intervals reach to what its own
     upper limit would give: it grows with the square of the length, so that a b too small to be
     seen may rule a long response."""
-    log_variance = made[f"log_variance@{length}"]
+    log_variance = estimates[f"log_variance@{length}"]
     spread = _through(log_variance, math.sqrt)
     row = Row(
         length,
         spread=spread,
         ess_untruncated=_through(log_variance, lambda v: max(math.exp(-v), floor)),
-        **{name: made[f"{name}@{length}"] for name in ("ess", "truncated", "outside")},
-        geo_rejected=made[f"geo_rejected@{length}"],
+        **{name: estimates[f"{name}@{length}"] for name in ("ess", "truncated", "outside")},
+        geo_rejected=estimates[f"geo_rejected@{length}"],
     )
     if spread.high is None or fit.unseen == 0.0:
         return row
     lags = min(fit.lags, length - 1)
     most = spread.high**2 + fit.unseen * (length - lags) * (length - lags - 1)
-    mean, variance = np.array(made["mean"].value * length), np.array(most)
+    mean, variance = np.array(estimates["mean"].value * length), np.array(most)
     ends: dict[str, float] = {
         "spread": math.sqrt(most),
         "ess_untruncated": max(math.exp(-most), floor),
@@ -383,11 +383,11 @@ def _held_back(
 
     metric = _metric("held_back", error, (-1.0, np.inf))
     estimator = Estimator(np.arange(len(numbers)), prompt[numbers], seed=seed)
-    made = estimator.one(metric, {"terms": terms})
-    if made is None:
+    excess = estimator.one(metric, {"terms": terms})
+    if excess is None:
         raise Unfit("not enough: early positions give no positive variance for later ones")
     observed = float(total.std())
-    return HeldBack(half, longest, observed * (1.0 + made.value), observed, _counted(made, fit))
+    return HeldBack(half, longest, observed * (1.0 + excess.value), observed, _counted(excess, fit))
 
 
 def _failed(error: Estimate) -> bool:
