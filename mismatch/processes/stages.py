@@ -108,9 +108,9 @@ class Stages:
         if sampled:
             passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
         main = wanted[0].name if wanted else ""
-        jobs = [Job(self.run_dir, one, side=one.name != main) for one in passes]
-        for one in passes:  # what kept it out before is forgotten
-            error_path(self.run_dir, pass_label(one.name)).unlink(missing_ok=True)
+        jobs = [Job(self.run_dir, pass_, side=pass_.name != main) for pass_ in passes]
+        for pass_ in passes:  # what kept it out before is forgotten
+            error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
         jobs = by_load([*jobs, *(extra.jobs if extra else [])])
         if extra is not None:
             extra.jobs = [job for job in jobs if job.optional]  # in the order they will run in
@@ -177,11 +177,11 @@ class Stages:
             also: run directories whose tokens it rescores as well.
         """
         spec = self.spec.rollout
-        also = [place for place in also if not resume.rescored(place, self.run_dir, spec)]
+        also = [other for other in also if not resume.rescored(other, self.run_dir, spec)]
         done = resume.rollout_done(self.run_dir, spec) and self._rescored()
         if done and not also:
             return
-        job = {"also": [str(place) for place in also]} if also else {}
+        job = {"also": [str(other) for other in also]} if also else {}
         with self.engine(spec, job=job) as engine:
             verb = "rescores" if done else "samples"
             title = f"rollout: {spec.engine.engine} {verb}, {self.run_dir.name}"
@@ -317,13 +317,13 @@ FACTOR, RESERVE = 5, 3 << 30  # float32 beside bf16 files, and what the process 
 
 def score_in_float32(stages: Stages, *beside: Worker) -> None:
     """Leave ``<engine>:fp32``, or the reason why there is none."""
-    place = stages.run_dir
+    run_dir = stages.run_dir
     try:
         spec = float32_engine(stages.spec.rollout)
         name = f"{stages.spec.rollout.engine.engine}:{FLOAT32}"
-        if spec is None or manifest.is_current(place, store.scoring_file(name), spec_hash(spec)):
+        if spec is None or manifest.is_current(run_dir, store.scoring_file(name), spec_hash(spec)):
             return
-        error_path(place, LABEL).unlink(missing_ok=True)
+        error_path(run_dir, LABEL).unlink(missing_ok=True)
         require_memory(spec)
         job = {"label": LABEL, "score": name}
         title = f"rollout: {spec.engine.engine} in float32 scores the same tokens"
@@ -332,7 +332,7 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
     except MismatchError as error:
         for worker in beside:
             worker.ended()  # raises if it was that one that failed
-        write_error(place, LABEL, error)
+        write_error(run_dir, LABEL, error)
         stages.narrator.note(f"the engine in float32: {error.message}")
 
 

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "score" in job or "cache" in job:
             score(run_dir, spec, job.get("score"), job.get("cache"))
         else:
-            run(run_dir, spec, [Path(place) for place in job.get("also", ())])
+            run(run_dir, spec, [Path(other) for other in job.get("also", ())])
 
     return reported(run_dir, label, work)
 
@@ -176,9 +176,9 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
             return
         if not resume.rescored(run_dir, run_dir, spec):
             rescore(run_dir, spec, engine)
-        for place in also:
-            if not resume.rescored(place, run_dir, spec):
-                rescore(place, spec, engine)
+        for other in also:
+            if not resume.rescored(other, run_dir, spec):
+                rescore(other, spec, engine)
 
 
 def stop_at(engine: Engine, ready: Ready) -> None:
@@ -224,8 +224,8 @@ def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None 
                 scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
             facts = scoring.fingerprint
             if facts["dtype"] != spec.engine.dtype:
-                found = facts["dtype"]
-                raise MismatchError(f"{engine.name} runs in {found}, not in {spec.engine.dtype}")
+                dtype = facts["dtype"]
+                raise MismatchError(f"{engine.name} runs in {dtype}, not in {spec.engine.dtype}")
             facts |= {"model": spec.engine.model, "seconds": round(time.monotonic() - start, 3)}
             store.save_scoring(run_dir, replace(scoring, name=name), rollout, made_by=spec)
         if cache is not None:
@@ -274,13 +274,13 @@ def journalled(engine: Engine, ready: Ready, run_dir: Path, spec: RolloutSpec) -
     keeping.discard_journal()
 
 
-def rescore(place: Path, spec: RolloutSpec, engine: Engine) -> None:
+def rescore(run_dir: Path, spec: RolloutSpec, engine: Engine) -> None:
     """Score the tokens of a run, whoever sampled them, by prefill."""
-    rollout = store.load_rollout(place)
+    rollout = store.load_rollout(run_dir)
     with timed("prefill"):
         scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
     scoring.fingerprint["model"] = spec.engine.model
-    store.save_scoring(place, scoring, rollout, made_by=spec)
+    store.save_scoring(run_dir, scoring, rollout, made_by=spec)
 
 
 def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> None:
@@ -350,9 +350,9 @@ def environment_class(spec: RolloutSpec) -> Callable[[Prompt], Environment] | No
     name = spec.prompts.environment
     if name is None:
         return None
-    known = built_in(name) or adapted(name)
-    if known is not None:
-        return known
+    environment = built_in(name) or adapted(name)
+    if environment is not None:
+        return environment
     from mismatch.training.user_kernels import load_function
 
     return load_function(name)[0]
@@ -424,12 +424,12 @@ def with_distributions(
     """The scoring with what the engine took, or with the reason why it cannot be used."""
     taken = captured.collected()
     try:
-        made = build_distributions(taken, rollout, decode.logprobs, vocabulary)
+        distributions = build_distributions(taken, rollout, decode.logprobs, vocabulary)
     except CorruptCapture as error:
         facts = decode.fingerprint
         missing = [*facts["not_tested"], f"{captured.engine.name}: exact KL: {error.message}"]
         return replace(decode, fingerprint=facts | {"not_tested": missing})
-    return replace(decode, distributions=made)
+    return replace(decode, distributions=distributions)
 
 
 def with_routes(
@@ -482,8 +482,8 @@ def known_ids(rollout: Rollout, decode: Scoring, vocabulary: int) -> Ints:
         columns = np.argsort(-law.logprobs, axis=1)[:, :LIKELY]
         parts.append(columns if law.ids is None else np.take_along_axis(law.ids, columns, axis=1))
     ids = np.unique(np.concatenate([part.reshape(-1) for part in parts]))
-    known: Ints = ids[ids < vocabulary]
-    return known
+    in_vocabulary: Ints = ids[ids < vocabulary]
+    return in_vocabulary
 
 
 @contextmanager

@@ -121,9 +121,9 @@ class _Taking:
             return
         order = list(dict.fromkeys(item.planned.trainer.name for item in pending))
         for name in order:
-            mine = [item for item in pending if item.planned.trainer.name == name]
-            if mine[0].planned is not self.reference:
-                self.attempt(mine[0].planned, mine)
+            own = [item for item in pending if item.planned.trainer.name == name]
+            if own[0].planned is not self.reference:
+                self.attempt(own[0].planned, own)
         self.note(finished=not self.failed)
 
     def pending(self) -> list[ScheduledGradient]:

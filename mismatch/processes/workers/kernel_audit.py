@@ -125,8 +125,8 @@ class Work:
         from mismatch.training.attention.resolve import resolve_for
 
         device = self.options.device
-        place = torch.device(device)
-        chosen = resolve_for("auto", self.geometry.bare, place, torch.bfloat16).implementation
+        target = torch.device(device)
+        chosen = resolve_for("auto", self.geometry.bare, target, torch.bfloat16).implementation
         source = ImpactSource(self.spec, device)
         packed = any(finding.column == "packing" for finding in from_json(Audit, result).failed)
         harm = measure_impact(source, self._candidate(step.name), chosen, packed)
