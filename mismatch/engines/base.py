@@ -79,7 +79,7 @@ def argument_name(raw: str) -> str:
 def checked_arguments(
     spec: EngineSpec,
     engine: str,
-    known: Collection[str],
+    names: Collection[str],
     options: Mapping[str, str],
     kept: Mapping[str, str],
     help_command: str,
@@ -97,8 +97,8 @@ def checked_arguments(
     arguments: dict[str, Any] = {}
     for raw, value in spec.args:
         name = argument_name(raw)
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3)
             raise MismatchError(
                 f"--engine-arg {raw}: {engine} has no such engine argument",
                 f"did you mean {', '.join(near)}?" if near else f"see: {help_command}",

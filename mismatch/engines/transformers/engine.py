@@ -205,7 +205,7 @@ class TransformersEngine:
         import torch
 
         jobs = requests_of(len(prompts), self.sampling, turn)
-        self._places = {job: place for place, job in enumerate(jobs)}
+        self._places = {job: index for index, job in enumerate(jobs)}
         samples = [sample for context, sample in jobs if context == 0]
         done: dict[tuple[int, int], Sample] = {}
         tokens = 0
@@ -252,8 +252,8 @@ class TransformersEngine:
             draw(rows, law, self.sampling.temperature == 0)
             if self.likeliest:
                 top = law.topk(min(self.likeliest, law.shape[-1]), dim=-1)
-                found = zip(top.indices.cpu().numpy(), top.values.cpu().numpy(), strict=True)
-                for row, pair in zip(rows, found, strict=True):
+                pairs = zip(top.indices.cpu().numpy(), top.values.cpu().numpy(), strict=True)
+                for row, pair in zip(rows, pairs, strict=True):
                     row.likeliest.append(pair)
             keep = []
             for index, row in enumerate(rows):

@@ -337,8 +337,8 @@ class VllmEngine:
         for digests, unknown in self._call("mismatch_digests"):
             unmapped.update(unknown)
             for name, digest in digests.items():
-                known = renamed.get(name, name)
-                total[known] = combine([total[known], digest]) if known in total else digest
+                named = renamed.get(name, name)
+                total[named] = combine([total[named], digest]) if named in total else digest
         return LoadedWeights(total, tuple(sorted(unmapped)))
 
     def fingerprint(self, mode: Mode) -> Fingerprint:

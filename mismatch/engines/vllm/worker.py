@@ -120,9 +120,9 @@ class RunnerCapture:
         numbers = [int(request.split("-", 1)[0]) - self.first for request in requests]
         sequence = np.asarray(numbers, np.int64)
         position = np.asarray(computed[:size], np.int64) + np.asarray(counts[:size], np.int64)
-        known = (sequence >= 0) & (sequence < len(self.prompts))
-        index = position - self.prompts[np.where(known, sequence, 0)]
-        return sequence, np.where(known, index, -1)
+        inside = (sequence >= 0) & (sequence < len(self.prompts))
+        index = position - self.prompts[np.where(inside, sequence, 0)]
+        return sequence, np.where(inside, index, -1)
 
     def _take(self, rows: Rows, logits: Any) -> None:
         if len(logits) != len(rows[0]):
@@ -357,18 +357,18 @@ class WorkerExtension(WeightSync, ModuleCalls):
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
         modules = self._mismatch_model().modules()
-        found = [(m.layer_id, m) for m in modules if isinstance(m, MoERunner)]
-        return sorted(found, key=lambda pair: pair[0])
+        layers = [(m.layer_id, m) for m in modules if isinstance(m, MoERunner)]
+        return sorted(layers, key=lambda pair: pair[0])
 
 
 def _recorder(current: dict[int, np.ndarray], layer: int, router: Any) -> Callable[[Any], None]:
     small = narrowest(router.global_num_experts)
 
     def record(ids: Any) -> None:
-        found = ids.detach().cpu().numpy()
+        experts = ids.detach().cpu().numpy()
         # What cannot be an expert must stay visible until it is refused, once all is saved.
-        possible = found.min(initial=0) == 0 and found.max(initial=0) <= np.iinfo(small).max
-        current[layer] = found.astype(small if possible else np.uint16)
+        possible = experts.min(initial=0) == 0 and experts.max(initial=0) <= np.iinfo(small).max
+        current[layer] = experts.astype(small if possible else np.uint16)
 
     return record
 
