@@ -153,11 +153,11 @@ class ConsoleNarrator:
             task = progress.add_task(title, total=None)
 
             def show(line: str) -> None:
-                said = plain_lines(line)
-                if done := DONE.search(said):
+                text = plain_lines(line)
+                if done := DONE.search(text):
                     completed, total = int(done[1]), int(done[2])
                     progress.update(task, completed=completed, total=total)
-                progress.update(task, description=f"{title}: {said}")
+                progress.update(task, description=f"{title}: {text}")
 
             yield show
 
