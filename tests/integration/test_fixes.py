@@ -73,6 +73,19 @@ def test_attention_sinks_come_first_where_they_are_missing(without_sinks: Run) -
     assert without_sinks.report["fix_trials"]["best"] == "attention-sinks"
 
 
+def test_the_fix_that_was_measured_confirms_its_cause(without_sinks: Run) -> None:
+    """Replayed routes go with a good part of the mismatch too, and confirm nothing."""
+    report = without_sinks.report
+    first = report["causes"]["ranked"][0]
+    assert (first["id"], first["status"], first["side"]) == (
+        "attention-sinks", "confirmed", "trainer",
+    )  # fmt: skip
+    removed = rows(without_sinks)["attention-sinks"]["removed"][ABS]
+    assert first["effect"]["value"] == pytest.approx(removed["value"], abs=1e-6)
+    assert "share gone with attention-sinks" in {item["what"] for item in first["evidence"]}
+    assert report["explain"]["confirmed"] == ["attention-sinks"]
+
+
 def test_replaying_routes_does_not_mend_a_missing_sink(without_sinks: Run) -> None:
     found = rows(without_sinks)
     replayed = found["router-replay=ids"]
@@ -162,6 +175,8 @@ def test_a_healthy_run_claims_nothing_that_it_has_not(healthy: Run) -> None:
             assert excludes_zero(row["changes"][least]), row["id"]
     for name in ("micro-batch=1024", "expert-memory", "experts-implementation=eager"):
         assert found[name]["outcome"] in ("none", "negligible"), name
+    assert healthy.report["causes"]["ranked"] == []
+    assert "explain" not in healthy.report
 
 
 # ---------------------------------------------------------------- a quantised KV cache
@@ -180,6 +195,8 @@ def test_a_quantised_kv_cache_is_found(tmp_path: Path) -> None:
     assert best["difference"] is not None
     assert ratio(best, ABS) > 2
     assert ratio(rows(run)["fp32"], ABS) < 1.5
+    first = run.report["causes"]["ranked"][0]
+    assert (first["id"], first["status"], first["side"]) == ("fp8-kv", "confirmed", "engine")
 
 
 # ---------------------------------------------------------------- a temperature on one side
@@ -203,6 +220,8 @@ def test_raw_logprobs_at_another_temperature_are_mended_by_their_meaning(
     assert 1e-4 < best["after"][ABS]["value"] < 0.02  # rounding to bf16 remains
     assert best["verdict_after"]["fitness"]["status"] in ("healthy", "tolerable")
     assert rows(run)["fp32"]["outcome"] in ("none", "negligible")
+    first = run.report["causes"]["ranked"][0]
+    assert (first["id"], first["status"]) == ("temperature-semantics", "confirmed")
     assert [one["id"] for one in run.report["fix_trials"]["estimators"]] == ["tis"]
 
 
@@ -236,5 +255,6 @@ def test_an_experiment_confirms_the_missing_sinks(without_sinks: Run, tmp_path: 
         "attention-sinks", "confirmed", "trainer",
     )  # fmt: skip
     made = {one["id"]: one for one in told["experiments"]}
+    assert len(made) == len(told["experiments"])
     assert made["attention-sinks"]["gone"]["low"] > 0.9
     assert told["seconds"] > 0
