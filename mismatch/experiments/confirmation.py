@@ -201,7 +201,11 @@ def _confirming(
 def _with_evidence(cause: Cause, experiments: Sequence[Experiment]) -> Cause:
     """What went with experiments that take this cause out and others too."""
     wide = [e for e in experiments if e.outcome == "confirmed" and _asks(e, cause)]
-    evidence = tuple(item for e in wide for item in _evidence(e))
+    evidence = tuple(
+        replace(item, normal=f"takes out {', '.join(n for n in e.tests if n != cause.id)} too")
+        for e in wide
+        for item in _evidence(e)
+    )
     sides = {e.side for e in wide}
     side = sides.pop() if len(sides) == 1 else cause.side
     return replace(cause, side=side, evidence=(*cause.evidence, *evidence))
