@@ -251,14 +251,8 @@ class SidePair:
     routing: dict[str, Estimate] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, comparison: Comparison) -> SidePair:
-        return cls(
-            comparison.rollout,
-            comparison.train,
-            comparison.sampled_by_left,
-            comparison.metrics,
-            comparison.routing,
-        )
+    def of(cls, c: Comparison) -> SidePair:
+        return cls(c.rollout, c.train, c.sampled_by_left, c.metrics, c.routing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,13 +56,11 @@ def square_checks(square: Square | None) -> list[Check]:
 def _displacement_checks(displaced: Sequence[Displaced]) -> list[Check]:
     """One for each side: of its passes and kinds the worst, and of equals the least by chance."""
     worst: dict[str, Displaced] = {}
-    for finding in sorted(
-        displaced, key=lambda finding: (-ORDER.index(finding.standing), finding.chance)
-    ):
-        worst.setdefault(f"displaced-{finding.side}", finding)
+    for worse in sorted(displaced, key=lambda worse: (-ORDER.index(worse.standing), worse.chance)):
+        worst.setdefault(f"displaced-{worse.side}", worse)
     return [
-        Check(id, STATUS[finding.standing], displacement(finding), _fix(finding))
-        for id, finding in worst.items()
+        Check(id, STATUS[worse.standing], displacement(worse), _fix(worse))
+        for id, worse in worst.items()
     ]
 
 

@@ -281,23 +281,21 @@ def build_distributions(
     return distributions
 
 
-def require_reported(
-    distributions: Distributions, rollout: Rollout, logprobs: NDArray[Any]
-) -> None:
+def require_reported(taken: Distributions, rollout: Rollout, logprobs: NDArray[Any]) -> None:
     """The sampled token must have the log-probability there that the engine reported for it.
 
     Raises:
         CorruptCapture: it has another: rows were mixed up, or the law is not the one reported.
     """
-    tokens = rollout.token_ids[rollout.actions][distributions.positions]
+    tokens = rollout.token_ids[rollout.actions][taken.positions]
     try:
-        law = distributions.law("the engine")
+        law = taken.law("the engine")
     except MismatchError as error:
         raise CorruptCapture(error.message, error.fix) from error
-    column = distributions.column(tokens)
-    kept = np.ones(len(column), bool) if distributions.whole else column < law.shape[1] - 1
+    column = taken.column(tokens)
+    kept = np.ones(len(column), bool) if taken.whole else column < law.shape[1] - 1
     given = law[np.arange(len(law)), column][kept]
-    reported = logprobs[distributions.positions][kept]
+    reported = logprobs[taken.positions][kept]
     with np.errstate(invalid="ignore"):
         off = ~(np.abs(given - reported) <= SAME)
     if off.any():

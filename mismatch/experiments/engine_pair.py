@@ -218,12 +218,10 @@ def outlier(
     """
     if all_agree(edges):
         return None, None
-    parties = list(dict.fromkeys(contrast.party for contrast in measured))
+    parties = list(dict.fromkeys(c.party for c in measured))
     for party in parties:
-        own = [contrast for contrast in measured if contrast.party == party]
-        apart = all(
-            contrast.difference.low is not None and contrast.difference.low > 0 for contrast in own
-        )
+        own = [c for c in measured if c.party == party]
+        apart = all(c.difference.low is not None and c.difference.low > 0 for c in own)
         factor = min(
             _factor(party, by_pair) for by_pair in edges.values()
         )  # of its shorter edge, on the tokens where that is shortest

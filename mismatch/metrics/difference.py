@@ -321,7 +321,5 @@ def _error(residual: Floats, prompts: int) -> float:
     return math.sqrt(prompts / (prompts - 1) * float((residual**2).sum()))
 
 
-def _united(
-    one_side: tuple[str, ...], other_side: tuple[str, ...], without: str = ""
-) -> tuple[str, ...]:
-    return tuple(flag for flag in dict.fromkeys([*one_side, *other_side]) if flag != without)
+def _united(flags: tuple[str, ...], others: tuple[str, ...], without: str = "") -> tuple[str, ...]:
+    return tuple(flag for flag in dict.fromkeys([*flags, *others]) if flag != without)

@@ -290,17 +290,15 @@ class Estimator:
 
     def _resampled(self, several: Sequence[_Smooth]) -> Iterator[Floats]:
         """Values of all resamples, [R] each: every resample serves all metrics."""
-        columns = [
-            array for stat in several for array in (stat.sums.sums, stat.sums.count[:, None])
-        ]
+        columns = [array for s in several for array in (s.sums.sums, s.sums.count[:, None])]
         table = np.concatenate(columns, axis=1)
         small = self._resamples * self.n_prompts <= KEPT
         weights = [self.weights] if small else draws(self.n_prompts, self._resamples, self._seed)
         resampled = np.concatenate([drawn @ table for drawn in weights])
         start = 0
-        for stat in several:
-            stop = start + stat.sums.sums.shape[1]
-            yield stat.sums.shifted(resampled[:, start:stop] / resampled[:, stop : stop + 1])
+        for s in several:
+            stop = start + s.sums.sums.shape[1]
+            yield s.sums.shifted(resampled[:, start:stop] / resampled[:, stop : stop + 1])
             start = stop + 1
 
 

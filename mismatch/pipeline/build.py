@@ -132,9 +132,7 @@ def build_report(
         verdict=mark_injected(
             verdict(judgements, checks, column, open_question), artefacts.scorings
         ),
-        fingerprints=named(
-            {name: scoring.fingerprint for name, scoring in artefacts.scorings.items()}
-        ),
+        fingerprints=named({name: s.fingerprint for name, s in artefacts.scorings.items()}),
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
         checks=tuple(checks),
@@ -170,7 +168,7 @@ def without_square(spec: CheckSpec, comparisons: list[Comparison], results: dict
 
 
 def measured(
-    run_dir: Path, spec: CheckSpec, artefacts: Artefacts, comparisons: list[Comparison]
+    run_dir: Path, spec: CheckSpec, held: Artefacts, comparisons: list[Comparison]
 ) -> tuple[dict[str, Any], list[str]]:
     """The results of all analyses by id, and what they could not see.
 
@@ -178,12 +176,10 @@ def measured(
     """
     if not comparisons:
         return {}, []
-    usable, refused = by_finiteness(artefacts.scorings)
+    usable, refused = by_finiteness(held.scorings)
     if (error := read_error(run_dir, FLOAT32_ENGINE)) is not None:
         refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
-    run = RunArtefacts(
-        artefacts.rollout, artefacts.decode, artefacts.train, comparisons[0], usable, refused
-    )
+    run = RunArtefacts(held.rollout, held.decode, held.train, comparisons[0], usable, refused)
     results: dict[str, Any] = {}
     missing: list[str] = []
     for analysis in analyses():
@@ -197,22 +193,20 @@ def measured(
 
 
 def compare_artefacts(
-    run_dir: Path, spec: CheckSpec, artefacts: Artefacts, checks: list[Check], again: bool
+    run_dir: Path, spec: CheckSpec, held: Artefacts, checks: list[Check], again: bool
 ) -> tuple[list[Comparison], list[SidePair]]:
     """Comparisons and noise floor, from ``comparison.json`` where that is of these artefacts."""
     made_by = f"{__version__}:{spec_hash(spec)}"
-    inputs = [store.ROLLOUT, *(store.scoring_file(name) for name in artefacts.scorings)]
+    inputs = [store.ROLLOUT, *(store.scoring_file(name) for name in held.scorings)]
     current = all(
         manifest.is_current(run_dir, name, made_by) for name in (COMPARISON, store.TOKENS)
     )
     if again or not current or not manifest.made_from(run_dir, COMPARISON, inputs):
         texts = store.load_vocabulary(run_dir)
-        pairs = compare_all(artefacts, spec.seed, texts) if _sound(checks) else ([], [])
+        pairs = compare_all(held, spec.seed, texts) if _sound(checks) else ([], [])
         document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(*pairs)}
-        reference = artefacts.scorings.get(REFERENCE)
-        tokens = token_table(
-            run_dir, artefacts.rollout, artefacts.decode, artefacts.train, reference
-        )
+        reference = held.scorings.get(REFERENCE)
+        tokens = token_table(run_dir, held.rollout, held.decode, held.train, reference)
         entry: dict[str, Any] = {"made_by": made_by, "inputs": inputs}
         store.save_tokens(run_dir, tokens, **entry)
         store.save_document(run_dir, COMPARISON, document, schema=COMPARISON_SCHEMA, **entry)
@@ -278,10 +272,8 @@ def not_tested(
 ) -> list[str]:
     """What this run could not see, and why, as the report has it."""
     left_by_engine = scorings[f"{spec.rollout.engine.engine}:decode"].fingerprint
-    skipped = [
-        NotTested(check.id, check.detail) for check in checks if check.status == "not_tested"
-    ]
-    missing = [str(check) for check in skipped]
+    skipped = [NotTested(c.id, c.detail) for c in checks if c.status == "not_tested"]
+    missing = [str(c) for c in skipped]
     missing += map(NotTested.what_first, left_by_engine.get("not_tested", []))
     missing += spec.not_reproduced
     return [*missing, *map(str, _unseen(spec, rollout, scorings))]

@@ -90,12 +90,9 @@ def explain(stages: Stages) -> None:
                 break
             experiments += [] if chosen else _probed(stages, run, probes, start)
         if chosen:
-            _say(stages, [experiment for experiment, _ in chosen])
+            _say(stages, [e for e, _ in chosen])
             _measure(run, [variant for _, variant in chosen])
-            experiments += [
-                _single(stages, experiment, partial(_result, run, experiment, v))
-                for experiment, v in chosen
-            ]
+            experiments += [_single(stages, e, partial(_result, run, e, v)) for e, v in chosen]
     experiments += _located(stages, run, experiments, start)
     (run_dir / DIRECTORY).mkdir(exist_ok=True)
     before = _state(run_dir)["seconds"] if (run_dir / STATE).exists() else 0.0
@@ -138,11 +135,9 @@ def _before(probe: Experiment, variants: list[tuple[Experiment, Variant]]) -> bo
     return not variants or probe.rate >= variants[0][0].rate
 
 
-def _located(
-    stages: Stages, run: FixRun, experiments: list[Experiment], start: float
-) -> list[Experiment]:
+def _located(stages: Stages, run: FixRun, done: list[Experiment], start: float) -> list[Experiment]:
     """The module, where a function is at fault and nothing else gave it a name."""
-    causes = _causes(case_of(stages.run_dir, stages.spec), experiments)
+    causes = _causes(case_of(stages.run_dir, stages.spec), done)
     planned = to_locate(causes)
     if planned is None:
         return []
@@ -175,11 +170,8 @@ def _probed(
     _say(stages, planned)
 
     def ask() -> list[Experiment]:
-        ask_fresh_engine(stages, [experiment.id for experiment in planned])
-        return [
-            _single(stages, experiment, partial(_probe_result, stages, experiment))
-            for experiment in planned
-        ]
+        ask_fresh_engine(stages, [e.id for e in planned])
+        return [_single(stages, e, partial(_probe_result, stages, e)) for e in planned]
 
     return _attempt(stages, planned, ask)
 
@@ -233,17 +225,13 @@ def _measure(run: FixRun, chosen: list[Variant]) -> None:
         run.measure([], sample=False)
     except Exception as error:
         reason = _reason(run.stages, error)
-        left = [
-            variant
-            for variant in chosen
-            if variant.id not in run.failed and not run.scored(variant)
-        ]
+        left = [v for v in chosen if v.id not in run.failed and not run.scored(v)]
         if isinstance(error, MismatchError) or len(left) == 1:
-            run.failed |= {variant.id: reason for variant in left}
+            run.failed |= {v.id: reason for v in left}
             return
-        run.variants = [variant for variant in run.variants if variant not in left]
-        for variant in left:
-            _measure(run, [variant])
+        run.variants = [v for v in run.variants if v not in left]
+        for v in left:
+            _measure(run, [v])
 
 
 def _say(stages: Stages, chosen: list[Experiment]) -> None:
@@ -282,24 +270,20 @@ def _of_fixes(run_dir: Path, spec: CheckSpec, causes: Causes) -> list[Experiment
         return []
     weights = masses(causes)
     entries = state_of(run_dir)["variants"]
-    asking = [
-        (e, experiment)
-        for e in entries
-        if (experiment := asked(e["id"], spec, weights)) is not None
-    ]
+    asking = [(e, probe) for e in entries if (probe := asked(e["id"], spec, weights)) is not None]
     if not asking:
         return []
     before = case_of(run_dir, spec)
     experiments = []
-    for entry, experiment in asking:
+    for entry, probe in asking:
         variant = variant_of(spec, entry["id"], entry["place"])
-        experiment = replace(experiment, same_tokens=not variant.place)
+        probe = replace(probe, same_tokens=not variant.place)
         try:
             if entry["failed"]:
                 raise MismatchError(entry["failed"])
-            experiments.append(_measured(run_dir, spec, before, experiment, variant))
+            experiments.append(_measured(run_dir, spec, before, probe, variant))
         except MismatchError as error:
-            experiments.append(replace(experiment, reason=error.headline.splitlines()[0]))
+            experiments.append(replace(probe, reason=error.headline.splitlines()[0]))
     return experiments
 
 
@@ -329,12 +313,10 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     fixed = _of_fixes(run_dir, spec, causes)
     if not explained and not fixed:
         return report
-    ids = [experiment.id for experiment in fixed]
-    experiments = settled(
-        causes, [*fixed, *(experiment for experiment in own if experiment.id not in ids)]
-    )
+    ids = [e.id for e in fixed]
+    experiments = settled(causes, [*fixed, *(e for e in own if e.id not in ids)])
     causes, confirmed, ruled_out = applied(causes, experiments)
-    spent += sum(experiment.seconds or 0.0 for experiment in fixed)
+    spent += sum(e.seconds or 0.0 for e in fixed)
     explanation = Explanation(tuple(experiments), confirmed, ruled_out, round(spent, 2))
     return report.with_analyses(causes=causes, explain=explanation)
 

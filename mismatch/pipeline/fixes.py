@@ -96,13 +96,9 @@ class FixRun:
         if not resume.scoring_done(self.run_dir, TRAIN, self.stages.spec.train):
             return False
         self.refusals(pending)
-        by_name = {variant.scoring.name: variant for variant in pending}
+        by_name = {v.scoring.name: v for v in pending}
         order = [by_name[job.pass_.name] for job in self.jobs]  # of the world that ended
-        left = [
-            variant
-            for variant in order
-            if variant.id not in self.failed and not self.scored(variant)
-        ]
+        left = [v for v in order if v.id not in self.failed and not self.scored(v)]
         if not left:
             return False
         self.failed[left[0].id] = _first_line(error)
@@ -187,9 +183,7 @@ class FixRun:
 
     def engine_seconds(self, folder: str) -> float:
         past = invocations(self.run_dir / folder)
-        return max(
-            (invocation.get("seconds", {}).get("rollout", 0.0) for invocation in past), default=0.0
-        )
+        return max((entry.get("seconds", {}).get("rollout", 0.0) for entry in past), default=0.0)
 
     def pairs(self, context: Context) -> None:
         """Second round: pairs of the best fixes that help."""
@@ -200,13 +194,11 @@ class FixRun:
             more, left = plan_pairs(self.stages.spec, context, self.variants, best)
             self.left_out += left
             if more and self.over(self.spent_s):
-                names = ", ".join(variant.id for variant in more)
+                names = ", ".join(v.id for v in more)
                 self.left_out.append(f"pairs {names}: not run, the budget is used up")
             elif more:
                 self.variants += more
-                self.stages.narrator.note(
-                    f"fixes: pairs: {', '.join(variant.id for variant in more)}"
-                )
+                self.stages.narrator.note(f"fixes: pairs: {', '.join(v.id for v in more)}")
                 self.measure([], sample=False)
 
     def save(self) -> None:
@@ -214,12 +206,8 @@ class FixRun:
         document = {
             "schema": STATE_SCHEMA,
             "variants": [
-                {
-                    "id": variant.id,
-                    "place": variant.place,
-                    "failed": self.failed.get(variant.id, ""),
-                }
-                for variant in self.variants
+                {"id": v.id, "place": v.place, "failed": self.failed.get(v.id, "")}
+                for v in self.variants
             ],
             "refused": [
                 {name: getattr(row, name) for name in REFUSED} for row in self.plan.refused

@@ -61,11 +61,11 @@ def run_loop(
         every = require_same_settings(base, arms, seeds, run_dir)
         try:
             for number, loop in enumerate(planned, 1):
-                directory = run_dir / place_of(loop.arm, loop.seed)
+                folder = run_dir / place_of(loop.arm, loop.seed)
                 title = f"{loop.arm}, seed {loop.seed} ({number} of {len(planned)})"
                 share = (until - time.monotonic()) / (len(planned) - number + 1)
                 failed = (
-                    _one(loop, directory, run_dir / POOL, narrator, title, command, share) or failed
+                    _one(loop, folder, run_dir / POOL, narrator, title, command, share) or failed
                 )
         finally:
             report = gather(base, run_dir, *every)

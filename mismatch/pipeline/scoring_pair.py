@@ -95,24 +95,24 @@ def build_pair(
     return report, token_table(left_run, rollout, left, right)
 
 
-def require_same_tokens(left: Rollout, right: Rollout, first: Path, second: Path) -> None:
+def require_same_tokens(ours: Rollout, theirs: Rollout, first: Path, second: Path) -> None:
     """Only scorings of the same tokens can be compared.
 
     Raises:
         MismatchError: it says where the two rollouts part.
     """
-    if left.n_sequences != right.n_sequences:
-        where = f"{left.n_sequences} and {right.n_sequences} sequences"
+    if ours.n_sequences != theirs.n_sequences:
+        where = f"{ours.n_sequences} and {theirs.n_sequences} sequences"
     else:
-        pairs = zip(left.sequences(), right.sequences(), strict=True)
+        pairs = zip(ours.sequences(), theirs.sequences(), strict=True)
         parted = [n for n, (a, b) in enumerate(pairs) if not np.array_equal(a, b)]
         if not parted:
-            if np.array_equal(left.action_mask, right.action_mask):
+            if np.array_equal(ours.action_mask, theirs.action_mask):
                 return
             where = "other tokens are marked as sampled"
         else:
             where = (
-                f"{len(parted)} of {left.n_sequences} sequences differ, the first is {parted[0]}"
+                f"{len(parted)} of {ours.n_sequences} sequences differ, the first is {parted[0]}"
             )
     raise MismatchError(
         f"two runs of different tokens: {first} and {second}: {where}",

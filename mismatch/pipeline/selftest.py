@@ -166,12 +166,10 @@ def _shift(case: Case, size: float) -> Case:
 def _rows(case: Case, size: float) -> Case:
     """A share of the rows takes the next row's numbers."""
     right, rows = case.right.copy(), case.rows
-    for row, following in zip(rows, [*rows[1:], rows[0]], strict=True):
+    for row, after in zip(rows, [*rows[1:], rows[0]], strict=True):
         if rows.index(row) < size * len(rows):
-            length = min(row.stop - row.start, following.stop - following.start)
-            right[row.start : row.start + length] = case.right[
-                following.start : following.start + length
-            ]
+            length = min(row.stop - row.start, after.stop - after.start)
+            right[row.start : row.start + length] = case.right[after.start : after.start + length]
     return _recorded(case, case.left, right)
 
 

@@ -207,15 +207,13 @@ def _of_worst(decode: Scoring, train: Scoring) -> dict[int, Outcomes]:
 
 def _outcomes(row: int, *sides: tuple[Scoring, Likeliest]) -> Outcomes:
     sampled = int(sides[0][0].token_ids[row])
-    by_side = [
+    logs = [
         dict(zip(top.ids[row].tolist(), top.logprobs[row].tolist(), strict=True))
         | {sampled: float(scoring.logprobs[row])}
         for scoring, top in sides
     ]
-    ids = sorted(
-        set().union(*by_side), key=lambda i: -max(side.get(i, -np.inf) for side in by_side)
-    )
-    first, second = ([side.get(i, np.nan) for i in ids] for side in by_side)
+    ids = sorted(set().union(*logs), key=lambda i: -max(side.get(i, -np.inf) for side in logs))
+    first, second = ([side.get(i, np.nan) for i in ids] for side in logs)
     return np.asarray(ids, np.int64), np.asarray(first), np.asarray(second)
 
 

@@ -65,17 +65,13 @@ def prompt_column(columns: list[str], spec: PromptSpec) -> str:
     if spec.prompt_column is not None:
         _require_column(spec.prompt_column, columns, "--prompt-column")
         return spec.prompt_column
-    candidates = [name for name in columns if name.lower() in COLUMNS]
-    if len(candidates) == 1:
-        return candidates[0]
-    what = (
-        f"several could be the prompt ({', '.join(candidates)})"
-        if candidates
-        else "none has a usual name"
-    )
+    usual = [name for name in columns if name.lower() in COLUMNS]
+    if len(usual) == 1:
+        return usual[0]
+    what = f"several could be the prompt ({', '.join(usual)})" if usual else "none has a usual name"
     raise MismatchError(
         f"{_named(spec)}: of the columns {', '.join(columns)}, {what}",
-        f"name it: --prompt-column {candidates[0] if candidates else columns[0]}",
+        f"name it: --prompt-column {usual[0] if usual else columns[0]}",
     )
 
 

@@ -55,8 +55,8 @@ def limit(limits: dict[str, Any]) -> None:
             resource.setrlimit(kind, (value, value))
 
 
-def mount_read_only(folder: str, size: int) -> None:
-    """All of the tree read-only and without devices, but for a small file system at ``folder``."""
+def mount_read_only(path: str, size: int) -> None:
+    """All of the tree read-only and without devices, but for a small file system at ``path``."""
     attributes = (ctypes.c_uint64 * 4)(RDONLY | NOSUID | NODEV, 0, 0, 0)
     root = ctypes.c_char_p(b"/")
     if LIBC.syscall(MOUNT_SETATTR, -100, root, AT_RECURSIVE, attributes, 32):
@@ -64,13 +64,9 @@ def mount_read_only(folder: str, size: int) -> None:
     if LIBC.mount(b"proc", b"/proc", b"proc", NOSUID | NODEV, None):
         LIBC.mount(b"none", b"/proc", b"tmpfs", RDONLY, None)
     LIBC.mount(
-        b"none",
-        folder.encode(),
-        b"tmpfs",
-        NOSUID | NODEV,
-        f"size={size},nr_inodes={FILES}".encode(),
+        b"none", path.encode(), b"tmpfs", NOSUID | NODEV, f"size={size},nr_inodes={FILES}".encode()
     )
-    os.chdir(folder)
+    os.chdir(path)
 
 
 def refuse_files(trees: list[str]) -> bool:

@@ -228,11 +228,7 @@ def require_same_prompts(run_dir: Path, spec: CheckSpec) -> None:
         MismatchError: its content is not what the run began with.
     """
     path = spec.rollout.prompts.path
-    sums = [
-        invocation["prompts_sha256"]
-        for invocation in invocations(run_dir)
-        if "prompts_sha256" in invocation
-    ]
+    sums = [entry["prompts_sha256"] for entry in invocations(run_dir) if "prompts_sha256" in entry]
     if path is not None and sums and sha256(Path(path)) != sums[-1]:
         raise MismatchError(
             f"{path} has changed since {run_dir} was begun",

@@ -174,9 +174,7 @@ def record(
             "bytes": (run_dir / name).stat().st_size,
             "schema": schema,
             "made_by": made_by,
-            "inputs": {
-                source: recorded[source]["sha256"] for source in inputs if source in recorded
-            },
+            "inputs": {s: recorded[s]["sha256"] for s in inputs if s in recorded},
             **({"made_with": made_with} if made_with else {}),
         }
         _save(run_dir, recorded)
@@ -222,10 +220,8 @@ def made_with(run_dir: Path | str, name: str) -> dict[str, str]:
 
 def made_from(run_dir: Path | str, name: str, inputs: Iterable[str]) -> bool:
     """Whether an artefact was made from exactly these recorded artefacts."""
-    recorded = entries(run_dir)
-    return name in recorded and set(recorded[name]["inputs"]) == {
-        source for source in inputs if source in recorded
-    }
+    kept = entries(run_dir)
+    return name in kept and set(kept[name]["inputs"]) == {s for s in inputs if s in kept}
 
 
 def sha256(path: Path) -> str:

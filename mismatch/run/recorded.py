@@ -81,19 +81,17 @@ def generic(entry: Entry, recorded: Recorded) -> None:
     )
 
 
-def open_instruct(entry: Entry, recorded: Recorded) -> None:
+def open_instruct(entry: Entry, read: Recorded) -> None:
     """open-instruct's ``*_rollouts_*.jsonl``; a sequence that called a tool is left out: the file
     does not say which of its response's tokens were sampled."""
     if any((entry.get("request_info") or {}).get(name) for name in ("num_calls", "tool_calleds")):
-        recorded.remarks[
-            "left out: it called a tool, and no mask says which tokens were sampled"
-        ] += 1
+        read.remarks["left out: it called a tool, and no mask says which tokens were sampled"] += 1
         return
     if entry.get("logprobs") is None:
         raise ValueError("no logprobs")
     prompt, response = _ids(entry, "prompt_tokens"), _ids(entry, "response_tokens")
     sampled = [False] * len(prompt) + [True] * len(response)
-    recorded.sequences.append(
+    read.sequences.append(
         Row(
             *(prompt + response, sampled, turns_of(sampled), _numbers(entry, "logprobs")),
             prompt=(entry.get("step"), entry.get("prompt_idx")),

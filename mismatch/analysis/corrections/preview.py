@@ -89,17 +89,15 @@ def preview(
     estimator = Estimator(np.arange(len(present)), pair.prompt[present], seed=seed)
     bench = Bench(ratios, estimator, advantage, batch)
     settings = settings or Settings()
-    previews = bench.previews(settings, lawful=sampled_by_left)
-    favoured, best, reason = (
-        choose(previews, target, batch) if sampled_by_left else (None, None, "")
-    )
+    tried = bench.previews(settings, lawful=sampled_by_left)
+    favoured, best, reason = choose(tried, target, batch) if sampled_by_left else (None, None, "")
     return Corrections(
         rollout=left.name,
         train=right.name,
         target=target,
         batch=batch,
         settings=settings,
-        previews=previews,
+        previews=tried,
         favoured=favoured,
         best=best,
         reason=reason or NOT_LAWFUL,

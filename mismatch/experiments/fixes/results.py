@@ -179,11 +179,9 @@ def adds(single: ScoredRollout, together: ScoredRollout, seed: int) -> bool:
     """Whether a combination is worth more than the best single fix: a tenth less, and not by
     chance. If not, that fix will do.
     """
-    alone, combined = measured(single, together)
-    p_values = holm([p_value(metric, alone, combined, seed) for metric in RANKED_BY])
-    sizes = [
-        [METRICS[metric](delta=side.delta) for side in (alone, combined)] for metric in RANKED_BY
-    ]
+    alone, both = measured(single, together)
+    p_values = holm([p_value(metric, alone, both, seed) for metric in RANKED_BY])
+    sizes = [[METRICS[metric](delta=side.delta) for side in (alone, both)] for metric in RANKED_BY]
     return any(
         p <= LEVEL and after <= (1.0 - WORTH) * before
         for p, (before, after) in zip(p_values, sizes, strict=True)
@@ -253,11 +251,7 @@ def cost_of(sides: ScoredRollout, run_dir: Path, variant: Variant) -> FixCost:
     seconds = facts.get("seconds")
     if variant.place and seconds is not None:
         past = invocations(run_dir / variant.place)
-        engine = [
-            invocation["seconds"].get("rollout", 0.0)
-            for invocation in past
-            if "seconds" in invocation
-        ]
+        engine = [entry["seconds"].get("rollout", 0.0) for entry in past if "seconds" in entry]
         seconds = round(seconds + max(engine, default=0.0), 3)
     peaks = facts.get("peak_bytes") or 0  # one number, or one of every rank
     highest = max(peaks, default=0) if isinstance(peaks, list) else peaks

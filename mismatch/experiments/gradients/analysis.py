@@ -76,11 +76,7 @@ def same_as(own: Gradients, gradients: Iterable[Gradients], batch: GradientBatch
     if not own.same_as:
         return ""
     name, _, coefficients = own.same_as.partition(" ")
-    source = [
-        gradient
-        for gradient in gradients
-        if (gradient.name, gradient.coefficients) == (name, coefficients)
-    ]
+    source = [g for g in gradients if (g.name, g.coefficients) == (name, coefficients)]
     return row_id(source[0], batch) if source else "reference"
 
 
@@ -110,12 +106,8 @@ def check_gradients(gradients: Sequence[Gradients], batch: GradientBatch) -> Gra
         MismatchError: gradients of other prompts or groups than the reference's.
     """
     reference = next(trainer.name for trainer in batch.trainers if trainer.kind == "reference")
-    first = {
-        gradient.loss: gradient
-        for gradient in gradients
-        if gradient.name == reference and not gradient.weight
-    }
-    others = [gradient for gradient in gradients if gradient.name != reference]
+    first = {g.loss: g for g in gradients if g.name == reference and not g.weight}
+    others = [g for g in gradients if g.name != reference]
     if not first or not others:
         why = "; ".join(batch.failed.values()) or "their passes did not come to an end"
         raise EmptyComparison(f"gradients: nothing to compare: {why}", "mismatch check --gradients")
@@ -193,15 +185,13 @@ def _of_loss(
     missing: list[str],
 ) -> list[GradientRow]:
     measure = _Measure.of(loss, reference, batch)
-    finite = [gradient for gradient in gradients if np.isfinite(gradient.squared_norm).all()]
+    finite = [g for g in gradients if np.isfinite(g.squared_norm).all()]
     missing += [
-        f"gradients of {gradient.name}, {gradient.coefficients}: not finite"
-        for gradient in gradients
-        if not np.isfinite(gradient.squared_norm).all()
+        f"gradients of {g.name}, {g.coefficients}: not finite"
+        for g in gradients
+        if not np.isfinite(g.squared_norm).all()
     ]
-    baseline = next(
-        (gradient for gradient in finite if row_id(gradient, batch) == "baseline"), None
-    )
+    baseline = next((g for g in finite if row_id(g, batch) == "baseline"), None)
     rows: list[GradientRow] = []
     for own in finite:
         _same_batch(own, reference)

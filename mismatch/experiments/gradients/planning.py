@@ -96,10 +96,8 @@ def scheduled(plan: GradientPlan, vectors: Vectors) -> list[ScheduledGradient]:
         for name in _coefficients(planned, plan):
             vector = vectors.same_as.get(name, name)
             key = (planned.trainer.name, name)
-            first_key = taken.setdefault((planned.spec, vector), key)
-            items.append(
-                ScheduledGradient(planned, name, vector, None if first_key == key else first_key)
-            )
+            held = taken.setdefault((planned.spec, vector), key)
+            items.append(ScheduledGradient(planned, name, vector, None if held == key else held))
     return items
 
 
@@ -110,9 +108,7 @@ def _coefficients(planned: Planned, plan: GradientPlan) -> list[str]:
     if kind == "ratio":
         weights = ratio
     elif kind == "baseline":
-        corrections = [
-            correction.id for correction in CORRECTIONS if correction.id not in (NONE, OVERRIDE)
-        ]
+        corrections = [c.id for c in CORRECTIONS if c.id not in (NONE, OVERRIDE)]
         weights = ["", *corrections, *([] if noisy else ratio)]
     else:
         weights = [""]

@@ -147,14 +147,7 @@ def _baseline(check: GradientCheck, row: GradientRow) -> str:
             f"The trainer's policy gradient is that of the float32 reference but for "
             f"{share(error.value)} of its size ({off.partition(' off')[0]} in direction)."
         )
-    other = next(
-        (
-            candidate
-            for candidate in check.rows
-            if candidate.id == row.id and candidate.loss != row.loss
-        ),
-        None,
-    )
+    other = next((r for r in check.rows if r.id == row.id and r.loss != row.loss), None)
     beside = ""
     if other is not None and other.whole.cosine is not None:
         beside = f"; {degrees(other.whole.cosine.value)} with the {other.loss}-level one"

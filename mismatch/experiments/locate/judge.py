@@ -36,13 +36,11 @@ def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]
 
     Their effects are not measured yet: NaN.
     """
-    sources = sorted(
-        (site for site in sites if site.role == "source"), key=lambda o: o.place.order()
-    )
-    names = {site.site for site in sources}
+    sources = sorted((s for s in sites if s.role == "source"), key=lambda o: o.place.order())
+    names = {s.site for s in sources}
     named: dict[str, list[SiteError]] = {}
-    for site in sources:
-        named.setdefault(module_of(site.site, names), []).append(site)
+    for s in sources:
+        named.setdefault(module_of(s.site, names), []).append(s)
     groups = []
     for name, errors in named.items():
         layers = tuple(dict.fromkeys(error.layer for error in errors if error.layer is not None))
@@ -172,10 +170,8 @@ def is_far(location: Location, side: SideLocation) -> bool:
         return False
     drawn = [
         pair
-        for sequence, *pair in zip(
-            location.sequences, side.distances, side.plain_distances, strict=False
-        )
-        if sequence.why == "random"
+        for s, *pair in zip(location.sequences, side.distances, side.plain_distances, strict=False)
+        if s.why == "random"
     ]
     if not drawn:
         return side.distance > FAR * side.plain_distance > 0

@@ -83,9 +83,7 @@ class OtherPasses:
 def square_rows(old: Square | None, new: Square | None) -> tuple[SquareRow, ...]:
     """Every excess and gap of either run, the new run's first."""
     sides: list[dict[tuple[Evidence, str], Finding]] = [
-        {(finding.evidence, finding.scoring): finding for finding in square.findings}
-        if square
-        else {}
+        {(f.evidence, f.scoring): f for f in square.findings} if square else {}
         for square in (old, new)
     ]
     rows = []
@@ -364,16 +362,11 @@ def _one_sided(names: list[str], old: MeasuredRun, new: MeasuredRun) -> list[str
 
 
 def _change(metric: Metric, samples: tuple[Sample, Sample], same: bool, seed: int) -> Estimate:
-    before, after = samples
+    old, new = samples
     if not same:
-        return difference(metric, before, after, seed=seed)
+        return difference(metric, old, new, seed=seed)
     return paired(
-        metric,
-        before.arrays,
-        after.arrays,
-        sequence=before.sequence,
-        prompt=before.prompt,
-        seed=seed,
+        metric, old.arrays, new.arrays, sequence=old.sequence, prompt=old.prompt, seed=seed
     )
 
 
