@@ -19,7 +19,7 @@ from mismatch.engines.base import Capabilities, Sample, requests_of, sample_seed
 from mismatch.engines.distribution_capture import CaptureRequest, DistributionRecorder
 from mismatch.engines.turns import Trajectory, TurnDistributions, joined, play, starting
 from mismatch.errors import MismatchError
-from mismatch.processes.workers.engine import Ready, further_turns, untested_turns
+from mismatch.processes.workers.sampling import Ready, further_turns, untested_turns
 from mismatch.prompts import environments
 from mismatch.prompts.environments import Replies, Retry, between_turns, built_in
 from mismatch.prompts.prompt import Prompt

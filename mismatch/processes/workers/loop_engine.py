@@ -29,18 +29,16 @@ from mismatch.experiments.sync.types import SyncReport, SyncSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Checkpoint
-from mismatch.processes.workers.engine import (
+from mismatch.processes.workers.engine import reported, rescore, stop_at
+from mismatch.processes.workers.probe_side import Probe, tokens
+from mismatch.processes.workers.sampling import (
     Ready,
     Reporter,
     ready_for,
-    reported,
-    rescore,
     sampled,
     save_texts,
-    stop_at,
     with_routes,
 )
-from mismatch.processes.workers.probe_side import Probe, tokens
 from mismatch.processes.workers.train import wait_for
 from mismatch.prompts.prompt import Prompt
 from mismatch.run import store
