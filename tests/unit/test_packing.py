@@ -18,7 +18,7 @@ from mismatch.reports import packing
 from mismatch.reports.contrasts import comparable
 from mismatch.reports.html import to_html
 from mismatch.reports.packing import EXACT, LONGEST, Packed, pack
-from mismatch.reports.sections.explorer import notes, of_tokens
+from mismatch.reports.sections.explorer import notes, section
 from mismatch.run.provenance import redact
 from tests.explorer_fixture import many
 from tests.reports_fixture import HOSTILE, make_empty_report, make_report, make_tokens
@@ -156,7 +156,7 @@ def test_a_table_of_version_one_is_packed_too() -> None:
     assert len(found["delta"]) == len(tokens)
     assert "reference" not in found
     assert found["contexts"]["at"] == []
-    assert of_tokens(*make_empty_report()) is None
+    assert section(*make_empty_report()) is None
 
 
 @pytest.mark.parametrize("text", [*HOSTILE, "\ud83d", "a" * 100_000, "\u200d" * 90, ""])

@@ -25,7 +25,7 @@ def _beside(report: Report, name: str, experts: float | None, **facts: object) -
 
 
 def _rows(report: Report) -> list[list[Cell]]:
-    section = beside.of_report(report)
+    section = beside.section(report)
     assert section is not None
     return section.tables[0].cells()
 
@@ -63,4 +63,4 @@ def test_nothing_beside_the_headline_is_no_section() -> None:
         comparisons=(headline, prefill),
         fingerprints={**report.fingerprints, "vllm:prefill": {"mode": "prefill"}},
     )
-    assert beside.of_report(report) is None
+    assert beside.section(report) is None

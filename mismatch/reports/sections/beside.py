@@ -21,7 +21,7 @@ COLUMNS = (
 )
 
 
-def of_report(report: Report) -> Section | None:
+def section(report: Report) -> Section | None:
     """The headline first, for comparison; None where there is nothing beside it.
 
     The engine's prefill against the trainer is left out: the noise and the budget show it.

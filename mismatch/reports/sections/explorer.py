@@ -33,7 +33,7 @@ WORDS = {
 }
 
 
-def of_tokens(report: Report, tokens: pd.DataFrame) -> Section | None:
+def section(report: Report, tokens: pd.DataFrame) -> Section | None:
     """The explorer; None where nothing was compared.
 
     Args:

@@ -31,6 +31,7 @@ from mismatch.reports.formatting import (
     seconds,
     text,
     times,
+    wording,
 )
 from mismatch.reports.section import (
     Cell,
@@ -58,22 +59,7 @@ KINDS: dict[Kind, tuple[str, tuple[str, ...]]] = {
     "experts": ("Experts", EXPERT_COLUMNS),
 }
 ORIGINS = {"ours": "mismatch", "transformers": "transformers", "yours": "yours"}
-# Column -> its name, and its name in lines of at most six characters, for a terminal.
-WORDS = {
-    "accepts": ("accepts", "fits"),
-    "sinks": ("sinks", "sinks"),
-    "window": ("window", "win-\ndow"),
-    "packing": ("packing", "pack-\ning"),
-    "offsets": ("offsets", "off-\nsets"),
-    "grouped_queries": ("grouped queries", "GQA"),
-    "scaling": ("scaling", "sca-\nling"),
-    "forward": ("output", "out-\nput"),
-    "gradient": ("gradient", "grad"),
-    "sink_gradient": ("sinks' gradient", "sink\ngrad"),
-    "router_gradient": ("router's gradient", "rout\ngrad"),
-    "repeats": ("repeats", "re-\npeat"),
-    "batches": ("batches", "bat-\nches"),
-}
+WORDS = wording("kernels")  # column -> its name, and in short lines for a terminal
 LEGEND = (
     "✓ right, ✕ wrong, ! differs and is only reported, · not tested. Repeats: the same bits twice; "
     "batches: the same bits whatever else is in the batch."

@@ -55,7 +55,7 @@ LEAD = (
 )
 
 
-def of_tokens(report: Report, tokens: pd.DataFrame) -> Section | None:
+def section(report: Report, tokens: pd.DataFrame) -> Section | None:
     """Patterns of the tokens table; None where nothing differs.
 
     Args:

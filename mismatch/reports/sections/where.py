@@ -27,7 +27,7 @@ COLUMNS = (
 )
 
 
-def of_report(report: Report) -> Section | None:
+def section(report: Report) -> Section | None:
     """The tables that say something: those with one bucket only are left out."""
     tables = headline(report).breakdowns
     parts = [
