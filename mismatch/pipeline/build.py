@@ -12,19 +12,19 @@ import numpy as np
 from mismatch import __version__
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
-from mismatch.analysis.diagnosis.passes import by_finiteness, not_finite, pass_checks
+from mismatch.analysis.diagnosis.pass_checks import by_finiteness, not_finite, pass_checks
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
 from mismatch.analysis.levels import column_for, judge, require_applied, verdict
-from mismatch.analysis.registry import Measured, analyses
+from mismatch.analysis.plugins import Measured, analyses
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
 from mismatch.experiments.gradients.sentences import gradient_checks
 from mismatch.experiments.kernels import of_run
 from mismatch.experiments.locate.judge import of_run as located
-from mismatch.experiments.passes import training_passes
+from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.models import named
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json

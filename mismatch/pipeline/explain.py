@@ -18,9 +18,9 @@ from typing import Any
 from mismatch.analysis.causes import others_of
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.passes import by_finiteness
+from mismatch.analysis.diagnosis.pass_checks import by_finiteness
 from mismatch.analysis.diagnosis.ranking import diagnose
-from mismatch.analysis.sides import Sides
+from mismatch.analysis.scored_rollout import Sides
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.explanation import (
@@ -38,7 +38,7 @@ from mismatch.experiments.fixes.spec_edits import context_of
 from mismatch.experiments.locate.judge import FILE as LOCATED
 from mismatch.experiments.locate.judge import SCHEMA as LOCATE_SCHEMA
 from mismatch.experiments.locate.judge import of_run, to_document
-from mismatch.experiments.passes import (
+from mismatch.experiments.scoring_passes import (
     CACHE,
     FRESH,
     judged_cache,

@@ -120,11 +120,12 @@ class Table:
         for at, column in enumerate(self.columns):
             cells = [row[at] for row in rows]
             numbers = [each for cell in cells for each in _numbers(cell, column)]
-            styles: dict[Format, Format] = {write: alike(numbers, write) for write in NUMBERS}
+            styles: dict[Format | None, Format] = {write: alike(numbers, write) for write in NUMBERS}
             columns[at] = replace(column, format=styles.get(column.format, column.format))
             for row in rows:
-                if row[at].format in styles:
-                    row[at] = replace(row[at], format=styles[row[at].format])
+                own = row[at].format
+                if own in styles:
+                    row[at] = replace(row[at], format=styles[own])
         object.__setattr__(self, "columns", tuple(columns))
         object.__setattr__(self, "rows", tuple(map(tuple, rows)))
 
@@ -210,7 +211,7 @@ class Widget:
 
     name: str
     data: str
-    still: tuple[Table, ...] = ()
+    still: Sequence[Table] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ class Section:
 
     def __post_init__(self) -> None:
         """What is empty is not shown: a sentence "", a table without rows, a part of only those."""
-        kept = {
+        kept: dict[str, Iterable[Any]] = {
             "tables": [table for table in self.tables if table.rows],
             "parts": [part for part in self.parts if part.holds],
             **{name: filter(None, getattr(self, name)) for name in _LISTS},

@@ -21,7 +21,14 @@ from mismatch.analysis.diagnosis.ranking import Causes
 from mismatch.captures import CachePair
 from mismatch.codec import from_json
 from mismatch.experiments.explanation import Experiment, applied, judged
-from mismatch.experiments.passes import CACHE, CACHE_FILE, FRESH, PROBES, RESCORING, judged_cache
+from mismatch.experiments.scoring_passes import (
+    CACHE,
+    CACHE_FILE,
+    FRESH,
+    PROBES,
+    RESCORING,
+    judged_cache,
+)
 from mismatch.run import store
 from mismatch.run.store import REFERENCE
 from mismatch.specs import EngineSpec, RolloutSpec, to_dict

@@ -32,7 +32,7 @@ from mismatch.experiments.explanation import (
 from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.catalogue import fix_named
 from mismatch.experiments.locate.types import Group, Location, SideLocation
-from mismatch.experiments.passes import (
+from mismatch.experiments.scoring_passes import (
     CACHE,
     PROBES,
     RESCORING,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mismatch.cli.flags import Flags
 from mismatch.cli.loop import asked
 from mismatch.cli.main import app
-from mismatch.doctor.loop import flops_here, kind_of, memory_of_loop, seconds_of_step
+from mismatch.doctor.loop_cost import flops_here, kind_of, memory_of_loop, seconds_of_step
 from mismatch.doctor.machine import CONTEXT_BYTES, look, machine_with, parse_kind
 from mismatch.doctor.memory import Work, predict_trainer, sharded
 from mismatch.errors import MismatchError
@@ -30,7 +30,7 @@ from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Prints
 from mismatch.pipeline.loop import require_same_settings
 from mismatch.processes.launch import started
-from mismatch.processes.loop import finish_both, resume_from, shares
+from mismatch.processes.loop_arm import finish_both, resume_from, shares
 from mismatch.processes.workers import loop_trainer
 from mismatch.processes.workers.loop_engine import EngineSide, own_rewards
 from mismatch.prompts.prompt import Prompt
@@ -280,7 +280,7 @@ def test_who_has_no_gpu_of_its_own_shares_and_the_trainer_waits(
     vllm, other = (CheckSpec(RolloutSpec(EngineSpec(name))) for name in ("vllm", "transformers"))
     split = Placement((1,), (0,))
     assert not shares(vllm, Placement())  # there is no GPU
-    monkeypatch.setattr("mismatch.processes.loop.local_gpus", lambda: 1)
+    monkeypatch.setattr("mismatch.processes.loop_arm.local_gpus", lambda: 1)
     assert shares(vllm, Placement())
     assert not shares(vllm, split)
     assert not shares(other, Placement())  # it cannot sleep

@@ -7,10 +7,10 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch.analysis.diagnosis.passes import by_finiteness, enough_data
+from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
 from mismatch.analysis.levels import default_thresholds
-from mismatch.analysis.registry import Measured as MeasuredRun
-from mismatch.analysis.sides import Sides
+from mismatch.analysis.plugins import Measured as MeasuredRun
+from mismatch.analysis.scored_rollout import Sides
 from mismatch.analysis.square import Square, measure
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError

@@ -40,7 +40,7 @@ from mismatch.processes.workers.engine import (
     stop_at,
     with_routes,
 )
-from mismatch.processes.workers.sync_probe import Probe, tokens
+from mismatch.processes.workers.probe_side import Probe, tokens
 from mismatch.processes.workers.train import wait_for
 from mismatch.prompts.prompt import Prompt
 from mismatch.run import store

@@ -12,7 +12,7 @@ from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING
 
-from mismatch.analysis import registry
+from mismatch.analysis import plugins
 from mismatch.reports import summary
 from mismatch.reports.formatting import TONES
 from mismatch.reports.section import Page, Section
@@ -22,18 +22,19 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.reports.elsewhere import Elsewhere
+    from mismatch.reports.framework_values import Elsewhere
 
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
     (
         "normal-or-not",
         "Is this normal?",
-        ("headline", "normal", "passes:two_passes", "passes:exact", "corrections:forecast"),
+        ("headline", "published_values", "passes:two_passes", "passes:exact",
+         "corrections:forecast"),
     ),
-    ("place", "Where does it sit?", ("tokens", "patterns", "where")),
+    ("place", "Where does it sit?", ("tokens", "patterns", "breakdowns")),
     ("why", "Why?", ("causes", "square", "causes:explain", "engines", "locate", "passes:budget",
-                     "beside", "kernels")),
+                     "passes:variants", "kernels")),
     ("helps", "What helps?", ("fixes", "corrections", "gradients")),
     ("token-by-token", "Token by token", ("explorer",)),
     ("experts", "Expert routing", ("routing",)),
@@ -102,7 +103,7 @@ def _sections(
 ) -> tuple[Section, ...]:
     module, _, id = place.rpartition(":")
     ours = f"{__name__}.{module or id}:{id if module else 'section'}"
-    home, _, name = (registry.section_of(id) or ours).partition(":")
+    home, _, name = (plugins.section_of(id) or ours).partition(":")
     make = getattr(import_module(home), name)
     shown: Sections = None
     if (result := report.result(id)) is not None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from mismatch.experiments.engine_pair import FLOOR_TEXT, TRAINER, Edge, Triangle
 from mismatch.reports.formatting import MARKS, TONES, capital, line, number, percent, signed, text
+from mismatch.reports.metric_labels import words_for
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
-from mismatch.reports.words import words_for
 from mismatch.types import Estimate, Report
 
 LEAD = (

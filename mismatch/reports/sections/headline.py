@@ -11,7 +11,6 @@ from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.guides import settings_of
 from mismatch.metrics.forecast import Forecast
 from mismatch.reports import summary
-from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import (
     alike,
     bound,
@@ -24,8 +23,9 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
+from mismatch.reports.framework_values import Elsewhere
 from mismatch.reports.section import Answer, Block, Cell, Column, Section, Table, status_cell
-from mismatch.reports.sections import normal, square
+from mismatch.reports.sections import published_values, square
 from mismatch.reports.summary import Row
 from mismatch.types import NotTested, Report
 
@@ -59,7 +59,7 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
         "Cause": _cause(report),
         "Ruled out": _ruled_out(report),
         "Side at fault" if result and sides_at_fault(result) else "Each side": (
-            square.sentences(result)[0] if result else "".join(normal.float32(report))
+            square.sentences(result)[0] if result else "".join(published_values.float32(report))
         ),
         "In training": _sentence(_training(report)),
         "How sure": _sure(report),

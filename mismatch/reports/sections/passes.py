@@ -1,14 +1,16 @@
-"""The same tokens scored in other ways: exact divergences, two passes, steps between the sides."""
+"""The same tokens scored in other ways: exact divergences, two passes, steps, other settings."""
 
 from __future__ import annotations
 
 from mismatch.analysis.exact_kl import KL, KL_TOPK, LAW_GAP
+from mismatch.analysis.two_passes import replay_phrase
 from mismatch.metrics.budget import Budget, Step
-from mismatch.metrics.two_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
+from mismatch.metrics.ppo_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
 from mismatch.reports.formatting import interval, line, number, percent, plural, tenths, text, times
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.reports.summary import all_rows, headline, metric_tables
-from mismatch.types import Report
+from mismatch.specs import AS_STORED
+from mismatch.types import Comparison, Report
 
 # ---------------------------------------------------------------- exact divergences
 
@@ -253,3 +255,49 @@ def _label(step: Step) -> str:
 def _kind(name: str) -> str:
     engine, _, variant = name.partition(":")
     return "reference" if engine == "reference" else variant or "train"
+
+
+# ---------------------------------------------------------------- other settings
+
+VARIANTS_LEAD = (
+    "Other settings of the trainer, beside the one under test; report.json has all their numbers."
+)
+VARIANTS = (
+    Column("left / right", text),
+    Column("mean |delta|", number),
+    Column("k3 KL", number),
+    Column("routing flips", percent, detail="of (token, layer)"),
+)
+
+
+def variants(report: Report) -> Section | None:
+    """Replayed experts, weights in another form, what `mismatch score --name` has added.
+
+    The headline stands first, for comparison; None where there is nothing beside it. The engine's
+    prefill against the trainer is left out: the noise and the budget show it.
+    """
+    others = [
+        comparison
+        for comparison in report.comparisons[1:]
+        if report.fingerprints.get(comparison.rollout, {}).get("mode") != "prefill"
+    ]
+    rows = [_setting(report, each) for each in (*report.comparisons[:1], *others)]
+    table = Table(VARIANTS, rows)
+    return (
+        Section("beside", "On the same tokens", VARIANTS_LEAD, tables=[table]) if others else None
+    )
+
+
+def _setting(report: Report, comparison: Comparison) -> Cells:
+    facts = report.fingerprints.get(comparison.train, {})
+    form, given = facts.get("weights_form", AS_STORED), replay_phrase(facts)
+    flips = comparison.routing.get("routing_disagree_layer")
+    constructed = bool(given) and flips is not None and flips.value == 0
+    meaning = [f"replays the {line(given)}"] if given else []
+    meaning += [f"experts {line(form)}"] if form != AS_STORED else []
+    return (
+        Cell(f"{comparison.rollout} / {comparison.train}", note="; ".join(meaning)),
+        comparison.metrics.get("logprob_abs_diff_mean"),
+        comparison.metrics.get("k3_kl"),
+        "replayed" if constructed else flips,
+    )
