@@ -120,12 +120,11 @@ class Table:
         for at, column in enumerate(self.columns):
             cells = [row[at] for row in rows]
             numbers = [each for cell in cells for each in _numbers(cell, column)]
-            styles: dict[Format | None, Format] = {write: alike(numbers, write) for write in NUMBERS}
+            styles: dict[Format, Format] = {each: alike(numbers, each) for each in NUMBERS}
             columns[at] = replace(column, format=styles.get(column.format, column.format))
             for row in rows:
-                own = row[at].format
-                if own in styles:
-                    row[at] = replace(row[at], format=styles[own])
+                if (own := row[at].format) is not None:
+                    row[at] = replace(row[at], format=styles.get(own, own))
         object.__setattr__(self, "columns", tuple(columns))
         object.__setattr__(self, "rows", tuple(map(tuple, rows)))
 
