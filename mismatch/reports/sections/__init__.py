@@ -32,7 +32,7 @@ CHAPTERS = (
         ("headline", "published_values", "passes:two_passes", "passes:exact",
          "corrections:forecast"),
     ),
-    ("place", "Where does it sit?", ("tokens", "patterns", "breakdowns")),
+    ("place", "Where does it sit?", ("tokens", "patterns", "patterns:breakdowns")),
     ("why", "Why?", ("causes", "square", "causes:explain", "engines", "locate", "passes:budget",
                      "passes:variants", "kernels")),
     ("helps", "What helps?", ("fixes", "corrections", "gradients")),

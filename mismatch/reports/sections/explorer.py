@@ -286,7 +286,8 @@ class _Words:
         import pandas as pd
 
         which, texts = pd.factorize(tokens["token"].to_numpy(object))
-        classes, kind = [""], np.zeros(len(tokens), np.int64)
+        classes: Any = [""]
+        kind = np.zeros(len(tokens), np.int64)
         if "token_class" in tokens:
             kind, classes = pd.factorize(tokens["token_class"].to_numpy(object))
         pairs, word = np.unique(which * len(classes) + kind, return_inverse=True)

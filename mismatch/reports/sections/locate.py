@@ -173,8 +173,9 @@ def _drawn(sides: Sequence[SideLocation], axes: Axes) -> str:
                 label = f"{line(side.name)}: {TITLES[name]}"
                 ends = [f"{number(e)} at layer {at}" for at, e in (points[0], points[-1])]
                 told.append(f"{label} {' to '.join(ends)}")
-                style = {"color": COLOURS[index % 4], "ls": STYLES[name], "marker": "o", "ms": 3}
-                axes.plot(*zip(*points, strict=True), label=label, **style)
+                x, y = zip(*points, strict=True)
+                colour, style = COLOURS[index % 4], STYLES[name]
+                axes.plot(x, y, color=colour, ls=style, marker="o", ms=3, label=label)
     axes.set(yscale="log", xlabel="layer", ylabel="relative error (log)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()

@@ -25,7 +25,7 @@ from mismatch.experiments.loop.judge import (
     reward_fall,
 )
 from mismatch.reports.formatting import capital, count, number, plural, text
-from mismatch.reports.section import Cell, Column, Figure, Page, Section, Table, status_cell
+from mismatch.reports.section import Cell, Cells, Column, Figure, Page, Section, Table, status_cell
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above
 from mismatch.types import Report
 
@@ -116,7 +116,7 @@ def section(result: LoopReport, report: Report | None = None) -> Section:
     rows = [(arm, run) for arm in result.arms for run in arm.runs]
     titles = (COLUMNS.get(warning.column) for warning in WARNINGS)
     columns = [Column(title.label if title else "sequence ESS lost", text) for title in titles]
-    fires = [
+    fires: list[Cells] = [
         (Cell(arm.name, "code"), run.seed, *map(_step, fired(run).values())) for arm, run in rows
     ]
     return Section(
