@@ -121,10 +121,16 @@ class Groups:
         n = np.bincount(which, minlength=len(names))
         share = np.bincount(which, self.k3, len(names)) / self.total
         mean = np.bincount(which, np.abs(self.delta), len(names)) / n
-        lower = np.where(n >= LEAST, np.bincount(which, self.delta < 0, len(names)) / n, np.nan)
+        lower = np.bincount(which, self.delta < 0, len(names)) / n
         order = np.argsort(-share, kind="stable")[:MOST] if ranked else np.arange(len(names))
         return [
-            (label(names[i]), int(n[i]), *(float(column[i]) for column in (share, mean, lower)))
+            (
+                label(names[i]),
+                int(n[i]),
+                float(share[i]),
+                float(mean[i]),
+                float(lower[i]) if n[i] >= LEAST else None,
+            )
             for i in order
         ]
 
