@@ -1,4 +1,4 @@
-"""Why the two sides differ: the causes, what speaks for each, and the experiments of --explain."""
+"""Why the two sides differ: the causes, what speaks for each, and the experiments that tell."""
 
 from __future__ import annotations
 
@@ -112,10 +112,11 @@ def _evidence(title: str, groups: Iterable[tuple[str, tuple[Evidence, ...]]]) ->
 # ---------------------------------------------------------------- experiments
 
 EXPLAIN_LEAD = (
-    "Each experiment takes some causes out. Where mean |delta| goes with it, one of them is "
-    f"confirmed (more than {percent(GONE)} of it, by the whole interval); where it stays (less "
-    f"than {percent(STAYS)}), they are ruled out. The order is that of the information expected "
-    "per second."
+    "Each experiment takes some causes out. Where mean |delta| goes with it, one of them is at "
+    f"work (more than {percent(GONE)} of it, by the whole interval): confirmed, if the experiment "
+    f"tells it from the others; where it stays (less than {percent(STAYS)}, and less than the "
+    "cause would take along), they are ruled out. Fixes of --fix come first, then those of "
+    "--explain by the information expected per second."
 )
 EXPERIMENTS = (
     Column(
