@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.types import Scoring
+from mismatch.run.store import REFERENCE
+from mismatch.types import Bools, Scoring
 from tests import drawn_pair as drawn
 from tests.diagnosed import causes, first, healthy, stating
 
@@ -205,6 +206,63 @@ def test_rows_of_a_pack_that_see_each_other_are_named(seed: int) -> None:
         if number not in (0, 3, 40, 44, 90):
             right[row] -= np.random.default_rng(number).exponential(1.0, row.stop - row.start)
     assert "packing-leak" not in {cause.id for cause in causes(changed(case, None, right)).ranked}
+
+
+def rolled(case: Case, by: int) -> Case:
+    """The trainer's numbers of every row are those of ``by`` tokens further on."""
+    return changed(case, None, np.concatenate([np.roll(case.right[row], -by) for row in case.rows]))
+
+
+@pytest.mark.parametrize("by", [1, -2])
+def test_a_shift_of_rows_that_see_each_other_is_seen_in_the_rows_that_open_packs(by: int) -> None:
+    found = {cause.id: cause for cause in causes(rolled(leaking(0, 1200), by)).ranked}
+    assert set(found) == {"packing-leak", "misalignment"}
+    assert found["packing-leak"].side == "trainer"
+    assert ("best lag", -by) in [(each.what, each.value) for each in found["misalignment"].evidence]
+
+
+def test_rows_that_are_paired_and_rows_of_others_show_no_lag() -> None:
+    for case in (leaking(0, 1200), leaking(1, 1200), drawn.swapped_rows(0, 128)):
+        assert "misalignment" not in {cause.id for cause in causes(case).ranked}
+
+
+def test_a_lag_with_few_partners_is_not_taken_before_one_with_many() -> None:
+    """Rolled rows of one length fit at their length minus one as well, in one token each."""
+    made = drawn.draw(3)
+    count, length = len(made.logits) // 100 * 2, 50
+    made.logits, made.engine, made.trainer, made.position = (
+        values[: count * length]
+        for values in (made.logits, made.engine, made.trainer, made.position)
+    )
+    made.lengths, made.prompt = np.full(count, length), np.repeat(np.arange(count // 2), 2)
+    confident = np.exp(drawn.log_law(made.logits)).max(axis=1, keepdims=True) ** 3
+    made.trainer = made.trainer + confident * made.rng.standard_normal(made.logits.shape)
+    ranked = causes(rolled(made.case(), 1)).ranked
+    assert [cause.id for cause in ranked] == ["misalignment", "function-differs"]
+    assert ("best lag", -1) in [(each.what, each.value) for each in ranked[0].evidence]
+
+
+def moved(case: Case, where: Bools, times: float) -> Case:
+    """The engine's rounding so many times as large in some tokens."""
+    reference = case.others[REFERENCE].logprobs
+    left = np.where(where, reference + (case.left - reference) * times, case.left)
+    return changed(case, np.minimum(left, -1e-6))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tokens_that_open_blocks_are_not_scattered_and_no_onset(seed: int) -> None:
+    case = healthy(seed, rounding=0.12, length=60)
+    for times in (8, 30):
+        (only,) = causes(moved(case, (case.position - 1) % 16 == 0, times)).ranked
+        assert (only.id, only.side) == ("kv-block", "engine"), times
+        assert ("block length that fits best", 16) in [(e.what, e.value) for e in only.evidence]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_onset_has_the_side_that_is_off_behind_it(seed: int) -> None:
+    case = healthy(seed, rounding=0.08, length=60)
+    leading = first(moved(case, case.position >= 70, 5))
+    assert (leading.id, leading.side) == ("onset", "engine")
 
 
 def test_a_decode_that_flipped_in_a_few_prompts_is_no_path_of_its_own() -> None:

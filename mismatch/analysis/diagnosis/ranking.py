@@ -28,7 +28,7 @@ KINDS = ("function-differs", "weights-differ", "side-off")  # of cause, where no
 MARKS = (*KINDS, "onset", "grows-with-position", "first-token")  # what a stated fact explains
 FUNCTION = 50  # detectors from here on ask only how far a side is off
 # What these see is wrong, however little it costs.
-SURE = ("padding", "ends", "scattered", "constant", "implementation", "unsampled")
+SURE = ("padding", "ends", "scattered", "constant", "implementation", "unsampled", "lag")
 TURNS = "turns that it moves"
 SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
 
