@@ -230,10 +230,8 @@ def test_a_lag_with_few_partners_is_not_taken_before_one_with_many() -> None:
     """Rolled rows of one length fit at their length minus one as well, in one token each."""
     made = drawn.draw(3)
     count, length = len(made.logits) // 100 * 2, 50
-    made.logits, made.engine, made.trainer, made.position = (
-        values[: count * length]
-        for values in (made.logits, made.engine, made.trainer, made.position)
-    )
+    for name in ("logits", "engine", "trainer", "position"):
+        setattr(made, name, getattr(made, name)[: count * length])
     made.lengths, made.prompt = np.full(count, length), np.repeat(np.arange(count // 2), 2)
     confident = np.exp(drawn.log_law(made.logits)).max(axis=1, keepdims=True) ** 3
     made.trainer = made.trainer + confident * made.rng.standard_normal(made.logits.shape)
@@ -321,3 +319,46 @@ def test_a_side_that_is_off_everywhere_is_not_off_at_its_first_tokens() -> None:
     leading = first(made.case())
     assert leading.id != "first-token"
     assert leading.side == "trainer"
+
+
+def noisier(seed: int, side: str, times: float, rounding: float = 0.02) -> Case:
+    """A run on a CPU of which one side has so many times the rounding that it should have."""
+    made = drawn.draw(seed, prompts=96, rounding=rounding)
+    more = drawn.rounded(made.rng, made.logits, rounding * np.sqrt(times**2 - 1))
+    setattr(made, side, getattr(made, side) + more)
+    return stating(made.case(), {"device": "cpu"}, {"device": "cpu"})
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_a_side_that_rounds_a_third_more_than_both_yardsticks_is_named(side: str) -> None:
+    (only,) = causes(noisier(0, side, 1.35)).ranked
+    assert (only.id, only.side) == ("side-off", side)
+    assert only.effect is not None
+    assert only.effect.value < 0.4  # what goes with a plain forward in its place
+    assert {"quantised-rollout", "weights-differ", "function-differs"} <= set(only.alike)
+
+
+def test_a_side_is_not_off_by_one_of_the_two_yardsticks() -> None:
+    """Kernels that round more than a plain forward on both sides, or less on one, are none."""
+    case = noisier(1, "engine", 1.35)
+    both = changed(case, None, case.others[REFERENCE].logprobs + 1.35 * (
+        case.right - case.others[REFERENCE].logprobs))  # fmt: skip
+    assert causes(both).ranked == ()
+    finer = noisier(1, "engine", 1.0001)
+    exact = finer.others[REFERENCE].logprobs
+    assert causes(changed(finer, None, exact + 0.75 * (finer.right - exact))).ranked == ()
+
+
+def test_without_levels_of_the_device_a_little_more_rounding_is_not_judged() -> None:
+    case = stating(noisier(0, "trainer", 1.35), {"device": "gpu x"}, {"device": "gpu x"})
+    found = causes(case)
+    assert found.ranked == ()
+    assert "beyond a plain forward's" in " ".join(each.what for each in found.not_tested)
+
+
+def test_a_small_softcap_keeps_its_name_on_a_side_that_is_a_little_off() -> None:
+    case = stating(drawn.softcapped(0, 15.0), {"device": "cpu"}, {"device": "cpu"})
+    (only,) = causes(case).ranked
+    assert (only.id, only.side) == ("function-differs", "trainer")
+    assert only.effect is not None  # of the distance: that it follows its own law has no share
+    assert "logit-softcap" in only.alike
