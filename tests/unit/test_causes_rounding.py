@@ -361,3 +361,15 @@ def test_a_small_softcap_keeps_its_name_on_a_side_that_is_a_little_off() -> None
     assert (only.id, only.side) == ("function-differs", "trainer")
     assert only.effect is not None  # of the distance: that it follows its own law has no share
     assert "logit-softcap" in only.alike
+
+
+def test_an_engine_that_is_nearer_to_float32_than_the_trainer_has_cut_no_law() -> None:
+    """A trainer whose law is lower where it is open looks as if the engine's had been cut."""
+    case = healthy(2)
+    assert case.entropy is not None
+    case = changed(case, None, case.right - 0.2 * case.entropy)
+    found = [cause.id for cause in causes(case).ranked]
+    assert found
+    assert "sampling-truncation" not in found
+    assert first(replace(case, others={})).id == "sampling-truncation"
+    assert first(drawn.top_k(2, 8)).id == "sampling-truncation"

@@ -71,5 +71,5 @@ def excess(case: Case) -> Look | NotTested:
 
 DETECTORS = (
     Detector("excess", "function", ("side-off", "function-differs"), excess,
-             f"the passes {REFERENCE} and {PLAIN}:<dtype>", 53),
+             f"the passes {REFERENCE} and {PLAIN}:<dtype>", 53, alone=True),
 )  # fmt: skip
