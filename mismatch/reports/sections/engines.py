@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mismatch.experiments.engine_pair import FLOOR_TEXT, TRAINER, Edge, Triangle
 from mismatch.reports.formatting import MARKS, TONES, line, number, percent, signed, text
-from mismatch.reports.metric_labels import words_for
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.types import Report
 
@@ -12,7 +11,7 @@ LEAD = (
     "Both engines sampled from the same prompts, and each scored what the other had sampled, by "
     "prefill. On one set of tokens the three parties are the corners of a triangle and mean "
     "|delta| is the length of its edges. Both scored what is “given”; of what is “sampled”, the "
-    "left side is as it sampled."
+    "left side is as it sampled: there k3 estimates a KL, elsewhere it is a divergence score."
 )
 CONTRASTS = (
     "Mean |delta| of the first edge minus that of the second, paired on the same tokens. A party "
@@ -28,7 +27,7 @@ EDGES = (
     Column("tokens of", text),
     Column("left", text),
     Column("mean |delta|", number, interval=1, detail="nats"),
-    Column("k3", number, 2),
+    Column("k3", number, 2, detail="nats per token"),
     Column("largest |delta|", number, 4),
     Column("routing flips", percent, 3, detail="of (token, layer)"),
 )
@@ -88,14 +87,13 @@ def sentences(result: Triangle, report: Report) -> list[str]:
 def _edge(edge: Edge) -> Cells:
     known = edge.comparison
     values = {} if known is None else known.metrics | known.routing
-    words = words_for(K3, sampled_by_left=known is not None and known.sampled_by_left)
     pair = f"{party(edge.parties[0])} / {party(edge.parties[1])}"
     return (
         Cell(pair, note=f"not tested: {edge.reason}" if edge.reason else ""),
         edge.tokens,
         KINDS[edge.kind],
         values.get(MEAN),
-        Cell(values.get(K3), note="" if known is None else words.label),
+        values.get(K3),
         values.get(MOST),
         values.get(ROUTES),
     )
