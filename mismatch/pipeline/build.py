@@ -301,8 +301,18 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
     if rollout.turn.max() <= 1:
         template = "mismatch template --model MODEL looks at the chat template"
         yield NotTested("multi-turn rollouts", "every sequence has one turn", template)
-    loaded = "both sides loaded from disk, no refit took place"
-    yield NotTested("weight synchronisation", loaded, "mismatch sync-probe --model MODEL")
+    if reason := _unsynchronised(decode.fingerprint.get("synchronised")):
+        yield NotTested("weight synchronisation", reason, "mismatch sync-probe --model MODEL")
+
+
+def _unsynchronised(told: dict[str, Any] | None) -> str:
+    """What is not known of the weights' way into the engine; "" where all were read back."""
+    if told is None:
+        return "both sides loaded from disk, no refit took place"
+    left = told["not_compared"]
+    if not left:
+        return ""
+    return f"{left} of {left + told['verified']} parameters cannot be read back from the engine"
 
 
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:

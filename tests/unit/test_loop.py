@@ -254,6 +254,7 @@ def test_an_engine_that_shares_its_gpu_sleeps_while_the_trainer_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
 ) -> None:
     calls: list[str] = []
+    saved: list[Any] = []
 
     def noted(name: str, result: object = None) -> Any:
         return lambda *_, **__: (calls.append(name), result)[1]
@@ -264,7 +265,9 @@ def test_an_engine_that_shares_its_gpu_sleeps_while_the_trainer_works(
     monkeypatch.setattr(EngineSide, "verify", noted("verify", (71, 0)))
     monkeypatch.setattr(EngineSide, "sample", noted("sample", (ROLLOUT, [], scorings()[0])))
     monkeypatch.setattr(EngineSide, "rewards", noted("rewards", ROLLOUT.rewards))
-    monkeypatch.setattr(EngineSide, "save", noted("save"))
+    monkeypatch.setattr(
+        EngineSide, "save", lambda *rest: (calls.append("save"), saved.extend(rest))
+    )
     write_json(tmp_path / "go" / "000000.json", {"digests": {}, "whole": True})
     side.step(0)
     work = ["push rpc", "verify", "drop caches", "sample", "rewards", "save"]
@@ -272,6 +275,8 @@ def test_an_engine_that_shares_its_gpu_sleeps_while_the_trainer_works(
         work = ["wake weights", *work[:2], "wake kv_cache", *work[2:], "sleep"]
     assert calls == work
     assert (tmp_path / "steps" / "000000" / "engine.json").exists()  # the trainer's sign, last
+    (decode,) = [one for one in saved if isinstance(one, Scoring)]
+    assert decode.fingerprint["synchronised"] == {"path": "rpc", "verified": 71, "not_compared": 0}
 
 
 def test_who_has_no_gpu_of_its_own_shares_and_the_trainer_waits(
