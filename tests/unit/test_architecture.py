@@ -82,6 +82,14 @@ def test_the_package_does_not_grow_unnoticed() -> None:
     assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= MOST_LINES
 
 
+def test_no_module_name_is_used_in_three_rooms() -> None:
+    rooms: dict[str, set[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        if path.stem != "__init__":
+            rooms.setdefault(path.stem, set()).add(path.relative_to(ROOT).parts[0])
+    assert {name: found for name, found in rooms.items() if len(found) > 2} == {}
+
+
 def test_every_import_of_ours_exists() -> None:
     """Lazy ones too, which neither mypy (it ignores missing modules) nor a start-up would see."""
     repository = ROOT.parent

@@ -18,7 +18,7 @@ from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
 from mismatch.experiments.scoring_passes import Job, by_load
 from mismatch.pipeline.build import build_report
-from mismatch.pipeline.fixes import FixRun, sampling_spec
+from mismatch.pipeline.fix_trials import FixRun, sampling_spec
 from mismatch.processes.stages import Stages
 from mismatch.reports.sections.fixes import sentences
 from mismatch.run import store
