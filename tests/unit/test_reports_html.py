@@ -20,6 +20,7 @@ from tests.reports_fixture import (
     make_report,
     make_tokens,
 )
+from tests.texts import numbers
 
 TOKEN_LINK = re.compile(r"#s\d+t\d+")  # of the explorer, whose script follows it
 VOID = {"meta", "br", "img", "hr", "link", "input"}
@@ -238,7 +239,8 @@ def test_the_histograms_words_are_counts_of_its_ratios() -> None:
         assert wanted in said
     assert "beyond the axis" not in said
     far = figures.beyond(tokens.assign(delta=-9.0))
-    assert "beyond the axis 100 tokens" in far
+    assert numbers(far)[-1] == 100
+    assert "beyond the axis" in far
 
 
 def test_probability_grid_has_the_rollout_on_its_first_axis() -> None:
@@ -263,6 +265,4 @@ def test_failing_and_empty_reports_render(make) -> None:  # type: ignore[no-unty
 def test_identical_sides_render() -> None:
     tokens = make_tokens().assign(delta=0.0)
     tokens["train_logprob"] = tokens["rollout_logprob"]
-    assert (
-        "Nowhere: delta is exactly 0 for every token." in Page(to_html(make_report(), tokens)).words
-    )
+    assert figures.NOWHERE in Page(to_html(make_report(), tokens)).words

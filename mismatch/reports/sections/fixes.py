@@ -60,6 +60,7 @@ RESULTS: dict[str | None, tuple[str, Tone]] = {
     None: ("not measured", "dim"),
 }
 REMOVES_NOTHING = "it reweighs the loss and removes nothing"
+NOT_AGAIN = " (whether a side is broken was not measured again; fit: {})"
 HIDES = "it hides the mismatch and does not remove it"
 TRIED = (
     Column("fix", text),
@@ -366,7 +367,7 @@ def _effect(row: FixOutcome) -> str:
         parts.append(f"the verdict with it: {after.status}")
         side, fit = after.correctness, after.fitness  # of the two, fitness may be known
         if side and fit and side.status == after.status == "inconclusive":
-            parts[-1] += f" (whether a side is broken was not measured again; fit: {fit.status})"
+            parts[-1] += NOT_AGAIN.format(fit.status)
     return f"{row.id}. {'; '.join(parts)}."
 
 
