@@ -7,6 +7,8 @@ from mismatch.reports.formatting import line, number, percent, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.types import Report
 
+EQUAL = "Every ratio is exactly 1: the two passes agree bit for bit."
+NO_FLIP = "No routing flip in the new pass."
 LEAD = (
     "PPO divides the probabilities of a new forward pass by those of an old one. Both are the "
     "trainer's, with the same weights: on-policy every ratio should be 1."
@@ -75,7 +77,7 @@ def sentences(result: TwoPasses) -> list[str]:
 def _plain_words(plain: Variant) -> str:
     share = _value(plain, "ratio_not_one")
     if share == 0:
-        return "Every ratio is exactly 1: the two passes agree bit for bit."
+        return EQUAL
     clipped = _value(plain, "ratio_clipped")
     beyond = "none" if clipped == 0 else percent(clipped)
     return (
@@ -93,7 +95,7 @@ def _flips(result: TwoPasses, plain: Variant) -> str:
         plain.routing[n].value for n in ("routing_disagree_layer", "routing_disagree_any")
     )
     if layer == 0:
-        return "No routing flip in the new pass."
+        return NO_FLIP
     return (
         f"{percent(some)} of tokens have a routing flip in some layer ({percent(layer)} of "
         "(token, layer))."
