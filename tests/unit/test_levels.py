@@ -364,7 +364,7 @@ def test_thresholds_replace_cells_and_only_those(tmp_path):
 
 BAD_FILES = {
     "[k3_lk.fp32]\nhealthy = 1": ("line 1.*unknown metric: 'k3_lk'", "did you mean k3_kl"),
-    '# mine\n[k3_kl."bf16 moe"]\nhealthy = 1': ("line 2.*column of k3_kl", "'bf16 MoE'"),
+    '# mine\n[k3_kl."bf16 moe"]\nhealthy = 1': ("line 2.*column of k3_kl", "did you mean bf16 MoE"),
     "[k3_kl.fp32]\nhelthy = 1": ("line 2.*unknown key", "did you mean healthy"),
     "[k3_kl.fp32]\nhealthy = 'low'": ("no number: 'low'", "k3_kl"),
     "[k3_kl.fp32]\nhealthy = nan": ("no number: nan", "k3_kl"),

@@ -41,7 +41,7 @@ def test_every_number_is_a_public_function_with_a_full_docstring(name):
 
 def test_the_formula_leaves_out_how_it_is_computed():
     assert "Terms hold" not in describe.formula(METRICS["ratio_mean"])
-    assert describe.formula(METRICS["k2_kl"]).endswith("delta²/2")
+    assert "delta²/2," in describe.formula(METRICS["k2_kl"])
 
 
 @pytest.mark.parametrize(("metric", "alias"), EVERY_ALIAS, ids=lambda x: getattr(x, "label", x))

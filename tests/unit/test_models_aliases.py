@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.models import ALIASES, CONFIGS, EMBEDDED, find_alias, resolve_model
 from mismatch.models import config as config_module
 from mismatch.models.config import ModelConfig, find_config
@@ -86,7 +86,7 @@ def test_a_directory_of_that_name_wins_over_the_alias(tmp_path, monkeypatch):
 def test_a_near_miss_names_the_alias():
     with pytest.raises(MismatchError) as error:
         resolve_model("gpt-oss-20")
-    assert "gpt-oss-20b" in error.value.fix.partition("?")[0]
+    assert error.value.fix.startswith(did_you_mean("gpt-oss-20", ["gpt-oss-20b"]).rstrip("? "))
     assert "mismatch models" in error.value.fix
 
 

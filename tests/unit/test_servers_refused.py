@@ -23,6 +23,7 @@ from tests.servers_fixture import (
     sglang,
     spec,
 )
+from tests.texts import numbers
 
 __all__ = ["_light", "serve", "sglang"]  # fixtures
 
@@ -140,11 +141,11 @@ def test_the_same_server_twice_is_refused(serve: Any) -> None:
 
 def test_an_address_with_two_models_behind_it_is_said(serve: Any) -> None:
     server = serve()
-    honest, numbers = server.completion, itertools.count()
+    honest, looks = server.completion, itertools.count()
 
     def either(body: dict[str, Any]) -> dict[str, Any]:
         if body.get("prompt_logprobs") is not None:  # as a balancer deals the requests
-            server.weights = next(numbers) // 3 % 2
+            server.weights = next(looks) // 3 % 2
         return honest(body)
 
     server.completion = either
