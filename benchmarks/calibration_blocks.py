@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from mismatch.analysis.comparison import inputs, is_routing, is_sampling_law
-from mismatch.analysis.diagnosis.passes import not_finite
+from mismatch.analysis.diagnosis.pass_checks import not_finite
 from mismatch.analysis.diagnosis.semantics import input_checks
 from mismatch.analysis.levels import column_for, judge, verdict
-from mismatch.analysis.registry import Measured
+from mismatch.analysis.plugins import Measured
 from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import default_thresholds

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.analysis.registry import Measured
+from mismatch.analysis.plugins import Measured
 from mismatch.pipeline.build import Artefacts
 from mismatch.run.directory import load_spec
 from mismatch.specs import CheckSpec

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import known_faults
 from benchmarks.known_issues import here
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.registry import Measured
+from mismatch.analysis.plugins import Measured
 from mismatch.run.store import REFERENCE, REGROUPED, TRAIN
 
 PREFILL, IN_FLOAT32 = "vllm:prefill", "vllm:fp32"
@@ -347,7 +347,7 @@ PLANTED = {
 
 def make(home: Path, run: Measured, train: Any) -> None:
     """Score the tokens of a run without a fault by trainers that have one: what is missing."""
-    from mismatch.experiments.passes import reference_of
+    from mismatch.experiments.scoring_passes import reference_of
     from mismatch.specs import Pass
     from mismatch.training.distributed import World
     from mismatch.training.load import load

@@ -42,7 +42,7 @@ from mismatch.analysis.diagnosis.case import Case  # noqa: E402
 from mismatch.analysis.diagnosis.detector import detectors  # noqa: E402
 from mismatch.analysis.diagnosis.detectors.displacement import tellable  # noqa: E402
 from mismatch.analysis.diagnosis.ranking import Causes, diagnose  # noqa: E402
-from mismatch.analysis.registry import Measured  # noqa: E402
+from mismatch.analysis.plugins import Measured  # noqa: E402
 from mismatch.types import Rollout, Scoring  # noqa: E402
 
 PAGE = ROOT / "docs" / "known-issues.md"

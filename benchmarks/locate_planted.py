@@ -138,7 +138,7 @@ def plant() -> None:
 
 
 if __name__ == "__main__":
-    from mismatch.processes.workers.locate import main
+    from mismatch.processes.workers.locate_modules import main
     from mismatch.run.messages import leave
 
     plant()

@@ -404,7 +404,7 @@ class CheckSpec:
     Attributes:
         preset: the framework whose trainer ``train`` imitates, with the version read; or "".
         not_reproduced: what that framework does and this run does not, one sentence each.
-        quick: leave out the passes that only the square needs, see experiments.passes.
+        quick: leave out the passes that only the square needs, see experiments.scoring_passes.
         forecast_length: response length that importance weights are forecast at, tokens.
         two_passes: the trainer's "old" against its "new" pass. None: from passes that are made
             anyway; True: with what router replay does to them; False: leave it out.

@@ -429,7 +429,7 @@ class Report:
             each with a few metrics only.
         not_tested: what this run could not see, and why, one sentence each.
         run: spec, command line, versions, seconds per stage, created (ISO time).
-        analyses: id -> result, of those that were made, see mismatch/analysis/registry.py.
+        analyses: id -> result, of those that were made, see mismatch/analysis/plugins.py.
     """
 
     model: str

@@ -15,7 +15,7 @@ from mismatch.engines.vllm.sync_driver import VllmDriver
 from mismatch.experiments.sync.judge import score_rows, sync_to_json
 from mismatch.experiments.sync.types import ADAPTER_PATH, SyncSpec
 from mismatch.models.weight_states import ALPHA, PUSHES, Adapters, write_adapter
-from mismatch.processes.workers.sync_probe import Probe, loaded
+from mismatch.processes.workers.probe_side import Probe, loaded
 from mismatch.run.messages import leave
 from mismatch.run.store import write_json
 from mismatch.specs import EngineSpec

@@ -19,7 +19,7 @@ from mismatch.experiments.sync.types import SyncSpec
 from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import PUSHES, Checkpoint, state_of, updated
 from mismatch.probe import probe as library_call
-from mismatch.processes.workers.sync_probe import Probe, loaded
+from mismatch.processes.workers.probe_side import Probe, loaded
 from mismatch.run.messages import leave
 from mismatch.run.store import write_json
 from mismatch.specs import EngineSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mismatch.analysis.registry import Analysis, Measured
+from mismatch.analysis.plugins import Analysis, Measured
 from mismatch.reports.formatting import percent, text
 from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.specs import CheckSpec

@@ -158,7 +158,7 @@ def play(recording: Recording) -> None:
     """Have this process run its workers inline, with what was recorded; for its whole life."""
     from mismatch.engines import registry
     from mismatch.processes import launch
-    from mismatch.processes.workers import engine, gradients, train
+    from mismatch.processes.workers import engine, gradient_check, train
     from mismatch.reports import html
     from mismatch.training import distributed, score
     from mismatch.training import gradients as batch
@@ -225,7 +225,7 @@ def play(recording: Recording) -> None:
     if recording.playing:
         batch.require_memory = lambda *rest: None
         distributed.World.start = classmethod(lambda cls: PlayedWorld())
-    assert gradients  # its functions import what they use when they are called
+    assert gradient_check  # its functions import what they use when they are called
 
 
 class PlayedWorld:

@@ -8,7 +8,7 @@ from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.experiments.explanation import TESTS
 from mismatch.experiments.fixes.guides import VERSIONS, settings_of
-from mismatch.experiments.passes import PROBES
+from mismatch.experiments.scoring_passes import PROBES
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- Made by tools/cause_page.py; edit mismatch/analysis/causes.toml. -->"
@@ -26,7 +26,8 @@ What a side states is evidence, never a precondition.
   prompt. A difference that is certain, such as a digest, may have no share: the run did not
   measure it.
 - **Suspected**: its mark is in the data. **Confirmed**: the experiment that separates it from what
-  looks alike was part of the run (a re-pairing, a rescoring, a second pass).
+  looks alike was part of the run (a re-pairing, a rescoring, a second pass, a fix that was
+  measured). Its share is then that of the experiment.
 - **Side**: whose numbers are off. For laws: the law that sampled has the largest mean
   log-probability, so the sign of mean delta names the other. Else: whose distance from float32 is
   larger, which needs the pass `reference:fp32` and one dtype on both sides.
@@ -40,9 +41,10 @@ What a side states is evidence, never a precondition.
 
 ## Experiments
 
-`mismatch check … --explain`, or `mismatch check --resume RUN --explain` for a finished run, makes
-the experiments that tell the leading causes apart: fixes of `mismatch fixes` applied and
-measured, and probes that mend nothing:
+A check with `--fix` has experiments already: a fix that was measured and takes out a suspected
+cause confirms it or rules it out, whenever the run is reported. `mismatch check … --explain`, or
+`mismatch check --resume RUN --explain` for a finished run, makes those that are missing to tell the
+leading causes apart: fixes of `mismatch fixes` applied and measured, and probes that mend nothing:
 
 - `no-sinks`: the trainer imitates an engine that ignores sinks; `plain-attention`: attention as its
   definition says.
@@ -64,10 +66,27 @@ measured, and probes that mend nothing:
 First what `--quick` or `--no-noise-floor` left out; then passes of the trainer over the run's
 tokens, in one world; then engines, one start at a time, the best by expected information per second
 first, until nothing is left to be told apart or `--budget-minutes` is used up. The two probes that
-read share a start. A cause is confirmed where more than 30 % of mean |delta| goes with the
-experiment that takes it out (by the whole 95 % interval), and ruled out where less than 10 % goes.
-The report says which, by what, and how long it took; `report.json` has it under `explain`. An
-experiment that fails, whatever the error, is a row with its reason, and the others go on.
+read share a start. The report says which, by what, and how long it took; `report.json` has it under
+`explain`. An experiment that fails, whatever the error, is a row with its reason, and the others go
+on.
+
+How an experiment is judged, whether `--fix` or `--explain` asked for it:
+
+- On the same tokens where the trainer alone changed; by prompt where the engine sampled anew.
+- A cause is **confirmed** where more than 30 % of mean |delta| goes with the experiment that takes
+  it out, by the whole 95 % interval.
+- An experiment that takes out several causes confirms what is true of them all: a float32 trainer
+  confirms `precision`, and `bf16-lm-head` only where experiments have ruled out all else that goes
+  with it. `plain-attention` confirms that the trainer's kernel is at fault, and no kind of fault. A
+  cause that it does not tell from others stays suspected, with the share that went as evidence.
+- A kernel of your own (`--attention package.module:function`) that `attention-sinks` replaces may
+  have been wrong in any way: the kernel is confirmed, the sinks are not.
+- A cause is **ruled out** where less than 10 % goes, and less than half of what this cause would
+  take along: 1 - sqrt(1 - share²), since independent errors add in quadrature. A small cause under
+  a large one is not ruled out by an experiment that could not have shown it.
+- A fix that failed, several fixes at once, and corrections of the loss (TIS …) confirm nothing; nor
+  does a fix that helps although it takes no suspected cause out, such as router replay where sinks
+  are missing (40 % went in examples/tiny-gpt-oss-no-sinks).
 
 Measured: tiny-gpt-oss in vLLM with an fp8 KV cache (`--engine-arg kv_cache_dtype=fp8
 --explain`, 64 prompts, a CPU). One experiment was made, `bf16-kv-cache`: the engine sampled anew,
@@ -118,7 +137,7 @@ def _index() -> str:
 
 
 def _page(entry: Entry) -> str:
-    fixes = [fix for fix, (_, tests) in TESTS.items() if entry.id in tests]
+    fixes = [fix for fix, one in TESTS.items() if entry.id in (*one.own, *one.wide)]
     probes = [probe for probe, tests in PROBES.items() if entry.id in tests]
     parts = [
         f"# {entry.title.rstrip('.')}",
@@ -171,7 +190,8 @@ def _settings(entry: Entry, fixes: list[str]) -> list[str]:
     """What is known of each framework, read at its source; what is not known is said."""
     known: dict[str, list[str]] = {name: [] for name in EVERYWHERE}
     for id in fixes:
-        for setting in settings_of(id) if len(TESTS[id][1]) <= NARROW else ():
+        narrow = len(TESTS[id].own) + len(TESTS[id].wide) <= NARROW
+        for setting in settings_of(id) if narrow else ():
             parts = known.setdefault(setting.framework, [])
             remark = "; ".join(text for text in (setting.remark, setting.source) if text)
             parts.append(f"- {setting.framework} ([{id}](../fixes/{id}.md)): {remark}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.corrections.recipes import Corrections
 from mismatch.analysis.growth import budget_of, forecast_of
-from mismatch.analysis.registry import Analysis, Measured
+from mismatch.analysis.plugins import Analysis, Measured
 from mismatch.analysis.two_passes import two_passes
 from mismatch.metrics.budget import Budget
 from mismatch.metrics.forecast import Forecast
-from mismatch.metrics.two_passes import TwoPasses
+from mismatch.metrics.ppo_passes import TwoPasses
 from mismatch.specs import CheckSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import Causes, diagnose
-from mismatch.analysis.registry import Analysis, Measured
+from mismatch.analysis.plugins import Analysis, Measured
 from mismatch.specs import CheckSpec
 from mismatch.types import Scoring
 

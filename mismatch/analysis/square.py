@@ -36,7 +36,7 @@ from mismatch.analysis.displaced import (
     excess_terms,
 )
 from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
-from mismatch.analysis.registry import Analysis, Measured
+from mismatch.analysis.plugins import Analysis, Measured
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run.store import FLOAT32, PLAIN, REFERENCE, TRAIN

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mismatch.analysis.comparison import paired_routing
-from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
+from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
 from mismatch.models.moe import describe
 from mismatch.run.store import NEW, NEW_REPLAYED, REGROUPED, TRAIN
 from mismatch.specs import CheckSpec

@@ -85,7 +85,7 @@ def compare(flags: Flags) -> int:
 def _against(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.errors import MismatchError
-    from mismatch.experiments.regression.measure import against
+    from mismatch.experiments.regression.run_comparison import against
     from mismatch.experiments.regression.types import against_to_json
     from mismatch.reports import files
     from mismatch.reports.sections.regression import page

@@ -174,7 +174,7 @@ def resolved(check: CheckSpec) -> CheckSpec:
 
 def unfit(one: LoopSpec) -> Iterator[str]:
     """Why engine and trainer, with gradients and moments, can never be here at once."""
-    from mismatch.doctor.loop import memory_of_loop
+    from mismatch.doctor.loop_cost import memory_of_loop
 
     for fit in memory_of_loop(one.check):
         if fit.level == "does not fit" and fit.certain:
@@ -189,7 +189,7 @@ def plan(
     Args:
         gpus: in place of this machine's own, e.g. "8xH100-80GB".
     """
-    from mismatch.doctor.loop import memory_of_loop, seconds_of_step
+    from mismatch.doctor.loop_cost import memory_of_loop, seconds_of_step
     from mismatch.doctor.machine import look, machine_with, parse_kind
     from mismatch.experiments.loop.types import arm_of
     from mismatch.reports.formatting import memory, number

@@ -65,7 +65,7 @@ def find(name: str) -> Metric:
 
     from mismatch.errors import MismatchError
     from mismatch.metrics import METRICS
-    from mismatch.metrics.names import ALIASES, metric_called
+    from mismatch.metrics.framework_names import ALIASES, metric_called
 
     wanted = name.strip()
     ours = {metric.replace(".", "_"): metric for metric in METRICS}.get(
@@ -99,8 +99,8 @@ def print_list(chosen: list[Metric]) -> None:
 
 def explanation(metric: Metric) -> Iterator[str]:
     """Everything there is to say about one metric, at most 80 columns wide."""
-    from mismatch.metrics import describe, names
-    from mismatch.reports.words import words_for
+    from mismatch.metrics import describe, framework_names
+    from mismatch.reports.metric_labels import words_for
 
     words = words_for(metric.name)
     yield f"{metric.name}: {words.label}"
@@ -118,11 +118,11 @@ def explanation(metric: Metric) -> Iterator[str]:
     yield from _field("python", f"from mismatch.metrics import {attribute}")
     yield ""
     yield "Elsewhere"
-    for alias in names.of(metric.name):
+    for alias in framework_names.of(metric.name):
         yield from _wrapped(alias.label, "", 2)
         yield from _wrapped(alias.remark(metric.reduction) or "the same number", "", 4)
         yield from _wrapped(f"read in {alias.source}", "", 4)
-    if not names.of(metric.name):
+    if not framework_names.of(metric.name):
         yield "  no other framework is known to report it"
     yield ""
     yield "Levels"
@@ -151,7 +151,7 @@ def levels(metric: Metric) -> Iterator[str]:
 
 def as_data(metric: Metric) -> dict[str, Any]:
     """One metric as JSON data."""
-    from mismatch.metrics import describe, names
+    from mismatch.metrics import describe, framework_names
 
     return {
         "name": metric.name,
@@ -166,7 +166,7 @@ def as_data(metric: Metric) -> dict[str, Any]:
         "aliases": [
             {name: getattr(alias, name) for name in ALIAS_FIELDS}
             | {"differs": alias.value is not None, "source": alias.source}
-            for alias in names.of(metric.name)
+            for alias in framework_names.of(metric.name)
         ],
     }
 

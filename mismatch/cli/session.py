@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mismatch.analysis.levels import Thresholds
-    from mismatch.reports.elsewhere import Elsewhere
+    from mismatch.reports.framework_values import Elsewhere
     from mismatch.reports.section import Page
     from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
     from mismatch.types import Report
@@ -277,7 +277,7 @@ def conclude(
 
     elsewhere = None
     if flags.get("names") is not None:
-        from mismatch.reports.elsewhere import Elsewhere
+        from mismatch.reports.framework_values import Elsewhere
 
         if tokens is None and run_dir is not None:
             tokens = written_with_names(report, run_dir, flags["names"])

@@ -26,7 +26,7 @@ from mismatch.doctor.machine import GpuType, Machine, look, machine_with, parse_
 from mismatch.doctor.memory import Prediction, Work
 from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import float32_engine, training_passes, wants_square
+from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
 from mismatch.models.config import FoundConfig, ModelConfig, find_config
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts

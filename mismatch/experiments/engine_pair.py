@@ -13,9 +13,9 @@ import numpy as np
 
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import failed
-from mismatch.analysis.diagnosis.passes import not_finite
+from mismatch.analysis.diagnosis.pass_checks import not_finite
 from mismatch.analysis.levels import default_thresholds, worse
-from mismatch.analysis.sides import Sides
+from mismatch.analysis.scored_rollout import Sides
 from mismatch.experiments.fixes.base import SHOWN
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import paired

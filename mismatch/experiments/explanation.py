@@ -1,8 +1,8 @@
-"""Experiments that tell the leading causes apart: which, in which order, and what they say.
+"""Experiments that tell the leading causes apart: which there are, and in which order.
 
 An experiment is a fix, applied and measured as ``--fix`` does it, on the run's own tokens where the
-trainer alone changes. A cause is confirmed where the mismatch goes with the experiment that takes
-it out, and ruled out where the mismatch stays. Pure: nothing is started here.
+trainer alone changes; :mod:`mismatch.experiments.confirmation` has what they say. Pure: nothing is
+started here.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
-from mismatch.analysis.diagnosis.case import Case, above, below
 from mismatch.analysis.diagnosis.detector import Evidence, Side
-from mismatch.analysis.diagnosis.ranking import KINDS, Cause, Causes, RuledOut
+from mismatch.analysis.diagnosis.ranking import KINDS, Causes
 from mismatch.experiments.fixes.base import Context
 from mismatch.experiments.fixes.planning import Builder, Variant, chosen_of
-from mismatch.metrics.inference import jackknife_error, student
 from mismatch.specs import CheckSpec
-from mismatch.types import Estimate, Floats
+from mismatch.types import Estimate
 
 Outcome = Literal["confirmed", "ruled out", "undecided", "not run"]
 GONE, STAYS = 0.3, 0.1  # share of mean |delta| that goes: at least, for yes; at most, for no
@@ -31,30 +27,68 @@ OWN = 0.5  # of a cause's weight that stays with its own name; the rest is its l
 UNMEASURED = 0.1  # weight of a cause whose share is not known
 WORLD_S, ENGINE_S = 20.0, 60.0  # where the run does not say what they took
 
-KERNEL = ("attention-sinks", "sliding-window", "packing-leak", "first-token", "onset",
-          "function-differs", "yarn-attention-factor")  # fmt: skip
-# Fix -> the side whose fault it shows, and the causes that it takes out; the narrowest name wins.
-TESTS: dict[str, tuple[Side, tuple[str, ...]]] = {
-    "attention-sinks": ("trainer", ("attention-sinks",)),
-    "no-sinks": ("engine", ("attention-sinks",)),
-    "no-packing": ("trainer", ("packing-leak",)),
-    "plain-attention": ("trainer", KERNEL),
-    "fp32-lm-head": ("trainer", ("bf16-lm-head",)),
-    "fp32-router": ("trainer", ("router-precision",)),
-    "no-autocast": ("trainer", ("trainer-autocast", "precision")),
-    "fp32": ("trainer", ("precision", "bf16-lm-head", "router-precision", "trainer-autocast",
-                         "fsdp-cast-inputs", "microbatch-dependence")),
-    "processed-logprobs": ("engine", ("temperature-semantics", "sampling-truncation")),
-    "explicit-generation-config": ("engine", ("implicit-generation-config", "sampling-law")),
-    "sampling-mask": ("engine", ("sampling-truncation", "sampling-law")),
-    "bf16-kv-cache": ("engine", ("fp8-kv", "fp8-kv-tile", "decode-vs-prefill")),
-    "rollout-bf16-weights": ("engine", ("quantised-rollout", "quantised-module-list")),
-    "no-prefix-cache": ("engine", ("prefix-cache-stale", "kv-block", "decode-vs-prefill")),
-    "no-cascade-attention": ("engine", ("decode-vs-prefill", "onset", "kv-block")),
-    "engine-fp32-lm-head": ("engine", ("bf16-lm-head",)),
-    "engine-fp32": ("engine", ("precision", "bf16-lm-head", "decode-vs-prefill", "fp8-kv")),
-    "regenerate": ("engine", ("sleep-level-2", "double-load")),
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What goes when a fix is applied.
+
+    Attributes:
+        side: whose fault it shows.
+        own: what is true of every mismatch that goes with it: the setting that it changes, and
+            marks in the data.
+        wide: causes that go with it too, and that it does not tell from one another.
+    """
+
+    side: Side
+    own: tuple[str, ...]
+    wide: tuple[str, ...] = ()
+
+
+KERNEL = Taken(
+    "trainer",
+    ("function-differs", "onset", "first-token"),
+    ("attention-sinks", "sliding-window", "packing-leak", "yarn-attention-factor"),
+)
+TESTS = {
+    "attention-sinks": Taken("trainer", ("attention-sinks",)),
+    "no-sinks": Taken("engine", ("attention-sinks",)),
+    "no-packing": Taken("trainer", ("packing-leak",)),
+    "plain-attention": KERNEL,
+    "fp32-lm-head": Taken("trainer", ("bf16-lm-head",)),
+    "fp32-router": Taken("trainer", ("router-precision",)),
+    "no-autocast": Taken("trainer", ("trainer-autocast", "precision")),
+    "fp32": Taken("trainer", ("precision",), ("bf16-lm-head", "router-precision",
+                  "trainer-autocast", "fsdp-cast-inputs", "microbatch-dependence")),
+    "processed-logprobs": Taken("engine", (), ("temperature-semantics", "sampling-truncation")),
+    "explicit-generation-config": Taken("engine", ("implicit-generation-config", "sampling-law")),
+    "sampling-mask": Taken("engine", ("sampling-truncation", "sampling-law")),
+    "bf16-kv-cache": Taken("engine", ("fp8-kv", "decode-vs-prefill"), ("fp8-kv-tile",)),
+    "rollout-bf16-weights": Taken("engine", ("quantised-rollout",), ("quantised-module-list",)),
+    "no-prefix-cache": Taken("engine", ("prefix-cache-stale", "kv-block", "decode-vs-prefill")),
+    "no-cascade-attention": Taken("engine", ("decode-vs-prefill", "onset", "kv-block")),
+    "engine-fp32-lm-head": Taken("engine", ("bf16-lm-head",)),
+    "engine-fp32": Taken("engine", ("precision", "decode-vs-prefill"), ("bf16-lm-head", "fp8-kv")),
+    "regenerate": Taken("engine", (), ("sleep-level-2", "double-load")),
 }  # fmt: skip
+
+
+def taken(id: str, spec: CheckSpec) -> Taken | None:
+    """What goes with a fix in this check; None where it shows nothing of a cause."""
+    if id not in TESTS:
+        return None
+    found, attention, sampling = TESTS[id], spec.train.attention, spec.rollout.sampling
+    if id == "attention-sinks" and attention != "no-sinks":
+        found = KERNEL  # another kernel, whatever was wrong with the one in use
+    if id == "no-sinks" and ":" in attention:
+        return None  # the kernel that it replaces may be what is wrong
+    impossible = set()
+    if spec.train.layout != "packing":
+        impossible.add("packing-leak")
+    if sampling.temperature in (0.0, 1.0):
+        impossible.add("temperature-semantics")
+    if not sampling.truncates:
+        impossible.add("sampling-truncation")
+    return replace(found, wide=tuple(name for name in found.wide if name not in impossible))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +100,15 @@ class Experiment:
         side: whose fault it would show.
         tests: causes that it takes out.
         bits: information that was expected of it.
-        expected_s: seconds that it was expected to take.
+        expected_s: seconds that it was expected to take; 0 where --fix asked for it.
         seconds: of its passes and of its engine; None where it was not made.
         gone: share of mean |delta| that goes with it.
         same_tokens: on the tokens of the run; False: the engine sampled anew.
         reason: why it was not made, or failed.
         evidence: what it measured, where that is no share of mean |delta|.
         names: the cause that it names where it confirms and no detector suspected one.
+        wide: those of ``tests`` that it does not tell from one another: it confirms one only where
+            no other of ``tests`` is left.
     """
 
     id: str
@@ -87,6 +123,7 @@ class Experiment:
     reason: str = ""
     evidence: tuple[Evidence, ...] = ()
     names: str = ""
+    wide: tuple[str, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -165,6 +202,18 @@ class Costs:
         return self.forward + (self.load if own else 0.0) + (self.engine if variant.place else 0.0)
 
 
+def asked(id: str, spec: CheckSpec, weights: Masses) -> Experiment | None:
+    """What applying one fix asks; None where it is expected to say nothing of the causes."""
+    found = taken(id, spec)
+    if found is None:
+        return None
+    tests = (*found.own, *found.wide)
+    expected = bits(weights, found.side, tests)
+    if expected < LEAST_BITS:
+        return None
+    return Experiment(id, found.side, tests, expected, 0.0, wide=found.wide)
+
+
 def plan(
     spec: CheckSpec, context: Context, causes: Causes, costs: Costs, made: Sequence[str] = ()
 ) -> list[tuple[Experiment, Variant]]:
@@ -176,166 +225,17 @@ def plan(
     weights = masses(causes)
     builder = Builder(spec, context)
     planned = []
-    for id, (side, tests) in TESTS.items():
-        expected = bits(weights, side, tests)
-        if id in made or expected < LEAST_BITS:
+    for id in TESTS:
+        one = None if id in made else asked(id, spec, weights)
+        if one is None:
             continue
         before = len(builder.variants)
         builder.add(chosen_of(id))
         if len(builder.variants) > before:
             variant = builder.variants[-1]
-            seconds = costs.of(variant, spec)
-            planned.append((Experiment(id, side, tests, expected, seconds,
-                                       same_tokens=not variant.place), variant))  # fmt: skip
+            one = replace(one, expected_s=costs.of(variant, spec), same_tokens=not variant.place)
+            planned.append((one, variant))
     return sorted(planned, key=lambda pair: -pair[0].rate)
-
-
-# ---------------------------------------------------------------- what they say
-
-
-def gone(before: Case, after: Case) -> Estimate:
-    """Share of mean |delta| that goes from one measurement to another, by prompt (jackknife).
-
-    1 - (mean |delta| after) / (mean |delta| before); the tokens may be others, the prompts not.
-    """
-    if len(before.delta) == len(after.delta) and np.array_equal(
-        before.engine.token_ids, after.engine.token_ids
-    ):
-        return before.share(after.delta)
-    sums = [_by_prompt(case) for case in (before, after)]
-    common = np.intersect1d(np.flatnonzero(sums[0][1] > 0), np.flatnonzero(sums[1][1] > 0))
-    (s0, n0), (s1, n1) = ((total[common], count[common]) for total, count in sums)
-
-    def value(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
-        return np.asarray(1 - (c / d) / (a / b))
-
-    whole = [x.sum() for x in (s0, n0, s1, n1)]
-    share = float(value(*map(np.asarray, whole)))
-    low = high = None
-    if len(common) > 1:
-        without = value(*(np.asarray(t - x) for t, x in zip(whole, (s0, n0, s1, n1), strict=True)))
-        arm = student(len(common) - 1) * jackknife_error(without)
-        low, high = share - arm, share + arm
-    return Estimate(share, low, high, int(n1.sum()), after.rollout.n_sequences, len(common))
-
-
-def _by_prompt(case: Case) -> tuple[Floats, Floats]:
-    prompts = case.rollout.prompt_index[case.sequence]
-    size = int(case.rollout.prompt_index.max()) + 1
-    return (
-        np.asarray(np.bincount(prompts, np.abs(case.delta), size), np.float64),
-        np.asarray(np.bincount(prompts, minlength=size), np.float64),
-    )
-
-
-def judged(experiment: Experiment, before: Case, after: Case, seconds: float) -> Experiment:
-    """An experiment with what it said."""
-    share = gone(before, after)
-    outcome: Outcome = "undecided"
-    if above(share, GONE):
-        outcome = "confirmed"
-    elif below(share, STAYS):
-        outcome = "ruled out"
-    return replace(experiment, outcome=outcome, gone=share, seconds=seconds)
-
-
-def applied(
-    causes: Causes, experiments: Sequence[Experiment]
-) -> tuple[Causes, tuple[str, ...], tuple[str, ...]]:
-    """The causes after their experiments, and the ids that were confirmed and ruled out."""
-    against = _against(experiments)
-    kept: list[Cause] = []
-    dropped: list[RuledOut] = []
-    confirmed: list[str] = []
-    ruled_out: set[str] = set()
-    for cause in causes.ranked:
-        names = (cause.id, *cause.alike)
-        gone_names = {n for n in names if _sides(cause.side) <= against.get(n, set())}
-        yes = _confirming(cause, experiments, gone_names)
-        ruled_out |= gone_names
-        alike = tuple(n for n in cause.alike if n not in gone_names)
-        if yes is not None:
-            experiment, name = yes
-            confirmed.append(name)
-            kept.append(replace(
-                cause, id=name, status="confirmed", side=experiment.side,
-                effect=experiment.gone if cause.effect is None else cause.effect,
-                evidence=(*cause.evidence, *_evidence(experiment)),
-                alike=() if len(experiment.tests) == 1 else
-                tuple(n for n in alike if n in experiment.tests and n != name),
-            ))  # fmt: skip
-        elif cause.id not in gone_names or cause.status == "confirmed":
-            kept.append(replace(cause, alike=alike))
-        elif alike:  # what it could also be is what is left
-            kept.append(replace(cause, id=alike[0], alike=alike[1:]))
-        else:
-            evidence = tuple(
-                item for e in experiments
-                if e.outcome == "ruled out" and cause.id in e.tests
-                for item in _evidence(e)
-            )  # fmt: skip
-            dropped.append(RuledOut("experiment", (cause.id,), evidence))
-    for experiment in _of_their_own(experiments, confirmed):
-        confirmed.append(experiment.names)
-        kept.append(
-            Cause(experiment.names, "confirmed", experiment.side, experiment.gone,
-                  _evidence(experiment),
-                  tuple(n for n in experiment.tests[1:] if "engine" not in against.get(n, set())))
-        )  # fmt: skip
-    result = replace(causes, ranked=tuple(kept), ruled_out=(*causes.ruled_out, *dropped))
-    return result, tuple(confirmed), tuple(sorted(ruled_out - set(confirmed)))
-
-
-def _sides(side: Side) -> set[str]:
-    return {"engine", "trainer"} if side == "either" else {side}
-
-
-def _against(experiments: Sequence[Experiment]) -> dict[str, set[str]]:
-    """Cause -> sides on which an experiment has ruled it out."""
-    found: dict[str, set[str]] = {}
-    for experiment in experiments:
-        if experiment.outcome == "ruled out":
-            for name in experiment.tests:
-                found.setdefault(name, set()).add(experiment.side)
-    return found
-
-
-def _confirming(
-    cause: Cause, experiments: Sequence[Experiment], gone_names: set[str]
-) -> tuple[Experiment, str] | None:
-    """The narrowest experiment that takes this cause out, and the name that it gives it."""
-    names = [n for n in (cause.id, *cause.alike) if n not in gone_names]
-    fitting = [
-        (len(e.tests), place, e, n)
-        for e in experiments
-        for place, n in enumerate(names)
-        if e.outcome == "confirmed" and n in e.tests and e.side in _sides(cause.side)
-    ]
-    if not fitting:
-        return None
-    _, _, experiment, name = min(fitting, key=lambda row: row[:2])
-    if len(experiment.tests) > 1 and cause.id in experiment.tests:
-        name = cause.id  # a wide experiment gives no narrower name
-    return experiment, name
-
-
-def _of_their_own(experiments: Sequence[Experiment], confirmed: Sequence[str]) -> list[Experiment]:
-    """Experiments that confirm what no detector suspected, the narrowest first."""
-    yes = [e for e in experiments if e.names and e.outcome == "confirmed"]
-    own: list[Experiment] = []
-    for experiment in sorted(yes, key=lambda e: len(e.tests)):
-        named = {*confirmed, *(e.names for e in own)}
-        if not named & set(experiment.tests):
-            own.append(experiment)
-    return own
-
-
-def _evidence(experiment: Experiment) -> tuple[Evidence, ...]:
-    if experiment.gone is None:
-        return experiment.evidence
-    normal = f"above {GONE:g} confirms, below {STAYS:g} rules out"
-    share = Evidence(f"share gone with {experiment.id}", experiment.gone.value, normal)
-    return (share, *experiment.evidence)
 
 
 def costs_of(seconds: Mapping[str, float], facts: Mapping[str, object]) -> Costs:

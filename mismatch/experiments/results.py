@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mismatch.analysis.registry import Analysis
+from mismatch.analysis.plugins import Analysis
 from mismatch.codec import Misfit, from_json, schema_of, to_json
 from mismatch.experiments.engine_pair import Triangle
 from mismatch.experiments.explanation import Explanation

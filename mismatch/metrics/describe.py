@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mismatch.metrics import names
+from mismatch.metrics import framework_names
 from mismatch.metrics.registry import Metric
 
 ARRAYS = {
@@ -70,7 +70,7 @@ def values(metric: Metric) -> str:
 
 def source(metric: Metric) -> str:
     """Where the formula comes from."""
-    same = [alias.source for alias in names.of(metric.name) if alias.value is None]
+    same = [alias.source for alias in framework_names.of(metric.name) if alias.value is None]
     return SOURCES.get(metric.name) or (same[0] if same else "defined by mismatch")
 
 
@@ -78,7 +78,7 @@ def elsewhere(metric: Metric) -> list[str]:
     """Its names in other frameworks, each with how theirs differs."""
     return [
         f"{alias.label}: {alias.remark(metric.reduction) or 'the same'}"
-        for alias in names.of(metric.name)
+        for alias in framework_names.of(metric.name)
     ]
 
 

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.metrics.autocovariance import CAP, Fit, Lines, below, capped_ess
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import POSITIVE, REAL, SHARE, Bounds, Combine, Metric, floats
-from mismatch.metrics.series import CAP, Fit, Lines, below, capped_ess
 from mismatch.metrics.tails import heavy_tail, hill_index
 from mismatch.types import Estimate, Floats, Ints
 

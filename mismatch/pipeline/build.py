@@ -12,19 +12,19 @@ import numpy as np
 from mismatch import __version__
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
-from mismatch.analysis.diagnosis.passes import by_finiteness, not_finite, pass_checks
+from mismatch.analysis.diagnosis.pass_checks import by_finiteness, not_finite, pass_checks
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
 from mismatch.analysis.levels import column_for, judge, require_applied, verdict
-from mismatch.analysis.registry import Measured, analyses
+from mismatch.analysis.plugins import Measured, analyses
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
 from mismatch.experiments.gradients.sentences import gradient_checks
 from mismatch.experiments.kernels import of_run
 from mismatch.experiments.locate.judge import of_run as located
-from mismatch.experiments.passes import training_passes
+from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.models import named
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
@@ -301,8 +301,18 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
     if rollout.turn.max() <= 1:
         template = "mismatch template --model MODEL looks at the chat template"
         yield NotTested("multi-turn rollouts", "every sequence has one turn", template)
-    loaded = "both sides loaded from disk, no refit took place"
-    yield NotTested("weight synchronisation", loaded, "mismatch sync-probe --model MODEL")
+    if reason := _unsynchronised(decode.fingerprint.get("synchronised")):
+        yield NotTested("weight synchronisation", reason, "mismatch sync-probe --model MODEL")
+
+
+def _unsynchronised(told: dict[str, Any] | None) -> str:
+    """What is not known of the weights' way into the engine; "" where all were read back."""
+    if told is None:
+        return "both sides loaded from disk, no refit took place"
+    left = told["not_compared"]
+    if not left:
+        return ""
+    return f"{left} of {left + told['verified']} parameters cannot be read back from the engine"
 
 
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:

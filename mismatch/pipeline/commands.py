@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import training_passes, wants_square
+from mismatch.experiments.scoring_passes import training_passes, wants_square
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.launched import Launched
 from mismatch.processes.launched import score as score_launched

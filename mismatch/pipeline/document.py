@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch.analysis.levels import exit_code, fails_on
-from mismatch.analysis.registry import analyses
+from mismatch.analysis.plugins import analyses
 from mismatch.analysis.square import sides_at_fault
 from mismatch.codec import Misfit, fields_of, from_json, refused, schema_of, to_json
 from mismatch.metrics import METRICS

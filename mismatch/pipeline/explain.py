@@ -2,7 +2,8 @@
 
 They are variants of ``--fix`` and run as those do: passes of the trainer in one world, an engine
 that has to sample anew one at a time, and none once nothing is left to be told apart. What they
-leave is shared with ``--fix``: neither makes it twice.
+leave is shared with ``--fix``: neither makes it twice, and fixes that were measured are told as the
+experiments that they are.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ from typing import Any
 from mismatch.analysis.causes import others_of
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.passes import by_finiteness
-from mismatch.analysis.diagnosis.ranking import diagnose
-from mismatch.analysis.sides import Sides
+from mismatch.analysis.diagnosis.pass_checks import by_finiteness
+from mismatch.analysis.diagnosis.ranking import Causes, diagnose
+from mismatch.analysis.scored_rollout import Sides
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
+from mismatch.experiments.confirmation import applied, judged, settled
 from mismatch.experiments.explanation import (
     Costs,
     Experiment,
     Explanation,
-    applied,
+    asked,
     costs_of,
-    judged,
+    masses,
     plan,
 )
 from mismatch.experiments.fixes.base import Context
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant
+from mismatch.experiments.fixes.results import STATE as FIXES
+from mismatch.experiments.fixes.results import cost_of, state_of, variant_of
 from mismatch.experiments.fixes.spec_edits import context_of
 from mismatch.experiments.locate.judge import FILE as LOCATED
 from mismatch.experiments.locate.judge import SCHEMA as LOCATE_SCHEMA
 from mismatch.experiments.locate.judge import of_run, to_document
-from mismatch.experiments.passes import (
+from mismatch.experiments.scoring_passes import (
     CACHE,
     FRESH,
     judged_cache,
@@ -74,7 +78,9 @@ def explain(stages: Stages) -> None:
     context = context_of(stages.spec)
     run = FixRun(stages, FixPlan((), (), (), pairs=False))
     _passes_left_out(stages, run)
-    made: list[Experiment] = []
+    causes = _causes(case_of(run_dir, stages.spec), [])
+    fixed = _of_fixes(run_dir, stages.spec, causes)
+    made = list(fixed)
     for engines in range(1 + ENGINES):
         variants, probes = _planned(stages, context, made)
         chosen = [pair for pair in variants if pair[0].same_tokens]
@@ -91,7 +97,8 @@ def explain(stages: Stages) -> None:
     (run_dir / DIRECTORY).mkdir(exist_ok=True)
     before = _state(run_dir)["seconds"] if (run_dir / STATE).exists() else 0.0
     spent = round(max(before, time.monotonic() - start), 2)  # made before: nothing runs again
-    document = {"schema": STATE_SCHEMA, "experiments": to_json(made), "seconds": spent}
+    own = to_json(made[len(fixed) :])
+    document = {"schema": STATE_SCHEMA, "experiments": own, "seconds": spent}
     store.save_document(run_dir, STATE, document, schema=STATE_SCHEMA)
 
 
@@ -110,12 +117,18 @@ def _planned(
 ) -> tuple[list[tuple[Experiment, Variant]], list[Experiment]]:
     """Fixes, and experiments of a fresh engine; the best of each first."""
     case = case_of(stages.run_dir, stages.spec)
-    causes = applied(diagnose(case, detectors()), made)[0]
+    causes = _causes(case, made)
     header = case.trainer.fingerprint
     costs: Costs = costs_of(stages.journal.seconds, header)
     ids = [one.id for one in made]
     variants = plan(stages.spec, context, causes, costs, ids)
     return variants, plan_probes(case, causes, costs, ids)
+
+
+def _causes(case: Case, made: list[Experiment]) -> Causes:
+    """As far as the experiments that are made tell them apart."""
+    causes = diagnose(case, detectors())
+    return applied(causes, settled(causes, made))[0]
 
 
 def _before(probe: Experiment, variants: list[tuple[Experiment, Variant]]) -> bool:
@@ -124,7 +137,7 @@ def _before(probe: Experiment, variants: list[tuple[Experiment, Variant]]) -> bo
 
 def _located(stages: Stages, run: FixRun, made: list[Experiment], start: float) -> list[Experiment]:
     """The module, where a function is at fault and nothing else gave it a name."""
-    causes = applied(diagnose(case_of(stages.run_dir, stages.spec), detectors()), made)[0]
+    causes = _causes(case_of(stages.run_dir, stages.spec), made)
     planned = to_locate(causes)
     if planned is None:
         return []
@@ -232,12 +245,46 @@ def _result(run: FixRun, experiment: Experiment, variant: Variant) -> Experiment
         return replace(experiment, reason=run.failed[variant.id])
     if not run.scored(variant):
         return replace(experiment, reason=OVER_BUDGET)
-    header = store.scoring_header(run.run_dir / variant.place, variant.scoring.name)
-    seconds = float(header["fingerprint"].get("seconds", 0.0))
-    seconds += run.engine_seconds(variant.place) if variant.place else 0.0
     before = case_of(run.run_dir, run.stages.spec)
-    after = _variant_case(run.run_dir, run.stages.spec, variant)
+    return _measured(run.run_dir, run.stages.spec, before, experiment, variant)
+
+
+def _measured(
+    run_dir: Path, spec: CheckSpec, before: Case, experiment: Experiment, variant: Variant
+) -> Experiment:
+    """What a variant says, read from its scoring.
+
+    Raises:
+        MismatchError: it is missing, damaged, of other tokens, or not finite.
+    """
+    engine = spec.rollout.engine.engine
+    sides = Sides.load(run_dir / variant.place, engine, variant.scoring.name)
+    after = Case.of(sides.rollout, sides.decode, sides.train, {})
+    seconds = cost_of(sides, run_dir, variant).seconds or 0.0
     return judged(experiment, before, after, round(seconds, 2))
+
+
+def _of_fixes(run_dir: Path, spec: CheckSpec, causes: Causes) -> list[Experiment]:
+    """The fixes of a run that say something of its causes, as experiments."""
+    if not spec.fixes or not (run_dir / FIXES).exists():
+        return []
+    weights = masses(causes)
+    entries = state_of(run_dir)["variants"]
+    asking = [(e, one) for e in entries if (one := asked(e["id"], spec, weights)) is not None]
+    if not asking:
+        return []
+    before = case_of(run_dir, spec)
+    made = []
+    for entry, one in asking:
+        variant = variant_of(spec, entry["id"], entry["place"])
+        one = replace(one, same_tokens=not variant.place)
+        try:
+            if entry["failed"]:
+                raise MismatchError(entry["failed"])
+            made.append(_measured(run_dir, spec, before, one, variant))
+        except MismatchError as error:
+            made.append(replace(one, reason=error.headline.splitlines()[0]))
+    return made
 
 
 def case_of(run_dir: Path, spec: CheckSpec) -> Case:
@@ -253,21 +300,24 @@ def case_of(run_dir: Path, spec: CheckSpec) -> Case:
     return Case.of(artefacts.rollout, artefacts.decode, artefacts.train, others)
 
 
-def _variant_case(run_dir: Path, spec: CheckSpec, variant: Variant) -> Case:
-    engine = spec.rollout.engine.engine
-    sides = Sides.load(run_dir / variant.place, engine, variant.scoring.name)
-    return Case.of(sides.rollout, sides.decode, sides.train, {})
-
-
 def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
-    """The report with what the experiments said, its causes confirmed or ruled out by it."""
+    """The report with what experiments and fixes said, its causes confirmed or ruled out by it."""
     causes = report.result("causes")
-    if not spec.explain or causes is None or not (run_dir / STATE).exists():
+    if causes is None:
         return report
-    state = _state(run_dir)
-    experiments = from_json(list[Experiment], state["experiments"])
+    own: list[Experiment] = []
+    explained, spent = spec.explain and (run_dir / STATE).exists(), 0.0
+    if explained:
+        state = _state(run_dir)
+        own, spent = from_json(list[Experiment], state["experiments"]), state["seconds"]
+    fixed = _of_fixes(run_dir, spec, causes)
+    if not explained and not fixed:
+        return report
+    ids = [one.id for one in fixed]
+    experiments = settled(causes, [*fixed, *(one for one in own if one.id not in ids)])
     causes, confirmed, ruled_out = applied(causes, experiments)
-    told = Explanation(tuple(experiments), confirmed, ruled_out, state["seconds"])
+    spent += sum(one.seconds or 0.0 for one in fixed)
+    told = Explanation(tuple(experiments), confirmed, ruled_out, round(spent, 2))
     return report.with_analyses(causes=causes, explain=told)
 
 

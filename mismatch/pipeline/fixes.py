@@ -17,7 +17,7 @@ from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, plan_fixes, plan_pairs
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, table_of
 from mismatch.experiments.fixes.spec_edits import context_of
-from mismatch.experiments.passes import Job
+from mismatch.experiments.scoring_passes import Job
 from mismatch.processes.launch import Worker
 from mismatch.processes.stages import Stages
 from mismatch.run import resume, store

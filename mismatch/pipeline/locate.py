@@ -39,7 +39,7 @@ from mismatch.specs import CheckSpec, RolloutSpec, to_dict
 from mismatch.types import Floats, NotTested
 
 MOST_SIDES = 4  # engine, trainer, a plain forward in the dtype of each
-WORKER = "mismatch.processes.workers.locate"
+WORKER = "mismatch.processes.workers.locate_modules"
 PLACE = "locate"  # scratch in the run directory; gone at the end
 ENGINE, PASSES = "locate-engine", "locate"
 

@@ -21,9 +21,9 @@ from mismatch.experiments.loop.judge import (
     loop_to_json,
 )
 from mismatch.experiments.loop.types import LoopSpec, arm_of, place_of, settings
-from mismatch.experiments.passes import training_passes, wants_square
+from mismatch.experiments.scoring_passes import training_passes, wants_square
 from mismatch.pipeline.build import build_report
-from mismatch.processes.loop import resume_from, run_arm
+from mismatch.processes.loop_arm import resume_from, run_arm
 from mismatch.processes.stages import Narrator, Stages, score_in_float32
 from mismatch.run import store
 from mismatch.run.directory import at_work

@@ -19,7 +19,7 @@ from mismatch.analysis.growth import forecast_of
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
 from mismatch.experiments.engine_pair import DIRECTORY, other_place, other_spec
-from mismatch.experiments.passes import Job
+from mismatch.experiments.scoring_passes import Job
 from mismatch.models import named
 from mismatch.pipeline.build import facts
 from mismatch.pipeline.tokens import token_table

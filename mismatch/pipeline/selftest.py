@@ -20,7 +20,7 @@ from mismatch.analysis.diagnosis.detectors.stated import configurations, weights
 from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import reference_of
+from mismatch.experiments.scoring_passes import reference_of
 from mismatch.models.planted import plant
 from mismatch.pipeline.explain import case_of
 from mismatch.processes.stages import Narrator, Stages

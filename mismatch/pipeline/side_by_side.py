@@ -16,7 +16,7 @@ import numpy as np
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.significance import per_prompt
-from mismatch.experiments.regression.measure import ALSO, DECIDING, MARGIN, decided
+from mismatch.experiments.regression.run_comparison import ALSO, DECIDING, MARGIN, decided
 from mismatch.experiments.regression.types import (
     ABSENT,
     AgainstRow,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mismatch.errors import MismatchError, first_line
-from mismatch.experiments.passes import Job, by_load
+from mismatch.experiments.scoring_passes import Job, by_load
 from mismatch.run import resume, store
 from mismatch.run.messages import clear_errors, error_path, pass_label
 from mismatch.specs import Pass

@@ -13,7 +13,7 @@ import numpy as np
 from mismatch.captures import CachePair
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import CACHE, CACHE_FILE, FRESH, RESCORING
+from mismatch.experiments.scoring_passes import CACHE, CACHE_FILE, FRESH, RESCORING
 from mismatch.experiments.sync.judge import score_rows
 from mismatch.experiments.sync.types import SyncReport, SyncSpec
 from mismatch.processes.launch import (
@@ -88,7 +88,7 @@ def cache_of(stages: Stages) -> Cache:
 
 
 FOLDER = "sync"
-WORKER = "mismatch.processes.workers.sync_probe"
+WORKER = "mismatch.processes.workers.probe_side"
 Progress = Callable[[str], None]
 
 

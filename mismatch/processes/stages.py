@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import Job, by_load, float32_engine
+from mismatch.experiments.scoring_passes import Job, by_load, float32_engine
 from mismatch.processes.launch import (
     Worker,
     engine_python,

@@ -76,7 +76,7 @@ def write_rendered(
         framework: whose names (and values by its conventions) the tables show; None: everybody's
             names in the HTML report, nobody's in Markdown.
     """
-    from mismatch.reports.elsewhere import Elsewhere
+    from mismatch.reports.framework_values import Elsewhere
     from mismatch.reports.html import to_html
     from mismatch.reports.markdown import to_markdown
 

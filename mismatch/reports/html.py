@@ -12,8 +12,8 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import MARKS, line
+from mismatch.reports.framework_values import Elsewhere
 from mismatch.reports.section import Page, Section, Widget, cell_interval, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Report

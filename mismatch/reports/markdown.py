@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from html import escape
 
-from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import MARKS, badge, line, visible
+from mismatch.reports.framework_values import Elsewhere
 from mismatch.reports.section import (
     Answer,
     Block,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mismatch.experiments.regression.measure import DECIDING
+from mismatch.experiments.regression.run_comparison import DECIDING
 from mismatch.experiments.regression.types import ABSENT
 from mismatch.metrics import METRICS
 from mismatch.pipeline.saved_runs import History, Point
@@ -27,6 +27,7 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
+from mismatch.reports.metric_labels import words_for
 from mismatch.reports.section import (
     Cell,
     Cells,
@@ -41,7 +42,6 @@ from mismatch.reports.section import (
 from mismatch.reports.sections.regression import WORDS
 from mismatch.reports.summary import Row
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, segments
-from mismatch.reports.words import words_for
 from mismatch.types import Estimate
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from mismatch.pipeline.saved_runs import History, find_runs, history
 from mismatch.pipeline.side_by_side import side_by_side
 from mismatch.reports import html
 from mismatch.reports.formatting import TONES, line
+from mismatch.reports.metric_labels import words_for
 from mismatch.reports.saved_runs import beside_page, history_page, metric_format
 from mismatch.reports.section import Cell, Column
-from mismatch.reports.words import words_for
 
 PAGE = "report.html"
 LARGEST = 64 << 20  # bytes of a report that are read

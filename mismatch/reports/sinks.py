@@ -23,7 +23,7 @@ from mismatch.run.provenance import redact
 from mismatch.types import Report
 
 if TYPE_CHECKING:
-    from mismatch.reports.elsewhere import Elsewhere
+    from mismatch.reports.framework_values import Elsewhere
 
 PROJECT = "mismatch"  # where the client's environment names none
 PACKAGE = "train-infer-mismatch"

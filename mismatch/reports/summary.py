@@ -18,8 +18,8 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
+from mismatch.reports.metric_labels import ROUTING, Words, noise_words, words_for
 from mismatch.reports.section import Cell, Column, Table
-from mismatch.reports.words import ROUTING, Words, noise_words, words_for
 from mismatch.run.store import REFERENCE
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report
 

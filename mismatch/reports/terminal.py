@@ -18,7 +18,7 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mismatch.reports.elsewhere import Elsewhere
+    from mismatch.reports.framework_values import Elsewhere
 
 STEPS = 3  # next steps that are printed
 WRAP = 28  # characters of a column of text

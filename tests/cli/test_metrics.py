@@ -11,8 +11,8 @@ import pytest
 
 from mismatch.analysis.levels import default_thresholds
 from mismatch.cli.main import app
-from mismatch.metrics import METRICS, conventions
-from mismatch.metrics.names import metric_called
+from mismatch.metrics import METRICS, framework_formulas
+from mismatch.metrics.framework_names import metric_called
 from mismatch.run import store
 from tests.command import mismatch
 from tests.made_run import make_run
@@ -146,7 +146,7 @@ def test_names_on_an_existing_run_in_the_terminal(run):
     shown = inside("report", str(directory), "--names", "trl")
     section = shown.partition("\nIn TRL")[2].partition("\n\n")[0]
     assert max(map(len, section.splitlines())) <= 80
-    theirs = conventions.trl_ratio_max(gap, sequence)
+    theirs = framework_formulas.trl_ratio_max(gap, sequence)
     assert theirs != pytest.approx(float(np.exp(gap.max())), rel=0.01)
     line = next(line for line in section.splitlines() if "importance_sampling_ratio/max" in line)
     assert float(line.split()[-1]) == pytest.approx(theirs, rel=0.01)
@@ -161,7 +161,7 @@ def test_names_in_html_and_markdown_and_without_them(run):
     inside("report", str(directory), "--names", "trl")
     html = (directory / "report.html").read_text(encoding="utf-8")
     markdown = (directory / "report.md").read_text(encoding="utf-8")
-    value = f"{conventions.trl_ratio_mean(gap, sequence):.3f}"
+    value = f"{framework_formulas.trl_ratio_mean(gap, sequence):.3f}"
     assert value[:4] != f"{np.exp(gap).mean():.3f}"[:4]  # not our number
     for text in (html, markdown):
         assert "In TRL" in text

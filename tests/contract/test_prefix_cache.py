@@ -20,8 +20,16 @@ from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.ranking import Causes
 from mismatch.captures import CachePair
 from mismatch.codec import from_json
-from mismatch.experiments.explanation import Experiment, applied, judged
-from mismatch.experiments.passes import CACHE, CACHE_FILE, FRESH, PROBES, RESCORING, judged_cache
+from mismatch.experiments.confirmation import applied, judged
+from mismatch.experiments.explanation import Experiment
+from mismatch.experiments.scoring_passes import (
+    CACHE,
+    CACHE_FILE,
+    FRESH,
+    PROBES,
+    RESCORING,
+    judged_cache,
+)
 from mismatch.run import store
 from mismatch.run.store import REFERENCE
 from mismatch.specs import EngineSpec, RolloutSpec, to_dict

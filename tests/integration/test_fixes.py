@@ -73,6 +73,19 @@ def test_attention_sinks_come_first_where_they_are_missing(without_sinks: Run) -
     assert without_sinks.report["fix_trials"]["best"] == "attention-sinks"
 
 
+def test_the_fix_that_was_measured_confirms_its_cause(without_sinks: Run) -> None:
+    """Replayed routes go with a good part of the mismatch too, and confirm nothing."""
+    report = without_sinks.report
+    first = report["causes"]["ranked"][0]
+    assert (first["id"], first["status"], first["side"]) == (
+        "attention-sinks", "confirmed", "trainer",
+    )  # fmt: skip
+    removed = rows(without_sinks)["attention-sinks"]["removed"][ABS]
+    assert first["effect"]["value"] == pytest.approx(removed["value"], abs=1e-6)
+    assert f"share gone with {first['id']}" in {item["what"] for item in first["evidence"]}
+    assert report["explain"]["confirmed"] == ["attention-sinks"]
+
+
 def test_replaying_routes_does_not_mend_a_missing_sink(without_sinks: Run) -> None:
     found = rows(without_sinks)
     replayed = found["router-replay=ids"]
@@ -236,5 +249,6 @@ def test_an_experiment_confirms_the_missing_sinks(without_sinks: Run, tmp_path: 
         "attention-sinks", "confirmed", "trainer",
     )  # fmt: skip
     made = {one["id"]: one for one in told["experiments"]}
+    assert len(made) == len(told["experiments"])
     assert made["attention-sinks"]["gone"]["low"] > 0.9
     assert told["seconds"] > 0

@@ -18,7 +18,7 @@ from mismatch.experiments.loop.judge import LoopReport
 from mismatch.experiments.loop.types import LoopSpec
 from mismatch.models import resolve_model
 from mismatch.pipeline.loop import run_loop
-from mismatch.processes.loop import resume_from, run_arm
+from mismatch.processes.loop_arm import resume_from, run_arm
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
 pytestmark = pytest.mark.slow

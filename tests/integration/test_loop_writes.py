@@ -23,7 +23,7 @@ from mismatch.experiments.loop import history
 from mismatch.experiments.loop.judge import FILE
 from mismatch.experiments.loop.types import LoopSpec
 from mismatch.pipeline import loop as pipeline
-from mismatch.processes.loop import header_of, resume_from
+from mismatch.processes.loop_arm import header_of, resume_from
 from mismatch.processes.workers import loop_engine, loop_trainer
 from mismatch.processes.workers.engine import ready_for
 from mismatch.run.store import read_json

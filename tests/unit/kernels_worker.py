@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-import mismatch.processes.workers.kernels as worker
+import mismatch.processes.workers.kernel_audit as worker
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.processes.kernels.isolation import AuditSpec, Step

@@ -19,7 +19,7 @@ import yaml
 from rich.console import Console
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.regression.measure import against
+from mismatch.experiments.regression.run_comparison import against
 from mismatch.experiments.regression.types import Against, against_to_json, schema
 from mismatch.reports import html, markdown
 from mismatch.reports.files import against_to_github, against_to_junit, write_page

@@ -12,7 +12,7 @@ from mismatch.experiments.kernels import Finding
 from mismatch.models import EMBEDDED
 from mismatch.processes.kernels.geometry import geometry_of
 from mismatch.processes.kernels.isolation import AuditSpec, Step
-from mismatch.processes.workers.kernels import TOKENS, Work, options_of, reduced_to
+from mismatch.processes.workers.kernel_audit import TOKENS, Work, options_of, reduced_to
 from mismatch.training import source
 from tests.kernels_fixture import make_audit_report
 from tests.texts import numbers

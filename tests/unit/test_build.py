@@ -142,3 +142,23 @@ def test_a_router_that_the_trainer_cannot_read_is_said(tmp_path: Path) -> None:
     )
     (said,) = mentioned(report_of(run), "routing disagreement")
     assert reason in said
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (None, "no refit took place"),
+        ({"path": "rpc", "verified": 71, "not_compared": 0}, ""),
+        ({"path": "rpc", "verified": 69, "not_compared": 2}, "2 of 71 parameters"),
+    ],
+)
+def test_weights_that_a_loop_pushed_and_read_back_count_as_tested(
+    told: dict[str, object] | None, said: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    decode = scoring("transformers:decode", rollout())
+    facts = decode.fingerprint | ({} if told is None else {"synchronised": told})
+    store.save_scoring(run, replace(decode, fingerprint=facts), rollout(), made_by=spec().rollout)
+    found = mentioned(report_of(run), "weight synchronisation")
+    assert bool(found) == bool(said)
+    assert all(said in reason for reason in found)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mismatch.analysis.registry import analyses
+from mismatch.analysis.plugins import analyses
 from mismatch.codec import Misfit, from_json, hints_of, schema_of, to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.planning import GradientPlan

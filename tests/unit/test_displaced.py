@@ -18,7 +18,7 @@ from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.analysis.displaced import LEVELS, displaced, sign_test
 from mismatch.analysis.levels import verdict
-from mismatch.analysis.registry import Measured
+from mismatch.analysis.plugins import Measured
 from mismatch.analysis.square import measure, sides_at_fault
 from mismatch.analysis.square_checks import square_checks
 from mismatch.reports.sections import square as section

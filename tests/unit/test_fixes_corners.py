@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mismatch.analysis.levels import judge, verdict
-from mismatch.analysis.sides import Sides
+from mismatch.analysis.scored_rollout import Sides
 from mismatch.experiments.fixes.results import Corners
 from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec

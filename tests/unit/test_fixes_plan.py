@@ -342,7 +342,7 @@ def test_one_good_fix_makes_no_pair() -> None:
 def test_the_plan_says_what_it_will_start() -> None:
     lines = planned(check("fp32", "engine-fp16", "no-packing")).lines(3)
     variants, passes, starts = numbers(lines[0])
-    assert (variants, passes, starts) == (3, 2, 1)
+    assert (variants, passes, starts) == (2, 2, 1)
     assert any(f"no-packing: {NOT_PACKED}" in line for line in lines)
     assert "3 minutes" in lines[-1]
 

@@ -17,7 +17,7 @@ from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
 from mismatch.experiments.fixes.trainer_fixes import NOT_PACKED
-from mismatch.experiments.passes import Job, by_load
+from mismatch.experiments.scoring_passes import Job, by_load
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.fixes import FixRun, sampling_spec
 from mismatch.processes.stages import Stages

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mismatch.errors import MismatchError, OutOfMemory
-from mismatch.experiments.passes import Job
+from mismatch.experiments.scoring_passes import Job
 from mismatch.processes.workers.train import _Passes
 from mismatch.run.messages import pass_label, read_error
 from mismatch.specs import Pass, TrainSpec

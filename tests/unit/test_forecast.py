@@ -13,8 +13,8 @@ import pytest
 from mismatch.cli.main import app
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics import METRICS
+from mismatch.metrics.autocovariance import below, capped_ess
 from mismatch.metrics.forecast import Forecast, grid, length_forecast
-from mismatch.metrics.series import below, capped_ess
 from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.reports.formatting import percent, times
 from mismatch.reports.sections import forecast as shown

@@ -16,7 +16,7 @@ from mismatch.cli import session
 from mismatch.doctor import plan
 from mismatch.doctor.plan import Memory
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import training_passes
+from mismatch.experiments.scoring_passes import training_passes
 from mismatch.pipeline.build import without_room
 from mismatch.processes import stages
 from mismatch.run.messages import pass_label, write_error

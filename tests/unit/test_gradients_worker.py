@@ -27,7 +27,7 @@ from mismatch.experiments.gradients.files import (
 from mismatch.experiments.gradients.planning import GradientPlan, Planned
 from mismatch.experiments.gradients.types import LOSSES, Trainer
 from mismatch.processes.stages import Stages
-from mismatch.processes.workers.gradients import take_gradients
+from mismatch.processes.workers.gradient_check import take_gradients
 from mismatch.processes.workers.train import _Passes
 from mismatch.run import store
 from mismatch.run.directory import Journal

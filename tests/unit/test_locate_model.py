@@ -11,7 +11,7 @@ from mismatch.cli.flags import Flags
 from mismatch.cli.locate import MAX_TOKENS, PROMPTS, small_run
 from mismatch.cli.session import narrator
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import training_passes
+from mismatch.experiments.scoring_passes import training_passes
 from mismatch.models import EMBEDDED
 from mismatch.pipeline import commands, preflight
 

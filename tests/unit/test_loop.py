@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mismatch.cli.flags import Flags
 from mismatch.cli.loop import asked
 from mismatch.cli.main import app
-from mismatch.doctor.loop import flops_here, kind_of, memory_of_loop, seconds_of_step
+from mismatch.doctor.loop_cost import flops_here, kind_of, memory_of_loop, seconds_of_step
 from mismatch.doctor.machine import CONTEXT_BYTES, look, machine_with, parse_kind
 from mismatch.doctor.memory import Work, predict_trainer, sharded
 from mismatch.errors import MismatchError
@@ -30,7 +30,7 @@ from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Prints
 from mismatch.pipeline.loop import require_same_settings
 from mismatch.processes.launch import started
-from mismatch.processes.loop import finish_both, resume_from, shares
+from mismatch.processes.loop_arm import finish_both, resume_from, shares
 from mismatch.processes.workers import loop_trainer
 from mismatch.processes.workers.loop_engine import EngineSide, own_rewards
 from mismatch.prompts.prompt import Prompt
@@ -255,6 +255,7 @@ def test_an_engine_that_shares_its_gpu_sleeps_while_the_trainer_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
 ) -> None:
     calls: list[str] = []
+    saved: list[Any] = []
 
     def noted(name: str, result: object = None) -> Any:
         return lambda *_, **__: (calls.append(name), result)[1]
@@ -265,7 +266,9 @@ def test_an_engine_that_shares_its_gpu_sleeps_while_the_trainer_works(
     monkeypatch.setattr(EngineSide, "verify", noted("verify", (71, 0)))
     monkeypatch.setattr(EngineSide, "sample", noted("sample", (ROLLOUT, [], scorings()[0])))
     monkeypatch.setattr(EngineSide, "rewards", noted("rewards", ROLLOUT.rewards))
-    monkeypatch.setattr(EngineSide, "save", noted("save"))
+    monkeypatch.setattr(
+        EngineSide, "save", lambda *rest: (calls.append("save"), saved.extend(rest))
+    )
     write_json(tmp_path / "go" / "000000.json", {"digests": {}, "whole": True})
     side.step(0)
     work = ["push rpc", "verify", "drop caches", "sample", "rewards", "save"]
@@ -273,6 +276,8 @@ def test_an_engine_that_shares_its_gpu_sleeps_while_the_trainer_works(
         work = ["wake weights", *work[:2], "wake kv_cache", *work[2:], "sleep"]
     assert calls == work
     assert (tmp_path / "steps" / "000000" / "engine.json").exists()  # the trainer's sign, last
+    (decode,) = [one for one in saved if isinstance(one, Scoring)]
+    assert decode.fingerprint["synchronised"] == {"path": "rpc", "verified": 71, "not_compared": 0}
 
 
 def test_who_has_no_gpu_of_its_own_shares_and_the_trainer_waits(
@@ -281,7 +286,7 @@ def test_who_has_no_gpu_of_its_own_shares_and_the_trainer_waits(
     vllm, other = (CheckSpec(RolloutSpec(EngineSpec(name))) for name in ("vllm", "transformers"))
     split = Placement((1,), (0,))
     assert not shares(vllm, Placement())  # there is no GPU
-    monkeypatch.setattr("mismatch.processes.loop.local_gpus", lambda: 1)
+    monkeypatch.setattr("mismatch.processes.loop_arm.local_gpus", lambda: 1)
     assert shares(vllm, Placement())
     assert not shares(vllm, split)
     assert not shares(other, Placement())  # it cannot sleep

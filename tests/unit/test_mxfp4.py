@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import training_passes
+from mismatch.experiments.scoring_passes import training_passes
 from mismatch.models import derived, mxfp4
 from mismatch.models.digests import source_hashes
 from mismatch.models.moe import require_forms

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from mismatch.errors import MismatchError, did_you_mean
-from mismatch.experiments.passes import reference_of
+from mismatch.experiments.scoring_passes import reference_of
 from mismatch.presets import PRESETS, get_preset
 from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
 from mismatch.training.distributed import World

@@ -15,11 +15,11 @@ from mismatch.analysis.routing_tables import NOISE_UNKNOWN
 from mismatch.metrics.routing_pairs import RouterNoise
 from mismatch.reports.contrasts import comparable
 from mismatch.reports.formatting import percent, thousands
+from mismatch.reports.metric_labels import ROUTING
 from mismatch.reports.section import Figure, Section
 from mismatch.reports.sections import routing
 from mismatch.reports.sections.patterns import worst_tokens
 from mismatch.reports.svg import OPACITIES
-from mismatch.reports.words import ROUTING
 from mismatch.types import Comparison, Estimate, Report
 from tests.reports_fixture import make_report, make_tokens
 from tests.routing_fixture import rollout_of, routing_pair, with_routing

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from rich.console import Console
 
-from mismatch.analysis import registry
+from mismatch.analysis import plugins
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports.formatting import number, text
@@ -32,9 +32,9 @@ RESULT = Toy(Estimate(0.5, 0.25, 0.75, 8, 4, 2))
 
 @pytest.fixture
 def toy() -> Iterator[Report]:
-    registry.register(TOY)
+    plugins.register(TOY)
     yield make_report().with_analyses(toy=RESULT)
-    registry.unregister("toy")
+    plugins.unregister("toy")
 
 
 def printed(report: Report, details: bool, width: int = 80) -> str:

@@ -10,10 +10,11 @@ import pytest
 
 from mismatch.analysis.thresholds import Reference
 from mismatch.metrics import METRICS as DECLARED
-from mismatch.reports import summary, words
-from mismatch.reports.elsewhere import Elsewhere
+from mismatch.reports import summary
+from mismatch.reports.framework_values import Elsewhere
+from mismatch.reports.metric_labels import ROUTING, noise_words, words_for
 from mismatch.reports.section import Section, cell_interval, cell_text
-from mismatch.reports.sections import checks, headline, normal, ran, sections
+from mismatch.reports.sections import checks, headline, published_values, ran, sections
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report, Verdict
 from tests.reports_fixture import (
     estimate,
@@ -29,21 +30,19 @@ from tests.unit.test_goldens import MAKERS
 
 def row(value: float, healthy: float, unfit: float, metric: str = "k3_kl") -> summary.Row:
     judgement = Judgement(metric, "tolerable", value, healthy, unfit, "source")
-    return summary.Row(metric, words.words_for(metric), estimate(value), judgement)
+    return summary.Row(metric, words_for(metric), estimate(value), judgement)
 
 
 def test_every_declared_metric_has_words_that_fit_the_table() -> None:
-    known = [words.words_for(name) for name in DECLARED]
+    known = [words_for(name) for name in DECLARED]
     assert all(item.meaning and len(item.label) <= 24 for item in known)
-    assert set(words.ROUTING) <= set(DECLARED)
+    assert set(ROUTING) <= set(DECLARED)
 
 
 def test_without_the_sampling_law_there_is_no_kl() -> None:
-    assert words.words_for("k3_kl", sampled_by_left=True).label.startswith("k3 KL")
-    assert "divergence score" in words.words_for("k3_kl", sampled_by_left=False).label
-    assert words.words_for("probs_pearson", sampled_by_left=False) == words.words_for(
-        "probs_pearson"
-    )
+    assert words_for("k3_kl", sampled_by_left=True).label.startswith("k3 KL")
+    assert "divergence score" in words_for("k3_kl", sampled_by_left=False).label
+    assert words_for("probs_pearson", sampled_by_left=False) == words_for("probs_pearson")
 
 
 def test_bounds_point_the_way_that_is_bad() -> None:
@@ -63,7 +62,7 @@ def test_the_table_has_value_interval_level_and_status() -> None:
     every = shown.parts[0].tables[0]  # six of them are open
     rows = {item["metric"]: item for item in values(every)}
     for judgement in report.verdict.judgements:
-        item = rows[words.words_for(judgement.metric).label]
+        item = rows[words_for(judgement.metric).label]
         assert item["value"] == report.comparisons[0].metrics[judgement.metric]
         assert (item["healthy"], item["unfit"]) == (judgement.healthy, judgement.unfit)
         assert item["level"] == judgement.status
@@ -162,7 +161,7 @@ def test_noise_is_named_and_set_against_the_headline() -> None:
     )
     rows = summary.noise_rows(replace(report, noise_floor=pairs))
     assert [summary.relative(item.relative) for item in rows] == ["0 %", "25 %", "2.0×", "1.0×"]
-    assert [item.words for item in rows] == [words.noise_words(pair) for pair in pairs]
+    assert [item.words for item in rows] == [noise_words(pair) for pair in pairs]
     assert len({item.words for item in rows}) == len(pairs)
 
 
@@ -176,14 +175,16 @@ def test_a_side_against_float32_is_no_pass_that_should_agree_with_it() -> None:
     )
     rows = summary.noise_rows(replace(report, noise_floor=pairs))
     assert [row.agree for row in rows] == [True, False, False]
-    noise = normal.of_report(replace(report, noise_floor=pairs))[1]
+    noise = published_values.of_report(replace(report, noise_floor=pairs))[1]
     assert numbers(noise.short)[0] == 25
     assert "trainer: regrouped" in noise.short
     _, conclusion = noise.sentences[0].split(": ")
     assert "trainer" in conclusion
     assert numbers(conclusion.replace("×", "")) == [20]
     alike = (pairs[0], noise_pair("vllm:decode", "reference:fp32", 0.98 * mean, 0.1), pairs[2])
-    assert normal.float32(replace(report, noise_floor=alike))[0].endswith(f": {normal.NEITHER}.")
+    assert published_values.float32(replace(report, noise_floor=alike))[0].endswith(
+        f": {published_values.NEITHER}."
+    )
 
 
 def test_next_steps_put_the_failed_check_first() -> None:
@@ -256,7 +257,7 @@ def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPa
         Reference("m", "s", summary.HEADLINE, value, "bf16 MoE", "src") for value in (1.0, 1e-9)
     )
     monkeypatch.setattr("mismatch.analysis.thresholds.REFERENCES", known)
-    section, noise = normal.of_report(make_report())
+    section, noise = published_values.of_report(make_report())
     assert [item["source"] for item in values(section.tables[0])] == ["src", None, "src"]
     ours = section.tables[0].cells()[1]
     assert [cell.tone for cell in ours] == ["strong", "strong", ""]
@@ -266,7 +267,7 @@ def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPa
 def test_a_class_of_stack_without_references_says_so() -> None:
     report = make_report()
     other = replace(report, verdict=replace(report.verdict, levels="fp64"), noise_floor=())
-    (section, *_) = normal.of_report(other)
+    (section, *_) = published_values.of_report(other)
     assert (section.tables, section.notes) == ((), ())
     assert "fp64" in section.short
 

@@ -21,7 +21,7 @@ from mismatch.experiments.sync.judge import judge, parted, score_rows
 from mismatch.experiments.sync.types import SyncSpec
 from mismatch.models.weight_states import PUSHES, Checkpoint, Prints, state_of
 from mismatch.probe import probe as library_call
-from mismatch.processes.workers.sync_probe import Probe
+from mismatch.processes.workers.probe_side import Probe
 from tests.scripted_server import ScriptedServer, ScriptedSglang, law
 from tests.servers_fixture import LAW, _light, serve, spec
 

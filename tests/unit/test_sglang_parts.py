@@ -19,8 +19,8 @@ from mismatch.engines.sglang import child as sglang_child
 from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.engines.sglang import wire as sglang_args
 from mismatch.engines.sglang import wire as sglang_wire
-from mismatch.engines.sglang.cpu import kernels, serve
-from mismatch.engines.sglang.cpu.kernels import attend, visible_tokens
+from mismatch.engines.sglang.cpu import serve, sgl_kernel
+from mismatch.engines.sglang.cpu.sgl_kernel import attend, visible_tokens
 from mismatch.engines.sync_drivers import loaded_digests
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.processes import launch
@@ -268,7 +268,7 @@ def test_a_window_is_the_token_and_those_before_it() -> None:
 
 def test_new_tokens_get_their_cache_slots() -> None:
     table = torch.zeros(3, 6, dtype=torch.int32)
-    kernels.assign_req_to_token_pool_cpu(
+    sgl_kernel.assign_req_to_token_pool_cpu(
         torch.tensor([2, 0]),
         table,
         torch.tensor([1, 0]),
@@ -280,16 +280,16 @@ def test_new_tokens_get_their_cache_slots() -> None:
 
 
 def test_a_kernel_that_is_missing_refuses_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, kernels.NAME, raising=False)
-    kernels.install()
+    monkeypatch.delitem(sys.modules, sgl_kernel.NAME, raising=False)
+    sgl_kernel.install()
     try:
-        assert kernels.installed()
+        assert sgl_kernel.installed()
         from sgl_kernel import fused_experts_cpu  # type: ignore[import-not-found]
 
         with pytest.raises(NotImplementedError, match="fused_experts_cpu"):
             fused_experts_cpu(1, key=2)
     finally:
-        del sys.modules[kernels.NAME]
+        del sys.modules[sgl_kernel.NAME]
 
 
 def test_nothing_of_it_is_used_where_sglang_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_nothing_of_it_is_used_where_sglang_runs_on_a_gpu(monkeypatch: pytest.Mo
     assert not sglang_cpu.needed()
     sglang_cpu.prepare()
     sglang_cpu.register()
-    assert kernels.NAME not in sys.modules
+    assert sgl_kernel.NAME not in sys.modules
     assert not {name for name in set(sys.modules) - before if name.startswith("sglang.")}
 
 

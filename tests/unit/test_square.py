@@ -17,11 +17,16 @@ import pytest
 
 from mismatch.analysis.displaced import LEVELS, excess_terms
 from mismatch.analysis.levels import verdict
-from mismatch.analysis.registry import Measured
+from mismatch.analysis.plugins import Measured
 from mismatch.analysis.square import Square, judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
-from mismatch.experiments.passes import float32_engine, plain_of, plain_passes, training_passes
+from mismatch.experiments.scoring_passes import (
+    float32_engine,
+    plain_of,
+    plain_passes,
+    training_passes,
+)
 from mismatch.pipeline.build import build_report
 from mismatch.processes.stages import LABEL, score_in_float32
 from mismatch.run import store

@@ -199,7 +199,7 @@ def test_a_model_name_becomes_a_path(tmp_path: Path) -> None:
 def test_a_misspelt_model_names_the_near_miss(name: str) -> None:
     with pytest.raises(MismatchError) as error:
         resolve_model(name)
-    assert error.value.fix.startswith(did_you_mean(name, ["tiny-gpt-oss"]))
+    assert error.value.fix.startswith(did_you_mean(name, ["tiny-gpt-oss"]).rstrip("? "))
 
 
 @pytest.mark.parametrize("name", ["", "qwen", "./missing/model", "/missing/model", "a/b/c"])

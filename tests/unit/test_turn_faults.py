@@ -9,7 +9,7 @@ import pytest
 
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.passes import turns_agree
+from mismatch.analysis.diagnosis.pass_checks import turns_agree
 from mismatch.analysis.diagnosis.ranking import TURNS, Cause, diagnose
 from mismatch.analysis.diagnosis.semantics import missing_logprobs
 from mismatch.types import CACHED, Check, Floats, Routing

@@ -13,12 +13,12 @@ from jsonschema import Draft202012Validator
 
 from mismatch.analysis.two_passes import mark_injected, two_passes
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.experiments.passes import reference_of, training_passes
-from mismatch.metrics.two_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
+from mismatch.experiments.scoring_passes import reference_of, training_passes
+from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
 from mismatch.models.config import is_moe
 from mismatch.models.moe import describe, parse_injections, require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
-from mismatch.processes.workers.gradients import replay_source
+from mismatch.processes.workers.gradient_check import replay_source
 from mismatch.processes.workers.train import left_out
 from mismatch.reports.section import cell_text
 from mismatch.reports.sections import page

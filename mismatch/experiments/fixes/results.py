@@ -7,10 +7,10 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch.analysis.diagnosis.passes import by_finiteness, enough_data
+from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
 from mismatch.analysis.levels import default_thresholds
-from mismatch.analysis.registry import Measured as MeasuredRun
-from mismatch.analysis.sides import Sides
+from mismatch.analysis.plugins import Measured as MeasuredRun
+from mismatch.analysis.scored_rollout import Sides
 from mismatch.analysis.square import Square, measure
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
@@ -83,9 +83,7 @@ def table_of(
     Raises:
         MismatchError: no fixes were tried here, or the run itself cannot be compared.
     """
-    state = store.load_document(run_dir, STATE)
-    if state.get("schema") != STATE_SCHEMA:
-        raise MismatchError(f"{run_dir / STATE} is of another version", "make the run again")
+    state = state_of(run_dir)
     rows, raw, tried = outcomes(run_dir, spec, state, thresholds)
     order = ranked(judged([*rows, *_refused(state)], raw))
     single, together = best_of(order)
@@ -107,6 +105,18 @@ def table_of(
         seconds=state["seconds"],
         held_out=confirmed,
     )
+
+
+def state_of(run_dir: Path) -> dict[str, Any]:
+    """What was tried in a run, as it was saved.
+
+    Raises:
+        MismatchError: no fixes were tried here, or by another version.
+    """
+    state: dict[str, Any] = store.load_document(run_dir, STATE)
+    if state.get("schema") != STATE_SCHEMA:
+        raise MismatchError(f"{run_dir / STATE} is of another version", "make the run again")
+    return state
 
 
 def outcomes(
@@ -137,7 +147,7 @@ def outcomes(
             rows.append(variant.outcome(error.message))
             continue
         tried.append(Tried(row, *pair))
-        rows.append(replace(row, cost=_cost(sides, run_dir, variant)))
+        rows.append(replace(row, cost=cost_of(sides, run_dir, variant)))
     return rows, raw, tried
 
 
@@ -233,7 +243,7 @@ def _shown(made: Comparison) -> dict[str, Estimate]:
     return {name: known[name] for name in SHOWN if name in known}
 
 
-def _cost(sides: Sides, run_dir: Path, variant: Variant) -> FixCost:
+def cost_of(sides: Sides, run_dir: Path, variant: Variant) -> FixCost:
     """Seconds of its forward passes and, where the engine ran for it, of the engine."""
     facts = sides.train.fingerprint
     seconds = facts.get("seconds")

@@ -29,7 +29,7 @@ from mismatch.metrics.corrections import (
     Settings,
     group_advantages,
 )
-from mismatch.metrics.two_passes import CLIP, ratios
+from mismatch.metrics.ppo_passes import CLIP, ratios
 from mismatch.types import Bools, Floats, Ints, Pair, Rollout, Scoring
 
 ROUNDING = 1e-15  # of a cosine: a gap to 1 of less is none

@@ -23,7 +23,7 @@ from mismatch.experiments.gradients.coefficients import (
 )
 from mismatch.experiments.gradients.types import LOSSES, PPO_OVERRIDE, PPO_RATIO, Trainer
 from mismatch.metrics.corrections import CORRECTIONS, NONE, OVERRIDE
-from mismatch.metrics.two_passes import CLIP
+from mismatch.metrics.ppo_passes import CLIP
 from mismatch.run import store
 from mismatch.specs import CheckSpec, Pass, TrainSpec, weights_key
 from mismatch.types import Rollout
@@ -191,7 +191,7 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
     Args:
         context: of the fixes; found out where it is not given.
     """
-    from mismatch.experiments.passes import reference_of, training_passes
+    from mismatch.experiments.scoring_passes import reference_of, training_passes
     from mismatch.run.store import NEW, REFERENCE, REGROUPED, TRAIN
 
     made = {one.name: one.spec for one in training_passes(spec)}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.locate.types import Role, Sequence, Site, SiteError
-from mismatch.experiments.passes import plain_of, reference_of
+from mismatch.experiments.scoring_passes import plain_of, reference_of
 from mismatch.models.config import ModelConfig
 from mismatch.run.store import PLAIN, REFERENCE, TRAIN
 from mismatch.specs import Dtype, EngineSpec, Pass, Sampling, TrainSpec

@@ -15,7 +15,7 @@ from mismatch.experiments.gradients.coefficients import Batch, normalised, uncli
 from mismatch.experiments.gradients.types import REWARDS
 from mismatch.experiments.loop.types import LoopSpec
 from mismatch.metrics.corrections import BY_ID, OVERRIDE, Ratios, Settings, group_advantages
-from mismatch.metrics.two_passes import ratios
+from mismatch.metrics.ppo_passes import ratios
 from mismatch.types import Floats, Ints, Rollout
 
 

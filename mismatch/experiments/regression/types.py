@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.analysis.displaced import Standing
-from mismatch.analysis.sides import Sides
+from mismatch.analysis.scored_rollout import Sides
 from mismatch.analysis.square import Evidence
 from mismatch.codec import object_schema, to_json
 from mismatch.errors import MismatchError

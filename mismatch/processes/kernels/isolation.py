@@ -1,8 +1,8 @@
 """Isolation: implementations are audited in a child process that may die; no torch here.
 
-The worker (:mod:`mismatch.processes.workers.kernels`) goes through its steps and writes the result
-of each to a file. Where a kernel crashes, hangs or is killed, that becomes its result, and a new
-process continues with the next step.
+The worker (:mod:`mismatch.processes.workers.kernel_audit`) goes through its steps and writes the
+result of each to a file. Where a kernel crashes, hangs or is killed, that becomes its result, and a
+new process continues with the next step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.run.store import read_json, write_json
 
 LABEL = "kernels"
-WORKER = "mismatch.processes.workers.kernels"
+WORKER = "mismatch.processes.workers.kernel_audit"
 PLAN, NOW, DONE = "plan.json", "now.json", "done.json"
 START_S = 300.0  # torch, transformers and a model's configuration, on a slow disk
 HARM: Literal["harm"] = "harm"

@@ -40,7 +40,7 @@ from mismatch.processes.workers.engine import (
     stop_at,
     with_routes,
 )
-from mismatch.processes.workers.sync_probe import Probe, tokens
+from mismatch.processes.workers.probe_side import Probe, tokens
 from mismatch.processes.workers.train import wait_for
 from mismatch.prompts.prompt import Prompt
 from mismatch.run import store
@@ -198,6 +198,9 @@ class EngineSide:
         whole, progress = bool(told["whole"]), Reporter(f"step {step}")
         rollout, trajectories, decode = self.sample(chosen, count, seed, progress, whole)
         generated = time.monotonic()
+        pushed_by = {"path": self.path, "verified": verified, "not_compared": skipped}
+        facts = decode.fingerprint | {"synchronised": pushed_by}
+        decode = replace(decode, fingerprint=facts)
         rollout = replace(rollout, rewards=self.rewards(rollout, chosen, f"of step {step}"))
         folder = self.place / STEPS / f"{step:06d}"
         self.save(folder, rollout, trajectories, decode, whole)

@@ -37,7 +37,7 @@ from mismatch.experiments.loop.history import (
 from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
 from mismatch.experiments.loop.types import LoopSpec
 from mismatch.processes.workers.engine import reported
-from mismatch.processes.workers.gradients import replay_source
+from mismatch.processes.workers.gradient_check import replay_source
 from mismatch.processes.workers.train import engine_distributions, free_memory, wait_for
 from mismatch.run import store
 from mismatch.run.messages import leave, report_ready, say

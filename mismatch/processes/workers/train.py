@@ -15,7 +15,7 @@ A pass may have a "run_dir" of its own, whose rollout it scores, and be "optiona
 run leaves its reason in ``errors/pass-<name>.json`` of the job's run directory and the others go
 on; "optional_s" is the time that optional passes may take, and those that would exceed it are left
 out. They note their seconds and memory in their fingerprints. "gradients", a GradientPlan, are
-taken after all passes, see mismatch/processes/workers/gradients.py.
+taken after all passes, see mismatch/processes/workers/gradient_check.py.
 
 Each pass becomes ``scores/<name>.parquet`` (and ``routing/<name>.safetensors``). Passes that need
 the same weights in the same form share one load, whatever kernels they run. With "wait_for", what
@@ -42,8 +42,8 @@ import numpy as np
 
 from mismatch.captures import LIKELIEST
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
-from mismatch.experiments.passes import Job
-from mismatch.processes.workers.gradients import replay_source, routes_from
+from mismatch.experiments.scoring_passes import Job
+from mismatch.processes.workers.gradient_check import replay_source, routes_from
 from mismatch.run.messages import (
     SCORED,
     leave,
@@ -155,7 +155,7 @@ def require_same(world: World, job: dict[str, Any]) -> None:
 def take_gradients(passes: _Passes, job: dict[str, Any]) -> None:
     """Those of a job's plan, and before them a word to the parent: all scorings are saved."""
     from mismatch.experiments.gradients.planning import GradientPlan
-    from mismatch.processes.workers.gradients import take_gradients
+    from mismatch.processes.workers.gradient_check import take_gradients
 
     passes.world.barrier()
     if passes.world.rank == 0:

@@ -1,4 +1,4 @@
-"""The sections of a report, in their order: one module each, named after its id.
+"""The sections of a report, in their order: one module each; an analysis's has its id as name.
 
 A module that tells of an analysis has ``section(result, report)``; one that tells of the report
 itself has ``of_report(report)``, ``of_tokens(report, tokens)`` or ``of_names(report, names)``. They
@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mismatch.analysis import registry
+from mismatch.analysis import plugins
 from mismatch.reports import summary
 from mismatch.reports.formatting import TONES
 from mismatch.reports.section import Page, Section
@@ -21,16 +21,20 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.reports.elsewhere import Elsewhere
+    from mismatch.reports.framework_values import Elsewhere
 
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
-    ("normal-or-not", "Is this normal?", ("headline", "normal", "two_passes", "exact", "forecast")),
-    ("place", "Where does it sit?", ("tokens", "patterns", "where")),
+    (
+        "normal-or-not",
+        "Is this normal?",
+        ("headline", "published_values", "two_passes", "exact", "forecast"),
+    ),
+    ("place", "Where does it sit?", ("tokens", "patterns", "breakdowns")),
     (
         "why",
         "Why?",
-        ("causes", "square", "explain", "engines", "locate", "budget", "beside", "kernels"),
+        ("causes", "square", "explain", "engines", "locate", "budget", "variants", "kernels"),
     ),
     ("helps", "What helps?", ("fixes", "corrections", "gradients")),
     ("token-by-token", "Token by token", ("explorer",)),
@@ -98,7 +102,7 @@ def sections(
 def _sections(
     id: str, report: Report, tokens: pd.DataFrame | None, names: Elsewhere | None
 ) -> tuple[Section, ...]:
-    place, _, name = registry.section_of(id).partition(":")
+    place, _, name = plugins.section_of(id).partition(":")
     module = import_module(place)
     shown: Sections = None
     if not name and hasattr(module, "of_report"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mismatch.experiments.engine_pair import FLOOR_TEXT, TRAINER, Edge, Triangle
 from mismatch.reports.formatting import MARKS, TONES, line, number, percent, signed, text
+from mismatch.reports.metric_labels import words_for
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
-from mismatch.reports.words import words_for
 from mismatch.types import Report
 
 LEAD = (

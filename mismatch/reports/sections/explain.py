@@ -1,4 +1,4 @@
-"""The experiments of --explain: what each confirmed or ruled out, and what it took."""
+"""Experiments, of --explain and --fix: what each confirmed or ruled out, and what it took."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.types import Report
 
 LEAD = (
-    "Each experiment takes some causes out. Where mean |delta| goes with it, one of them is "
-    f"confirmed (more than {percent(GONE)} of it, by the whole interval); where it stays (less "
-    f"than {percent(STAYS)}), they are ruled out. The order is that of the information expected "
-    "per second."
+    "Each experiment takes some causes out. Where mean |delta| goes with it, one of them is at "
+    f"work (more than {percent(GONE)} of it, by the whole interval): confirmed, if the experiment "
+    f"tells it from the others; where it stays (less than {percent(STAYS)}, and less than the "
+    "cause would take along), they are ruled out. Fixes of --fix come first, then those of "
+    "--explain by the information expected per second."
 )
 
 

@@ -22,7 +22,7 @@ from mismatch.reports.formatting import (
     times,
 )
 from mismatch.reports.section import Answer, Block
-from mismatch.reports.sections import normal, square
+from mismatch.reports.sections import published_values, square
 from mismatch.reports.summary import checks, headline, in_plain_words, judged_rows, untested
 from mismatch.types import NotTested, Report
 
@@ -146,7 +146,7 @@ def _side(report: Report) -> str:
     result = report.result("square")
     if result is not None:
         return square.sentences(result)[0]
-    return "".join(normal.float32(report))
+    return "".join(published_values.float32(report))
 
 
 def _training(report: Report) -> str:

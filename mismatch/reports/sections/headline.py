@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import number, text
+from mismatch.reports.framework_values import Elsewhere
 from mismatch.reports.section import Cell, Column, Section, Table, Value, status_cell
 from mismatch.reports.summary import (
     Row,

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from mismatch.models import moe
-from mismatch.reports.elsewhere import Elsewhere
 from mismatch.reports.formatting import MISSING, bound, line, number, plural, text
+from mismatch.reports.framework_values import Elsewhere
 from mismatch.reports.section import Cell, Cells, Column, Section, Table, named
 from mismatch.reports.summary import METRICS, all_rows, command, headline, metric_tables
 from mismatch.types import Comparison, Report

@@ -14,10 +14,10 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
+from mismatch.reports.metric_labels import words_for
 from mismatch.reports.section import Cell, Cells, Column, Page, Section, Table, Tone
 from mismatch.reports.sections.square import standing_cell
 from mismatch.reports.summary import Row
-from mismatch.reports.words import words_for
 from mismatch.types import Estimate
 
 TONES: dict[str, Tone] = {"worse": "warn", "mixed": "warn"}  # of an outcome that fails nothing

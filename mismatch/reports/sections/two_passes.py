@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.metrics.two_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
+from mismatch.metrics.ppo_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
 from mismatch.reports.formatting import line, number, percent, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.types import Report

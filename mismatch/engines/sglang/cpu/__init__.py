@@ -4,7 +4,7 @@ SGLang's CPU kernels come in a package of their own (``sgl_kernel``) that the pa
 build of, and PyTorch's index is needed for a CPU build of torchvision. Without them SGLang 0.5.23
 does not import on a CPU. This room supplies, in SGLang's own processes and nowhere else:
 
-1. ``sgl_kernel``, of which SGLang imports names whatever the model (``kernels.py``);
+1. ``sgl_kernel``, of which SGLang imports names whatever the model (``sgl_kernel.py``);
 2. the declaration of two torchvision operators, so that torchvision's Python code can be imported;
 3. plain host memory for the capture of routed experts, which SGLang pins to a GPU;
 4. attention with learned sinks, as gpt-oss has them, which SGLang's portable attention ignores:
@@ -48,9 +48,9 @@ def needed() -> bool:
     """Whether SGLang computes on a CPU and has no kernels of its own for it."""
     if not on_cpu():
         return False
-    from mismatch.engines.sglang.cpu import kernels
+    from mismatch.engines.sglang.cpu import sgl_kernel
 
-    return kernels.installed() or find_spec("sgl_kernel") is None
+    return sgl_kernel.installed() or find_spec("sgl_kernel") is None
 
 
 def prepare() -> None:
@@ -62,17 +62,17 @@ def prepare() -> None:
     if "+cpu" in _version("torch") and "+cpu" not in (_version("torchvision") or "+cpu"):
         _declare_torchvision_operators()
     if needed():
-        from mismatch.engines.sglang.cpu import kernels
+        from mismatch.engines.sglang.cpu import sgl_kernel
 
-        kernels.install()
+        sgl_kernel.install()
 
 
 def register() -> None:
     """Change what SGLang runs on this CPU; in its scheduler's process, before a model is loaded."""
     if needed():
-        from mismatch.engines.sglang.cpu import kernels
+        from mismatch.engines.sglang.cpu import sgl_kernel
 
-        kernels.register(used, SINKS)
+        sgl_kernel.register(used, SINKS)
 
 
 def _declare_torchvision_operators() -> None:

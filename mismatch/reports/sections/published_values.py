@@ -7,9 +7,9 @@ from statistics import median
 
 from mismatch.analysis.thresholds import Reference, references_for
 from mismatch.reports.formatting import line, number, percent, text, times
+from mismatch.reports.metric_labels import words_for
 from mismatch.reports.section import Cell, Column, Section, Table, Value
 from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows
-from mismatch.reports.words import words_for
 from mismatch.run.store import REFERENCE, TRAIN
 from mismatch.types import Report
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch.analysis.comparison import compare, inputs, is_sampling_law, paired_routing
-from mismatch.analysis.diagnosis.passes import by_finiteness, pass_checks
+from mismatch.analysis.diagnosis.pass_checks import by_finiteness, pass_checks
 from mismatch.analysis.levels import default_thresholds, exit_code
-from mismatch.analysis.registry import Measured
-from mismatch.analysis.sides import Sides
+from mismatch.analysis.plugins import Measured
+from mismatch.analysis.scored_rollout import Sides
 from mismatch.analysis.square import Evidence, Finding, Square, measure
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError

@@ -2,7 +2,7 @@
 
 Started by :mod:`mismatch.processes.kernels.isolation`::
 
-    python -m mismatch.processes.workers.kernels JOB.json
+    python -m mismatch.processes.workers.kernel_audit JOB.json
 
 JOB.json: ``{"place": DIR, "spec": {…AuditSpec…}}``. What there is to do goes to
 ``DIR/kernels/plan.json``, the result of each step to a file beside it; ``now.json`` holds the step
@@ -246,7 +246,7 @@ EXIT_FAILED = 2
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
-        print("usage: python -m mismatch.processes.workers.kernels JOB.json", file=sys.stderr)
+        print("usage: python -m mismatch.processes.workers.kernel_audit JOB.json", file=sys.stderr)
         return EXIT_FAILED
     job = read_json(Path(arguments[0]))
     try:

@@ -2,7 +2,7 @@
 
 Started by :mod:`mismatch.pipeline.locate`, once for the engine and once for the rest::
 
-    python -m mismatch.processes.workers.locate JOB.json
+    python -m mismatch.processes.workers.locate_modules JOB.json
 
 JOB.json: ``{"run_dir": RUN, "place": SCRATCH, "label": …, "sequences": […]}`` and for the engine
 ``"spec"``, a RolloutSpec; else ``"passes"``, the reference last, and ``"sides"``, what is judged.

@@ -1,4 +1,4 @@
-"""One side of a probe of the weight sync: ``python -m mismatch.processes.workers.sync_probe JOB``.
+"""One side of a probe of the weight sync: ``python -m mismatch.processes.workers.probe_side JOB``.
 
 JOB: ``{"run_dir": …, "spec": SyncSpec as a dict, "side": "engine" or "trainer"}``. The engine's
 side pushes, reads back and judges every parameter: ``sync/engine.json`` is a SyncReport without

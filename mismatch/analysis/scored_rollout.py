@@ -14,7 +14,7 @@ from mismatch.analysis.comparison import (
     paired_routing,
     routing_estimates,
 )
-from mismatch.analysis.diagnosis.passes import enough_data
+from mismatch.analysis.diagnosis.pass_checks import enough_data
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.levels import column_for, judge, verdict

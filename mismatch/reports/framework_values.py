@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.metrics import METRICS, names
-from mismatch.metrics.conventions import value_of
+from mismatch.metrics import METRICS, framework_names
+from mismatch.metrics.framework_formulas import value_of
 from mismatch.reports import summary
 from mismatch.reports.contrasts import comparable
 from mismatch.reports.formatting import Format
@@ -66,7 +66,7 @@ class Elsewhere:
     @property
     def called(self) -> str:
         """The framework, as it writes itself."""
-        return "" if self.framework is None else names.FRAMEWORKS[self.framework]
+        return "" if self.framework is None else framework_names.FRAMEWORKS[self.framework]
 
     def of(self, metric: str, values: bool = True) -> list[Other]:
         """What a metric is called; without ``values`` (another comparison's) only that."""
@@ -80,7 +80,7 @@ class Elsewhere:
                 alias.remark(reduction),
                 self._value(alias) if values else None,
             )
-            for alias in names.of(metric, self.framework)
+            for alias in framework_names.of(metric, self.framework)
         ]
 
     def rows(self, report: Report) -> list[tuple[summary.Row, Other]]:
@@ -88,7 +88,7 @@ class Elsewhere:
         found = summary.all_rows(summary.headline(report))
         return [(row, other) for row in found for other in self.of(row.metric)]
 
-    def _value(self, alias: names.Alias) -> float | None:
+    def _value(self, alias: framework_names.Alias) -> float | None:
         return value_of(alias.value, self._arrays) if alias.value and self._arrays else None
 
 

@@ -3,7 +3,7 @@
 Each function takes arrays by the names that metrics use (``delta`` [A], ``rollout`` [A], ``train``
 [A], ``sequence`` [A]; nats) and gives the number that the framework would
 log for this batch on one rank, in float64 where the framework may work in float32. What was read
-for each, and where: :mod:`mismatch.metrics.names`.
+for each, and where: :mod:`mismatch.metrics.framework_names`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mismatch.metrics import conventions as by
-from mismatch.metrics.conventions import Convention
+from mismatch.metrics import framework_formulas as by
+from mismatch.metrics.framework_formulas import Convention
 
 Reduction = Literal["token", "sequence", "sequence, by tokens", "sequence product"]
 Sign = Literal["same", "opposite"]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from mismatch.metrics import METRICS, names
-from mismatch.metrics.conventions import value_of
+from mismatch.metrics import METRICS, framework_names
+from mismatch.metrics.framework_formulas import value_of
 
 LENGTHS = (7, 1, 12, 5, 30, 3)
 PROMPT, WIDTH = 4, 40
@@ -250,7 +250,7 @@ FRAMEWORKS = {
 }
 CASES = [
     (metric, alias)
-    for metric, aliases in names.ALIASES.items()
+    for metric, aliases in framework_names.ALIASES.items()
     for alias in aliases
     if alias.framework in FRAMEWORKS
 ]
@@ -315,5 +315,5 @@ def test_nemos_position_0_is_never_an_action():
 
 def test_areals_sign_is_the_opposite():
     arrays = BATCHES["drifted"].flat()
-    (alias,) = names.of("kl", "areal")
+    (alias,) = framework_names.of("kl", "areal")
     assert value_of(alias.value, arrays) == pytest.approx(-ours("kl", arrays))

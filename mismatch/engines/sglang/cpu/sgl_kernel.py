@@ -142,7 +142,7 @@ def register(used: list[str], sinks: str) -> None:
         names = set(runner.model_config.hf_config.architectures or ())
         if not names & WITH_SINKS:
             return portable(runner)
-        from mismatch.engines.sglang.cpu.kernels import backend_class
+        from mismatch.engines.sglang.cpu.sgl_kernel import backend_class
 
         used.append(sinks)
         return backend_class()(runner)

@@ -12,10 +12,13 @@ import pytest
 
 import mismatch.metrics
 from mismatch.cli.options import Framework
-from mismatch.metrics import METRICS, conventions, describe, names
+from mismatch.metrics import METRICS, describe, framework_formulas, framework_names
+from mismatch.metrics.framework_formulas import value_of
 
 KNOWN_ARRAYS = {"delta", "rollout", "train", "sequence"}
-EVERY_ALIAS = [(metric, alias) for metric, known in names.ALIASES.items() for alias in known]
+EVERY_ALIAS = [
+    (metric, alias) for metric, known in framework_names.ALIASES.items() for alias in known
+]
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -34,7 +37,7 @@ def test_every_number_is_a_public_function_with_a_full_docstring(name):
     for need in metric.needs:
         assert re.search(rf"^    {need}: (\[[A-Z]|see docs)", text, re.MULTILINE), need
     assert len(describe.formula(metric)) > 10
-    known = [alias.label for alias in names.of(name)]
+    known = [alias.label for alias in framework_names.of(name)]
     assert all(label in text for label in known)
     assert known or "no alias known" in text
 
@@ -47,7 +50,7 @@ def test_the_formula_leaves_out_how_it_is_computed():
 @pytest.mark.parametrize(("metric", "alias"), EVERY_ALIAS, ids=lambda x: getattr(x, "label", x))
 def test_an_alias_is_complete(metric, alias):
     assert metric in METRICS
-    assert alias.framework in names.FRAMEWORKS
+    assert alias.framework in framework_names.FRAMEWORKS
     exact = any(c.isdigit() for c in alias.source)  # a version or a commit
     assert exact or "second-hand" in alias.source
     another = alias.sign == "opposite" or alias.reduction != METRICS[metric].reduction
@@ -65,7 +68,7 @@ def test_a_name_is_given_to_a_metric_only_once():
 
 def test_the_flag_offers_every_framework_whose_source_was_read():
     second_hand = {alias.framework for _, alias in EVERY_ALIAS if "second-hand" in alias.source}
-    assert set(get_args(Framework)) == set(names.FRAMEWORKS) - second_hand
+    assert set(get_args(Framework)) == set(framework_names.FRAMEWORKS) - second_hand
 
 
 def test_every_convention_belongs_to_an_alias():
@@ -75,26 +78,26 @@ def test_every_convention_belongs_to_an_alias():
     }  # fmt: skip
     own = {
         function
-        for name, function in inspect.getmembers(conventions, inspect.isfunction)
-        if function.__module__ == conventions.__name__ and not name.startswith("_")
+        for name, function in inspect.getmembers(framework_formulas, inspect.isfunction)
+        if function.__module__ == framework_formulas.__name__ and not name.startswith("_")
     }
     assert {f.__name__ for f in own - used} == helpers
 
 
 def test_names_of_one_framework():
-    assert [alias.name for alias in names.of("k3_kl", "verl")] == ["rollout_corr/k3_kl"]
-    assert len(names.of("k3_kl")) > 3
-    assert names.of("k2_kl") == names.of("tomorrow_kl") == ()
+    assert [alias.name for alias in framework_names.of("k3_kl", "verl")] == ["rollout_corr/k3_kl"]
+    assert len(framework_names.of("k3_kl")) > 3
+    assert framework_names.of("k2_kl") == framework_names.of("tomorrow_kl") == ()
 
 
 def test_how_it_differs_in_words():
-    (areal,) = names.of("kl", "areal")
+    (areal,) = framework_names.of("kl", "areal")
     sign, condition, *_ = areal.remark("token").split("; ")
     assert sign == "opposite sign"
     assert "rejection_sampling" in condition
-    (same,) = names.of("chi2_token", "verl")
+    (same,) = framework_names.of("chi2_token", "verl")
     assert same.remark("token") == ""
-    (trl,) = names.of("ratio_mean", "trl")
+    (trl,) = framework_names.of("ratio_mean", "trl")
     assert "product" in trl.remark("token")
     assert "above 3" in trl.remark("token")
 
@@ -102,12 +105,12 @@ def test_how_it_differs_in_words():
 def test_a_value_that_cannot_be_computed_is_none():
     delta, sequence = np.array([0.1, 0.2]), np.array([0, 0])
     arrays = {"delta": delta, "sequence": sequence}
-    assert conventions.value_of(conventions.probs_diff_std, arrays) is None  # no logprobs
+    assert value_of(framework_formulas.probs_diff_std, arrays) is None  # no logprobs
     huge = {"delta": np.array([800.0]), "sequence": np.array([0])}
-    assert conventions.value_of(conventions.sample_ratio, huge) is None
-    assert conventions.value_of(conventions.sample_abs, arrays) == pytest.approx(0.15)
+    assert value_of(framework_formulas.sample_ratio, huge) is None
+    assert value_of(framework_formulas.sample_abs, arrays) == pytest.approx(0.15)
     one = {"rollout": np.zeros(1), "train": np.zeros(1)}
-    assert conventions.value_of(conventions.probs_diff_std, one) is None  # A - 1 = 0
+    assert value_of(framework_formulas.probs_diff_std, one) is None  # A - 1 = 0
 
 
 def test_bounds_in_words():

@@ -1,0 +1,317 @@
+"""Fixes that a run measured confirm its causes or rule them out, and confirm no wrong one."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detector import detectors
+from mismatch.analysis.diagnosis.ranking import Cause, diagnose
+from mismatch.codec import to_json
+from mismatch.experiments.confirmation import applied, settled
+from mismatch.experiments.explanation import Experiment, Explanation
+from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA
+from mismatch.pipeline import explain
+from mismatch.pipeline.commands import run_compare
+from mismatch.pipeline.document import report_from_json, report_to_json
+from mismatch.reports.html import to_html
+from mismatch.reports.markdown import to_markdown
+from mismatch.reports.terminal import print_report
+from mismatch.run import store
+from mismatch.run.directory import load_spec
+from mismatch.run.store import FIX_PREFIX
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
+from mismatch.types import Report, Scoring
+from tests import drawn_pair as drawn
+from tests.reports_fixture import make_report
+from tests.unit.test_explanation import made, suspected
+from tests.unit.test_fixes_run import Quiet
+
+SPEC = CheckSpec(
+    rollout=RolloutSpec(engine=EngineSpec(engine="vllm", model="m", prefill=False)),
+    train=TrainSpec(model="m", attention="no-sinks"),
+    fixes=("attention-sinks",),
+)
+NO_SINKS = {"honours_sinks": False, "attention": "no-sinks"}
+Left = Mapping[str, float | str]  # fix -> share of delta that it leaves, or why it failed
+
+
+def without_sinks(seed: int = 0, strength: float = 1.0, **facts: object) -> Case:
+    case = drawn.other_function(seed, strength)
+    stated = case.trainer.fingerprint | (facts or NO_SINKS)
+    return replace(case, trainer=replace(case.trainer, fingerprint=stated))
+
+
+def saved(place: Path, case: Case, left: Left, spec: CheckSpec = SPEC) -> Path:
+    """A run on disk, with what its fixes left: each scales the trainer's error."""
+    place.mkdir()
+    spec = replace(spec, fixes=tuple(left))
+    store.write_json(place / "spec.json", to_dict(spec))
+    store.save_rollout(place, case.rollout, made_by=spec.rollout)
+    store.save_vocabulary(place, {n: f"t{n}" for n in range(drawn.VOCABULARY + 1)})
+    store.save_scoring(place, stating(case.engine, "decode"), case.rollout, made_by=spec.rollout)
+    for scoring in (case.trainer, *case.others.values()):
+        store.save_scoring(place, stating(scoring, "train"), case.rollout, made_by=spec.train)
+    for id, share in left.items():
+        if isinstance(share, float):
+            fixed = replace(case.trainer, name=f"{FIX_PREFIX}{id}",
+                            logprobs=case.left + share * case.delta)  # fmt: skip
+            store.save_scoring(place, stating(fixed, "train"), case.rollout, made_by=spec.train)
+    tried(place, [
+        {"id": id, "place": "", "failed": share if isinstance(share, str) else ""}
+        for id, share in left.items()
+    ])  # fmt: skip
+    return place
+
+
+def stating(scoring: Scoring, mode: str) -> Scoring:
+    facts = {"mode": mode, "engine": "vllm", "logprobs_temperature": 1.0, "seconds": 2.0}
+    return replace(scoring, fingerprint=facts | scoring.fingerprint)
+
+
+def tried(place: Path, variants: list[dict[str, Any]], estimators: tuple[str, ...] = ()) -> None:
+    (place / STATE).parent.mkdir(exist_ok=True)
+    document = {"schema": STATE_SCHEMA, "variants": variants, "refused": [], "left_out": [],
+                "estimators": list(estimators), "seconds": 5.0}  # fmt: skip
+    store.save_document(place, STATE, document, schema=STATE_SCHEMA)
+
+
+def reported(place: Path) -> Report:
+    """Its causes and what fixes say of them, without all other analyses."""
+    spec = load_spec(place)
+    causes = diagnose(explain.case_of(place, spec), detectors())
+    bare = replace(make_report(), analyses={}).with_analyses(causes=causes)
+    return explain.with_explanation(bare, place, spec)
+
+
+def compared(place: Path) -> Report:
+    """As `mismatch compare` reports it."""
+    return run_compare(place, Quiet())  # type: ignore[arg-type]
+
+
+def first(report: Report) -> Cause:
+    return report.result("causes").ranked[0]
+
+
+def told(report: Report) -> Explanation:
+    found = report.result("explain")
+    assert isinstance(found, Explanation)
+    return found
+
+
+# ---------------------------------------------------------------- what a fix confirms
+
+
+def test_a_measured_fix_confirms_the_cause_that_it_takes_out(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.05, "fp32": 0.97})
+    report = reported(run)
+    cause = first(report)
+    assert (cause.id, cause.status, cause.side) == ("attention-sinks", "confirmed", "trainer")
+    assert cause.effect is not None
+    assert cause.effect.value == pytest.approx(0.95)  # by ablation: what its fix left
+    evidence = {item.what: item.value for item in cause.evidence}
+    assert evidence[f"share gone with {cause.id}"] == pytest.approx(0.95)
+    assert told(report).confirmed == ("attention-sinks",)
+    assert [one.seconds for one in told(report).experiments] == [2.0]
+
+
+def test_every_form_of_the_report_says_so(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.05})
+    report = compared(run)
+    document = json.loads(json.dumps(report_to_json(report)))
+    assert document["causes"]["ranked"][0]["status"] == "confirmed"
+    assert document["explain"]["confirmed"] == ["attention-sinks"]
+    read = report_from_json(document)
+    assert read.result("explain") == told(report) == told(reported(run))
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_report(read, console)
+    page = to_html(read, store.load_tokens(run))
+    for text in (to_markdown(read), console.export_text(), page):
+        told_there = " ".join(text.split())
+        assert "confirmed by experiment" in told_there
+        assert "suspected, --explain" not in told_there
+
+
+def test_a_fix_that_leaves_the_mismatch_rules_its_cause_out(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.99})
+    report = reported(run)
+    named = [cause.id for cause in report.result("causes").ranked]
+    assert "attention-sinks" not in named
+    assert told(report).ruled_out == ("attention-sinks",)
+
+
+def test_what_could_not_be_measured_is_said_and_decides_nothing(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": "out of memory"})
+    report = reported(run)
+    assert (first(report).id, first(report).status) == ("attention-sinks", "suspected")
+    (one,) = told(report).experiments
+    assert (one.outcome, one.reason, one.gone) == ("not run", "out of memory", None)
+
+
+def test_a_fix_whose_numbers_are_not_finite_decides_nothing(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.05})
+    case = without_sinks()
+    numbers = np.array(case.left)
+    numbers[3] = np.nan
+    broken = replace(case.trainer, name=f"{FIX_PREFIX}attention-sinks", logprobs=numbers)
+    store.save_scoring(run, stating(broken, "train"), case.rollout, made_by=SPEC.train)
+    report = reported(run)
+    assert first(report).status == "suspected"
+    assert "finite" in told(report).experiments[0].reason
+
+
+def test_an_engine_that_sampled_anew_is_compared_by_prompt(tmp_path: Path) -> None:
+    def quantised(rounding: float) -> Case:
+        made = drawn.draw(1)
+        made.engine = made.engine + drawn.rounded(made.rng, made.logits, rounding)
+        made.engine_facts = {"kv_cache_dtype": "fp8"}
+        return made.case()
+
+    engine = replace(SPEC.rollout.engine, args=(("kv_cache_dtype", "fp8"),))
+    spec = replace(SPEC, rollout=replace(SPEC.rollout, engine=engine), train=TrainSpec(model="m"))
+    run = saved(tmp_path / "run", quantised(0.3), {"bf16-kv-cache": "not yet"}, spec)
+    assert first(reported(run)).id == "fp8-kv"
+    place, after = "fixes/bf16-kv-cache", drawn.draw(2).case()  # other tokens of the same prompts
+    store.save_rollout(run / place, after.rollout, made_by=spec.rollout)
+    fixed = replace(after.trainer, name=f"{FIX_PREFIX}bf16-kv-cache")
+    for scoring in (stating(after.engine, "decode"), stating(fixed, "train")):
+        store.save_scoring(run / place, scoring, after.rollout, made_by=spec.rollout)
+    tried(run, [{"id": "bf16-kv-cache", "place": place, "failed": ""}])
+    report = reported(run)
+    assert (first(report).id, first(report).status) == ("fp8-kv", "confirmed")
+    (one,) = told(report).experiments
+    assert not one.same_tokens
+    assert one.gone is not None
+    assert one.gone.n_prompts == 64
+
+
+# ---------------------------------------------------------------- what it does not
+
+
+def test_a_healthy_run_with_fixes_names_nothing(tmp_path: Path) -> None:
+    left: Left = {"fp32": 0.4, "plain-attention": 0.1, "attention-sinks": 0.1}
+    case = drawn.draw(3).case()
+    report = reported(saved(tmp_path / "run", case, left, replace(SPEC, train=TrainSpec("m"))))
+    assert report.result("causes").ranked == ()
+    assert report.result("explain") is None
+
+
+def test_another_fix_that_helps_confirms_nothing(tmp_path: Path) -> None:
+    """Replayed routes and float32 take out what a missing sink did to them, and not the sink."""
+    left: Left = {"router-replay=ids": 0.5, "fp32": 0.5, "fp32+engine-fp32": 0.01}
+    report = reported(saved(tmp_path / "run", without_sinks(), left))
+    assert (first(report).id, first(report).status) == ("attention-sinks", "suspected")
+    assert report.result("explain") is None
+
+
+def test_a_correction_of_the_loss_confirms_nothing(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", without_sinks(), {"tis": "x"})
+    tried(run, [], estimators=("tis",))
+    report = reported(run)
+    assert first(report).status == "suspected"
+    assert report.result("explain") is None
+
+
+def test_plain_attention_confirms_neither_of_two_faults(tmp_path: Path) -> None:
+    """It takes out all that a kernel may do wrong, whichever of it was suspected."""
+    packed = replace(SPEC, train=replace(SPEC.train, layout="packing"))
+    run = saved(tmp_path / "run", without_sinks(), {"plain-attention": 0.02}, packed)
+    cause = first(reported(run))
+    assert (cause.id, cause.status, cause.side) == ("attention-sinks", "suspected", "trainer")
+    normal = {item.what: item.normal for item in cause.evidence}
+    (both,) = [normal[what] for what in normal if what.endswith(" plain-attention")]
+    assert "packing-leak" in both
+
+
+def test_another_kernel_in_place_of_the_users_own_names_no_sinks(tmp_path: Path) -> None:
+    own = replace(SPEC, train=TrainSpec("m", attention="user.kernels:flash", layout="packing"))
+    case = without_sinks(attention="user.kernels:flash")
+    run = saved(tmp_path / "run", case, {"attention-sinks": 0.02}, own)
+    cause = first(reported(run))
+    assert (cause.id, cause.status, cause.side) == ("function-differs", "confirmed", "trainer")
+    assert {"attention-sinks", "packing-leak"} <= set(cause.alike)
+    assert "rope-config" not in cause.alike
+
+
+def test_float32_confirms_no_part_of_the_trainers_precision() -> None:
+    """A head in bf16 goes with it, and so does everything else that is rounded."""
+    head = suspected("bf16-lm-head", "trainer")
+    assert applied(head, [made("fp32", 0.95)])[1] == ()
+    assert applied(head, [made("fp32-lm-head", 0.95)])[1] == ("bf16-lm-head",)
+    whole = suspected("precision", "trainer", "bf16-lm-head")
+    assert applied(whole, [made("fp32", 0.95)])[1] == ("precision",)
+
+
+def test_a_small_cause_is_not_ruled_out_under_a_large_one() -> None:
+    """Errors add in quadrature: 30 % of the whole hides behind 70 %, and 5 % of it goes alone."""
+    small = suspected("bf16-lm-head", "trainer", effect=0.3).ranked[0]
+    large = suspected("attention-sinks", "trainer", effect=0.65)
+    both = replace(large, ranked=(*large.ranked, small))
+    masked = [made("fp32-lm-head", 0.05, 0.01)]
+    assert [one.outcome for one in settled(both, masked)] == ["undecided"]
+    after, _, ruled_out = applied(both, masked)
+    assert ({cause.id for cause in after.ranked}, ruled_out) == (
+        {"attention-sinks", "bf16-lm-head"}, (),
+    )  # fmt: skip
+    nothing = [made("fp32-lm-head", 0.0, 0.01)]
+    assert [one.outcome for one in settled(both, nothing)] == ["ruled out"]
+    assert applied(both, nothing)[2] == ("bf16-lm-head",)
+
+
+def test_where_each_has_its_own_fix_both_are_confirmed_with_their_shares() -> None:
+    small = suspected("bf16-lm-head", "trainer", effect=0.3).ranked[0]
+    large = suspected("attention-sinks", "trainer", effect=0.65)
+    both = replace(large, ranked=(*large.ranked, small))
+    after, confirmed, _ = applied(both, [made("fp32-lm-head", 0.8), made("attention-sinks", 0.5)])
+    assert set(confirmed) == {"attention-sinks", "bf16-lm-head"}
+    shares = [(c.id, c.effect.value) for c in after.ranked if c.effect is not None]
+    assert shares == [("bf16-lm-head", 0.8), ("attention-sinks", 0.5)]  # by what goes with them
+
+
+# ---------------------------------------------------------------- beside --explain
+
+
+def test_explain_makes_nothing_that_a_fix_has_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows stand once, and its failure is not tried again."""
+    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.05})
+    spec = replace(SPEC, explain=True)
+    asked: list[str] = []
+    monkeypatch.setattr(explain, "_passes_left_out", lambda *rest: None)
+    monkeypatch.setattr(explain, "_measure", lambda run, chosen: asked.extend(v.id for v in chosen))
+    monkeypatch.setattr(explain, "_probed", lambda *rest: [])
+    monkeypatch.setattr(explain, "plan_probes", lambda *rest: [])
+    journal = SimpleNamespace(seconds={}, entry={"command": ""})
+    stages: Any = SimpleNamespace(spec=spec, run_dir=run, narrator=Quiet(), journal=journal)
+    explain.explain(stages)
+    assert asked == []
+    assert store.load_document(run, explain.STATE)["experiments"] == []
+    store.write_json(run / "spec.json", to_dict(spec))
+    report = reported(run)
+    assert [one.id for one in told(report).experiments] == ["attention-sinks"]
+    assert told(report).confirmed == ("attention-sinks",)
+
+    failed = saved(tmp_path / "failed", without_sinks(), {"attention-sinks": "cannot run"})
+    stages.run_dir = failed
+    explain.explain(stages)
+    assert "attention-sinks" not in asked
+
+
+def test_a_fix_stands_for_the_experiment_that_had_no_time(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.05})
+    own = Experiment("attention-sinks", "trainer", ("attention-sinks",), 0.9, 3.0, reason="budget")
+    document = {"schema": explain.STATE_SCHEMA, "experiments": to_json([own]), "seconds": 7.0}
+    store.save_document(run, explain.STATE, document, schema=explain.STATE_SCHEMA)
+    store.write_json(run / "spec.json", to_dict(replace(SPEC, explain=True)))
+    assert [one.outcome for one in told(reported(run)).experiments] == ["confirmed"]
