@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mismatch.specs import CheckSpec
 
 R = TypeVar("R")
-SECTIONS = "mismatch.reports.sections"
 
 ELSEWHERE = ("mismatch.experiments.results",)  # analyses of passes beyond a check's own
 
@@ -120,6 +119,5 @@ def _built_in() -> tuple[Analysis[Any], ...]:
 
 
 def section_of(id: str) -> str:
-    """Where the section of this id is made: ``module`` or ``module:function``."""
-    extra = _EXTRA.get(id)
-    return (extra.section if extra else "") or f"{SECTIONS}.{id}"
+    """Where another package's section of this id is made, ``module:function``; "" for ours."""
+    return _EXTRA[id].section if id in _EXTRA else ""

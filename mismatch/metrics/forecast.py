@@ -115,6 +115,10 @@ class Forecast:
     missing: str = ""
     flags: tuple[str, ...] = ()
 
+    def at_floor(self, row: Row) -> bool:
+        """Whether no effective size could be seen there, had the sample any."""
+        return row.ess_untruncated.value <= self.floor * (1 + 1e-9)
+
 
 def length_forecast(
     delta: Floats, *, sequence: Ints, prompt: Ints, target: int = TARGET, seed: int = 0

@@ -28,8 +28,6 @@ REPORT = "report.json"
 
 def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
     """Write report.html, report.md, and last report.json: where that is, the rest is."""
-    from mismatch.reports.summary import next_steps
-
     write_rendered(run_dir, report, tokens)
     store.save_document(
         run_dir,

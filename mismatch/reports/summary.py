@@ -17,6 +17,7 @@ from mismatch.reports.formatting import (
     plural,
     text,
     times,
+    wording,
 )
 from mismatch.reports.metric_labels import ROUTING, Words, noise_words, words_for
 from mismatch.reports.section import Cell, Column, Table
@@ -58,15 +59,7 @@ class Row:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader has to know before trusting the number."""
-        known = {
-            "heavy-tail": "heavy-tailed, a few tokens carry it",
-            "heavy-prompts": "a few prompts carry it",
-            "few-prompts": "few prompts, so the interval may be too narrow",
-            "one-prompt": "one prompt only, hence no interval",
-            "few-tokens": "too few tokens for an interval",
-            "no-events": "no such token was seen: the upper end is a one-sided bound",
-            "overflow": "too large for a number",
-        }
+        known = wording("flags")
         notes = [known.get(flag, line(flag)) for flag in self.estimate.flags]
         judgement = self.judgement
         if judgement and judgement.inconclusive:

@@ -122,7 +122,8 @@ def test_what_worsens_and_what_fails_is_said():
     assert any("Failed" in text and "fp16" in text for text in said)
     others = part(TRIED, "fixes-others")
     left = make_table().outcome("batch-invariant")
-    assert dict(others.tables[0].rows)[left.id] == left.reason != ""
+    reasons = {row[0].value: row[1].value for row in others.tables[0].cells()}
+    assert reasons[left.id] == left.reason != ""
     assert others.notes == make_table().left_out
     assert part(TRIED, "fixes-numbers").notes == (make_table().method,)
 
@@ -241,7 +242,7 @@ def test_what_was_not_measured_is_no_number():
     table = replace(make_table(), outcomes=(bare,), best=None, best_together=None)
     section = fixes.section(table, TRIED)
     assert section.tables == ()
-    assert [row[0] for row in section.parts[-1].tables[0].rows] == [bare.id]
+    assert [row[0].value for row in section.parts[-1].tables[0].cells()] == [bare.id]
 
 
 def test_the_verdict_after_fixes_says_so():

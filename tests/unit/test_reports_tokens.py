@@ -9,17 +9,17 @@ import pytest
 from mismatch.reports.contrasts import comparable, flipped, late, unlikely
 from mismatch.reports.formatting import number, times
 from mismatch.reports.sections import tokens as figures
-from mismatch.reports.sections.tokens import of_tokens, places
+from mismatch.reports.sections.tokens import places, section
 from tests.reports_fixture import make_empty_report, make_report, make_tokens
 from tests.texts import numbers
 
 
 def test_every_figure_is_drawn_once_where_there_are_tokens() -> None:
-    drawn = [figure.draw() for figure in of_tokens(make_report(), make_tokens()).figures]
+    drawn = [figure.draw() for figure in section(make_report(), make_tokens()).figures]
     assert len(drawn) == len(set(drawn)) == 2
     assert all(svg.startswith("<svg") for svg in drawn)
     empty, tokens = make_empty_report()
-    nothing = of_tokens(empty, tokens)
+    nothing = section(empty, tokens)
     assert nothing.figures == ()
 
 
@@ -60,7 +60,7 @@ def test_titles_are_findings_of_this_runs_data() -> None:
     tokens = make_tokens()
 
     def titles() -> dict[str, str]:
-        return {each.name: each.title for each in of_tokens(make_report(), tokens).figures}
+        return {each.name: each.title for each in section(make_report(), tokens).figures}
 
     tokens["delta"] = 0.1
     assert numbers(titles()["histogram"]) == [5_142, 2]  # tokens, and times off: none is
@@ -102,16 +102,16 @@ def test_the_histogram_tells_before_and_after_the_best_fix() -> None:
     tokens = make_tokens()
     tokens["delta"] = np.where(np.arange(len(tokens)) % 4 == 0, -1.0, 0.0)
     tokens["train_logprob"] = tokens["rollout_logprob"] + tokens["delta"]
-    before = of_tokens(make_report(), tokens).figures[0]
+    before = section(make_report(), tokens).figures[0]
     assert figures.OF_FIX not in before.draw()
     fixed = tokens.assign(fix="attention-sinks", fix_logprob=tokens["rollout_logprob"] + 0.01)
-    after = of_tokens(make_report(), fixed).figures[0]
+    after = section(make_report(), fixed).figures[0]
     assert after.title.startswith(before.title)
     assert after.title.endswith("attention-sinks none")
     assert figures.OF_FIX in after.draw()
     assert f"{number(0.01)}, largest {number(0.01)}" in after.draw()
     half = fixed.assign(fix_logprob=fixed["rollout_logprob"] + np.arange(len(tokens)) % 2)
-    assert of_tokens(make_report(), half).figures[0].title.endswith("attention-sinks 50 %")
+    assert section(make_report(), half).figures[0].title.endswith("attention-sinks 50 %")
 
 
 def test_the_noise_floor_is_drawn_where_passes_that_should_agree_end() -> None:
@@ -119,7 +119,7 @@ def test_the_noise_floor_is_drawn_where_passes_that_should_agree_end() -> None:
     assert "noise floor" in figures.histogram(tokens, 0.05).draw()
     assert "noise floor" not in figures.histogram(tokens, 0.0).draw()
     assert "noise floor" not in figures.histogram(tokens, None).draw()
-    assert "noise floor" in of_tokens(make_report(), make_tokens()).figures[0].draw()
+    assert "noise floor" in section(make_report(), make_tokens()).figures[0].draw()
 
 
 def test_the_scatter_says_how_far_sure_and_unlikely_tokens_are_off() -> None:

@@ -28,7 +28,7 @@ PASSES = (
 )
 
 
-def of_report(report: Report) -> tuple[Section, ...]:
+def section(report: Report) -> tuple[Section, ...]:
     """Values published for stacks of this class; then passes beside the headline's."""
     ladders = [ladder for metric in COMPARED if (ladder := _ladder(report, metric))]
     normal = Section(

@@ -88,7 +88,7 @@ TOO_WIDE = "The interval is too wide to tell that from their share: measure more
 HARMLESS = "That is no more than their share: no harm is seen."
 
 
-def of_report(report: Report) -> Section | None:
+def section(report: Report) -> Section | None:
     """Of the headline comparison; None for a dense model."""
     comparison = headline(report)
     rows = {row.metric: row for row in routing_rows(report)}

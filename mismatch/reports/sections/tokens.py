@@ -47,7 +47,7 @@ NOWHERE = "Nowhere: delta is exactly 0 for every token."
 OF_FIX = "with the best fix"
 
 
-def of_tokens(report: Report, tokens: pd.DataFrame) -> Section:
+def section(report: Report, tokens: pd.DataFrame) -> Section:
     """Contrasts between groups of tokens, and their pictures.
 
     Args:
