@@ -134,8 +134,7 @@ def _checkpoint(path: Path) -> str:
 
 
 def _suggestion(name: str) -> str:
-    known = [*EMBEDDED, *ALIASES]
-    hint = did_you_mean(name, known, most=3)
+    hint = did_you_mean(name, [*EMBEDDED, *ALIASES], most=3)
     embedded = ", ".join(EMBEDDED)
     return (
         f"{hint}use a local directory, a hub id (org/name), an embedded model ({embedded}) or a "

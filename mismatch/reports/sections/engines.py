@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mismatch.experiments.engine_pair import FLOOR_TEXT, TRAINER, Edge, Triangle
 from mismatch.reports.formatting import MARKS, TONES, capital, line, number, percent, signed, text
-from mismatch.reports.metric_labels import words_for
+from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.types import Estimate, Report
 
@@ -42,7 +42,7 @@ def _value(name: str) -> Callable[[Edge], Estimate | None]:
 
 def _k3(edge: Edge) -> Cell:
     known = edge.comparison
-    words = words_for(K3, sampled_by_left=known is not None and known.sampled_by_left)
+    words = metric_label(K3, sampled_by_left=known is not None and known.sampled_by_left)
     return Cell(_value(K3)(edge), note="" if known is None else words.label)
 
 
