@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from mismatch.experiments.engine_pair import FLOOR_TEXT, TRAINER, Edge, Triangle
 from mismatch.reports.formatting import MARKS, TONES, capital, line, number, percent, signed, text
-from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.types import Estimate, Report
 
@@ -14,7 +13,7 @@ LEAD = (
     "Both engines sampled from the same prompts, and each scored what the other had sampled, by "
     "prefill. On one set of tokens the three parties are the corners of a triangle and mean "
     "|delta| is the length of its edges. Both scored what is “given”; of what is “sampled”, the "
-    "left side is as it sampled."
+    "left side is as it sampled: there k3 estimates a KL, elsewhere it is a divergence score."
 )
 CONTRASTS = (
     "Mean |delta| of the first edge minus that of the second, paired on the same tokens. A party "
@@ -22,7 +21,6 @@ CONTRASTS = (
     "chance and by a tenth. Where every edge is shorter than {floor} nats, all three agree and "
     "none is odd."
 )
-K3 = "k3_kl"
 KINDS = {"prefill": "given", "decode": "sampled"}
 COMPARED = (
     Column("first edge", text),
@@ -40,12 +38,6 @@ def _value(name: str) -> Callable[[Edge], Estimate | None]:
     return value
 
 
-def _k3(edge: Edge) -> Cell:
-    known = edge.comparison
-    words = metric_label(K3, sampled_by_left=known is not None and known.sampled_by_left)
-    return Cell(_value(K3)(edge), note="" if known is None else words.label)
-
-
 def _pair(edge: Edge) -> Cell:
     pair = " / ".join(map(party, edge.parties))
     return Cell(pair, note=f"not tested: {edge.reason}" if edge.reason else "")
@@ -56,7 +48,7 @@ EDGES = (
     Column("tokens of", text, of="tokens"),
     Column("left", text, of=lambda edge: KINDS[edge.kind]),
     Column("mean |delta|", interval=1, detail="nats", of=_value("logprob_abs_diff_mean")),
-    Column("k3", number, 2, of=_k3),
+    Column("k3", number, 2, detail="nats per token", of=_value("k3_kl")),
     Column("largest |delta|", number, 4, of=_value("logprob_abs_diff_max")),
     Column(
         "routing flips", percent, 3, detail="of (token, layer)", of=_value("routing_disagree_layer")
