@@ -91,7 +91,7 @@ def sentences(result: Triangle, report: Report) -> list[str]:
     reason = f"{line(result.reason)}."
     if reason.startswith(("all ", "none", "not", "the ")):  # names of engines keep their own case
         reason = capital(reason)
-    said = [reason]
+    texts = [reason]
     for side in result.sides:
         name = f"{line(side.engine)} {line(side.version)}".strip()
         facts = report.fingerprints.get(f"{side.engine}:decode", {})
@@ -101,9 +101,9 @@ def sentences(result: Triangle, report: Report) -> list[str]:
         if side.verdict is not None:
             mark = MARKS[TONES[side.verdict.status]]
             level = f"{mark} {side.verdict.status}, {line(side.verdict.reason)}"
-        said.append(f"{name} against the trainer, on its own tokens: {level}.")
+        texts.append(f"{name} against the trainer, on its own tokens: {level}.")
     return [
-        *said,
+        *texts,
         "The verdict is that of the worse engine; all other parts of this report are of "
         f"{line(result.sides[0].engine)}.",
     ]

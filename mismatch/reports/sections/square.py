@@ -64,21 +64,23 @@ def sentences(result: Square) -> list[str]:
     """Which side is off and by what evidence; whether the two sides round alike."""
     beyond = [finding for finding in result.findings if finding.standing == "beyond"]
     first = {(finding.side, finding.evidence): finding for finding in reversed(beyond)}
-    told = [_off(result, finding) for finding in beyond if finding in first.values()]
-    displaced = [one for one in result.displaced if one.standing == "beyond"]
-    told += [_displaced(one) for one in {one.side: one for one in reversed(displaced)}.values()]
-    if not told:
-        told.append(_clean(result))
-    elif any(shared(result, found) for found in beyond) or any(
-        shared(result, found) for found in displaced
+    texts = [_off(result, finding) for finding in beyond if finding in first.values()]
+    displaced = [each for each in result.displaced if each.standing == "beyond"]
+    texts += [
+        _displaced(each) for each in {each.side: each for each in reversed(displaced)}.values()
+    ]
+    if not texts:
+        texts.append(_clean(result))
+    elif any(shared(result, each) for each in beyond) or any(
+        shared(result, each) for each in displaced
     ):
-        told.append(SHARED)
+        texts.append(SHARED)
     if result.correlation is not None:
-        told.append(
+        texts.append(
             f"The roundings of the two sides correlate by {number(result.correlation.value, 2)} "
             f"({interval(result.correlation)}): where they round at the same places they cancel."
         )
-    return told
+    return texts
 
 
 def _off(result: Square, finding: Finding) -> str:
@@ -100,18 +102,18 @@ def _off(result: Square, finding: Finding) -> str:
     return f"{subject}: mean |delta| {number(value.value)} nats in float32{over}."
 
 
-def _displaced(found: Displaced) -> str:
+def _displaced(moved: Displaced) -> str:
     return (
-        f"{WHOSE.get(found.side, 'The trainer')} is off: {line(displacement(found))}, more than "
-        f"{times(found.factor)} as far as in a plain forward."
+        f"{WHOSE.get(moved.side, 'The trainer')} is off: {line(displacement(moved))}, more than "
+        f"{times(moved.factor)} as far as in a plain forward."
     )
 
 
 def _clean(result: Square) -> str:
     if not result.findings:
         return "Neither side could be told from a faulty one: see what was not tested."
-    standings = {one.standing for one in result.findings}
-    if "undecided" in standings | {one.standing for one in result.displaced}:
+    standings = {each.standing for each in result.findings}
+    if "undecided" in standings | {each.standing for each in result.displaced}:
         return "A value lies beyond its level, but its interval does not decide."
     if "wide" in standings:
         return "What was measured is within its level, but an interval reaches beyond it."
