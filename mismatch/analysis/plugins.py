@@ -25,7 +25,7 @@ ELSEWHERE = ("mismatch.experiments.results",)  # analyses of passes beyond a che
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RunArtefacts:
     """What an analysis may read: the artefacts of a run.
 
     Attributes:
@@ -42,7 +42,7 @@ class Measured:
     refused: dict[str, str]
 
 
-def not_measured(run: Measured, spec: CheckSpec) -> None:
+def not_measured(run: RunArtefacts, spec: CheckSpec) -> None:
     """An analysis whose result comes from passes of its own, and not from a check's artefacts."""
 
 
@@ -67,7 +67,7 @@ class Analysis(Generic[R]):
 
     id: str
     result: type[R]
-    measure: Callable[[Measured, CheckSpec], R | NotTested | None] = not_measured
+    measure: Callable[[RunArtefacts, CheckSpec], R | NotTested | None] = not_measured
     section: str = ""
     unseen: Callable[[R], tuple[str, ...]] = seen
     order: int = 100

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from html import escape
 
 from mismatch.reports.formatting import MARKS, badge, line, visible
-from mismatch.reports.framework_values import Elsewhere
+from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import (
     Answer,
     Block,
@@ -25,7 +25,9 @@ from mismatch.types import Report
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
 
 
-def to_markdown(report: Report, elsewhere: Elsewhere | None = None, details: bool = False) -> str:
+def to_markdown(
+    report: Report, elsewhere: FrameworkValues | None = None, details: bool = False
+) -> str:
     """GitHub-flavoured Markdown; foreign text is escaped, so that it stays text.
 
     Args:

@@ -29,7 +29,7 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.metric_labels import words_for
+from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import (
     Cell,
     Cells,
@@ -58,7 +58,7 @@ WHERE_WHAT = Column("where", text, of="where"), Column("what", text, of="name", 
 
 
 def _change(metric: str) -> Format:
-    return points if words_for(metric).share else signed
+    return points if metric_label(metric).share else signed
 
 
 # ---------------------------------------------------------------- a new run against an old one
@@ -130,7 +130,7 @@ def against_page(result: Against) -> Page:
 
 
 def _moved(row: AgainstRow) -> Cells:
-    words = words_for(row.metric)
+    words = metric_label(row.metric)
     write = Row(row.metric, words, row.new).write
     tone: Tone = "critical" if row.beyond else TONE_OF.get(row.outcome, "dim")
     return (
@@ -159,7 +159,7 @@ def _rests_on(result: Against) -> Iterator[str]:
     """What the numbers rest on."""
     for row in result.rows:
         if row.p_value is not None:
-            yield f"{words_for(row.metric).label}: {_outcome(row)}, p {chance(row.p_value)}."
+            yield f"{metric_label(row.metric).label}: {_outcome(row)}, p {chance(row.p_value)}."
     if result.same_tokens:
         yield "Both runs hold the same tokens: every change is of the same tokens."
     else:
@@ -245,7 +245,7 @@ def _values(result: SideBySide) -> Table:
         write = metric_format(item.metric, item.values)
         pairs = zip(item.values, item.moves, strict=True)
         cells = (Cell(value, _tone(item, move), format=write) for value, move in pairs)
-        rows.append((words_for(item.metric).label, *cells))
+        rows.append((metric_label(item.metric).label, *cells))
     return Table((Column("metric", text), *runs), rows)
 
 
@@ -254,7 +254,7 @@ def metric_format(metric: str, estimates: Sequence[Estimate | None]) -> Format:
     values = [value for value in estimates if value is not None]
     if not values:
         return number
-    row = Row(metric, words_for(metric), values[0])
+    row = Row(metric, metric_label(metric), values[0])
     return alike((value.value for value in values), row.write)
 
 
@@ -277,7 +277,7 @@ def _changes(result: SideBySide) -> Section:
                 word = "moved" if move.significant else ""
                 word = NO_CHANGE.get(move.outcome, move.outcome) if move.outcome else word
                 row = (
-                    words_for(item.metric).label,
+                    metric_label(item.metric).label,
                     side.run,
                     Cell(move.change, "strong", format=_change(item.metric)),
                     move.p_value,
@@ -342,7 +342,7 @@ SIGNIFICANT = (
 
 def history_page(result: History) -> Page:
     """A metric over the runs of a folder, a picture for every model."""
-    words = words_for(result.metric)
+    words = metric_label(result.metric)
     latest = result.points[-1] if result.points else None
     moved = [point.place for point in result.points if point.moved][-4:]
     by = f"moved significantly by {', '.join(moved)}" if moved else "no run moved it significantly"
@@ -392,7 +392,7 @@ def _runs(result: History, shown: Sequence[Point]) -> Table:
         Column("engine", text, 2, of="engine"),
         Column("verdict", text, of=lambda point: status_cell(point.status)),
         Column(
-            words_for(result.metric).label,
+            metric_label(result.metric).label,
             interval=1,
             of=lambda point: Cell(point.value, format=write),
         ),

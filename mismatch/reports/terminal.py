@@ -18,7 +18,7 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mismatch.reports.framework_values import Elsewhere
+    from mismatch.reports.framework_values import FrameworkValues
 
 STEPS = 3  # next steps that are printed
 WRAP = 28  # characters of a column of text
@@ -31,7 +31,7 @@ def print_report(
     report: Report,
     console: Console,
     run_dir: Path | str | None = None,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: FrameworkValues | None = None,
     details: bool = True,
 ) -> None:
     """Print a report of a run.

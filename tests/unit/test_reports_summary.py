@@ -11,8 +11,8 @@ import pytest
 from mismatch.analysis.thresholds import Reference
 from mismatch.metrics import METRICS as DECLARED
 from mismatch.reports import summary
-from mismatch.reports.framework_values import Elsewhere
-from mismatch.reports.metric_labels import ROUTING, words_for
+from mismatch.reports.framework_values import FrameworkValues
+from mismatch.reports.metric_labels import ROUTING, metric_label
 from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import headline, published_values, ran, sections
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report, Verdict
@@ -29,19 +29,19 @@ from tests.unit.test_goldens import MAKERS
 
 def row(value: float, healthy: float, unfit: float, metric: str = "k3_kl") -> summary.Row:
     judgement = Judgement(metric, "tolerable", value, healthy, unfit, "source")
-    return summary.Row(metric, words_for(metric), estimate(value), judgement)
+    return summary.Row(metric, metric_label(metric), estimate(value), judgement)
 
 
 def test_every_declared_metric_has_words_that_fit_the_table() -> None:
-    known = [words_for(name) for name in DECLARED]
+    known = [metric_label(name) for name in DECLARED]
     assert all(item.meaning and len(item.label) <= 24 for item in known)
     assert set(ROUTING) <= set(DECLARED)
 
 
 def test_without_the_sampling_law_there_is_no_kl() -> None:
-    assert words_for("k3_kl", sampled_by_left=True).label.startswith("k3 KL")
-    assert "divergence score" in words_for("k3_kl", sampled_by_left=False).label
-    assert words_for("probs_pearson", sampled_by_left=False) == words_for("probs_pearson")
+    assert metric_label("k3_kl", sampled_by_left=True).label.startswith("k3 KL")
+    assert "divergence score" in metric_label("k3_kl", sampled_by_left=False).label
+    assert metric_label("probs_pearson", sampled_by_left=False) == metric_label("probs_pearson")
 
 
 def test_bounds_point_the_way_that_is_bad() -> None:
@@ -61,7 +61,7 @@ def test_the_table_has_value_interval_level_and_status() -> None:
     every = shown.parts[0].tables[0]  # six of them are open
     rows = {item["metric"]: item for item in values(every)}
     for judgement in report.verdict.judgements:
-        item = rows[words_for(judgement.metric).label]
+        item = rows[metric_label(judgement.metric).label]
         assert item["value"] == report.comparisons[0].metrics[judgement.metric]
         assert (item["healthy"], item["unfit"]) == (judgement.healthy, judgement.unfit)
         assert item["level"] == judgement.status
@@ -83,7 +83,7 @@ def test_a_note_that_concerns_every_metric_is_said_once() -> None:
 
 
 def test_a_frameworks_names_are_a_table_with_its_values() -> None:
-    shown = headline.section(make_report(), Elsewhere(make_tokens(), "miles"))
+    shown = headline.section(make_report(), FrameworkValues(make_tokens(), "miles"))
     assert shown is not None
     (names,) = [part for part in shown.parts if part.id == "names"]
     by_name = {item["name there"]: item for item in values(names.tables[0])}
@@ -282,7 +282,7 @@ def test_failed_checks_come_first_with_their_fix() -> None:
 
 def test_everything_measured_has_numbers_and_shares_apart() -> None:
     report = make_report()
-    _, everything = ran.section(report, Elsewhere(None))
+    _, everything = ran.section(report, FrameworkValues(None))
     assert len(everything.parts) == len(report.comparisons)
     numbers, shares = everything.parts[0].tables
     first = report.comparisons[0]

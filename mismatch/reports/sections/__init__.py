@@ -22,7 +22,7 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.reports.framework_values import Elsewhere
+    from mismatch.reports.framework_values import FrameworkValues
 
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
@@ -45,7 +45,7 @@ Sections = Section | tuple[Section, ...] | None
 
 
 def page(
-    report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
+    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
 ) -> Page:
     """The report as every renderer shows it.
 
@@ -78,7 +78,7 @@ def page(
 
 
 def chapters(
-    report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
+    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
 ) -> list[Section]:
     """Every section of this report in its chapter; analyses without a place come last."""
     placed = {place.rpartition(":")[2] for _, _, places in CHAPTERS for place in places}
@@ -92,14 +92,14 @@ def chapters(
 
 
 def sections(
-    report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
+    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
 ) -> list[Section]:
     """The same without chapters."""
     return [part for chapter in chapters(report, tokens, names) for part in chapter.parts]
 
 
 def _sections(
-    place: str, report: Report, tokens: pd.DataFrame | None, names: Elsewhere | None
+    place: str, report: Report, tokens: pd.DataFrame | None, names: FrameworkValues | None
 ) -> tuple[Section, ...]:
     module, _, id = place.rpartition(":")
     ours = f"{__name__}.{module or id}:{id if module else 'section'}"

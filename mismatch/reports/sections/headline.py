@@ -23,7 +23,7 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.framework_values import Elsewhere
+from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Answer, Block, Cell, Column, Section, Table, status_cell
 from mismatch.reports.sections import published_values, square
 from mismatch.reports.summary import Row
@@ -221,7 +221,7 @@ NAMES = (
 )
 
 
-def section(report: Report, names: Elsewhere | None) -> Section | None:
+def section(report: Report, names: FrameworkValues | None) -> Section | None:
     """The judged metrics beside their levels; None where nothing was judged.
 
     Args:
@@ -260,7 +260,7 @@ def _level(row: Row, name: str) -> Cell:
     return Cell(getattr(row.judgement, name, None), format=getattr(row, name))
 
 
-def names_there(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
+def names_there(report: Report, names: FrameworkValues | None) -> tuple[Section, ...]:
     """The metrics under a framework's names, where one was asked for."""
     if names is None or names.framework is None:
         return ()

@@ -7,7 +7,7 @@ from typing import Any
 
 from mismatch.models import moe
 from mismatch.reports.formatting import MISSING, bound, line, number, plural, text, wording
-from mismatch.reports.framework_values import Elsewhere
+from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Cell, Cells, Column, Section, Table, named
 from mismatch.reports.summary import METRICS, all_rows, command, headline, metric_tables
 from mismatch.types import Comparison, Report
@@ -17,7 +17,7 @@ LEAD = "As each side resolved it while it ran (actual kernels and dtypes); diffe
 APART = ("weights", "weights_parameters", "source_files", "engine_args", "not_tested", "seconds")
 
 
-def section(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
+def section(report: Report, names: FrameworkValues | None) -> tuple[Section, ...]:
     """Both sides beside each other; then every number of the headline.
 
     Args:
@@ -84,7 +84,7 @@ def _setting(side: dict[str, Any], key: str) -> str:
     return shown if len(shown) <= LONG else f"{shown[: LONG - 1]}…"
 
 
-def _everything(place: int, item: Comparison, names: Elsewhere | None) -> Section:
+def _everything(place: int, item: Comparison, names: FrameworkValues | None) -> Section:
     """Every metric of a comparison; values by others' conventions are the headline's alone."""
     rows = all_rows(item)
     known = [] if names is None else [names.of(row.metric, values=not place) for row in rows]

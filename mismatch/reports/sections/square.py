@@ -25,7 +25,7 @@ from mismatch.reports.formatting import (
     times,
 )
 from mismatch.reports.formatting import TONES as STATUS_TONES
-from mismatch.reports.metric_labels import words_for
+from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import Cell, Cells, Column, Figure, Section, Table, Tone
 from mismatch.reports.svg import ACCENT, INK, SECOND
 from mismatch.types import Estimate, Report
@@ -268,7 +268,7 @@ def _metric(name: str) -> Callable[[Edge], Estimate | None]:
 
 def _k3(edge: Edge) -> Cell:
     known = edge.comparison
-    words = words_for(K3, sampled_by_left=known is not None and known.sampled_by_left)
+    words = metric_label(K3, sampled_by_left=known is not None and known.sampled_by_left)
     return Cell(_metric(K3)(edge), note="" if known is None else words.label)
 
 
