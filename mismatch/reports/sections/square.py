@@ -25,7 +25,6 @@ from mismatch.reports.formatting import (
     times,
 )
 from mismatch.reports.formatting import TONES as STATUS_TONES
-from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import Cell, Cells, Column, Figure, Section, Table, Tone
 from mismatch.reports.svg import ACCENT, INK, SECOND
 from mismatch.types import Estimate, Report
@@ -240,7 +239,7 @@ ENGINES_LEAD = (
     "Both engines sampled from the same prompts, and each scored what the other had sampled, by "
     "prefill. On one set of tokens the three parties are the corners of a triangle and mean "
     "|delta| is the length of its edges. Both scored what is “given”; of what is “sampled”, the "
-    "left side is as it sampled."
+    "left side is as it sampled: there k3 estimates a KL, elsewhere it is a divergence score."
 )
 CONTRASTS = (
     "Mean |delta| of the first edge minus that of the second, paired on the same tokens. A party "
@@ -248,7 +247,6 @@ CONTRASTS = (
     "chance and by a tenth. Where every edge is shorter than {floor} nats, all three agree and "
     "none is odd."
 )
-K3 = "k3_kl"
 SCORED = {"prefill": "given", "decode": "sampled"}
 COMPARED = (
     Column("first edge", text),
@@ -266,12 +264,6 @@ def _metric(name: str) -> Callable[[Edge], Estimate | None]:
     return value
 
 
-def _k3(edge: Edge) -> Cell:
-    known = edge.comparison
-    words = metric_label(K3, sampled_by_left=known is not None and known.sampled_by_left)
-    return Cell(_metric(K3)(edge), note="" if known is None else words.label)
-
-
 def _pair(edge: Edge) -> Cell:
     pair = " / ".join(map(party, edge.parties))
     return Cell(pair, note=f"not tested: {edge.reason}" if edge.reason else "")
@@ -282,7 +274,7 @@ EDGES = (
     Column("tokens of", text, of="tokens"),
     Column("left", text, of=lambda edge: SCORED[edge.kind]),
     Column("mean |delta|", interval=1, detail="nats", of=_metric("logprob_abs_diff_mean")),
-    Column("k3", number, 2, of=_k3),
+    Column("k3", number, 2, detail="nats per token", of=_metric("k3_kl")),
     Column("largest |delta|", number, 4, of=_metric("logprob_abs_diff_max")),
     Column(
         "routing flips",
