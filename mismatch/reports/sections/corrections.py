@@ -37,6 +37,7 @@ LEAD = (
     "What a correction in the trainer's loss would do to the tokens of {rollout} against {train}. "
     "It reweighs or drops them; it changes no delta and no verdict."
 )
+BESIDE = "Judged by the {}: {}."
 STATE_SHIFT = (
     "The token ratio ignores that the two policies would also have reached other states; the "
     "sequence ratio counts that, at the price of far more spread."
@@ -180,7 +181,7 @@ def remarks(result: Corrections) -> list[str]:
             if (against := preview.against(other)) and against.rank is not None
         ]
         first = min(ranked, key=lambda pair: pair[0])[1]
-        texts += [f"Judged by the {TARGET_WORDS[other]}: {first}.", STATE_SHIFT]
+        texts += [BESIDE.format(TARGET_WORDS[other], first), STATE_SHIFT]
         if result.batch == figures.bias.n_sequences:
             texts.append(
                 f"The batch is taken to be as large as this run, {count(result.batch)} sequences; "

@@ -60,6 +60,8 @@ RESULTS: dict[str | None, tuple[str, Tone]] = {
     None: ("not measured", "dim"),
 }
 REMOVES_NOTHING = "it reweighs the loss and removes nothing"
+ONLY_OF_THE_LOSS = "Only fixes of the loss were asked for: they change no log-probability."
+NOT_AGAIN = " (whether a side is broken was not measured again; fit: {})"
 HIDES = "it hides the mismatch and does not remove it"
 TRIED = (
     Column("fix", text),
@@ -290,7 +292,7 @@ def _best(result: FixTable, measured: list[FixOutcome]) -> list[str]:
     if not measured:
         ends = [f"{o.id} ({o.verdict_after.status})" for o in result.outcomes if o.verdict_after]
         if not result.outcomes and result.estimators:
-            return ["Only fixes of the loss were asked for: they change no log-probability."]
+            return [ONLY_OF_THE_LOSS]
         if not ends:
             return ["No fix could be measured; the reasons are below."]
         return [
@@ -368,7 +370,7 @@ def _effect(row: FixOutcome) -> str:
         parts.append(f"the verdict with it: {after.status}")
         side, fit = after.correctness, after.fitness  # of the two, fitness may be known
         if side and fit and side.status == after.status == "inconclusive":
-            parts[-1] += f" (whether a side is broken was not measured again; fit: {fit.status})"
+            parts[-1] += NOT_AGAIN.format(fit.status)
     return f"{row.id}. {'; '.join(parts)}."
 
 

@@ -15,6 +15,7 @@ from mismatch.types import Report
 
 COMPARED = (HEADLINE, "k3_kl")
 ORDERS = "Other models, lengths and reductions: orders of magnitude, no levels."
+NEITHER = "neither side clearly more"
 NOISE = (
     "A side against itself, which should agree, and each side against float32, on the same tokens. "
     "Rows are independent comparisons; they do not sum."
@@ -125,6 +126,6 @@ def float32(report: Report) -> list[str]:
     )
     low, high = sides[far].low, sides[near].high
     if low is None or high is None or low <= high:
-        return [f"{sentence}: neither side clearly more."]
+        return [f"{sentence}: {NEITHER}."]
     ratio = sides[far].value / sides[near].value if sides[near].value > 0 else math.inf
     return [f"{sentence}: the {far} is {times(ratio)} as far off."]

@@ -79,6 +79,13 @@ LOST = (
     "Share of the layer's choices. “Lost”: of the rollout side's choices of this expert, those "
     "that the trainer did not make."
 )
+NO_FLIP = "No flip in any layer"
+EVERY_TOKEN = "Every token has a flip in some layer: there are none without to compare with."
+# What the share of delta² that tokens with a flip carry means.
+NO_INTERVAL = "Without an interval it is open whether that is more than their share."
+HARMFUL = "Correlation only: --replay-routing ids measures the cause."
+TOO_WIDE = "The interval is too wide to tell that from their share: measure more prompts."
+HARMLESS = "That is no more than their share: no harm is seen."
 
 
 def section(report: Report) -> Section | None:
@@ -173,7 +180,7 @@ def sentences(comparison: Comparison) -> list[str]:
             )
     elif any_layer.value == 0.0 and not given:
         tokens = plural(any_layer.n_tokens, "token")
-        texts.append(f"No flip in any layer of {tokens}: there is no harm to measure.")
+        texts.append(f"{NO_FLIP} of {tokens}: there is no harm to measure.")
     texts += [f"Left out: {fact}." for fact in _facts(comparison, "layers left out")]
     return texts + [f"Not measured: {fact}." for fact in _facts(comparison, "not measured")]
 
@@ -185,7 +192,7 @@ def _harm(routing: dict[str, Estimate]) -> list[str]:
     if carried is None:
         return []
     if share == 1.0:
-        return ["Every token has a flip in some layer: there are none without to compare with."]
+        return [EVERY_TOKEN]
     sentence = (
         f"{percent(share)} of tokens have a flip in at least one layer; they carry "
         f"{percent(carried.value)}{_between(carried)} of all delta²"
@@ -193,13 +200,13 @@ def _harm(routing: dict[str, Estimate]) -> list[str]:
     if factor is not None:
         sentence += f", and their error is {times(factor.value)} that of the rest"
     if carried.low is None or carried.high is None:
-        meaning = "Without an interval it is open whether that is more than their share."
+        meaning = NO_INTERVAL
     elif carried.low > share:
-        meaning = "Correlation only: --replay-routing ids measures the cause."
+        meaning = HARMFUL
     elif carried.high > WIDE * share:
-        meaning = "The interval is too wide to tell that from their share: measure more prompts."
+        meaning = TOO_WIDE
     else:
-        meaning = "That is no more than their share: no harm is seen."
+        meaning = HARMLESS
     return [f"{sentence}. {meaning}"]
 
 
@@ -248,7 +255,7 @@ def figures(tables: dict[str, Table]) -> Iterable[Figure]:
 def _worst_layer(table: Table) -> str:
     """The layer of most flips."""
     if not any(table.get("disagree", ())):
-        return "No flip in any layer"
+        return NO_FLIP
     row = int(np.argmax(table["disagree"]))
     share = percent(table["disagree"][row])
     return f"Layer {table['layer'][row]} flips most: {share} of tokens"

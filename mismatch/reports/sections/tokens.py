@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 REACH = 1e3  # ratios that the axis reaches at most
 NEAREST = 6.0  # and at least: every guide is on it
 DEEPEST = -12.0  # log-probability at the edge of the scatter, nats
+NOWHERE = "Nowhere: delta is exactly 0 for every token."
+OF_FIX = "with the best fix"
 
 
 def section(report: Report, tokens: pd.DataFrame) -> Section:
@@ -81,7 +83,7 @@ def places(tokens: pd.DataFrame) -> list[str]:
         return ["Unknown: the two sides could not be compared token by token."]
     size = tokens["delta"].abs().to_numpy(dtype=np.float64)
     if not size.any():
-        return ["Nowhere: delta is exactly 0 for every token."]
+        return [NOWHERE]
     pair = (unlikely(tokens), flipped(tokens))  # early and late ones: the picture's title
     ranked = sorted((each for each in pair if each is not None), key=lambda each: -each.strength)
     return [concentration(size), *(contrast.sentence for contrast in ranked)]
@@ -139,7 +141,7 @@ def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, a
     if after is not None:
         reach = np.log(edges[-1])
         fix, _ = np.histogram(np.clip(after, -reach, reach), bins=np.log(edges))
-        axes.stairs(fix, edges, color=INK, linewidth=1.2, label="with the best fix")
+        axes.stairs(fix, edges, color=INK, linewidth=1.2, label=OF_FIX)
         sizes = number(float(np.median(np.abs(after)))), number(float(np.abs(after).max()))
         description += f" With the best fix: median |delta| {sizes[0]}, largest {sizes[1]}."
     if floor:
