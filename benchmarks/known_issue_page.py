@@ -24,7 +24,7 @@ PLACES = {
 
 def share(cells: list[dict], what: str) -> str:
     """ "9 of 10 (90 %)" of the cells where it applies."""
-    values = [one[what] for one in cells if one.get(what) is not None]
+    values = [cell[what] for cell in cells if cell.get(what) is not None]
     return f"{sum(values)} of {len(values)} ({sum(values) / len(values):.0%})" if values else "–"
 
 
@@ -36,42 +36,44 @@ def link(issue: str) -> str:
 
 def page(cells: list[dict]) -> str:
     """The measured part of the page."""
-    faults = [one for one in cells if "fault" in one]
-    clean = [one for one in cells if "clean" in one]
-    pairs = [one for one in cells if "pair" in one]
+    faults = [cell for cell in cells if "fault" in cell]
+    clean = [cell for cell in cells if "clean" in cell]
+    pairs = [cell for cell in cells if "pair" in cell]
     lines = [
         f"Measured {date.today().isoformat()} on a CPU.", "",
         "| | named first | right side | pairs in the first three |", "| --- | --- | --- | --- |",
     ]  # fmt: skip
     for half in ("tuning", "reported"):
-        mine = [one for one in faults if one["half"] == half]
-        two = [one for one in pairs if one["half"] == half]
-        lines.append(f"| {half} half | {share(mine, 'first')} | {share(mine, 'right side')} | "
+        own = [cell for cell in faults if cell["half"] == half]
+        two = [cell for cell in pairs if cell["half"] == half]
+        lines.append(f"| {half} half | {share(own, 'first')} | {share(own, 'right side')} | "
                      f"{share(two, 'pair')} |")  # fmt: skip
-    apart, drawn = (sum(one["blocks"][n] for one in clean) for n in (0, 1))
-    alarms = sum(len(one["alarms"]) for one in clean)
-    where = ", ".join(f"{one['clean']} ({one['engine']}, {one['dtype']})" for one in clean)
+    apart, drawn = (sum(cell["blocks"][n] for cell in clean) for n in (0, 1))
+    alarms = sum(len(cell["alarms"]) for cell in clean)
+    where = ", ".join(f"{cell['clean']} ({cell['engine']}, {cell['dtype']})" for cell in clean)
     lines += ["", f"Clean blocks of {BLOCK} prompts: {apart} disjoint, {drawn} drawn from the same "
               f"runs, each with and without what the sides state; {alarms} false alarms. "
               f"Runs: {where}.", "",
               "| planted | issues | where | expected | reported: first | side | "
               "tuning: first | named instead |", "| --- " * 8 + "|"]  # fmt: skip
     for fault in (*FAULTS, *ENGINES):
-        mine = [one for one in faults if one["fault"] == fault.name]
-        halves = {h: [one for one in mine if one["half"] == h] for h in ("reported", "tuning")}
-        instead = sorted({(one["named"] or ["nothing"])[0] for one in mine if not one["first"]})
-        place = PLACES[getattr(fault, "place", "engine")]
+        own = [cell for cell in faults if cell["fault"] == fault.name]
+        halves = {h: [cell for cell in own if cell["half"] == h] for h in ("reported", "tuning")}
+        instead = sorted({(cell["named"] or ["nothing"])[0] for cell in own if not cell["first"]})
+        where_planted = PLACES[getattr(fault, "place", "engine")]
         issues = ", ".join(map(link, fault.issues)) or "–"
         lines.append(
-            f"| {fault.name} | {issues} | {place} | {', '.join(fault.expected)} | "
+            f"| {fault.name} | {issues} | {where_planted} | {', '.join(fault.expected)} | "
             f"{share(halves['reported'], 'first')} | {share(halves['reported'], 'right side')} | "
             f"{share(halves['tuning'], 'first')} | {', '.join(instead) or '–'} |"
         )
     lines += ["", "| two at once | strength | named | both in the first three |",
               "| --- | --- | --- | --- |"]  # fmt: skip
-    for one in pairs:
-        names = " and ".join(one.get("faults", [one.get("fault", "")]))
-        strong = one["key"].rpartition("/")[2] if "faults" in one else "–"
-        yes = "yes" if one["pair"] else "no"
-        lines.append(f"| {names} | {strong} | {', '.join(one['named'][:3]) or 'nothing'} | {yes} |")
+    for cell in pairs:
+        names = " and ".join(cell.get("faults", [cell.get("fault", "")]))
+        strong = cell["key"].rpartition("/")[2] if "faults" in cell else "–"
+        yes = "yes" if cell["pair"] else "no"
+        lines.append(
+            f"| {names} | {strong} | {', '.join(cell['named'][:3]) or 'nothing'} | {yes} |"
+        )
     return "\n".join([*lines, ""])

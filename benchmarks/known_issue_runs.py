@@ -99,9 +99,9 @@ SMALL = ("--samples-per-prompt", "2", "--max-tokens", "64", "--exact-kl", "0")
 
 def check(home: Path, name: str, model: str, flags: tuple[str, ...], plant: str = "") -> Path:
     """The run directory of one check, made if it is not there."""
-    place = home / "runs" / name
-    if (place / "report.json").is_file():
-        return place
+    run_dir = home / "runs" / name
+    if (run_dir / "report.json").is_file():
+        return run_dir
     env = dict(os.environ)
     if plant:
         paths = [str(plugin(home)), str(ROOT), env.get("PYTHONPATH", "")]
@@ -110,31 +110,31 @@ def check(home: Path, name: str, model: str, flags: tuple[str, ...], plant: str 
     print(" ".join(command), flush=True)
     log = home / f"{name}.log"
     with log.open("w") as file:
-        subprocess.run([*command, "--out", str(place)], env=env, stdout=file, stderr=file,
+        subprocess.run([*command, "--out", str(run_dir)], env=env, stdout=file, stderr=file,
                        check=False)  # fmt: skip
-    return place
+    return run_dir
 
 
 def clean_runs(home: Path, make: bool) -> dict[str, Path]:
     """Name -> run directory of those that are there; missing ones are made where asked."""
     places = {}
     for name, (model, flags) in CLEAN.items():
-        place = home / "runs" / f"clean-{name}"
-        if make and not (place / "report.json").is_file():
+        run_dir = home / "runs" / f"clean-{name}"
+        if make and not (run_dir / "report.json").is_file():
             held: Any = argparse.Namespace(model=model)
             if model != "tiny-gpt-oss":  # its tokenizer has no chat template
                 flags = (*flags, "--prompts", str(prompts_of(home, int(flags[1]))))
             check(home, f"clean-{name}", model_of(held, home, None), flags)
-        if (place / "report.json").is_file():
-            places[name] = place
+        if (run_dir / "report.json").is_file():
+            places[name] = run_dir
     return places
 
 
-def calibration_runs(place: Path) -> dict[str, Path]:
+def calibration_runs(folder: Path) -> dict[str, Path]:
     """Clean runs of benchmarks/calibration.py that are complete."""
-    found = {f"calibration {p.name}": p for p in sorted(place.iterdir())
+    complete = {f"calibration {p.name}": p for p in sorted(folder.iterdir())
              if (p / "scores" / "fsdp.parquet").is_file()}  # fmt: skip
-    return {name: p for name, p in found.items() if not p.name.startswith("fault-")}
+    return {name: p for name, p in complete.items() if not p.name.startswith("fault-")}
 
 
 def blocks(run: RunArtefacts, drawn: int = 0) -> list[RunArtefacts]:
@@ -195,11 +195,11 @@ class Trainer:
         if fault.place == "packing":
             prepare_pass(self.world, loaded, rollout, spec, None)  # its guard would refuse it
             with known_faults.packed_without_bounds():
-                made = score_pass(self.world, loaded, rollout, Pass(name, spec))
+                scoring = score_pass(self.world, loaded, rollout, Pass(name, spec))
         else:
-            made = score_pass(self.world, loaded, rollout, Pass(name, spec))
-        assert made is not None
-        return replace(made, routing=None)
+            scoring = score_pass(self.world, loaded, rollout, Pass(name, spec))
+        assert scoring is not None
+        return replace(scoring, routing=None)
 
 
 def here(model: str, home: Path) -> str:
@@ -244,10 +244,10 @@ def with_fault(
         path.parent.mkdir(exist_ok=True)
         arrays = {}
         for name in names:
-            mine = spec if name == "fsdp" else replace(spec, dtype="fp32", attention="eager")
+            pass_spec = spec if name == "fsdp" else replace(spec, dtype="fp32", attention="eager")
             assert trainer is not None
-            made = trainer.score(run, mine, name, fault, strength)
-            arrays[name], arrays[f"{name} H"] = made.logprobs, made.entropy
+            scoring = trainer.score(run, pass_spec, name, fault, strength)
+            arrays[name], arrays[f"{name} H"] = scoring.logprobs, scoring.entropy
         np.savez(path, **arrays)
     held = np.load(path)
     passes = {"fsdp": run.train} | run.usable

@@ -56,9 +56,9 @@ SEEDS = 2  # blocks of 64 prompts of a clean run
 
 def judged(case: Case) -> Causes:
     """Every cause; a detector that raised ends the benchmark."""
-    found = diagnose(case, detectors())
-    assert not found.failures, found.failures
-    return found
+    causes = diagnose(case, detectors())
+    assert not causes.failures, causes.failures
+    return causes
 
 
 def cell(fault: Any, strength: float, model: str, seed: int, half: str, case: Case) -> dict:
@@ -124,28 +124,28 @@ def planted(home: Path, runs: dict[str, Path], done: set[str], make: bool) -> It
 def engine_cells(home: Path, done: set[str]) -> Iterator[dict]:
     """Faults of an engine: each run of its own that is there."""
     for n, fault in enumerate(ENGINES):
-        place = home / "runs" / fault.name
-        if fault.name in done or not (place / "report.json").is_file():
+        run_dir = home / "runs" / fault.name
+        if fault.name in done or not (run_dir / "report.json").is_file():
             continue
-        run, _ = measured(place)
+        run, _ = measured(run_dir)
         run = blocks(run)[0]
         neutral = replace(run.rollout.sampling, top_k=0, top_p=1.0)
         run = replace(run, rollout=replace(run.rollout, sampling=neutral))
-        found = cell(fault, 0.0, "gpt-oss", n, fault.half or half_of(n), undeclared(run))
+        judged_cell = cell(fault, 0.0, "gpt-oss", n, fault.half or half_of(n), undeclared(run))
         if fault.second:
-            found["pair"] = bool(
-                set(found["named"][:3]) & set(fault.expected)
-                and set(found["named"][:3]) & set(fault.second)
+            judged_cell["pair"] = bool(
+                set(judged_cell["named"][:3]) & set(fault.expected)
+                and set(judged_cell["named"][:3]) & set(fault.second)
             )
-        yield {"key": fault.name, "engine": True} | found
+        yield {"key": fault.name, "engine": True} | judged_cell
 
 
 def clean_cells(runs: dict[str, Path], done: set[str], drawn: int) -> Iterator[dict]:
     """Clean blocks, disjoint and drawn: nothing may be named."""
-    for name, place in runs.items():
+    for name, run_dir in runs.items():
         if f"clean/{name}" in done:
             continue
-        run, _ = measured(place)
+        run, _ = measured(run_dir)
         alarms, whole = [], blocks(run, drawn)
         for block in whole:
             others = {n: s for n, s in block.usable.items()
@@ -177,7 +177,7 @@ def pair_cells(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[di
     whole, spec = measured(runs["gpt-oss"])
     held = blocks(whole)
     for n, (first, second) in enumerate(PAIRS):
-        one, other = by_name[first], by_name[second]
+        pairing, other = by_name[first], by_name[second]
         for s in (0, 1, 2):
             key = f"{other.name}/{s}/gpt-oss/0"
             if f"pair/{n}/{s}" in done or not stored(home, key).is_file():
@@ -186,9 +186,9 @@ def pair_cells(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[di
             # The scoring is there already: no trainer is started.
             run = with_fault(home, None, run, spec.train, other, other.strengths[s], key)
             rng = np.random.default_rng(n)
-            case = one.plant(undeclared(run), one.strengths[s], rng)
+            case = pairing.plant(undeclared(run), pairing.strengths[s], rng)
             named = [cause.id for cause in judged(case).ranked]
-            both = set(named[:3]) & set(one.expected) and set(named[:3]) & set(other.expected)
+            both = set(named[:3]) & set(pairing.expected) and set(named[:3]) & set(other.expected)
             yield {"key": f"pair/{n}/{s}", "faults": [first, second], "named": named,
                    "half": half_of(n, s), "pair": bool(both)}  # fmt: skip
 
@@ -209,7 +209,7 @@ def main() -> None:
     if options.again:
         results.unlink(missing_ok=True)
     cells = [json.loads(line) for line in results.open()] if results.is_file() else []
-    done = {one["key"] for one in cells}
+    done = {cell["key"] for cell in cells}
     runs = clean_runs(home, options.engines)
     clean = runs | (calibration_runs(options.calibration) if options.calibration else {})
     if options.engines:
@@ -222,11 +222,11 @@ def main() -> None:
         planted(home, runs, done, not options.stored),
         pair_cells(home, runs, done),
     ):
-        for found in source:
-            cells.append(found)
+        for cell in source:
+            cells.append(cell)
             with results.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-            print(json.dumps(found), flush=True)
+                file.write(json.dumps(cell) + "\n")
+            print(json.dumps(cell), flush=True)
     if options.write:
         head = PAGE.read_text().partition(MARK)[0] + MARK + "\n\n"
         PAGE.write_text(head + page(cells))
