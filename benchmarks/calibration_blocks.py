@@ -13,7 +13,7 @@ from mismatch.analysis.comparison import inputs, is_routing, is_sampling_law
 from mismatch.analysis.diagnosis.pass_checks import not_finite
 from mismatch.analysis.diagnosis.semantics import input_checks
 from mismatch.analysis.levels import column_for, judge, verdict
-from mismatch.analysis.plugins import Measured
+from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import default_thresholds
@@ -62,7 +62,7 @@ class Recorded:
         )
         return replace(self, found=made)
 
-    def measured(self) -> Measured:
+    def measured(self) -> RunArtefacts:
         """What analyses read, without a comparison; the engine's yardstick as it was asked for."""
         usable = {name: one for name, one in self.found.scorings.items() if not not_finite(one)}
         decode, dtype = self.found.decode, self.yardstick.partition(":")[2]
@@ -75,7 +75,7 @@ class Recorded:
             }
             decode = usable[decode.name]
         nothing: Any = None
-        return Measured(self.found.rollout, decode, self.found.train, nothing, usable, {})
+        return RunArtefacts(self.found.rollout, decode, self.found.train, nothing, usable, {})
 
 
 def cut_rollout(old: Rollout, prompts: np.ndarray) -> Rollout:

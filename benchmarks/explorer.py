@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mismatch.reports.html import to_html
-from mismatch.reports.sections.explorer import of_tokens
+from mismatch.reports.sections.explorer import section
 from tests.browser.chromium import Browser, find_chromium, started
 from tests.explorer_fixture import many
 from tests.reports_fixture import make_report
@@ -57,7 +57,7 @@ def build(tokens: int) -> tuple[float, Any]:
     """Seconds of CPU that the explorer's section takes, and the table."""
     table = many(max(1, tokens // LENGTH), LENGTH, 0, VOCABULARY, LAYERS, ASKED)
     start = time.process_time()
-    of_tokens(make_report(), table)
+    section(make_report(), table)
     return time.process_time() - start, table
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.analysis.plugins import Measured
+from mismatch.analysis.plugins import RunArtefacts
 from mismatch.pipeline.build import Artefacts
 from mismatch.run.directory import load_spec
 from mismatch.specs import CheckSpec
@@ -17,16 +17,16 @@ from mismatch.types import Scoring
 BLOCK = 64  # prompts
 
 
-def measured(place: Path) -> tuple[Measured, CheckSpec]:
+def measured(place: Path) -> tuple[RunArtefacts, CheckSpec]:
     """What a run left, without its comparison."""
     spec = load_spec(place)
     found = Artefacts.load(place, spec)
     nothing: Any = None
-    run = Measured(found.rollout, found.decode, found.train, nothing, found.scorings, {})
+    run = RunArtefacts(found.rollout, found.decode, found.train, nothing, found.scorings, {})
     return run, spec
 
 
-def of_prompts(run: Measured, prompts: np.ndarray) -> Measured:
+def of_prompts(run: RunArtefacts, prompts: np.ndarray) -> RunArtefacts:
     """The same run with some of its prompts only."""
     old = run.rollout
     keep = np.isin(old.prompt_index, prompts)
@@ -43,7 +43,7 @@ def of_prompts(run: Measured, prompts: np.ndarray) -> Measured:
         rewards=None,
     )
     cut = {name: _cut(scoring, actions) for name, scoring in run.usable.items()}
-    return Measured(
+    return RunArtefacts(
         rollout, cut[run.decode.name], cut[run.train.name], run.comparison, cut, run.refused
     )
 

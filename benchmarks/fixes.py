@@ -84,7 +84,7 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
     jobs = by_load([*jobs, *(Job(place, one.scoring, optional=True) for one in variants)])
     entries: list[dict[str, Any]] = [job.entry(place) for job in jobs]
     path = store.write_json(place / "job.json", {"run_dir": str(place), "passes": entries})
-    return path, len({weights_key(job.one.spec) for job in jobs})
+    return path, len({weights_key(job.pass_.spec) for job in jobs})
 
 
 def worker(path: str) -> int:

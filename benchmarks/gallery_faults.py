@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import known_faults
 from benchmarks.known_issues import here
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.plugins import Measured
+from mismatch.analysis.plugins import RunArtefacts
 from mismatch.run.store import REFERENCE, REGROUPED, TRAIN
 
 PREFILL, IN_FLOAT32 = "vllm:prefill", "vllm:fp32"
@@ -345,7 +345,7 @@ PLANTED = {
 # ---------------------------------------------------------------- runs
 
 
-def make(home: Path, run: Measured, train: Any) -> None:
+def make(home: Path, run: RunArtefacts, train: Any) -> None:
     """Score the tokens of a run without a fault by trainers that have one: what is missing."""
     from mismatch.experiments.scoring_passes import reference_of
     from mismatch.specs import Pass
@@ -391,7 +391,7 @@ def make(home: Path, run: Measured, train: Any) -> None:
         print(f"scored: {name}", flush=True)
 
 
-def clean_of(run: Measured, dtype: str) -> Case:
+def clean_of(run: RunArtefacts, dtype: str) -> Case:
     """The case without a fault, with what detectors read of numbers alone."""
     kept = (REFERENCE, "plain:bf16", PREFILL) if dtype == "bf16" else (REFERENCE,)
     decode, train = run.decode, run.train
@@ -403,7 +403,7 @@ def clean_of(run: Measured, dtype: str) -> Case:
     return Case.of(run.rollout, *sides, others)
 
 
-def cases(home: Path, run: Measured) -> Iterator[tuple[str, Case, Case, str]]:
+def cases(home: Path, run: RunArtefacts) -> Iterator[tuple[str, Case, Case, str]]:
     """Cause, its case, that of the clean run, and what was planted, of all that are measured."""
     for name, fault in PLANTED.items():
         right = clean_of(run, fault.dtype)
@@ -418,7 +418,7 @@ def cases(home: Path, run: Measured) -> Iterator[tuple[str, Case, Case, str]]:
             )
 
 
-def _scored(held: Any, fault: Planted, run: Measured, right: Case) -> Case:
+def _scored(held: Any, fault: Planted, run: RunArtefacts, right: Case) -> Case:
     passes = {
         job: replace(right.trainer, name=job, logprobs=held[f"{job} p"], entropy=held[f"{job} H"])
         for job in {key.rpartition(" ")[0] for key in held.files}

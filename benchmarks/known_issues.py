@@ -42,7 +42,7 @@ from mismatch.analysis.diagnosis.case import Case  # noqa: E402
 from mismatch.analysis.diagnosis.detector import detectors  # noqa: E402
 from mismatch.analysis.diagnosis.detectors.displacement import tellable  # noqa: E402
 from mismatch.analysis.diagnosis.ranking import Causes, diagnose  # noqa: E402
-from mismatch.analysis.plugins import Measured  # noqa: E402
+from mismatch.analysis.plugins import RunArtefacts  # noqa: E402
 from mismatch.types import Rollout, Scoring  # noqa: E402
 
 PAGE = ROOT / "docs" / "known-issues.md"
@@ -176,7 +176,7 @@ def calibration_runs(place: Path) -> dict[str, Path]:
     return {name: p for name, p in found.items() if not p.name.startswith("fault-")}
 
 
-def blocks(run: Measured, drawn: int = 0) -> list[Measured]:
+def blocks(run: RunArtefacts, drawn: int = 0) -> list[RunArtefacts]:
     """Disjoint blocks of 64 prompts, then drawn ones; the whole where it is no longer."""
     prompts = np.unique(run.rollout.prompt_index)
     order = np.random.default_rng(0)
@@ -190,7 +190,7 @@ def blocks(run: Measured, drawn: int = 0) -> list[Measured]:
 # ---------------------------------------------------------------- what the detectors say
 
 
-def undeclared(run: Measured) -> Case:
+def undeclared(run: RunArtefacts) -> Case:
     """The case of a run with nothing stated by either side but its dtype.
 
     The trainer's log-probabilities at T = 1 stay: they are measured, not declared.
@@ -256,7 +256,9 @@ class Trainer:
 
         self.home, self.world = home, World.start()
 
-    def score(self, run: Measured, spec: Any, name: str, fault: Fault, strength: float) -> Scoring:
+    def score(
+        self, run: RunArtefacts, spec: Any, name: str, fault: Fault, strength: float
+    ) -> Scoring:
         """One pass over the run's tokens by a model that holds the fault."""
         from mismatch.specs import Pass
         from mismatch.training.load import load
@@ -309,12 +311,12 @@ def without(rollout: Rollout, count: int) -> Rollout:
 def with_fault(
     home: Path,
     trainer: Trainer | None,
-    run: Measured,
+    run: RunArtefacts,
     spec: Any,
     fault: Fault,
     strength: float,
     key: str,
-) -> Measured:
+) -> RunArtefacts:
     """The run with the trainer's side (and its float32 twin) scored by a model with the fault."""
     path = stored(home, key)
     names = ["fsdp", *(["reference:fp32"] if fault.place == "weights" else [])]

@@ -139,7 +139,7 @@ def plant() -> None:
 
 if __name__ == "__main__":
     from mismatch.processes.workers.locate_modules import main
-    from mismatch.run.messages import leave
+    from mismatch.run.messages import exit_worker
 
     plant()
-    leave(main(sys.argv[1:]))
+    exit_worker(main(sys.argv[1:]))

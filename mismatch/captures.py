@@ -146,8 +146,8 @@ class Distributions:
         """The column of :meth:`law` that holds each of these ids, [M]; k: in the remainder."""
         if self.ids is None:
             return token_ids
-        found = self.ids == token_ids[:, None]
-        return np.where(found.any(axis=1), found.argmax(axis=1), self.ids.shape[1]).astype(np.int64)
+        held = self.ids == token_ids[:, None]
+        return np.where(held.any(axis=1), held.argmax(axis=1), self.ids.shape[1]).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +189,9 @@ class Likeliest:
     @classmethod
     def joined(cls, parts: Iterable[Likeliest | None]) -> Likeliest | None:
         """One after another; None where one is missing or has another k."""
-        known = list(parts)
-        whole = [part for part in known if part is not None]
-        if len(whole) < len(known) or len({part.ids.shape[1] for part in whole}) != 1:
+        given = list(parts)
+        whole = [part for part in given if part is not None]
+        if len(whole) < len(given) or len({part.ids.shape[1] for part in whole}) != 1:
             return None
         return cls(
             np.concatenate([part.ids for part in whole]),
@@ -254,9 +254,9 @@ def corruption(
         present: [T] rows that were captured; the others are not looked at.
     """
     top_k = ids.shape[2]
-    known = np.flatnonzero(present)
-    suspects = np.arange(ids.shape[1] if top_k < num_experts and len(known) > FEW_ROWS else 0)
-    for rows in _chunks(known, max(1, ENTRIES // max(1, ids.shape[1] * top_k))):
+    captured = np.flatnonzero(present)
+    suspects = np.arange(ids.shape[1] if top_k < num_experts and len(captured) > FEW_ROWS else 0)
+    for rows in _chunks(captured, max(1, ENTRIES // max(1, ids.shape[1] * top_k))):
         part = ids[rows]
         if part.max(initial=0) >= num_experts or part.min(initial=0) < 0:
             row, layer, _ = np.argwhere((part >= num_experts) | (part < 0))[0]
@@ -265,19 +265,19 @@ def corruption(
         if repeated.any():
             row, layer = np.argwhere(repeated)[0]
             return "the same expert twice", int(rows[row]), int(layer)
-        suspects = _still_constant(part, ids[known[0]], suspects)
+        suspects = _still_constant(part, ids[captured[0]], suspects)
     if len(suspects):
-        return "the same experts for every token", int(known[0]), int(suspects[0])
+        return "the same experts for every token", int(captured[0]), int(suspects[0])
     return None
 
 
 def _repeated(part: NDArray[Any]) -> NDArray[np.bool_]:
     """[T, L] whether two slots hold the same expert; K is small, so slot by slot."""
-    found = np.zeros(part.shape[:2], np.bool_)
+    repeated = np.zeros(part.shape[:2], np.bool_)
     for slot in range(part.shape[2]):
         for earlier in range(slot):
-            found |= part[:, :, slot] == part[:, :, earlier]
-    return found
+            repeated |= part[:, :, slot] == part[:, :, earlier]
+    return repeated
 
 
 def _still_constant(

@@ -54,18 +54,18 @@ def to_json(value: Any) -> Any:
     return str(value)
 
 
-def from_json(cls: type[T], document: Any, place: str = "") -> T:
+def from_json(cls: type[T], document: Any, path: str = "") -> T:
     """The inverse of :func:`to_json`: a value of this type.
 
     Args:
         cls: a dataclass, or any type that its fields may have.
-        place: of the document in a larger one, for errors.
+        path: of the document in a larger one, for errors.
 
     Raises:
         Misfit: a field is missing, unknown or of another type.
         MismatchError: the dataclass itself refuses its values.
     """
-    result: T = _read(cls, document, place or getattr(cls, "__name__", "value"))
+    result: T = _read(cls, document, path or getattr(cls, "__name__", "value"))
     return result
 
 
@@ -128,83 +128,79 @@ def refused(schema: str, *, command: str, page: str) -> Iterator[None]:
         ) from error
 
 
-def _read(kind: Any, value: Any, place: str) -> Any:
+def _read(kind: Any, value: Any, path: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
     if origin in (typing.Union, types.UnionType):
-        return _read_union(arguments, value, place)
+        return _read_union(arguments, value, path)
     if origin is Literal:
-        return _require(
-            value in arguments, value, place, f"one of {', '.join(map(str, arguments))}"
-        )
+        return _require(value in arguments, value, path, f"one of {', '.join(map(str, arguments))}")
     if dataclasses.is_dataclass(kind):
-        return _read_dataclass(typing.cast(type, kind), value, place)
+        return _read_dataclass(typing.cast(type, kind), value, path)
     if origin is dict:
-        _require(isinstance(value, dict), value, place, "an object")
+        _require(isinstance(value, dict), value, path, "an object")
         return {
-            _key(arguments[0], key): _read(arguments[1], item, f"{place}.{key}")
+            _key(arguments[0], key): _read(arguments[1], item, f"{path}.{key}")
             for key, item in value.items()
         }
     if origin in (tuple, list) or kind in (tuple, list):
-        return _read_sequence(origin or kind, arguments, value, place)
+        return _read_sequence(origin or kind, arguments, value, path)
     if kind is float:
-        return _read_float(value, place)
+        return _read_float(value, path)
     if kind is dict:
-        return _require(isinstance(value, dict), value, place, "an object")
+        return _require(isinstance(value, dict), value, path, "an object")
     if kind in _SCALARS:
         fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        return _require(fits, value, place, f"a {_SCALARS[kind]}")
+        return _require(fits, value, path, f"a {_SCALARS[kind]}")
     return value  # object, or a type of which JSON knows nothing
 
 
-def _read_union(arguments: tuple[Any, ...], value: Any, place: str) -> Any:
+def _read_union(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
     if value is None and types.NoneType in arguments:
         return None
     kinds = [kind for kind in arguments if kind is not types.NoneType]
     for kind in kinds[:-1]:
         try:
-            return _read(kind, value, place)
+            return _read(kind, value, path)
         except Misfit:
             continue
-    return _read(kinds[-1], value, place)
+    return _read(kinds[-1], value, path)
 
 
-def _read_dataclass(cls: type, value: Any, place: str) -> Any:
-    _require(isinstance(value, dict), value, place, "an object")
+def _read_dataclass(cls: type, value: Any, path: str) -> Any:
+    _require(isinstance(value, dict), value, path, "an object")
     hints = hints_of(cls)
     unknown = [name for name in value if name not in hints]
     if unknown:
-        raise Misfit(f"{place}: unknown field {unknown[0]!r}")
+        raise Misfit(f"{path}: unknown field {unknown[0]!r}")
     for field in dataclasses.fields(cls):
         given = field.default is not dataclasses.MISSING
         if field.name not in value and not given and field.default_factory is dataclasses.MISSING:
-            raise Misfit(f"{place}: field {field.name!r} is missing")
-    return cls(
-        **{name: _read(hints[name], item, f"{place}.{name}") for name, item in value.items()}
-    )
+            raise Misfit(f"{path}: field {field.name!r} is missing")
+    return cls(**{name: _read(hints[name], item, f"{path}.{name}") for name, item in value.items()})
 
 
-def _read_sequence(kind: type, arguments: tuple[Any, ...], value: Any, place: str) -> Any:
-    _require(isinstance(value, list | tuple), value, place, "an array")
+def _read_sequence(kind: type, arguments: tuple[Any, ...], value: Any, path: str) -> Any:
+    _require(isinstance(value, list | tuple), value, path, "an array")
     if not arguments:
         return kind(value)
     fixed = kind is tuple and not (len(arguments) == 2 and arguments[1] is Ellipsis)
     if fixed:
-        _require(len(value) == len(arguments), value, place, f"{len(arguments)} entries")
+        _require(len(value) == len(arguments), value, path, f"{len(arguments)} entries")
     kinds = arguments if fixed else [arguments[0]] * len(value)
     return kind(
-        _read(each, item, f"{place}[{index}]")
+        _read(each, item, f"{path}[{index}]")
         for index, (each, item) in enumerate(zip(kinds, value, strict=True))
     )
 
 
-def _read_float(value: Any, place: str) -> float:
+def _read_float(value: Any, path: str) -> float:
     if value is None:
         return math.nan
     fits = isinstance(value, int | float) and not isinstance(value, bool)
     fits = fits and abs(value) <= sys.float_info.max  # no NaN, no infinity, no whole number above
-    number: float = _require(fits, value, place, "a finite number or null")
+    number: float = _require(fits, value, path, "a finite number or null")
     return number  # a whole number stays one: the bytes that are written again are the same
 
 
@@ -212,9 +208,9 @@ def _key(kind: Any, key: str) -> Any:
     return int(key) if kind is int else key
 
 
-def _require(fits: bool, value: Any, place: str, wanted: str) -> Any:
+def _require(fits: bool, value: Any, path: str, wanted: str) -> Any:
     if not fits:
-        raise Misfit(f"{place}: {wanted} expected, not {value!r:.60}")
+        raise Misfit(f"{path}: {wanted} expected, not {value!r:.60}")
     return value
 
 

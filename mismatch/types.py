@@ -149,9 +149,9 @@ class Routing:
         missing = needed[~self.present[needed]]
         if len(missing):
             self._corrupt(source, "no experts", int(missing[0]), None)
-        found = corruption(self.ids, self.present, self.num_experts)
-        if found is not None:
-            self._corrupt(source, *found)
+        fault = corruption(self.ids, self.present, self.num_experts)
+        if fault is not None:
+            self._corrupt(source, *fault)
 
     def _corrupt(self, source: str, what: str, row: int, layer: int | None) -> None:
         where = "" if layer is None else f" at layer {self.layers[layer]}"
@@ -251,8 +251,8 @@ class SidePair:
     routing: dict[str, Estimate] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, made: Comparison) -> SidePair:
-        return cls(made.rollout, made.train, made.sampled_by_left, made.metrics, made.routing)
+    def of(cls, c: Comparison) -> SidePair:
+        return cls(c.rollout, c.train, c.sampled_by_left, c.metrics, c.routing)
 
 
 @dataclass(frozen=True, slots=True)

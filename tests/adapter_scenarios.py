@@ -16,7 +16,7 @@ from mismatch.experiments.sync.judge import score_rows, sync_to_json
 from mismatch.experiments.sync.types import ADAPTER_PATH, SyncSpec
 from mismatch.models.weight_states import ALPHA, PUSHES, Adapters, write_adapter
 from mismatch.processes.workers.probe_side import Probe, loaded
-from mismatch.run.messages import leave
+from mismatch.run.messages import exit_worker
 from mismatch.run.store import write_json
 from mismatch.specs import EngineSpec
 from tests.checkpoints import make
@@ -85,4 +85,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_worker(main())

@@ -20,7 +20,7 @@ from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import PUSHES, Checkpoint, state_of, updated
 from mismatch.probe import probe as library_call
 from mismatch.processes.workers.probe_side import Probe, loaded
-from mismatch.run.messages import leave
+from mismatch.run.messages import exit_worker
 from mismatch.run.store import write_json
 from mismatch.specs import EngineSpec
 
@@ -115,4 +115,4 @@ def planted(fault: Callable[[Weights, int], Weights]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_worker(main())

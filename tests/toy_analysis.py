@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mismatch.analysis.plugins import Analysis, Measured
+from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.reports.formatting import percent, text
 from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.specs import CheckSpec
@@ -21,7 +21,7 @@ class Toy:
     label: str = HOSTILE
 
 
-def measure(run: Measured, spec: CheckSpec) -> Toy | NotTested:
+def measure(run: RunArtefacts, spec: CheckSpec) -> Toy | NotTested:
     if spec.seed == 13:
         return NotTested("toy", "the seed is 13", "take another")
     deltas = run.train.logprobs - run.decode.logprobs

@@ -158,7 +158,7 @@ def play(recording: Recording) -> None:
     """Have this process run its workers inline, with what was recorded; for its whole life."""
     from mismatch.engines import registry
     from mismatch.processes import launch
-    from mismatch.processes.workers import engine, gradient_check, train
+    from mismatch.processes.workers import engine, gradient_check, sampling, train
     from mismatch.reports import html
     from mismatch.training import distributed, score
     from mismatch.training import gradients as batch
@@ -218,7 +218,8 @@ def play(recording: Recording) -> None:
     )
     launch.kill_tree = lambda process, tag: process.terminate()
     html.to_html = lambda *rest, **more: "<html></html>\n"  # takes longest, and is not compared
-    engine.engine_class, score.score_pass = engine_class, score_pass
+    engine.engine_class = sampling.engine_class = engine_class
+    score.score_pass = score_pass
     engine.LOG_DELAY_S = 0.0
     train._Passes.load = load
     batch.batch_gradient = batch_gradient

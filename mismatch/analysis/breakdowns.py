@@ -27,8 +27,8 @@ _SPECIAL = re.compile(r"<[|｜].*[|｜]>|</?s>|<(pad|unk|bos|eos|mask)>|\[(CLS|S
 
 def special_ids(facts: Fingerprint) -> set[int]:
     """Ids that the engine says are special: its stop tokens and the BOS."""
-    known = [*(facts.get("stop_token_ids") or ()), facts.get("bos_token_id")]
-    return {int(token) for token in known if token is not None}
+    ids = [*(facts.get("stop_token_ids") or ()), facts.get("bos_token_id")]
+    return {int(token) for token in ids if token is not None}
 
 
 def token_class(text: str | None, special: bool = False) -> str:
@@ -237,11 +237,11 @@ def by_cache(places: Places, cached: Floats | None) -> Table:
     """
     if cached is None or np.isnan(cached).all():
         return {"turns": []}
-    told = ~np.isnan(cached)
+    stated = ~np.isnan(cached)
     names = ("first, cold", "first, hit", "later, cold", "later, hit")
     code = np.where(places.turn > 1, 2, 0) + (np.nan_to_num(cached) > 0)
-    present, table = places.chosen(told).grouped(code[told])
-    means = [float(cached[told & (code == each)].mean()) for each in present]
+    present, table = places.chosen(stated).grouped(code[stated])
+    means = [float(cached[stated & (code == each)].mean()) for each in present]
     table |= {"mean_cached": means}
     return {"turns": [names[i] for i in present]} | table
 
@@ -290,13 +290,13 @@ def by_block(places: Places, left: Fingerprint, right: Fingerprint) -> Table:
 def boundaries(left: Fingerprint, right: Fingerprint) -> list[tuple[str, int]]:
     """The boundaries that both sides' facts name, each with its size in tokens."""
     facts = {**right, **{key: value for key, value in left.items() if value is not None}}
-    said = facts.get("block_size")
-    found = [("KV block", int(size)) for size in ([said] if said else KV_BLOCKS)]
+    block = facts.get("block_size")
+    sizes = [("KV block", int(size)) for size in ([block] if block else KV_BLOCKS)]
     if facts.get("chunked_prefill") and facts.get("max_num_batched_tokens"):
-        found.append(("prefill chunk", int(facts["max_num_batched_tokens"])))
+        sizes.append(("prefill chunk", int(facts["max_num_batched_tokens"])))
     if facts.get("sliding_window"):
-        found.append(("beyond sliding window", int(facts["sliding_window"])))
-    return found
+        sizes.append(("beyond sliding window", int(facts["sliding_window"])))
+    return sizes
 
 
 def _append(table: Table, name: str, size: int, values: Floats, at: Bools) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import Causes, diagnose
-from mismatch.analysis.plugins import Analysis, Measured
+from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.specs import CheckSpec
 from mismatch.types import Scoring
 
 
-def measure(run: Measured, spec: CheckSpec) -> Causes:
+def measure(run: RunArtefacts, spec: CheckSpec) -> Causes:
     """What every detector says of the headline's two sides."""
     others = others_of(run.usable, run.decode, run.train)
     return diagnose(Case.of(run.rollout, run.decode, run.train, others), detectors())

@@ -109,10 +109,10 @@ def routing_estimates(
         if is_routing(metric) and (not headline_only or metric.name in NOISE_METRICS)
     ]
     arrays = routes.arrays | {"delta": right.logprobs - left.logprobs}
-    made = estimator.all(wanted, arrays)
+    estimates = estimator.all(wanted, arrays)
     if headline_only:
-        return made
-    return made | prompt_routing(rollout, left.routing, right.routing, seed)
+        return estimates
+    return estimates | prompt_routing(rollout, left.routing, right.routing, seed)
 
 
 def is_routing(metric: Metric) -> bool:

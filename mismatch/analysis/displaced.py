@@ -30,10 +30,10 @@ def excess_terms(away: Floats, yardstick: Floats) -> Floats:
     return floats(np.stack([side * side, plain * plain, np.abs(side), np.abs(plain)], axis=1))
 
 
-def correlation_terms(one: Floats, other: Floats) -> Floats:
+def correlation_terms(left: Floats, right: Floats) -> Floats:
     """Terms of the correlation of two sides' roundings, [A, 5], each cut at its own quantile."""
-    one, other = winsorised(one, one), winsorised(other, other)
-    return floats(np.stack([one, other, one * other, one * one, other * other], axis=1))
+    left, right = winsorised(left, left), winsorised(right, right)
+    return floats(np.stack([left, right, left * right, left * left, right * right], axis=1))
 
 
 def winsorised(values: Floats, others: Floats) -> Floats:
@@ -72,8 +72,8 @@ def sign_test(sizes: Floats, others: Floats, only_largest: bool = False) -> Sign
     elif len(bounds) > BOUNDS:
         bounds = bounds[np.linspace(0, len(bounds) - 1, BOUNDS).astype(int)]
     far, other = (values[None, :] > bounds[:, None] for values in (sizes, others))
-    mine, theirs = (far & ~other).sum(axis=1), (other & ~far).sum(axis=1)
-    chances = binom.sf(mine - 1, mine + theirs, 0.5)
+    own, theirs = (far & ~other).sum(axis=1), (other & ~far).sum(axis=1)
+    chances = binom.sf(own - 1, own + theirs, 0.5)
     worst = int(np.flatnonzero(chances == chances.min())[-1])
     return SignTest(float(bounds[worst]), int(far[worst].sum()), int(other[worst].sum()),
                     float(chances[worst]))  # fmt: skip
@@ -100,9 +100,9 @@ def _size_ratio(means: Floats) -> Floats:
 
 
 def _correlation(means: Floats) -> Floats:
-    one, other, product, square, square_other = np.moveaxis(means, -1, 0)
-    spread = (square - one * one) * (square_other - other * other)
-    return np.where(spread > 0.0, (product - one * other) / np.sqrt(spread), np.nan)
+    left, right, product, square, square_other = np.moveaxis(means, -1, 0)
+    spread = (square - left * left) * (square_other - right * right)
+    return np.where(spread > 0.0, (product - left * right) / np.sqrt(spread), np.nan)
 
 
 def _metric(name: str, combine: Combine, unit: str, bounds: Bounds = POSITIVE) -> Metric:
@@ -265,10 +265,10 @@ def _medians(values: Floats, sequence: Ints, prompts: Ints) -> Floats:
     """The largest median of |values| of a prompt's long responses, of prompts that have one."""
     starts = np.flatnonzero(np.diff(sequence, prepend=-1))
     ends = np.append(starts[1:], len(sequence))
-    found: dict[int, float] = {}
+    medians: dict[int, float] = {}
     for start, end in zip(starts, ends, strict=True):
         if end - start >= LONG:
             median = float(np.median(np.abs(values[start:end])))
             prompt = int(prompts[start])
-            found[prompt] = max(found.get(prompt, 0.0), median)
-    return np.array(list(found.values()))
+            medians[prompt] = max(medians.get(prompt, 0.0), median)
+    return np.array(list(medians.values()))

@@ -79,10 +79,10 @@ def _titles(prefill: str) -> tuple[str, str]:
 
 def _off_chain(name: str, decode: Scoring, scorings: Mapping[str, Scoring], spec: CheckSpec) -> str:
     """Why a scoring is no link of the chain; empty where it is one."""
-    found = scorings.get(name)
-    if found is None:
+    scoring = scorings.get(name)
+    if scoring is None:
         return _absent_reference(spec) if name == REFERENCE else _absent_prefill(decode, spec)
-    asked, given = (s.fingerprint.get("logprobs_temperature") for s in (decode, found))
+    asked, given = (s.fingerprint.get("logprobs_temperature") for s in (decode, scoring))
     if asked is not None and given is not None and not np.isclose(asked, given, rtol=1e-9):
         return f"it was scored at temperature {given:g}, the tokens were sampled at {asked:g}"
     return ""

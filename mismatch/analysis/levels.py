@@ -182,8 +182,8 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     low, high = sorted(sign * end for end in ends)
     healthy, unfit = sign * level.healthy, sign * level.unfit
     spanned = [bound for bound in (level.healthy, level.unfit) if low <= sign * bound < high]
-    known = estimate.low is not None and not math.isnan(low) and not math.isnan(high)
-    blind = not known and METRICS[metric].kind != "extreme"
+    bounded = estimate.low is not None and not math.isnan(low) and not math.isnan(high)
+    blind = not bounded and METRICS[metric].kind != "extreme"
     status: Status = "tolerable"
     if not math.isfinite(estimate.value) or (low > unfit and not blind):
         status, blind = "unfit", False
@@ -233,8 +233,8 @@ def _deciding(
     if TAILS & set(estimate.flags):
         return None
     needed = [prompts_needed(estimate, bound) for bound in spanned]
-    known = [count for count in needed if count is not None and count <= MOST_PROMPTS]
-    return max(known) if known and len(known) == len(needed) else None
+    counts = [count for count in needed if count is not None and count <= MOST_PROMPTS]
+    return max(counts) if counts and len(counts) == len(needed) else None
 
 
 def verdict(

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from mismatch.specs import CheckSpec
 
 R = TypeVar("R")
-SECTIONS = "mismatch.reports.sections"
 
 ELSEWHERE = ("mismatch.experiments.results",)  # analyses of passes beyond a check's own
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RunArtefacts:
     """What an analysis may read: the artefacts of a run.
 
     Attributes:
@@ -43,7 +42,7 @@ class Measured:
     refused: dict[str, str]
 
 
-def not_measured(run: Measured, spec: CheckSpec) -> None:
+def not_measured(run: RunArtefacts, spec: CheckSpec) -> None:
     """An analysis whose result comes from passes of its own, and not from a check's artefacts."""
 
 
@@ -68,7 +67,7 @@ class Analysis(Generic[R]):
 
     id: str
     result: type[R]
-    measure: Callable[[Measured, CheckSpec], R | NotTested | None] = not_measured
+    measure: Callable[[RunArtefacts, CheckSpec], R | NotTested | None] = not_measured
     section: str = ""
     unseen: Callable[[R], tuple[str, ...]] = seen
     order: int = 100
@@ -120,6 +119,5 @@ def _built_in() -> tuple[Analysis[Any], ...]:
 
 
 def section_of(id: str) -> str:
-    """Where the section of this id is made: ``module`` or ``module:function``."""
-    extra = _EXTRA.get(id)
-    return (extra.section if extra else "") or f"{SECTIONS}.{id}"
+    """Where another package's section of this id is made, ``module:function``; "" for ours."""
+    return _EXTRA[id].section if id in _EXTRA else ""

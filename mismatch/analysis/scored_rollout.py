@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class ScoredRollout:
     """One rollout with what engine and trainer say of it."""
 
     rollout: Rollout
@@ -37,13 +37,13 @@ class Sides:
     train: Scoring
 
     @classmethod
-    def load(cls, place: Path, engine: str, name: str) -> Sides:
+    def load(cls, directory: Path, engine: str, name: str) -> ScoredRollout:
         """Read them; MismatchError where one is missing, damaged, or not finite."""
-        rollout = store.load_rollout(place)
+        rollout = store.load_rollout(directory)
         sides = cls(
             rollout,
-            store.load_scoring(place, f"{engine}:decode"),
-            store.load_scoring(place, name),
+            store.load_scoring(directory, f"{engine}:decode"),
+            store.load_scoring(directory, name),
         )
         Pair.of(rollout, sides.decode, sides.train)
         return sides
@@ -73,7 +73,7 @@ class Sides:
 
     def verdict(
         self,
-        made: Comparison,
+        comparison: Comparison,
         thresholds: Thresholds | None,
         more: Sequence[Check] | None = None,
         unmeasured: str = "",
@@ -85,13 +85,13 @@ class Sides:
             unmeasured: why there is no square; "": there is one, or it is judged elsewhere.
         """
         checks = input_checks(self.rollout, self.decode, self.train)
-        ratio = made.metrics["ratio_mean"]
+        ratio = comparison.metrics["ratio_mean"]
         checks += semantic_checks(self.rollout, self.decode, self.train, ratio)
         checks += routing_checks(self.rollout, self.decode, self.train)
         checks += [enough_data(self.rollout)] if more is None else list(more)
         try:
             column = column_for(self.decode.fingerprint, self.train.fingerprint)
             open_question = "" if column == "fp32" else unmeasured
-            return verdict(judge(made, column, thresholds), checks, column, open_question)
+            return verdict(judge(comparison, column, thresholds), checks, column, open_question)
         except MismatchError:
             return None

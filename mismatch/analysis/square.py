@@ -36,7 +36,7 @@ from mismatch.analysis.displaced import (
     excess_terms,
 )
 from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
-from mismatch.analysis.plugins import Analysis, Measured
+from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run.store import FLOAT32, PLAIN, REFERENCE, TRAIN
@@ -135,7 +135,7 @@ class Square:
     displaced: tuple[Displaced, ...] = ()
 
 
-def measure(run: Measured, spec: CheckSpec) -> Square | NotTested:
+def measure(run: RunArtefacts, spec: CheckSpec) -> Square | NotTested:
     """The square of the scorings that a run holds."""
     what = "rounding or fault (the square)"
     if spec.quick:
@@ -147,7 +147,9 @@ def measure(run: Measured, spec: CheckSpec) -> Square | NotTested:
         return NotTested(what, reason)
     square = _Corners(run, spec).square()
     if not square.findings:
-        return NotTested(what, ", ".join(f"{one.what} ({one.reason})" for one in square.not_judged))
+        return NotTested(
+            what, ", ".join(f"{entry.what} ({entry.reason})" for entry in square.not_judged)
+        )
     return square
 
 
@@ -176,7 +178,7 @@ def _short(value: Any) -> str | None:
 class _Corners:
     """The scorings of a run by their place in the square."""
 
-    def __init__(self, run: Measured, spec: CheckSpec) -> None:
+    def __init__(self, run: RunArtefacts, spec: CheckSpec) -> None:
         self.run, self.spec, self.usable = run, spec, run.usable
         self.reference = run.usable[REFERENCE]
         self.engine = run.decode.name.partition(":")[0]
@@ -199,7 +201,7 @@ class _Corners:
             gaps=gaps,
             correlation=self.correlation(legs),
             findings=tuple(findings),
-            displaced=tuple(one for leg in legs for one in self.displaced(leg)),
+            displaced=tuple(displaced for leg in legs for displaced in self.displaced(leg)),
             not_judged=tuple(self.missing),
             unmeasured=self.unmeasured({check_id(finding) for finding in findings}),
             seconds={
@@ -210,7 +212,7 @@ class _Corners:
             },
         )
 
-    def unmeasured(self, made: set[str]) -> tuple[str, ...]:
+    def unmeasured(self, measured: set[str]) -> tuple[str, ...]:
         """Checks that this run should have and has not; a side in float32 has no excess."""
         wanted = ["implementation-gap"]
         for side, scoring in zip(SIDES, (self.run.decode, self.run.train), strict=True):
@@ -218,7 +220,7 @@ class _Corners:
                 wanted.append(f"excess-{side}")
         if self.spec.other_engine is not None and self.spec.other_engine.dtype != "fp32":
             wanted.append("excess-other-engine")
-        return tuple(id for id in wanted if id not in made)
+        return tuple(id for id in wanted if id not in measured)
 
     @property
     def float32_name(self) -> str:
@@ -275,7 +277,7 @@ class _Corners:
             reason = self.run.refused.get(name, f"the run holds no scoring {name}")
             self.missing.append(NotTested(what, reason))
             return None
-        if len({_law(one) for one in (scoring, exact, plain, self.reference)}) > 1:
+        if len({_law(scored) for scored in (scoring, exact, plain, self.reference)}) > 1:
             self.missing.append(NotTested(what, "its logprobs are of another law than float32's"))
             return None
         away = scoring.logprobs - exact.logprobs
@@ -284,11 +286,10 @@ class _Corners:
             self.missing.append(NotTested(what, f"{plain.name} equals {REFERENCE}: no yardstick"))
             return None
         terms = excess_terms(away, yardstick)
-        made = self.estimator.all((RMS, SIZE, EXCESS, EXCESS_SIZE), {"terms": terms})
-        return Leg(
-            side, scoring.name, exact.name, plain.name,
-            made[RMS.name], made[SIZE.name], made[EXCESS.name], made[EXCESS_SIZE.name],
-        )  # fmt: skip
+        metrics = (RMS, SIZE, EXCESS, EXCESS_SIZE)
+        estimates = self.estimator.all(metrics, {"terms": terms})
+        numbers = (estimates[metric.name] for metric in metrics)
+        return Leg(side, scoring.name, exact.name, plain.name, *numbers)
 
     def displaced(self, leg: Leg) -> Iterator[Displaced]:
         away, yardstick = (
@@ -306,12 +307,12 @@ class _Corners:
         firsts = [next((leg for leg in legs if leg.side == side), None) for side in SIDES]
         if None in firsts:
             return None
-        one, other = (
+        left, right = (
             self.usable[leg.scoring].logprobs - self.usable[leg.exact].logprobs
             for leg in firsts
             if leg is not None
         )
-        return self.estimator.one(CORRELATION, {"terms": correlation_terms(one, other)})
+        return self.estimator.one(CORRELATION, {"terms": correlation_terms(left, right)})
 
     # ------------------------------------------------------------ implementation gap
 
@@ -345,8 +346,8 @@ class _Corners:
     def gap(self, side: Side, scoring: Scoring) -> Gap:
         delta = self.reference.logprobs - scoring.logprobs
         names = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
-        made = self.estimator.all([METRICS[name] for name in names], {"delta": delta})
-        size, k3, largest = (made[name] for name in names)
+        estimates = self.estimator.all([METRICS[name] for name in names], {"delta": delta})
+        size, k3, largest = (estimates[name] for name in names)
         return Gap(side, scoring.name, REFERENCE, size, k3, largest, self.floor())
 
     def floor(self) -> float | None:
@@ -392,42 +393,42 @@ def check_id(finding: Finding) -> str:
     return "implementation-gap" + ("-trainer" if finding.side == "trainer" else "")
 
 
-def shared(square: Square, found: Finding | Displaced) -> bool:
+def shared(square: Square, finding: Finding | Displaced) -> bool:
     """Whether the finding rests on the reference, so that a fault of the trainer's loader, which
     the reference shares, would look the same."""
-    if _is_gap(found):
-        return found.side == "engine"
+    if _is_gap(finding):
+        return finding.side == "engine"
     legs = {leg.scoring for leg in square.legs if leg.exact == REFERENCE}
-    return found.side != "trainer" and found.scoring in legs
+    return finding.side != "trainer" and finding.scoring in legs
 
 
-def _is_gap(found: Finding | Displaced) -> bool:
-    return isinstance(found, Finding) and found.evidence == "gap"
+def _is_gap(finding: Finding | Displaced) -> bool:
+    return isinstance(finding, Finding) and finding.evidence == "gap"
 
 
 def sides_at_fault(square: Square) -> list[Side]:
     """The side of everything that lies beyond its level; "either" where that cannot be told."""
-    found: list[Finding | Displaced] = [*square.findings, *square.displaced]
+    findings: list[Finding | Displaced] = [*square.findings, *square.displaced]
     return [
-        "either" if not _is_gap(one) and shared(square, one) else one.side
-        for one in found
-        if one.standing == "beyond"
+        "either" if not _is_gap(finding) and shared(square, finding) else finding.side
+        for finding in findings
+        if finding.standing == "beyond"
     ]
 
 
-def judged(found: Leg | Gap, level: float | None) -> Finding:
+def judged(measured: Leg | Gap, level: float | None) -> Finding:
     """Beyond its level where the whole interval is; undecided where only the value is.
 
     Within where the whole interval is; wide where only the value is: a fault could hide there.
     """
-    if isinstance(found, Leg):
+    if isinstance(measured, Leg):
         return Finding(
-            found.side, "excess", found.scoring, found.excess, level,
-            _standing(found.excess, level, UNCALIBRATED),
+            measured.side, "excess", measured.scoring, measured.excess, level,
+            _standing(measured.excess, level, UNCALIBRATED),
         )  # fmt: skip
     return Finding(
-        found.side, "gap", found.left, found.size, level,
-        _standing(found.size, level, None),
+        measured.side, "gap", measured.left, measured.size, level,
+        _standing(measured.size, level, None),
     )  # fmt: skip
 
 
@@ -445,5 +446,5 @@ def _standing(value: Estimate, level: float | None, anywhere: float | None) -> S
 
 
 ANALYSIS = Analysis(
-    "square", Square, measure, unseen=lambda made: tuple(map(str, made.not_judged)), order=0
+    "square", Square, measure, unseen=lambda square: tuple(map(str, square.not_judged)), order=0
 )

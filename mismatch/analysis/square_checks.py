@@ -41,25 +41,26 @@ def square_checks(square: Square | None) -> list[Check]:
         id = check_id(finding)
         if id not in worst or ORDER.index(finding.standing) > ORDER.index(worst[id].standing):
             worst[id] = finding
-    reasons = "; ".join(f"{one.what}: {one.reason}" for one in square.not_judged)
+    reasons = "; ".join(f"{entry.what}: {entry.reason}" for entry in square.not_judged)
     unseen = [
         Check(id, "warning", f"could not be measured ({reasons})", UNSEEN)
         for id in square.unmeasured
     ]
-    found = [
+    checks = [
         Check(id, STATUS[finding.standing], detail(finding), _fix(finding))
         for id, finding in worst.items()
     ]
-    return unseen + found + _displacement_checks(square.displaced)
+    return unseen + checks + _displacement_checks(square.displaced)
 
 
-def _displacement_checks(found: Sequence[Displaced]) -> list[Check]:
+def _displacement_checks(displaced: Sequence[Displaced]) -> list[Check]:
     """One for each side: of its passes and kinds the worst, and of equals the least by chance."""
     worst: dict[str, Displaced] = {}
-    for one in sorted(found, key=lambda one: (-ORDER.index(one.standing), one.chance)):
-        worst.setdefault(f"displaced-{one.side}", one)
+    for worse in sorted(displaced, key=lambda worse: (-ORDER.index(worse.standing), worse.chance)):
+        worst.setdefault(f"displaced-{worse.side}", worse)
     return [
-        Check(id, STATUS[one.standing], displacement(one), _fix(one)) for id, one in worst.items()
+        Check(id, STATUS[worse.standing], displacement(worse), _fix(worse))
+        for id, worse in worst.items()
     ]
 
 
@@ -70,12 +71,12 @@ SAID = {
 }
 
 
-def displacement(found: Displaced) -> str:
+def displacement(finding: Displaced) -> str:
     """How many prompts are how far from float32, and how many a plain forward has."""
     return (
-        f"{found.scoring}: {found.beyond} of {found.n_prompts} prompts {SAID[found.kind]} more "
-        f"than {found.nats:.3g} nats from its float32, {found.plain_beyond} in a plain forward by "
-        f"{found.nats / found.factor:.3g} (chance {found.chance:.2g})"
+        f"{finding.scoring}: {finding.beyond} of {finding.n_prompts} prompts {SAID[finding.kind]} "
+        f"more than {finding.nats:.3g} nats from its float32, {finding.plain_beyond} in a plain "
+        f"forward by {finding.nats / finding.factor:.3g} (chance {finding.chance:.2g})"
     )
 
 
@@ -88,10 +89,10 @@ def _fix(finding: Finding | Displaced) -> str:
 def detail(finding: Finding) -> str:
     """The number, its interval and its level."""
     value = finding.value
-    found = f"{value.value:.3g}"
+    shown = f"{value.value:.3g}"
     if value.low is not None and value.high is not None:
-        found += f" [{value.low:.3g}, {value.high:.3g}]"
+        shown += f" [{value.low:.3g}, {value.high:.3g}]"
     level = "not calibrated on this device" if finding.level is None else f"level {finding.level:g}"
     if finding.evidence == "excess":
-        return f"{finding.scoring} rounds {found} times as much as a plain forward ({level})"
-    return f"{finding.scoring} is {found} nats from the float32 reference ({level})"
+        return f"{finding.scoring} rounds {shown} times as much as a plain forward ({level})"
+    return f"{finding.scoring} is {shown} nats from the float32 reference ({level})"

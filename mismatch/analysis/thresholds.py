@@ -156,32 +156,32 @@ def _known(name: str, names: Sequence[str], what: str, text: str, where: str) ->
 
 
 def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, where: str) -> Level:
-    place = f"{where}, line {_line(text, metric, column)}: {metric}, {column}"
+    cell_name = f"{where}, line {_line(text, metric, column)}: {metric}, {column}"
     example = f'[{metric}."{column}"] with healthy = … and unfit = …'
     if not isinstance(cell, dict):
-        raise MismatchError(f"{place}: no table of bounds", f"write {example}")
+        raise MismatchError(f"{cell_name}: no table of bounds", f"write {example}")
     for key in cell:
         if key == "critical":
-            raise MismatchError(f"{place}: no such bound: critical", "it is called unfit now")
+            raise MismatchError(f"{cell_name}: no such bound: critical", "it is called unfit now")
         _known(key, ("healthy", "unfit", "source"), f"key of {metric}", text, where)
     bounds = []
     for name in ("healthy", "unfit"):
         value: Any = cell.get(name, getattr(old, name, None))
         if not _is_number(value):
-            raise MismatchError(f"{place}: {name} is no number: {value!r}", f"write {example}")
+            raise MismatchError(f"{cell_name}: {name} is no number: {value!r}", f"write {example}")
         bounds.append(float(value))
     low, high = METRICS[metric].bounds
     for name, bound in zip(("healthy", "critical"), bounds, strict=True):
         if bound > high if METRICS[metric].good == "high" else bound < low:
             raise MismatchError(
-                f"{place}: no run can reach {name} = {bound:g}",
+                f"{cell_name}: no run can reach {name} = {bound:g}",
                 f"{metric} lies between {low:g} and {high:g}",
             )
     sign = -1.0 if METRICS[metric].good == "high" else 1.0
     if sign * bounds[0] > sign * bounds[1]:
         order = "above" if sign < 0 else "below"
         raise MismatchError(
-            f"{place}: healthy {bounds[0]:g} is worse than unfit {bounds[1]:g}",
+            f"{cell_name}: healthy {bounds[0]:g} is worse than unfit {bounds[1]:g}",
             f"{metric} is good when {METRICS[metric].good}: healthy lies {order} unfit",
         )
     source = str(cell.get("source", f"your thresholds ({where})"))

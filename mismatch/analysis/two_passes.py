@@ -65,14 +65,14 @@ def mark_injected(verdict: Verdict, scorings: Mapping[str, Scoring]) -> Verdict:
             marks.setdefault(text, []).append(name)
     if not marks:
         return verdict
-    said = [f"{text} in {' and '.join(names)} only" for text, names in marks.items()]
-    return replace(verdict, reason=f"{verdict.reason}; injected on purpose: {', '.join(said)}")
+    injected = [f"{text} in {' and '.join(names)} only" for text, names in marks.items()]
+    return replace(verdict, reason=f"{verdict.reason}; injected on purpose: {', '.join(injected)}")
 
 
 def _injected(scoring: Scoring) -> str:
-    found = dict(scoring.fingerprint.get("injected") or {})
-    seed = found.pop("seed", None)
-    return describe(tuple(found.items()), seed)
+    settings = dict(scoring.fingerprint.get("injected") or {})
+    seed = settings.pop("seed", None)
+    return describe(tuple(settings.items()), seed)
 
 
 def _variant(id: str, rollout: Rollout, old: Scoring, new: Scoring, seed: int) -> Variant:

@@ -41,8 +41,8 @@ def check(flags: Flags) -> int:
     preflight(spec)
     left_out = session.passes_without_room(spec, flags["force"])
     run_dir = session.open_run("check", spec, flags)
-    told = session.narrator()
+    narrator = session.narrator()
     report = run_check(
-        spec, run_dir, told, levels, session.command(), write_report, left_out=left_out
+        spec, run_dir, narrator, levels, session.command(), write_report, left_out=left_out
     )
     return session.conclude(report, run_dir, flags)

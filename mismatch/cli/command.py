@@ -109,8 +109,8 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
             f"config file {path} is not TOML: {error}",
             'a line looks like: attention = "eager"; --print-config writes a whole file',
         ) from error
-    mine = _in_files(options)
-    readable = _in_files(CHECK) | mine
+    own = _in_files(options)
+    readable = _in_files(CHECK) | own
     values: dict[str, Any] = {}
     for key, value in data.items():
         name = key.replace("-", "_")
@@ -133,7 +133,7 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
             values[name] = [option.convert(item, where) for item in items]
         else:
             values[name] = option.convert(value, where)
-    return {name: value for name, value in values.items() if name in mine}
+    return {name: value for name, value in values.items() if name in own}
 
 
 def to_toml(options: Iterable[Option], values: Mapping[str, Any]) -> str:

@@ -88,7 +88,7 @@ def _against(flags: Flags) -> int:
     from mismatch.experiments.regression.run_comparison import against
     from mismatch.experiments.regression.types import against_to_json
     from mismatch.reports import files
-    from mismatch.reports.sections.regression import page
+    from mismatch.reports.saved_runs import against_page
 
     new, old = flags["run"], flags["against"]
     clash = [name for name in ("other", "left", "right", "names", "log_to") if flags[name]]
@@ -106,5 +106,5 @@ def _against(flags: Flags) -> int:
         "github": lambda: files.against_to_github(regression),
         "junit": lambda: files.against_to_junit(regression),
     }
-    session.conclude_page(page(regression), against_to_json(regression), flags, machines)
+    session.conclude_page(against_page(regression), against_to_json(regression), flags, machines)
     return int(regression.fails)

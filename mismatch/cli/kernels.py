@@ -104,9 +104,9 @@ def kernels(flags: Flags) -> int:
     narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
     if flags["model"] is None and flags["run"] is None:
         narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
-    with _place(flags["out"], spec.model) as place:
+    with _place(flags["out"], spec.model) as directory:
         with narrator.stage("audit of kernels") as progress:
-            report = run_audit(spec, place, progress)
+            report = run_audit(spec, directory, progress)
         verdict = judge(report)
         if flags["out"] is not None:
             save(report, flags["out"])
@@ -221,12 +221,12 @@ def _place(out: Path | None, model: str) -> Iterator[Path]:
         from mismatch.processes.kernels.isolation import LABEL, PLAN
         from mismatch.run.directory import new_directory
 
-        place = new_directory(out, model)
+        directory = new_directory(out, model)
         try:
-            yield place
+            yield directory
         except MismatchError:
-            if not (place / LABEL / PLAN).exists():  # nothing began: the command may come again
-                shutil.rmtree(place)  # it was new or empty
+            if not (directory / LABEL / PLAN).exists():  # nothing began: the command may come again
+                shutil.rmtree(directory)  # it was new or empty
             raise
         return
     with tempfile.TemporaryDirectory(prefix="mismatch-kernels-") as scratch:

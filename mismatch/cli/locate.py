@@ -80,13 +80,13 @@ def locate(flags: Flags) -> int:
         60 * flags["budget_minutes"],
         flags["seed"],
     )
-    found = locate(run, narrator, asked, session.command())
-    in_report(found, run)
-    verdict = judge(found)
+    location = locate(run, narrator, asked, session.command())
+    in_report(location, run)
+    verdict = judge(location)
     if flags["as_json"]:
-        typer.echo(json.dumps(to_document(found), indent=2, allow_nan=False))
+        typer.echo(json.dumps(to_document(location), indent=2, allow_nan=False))
     else:
-        print_alone(section(found), verdict, Console(), run, "locate.json", flags["details"])
+        print_alone(section(location), verdict, Console(), run, "locate.json", flags["details"])
     return verdict.code
 
 
@@ -128,7 +128,7 @@ def small_run(flags: Flags, narrator: ConsoleNarrator) -> Path:
     return run
 
 
-def in_report(found: Location, run: Path) -> None:
+def in_report(location: Location, run: Path) -> None:
     """Write the run's report again, with this section, if it has one."""
     from mismatch.pipeline.document import report_from_json
     from mismatch.reports.files import write_report
@@ -137,4 +137,4 @@ def in_report(found: Location, run: Path) -> None:
     if not (run / "report.json").exists():
         return
     stored = report_from_json(store.load_document(run, "report.json"))
-    write_report(run, stored.with_analyses(locate=found), store.load_tokens(run))
+    write_report(run, stored.with_analyses(locate=location), store.load_tokens(run))

@@ -111,19 +111,19 @@ def loop(flags: Flags) -> int:
     from mismatch.reports.terminal import print_section, say
 
     base, arms, seeds = asked(flags)
-    for one in (arm_of(base, arm) for arm in arms):
-        refused = [*unfit(one)]
+    for arm_spec in (arm_of(base, arm) for arm in arms):
+        refused = [*unfit(arm_spec)]
         if flags["dry_run"] or not refused or flags["force"]:
             continue
         raise MismatchError("\n    ".join(refused), "to start all the same: --force")
     if flags["dry_run"]:
         return plan(base, arms, seeds, flags["gpus"])
-    told = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
+    narrator = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
     if not flags.explicit & {"model", "resume", "verl_config"}:
-        told.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
+        narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
     run_dir = session.open_run("loop", base.check, flags)
     report = run_loop(
-        base, arms, seeds, run_dir, told, session.command(), save_page, flags["budget_minutes"]
+        base, arms, seeds, run_dir, narrator, session.command(), save_page, flags["budget_minutes"]
     )
     if flags["as_json"]:
         typer.echo(json.dumps(loop_to_json(report), indent=2, allow_nan=False))
@@ -172,11 +172,11 @@ def resolved(check: CheckSpec) -> CheckSpec:
     return replace(check, rollout=rollout, train=replace(train, model=resolve_model(train.model)))
 
 
-def unfit(one: LoopSpec) -> Iterator[str]:
+def unfit(arm_spec: LoopSpec) -> Iterator[str]:
     """Why engine and trainer, with gradients and moments, can never be here at once."""
     from mismatch.doctor.loop_cost import memory_of_loop
 
-    for fit in memory_of_loop(one.check):
+    for fit in memory_of_loop(arm_spec.check):
         if fit.level == "does not fit" and fit.certain:
             yield from fit.warnings
 

@@ -100,9 +100,9 @@ def print_list(chosen: list[Metric]) -> None:
 def explanation(metric: Metric) -> Iterator[str]:
     """Everything there is to say about one metric, at most 80 columns wide."""
     from mismatch.metrics import describe, framework_names
-    from mismatch.reports.metric_labels import words_for
+    from mismatch.reports.metric_labels import metric_label
 
-    words = words_for(metric.name)
+    words = metric_label(metric.name)
     yield f"{metric.name}: {words.label}"
     yield from _field("reading", words.meaning)
     yield from _field("formula", describe.formula(metric))

@@ -41,11 +41,11 @@ def read_rollouts(flags: Flags) -> int:
     auto = partial(checkpoint_dtype, model, flags["revision"])
     engine = EngineSpec(model=model, **spec_values(EngineSpec, flags, auto=auto))
     spec = recorded_spec(engine, Sampling(**spec_values(Sampling, flags)))
-    form, found = read_recorded(flags["file"], flags["format"])
+    form, recorded = read_recorded(flags["file"], flags["format"])
     run_dir = new_directory(flags["out"], flags["model"])
-    keep_recorded(spec, run_dir, flags["file"], form, found, session.command())
-    session.say(f"{len(found.sequences)} sequences of the format {form}")
-    for remark, count in found.remarks.items():
+    keep_recorded(spec, run_dir, flags["file"], form, recorded, session.command())
+    session.say(f"{len(recorded.sequences)} sequences of the format {form}")
+    for remark, count in recorded.remarks.items():
         session.say(f"{count}: {remark}")
     session.say(f"Everything is in {run_dir}. Score it: mismatch score {run_dir}")
     return 0

@@ -75,8 +75,8 @@ def _several(runs: list[Path], flags: Flags) -> int:
 
         if runs:
             raise MismatchError("--history takes its runs from its folder", USE)
-        found = history(flags["history"], flags["metric"])
-        session.conclude_page(saved_runs.history_page(found), found.to_json(), flags)
+        over_time = history(flags["history"], flags["metric"])
+        session.conclude_page(saved_runs.history_page(over_time), over_time.to_json(), flags)
         return 0
     from mismatch.pipeline.side_by_side import side_by_side
 

@@ -68,14 +68,14 @@ def score(flags: Flags) -> int:
         **(spec_values(CheckSpec, flags, GRADIENT_FIELDS) if asks_gradients else {}),
     )
     spec, notes = with_trainer(spec, flags)
-    place = launched()
-    if place is not None:
-        spec = replace(spec, nproc_per_node=place.size)
-    ranks = spec.nproc_per_node if place is None else place.local_size
-    preflight_training(spec.train, ranks, meets=place is None)
-    told = session.narrator(silent=place is not None and place.rank > 0)
+    world = launched()
+    if world is not None:
+        spec = replace(spec, nproc_per_node=world.size)
+    ranks = spec.nproc_per_node if world is None else world.local_size
+    preflight_training(spec.train, ranks, meets=world is None)
+    narrator = session.narrator(silent=world is not None and world.rank > 0)
     for note in notes:
-        told.note(note)
-    run_score(spec, run, told, flags["name"], session.command(), place)
-    told.note(f"Compare: mismatch compare {run}")
+        narrator.note(note)
+    run_score(spec, run, narrator, flags["name"], session.command(), world)
+    narrator.note(f"Compare: mismatch compare {run}")
     return 0

@@ -87,16 +87,16 @@ def _print(result: SelfTest) -> None:
     ):
         table.add_column(title, justify="left" if title in words else "right")
     for tried in result.faults:
-        for place, one in enumerate(tried.attempts):
+        for index, attempt in enumerate(tried.attempts):
             table.add_row(
-                "" if place else tried.fault,
-                f"{one.size:g}",
-                one.named or "–",
-                SIDES[one.right_side],
-                str(one.rank or "–"),
-                "–" if one.effect is None else f"{100 * one.effect.value:.0f} %",
-                f"{one.mean_abs_delta:.3g}",
-                GRADES[one.grade],
+                "" if index else tried.fault,
+                f"{attempt.size:g}",
+                attempt.named or "–",
+                SIDES[attempt.right_side],
+                str(attempt.rank or "–"),
+                "–" if attempt.effect is None else f"{100 * attempt.effect.value:.0f} %",
+                f"{attempt.mean_abs_delta:.3g}",
+                GRADES[attempt.grade],
             )
     console = Console()
     console.print(table, highlight=False, markup=False)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mismatch.analysis.levels import Thresholds
-    from mismatch.reports.framework_values import Elsewhere
+    from mismatch.reports.framework_values import FrameworkValues
     from mismatch.reports.section import Page
     from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
     from mismatch.types import Report
@@ -153,11 +153,11 @@ class ConsoleNarrator:
             task = progress.add_task(title, total=None)
 
             def show(line: str) -> None:
-                said = plain_lines(line)
-                if done := DONE.search(said):
+                text = plain_lines(line)
+                if done := DONE.search(text):
                     completed, total = int(done[1]), int(done[2])
                     progress.update(task, completed=completed, total=total)
-                progress.update(task, description=f"{title}: {said}")
+                progress.update(task, description=f"{title}: {text}")
 
             yield show
 
@@ -277,11 +277,11 @@ def conclude(
 
     elsewhere = None
     if flags.get("names") is not None:
-        from mismatch.reports.framework_values import Elsewhere
+        from mismatch.reports.framework_values import FrameworkValues
 
         if tokens is None and run_dir is not None:
             tokens = written_with_names(report, run_dir, flags["names"])
-        elsewhere = Elsewhere(tokens, flags["names"])
+        elsewhere = FrameworkValues(tokens, flags["names"])
     if flags.get("log_to"):
         from mismatch.reports.sinks import send
 
@@ -336,7 +336,7 @@ def _show(
     report: Report,
     run_dir: Path | None,
     flags: Flags,
-    elsewhere: Elsewhere | None,
+    elsewhere: FrameworkValues | None,
     *,
     failing: bool,
 ) -> None:

@@ -91,15 +91,15 @@ def sync_probe(flags: Flags) -> int:
     narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
     if flags["model"] is None:
         narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
-    place = new_directory(flags["out"], spec.engine.model)
+    out = new_directory(flags["out"], spec.engine.model)
     with narrator.stage("probe of the weight sync") as progress:
-        report = run_probe(place, spec, progress)
-    save(report, place)
+        report = run_probe(out, spec, progress)
+    save(report, out)
     verdict = judge(report)
     if flags["as_json"]:
         typer.echo(json.dumps(sync_to_json(report), indent=2, allow_nan=False))
     else:
-        print_alone(section(report), verdict, Console(), place, "sync-probe.html", flags["details"])
+        print_alone(section(report), verdict, Console(), out, "sync-probe.html", flags["details"])
     return verdict.code
 
 
@@ -213,12 +213,12 @@ def plan(spec: SyncSpec) -> int:
     return 0
 
 
-def save(report: SyncReport, place: Path) -> None:
+def save(report: SyncReport, out: Path) -> None:
     """Write sync-probe.json and sync-probe.html."""
     from mismatch.experiments.sync.judge import FILE, SCHEMA, sync_to_json
     from mismatch.reports.html import show_page
     from mismatch.reports.sections.sync_probe import page
     from mismatch.run import store
 
-    store.save_document(place, FILE, sync_to_json(report), schema=SCHEMA)
-    store.write_text(place / "sync-probe.html", show_page(page(report)))
+    store.save_document(out, FILE, sync_to_json(report), schema=SCHEMA)
+    store.write_text(out / "sync-probe.html", show_page(page(report)))

@@ -49,12 +49,12 @@ def _examined(name: str, flags: Flags) -> TemplateReport:
     from mismatch.prompts.template import examine
 
     folder = Path(name).expanduser()
-    place = str(folder) if (folder / "tokenizer_config.json").is_file() else resolve_model(name)
+    model = str(folder) if (folder / "tokenizer_config.json").is_file() else resolve_model(name)
     other = None if flags["chat_template"] is None else _read(flags["chat_template"])
-    tokenizer: Any = load_tokenizer(place, flags["revision"], flags["trust_remote_code"])
+    tokenizer: Any = load_tokenizer(model, flags["revision"], flags["trust_remote_code"])
     tokenizer.model_max_length = 10**9  # long outputs of tools are rendered, not scored
     tokenizer.chat_template = other or tokenizer.chat_template
-    return examine(name, tokenizer, stop_ids(place, flags["revision"], tokenizer))
+    return examine(name, tokenizer, stop_ids(model, flags["revision"], tokenizer))
 
 
 def _read(path: Path) -> str:

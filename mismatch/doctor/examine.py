@@ -250,8 +250,8 @@ STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print a dry run; the last line says whether it fits."""
-    place = plan.gpus or plan.device
-    _say(console, f"plan for {plan.model} on {place} (config.json: {plan.config_source})")
+    machine = plan.gpus or plan.device
+    _say(console, f"plan for {plan.model} on {machine} (config.json: {plan.config_source})")
     _table(console, "stages", [(s.name, s.processes, s.work) for s in plan.stages])
     _table(console, "tokens", [(name, f"{count:,}") for name, count in plan.tokens.items()])
     _table(console, "what would run", list(plan.kernels.items()))

@@ -103,8 +103,8 @@ def seconds_of_step(
 def kind_of(gpu: Gpu) -> GpuType | None:
     """By the chip in nvidia-smi's name; among several the one with about as much memory."""
     name = gpu.name.replace(" ", "").upper()
-    known = [kind for kind in TYPES if kind.name.partition("-")[0] in name]
-    return min(known, key=lambda kind: abs((kind.mib << 20) - gpu.memory_bytes), default=None)
+    kinds = [kind for kind in TYPES if kind.name.partition("-")[0] in name]
+    return min(kinds, key=lambda kind: abs((kind.mib << 20) - gpu.memory_bytes), default=None)
 
 
 def flops_here() -> float:

@@ -299,13 +299,13 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
 
 
 def _stages(spec: CheckSpec, passes: list[str], gpus: int) -> tuple[Stage, ...]:
-    engine, place = spec.rollout.engine, placement(spec, gpus)
+    engine, devices = spec.rollout.engine, placement(spec, gpus)
     replicas = engine.data_parallel_size or 1
-    where = in_words(place.engine)
+    where = in_words(devices.engine)
     prefill = ", then rescores the same tokens by prefill" if engine.prefill else ""
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
     again = not engine.servers and wants_square(spec) and float32_engine(spec.rollout) is not None
-    meanwhile = ", while the engine rescores" if place.overlap and not spec.fixes else ""
+    meanwhile = ", while the engine rescores" if devices.overlap and not spec.fixes else ""
     float32 = Stage(
         "rollout in float32",
         f"{replicas} × {engine.engine}, float32{where}",
@@ -322,7 +322,7 @@ def _stages(spec: CheckSpec, passes: list[str], gpus: int) -> tuple[Stage, ...]:
         *([float32] if again else []),
         Stage(
             "score",
-            f"torchrun, {ranks}, FSDP2{in_words(place.trainer)}",
+            f"torchrun, {ranks}, FSDP2{in_words(devices.trainer)}",
             f"passes: {', '.join(passes)}{meanwhile}",
         ),
         Stage("compare", "this process", "metrics with intervals, semantic checks, noise floor"),
@@ -330,31 +330,31 @@ def _stages(spec: CheckSpec, passes: list[str], gpus: int) -> tuple[Stage, ...]:
     )
 
 
-def _kernels(spec: CheckSpec, found: FoundConfig, device: str) -> dict[str, str]:
+def _kernels(spec: CheckSpec, config: FoundConfig, device: str) -> dict[str, str]:
     train = spec.train
     kernels = {
         "engine": "the servers' own"
         if spec.rollout.engine.servers
         else f"{spec.rollout.engine.engine}, {spec.rollout.engine.dtype}",
-        "trainer": f"{train.dtype}, parameters at rest {found.model.rests_in(train.master_dtype)}"
+        "trainer": f"{train.dtype}, parameters at rest {config.model.rests_in(train.master_dtype)}"
         + (" in host memory" if train.offload else "")
         + (f", autocast {train.autocast}" if train.autocast else ""),
     }
-    if found.model.require_counts().experts:
+    if config.model.require_counts().experts:
         auto = "grouped_mm (transformers' choice)"
         kernels["experts"] = auto if train.experts == "auto" else train.experts
-    kernels["attention"] = _attention(train.attention, found, device)
+    kernels["attention"] = _attention(train.attention, config, device)
     return kernels
 
 
-def _attention(name: str, found: FoundConfig, device: str) -> str:
+def _attention(name: str, config: FoundConfig, device: str) -> str:
     """The kernel that the trainer would resolve; MismatchError where it would refuse."""
-    model = found.model
+    model = config.model
     label = PLAIN_KERNELS[model.sinks].get(name, "")
     if not label:
         if any(find_spec(package) is None for package in ("torch", "transformers")):
             return f"{name} (not resolved: torch is not installed)"
-        return _resolved_attention(name, found.values)
+        return _resolved_attention(name, config.values)
     if name == "auto" and label == "sink-sdpa" and device != "cpu":
         label += ", once it passed a trial on the GPU"
     return f"{label}, honours the sinks" if model.sinks else label

@@ -33,23 +33,23 @@ def decode_fingerprint(
     Raises:
         MismatchError: the engine runs in another dtype than was asked for.
     """
-    found = engine.fingerprint("decode") | {"model": spec.engine.model}
-    if found["dtype"] not in (None, spec.engine.dtype):  # None: a server that does not say
+    facts = engine.fingerprint("decode") | {"model": spec.engine.model}
+    if facts["dtype"] not in (None, spec.engine.dtype):  # None: a server that does not say
         raise MismatchError(
-            f"{engine.name} runs in {found['dtype']}, --dtype asked for {spec.engine.dtype}",
-            f"use --dtype {found['dtype']}",
+            f"{engine.name} runs in {facts['dtype']}, --dtype asked for {spec.engine.dtype}",
+            f"use --dtype {facts['dtype']}",
         )
-    found |= {"stop_token_ids": list(info.stop_ids), "bos_token_id": tokenizer.bos_token_id}
-    if found["dtype"] == "fp16":
-        found["weights_not_comparable"] = "fp16 weights have lost bits that the checkpoint has"
-        return found
+    facts |= {"stop_token_ids": list(info.stop_ids), "bos_token_id": tokenizer.bos_token_id}
+    if facts["dtype"] == "fp16":
+        facts["weights_not_comparable"] = "fp16 weights have lost bits that the checkpoint has"
+        return facts
     if pushed:
-        found["weights_not_comparable"] = pushed
-        return found
+        facts["weights_not_comparable"] = pushed
+        return facts
     weights = engine.weights()
-    found["weights"] = {name: list(digest) for name, digest in weights.digests.items()}
-    found["unmapped_weights"] = list(weights.unmapped)
-    return found
+    facts["weights"] = {name: list(digest) for name, digest in weights.digests.items()}
+    facts["unmapped_weights"] = list(weights.unmapped)
+    return facts
 
 
 def build_rollout(
@@ -109,7 +109,7 @@ def _weights(
     """Weights of all sequences, [T, L, K]; None where a sequence has none of its experts."""
     weights = np.zeros(routing.ids.shape, np.float32)
     forwarded = np.diff(rollout.offsets) - 1
-    if [len(found) for found in rows] != forwarded.tolist():
+    if [len(experts) for experts in rows] != forwarded.tolist():
         return None
     weights[routing.present] = np.concatenate(rows)
     return weights
@@ -140,18 +140,18 @@ def build_routing(
     Raises:
         CorruptCapture: a sequence without experts, of another shape, or impossible ids.
     """
-    captured = [found for found in rows if found is not None]
+    captured = [part for part in rows if part is not None]
     if len(captured) < len(rows):
-        first = next(index for index, found in enumerate(rows) if found is None)
+        first = next(index for index, part in enumerate(rows) if part is None)
         missing = f"{len(rows) - len(captured)} of {len(rows)} sequences have no routed experts"
         raise CorruptCapture(f"{source}, sequence {first}: {missing}", CAPTURE_FIX)
     shape = (len(rollout.token_ids), len(layout.layers), layout.top_k)
     ids = np.zeros(shape, narrowest(layout.num_experts))
     present = np.zeros(shape[0], bool)
     bounds = zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)
-    for sequence, (found, (start, end)) in enumerate(zip(captured, bounds, strict=True)):
+    for sequence, (part, (start, end)) in enumerate(zip(captured, bounds, strict=True)):
         forwarded = int(end - start) - 1
-        experts = _require_rows(found, forwarded, layout, f"{source}, sequence {sequence}")
+        experts = _require_rows(part, forwarded, layout, f"{source}, sequence {sequence}")
         ids[start : end - 1] = experts[:forwarded]
         present[start : end - 1] = True
     routing = Routing(layout.layers, layout.num_experts, ids, present)
@@ -160,18 +160,18 @@ def build_routing(
 
 
 def _require_rows(
-    found: NDArray[Any], forwarded: int, layout: ExpertLayout, where: str
+    experts: NDArray[Any], forwarded: int, layout: ExpertLayout, where: str
 ) -> NDArray[Any]:
     """Experts of one sequence, checked before they are narrowed to the smallest dtype."""
     wanted = (forwarded, len(layout.layers), layout.top_k)
     # Some engines also return a row for the last token, which no forward made: not used.
-    if found.shape[1:] != wanted[1:] or len(found) - forwarded not in (0, 1):
-        says = f"{where}: routed experts {found.shape}, expected {wanted}"
+    if experts.shape[1:] != wanted[1:] or len(experts) - forwarded not in (0, 1):
+        says = f"{where}: routed experts {experts.shape}, expected {wanted}"
         raise CorruptCapture(says, CAPTURE_FIX)
-    if found.max(initial=0) >= layout.num_experts or found.min(initial=0) < 0:
-        says = f"{where}: expert {found.max()} of {layout.num_experts}"
+    if experts.max(initial=0) >= layout.num_experts or experts.min(initial=0) < 0:
+        says = f"{where}: expert {experts.max()} of {layout.num_experts}"
         raise CorruptCapture(says, CAPTURE_FIX)
-    return found
+    return experts
 
 
 def response_rewards(prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any) -> Floats | None:
@@ -212,11 +212,11 @@ def measure(
     contexts = [lengthened(ids, block + 1) for ids in prompts]
     cold = engine.continue_greedily(contexts, block + NEW, False, progress)
     warm = engine.continue_greedily(contexts, NEW, True, progress)
-    longer = [ids + one.token_ids for ids, one in zip(contexts, cold, strict=True)]
+    longer = [ids + continued.token_ids for ids, continued in zip(contexts, cold, strict=True)]
     # Warm first: a cold pass would leave blocks of the same tokens that prefill has written.
     warm_decode = engine.continue_greedily(longer, NEW, True, progress)
     cold_decode = engine.continue_greedily(longer, NEW, False, progress)
-    if any(one.cached for one in (*cold, *cold_decode)):
+    if any(continued.cached for continued in (*cold, *cold_decode)):
         raise MismatchError("the engine read its prefix cache although it was told to leave it")
     rounds: list[tuple[CacheKind, list[list[int]], list[Continued], list[Continued]]] = [
         ("warm prompt", contexts, cold, warm),

@@ -79,7 +79,7 @@ def argument_name(raw: str) -> str:
 def checked_arguments(
     spec: EngineSpec,
     engine: str,
-    known: Collection[str],
+    names: Collection[str],
     options: Mapping[str, str],
     kept: Mapping[str, str],
     help_command: str,
@@ -97,8 +97,8 @@ def checked_arguments(
     arguments: dict[str, Any] = {}
     for raw, value in spec.args:
         name = argument_name(raw)
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3)
             raise MismatchError(
                 f"--engine-arg {raw}: {engine} has no such engine argument",
                 f"did you mean {', '.join(near)}?" if near else f"see: {help_command}",
@@ -289,11 +289,11 @@ class Engine(Protocol):
 class CapturesDistributions(Engine, Protocol):
     """An engine that can take whole distributions while it samples."""
 
-    def watch(self, wanted: CaptureRequest | None) -> None:
+    def capture_distributions(self, wanted: CaptureRequest | None) -> None:
         """What each :meth:`generate` has to take beside its samples from now on; None: nothing."""
 
-    def watched(self) -> dict[str, NDArray[Any]]:
-        """What it took, as :meth:`Watcher.collected` gives it; empty where nothing was watched."""
+    def captured_distributions(self) -> dict[str, NDArray[Any]]:
+        """What it took, as ``DistributionRecorder.collected`` gives it; empty: it took none."""
 
 
 class Stopping(Engine, Protocol):

@@ -47,13 +47,13 @@ def join_steps(parts: list[tuple[int, NDArray[Any]]]) -> NDArray[Any]:
     length = max(start + len(rows) for start, rows in parts)
     widest = np.result_type(*(rows.dtype for _, rows in parts))
     joined = np.zeros((length, *parts[0][1].shape[1:]), widest)
-    known = np.zeros(length, bool)
+    filled = np.zeros(length, bool)
     for start, rows in parts:
-        new = ~known[start : start + len(rows)]
+        new = ~filled[start : start + len(rows)]
         joined[start : start + len(rows)][new] = rows[new]
-        known[start : start + len(rows)] = True
-    if not known.all():
-        raise ValueError(f"no experts for position {int(np.flatnonzero(~known)[0])}")
+        filled[start : start + len(rows)] = True
+    if not filled.all():
+        raise ValueError(f"no experts for position {int(np.flatnonzero(~filled)[0])}")
     return joined
 
 
@@ -144,7 +144,7 @@ def reported_law(facts: Fingerprint, sampling: Sampling) -> Sampling:
 
 
 @dataclass
-class Watcher:
+class DistributionRecorder:
     """Keeps the distributions of the positions with the smallest priorities seen so far.
 
     Of A action tokens it takes about M (1 + log(A / M)) and keeps M.
@@ -193,33 +193,33 @@ class Watcher:
         if not rows:
             return
         part = kept_columns(law_logprobs(logits[rows], self.wanted.law), self.wanted.top_k)
-        for place, row in enumerate(rows):
+        for column, row in enumerate(rows):
             key = (int(sequence[row]), int(index[row]))
             if key in self.taken:  # not dropped again within this very step
-                self.taken[key] = (part, place)
+                self.taken[key] = (part, column)
 
     def _placed(self, sequence: Ints, index: Ints) -> tuple[Ints, Ints]:
         if not self.wanted.places:
             return sequence, index
         places = np.asarray(self.wanted.places, np.int64)
-        known = (index >= 0) & (sequence >= 0) & (sequence < len(places))
-        own, before = places[np.where(known, sequence, 0)].T
-        return own, np.where(known, before + index, -1)
+        inside = (index >= 0) & (sequence >= 0) & (sequence < len(places))
+        own, before = places[np.where(inside, sequence, 0)].T
+        return own, np.where(inside, before + index, -1)
 
     def collected(self) -> dict[str, NDArray[Any]]:
         """Everything kept, as arrays: "keys" [M, 2] and the columns of :func:`kept_columns`."""
-        found = sorted(
+        entries = sorted(
             ((key, spot) for key, spot in self.taken.items() if spot is not None),
             key=lambda item: item[0],
         )
-        if not found:
+        if not entries:
             return {}
         import torch
 
-        keys = [(sequence + self.wanted.first, index) for (sequence, index), _ in found]
+        keys = [(sequence + self.wanted.first, index) for (sequence, index), _ in entries]
         arrays: dict[str, NDArray[Any]] = {"keys": np.asarray(keys, np.int64)}
-        for name in found[0][1][0]:
-            rows = [part[name][place] for _, (part, place) in found]
+        for name in entries[0][1][0]:
+            rows = [part[name][column] for _, (part, column) in entries]
             arrays[name] = torch.stack(rows).cpu().numpy()
         return arrays
 
@@ -227,7 +227,7 @@ class Watcher:
 def join_collected(
     parts: Sequence[dict[str, NDArray[Any]]], wanted: CaptureRequest
 ) -> dict[str, NDArray[Any]]:
-    """What one watcher would have collected of all sequences, from those of several engines."""
+    """What one recorder would have collected of all sequences, from those of several engines."""
     filled = [part for part in parts if part]
     if not filled:
         return {}
@@ -251,7 +251,7 @@ def kept_columns(logprobs: torch.Tensor, top_k: int) -> dict[str, torch.Tensor]:
 def build_distributions(
     collected: dict[str, NDArray[Any]], rollout: Rollout, logprobs: NDArray[Any], vocabulary: int
 ) -> Distributions:
-    """What a watcher has collected, in the rollout's order and compared with what was reported.
+    """What a recorder has collected, in the rollout's order and compared with what was reported.
 
     Args:
         logprobs: [A] as the engine reported them for the tokens that it sampled.
@@ -270,32 +270,32 @@ def build_distributions(
     order = np.argsort(positions)
     parts = {name: values[real][order] for name, values in collected.items() if name != "keys"}
     ids = parts.get("ids")
-    found = Distributions(
+    distributions = Distributions(
         positions=positions[order].astype(np.int64),
         logprobs=parts["logprobs"].astype(np.float32),
         vocabulary=parts["logprobs"].shape[1] if ids is None else vocabulary,
         ids=None if ids is None else ids.astype(np.int64),
         rest=parts.get("rest"),
     )
-    require_reported(found, rollout, logprobs)
-    return found
+    require_reported(distributions, rollout, logprobs)
+    return distributions
 
 
-def require_reported(found: Distributions, rollout: Rollout, logprobs: NDArray[Any]) -> None:
+def require_reported(taken: Distributions, rollout: Rollout, logprobs: NDArray[Any]) -> None:
     """The sampled token must have the log-probability there that the engine reported for it.
 
     Raises:
         CorruptCapture: it has another: rows were mixed up, or the law is not the one reported.
     """
-    tokens = rollout.token_ids[rollout.actions][found.positions]
+    tokens = rollout.token_ids[rollout.actions][taken.positions]
     try:
-        law = found.law("the engine")
+        law = taken.law("the engine")
     except MismatchError as error:
         raise CorruptCapture(error.message, error.fix) from error
-    column = found.column(tokens)
-    known = np.ones(len(column), bool) if found.whole else column < law.shape[1] - 1
-    given = law[np.arange(len(law)), column][known]
-    reported = logprobs[found.positions][known]
+    column = taken.column(tokens)
+    kept = np.ones(len(column), bool) if taken.whole else column < law.shape[1] - 1
+    given = law[np.arange(len(law)), column][kept]
+    reported = logprobs[taken.positions][kept]
     with np.errstate(invalid="ignore"):
         off = ~(np.abs(given - reported) <= SAME)
     if off.any():

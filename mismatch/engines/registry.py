@@ -203,14 +203,14 @@ def versions() -> dict[str, str]:
     import platform
     from importlib import metadata
 
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     engines = [package for package in engine_packages() if package not in PACKAGES]
     for package in (*engines, *PACKAGES):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def model_facts(spec: EngineSpec) -> dict[str, Any]:
@@ -218,13 +218,13 @@ def model_facts(spec: EngineSpec) -> dict[str, Any]:
     from mismatch.models.digests import source_hashes
 
     directory = model_directory(spec)
-    known, packages = versions(), engine_info(spec.engine).packages
+    installed, packages = versions(), engine_info(spec.engine).packages
     return {
         "model": spec.model,
         "revision": spec.revision,
         "weights_form": spec.weights,
-        "versions": known,
-        "version": next((known[name] for name in packages if name in known), "unknown"),
+        "versions": installed,
+        "version": next((installed[name] for name in packages if name in installed), "unknown"),
         "source_files": source_hashes(str(directory)) if directory else {},
     }
 
@@ -235,8 +235,8 @@ def model_directory(spec: EngineSpec) -> Path | None:
         return Path(spec.model)
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(spec.model, "config.json", revision=spec.revision)
-    return Path(found).parent if isinstance(found, str) else None
+    path = try_to_load_from_cache(spec.model, "config.json", revision=spec.revision)
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def checkpoint_names(spec: EngineSpec) -> list[str]:

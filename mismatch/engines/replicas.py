@@ -26,7 +26,7 @@ from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class
 from mismatch.errors import MismatchError, named_line
 from mismatch.run.machine import local_gpus, visible_gpus
-from mismatch.run.messages import leave
+from mismatch.run.messages import exit_worker
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 
@@ -140,7 +140,7 @@ class Replicas:
         shares = self._blocks(len(prompts))
         if self.wanted is not None:
             parts = [(self._wanted_of(share),) for share in shares]
-            self._ask("watch", parts, [0] * len(parts), quiet)
+            self._ask("capture_distributions", parts, [0] * len(parts), quiet)
         firsts = [share.start for share in shares]
         asked = self._ask(
             "generate",
@@ -165,7 +165,7 @@ class Replicas:
     def stop_at(self, texts: Sequence[str]) -> None:
         self._all("stop_at", texts)
 
-    def watch(self, wanted: CaptureRequest) -> None:
+    def capture_distributions(self, wanted: CaptureRequest) -> None:
         self.wanted = wanted
 
     def _wanted_of(self, share: slice) -> CaptureRequest:
@@ -174,9 +174,9 @@ class Replicas:
             return replace(self.wanted, places=self.wanted.places[share])
         return replace(self.wanted, first=share.start * self.sampling.samples_per_prompt)
 
-    def watched(self) -> dict[str, NDArray[Any]]:
+    def captured_distributions(self) -> dict[str, NDArray[Any]]:
         assert self.wanted is not None
-        return join_collected(self._all("watched"), self.wanted)
+        return join_collected(self._all("captured_distributions"), self.wanted)
 
     def experts(self) -> ExpertLayout | None:
         return cast("ExpertLayout | None", self._all("experts")[0])
@@ -292,4 +292,4 @@ def main(descriptor: str) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1]))
+    exit_worker(main(sys.argv[1]))

@@ -107,11 +107,11 @@ class CalledDriver(AsGiven):
         if not state_of(push):
             yield str(self.checkpoint.directory)
             return
-        place = self.scratch / f"push-{push}"
+        folder = self.scratch / f"push-{push}"
         try:
-            yield str(self.checkpoint.write(push, place))
+            yield str(self.checkpoint.write(push, folder))
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def driver_class(engine: str) -> type[Driver]:
@@ -347,10 +347,10 @@ def _digests(model: Any, owned: Owned | None) -> Digests:
             digests[own_name] = list(digest_tensor(parameter.data)[:OF_EXPERTS])
             continue
         module = modules[path]
-        known = UNORDERED if getattr(module, "tp_size", 1) > 1 else None
+        parts = UNORDERED if getattr(module, "tp_size", 1) > 1 else None
         for part, tensor in parts_of(path, parameter.data, module, packed):
             if owned is None or owned(module, part.rpartition(".")[2], leaf):
-                digests[f"{part}.{leaf}".lstrip(".")] = list(digest_tensor(tensor)[:known])
+                digests[f"{part}.{leaf}".lstrip(".")] = list(digest_tensor(tensor)[:parts])
     return digests, unknown
 
 

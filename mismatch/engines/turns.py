@@ -128,19 +128,19 @@ def starting(prompts: Sequence[list[int]], samples: Sequence[Sequence[Sample]]) 
     ]
 
 
-class WatchedTurns:
-    """Whole distributions over all turns: each is watched for itself, and the choice is joined."""
+class TurnDistributions:
+    """Whole distributions over all turns: each is captured for itself, and the choice is joined."""
 
     def __init__(self, engine: CapturesDistributions, wanted: CaptureRequest) -> None:
         self.engine, self.wanted = engine, wanted
         self.parts: list[dict[str, NDArray[Any]]] = []
-        engine.watch(wanted)
+        engine.capture_distributions(wanted)
 
     def begin(self, trajectories: Iterable[tuple[int, Trajectory]]) -> None:
         """Before the next responses to these sequences, given with their numbers."""
         places = tuple((number, each.n_actions) for number, each in trajectories)
         self.wanted = replace(self.wanted, places=places)
-        self.engine.watch(self.wanted)
+        self.engine.capture_distributions(self.wanted)
 
     def end(self, trajectories: Iterable[tuple[int, Trajectory]]) -> None:
         """After them: keep what was taken of tokens that are theirs.
@@ -148,7 +148,7 @@ class WatchedTurns:
         A scheduler that runs ahead computes a token after the last of a response, at the place of
         the first of the next one.
         """
-        taken = self.engine.watched()
+        taken = self.engine.captured_distributions()
         counts = {number: each.n_actions for number, each in trajectories}
         if taken:
             own = [index < counts.get(number, 0) for number, index in taken["keys"].tolist()]
@@ -156,7 +156,7 @@ class WatchedTurns:
         self.parts.append(taken)
 
     def collected(self) -> dict[str, NDArray[Any]]:
-        """Of all turns; nothing where one of them could not be watched."""
+        """Of all turns; nothing where one of them could not be captured."""
         return join_collected(self.parts, self.wanted) if all(self.parts) else {}
 
 
@@ -169,7 +169,7 @@ def play(
     longest: int,
     max_tokens: int,
     progress: Progress,
-    watched: WatchedTurns | None = None,
+    captured: TurnDistributions | None = None,
 ) -> None:
     """Let the sequences go on, all of a turn together, until nobody replies to them.
 
@@ -195,11 +195,11 @@ def play(
             replied.append((number, trajectory))
         if not replied:
             return
-        if watched is not None:
-            watched.begin(replied)
+        if captured is not None:
+            captured.begin(replied)
         answers = engine.generate([t.token_ids for _, t in replied], progress, turn)
         for (_, trajectory), (sample,) in zip(replied, answers, strict=True):
             trajectory.answer(sample)
-        if watched is not None:
-            watched.end(replied)
+        if captured is not None:
+            captured.end(replied)
         going = replied

@@ -15,7 +15,7 @@ from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import failed
 from mismatch.analysis.diagnosis.pass_checks import not_finite
 from mismatch.analysis.levels import default_thresholds, worse
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.experiments.fixes.base import SHOWN
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import paired
@@ -151,13 +151,14 @@ class Triangle:
     def parties(self) -> tuple[str, str, str]:
         return self.sides[0].engine, self.sides[1].engine, TRAINER
 
-    def edge(self, one: str, other: str, tokens: str, kind: Kind) -> Edge | None:
+    def edge(self, party: str, other: str, tokens: str, kind: Kind) -> Edge | None:
         """The edge between two parties on one set of tokens, whichever stands left."""
         return next(
             (
                 edge
                 for edge in self.edges
-                if set(edge.parties) == {one, other} and (edge.tokens, edge.kind) == (tokens, kind)
+                if set(edge.parties) == {party, other}
+                and (edge.tokens, edge.kind) == (tokens, kind)
             ),
             None,
         )
@@ -182,9 +183,9 @@ def contrasts(
     sizes = {
         frozenset(pair): logprobs[pair[1]] - logprobs[pair[0]] for pair in combinations(logprobs, 2)
     }
-    made = []
+    measured = []
     for party in logprobs:
-        others = [one for one in logprobs if one != party]
+        others = [name for name in logprobs if name != party]
         opposite = sizes[frozenset(others)]
         for other in others:
             estimate = paired(
@@ -195,8 +196,8 @@ def contrasts(
                 prompt=rollout.prompt_index,
                 seed=seed,
             )
-            made.append(Contrast(party, other, tokens, estimate))
-    return made
+            measured.append(Contrast(party, other, tokens, estimate))
+    return measured
 
 
 def lengths(logprobs: Mapping[str, Floats]) -> dict[frozenset[str], float]:
@@ -207,8 +208,8 @@ def lengths(logprobs: Mapping[str, Floats]) -> dict[frozenset[str], float]:
     }
 
 
-def odd_one(
-    found: Sequence[Contrast], edges: Mapping[str, Mapping[frozenset[str], float]]
+def outlier(
+    measured: Sequence[Contrast], edges: Mapping[str, Mapping[frozenset[str], float]]
 ) -> tuple[str | None, float | None]:
     """The party that stands apart on every set of tokens, and by what factor at least.
 
@@ -217,14 +218,14 @@ def odd_one(
     """
     if all_agree(edges):
         return None, None
-    parties = list(dict.fromkeys(one.party for one in found))
+    parties = list(dict.fromkeys(c.party for c in measured))
     for party in parties:
-        mine = [one for one in found if one.party == party]
-        told = all(one.difference.low is not None and one.difference.low > 0 for one in mine)
+        own = [c for c in measured if c.party == party]
+        apart = all(c.difference.low is not None and c.difference.low > 0 for c in own)
         factor = min(
-            _factor(party, known) for known in edges.values()
+            _factor(party, by_pair) for by_pair in edges.values()
         )  # of its shorter edge, on the tokens where that is shortest
-        if told and factor >= 1.0 + WORTH:
+        if apart and factor >= 1.0 + WORTH:
             return party, factor
     return None, None
 
@@ -232,13 +233,13 @@ def odd_one(
 def all_agree(edges: Mapping[str, Mapping[frozenset[str], float]]) -> bool:
     """Whether every edge on every set of tokens is too short to matter."""
     return bool(edges) and all(
-        length < FLOOR for known in edges.values() for length in known.values()
+        length < FLOOR for by_pair in edges.values() for length in by_pair.values()
     )
 
 
-def _factor(party: str, known: Mapping[frozenset[str], float]) -> float:
-    own = [length for pair, length in known.items() if party in pair]
-    third = next(length for pair, length in known.items() if party not in pair)
+def _factor(party: str, by_pair: Mapping[frozenset[str], float]) -> float:
+    own = [length for pair, length in by_pair.items() if party in pair]
+    third = next(length for pair, length in by_pair.items() if party not in pair)
     return min(own) / third if third > 0 else float("inf")
 
 
@@ -259,7 +260,7 @@ class Corner:
     place: str
     sampler: str
     other: str
-    sides: Sides
+    sides: ScoredRollout
     prefill: dict[str, Scoring | None]
     reasons: dict[str, str]
 
@@ -285,18 +286,18 @@ def with_engines(
     """
     if refused := _not_finite(run_dir, spec):
         return _broken(report, "; ".join(f"{name}: {text}" for name, text in refused.items()))
-    made = triangle(run_dir, spec, thresholds)
-    first, second = made.sides
-    made = replace(made, sides=(replace(first, verdict=report.verdict), second))
+    result = triangle(run_dir, spec, thresholds)
+    first, second = result.sides
+    result = replace(result, sides=(replace(first, verdict=report.verdict), second))
     name = f"{second.engine}:decode"
     facts = store.scoring_header(run_dir / second.place, name)["fingerprint"]
-    missing = tuple(f"two engines: {reason}" for reason in made.not_tested)
-    said = {edge.reason for edge in made.edges}
-    missing += tuple(one for one in facts.get("not_tested", ()) if one not in said)
+    missing = tuple(f"two engines: {reason}" for reason in result.not_tested)
+    reasons = {edge.reason for edge in result.edges}
+    missing += tuple(reason for reason in facts.get("not_tested", ()) if reason not in reasons)
     return replace(
         report,
         verdict=worse(report.verdict, second.verdict, second.engine),
-        analyses=report.analyses | {"engines": made},
+        analyses=report.analyses | {"engines": result},
         fingerprints=report.fingerprints | {name: facts},
         not_tested=(*report.not_tested, *missing),
     )
@@ -308,16 +309,16 @@ def _not_finite(run_dir: Path, spec: CheckSpec) -> dict[str, str]:
     names = [spec.rollout.engine.engine, spec.other_engine.engine]
     wanted = {TRAIN, *(f"{name}:{mode}" for name in names for mode in ("decode", "prefill"))}
     held = [
-        (place, name)
-        for place in ("", other_place(spec))
-        for name in store.scoring_names(run_dir / place)
+        (folder, name)
+        for folder in ("", other_place(spec))
+        for name in store.scoring_names(run_dir / folder)
         if name in wanted
     ]
-    found = {
-        f"{place}/{name}".lstrip("/"): not_finite(store.load_scoring(run_dir / place, name))
-        for place, name in held
+    problems = {
+        f"{folder}/{name}".lstrip("/"): not_finite(store.load_scoring(run_dir / folder, name))
+        for folder, name in held
     }
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in problems.items() if text}
 
 
 def _broken(report: Report, detail: str) -> Report:
@@ -344,23 +345,23 @@ def triangle(run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = Non
     """
     corners = list(_corners(run_dir, spec))
     edges = [edge for corner in corners for edge in _edges(corner, spec.seed)]
-    found: list[Contrast] = []
+    measured: list[Contrast] = []
     sizes = {}
     for corner in corners:
         logprobs = corner.complete
         if logprobs is not None:
-            found += contrasts(corner.sides.rollout, logprobs, corner.sampler, spec.seed)
+            measured += contrasts(corner.sides.rollout, logprobs, corner.sampler, spec.seed)
             sizes[corner.sampler] = lengths(logprobs)
-    odd, factor = odd_one(found, sizes) if found else (None, None)
+    odd, factor = outlier(measured, sizes) if measured else (None, None)
     rows = [_row(corner, spec.seed, thresholds) for corner in corners]
     return Triangle(
         sides=(rows[0], rows[1]),
         edges=tuple(edges),
-        contrasts=tuple(found),
+        contrasts=tuple(measured),
         odd=odd,
         factor=factor,
         reason=reason_of(
-            odd, factor, list(sizes), [one.sampler for one in corners], agree=all_agree(sizes)
+            odd, factor, list(sizes), [corner.sampler for corner in corners], agree=all_agree(sizes)
         ),
         not_tested=tuple(_missing(edges)),
     )
@@ -406,9 +407,9 @@ def _corners(run_dir: Path, spec: CheckSpec) -> Iterator[Corner]:
     homes = {first: run_dir, second: run_dir / at}
     unable = {name: _unable(home, name) for name, home in homes.items()}
     for sampler, other in ((first, second), (second, first)):
-        place = homes[sampler]
-        sides = Sides.load(place, sampler, TRAIN)
-        prefill = {name: None if unable[name] else _prefill(place, name) for name in homes}
+        home = homes[sampler]
+        sides = ScoredRollout.load(home, sampler, TRAIN)
+        prefill = {name: None if unable[name] else _prefill(home, name) for name in homes}
         for scoring in prefill.values():
             if scoring is not None:
                 Pair.of(sides.rollout, sides.decode, scoring)
@@ -425,9 +426,9 @@ def _unable(home: Path, engine: str) -> str:
     return reasons[0] if reasons else f"{engine} cannot score given tokens at this temperature"
 
 
-def _prefill(place: Path, engine: str) -> Scoring:
+def _prefill(run_dir: Path, engine: str) -> Scoring:
     """Another engine's view of these tokens; MismatchError where it is not there."""
-    return store.load_scoring(place, f"{engine}:prefill")
+    return store.load_scoring(run_dir, f"{engine}:prefill")
 
 
 def _edges(corner: Corner, seed: int) -> Iterator[Edge]:
@@ -447,20 +448,20 @@ def _edges(corner: Corner, seed: int) -> Iterator[Edge]:
             yield Edge(parties, sampler, kind, None, corner.reasons[silent])
             continue
         law = is_sampling_law(sides.rollout, left)
-        made = compare(
+        comparison = compare(
             sides.rollout, left, right, sampled_by_left=law, seed=seed, headline_only=True
         )
-        yield Edge(parties, sampler, kind, SidePair.of(made))
+        yield Edge(parties, sampler, kind, SidePair.of(comparison))
 
 
 def _row(corner: Corner, seed: int, thresholds: Thresholds | None) -> EngineRow:
     facts = corner.sides.decode.fingerprint
     judged_by = default_thresholds() if thresholds is None else thresholds
     names = list(dict.fromkeys([*SHOWN, *judged_by, "ratio_mean"]))
-    made = corner.sides.comparison(names, seed)
+    comparison = corner.sides.comparison(names, seed)
     return EngineRow(
         engine=corner.sampler,
         version=str(facts.get("version", "")),
         place=corner.place,
-        verdict=corner.sides.verdict(made, thresholds),
+        verdict=corner.sides.verdict(comparison, thresholds),
     )

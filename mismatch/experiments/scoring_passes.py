@@ -105,7 +105,7 @@ def plain_passes(spec: CheckSpec) -> list[Pass]:
     passes = []
     for name in sorted(name for name in names if name):
         dtype, _, cache = name.partition("-")
-        short = next(known for known in DTYPES if known == dtype)
+        short = next(name for name in DTYPES if name == dtype)
         if name == "fp32":
             continue
         plain = replace(plain_of(spec.train, short, fp8_kv=bool(cache)), routing=False)
@@ -217,29 +217,29 @@ class Job:
     """One pass of a training world.
 
     Attributes:
-        place: run directory whose rollout it scores.
+        run_dir: that whose rollout it scores.
         optional: the others go on where it fails.
         side: a check can do without it: the others go on where memory does not suffice.
     """
 
-    place: Path
-    one: Pass
+    run_dir: Path
+    pass_: Pass
     optional: bool = False
     side: bool = False
 
     def entry(self, run_dir: Path) -> dict[str, Any]:
         """As the worker reads it."""
-        entry: dict[str, Any] = {"name": self.one.name, "spec": to_dict(self.one.spec)}
-        entry |= {"run_dir": str(self.place)} if self.place != run_dir else {}
+        entry: dict[str, Any] = {"name": self.pass_.name, "spec": to_dict(self.pass_.spec)}
+        entry |= {"run_dir": str(self.run_dir)} if self.run_dir != run_dir else {}
         marks = {"optional": self.optional, "side": self.side}
         return entry | {name: True for name, value in marks.items() if value}
 
     @classmethod
     def of(cls, entry: dict[str, Any], run_dir: str) -> Job:
         """The inverse of :meth:`entry`."""
-        one = Pass(entry["name"], from_dict(TrainSpec, entry["spec"]))
+        pass_ = Pass(entry["name"], from_dict(TrainSpec, entry["spec"]))
         marks = bool(entry.get("optional")), bool(entry.get("side"))
-        return cls(Path(entry.get("run_dir", run_dir)), one, *marks)
+        return cls(Path(entry.get("run_dir", run_dir)), pass_, *marks)
 
 
 def by_load(jobs: list[Job]) -> list[Job]:
@@ -249,14 +249,14 @@ def by_load(jobs: list[Job]) -> list[Job]:
     weights: dict[Any, int] = {}
     kernels: dict[Any, int] = {}
     for number, job in enumerate(jobs):
-        weights.setdefault(weights_key(job.one.spec), number)
-        kernels.setdefault(load_key(job.one.spec), number)
+        weights.setdefault(weights_key(job.pass_.spec), number)
+        kernels.setdefault(load_key(job.pass_.spec), number)
 
-    def place(job: Job) -> tuple[int, int, bool]:
-        spec = job.one.spec
+    def load_order(job: Job) -> tuple[int, int, bool]:
+        spec = job.pass_.spec
         return weights[weights_key(spec)], kernels[load_key(spec)], job.optional
 
-    return sorted(jobs, key=place)
+    return sorted(jobs, key=load_order)
 
 
 RESCORING, CACHE, LOCATE = "engine-rescoring", "prefix-cache", "locate"
@@ -275,7 +275,7 @@ PROBES: dict[str, tuple[str, ...]] = {
 
 
 def plan_probes(
-    case: Case, causes: Causes, costs: Costs, made: Sequence[str] = ()
+    case: Case, causes: Causes, costs: Costs, done: Sequence[str] = ()
 ) -> list[Experiment]:
     """Those that could say something of these causes, the best first.
 
@@ -290,10 +290,10 @@ def plan_probes(
         Experiment(id, "engine", tests, expected, costs.engine, names=tests[0])
         for id, tests in PROBES.items()
         if possible[id]
-        and id not in made
+        and id not in done
         and (expected := bits(weights, "engine", tests)) >= LEAST_BITS
     ]
-    return sorted(planned, key=lambda one: -one.rate)
+    return sorted(planned, key=lambda experiment: -experiment.rate)
 
 
 def judged_cache(
@@ -311,10 +311,10 @@ def judged_cache(
     if not sizes:
         return replace(experiment, seconds=seconds, reason="nothing was read from the cache")
     outcome: Outcome = "undecided"
-    if any(one.low is not None and one.low > bound for one in sizes):
+    if any(estimate.low is not None and estimate.low > bound for estimate in sizes):
         outcome = "confirmed"
     elif len(sizes) == len(kinds) and all(
-        one.high is not None and one.high <= bound for one in sizes
+        estimate.high is not None and estimate.high <= bound for estimate in sizes
     ):
         outcome = "ruled out"
     evidence = tuple(
@@ -337,8 +337,8 @@ def own_rounding(case: Case) -> float:
     if case.reference is None:
         return NOTABLE
     prefill = case.others.get(f"{case.engine.name.partition(':')[0]}:prefill")
-    passes = [one for one in (case.engine, prefill, case.trainer) if one is not None]
-    return min(float(np.abs(one.logprobs - case.reference).mean()) for one in passes)
+    passes = [scoring for scoring in (case.engine, prefill, case.trainer) if scoring is not None]
+    return min(float(np.abs(scoring.logprobs - case.reference).mean()) for scoring in passes)
 
 
 def _moved(pairs: Sequence[CachePair]) -> Estimate | None:
@@ -366,26 +366,28 @@ def to_locate(causes: Causes) -> Experiment | None:
     return None
 
 
-def judged_location(experiment: Experiment, found: Location) -> Experiment:
+def judged_location(experiment: Experiment, location: Location) -> Experiment:
     """Confirmed where a module of a side errs on right inputs, and the distance goes with it.
 
     Its name stays that of the kind: a module is no cause.
     """
-    sides = [side for side in found.sides if side.source is not None]
+    sides = [side for side in location.sides if side.source is not None]
     sides.sort(key=lambda side: (side.role != experiment.side, -side.distance))
     if not sides:
-        reason = judge(found).reason if found.sides else "; ".join(map(str, found.not_tested))
-        return replace(experiment, seconds=found.seconds, outcome="undecided", reason=reason)
+        reason = (
+            judge(location).reason if location.sides else "; ".join(map(str, location.not_tested))
+        )
+        return replace(experiment, seconds=location.seconds, outcome="undecided", reason=reason)
     side = sides[0]
     source = side.source
     assert source is not None
     layers = ", ".join(map(str, source.layers))
-    place = f"{TITLES[source.site]}, layer {layers}" if layers else TITLES[source.site]
+    module = f"{TITLES[source.site]}, layer {layers}" if layers else TITLES[source.site]
     evidence = (
-        Evidence(f"first module of the {side.role} that errs", place, "none"),
+        Evidence(f"first module of the {side.role} that errs", module, "none"),
         Evidence("share of that side's distance from float32 gone without it", source.removed),
     )
     outcome: Outcome = "confirmed" if source.removed > GONE else "undecided"
     return replace(
-        experiment, side=side.role, outcome=outcome, seconds=found.seconds, evidence=evidence
+        experiment, side=side.role, outcome=outcome, seconds=location.seconds, evidence=evidence
     )

@@ -22,7 +22,7 @@ CAP = 2.0  # of the truncated weights, as in ess_seq
 
 
 @dataclass(frozen=True)
-class Lines:
+class DeltaSequences:
     """Deltas about their mean, laid out by sequence.
 
     Attributes:
@@ -37,21 +37,21 @@ class Lines:
     rank: Ints
 
     @classmethod
-    def of(cls, delta: Floats, lengths: Ints) -> Lines:
+    def of(cls, delta: Floats, lengths: Ints) -> DeltaSequences:
         start = np.repeat(np.cumsum(lengths) - lengths, lengths)
         centre = float(delta.mean())
         return cls(delta - centre, centre, lengths, np.arange(len(delta)) - start)
 
-    def first(self, positions: int) -> Lines:
+    def first(self, positions: int) -> DeltaSequences:
         """The same sequences, cut to their first positions; centred anew."""
         keep = self.rank < positions
         delta = self.away[keep] + self.centre
-        return Lines.of(delta, np.minimum(self.lengths, positions))
+        return DeltaSequences.of(delta, np.minimum(self.lengths, positions))
 
-    def only(self, chosen: Bools) -> Lines:
+    def only(self, chosen: Bools) -> DeltaSequences:
         """Some of the sequences, [S] bool; centred anew."""
         keep = np.repeat(chosen, self.lengths)
-        return Lines.of(self.away[keep] + self.centre, self.lengths[chosen])
+        return DeltaSequences.of(self.away[keep] + self.centre, self.lengths[chosen])
 
     def sums(self, values: Floats) -> Floats:
         """[A] -> [S]."""
@@ -59,14 +59,14 @@ class Lines:
 
     def products(self, lag: int) -> Floats:
         """Sum over each sequence of away[t] away[t + lag], [S]."""
-        made = np.zeros(len(self.away))
+        terms = np.zeros(len(self.away))
         inside = self.rank[lag:] >= lag
-        made[lag:] = np.where(inside, self.away[lag:] * self.away[: len(self.away) - lag], 0.0)
-        return self.sums(made)
+        terms[lag:] = np.where(inside, self.away[lag:] * self.away[: len(self.away) - lag], 0.0)
+        return self.sums(terms)
 
 
 @dataclass(frozen=True)
-class Fit:
+class AutocovarianceFit:
     """Mean, autocovariances and common part, as sums per sequence that can be resampled.
 
     Attributes:
@@ -86,7 +86,7 @@ class Fit:
     unseen: float = 0.0
 
     @classmethod
-    def of(cls, lines: Lines, prompt: Ints, most: int) -> Fit:
+    def of(cls, lines: DeltaSequences, prompt: Ints, most: int) -> AutocovarianceFit:
         lengths, tokens = lines.lengths, len(lines.away)
         square = lines.sums(lines.away**2)
         near, slope, counted = (np.zeros(len(lengths)) for _ in range(3))

@@ -149,16 +149,16 @@ def _step(
     # Centred first: the products lose no digits where a constant shift is large.
     away, apart = step - step.mean(), delta - delta.mean()
     terms = np.stack([away, apart, away * apart, apart * apart, away * away], axis=1)
-    found = estimator.one(share, {"terms": terms}) if terms[:, 3].any() else None
-    if found is not None and "heavy-tail" in found.flags:
+    estimate = estimator.one(share, {"terms": terms}) if terms[:, 3].any() else None
+    if estimate is not None and "heavy-tail" in estimate.flags:
         sums = PromptSums.of(terms, cluster, estimator.n_prompts, share.combine)
-        found = _within(found, estimator, sums)
+        estimate = _within(estimate, estimator, sums)
     return Step(
         left[0],
         right[0],
         _one(estimator, MEAN, step),
         _one(estimator, SIZE, np.abs(step)),
-        found,
+        estimate,
     )
 
 
@@ -170,16 +170,16 @@ def _within(share: Estimate, estimator: Estimator, sums: PromptSums) -> Estimate
     """
     if share.low is None or share.high is None or estimator.n_prompts >= PERCENTILE_FROM:
         return share
-    found = central(sums.resampled(estimator.weights)[0]) or (-np.inf, np.inf)
+    percentiles = central(sums.resampled(estimator.weights)[0]) or (-np.inf, np.inf)
     arm = student(estimator.n_prompts - 1) * sums.error
-    low, high = min(found[0], sums.value - arm), max(found[1], sums.value + arm)
+    low, high = min(percentiles[0], sums.value - arm), max(percentiles[1], sums.value + arm)
     return replace(share, low=max(share.low, low), high=min(share.high, high))
 
 
 def _one(estimator: Estimator, metric: Metric, terms: Floats) -> Estimate:
-    made = estimator.one(metric, {"terms": terms})
-    assert made is not None  # a mean of finite numbers is always defined
-    return made
+    estimate = estimator.one(metric, {"terms": terms})
+    assert estimate is not None  # a mean of finite numbers is always defined
+    return estimate
 
 
 def _squared(delta: Floats) -> Floats:

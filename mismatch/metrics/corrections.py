@@ -269,17 +269,17 @@ def group_advantages(rewards: Floats, prompt: Ints) -> Floats:
         rewards: [N], NaN where a sequence has none.
         prompt: [N] prompt of each sequence.
     """
-    known = np.isfinite(rewards)
+    rated = np.isfinite(rewards)
     advantages = np.zeros(len(rewards))
-    if not known.any():
+    if not rated.any():
         return advantages
-    groups, code, count = np.unique(prompt[known], return_inverse=True, return_counts=True)
-    values = rewards[known].astype(np.float64)
+    groups, code, count = np.unique(prompt[rated], return_inverse=True, return_counts=True)
+    values = rewards[rated].astype(np.float64)
     away = values - (np.bincount(code, weights=values) / count)[code]
     spread = np.sqrt(np.bincount(code, weights=away**2) / np.maximum(count - 1, 1))
     highest, lowest = np.full(len(groups), -np.inf), np.full(len(groups), np.inf)
     np.maximum.at(highest, code, values)
     np.minimum.at(lowest, code, values)
     differs = highest > lowest  # rounding of a mean must not make an advantage
-    advantages[known] = np.where(differs[code], away / (spread[code] + ADVANTAGE_EPSILON), 0.0)
+    advantages[rated] = np.where(differs[code], away / (spread[code] + ADVANTAGE_EPSILON), 0.0)
     return advantages

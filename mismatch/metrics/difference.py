@@ -56,17 +56,17 @@ class Sample:
 
 def paired(
     metric: Metric,
-    one: Mapping[str, Array],
-    other: Mapping[str, Array],
+    old: Mapping[str, Array],
+    new: Mapping[str, Array],
     *,
     sequence: Ints,
     prompt: Ints,
     seed: int = 0,
 ) -> Estimate:
-    """``metric(other) - metric(one)`` on the same tokens, with its 95 % interval.
+    """``metric(new) - metric(old)`` on the same tokens, with its 95 % interval.
 
     Args:
-        one, other: name -> [A], for instance the ``delta`` of two scorings against one rollout.
+        old, new: name -> [A], for instance the ``delta`` of two scorings against one rollout.
         sequence: [A] sequence of each action token.
         prompt: [N] prompt of each sequence.
 
@@ -75,18 +75,18 @@ def paired(
         MismatchError: an array that the metric needs is missing or of another length, or the
             metric is undefined on a side.
     """
-    for arrays in (one, other):
+    for arrays in (old, new):
         _require(metric, arrays, len(sequence))
-    before, after = _terms(metric, one), _terms(metric, other)
+    before, after = _terms(metric, old), _terms(metric, new)
     value = _value(metric, after) - _value(metric, before)
-    sample = Sample(one, sequence, prompt)
+    sample = Sample(old, sequence, prompt)
     bare = _bare(value, sample)
     if metric.kind == "extreme" or not np.isfinite(value):
         return bare if np.isfinite(value) else replace(bare, flags=("overflow",))
     if np.array_equal(before, after):
         return replace(bare, low=0.0, high=0.0)
     if metric.kind == "quantile":
-        return _quantiles(metric, sample, replace(sample, arrays=other), bare, seed)
+        return _quantiles(metric, sample, replace(sample, arrays=new), bare, seed)
     estimator = Estimator(*_units(metric, sample), seed=seed)
     if metric.kind == "mean":
         change = floats(after - before)
@@ -104,8 +104,8 @@ def paired(
     return _like(bare, estimator.one(_plain(metric, combine), {"terms": both}))
 
 
-def difference(metric: Metric, one: Sample, other: Sample, *, seed: int = 0) -> Estimate:
-    """``metric(other) - metric(one)`` of two runs with tokens of their own.
+def difference(metric: Metric, old: Sample, new: Sample, *, seed: int = 0) -> Estimate:
+    """``metric(new) - metric(old)`` of two runs with tokens of their own.
 
     The counts of the estimate are those of both runs together; ``n_prompts`` counts a prompt that
     both hold once.
@@ -115,27 +115,25 @@ def difference(metric: Metric, one: Sample, other: Sample, *, seed: int = 0) -> 
         MismatchError: an array that the metric needs is missing or of another length, or the
             metric is undefined on a side.
     """
-    for sample in (one, other):
+    for sample in (old, new):
         _require(metric, sample.arrays, len(sample.sequence))
-    value = _value(metric, _terms(metric, other.arrays)) - _value(
-        metric, _terms(metric, one.arrays)
-    )
-    joint = _joined(one, other)
+    value = _value(metric, _terms(metric, new.arrays)) - _value(metric, _terms(metric, old.arrays))
+    joint = _joined(old, new)
     bare = _bare(value, joint)
     if metric.kind == "extreme" or not np.isfinite(value):
         return bare if np.isfinite(value) else replace(bare, flags=("overflow",))
-    held = [_held(sample) for sample in (one, other)]
+    held = [_held(sample) for sample in (old, new)]
     if not np.isin(held[0], held[1]).any():
-        return _independent(metric, one, other, bare, seed)
+        return _independent(metric, old, new, bare, seed)
     if metric.kind == "quantile":
-        made = _quantiles(metric, one, other, bare, seed)
+        estimate = _quantiles(metric, old, new, bare, seed)
     else:
-        terms = [columns(_terms(metric, sample.arrays)) for sample in (one, other)]
+        terms = [columns(_terms(metric, sample.arrays)) for sample in (old, new)]
         stacked, combine = _stacked(terms[0], terms[1], metric.combine)
         estimator = Estimator(*_units(metric, joint), seed=seed)
-        made = _like(bare, estimator.one(_plain(metric, combine), {"terms": stacked}))
+        estimate = _like(bare, estimator.one(_plain(metric, combine), {"terms": stacked}))
     few = min(len(prompts) for prompts in held) < FEW_PROMPTS
-    return replace(made, flags=_united(made.flags, ("few-prompts",) if few else ()))
+    return replace(estimate, flags=_united(estimate.flags, ("few-prompts",) if few else ()))
 
 
 def excludes_zero(estimate: Estimate) -> bool | None:
@@ -149,11 +147,11 @@ def excludes_zero(estimate: Estimate) -> bool | None:
     return estimate.low > 0.0 or estimate.high < 0.0
 
 
-def common_prompts(one: Rollout, other: Rollout) -> tuple[Ints, Ints]:
+def common_prompts(first_run: Rollout, second_run: Rollout) -> tuple[Ints, Ints]:
     """Numbers for the prompts of two runs, [N] each: the same tokens, the same number."""
     numbers: dict[bytes, int] = {}
-    made = []
-    for rollout in (one, other):
+    numbered = []
+    for rollout in (first_run, second_run):
         first = np.array(
             [start + int(np.argmax(rollout.action_mask[start:stop]))
              for start, stop in zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)]
@@ -162,8 +160,8 @@ def common_prompts(one: Rollout, other: Rollout) -> tuple[Ints, Ints]:
             rollout.token_ids[start:stop].astype(np.int64).tobytes()
             for start, stop in zip(rollout.offsets[:-1], first, strict=True)
         ]
-        made.append(np.array([numbers.setdefault(key, len(numbers)) for key in keys]))
-    return made[0], made[1]
+        numbered.append(np.array([numbers.setdefault(key, len(numbers)) for key in keys]))
+    return numbered[0], numbered[1]
 
 
 def _require(metric: Metric, arrays: Mapping[str, Array], tokens: int) -> None:
@@ -208,10 +206,10 @@ def _bare(value: float, sample: Sample) -> Estimate:
     return Estimate(value, None, None, len(sample.sequence), sequences, len(_held(sample)))
 
 
-def _like(bare: Estimate, made: Estimate | None) -> Estimate:
-    """The interval and flags of ``made``, which counted units."""
-    assert made is not None  # finite terms, and both sides are defined
-    return replace(bare, low=made.low, high=made.high, flags=made.flags)
+def _like(bare: Estimate, estimate: Estimate | None) -> Estimate:
+    """The interval and flags of ``estimate``, which counted units."""
+    assert estimate is not None  # finite terms, and both sides are defined
+    return replace(bare, low=estimate.low, high=estimate.high, flags=estimate.flags)
 
 
 def _units(metric: Metric, sample: Sample) -> tuple[Ints, Ints]:
@@ -222,12 +220,12 @@ def _units(metric: Metric, sample: Sample) -> tuple[Ints, Ints]:
     return np.arange(len(present)), sample.prompt[present]
 
 
-def _joined(one: Sample, other: Sample) -> Sample:
-    shift = len(one.prompt)
+def _joined(old: Sample, new: Sample) -> Sample:
+    shift = len(old.prompt)
     return Sample(
         {},
-        np.concatenate([one.sequence, other.sequence + shift]),
-        np.concatenate([one.prompt, other.prompt]),
+        np.concatenate([old.sequence, new.sequence + shift]),
+        np.concatenate([old.prompt, new.prompt]),
     )
 
 
@@ -251,10 +249,10 @@ def _stacked(before: Floats, after: Floats, combine: Combine) -> tuple[Floats, C
     return terms, of_means
 
 
-def _independent(metric: Metric, one: Sample, other: Sample, bare: Estimate, seed: int) -> Estimate:
+def _independent(metric: Metric, old: Sample, new: Sample, bare: Estimate, seed: int) -> Estimate:
     sides = [
         Estimator(sample.sequence, sample.prompt, seed=seed + number).one(metric, sample.arrays)
-        for number, sample in enumerate((one, other))
+        for number, sample in enumerate((old, new))
     ]
     assert sides[0] is not None
     assert sides[1] is not None
@@ -289,23 +287,23 @@ def _few_events(
         sides.append(side)
     interval = mover(sides[0], sides[1])
     flags = _united((*sides[0].flags, "few-events"), sides[1].flags, without="no-events")
-    made = replace(sides[1], value=float(change.mean()), low=None, high=None, flags=flags)
-    return made if interval is None else replace(made, low=interval[0], high=interval[1])
+    estimate = replace(sides[1], value=float(change.mean()), low=None, high=None, flags=flags)
+    return estimate if interval is None else replace(estimate, low=interval[0], high=interval[1])
 
 
-def _quantiles(metric: Metric, one: Sample, other: Sample, bare: Estimate, seed: int) -> Estimate:
+def _quantiles(metric: Metric, old: Sample, new: Sample, bare: Estimate, seed: int) -> Estimate:
     """Difference of two quantiles: influences per prompt, scaled by each side's own interval."""
-    prompts = np.unique(np.concatenate([_held(one), _held(other)]))
+    prompts = np.unique(np.concatenate([_held(old), _held(new)]))
     influence = np.zeros(len(prompts))
     flags: tuple[str, ...] = ()
-    for sign, sample in ((-1.0, one), (1.0, other)):
-        made = Estimator(sample.sequence, sample.prompt, seed=seed).one(metric, sample.arrays)
-        assert made is not None
-        flags = _united(flags, made.flags)
-        if made.low is None or made.high is None:
+    for sign, sample in ((-1.0, old), (1.0, new)):
+        quantile = Estimator(sample.sequence, sample.prompt, seed=seed).one(metric, sample.arrays)
+        assert quantile is not None
+        flags = _united(flags, quantile.flags)
+        if quantile.low is None or quantile.high is None:
             return replace(bare, flags=flags)
         terms = _terms(metric, sample.arrays)
-        under = terms <= made.value
+        under = terms <= quantile.value
         sequences = np.unique(sample.sequence)
         of_unit = sample.sequence if metric.reduction == "token" else sequences
         cluster = np.searchsorted(prompts, sample.prompt[of_unit])
@@ -313,7 +311,7 @@ def _quantiles(metric: Metric, one: Sample, other: Sample, bare: Estimate, seed:
             np.bincount(cluster, weights=under - under.mean(), minlength=len(prompts))
         )
         error = _error(residual, len(_held(sample)))
-        arm = (made.high - made.low) / (2.0 * student(len(_held(sample)) - 1))
+        arm = (quantile.high - quantile.low) / (2.0 * student(len(_held(sample)) - 1))
         influence -= sign * residual * (arm / error if error > 0.0 else 0.0)
     reach = student(len(prompts) - 1) * _error(influence, len(prompts))
     return replace(bare, low=bare.value - reach, high=bare.value + reach, flags=flags)
@@ -323,5 +321,5 @@ def _error(residual: Floats, prompts: int) -> float:
     return math.sqrt(prompts / (prompts - 1) * float((residual**2).sum()))
 
 
-def _united(one: tuple[str, ...], other: tuple[str, ...], without: str = "") -> tuple[str, ...]:
-    return tuple(flag for flag in dict.fromkeys([*one, *other]) if flag != without)
+def _united(flags: tuple[str, ...], others: tuple[str, ...], without: str = "") -> tuple[str, ...]:
+    return tuple(flag for flag in dict.fromkeys([*flags, *others]) if flag != without)

@@ -101,8 +101,8 @@ class Estimator:
             MismatchError: an array of another length than ``sequence``, or with a value that is
                 not finite, named with the token.
         """
-        known = set(arrays) | ({"delta"} if {"rollout", "train"} <= set(arrays) else set())
-        wanted = [metric for metric in metrics if known.issuperset(metric.needs)]
+        names = set(arrays) | ({"delta"} if {"rollout", "train"} <= set(arrays) else set())
+        wanted = [metric for metric in metrics if names.issuperset(metric.needs)]
         ready = self._ready(wanted, arrays)
         last: tuple[Any, Floats, Ranked] | None = None  # quantiles of the same terms come in a row
         estimates: dict[str, Estimate | None] = {}
@@ -120,11 +120,11 @@ class Estimator:
                         last = metric.terms, terms, Ranked(terms)
                     estimates[metric.name] = self._quantile(metric, *last[1:])
                 else:
-                    found = self._smooth(metric, sums[metric.name], ready)
-                    if isinstance(found, _Smooth):
-                        smooth.append(found)
+                    estimate = self._smooth(metric, sums[metric.name], ready)
+                    if isinstance(estimate, _Smooth):
+                        smooth.append(estimate)
                     else:
-                        estimates[metric.name] = found
+                        estimates[metric.name] = estimate
             estimates |= self._with_intervals(smooth)
         return {
             name: estimate
@@ -216,24 +216,24 @@ class Estimator:
         return self._bounded(metric, value, interval, flags)
 
     def _smooth(
-        self, metric: Metric, found: Sums, ready: Mapping[str, Array]
+        self, metric: Metric, terms: Sums, ready: Mapping[str, Array]
     ) -> _Smooth | Estimate | None:
         count = self._by.counts[metric.reduction]
-        prompt_sums = PromptSums.of_sums(found.sums, count, found.constant, metric.combine)
+        prompt_sums = PromptSums.of_sums(terms.sums, count, terms.constant, metric.combine)
         value = metric.of_means(prompt_sums.centre)
         if np.isnan(value):
             return None
-        if not np.isfinite(value) or not np.isfinite(found.sums).all():
+        if not np.isfinite(value) or not np.isfinite(terms.sums).all():
             return self._bare(value, "overflow")
         if self.n_prompts < 2:
             return self._bare(value, "one-prompt")
-        flags = [*self._few, *(["heavy-tail"] if found.heavy else [])]
+        flags = [*self._few, *(["heavy-tail"] if terms.heavy else [])]
         flags += ["heavy-prompts"] if prompt_sums.heavy else []
         of_events = metric.unit == "share" and "delta" in metric.needs
-        if of_events and not found.sums.any() and ready["delta"].any():
+        if of_events and not terms.sums.any() and ready["delta"].any():
             bare = self._bare(0.0, *self._few, "no-events")
             return replace(bare, low=0.0, high=self._unseen(metric, ready))
-        return _Smooth(metric, found.sums, prompt_sums, value, flags)
+        return _Smooth(metric, terms.sums, prompt_sums, value, flags)
 
     def _unseen(self, metric: Metric, ready: Mapping[str, Array]) -> float:
         """One-sided 95 % bound on the share of an event that was not seen.
@@ -257,48 +257,48 @@ class Estimator:
     def _with_intervals(self, several: Sequence[_Smooth]) -> dict[str, Estimate]:
         intervals: dict[str, Interval | None] = {}
         drawn = []
-        for one in several:
-            interval = self._rare_share(one)
-            if interval is None and not one.sums.residual.any():
+        for stat in several:
+            interval = self._rare_share(stat)
+            if interval is None and not stat.sums.residual.any():
                 # Nothing varies between prompts: identical sides, above all.
-                interval = one.sums.value, one.sums.value
-            intervals[one.metric.name] = interval
+                interval = stat.sums.value, stat.sums.value
+            intervals[stat.metric.name] = interval
             if interval is None:
-                drawn.append(one)
+                drawn.append(stat)
         if self.n_prompts < PERCENTILE_FROM:
-            for one in drawn:
-                intervals[one.metric.name] = bootstrap_t(one.sums, self.weights)
+            for stat in drawn:
+                intervals[stat.metric.name] = bootstrap_t(stat.sums, self.weights)
         elif drawn:
-            for one, values in zip(drawn, self._resampled(drawn), strict=True):
-                intervals[one.metric.name] = central(values)
+            for stat, values in zip(drawn, self._resampled(drawn), strict=True):
+                intervals[stat.metric.name] = central(values)
         return {
-            one.metric.name: self._bounded(
-                one.metric, one.value, intervals[one.metric.name], one.flags
+            stat.metric.name: self._bounded(
+                stat.metric, stat.value, intervals[stat.metric.name], stat.flags
             )
-            for one in several
+            for stat in several
         }
 
-    def _rare_share(self, one: _Smooth) -> Interval | None:
+    def _rare_share(self, stat: _Smooth) -> Interval | None:
         """Wilson's interval where a share's rarer outcome is seen in few prompts, but is seen."""
-        if one.metric.unit != "share" or one.metric.kind != "mean" or one.terms.shape[1] != 1:
+        if stat.metric.unit != "share" or stat.metric.kind != "mean" or stat.terms.shape[1] != 1:
             return None
-        events = one.terms[:, 0]
-        seen = int((events > 0.0).sum()), int((events < one.sums.count).sum())
+        events = stat.terms[:, 0]
+        seen = int((events > 0.0).sum()), int((events < stat.sums.count).sum())
         if not 0 < min(seen) < RARE_PROMPTS:
             return None
-        return wilson(one.sums.value, one.sums.error, student(self.n_prompts - 1))
+        return wilson(stat.sums.value, stat.sums.error, student(self.n_prompts - 1))
 
     def _resampled(self, several: Sequence[_Smooth]) -> Iterator[Floats]:
         """Values of all resamples, [R] each: every resample serves all metrics."""
-        columns = [array for one in several for array in (one.sums.sums, one.sums.count[:, None])]
+        columns = [array for s in several for array in (s.sums.sums, s.sums.count[:, None])]
         table = np.concatenate(columns, axis=1)
         small = self._resamples * self.n_prompts <= KEPT
         weights = [self.weights] if small else draws(self.n_prompts, self._resamples, self._seed)
         resampled = np.concatenate([drawn @ table for drawn in weights])
         start = 0
-        for one in several:
-            stop = start + one.sums.sums.shape[1]
-            yield one.sums.shifted(resampled[:, start:stop] / resampled[:, stop : stop + 1])
+        for s in several:
+            stop = start + s.sums.sums.shape[1]
+            yield s.sums.shifted(resampled[:, start:stop] / resampled[:, stop : stop + 1])
             start = stop + 1
 
 

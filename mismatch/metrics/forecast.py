@@ -25,7 +25,13 @@ from typing import Any
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.autocovariance import CAP, Fit, Lines, below, capped_ess
+from mismatch.metrics.autocovariance import (
+    CAP,
+    AutocovarianceFit,
+    DeltaSequences,
+    below,
+    capped_ess,
+)
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import POSITIVE, REAL, SHARE, Bounds, Combine, Metric, floats
 from mismatch.metrics.tails import heavy_tail, hill_index
@@ -115,6 +121,10 @@ class Forecast:
     missing: str = ""
     flags: tuple[str, ...] = ()
 
+    def at_floor(self, row: Row) -> bool:
+        """Whether no effective size could be seen there, had the sample any."""
+        return row.ess_untruncated.value <= self.floor * (1 + 1e-9)
+
 
 def length_forecast(
     delta: Floats, *, sequence: Ints, prompt: Ints, target: int = TARGET, seed: int = 0
@@ -154,15 +164,15 @@ def _forecast(bare: Forecast, delta: Floats, sequence: Ints, prompt: Ints, seed:
     of_sequence, lengths = np.unique(sequence, return_counts=True)
     of_prompt, longest, target = prompt[of_sequence], bare.longest, bare.target
     estimator = Estimator(np.arange(len(lengths)), of_prompt, seed=seed)  # a unit is a sequence
-    lines = Lines.of(delta, lengths)
-    fit = Fit.of(lines, of_prompt, min(longest // 2, target - 1))
+    lines = DeltaSequences.of(delta, lengths)
+    fit = AutocovarianceFit.of(lines, of_prompt, min(longest // 2, target - 1))
     check = _held_back(lines, of_sequence, prompt, longest, seed)
     lengths_shown = grid(longest, target)
     wanted = [*_of_tokens(fit), *(m for n in lengths_shown for m in _at(fit, n))]
-    made = estimator.all(wanted, {"terms": fit.terms})
-    if len(made) < len(wanted):
+    estimates = estimator.all(wanted, {"terms": fit.terms})
+    if len(estimates) < len(wanted):
         raise Unfit("not enough: the fit gives no positive variance at every length")
-    made = {name: _counted(estimate, fit) for name, estimate in made.items()}
+    estimates = {name: _counted(estimate, fit) for name, estimate in estimates.items()}
     flags = {
         "heavy-tail": heavy_tail(delta * delta),
         "persistent": fit.persistent,
@@ -172,16 +182,16 @@ def _forecast(bare: Forecast, delta: Floats, sequence: Ints, prompt: Ints, seed:
     index = hill_index(delta)
     return replace(
         bare,
-        mean=made["mean"],
-        variance=made["variance"],
-        inflation=made["inflation"],
+        mean=estimates["mean"],
+        variance=estimates["variance"],
+        inflation=estimates["inflation"],
         lags=fit.lags,
         persistent=fit.beyond if fit.persistent else None,
         tail_index=index if math.isfinite(index) else None,
         check=check,
         observed=_observed(lines, lengths, longest),
-        rows=_falling(tuple(_row(made, fit, length, bare.floor) for length in lengths_shown)),
-        flags=(*made["mean"].flags, *(flag for flag, set_ in flags.items() if set_)),
+        rows=_falling(tuple(_row(estimates, fit, length, bare.floor) for length in lengths_shown)),
+        flags=(*estimates["mean"].flags, *(flag for flag, set_ in flags.items() if set_)),
     )
 
 
@@ -207,12 +217,12 @@ def _require(delta: Floats, sequence: Ints, target: int) -> None:
 
 
 def _too_short(longest: int, sequences: int, prompts: int) -> str:
-    found = f"only {longest} tokens are reached by so many"
+    reached = f"only {longest} tokens are reached by so many"
     if longest == 0:
-        found = f"the run has {sequences} responses of {prompts} prompts"
+        reached = f"the run has {sequences} responses of {prompts} prompts"
     return (
         f"not enough: {LEAST_SEQUENCES} responses of {LEAST_PROMPTS} prompts must have at least "
-        f"{LEAST_TOKENS} tokens, and {found}"
+        f"{LEAST_TOKENS} tokens, and {reached}"
     )
 
 
@@ -231,7 +241,7 @@ def _metric(name: str, combine: Combine, bounds: Bounds = REAL) -> Metric:
     return Metric(name, _terms, "ratio", combine=combine, bounds=bounds)
 
 
-def _of_tokens(fit: Fit) -> list[Metric]:
+def _of_tokens(fit: AutocovarianceFit) -> list[Metric]:
     """Mean, variance and long-run variance of a token."""
 
     def inflation(means: Floats) -> Floats:
@@ -258,7 +268,7 @@ def _of_sums(length: int) -> dict[str, Callable[[Floats, Floats], Floats]]:
     }
 
 
-def _at(fit: Fit, length: int) -> list[Metric]:
+def _at(fit: AutocovarianceFit, length: int) -> list[Metric]:
     """What a row needs."""
 
     def of(name: str, value: Callable[[Floats, Floats], Floats], bounds: Bounds = SHARE) -> Metric:
@@ -272,10 +282,10 @@ def _at(fit: Fit, length: int) -> list[Metric]:
     return [of("log_variance", lambda _, v: _log(v), REAL), *shares]
 
 
-def _counted(made: Estimate, fit: Fit) -> Estimate:
+def _counted(estimate: Estimate, fit: AutocovarianceFit) -> Estimate:
     """Tokens counted; heavy tails are judged once, on the tokens, and not on sums of theirs."""
-    kept = tuple(flag for flag in made.flags if flag != "heavy-tail")
-    return replace(made, n_tokens=int(fit.terms[:, 0].sum()), flags=kept)
+    kept = tuple(flag for flag in estimate.flags if flag != "heavy-tail")
+    return replace(estimate, n_tokens=int(fit.terms[:, 0].sum()), flags=kept)
 
 
 def _terms(terms: Floats) -> Floats:
@@ -295,24 +305,24 @@ def _through(estimate: Estimate, turn: Callable[[float], float]) -> Estimate:
     return replace(estimate, value=value, low=min(low, high), high=max(low, high))
 
 
-def _row(made: dict[str, Estimate], fit: Fit, length: int, floor: float) -> Row:
+def _row(estimates: dict[str, Estimate], fit: AutocovarianceFit, length: int, floor: float) -> Row:
     """One length. Where no common part b could be told from 0, the intervals reach to what its own
     upper limit would give: it grows with the square of the length, so that a b too small to be
     seen may rule a long response."""
-    log_variance = made[f"log_variance@{length}"]
+    log_variance = estimates[f"log_variance@{length}"]
     spread = _through(log_variance, math.sqrt)
     row = Row(
         length,
         spread=spread,
         ess_untruncated=_through(log_variance, lambda v: max(math.exp(-v), floor)),
-        **{name: made[f"{name}@{length}"] for name in ("ess", "truncated", "outside")},
-        geo_rejected=made[f"geo_rejected@{length}"],
+        **{name: estimates[f"{name}@{length}"] for name in ("ess", "truncated", "outside")},
+        geo_rejected=estimates[f"geo_rejected@{length}"],
     )
     if spread.high is None or fit.unseen == 0.0:
         return row
     lags = min(fit.lags, length - 1)
     most = spread.high**2 + fit.unseen * (length - lags) * (length - lags - 1)
-    mean, variance = np.array(made["mean"].value * length), np.array(most)
+    mean, variance = np.array(estimates["mean"].value * length), np.array(most)
     ends: dict[str, float] = {
         "spread": math.sqrt(most),
         "ess_untruncated": max(math.exp(-most), floor),
@@ -352,7 +362,9 @@ def _at_most(estimate: Estimate, other: Estimate) -> Estimate:
     )
 
 
-def _held_back(lines: Lines, of_sequence: Ints, prompt: Ints, longest: int, seed: int) -> HeldBack:
+def _held_back(
+    lines: DeltaSequences, of_sequence: Ints, prompt: Ints, longest: int, seed: int
+) -> HeldBack:
     """Fit on the first half of the positions, predict the spread of S at the full length.
 
     Only sequences that reach the full length take part, on both sides: what they show late is
@@ -363,7 +375,7 @@ def _held_back(lines: Lines, of_sequence: Ints, prompt: Ints, longest: int, seed
     numbers = of_sequence[reaches]
     half = longest // 2
     early = whole.first(half)
-    fit = Fit.of(early, prompt[numbers], half // 2)
+    fit = AutocovarianceFit.of(early, prompt[numbers], half // 2)
     total = whole.sums(whole.away)
     terms = np.concatenate([fit.terms, np.stack([total, total**2], axis=1)], axis=1)
 
@@ -375,11 +387,11 @@ def _held_back(lines: Lines, of_sequence: Ints, prompt: Ints, longest: int, seed
 
     metric = _metric("held_back", error, (-1.0, np.inf))
     estimator = Estimator(np.arange(len(numbers)), prompt[numbers], seed=seed)
-    made = estimator.one(metric, {"terms": terms})
-    if made is None:
+    excess = estimator.one(metric, {"terms": terms})
+    if excess is None:
         raise Unfit("not enough: early positions give no positive variance for later ones")
     observed = float(total.std())
-    return HeldBack(half, longest, observed * (1.0 + made.value), observed, _counted(made, fit))
+    return HeldBack(half, longest, observed * (1.0 + excess.value), observed, _counted(excess, fit))
 
 
 def _failed(error: Estimate) -> bool:
@@ -388,7 +400,7 @@ def _failed(error: Estimate) -> bool:
     return abs(error.value) > CHECK_WRONG and not error.low <= 0.0 <= error.high
 
 
-def _observed(lines: Lines, lengths: Ints, longest: int) -> tuple[tuple[int, float], ...]:
+def _observed(lines: DeltaSequences, lengths: Ints, longest: int) -> tuple[tuple[int, float], ...]:
     """Spread of S at lengths of the data, each over the sequences that are at least so long."""
     points = []
     for length in [longest // 8, longest // 4, longest // 2, longest]:

@@ -293,8 +293,8 @@ ALIASES: dict[str, tuple[Alias, ...]] = {
 
 def of(metric: str, framework: str | None = None) -> tuple[Alias, ...]:
     """The aliases of a metric, all of them or one framework's; () where there is none."""
-    known = ALIASES.get(metric, ())
-    return tuple(alias for alias in known if framework in (None, alias.framework))
+    aliases = ALIASES.get(metric, ())
+    return tuple(alias for alias in aliases if framework in (None, alias.framework))
 
 
 def metric_called(name: str) -> str | None:

@@ -80,8 +80,8 @@ class PromptSums:
         count = np.bincount(cluster, minlength=prompts)
         sums = [np.bincount(cluster, column, minlength=prompts) for column in terms.T]
         constant = (terms == terms[0]).all(axis=0)
-        known = [float(t) if same else None for t, same in zip(terms[0], constant, strict=True)]
-        return cls.of_sums(floats(np.stack(sums, axis=1)), floats(count), known, combine)
+        constants = [float(t) if same else None for t, same in zip(terms[0], constant, strict=True)]
+        return cls.of_sums(floats(np.stack(sums, axis=1)), floats(count), constants, combine)
 
     @classmethod
     def of_sums(
@@ -99,9 +99,9 @@ class PromptSums:
             if value is not None:
                 centre[j], away[:, j] = value, 0.0
         step = STEP * np.sqrt((away**2).sum(axis=0)) / count.sum()
-        made = cls(centre, away, count, combine, floats(step), floats(np.zeros(len(count))))
-        residual = away @ made.gradient(np.zeros((1, len(centre))))[0]
-        return replace(made, residual=residual)
+        prompt_sums = cls(centre, away, count, combine, floats(step), floats(np.zeros(len(count))))
+        residual = away @ prompt_sums.gradient(np.zeros((1, len(centre))))[0]
+        return replace(prompt_sums, residual=residual)
 
     @property
     def heavy(self) -> bool:
@@ -283,13 +283,13 @@ def _rare(sums: Floats, counts: Floats) -> bool:
 # ---------------------------------------------------------------- differences
 
 
-def mover(one: Estimate, other: Estimate) -> tuple[float, float] | None:
-    """Interval of other - one from the intervals of two independent numbers; None without."""
-    if one.low is None or one.high is None or other.low is None or other.high is None:
+def mover(old: Estimate, new: Estimate) -> tuple[float, float] | None:
+    """Interval of new - old from the intervals of two independent numbers; None without."""
+    if old.low is None or old.high is None or new.low is None or new.high is None:
         return None
-    value = other.value - one.value
-    down = math.hypot(other.value - other.low, one.high - one.value)
-    up = math.hypot(other.high - other.value, one.value - one.low)
+    value = new.value - old.value
+    down = math.hypot(new.value - new.low, old.high - old.value)
+    up = math.hypot(new.high - new.value, old.value - old.low)
     return value - down, value + up
 
 

@@ -43,18 +43,18 @@ def exchange(before: PerPrompt, after: PerPrompt, *, seed: int = 0) -> float:
     least = max(0.0, abs(observed) - rounding)
     extreme = tried = 0
     for swaps in _swaps(len(shared), seed):
-        one, n_one = first.sum() + swaps @ moved, count.sum() + swaps @ shift
-        two, n_two = second.sum() - swaps @ moved, other.sum() - swaps @ shift
-        extreme += int((np.abs(_statistic(one, n_one, two, n_two)) >= least).sum())
+        a, n_a = first.sum() + swaps @ moved, count.sum() + swaps @ shift
+        b, n_b = second.sum() - swaps @ moved, other.sum() - swaps @ shift
+        extreme += int((np.abs(_statistic(a, n_a, b, n_b)) >= least).sum())
         tried += len(swaps)
     if len(shared) <= EXHAUSTIVE:
         return extreme / tried
     return (extreme + 1) / (tried + 1)
 
 
-def _statistic(one: Floats, n_one: Floats, two: Floats, n_two: Floats) -> Floats:
+def _statistic(a: Floats, n_a: Floats, b: Floats, n_b: Floats) -> Floats:
     with np.errstate(all="ignore"):
-        change: Floats = two / n_two - one / n_one
+        change: Floats = b / n_b - a / n_a
     return change
 
 

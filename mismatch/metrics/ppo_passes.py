@@ -62,7 +62,7 @@ class TwoPasses:
 
     def named(self, id: str) -> Variant | None:
         """One variant, or None where it was not run."""
-        return next((one for one in self.variants if one.id == id), None)
+        return next((variant for variant in self.variants if variant.id == id), None)
 
 
 def ratios(old: Floats, new: Floats) -> Floats:
@@ -171,8 +171,8 @@ def measure_pass(
     routes = {}
     if differs is not None:
         routes = estimator.all(METRICS_OF_ROUTES, {"layers": floats(differs.mean(axis=1))})
-    made = estimator.all(METRICS_OF_RATIO, {"ratio": ratio, "delta": new - old})
-    return Variant(id, scoring, made, routes, sizes(ratio))
+    estimates = estimator.all(METRICS_OF_RATIO, {"ratio": ratio, "delta": new - old})
+    return Variant(id, scoring, estimates, routes, sizes(ratio))
 
 
 def sizes(ratio: Floats) -> dict[str, list[Any]]:

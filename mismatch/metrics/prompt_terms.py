@@ -63,8 +63,8 @@ class _Tally:
         return [next(iter(seen)) if len(seen) == 1 else None for seen in self._values]
 
     def heavy(self, units: int) -> bool | None:
-        found = [tail.heavy(units) for tail in self._tails]
-        return None if None in found and True not in found else any(found)
+        heavy = [tail.heavy(units) for tail in self._tails]
+        return None if None in heavy and True not in heavy else any(heavy)
 
 
 class Prompts:

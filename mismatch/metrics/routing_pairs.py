@@ -99,12 +99,12 @@ def pair_routing(
         )
     rows = action_rows(rollout) if rows is None else rows
     sides = _Side(left, layers), _Side(right, layers)
-    made = _Pairing(len(rows), len(layers), left, right)
+    pairing = _Pairing(len(rows), len(layers), left, right)
     step = max(1, CHUNK // (len(layers) * left.top_k))
     for start in range(0, len(rows), step):
         chunk = rows[start : start + step]
-        made.add(slice(start, start + len(chunk)), *(side.read(chunk) for side in sides))
-    arrays = made.finished()
+        pairing.add(slice(start, start + len(chunk)), *(side.read(chunk) for side in sides))
+    arrays = pairing.finished()
     if right.margin is not None:
         arrays["margin"] = sides[1].pick(right.margin, rows)
     return PairedRouting(layers, left.num_experts, left.top_k, arrays)
@@ -115,11 +115,11 @@ def in_other(ids: Array, other: Array) -> Bools:
 
     Both [K, ...], distinct within a token. Summed over K and divided by K: |A ∩ B| / K.
     """
-    found = np.zeros(ids.shape, bool)
+    chosen = np.zeros(ids.shape, bool)
     for slot in range(len(ids)):
         for elsewhere in other:
-            found[slot] |= ids[slot] == elsewhere
-    return found
+            chosen[slot] |= ids[slot] == elsewhere
+    return chosen
 
 
 def top_expert(ids: Array, weights: Array) -> Array:
@@ -201,7 +201,7 @@ class _Pairing:
             "shared_load": np.zeros(experts, np.int64),
         }
         weighed = self.left.weights is not None, self.right.weights is not None
-        self.sorted_sides = [known for known in weighed if known]
+        self.sorted_sides = [has_weights for has_weights in weighed if has_weights]
         if all(weighed):
             self.arrays["rollout_top_expert"] = np.zeros(shape, self.left.ids.dtype)
             self.arrays["train_top_expert"] = np.zeros(shape, self.right.ids.dtype)
@@ -220,8 +220,8 @@ class _Pairing:
         arrays["rollout_load"] += self._counts(a)
         arrays["train_load"] += self._counts(b)
         arrays["shared_load"] += self._counts(a, shared)
-        known = [weights for weights in (a_weights, b_weights) if weights is not None]
-        falling = [bool((weights[1:] <= weights[:-1]).all()) for weights in known]
+        given = [weights for weights in (a_weights, b_weights) if weights is not None]
+        falling = [bool((weights[1:] <= weights[:-1]).all()) for weights in given]
         self.sorted_sides = [x and y for x, y in zip(self.sorted_sides, falling, strict=True)]
         if a_weights is not None and b_weights is not None:
             arrays["rollout_top_expert"][at] = top_expert(a, a_weights)

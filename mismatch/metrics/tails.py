@@ -44,10 +44,10 @@ def _heavy(terms: Floats) -> bool:
     for sample in (terms[::stride], None) if stride > 3 else (None,):
         tail = Tail(sample)
         tail.add(terms)
-        found = tail.heavy(len(terms))
-        if found is not None:
+        heavy = tail.heavy(len(terms))
+        if heavy is not None:
             break
-    return bool(found)
+    return bool(heavy)
 
 
 class Tail:

@@ -135,8 +135,8 @@ def _checkpoint(path: Path) -> str:
 
 
 def _suggestion(name: str) -> str:
-    known = [*EMBEDDED, *ALIASES]
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    names = [*EMBEDDED, *ALIASES]
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     embedded = ", ".join(EMBEDDED)
     return (

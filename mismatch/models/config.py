@@ -337,10 +337,10 @@ def find_config(model: str, revision: str | None = None) -> FoundConfig:
 def is_moe(model: str, revision: str | None = None) -> bool | None:
     """Whether a model (directory or hub id) has experts; None where it is not on this machine."""
     try:
-        found = find_config(model, revision)
+        config = find_config(model, revision)
     except MismatchError:
         return None
-    return None if found.source == SHIPPED else found.model.experts > 0
+    return None if config.source == SHIPPED else config.model.experts > 0
 
 
 def cached_snapshot(model: str, revision: str | None = None) -> Path | None:
@@ -355,8 +355,8 @@ def cached_snapshot(model: str, revision: str | None = None) -> Path | None:
 
 def hub_cache() -> Path:
     """Where huggingface_hub keeps models, by the same variables that it reads."""
-    if found := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(found).expanduser()
+    if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(folder).expanduser()
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
     home = Path(os.environ.get("HF_HOME", cache / "huggingface"))
     return (home / "hub").expanduser()

@@ -29,16 +29,16 @@ def parse_injections(texts: Sequence[str] | None) -> Injections:
     Raises:
         MismatchError: an unknown name, a name given twice, or a size that is no positive number.
     """
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for text in texts or ():
         name, equals, size = text.partition("=")
         name = name.strip()
         if name not in KNOWN:
             raise MismatchError(f"--inject {text!r}: no such disturbance", f"use {_usage()}")
-        if name in found:
+        if name in sizes:
             raise MismatchError(f"--inject {name} is given twice", "give it once")
-        found[name] = _size(text, size if equals else "")
-    return tuple(found.items())
+        sizes[name] = _size(text, size if equals else "")
+    return tuple(sizes.items())
 
 
 def describe(injections: Injections, seed: int | None = None) -> str:

@@ -90,10 +90,10 @@ def _expert(name: str, tensor: torch.Tensor, files: dict[str, Any]) -> torch.Ten
     """The first two experts of the second layer change places, their router does not."""
     if ".layers.1." not in name or ".experts." not in name:
         return tensor
-    for one, other in ((".experts.0.", ".experts.1."), (".experts.1.", ".experts.0.")):
-        if one in name:
-            swapped: torch.Tensor = files[name.replace(one, other)].get_tensor(
-                name.replace(one, other)
+    for own, other in ((".experts.0.", ".experts.1."), (".experts.1.", ".experts.0.")):
+        if own in name:
+            swapped: torch.Tensor = files[name.replace(own, other)].get_tensor(
+                name.replace(own, other)
             )
             return swapped
     if name.partition(".experts.")[2].partition(".")[0].isdigit():
@@ -106,14 +106,14 @@ def _expert(name: str, tensor: torch.Tensor, files: dict[str, Any]) -> torch.Ten
 def _scaled(key: str) -> Config:
     def change(config: dict[str, Any], size: float) -> bool:
         """Multiply a number of the configuration wherever it stands."""
-        found = False
+        changed = False
         for name, value in list(config.items()):
             if isinstance(value, dict):
-                found |= change(value, size)
+                changed |= change(value, size)
             elif name == key and isinstance(value, int | float) and value:
                 config[name] = type(value)(value * size)
-                found = True
-        return found
+                changed = True
+        return changed
 
     return change
 

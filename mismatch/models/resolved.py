@@ -54,8 +54,8 @@ def _attention(modules: Sequence[Any]) -> list[Any]:
         lambda m: hasattr(m, "layer_idx") and hasattr(m, "scaling"),
     )
     for belongs in tests:
-        if found := [module for module in modules if belongs(module)]:
-            return found
+        if belonging := [module for module in modules if belongs(module)]:
+            return belonging
     return []
 
 
@@ -204,8 +204,8 @@ def stop_ids(model: str, revision: str | None, *sources: Any) -> tuple[int, ...]
         generation = GenerationConfig.from_pretrained(model, revision=revision or "main")
     ids: set[int] = set()
     for source in (generation, *sources):
-        found = getattr(source, "eos_token_id", None)
-        ids.update(found if isinstance(found, list) else [] if found is None else [found])
+        given = getattr(source, "eos_token_id", None)
+        ids.update(given if isinstance(given, list) else [] if given is None else [given])
     return tuple(sorted(ids))
 
 

@@ -17,7 +17,7 @@ from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
 from mismatch.analysis.levels import column_for, judge, require_applied, verdict
-from mismatch.analysis.plugins import Measured, analyses
+from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
@@ -109,46 +109,48 @@ def build_report(
     Returns:
         The report, and the token table (one row per action token).
     """
-    found = Artefacts.load(run_dir, spec)
-    require_a_law(found.rollout.sampling)
-    checks = input_checks(found.rollout, found.decode, found.train)
-    comparisons, floor = compare_artefacts(run_dir, spec, found, checks, again)
+    artefacts = Artefacts.load(run_dir, spec)
+    require_a_law(artefacts.rollout.sampling)
+    checks = input_checks(artefacts.rollout, artefacts.decode, artefacts.train)
+    comparisons, floor = compare_artefacts(run_dir, spec, artefacts, checks, again)
     if comparisons:
-        checks += checks_of(spec, found, comparisons[0])
-    column = column_for(found.decode.fingerprint, found.train.fingerprint)
+        checks += checks_of(spec, artefacts, comparisons[0])
+    column = column_for(artefacts.decode.fingerprint, artefacts.train.fingerprint)
     if comparisons:
         require_applied(comparisons[0], column, thresholds)
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
-    results, unseen = measured(run_dir, spec, found, comparisons)
+    results, unseen = measured(run_dir, spec, artefacts, comparisons)
     gradients, without_gradients = check_of_run(run_dir, asked=spec.gradients)
     checks += [*square_checks(results.get("square")), *gradient_checks(gradients)]
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
-    missing = not_tested(spec, found.rollout, found.scorings, checks) + unseen
-    missing += [str(one) for one in without_room(run_dir, spec, found.scorings)]
+    missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks) + unseen
+    missing += [str(entry) for entry in without_room(run_dir, spec, artefacts.scorings)]
     results |= {"kernels": of_run(run_dir), "gradients": gradients}
     results |= {"locate": located(run_dir)}
     report = Report(
         model=named(spec.rollout.engine.model),
-        verdict=mark_injected(verdict(judgements, checks, column, open_question), found.scorings),
-        fingerprints=named({name: one.fingerprint for name, one in found.scorings.items()}),
+        verdict=mark_injected(
+            verdict(judgements, checks, column, open_question), artefacts.scorings
+        ),
+        fingerprints=named({name: s.fingerprint for name, s in artefacts.scorings.items()}),
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
         checks=tuple(checks),
         not_tested=(*missing, *without_gradients),
-        run=named(facts(spec, found.rollout, command)),
+        run=named(facts(spec, artefacts.rollout, command)),
     ).with_analyses(**results)
     return report, store.load_tokens(run_dir)
 
 
-def checks_of(spec: CheckSpec, found: Artefacts, headline: Comparison) -> list[Check]:
+def checks_of(spec: CheckSpec, artefacts: Artefacts, headline: Comparison) -> list[Check]:
     """All checks of artefacts that passed the input checks, but for those of the square."""
-    sides = found.rollout, found.decode, found.train
+    sides = artefacts.rollout, artefacts.decode, artefacts.train
     return [
         *semantic_checks(*sides, headline.metrics["ratio_mean"]),
         *exact_checks(headline),
         *routing_checks(*sides),
-        *pass_checks(*sides, found.scorings),
-        *sharding_checks(spec.nproc_per_node, found.train.fingerprint),
+        *pass_checks(*sides, artefacts.scorings),
+        *sharding_checks(spec.nproc_per_node, artefacts.train.fingerprint),
     ]
 
 
@@ -166,7 +168,7 @@ def without_square(spec: CheckSpec, comparisons: list[Comparison], results: dict
 
 
 def measured(
-    run_dir: Path, spec: CheckSpec, found: Artefacts, comparisons: list[Comparison]
+    run_dir: Path, spec: CheckSpec, held: Artefacts, comparisons: list[Comparison]
 ) -> tuple[dict[str, Any], list[str]]:
     """The results of all analyses by id, and what they could not see.
 
@@ -174,10 +176,10 @@ def measured(
     """
     if not comparisons:
         return {}, []
-    usable, refused = by_finiteness(found.scorings)
+    usable, refused = by_finiteness(held.scorings)
     if (error := read_error(run_dir, FLOAT32_ENGINE)) is not None:
         refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
-    run = Measured(found.rollout, found.decode, found.train, comparisons[0], usable, refused)
+    run = RunArtefacts(held.rollout, held.decode, held.train, comparisons[0], usable, refused)
     results: dict[str, Any] = {}
     missing: list[str] = []
     for analysis in analyses():
@@ -191,18 +193,20 @@ def measured(
 
 
 def compare_artefacts(
-    run_dir: Path, spec: CheckSpec, found: Artefacts, checks: list[Check], again: bool
+    run_dir: Path, spec: CheckSpec, held: Artefacts, checks: list[Check], again: bool
 ) -> tuple[list[Comparison], list[SidePair]]:
     """Comparisons and noise floor, from ``comparison.json`` where that is of these artefacts."""
     made_by = f"{__version__}:{spec_hash(spec)}"
-    inputs = [store.ROLLOUT, *(store.scoring_file(name) for name in found.scorings)]
-    made = all(manifest.is_current(run_dir, name, made_by) for name in (COMPARISON, store.TOKENS))
-    if again or not made or not manifest.made_from(run_dir, COMPARISON, inputs):
+    inputs = [store.ROLLOUT, *(store.scoring_file(name) for name in held.scorings)]
+    current = all(
+        manifest.is_current(run_dir, name, made_by) for name in (COMPARISON, store.TOKENS)
+    )
+    if again or not current or not manifest.made_from(run_dir, COMPARISON, inputs):
         texts = store.load_vocabulary(run_dir)
-        pairs = compare_all(found, spec.seed, texts) if _sound(checks) else ([], [])
+        pairs = compare_all(held, spec.seed, texts) if _sound(checks) else ([], [])
         document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(*pairs)}
-        reference = found.scorings.get(REFERENCE)
-        tokens = token_table(run_dir, found.rollout, found.decode, found.train, reference)
+        reference = held.scorings.get(REFERENCE)
+        tokens = token_table(run_dir, held.rollout, held.decode, held.train, reference)
         entry: dict[str, Any] = {"made_by": made_by, "inputs": inputs}
         store.save_tokens(run_dir, tokens, **entry)
         store.save_document(run_dir, COMPARISON, document, schema=COMPARISON_SCHEMA, **entry)
@@ -212,28 +216,28 @@ def compare_artefacts(
 
 
 def compare_all(
-    found: Artefacts, seed: int, texts: dict[int, str] | None = None
+    artefacts: Artefacts, seed: int, texts: dict[int, str] | None = None
 ) -> tuple[list[Comparison], list[SidePair]]:
     """The headline first, then the prefill's view and the trainer's other settings; the floor."""
-    rollout, decode, prefill = found.rollout, found.decode, found.prefill
+    rollout, decode, prefill = artefacts.rollout, artefacts.decode, artefacts.prefill
     lawful = is_sampling_law(rollout, decode)
-    pairs = [(decode, found.train, lawful)]
+    pairs = [(decode, artefacts.train, lawful)]
     if prefill is not None and not not_finite(prefill):
-        pairs.append((prefill, found.train, False))
-    pairs += [(decode, other, lawful) for other in found.others if not not_finite(other)]
-    replayed = found.scorings.get(REPLAYED)
+        pairs.append((prefill, artefacts.train, False))
+    pairs += [(decode, other, lawful) for other in artefacts.others if not not_finite(other)]
+    replayed = artefacts.scorings.get(REPLAYED)
     if replayed is not None and not not_finite(replayed):
         pairs.append((decode, replayed, lawful))
-    other = found.scorings.get(WEIGHTS)
+    other = artefacts.scorings.get(WEIGHTS)
     if other is not None and not not_finite(other):
-        pairs += [(found.train, other, False), (decode, other, lawful)]
-    steady = [found.scorings.get(name) for name in (f"{TRAIN}:regrouped", REFERENCE)]
-    noise = router_noise(rollout, found.train, [s for s in steady if s is not None])
+        pairs += [(artefacts.train, other, False), (decode, other, lawful)]
+    steady = [artefacts.scorings.get(name) for name in (f"{TRAIN}:regrouped", REFERENCE)]
+    noise = router_noise(rollout, artefacts.train, [s for s in steady if s is not None])
     comparisons = [
         compare(rollout, left, right, sampled_by_left=law, seed=seed, noise=noise, texts=texts)
         for left, right, law in pairs
     ]
-    return comparisons, noise_floor(rollout, found.scorings, decode, prefill, seed)
+    return comparisons, noise_floor(rollout, artefacts.scorings, decode, prefill, seed)
 
 
 def _sound(checks: list[Check]) -> bool:
@@ -268,8 +272,8 @@ def not_tested(
 ) -> list[str]:
     """What this run could not see, and why, as the report has it."""
     left_by_engine = scorings[f"{spec.rollout.engine.engine}:decode"].fingerprint
-    skipped = [NotTested(one.id, one.detail) for one in checks if one.status == "not_tested"]
-    missing = [str(one) for one in skipped]
+    skipped = [NotTested(c.id, c.detail) for c in checks if c.status == "not_tested"]
+    missing = [str(c) for c in skipped]
     missing += map(NotTested.what_first, left_by_engine.get("not_tested", []))
     missing += spec.not_reproduced
     return [*missing, *map(str, _unseen(spec, rollout, scorings))]
@@ -288,7 +292,7 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
         yield NotTested("decode against prefill", "the prefill rescoring was switched off")
     if not spec.noise_floor:
         yield NotTested("noise floor", "switched off")
-    elif REFERENCE not in {one.name for one in training_passes(spec)}:
+    elif REFERENCE not in {pass_.name for pass_ in training_passes(spec)}:
         yield NotTested("float32 reference", "the trainer itself is the float32 reference")
     yield from _without_routes(spec, train.fingerprint)
     servers = decode.fingerprint.get("servers")
@@ -317,10 +321,10 @@ def _unsynchronised(told: dict[str, Any] | None) -> str:
 
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:
     """Passes that are missing because memory did not suffice, and why."""
-    for one in training_passes(spec):
-        reason = None if one.name in scorings else read_error(run_dir, pass_label(one.name))
+    for pass_ in training_passes(spec):
+        reason = None if pass_.name in scorings else read_error(run_dir, pass_label(pass_.name))
         if reason is not None:
-            yield NotTested(one.name, reason.message, reason.fix)
+            yield NotTested(pass_.name, reason.message, reason.fix)
 
 
 def _without_exact_kl(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:

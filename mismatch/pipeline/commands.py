@@ -53,7 +53,7 @@ def run_check(
     """
     with at_work(run_dir, "check", spec, command) as journal:
         stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec), wants_square(spec))
-        passes = [one for one in training_passes(spec) if one.name not in (left_out or {})]
+        passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in (left_out or {})]
         if spec.other_engine is not None:
             from mismatch.pipeline.scoring_pair import measure_two
 
@@ -98,13 +98,13 @@ def run_score(
     narrator: Narrator,
     name: str = TRAIN,
     command: str = "",
-    place: Launched | None = None,
+    world: Launched | None = None,
 ) -> None:
     """Add the trainer's scorings to a run that holds a rollout.
 
     Args:
         name: of the scoring; one that is not ``TRAIN`` is made without a noise floor of its own.
-        place: in a world that was launched for this process; None: a world is started.
+        world: in a world that was launched for this process; None: a world is started.
 
     Raises:
         MismatchError: no rollout, another scoring of that name, or the training world failed.
@@ -122,8 +122,8 @@ def run_score(
             f"--inject is for the second pass of the scoring {TRAIN!r}, not for {name!r}",
             "drop --name, or drop --inject",
         )
-    known = load_spec(run_dir)
-    if name != TRAIN and spec.gradients and not known.gradients:
+    recorded = load_spec(run_dir)
+    if name != TRAIN and spec.gradients and not recorded.gradients:
         raise MismatchError(
             f"--gradients are of the scoring {TRAIN!r} and its fixes, not of {name!r}",
             "drop --name, or drop --gradients",
@@ -131,20 +131,20 @@ def run_score(
     passes = training_passes(spec) if name == TRAIN else [Pass(name, spec.train)]
     _require_free_name(run_dir, passes[0])
     kept = replace(  # its fixes stay: a later compare shows their table
-        spec, fixes=known.fixes, budget_minutes=known.budget_minutes, verdict=known.verdict,
-        explain=known.explain,
+        spec, fixes=recorded.fixes, budget_minutes=recorded.budget_minutes,
+        verdict=recorded.verdict, explain=recorded.explain,
     )  # fmt: skip
     if name != TRAIN:
-        kept = replace(kept, train=known.train)
-    if place is not None:
+        kept = replace(kept, train=recorded.train)
+    if world is not None:
         if spec.gradients:
             raise MismatchError(
                 "--gradients cannot be taken in a world of another launcher",
                 "drop --gradients, or score on one machine",
             )
-        held = nullcontext() if place.rank else at_work(run_dir, "score", kept, command)
+        held = nullcontext() if world.rank else at_work(run_dir, "score", kept, command)
         with held:
-            score_launched(run_dir.resolve(), passes, place, narrator.note)
+            score_launched(run_dir.resolve(), passes, world, narrator.note)
         return
     with at_work(run_dir, "score", kept, command) as journal:
         plan = gradients_of(spec) if name == TRAIN else None
@@ -207,31 +207,32 @@ def conclude(
 def journal_facts(journal: Journal) -> dict[str, Any]:
     """What ``report.json`` keeps of the commands that made a run."""
     facts = {key: value for key, value in journal.entry.items() if key not in ("verb", "finished")}
-    earlier = [one["command"] for one in journal.earlier]
+    earlier = [command["command"] for command in journal.earlier]
     facts |= {"seconds": journal.seconds, "timings": journal.timings}
     return facts | ({"earlier_commands": earlier} if earlier else {})
 
 
-def _require_free_name(run_dir: Path, one: Pass) -> None:
+def _require_free_name(run_dir: Path, pass_: Pass) -> None:
     """A scoring is never replaced by one with other settings."""
-    if one.name not in store.scoring_names(run_dir):
+    if pass_.name not in store.scoring_names(run_dir):
         taken = [
             n
             for n in store.scoring_names(run_dir)
-            if store.scoring_file(n) == store.scoring_file(one.name)
+            if store.scoring_file(n) == store.scoring_file(pass_.name)
         ]
         if not taken:
             return
         raise MismatchError(
-            f"{run_dir} holds the scoring {taken[0]!r}, whose file would be that of {one.name!r}",
+            f"{run_dir} holds the scoring {taken[0]!r}, whose file would be that of {pass_.name!r}",
             "choose another --name",
         )
-    found = store.scoring_header(run_dir, one.name).get("spec")
+    saved = store.scoring_header(run_dir, pass_.name).get("spec")
     # Through a spec and back: what was saved holds lists for tuples, and no fields that are newer.
-    if found is None or from_dict(TrainSpec, found) == one.spec:
+    if saved is None or from_dict(TrainSpec, saved) == pass_.spec:
         return
-    lines = differences(to_dict(from_dict(TrainSpec, found)), to_dict(one.spec))
+    lines = differences(to_dict(from_dict(TrainSpec, saved)), to_dict(pass_.spec))
     raise MismatchError(
-        f"{run_dir} holds a scoring {one.name!r} with other settings:\n    " + "\n    ".join(lines),
+        f"{run_dir} holds a scoring {pass_.name!r} with other settings:\n    "
+        + "\n    ".join(lines),
         "keep both: --name NAME for this one",
     )

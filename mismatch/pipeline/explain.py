@@ -21,7 +21,7 @@ from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness
 from mismatch.analysis.diagnosis.ranking import Causes, diagnose
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.confirmation import applied, judged, settled
@@ -80,24 +80,24 @@ def explain(stages: Stages) -> None:
     _passes_left_out(stages, run)
     causes = _causes(case_of(run_dir, stages.spec), [])
     fixed = _of_fixes(run_dir, stages.spec, causes)
-    made = list(fixed)
+    experiments = list(fixed)
     for engines in range(1 + ENGINES):
-        variants, probes = _planned(stages, context, made)
+        variants, probes = _planned(stages, context, experiments)
         chosen = [pair for pair in variants if pair[0].same_tokens]
         if engines:
             chosen = [] if probes and _before(probes[0], variants) else variants[:1]
             if not chosen and not probes:
                 break
-            made += [] if chosen else _probed(stages, run, probes, start)
+            experiments += [] if chosen else _probed(stages, run, probes, start)
         if chosen:
-            _say(stages, [one for one, _ in chosen])
+            _say(stages, [e for e, _ in chosen])
             _measure(run, [variant for _, variant in chosen])
-            made += [_single(stages, one, partial(_result, run, one, v)) for one, v in chosen]
-    made += _located(stages, run, made, start)
+            experiments += [_single(stages, e, partial(_result, run, e, v)) for e, v in chosen]
+    experiments += _located(stages, run, experiments, start)
     (run_dir / DIRECTORY).mkdir(exist_ok=True)
     before = _state(run_dir)["seconds"] if (run_dir / STATE).exists() else 0.0
     spent = round(max(before, time.monotonic() - start), 2)  # made before: nothing runs again
-    own = to_json(made[len(fixed) :])
+    own = to_json(experiments[len(fixed) :])
     document = {"schema": STATE_SCHEMA, "experiments": own, "seconds": spent}
     store.save_document(run_dir, STATE, document, schema=STATE_SCHEMA)
 
@@ -113,31 +113,31 @@ def _passes_left_out(stages: Stages, run: FixRun) -> None:
 
 
 def _planned(
-    stages: Stages, context: Context, made: list[Experiment]
+    stages: Stages, context: Context, experiments: list[Experiment]
 ) -> tuple[list[tuple[Experiment, Variant]], list[Experiment]]:
     """Fixes, and experiments of a fresh engine; the best of each first."""
     case = case_of(stages.run_dir, stages.spec)
-    causes = _causes(case, made)
+    causes = _causes(case, experiments)
     header = case.trainer.fingerprint
     costs: Costs = costs_of(stages.journal.seconds, header)
-    ids = [one.id for one in made]
+    ids = [experiment.id for experiment in experiments]
     variants = plan(stages.spec, context, causes, costs, ids)
     return variants, plan_probes(case, causes, costs, ids)
 
 
-def _causes(case: Case, made: list[Experiment]) -> Causes:
+def _causes(case: Case, experiments: list[Experiment]) -> Causes:
     """As far as the experiments that are made tell them apart."""
     causes = diagnose(case, detectors())
-    return applied(causes, settled(causes, made))[0]
+    return applied(causes, settled(causes, experiments))[0]
 
 
 def _before(probe: Experiment, variants: list[tuple[Experiment, Variant]]) -> bool:
     return not variants or probe.rate >= variants[0][0].rate
 
 
-def _located(stages: Stages, run: FixRun, made: list[Experiment], start: float) -> list[Experiment]:
+def _located(stages: Stages, run: FixRun, done: list[Experiment], start: float) -> list[Experiment]:
     """The module, where a function is at fault and nothing else gave it a name."""
-    causes = _causes(case_of(stages.run_dir, stages.spec), made)
+    causes = _causes(case_of(stages.run_dir, stages.spec), done)
     planned = to_locate(causes)
     if planned is None:
         return []
@@ -149,13 +149,13 @@ def _located(stages: Stages, run: FixRun, made: list[Experiment], start: float) 
     _say(stages, [planned])
 
     def locate() -> list[Experiment]:
-        found = of_run(stages.run_dir)
-        if found is None:
+        location = of_run(stages.run_dir)
+        if location is None:
             asked = Asked(sequences=FEW_SEQUENCES, seconds=seconds, seed=stages.spec.seed)
-            found = locate_in(stages.run_dir, stages.spec, stages.narrator, asked)
-            document = to_document(found)
+            location = locate_in(stages.run_dir, stages.spec, stages.narrator, asked)
+            document = to_document(location)
             store.save_document(stages.run_dir, LOCATED, document, schema=LOCATE_SCHEMA)
-        return [judged_location(planned, found)]
+        return [judged_location(planned, location)]
 
     return _attempt(stages, [planned], locate)
 
@@ -166,12 +166,12 @@ def _probed(
     """One start of the engine for all of them; what fails is their failure and not the check's."""
     spent = time.monotonic() - start
     if run.over(spent + planned[0].expected_s):
-        return [replace(one, reason=OVER_BUDGET) for one in planned]
+        return [replace(experiment, reason=OVER_BUDGET) for experiment in planned]
     _say(stages, planned)
 
     def ask() -> list[Experiment]:
-        ask_fresh_engine(stages, [one.id for one in planned])
-        return [_single(stages, one, partial(_probe_result, stages, one)) for one in planned]
+        ask_fresh_engine(stages, [e.id for e in planned])
+        return [_single(stages, e, partial(_probe_result, stages, e)) for e in planned]
 
     return _attempt(stages, planned, ask)
 
@@ -196,7 +196,7 @@ def _attempt(
         return make()
     except Exception as error:
         reason = _reason(stages, error)
-        return [replace(one, reason=reason) for one in planned]
+        return [replace(experiment, reason=reason) for experiment in planned]
 
 
 def _single(stages: Stages, planned: Experiment, make: Callable[[], Experiment]) -> Experiment:
@@ -225,17 +225,17 @@ def _measure(run: FixRun, chosen: list[Variant]) -> None:
         run.measure([], sample=False)
     except Exception as error:
         reason = _reason(run.stages, error)
-        left = [one for one in chosen if one.id not in run.failed and not run.scored(one)]
+        left = [v for v in chosen if v.id not in run.failed and not run.scored(v)]
         if isinstance(error, MismatchError) or len(left) == 1:
-            run.failed |= {one.id: reason for one in left}
+            run.failed |= {v.id: reason for v in left}
             return
-        run.variants = [one for one in run.variants if one not in left]
-        for one in left:
-            _measure(run, [one])
+        run.variants = [v for v in run.variants if v not in left]
+        for v in left:
+            _measure(run, [v])
 
 
 def _say(stages: Stages, chosen: list[Experiment]) -> None:
-    words = ", ".join(f"{one.id} ({one.expected_s:.0f} s)" for one in chosen)
+    words = ", ".join(f"{experiment.id} ({experiment.expected_s:.0f} s)" for experiment in chosen)
     stages.narrator.note(f"explain: {words}")
 
 
@@ -258,7 +258,7 @@ def _measured(
         MismatchError: it is missing, damaged, of other tokens, or not finite.
     """
     engine = spec.rollout.engine.engine
-    sides = Sides.load(run_dir / variant.place, engine, variant.scoring.name)
+    sides = ScoredRollout.load(run_dir / variant.place, engine, variant.scoring.name)
     after = Case.of(sides.rollout, sides.decode, sides.train, {})
     seconds = cost_of(sides, run_dir, variant).seconds or 0.0
     return judged(experiment, before, after, round(seconds, 2))
@@ -270,21 +270,21 @@ def _of_fixes(run_dir: Path, spec: CheckSpec, causes: Causes) -> list[Experiment
         return []
     weights = masses(causes)
     entries = state_of(run_dir)["variants"]
-    asking = [(e, one) for e in entries if (one := asked(e["id"], spec, weights)) is not None]
+    asking = [(e, probe) for e in entries if (probe := asked(e["id"], spec, weights)) is not None]
     if not asking:
         return []
     before = case_of(run_dir, spec)
-    made = []
-    for entry, one in asking:
+    experiments = []
+    for entry, probe in asking:
         variant = variant_of(spec, entry["id"], entry["place"])
-        one = replace(one, same_tokens=not variant.place)
+        probe = replace(probe, same_tokens=not variant.place)
         try:
             if entry["failed"]:
                 raise MismatchError(entry["failed"])
-            made.append(_measured(run_dir, spec, before, one, variant))
+            experiments.append(_measured(run_dir, spec, before, probe, variant))
         except MismatchError as error:
-            made.append(replace(one, reason=error.headline.splitlines()[0]))
-    return made
+            experiments.append(replace(probe, reason=error.headline.splitlines()[0]))
+    return experiments
 
 
 def case_of(run_dir: Path, spec: CheckSpec) -> Case:
@@ -294,7 +294,7 @@ def case_of(run_dir: Path, spec: CheckSpec) -> Case:
         MismatchError: an artefact is missing or damaged.
     """
     artefacts = Artefacts.load(run_dir, spec)
-    Sides(artefacts.rollout, artefacts.decode, artefacts.train).pair  # noqa: B018  of the same tokens
+    ScoredRollout(artefacts.rollout, artefacts.decode, artefacts.train).pair  # noqa: B018  of the same tokens
     usable, _ = by_finiteness(artefacts.scorings)
     others = others_of(usable, artefacts.decode, artefacts.train)
     return Case.of(artefacts.rollout, artefacts.decode, artefacts.train, others)
@@ -313,12 +313,12 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     fixed = _of_fixes(run_dir, spec, causes)
     if not explained and not fixed:
         return report
-    ids = [one.id for one in fixed]
-    experiments = settled(causes, [*fixed, *(one for one in own if one.id not in ids)])
+    ids = [e.id for e in fixed]
+    experiments = settled(causes, [*fixed, *(e for e in own if e.id not in ids)])
     causes, confirmed, ruled_out = applied(causes, experiments)
-    spent += sum(one.seconds or 0.0 for one in fixed)
-    told = Explanation(tuple(experiments), confirmed, ruled_out, round(spent, 2))
-    return report.with_analyses(causes=causes, explain=told)
+    spent += sum(e.seconds or 0.0 for e in fixed)
+    explanation = Explanation(tuple(experiments), confirmed, ruled_out, round(spent, 2))
+    return report.with_analyses(causes=causes, explain=explanation)
 
 
 def _state(run_dir: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def measure_with_fixes(stages: Stages, passes: list[Pass]) -> None:
 
 
 class FixRun:
-    """The fixes of one check; a :class:`mismatch.processes.stages.Beside`."""
+    """The fixes of one check; a :class:`mismatch.processes.stages.ExtraJobs`."""
 
     def __init__(self, stages: Stages, plan: FixPlan) -> None:
         self.stages, self.plan = stages, plan
@@ -66,9 +66,9 @@ class FixRun:
             pending = self.pending()
             self.jobs = [self.job(variant) for variant in pending]
             for job in self.jobs:
-                error_path(self.run_dir, pass_label(job.one.name)).unlink(missing_ok=True)
+                error_path(self.run_dir, pass_label(job.pass_.name)).unlink(missing_ok=True)
             try:
-                self.stages.measure(passes, sample, beside=self)
+                self.stages.measure(passes, sample, extra=self)
                 break
             except MismatchError as error:
                 if not self.dropped(pending, error) or attempt == ATTEMPTS - 1:
@@ -84,9 +84,9 @@ class FixRun:
         ]
 
     def scored(self, variant: Variant) -> bool:
-        place, one = self.run_dir / variant.place, variant.scoring
-        fresh = not variant.place or resume.rollout_done(place, sampling_spec(variant).rollout)
-        return fresh and resume.scoring_done(place, one.name, one.spec)
+        directory, pass_ = self.run_dir / variant.place, variant.scoring
+        fresh = not variant.place or resume.rollout_done(directory, sampling_spec(variant).rollout)
+        return fresh and resume.scoring_done(directory, pass_.name, pass_.spec)
 
     def job(self, variant: Variant) -> Job:
         return Job(self.run_dir / variant.place, variant.scoring, optional=True)
@@ -96,9 +96,9 @@ class FixRun:
         if not resume.scoring_done(self.run_dir, TRAIN, self.stages.spec.train):
             return False
         self.refusals(pending)
-        by_name = {one.scoring.name: one for one in pending}
-        order = [by_name[job.one.name] for job in self.jobs]  # of the world that ended
-        left = [one for one in order if one.id not in self.failed and not self.scored(one)]
+        by_name = {v.scoring.name: v for v in pending}
+        order = [by_name[job.pass_.name] for job in self.jobs]  # of the world that ended
+        left = [v for v in order if v.id not in self.failed and not self.scored(v)]
         if not left:
             return False
         self.failed[left[0].id] = _first_line(error)
@@ -108,19 +108,19 @@ class FixRun:
     def refusals(self, variants: list[Variant]) -> None:
         """What the world said about passes that could not run."""
         for variant in variants:
-            said = read_error(self.run_dir, pass_label(variant.scoring.name))
-            if said is not None and variant.id not in self.failed:
-                self.failed[variant.id] = said.message
+            error = read_error(self.run_dir, pass_label(variant.scoring.name))
+            if error is not None and variant.id not in self.failed:
+                self.failed[variant.id] = error.message
 
     def prepare(self, *world: Worker) -> dict[str, Any]:
         """Sample with every engine that is needed; how long the passes of fixes may take."""
         start = time.monotonic()
-        needed = {one.place: one for one in self.pending() if one.place}
+        needed = {variant.place: variant for variant in self.pending() if variant.place}
         longest = self.stages.journal.seconds.get("rollout", 0.0)
-        for place, variant in needed.items():
+        for folder, variant in needed.items():
             spent = self.spent_s + time.monotonic() - start
             if self.over(spent + longest, ENGINE_SHARE):
-                self.leave_out(place, "the engine's time in the budget")
+                self.leave_out(folder, "the engine's time in the budget")
                 continue
             began = time.monotonic()
             self.sample(variant, world)
@@ -132,11 +132,11 @@ class FixRun:
 
     def sample(self, variant: Variant, world: tuple[Worker, ...]) -> None:
         """Tokens of its own for a variant; its failure is noted."""
-        place, spec = self.run_dir / variant.place, sampling_spec(variant)
-        place.mkdir(parents=True, exist_ok=True)
+        directory, spec = self.run_dir / variant.place, sampling_spec(variant)
+        directory.mkdir(parents=True, exist_ok=True)
         try:
-            with at_work(place, "fix", spec, self.stages.journal.entry["command"]) as journal:
-                Stages(spec, place, self.stages.narrator, journal).sample(*world)
+            with at_work(directory, "fix", spec, self.stages.journal.entry["command"]) as journal:
+                Stages(spec, directory, self.stages.narrator, journal).sample(*world)
         except MismatchError as error:
             for worker in world:
                 worker.ended()  # raises if it was the world that failed
@@ -144,9 +144,9 @@ class FixRun:
             if len(error.message.splitlines()) > 1:
                 reason += f"; see {variant.place}/logs/engine.log"
             self.stages.narrator.note(f"fix {variant.id} failed: {reason}")
-            for one in self.variants:
-                if one.place == variant.place:
-                    self.failed[one.id] = reason
+            for other in self.variants:
+                if other.place == variant.place:
+                    self.failed[other.id] = reason
 
     def allowed_s(self) -> float | None:
         minutes = self.stages.spec.budget_minutes
@@ -156,10 +156,10 @@ class FixRun:
         allowed = self.allowed_s()
         return allowed is not None and seconds > share * allowed
 
-    def leave_out(self, place: str, what: str) -> None:
-        for one in [one for one in self.variants if one.place == place]:
-            self.variants.remove(one)
-            self.left_out.append(f"{one.id}: not run, {what} is used up")
+    def leave_out(self, folder: str, what: str) -> None:
+        for variant in [variant for variant in self.variants if variant.place == folder]:
+            self.variants.remove(variant)
+            self.left_out.append(f"{variant.id}: not run, {what} is used up")
 
     def collect(self) -> None:
         """After a world: what failed in it, what it had no time for, and what it took."""
@@ -174,16 +174,16 @@ class FixRun:
     def cost_s(self) -> float:
         """Seconds of the engines and of the forward passes that fixes took, earlier runs too."""
         places = {variant.place for variant in self.variants if variant.place}
-        total = sum(self.engine_seconds(place) for place in places)
+        total = sum(self.engine_seconds(folder) for folder in places)
         for variant in self.variants:
             if self.scored(variant):
                 header = store.scoring_header(self.run_dir / variant.place, variant.scoring.name)
                 total += header["fingerprint"].get("seconds", 0.0)
         return total
 
-    def engine_seconds(self, place: str) -> float:
-        past = invocations(self.run_dir / place)
-        return max((one.get("seconds", {}).get("rollout", 0.0) for one in past), default=0.0)
+    def engine_seconds(self, folder: str) -> float:
+        past = invocations(self.run_dir / folder)
+        return max((entry.get("seconds", {}).get("rollout", 0.0) for entry in past), default=0.0)
 
     def pairs(self, context: Context) -> None:
         """Second round: pairs of the best fixes that help."""
@@ -194,11 +194,11 @@ class FixRun:
             more, left = plan_pairs(self.stages.spec, context, self.variants, best)
             self.left_out += left
             if more and self.over(self.spent_s):
-                names = ", ".join(one.id for one in more)
+                names = ", ".join(v.id for v in more)
                 self.left_out.append(f"pairs {names}: not run, the budget is used up")
             elif more:
                 self.variants += more
-                self.stages.narrator.note(f"fixes: pairs: {', '.join(one.id for one in more)}")
+                self.stages.narrator.note(f"fixes: pairs: {', '.join(v.id for v in more)}")
                 self.measure([], sample=False)
 
     def save(self) -> None:
@@ -206,8 +206,8 @@ class FixRun:
         document = {
             "schema": STATE_SCHEMA,
             "variants": [
-                {"id": one.id, "place": one.place, "failed": self.failed.get(one.id, "")}
-                for one in self.variants
+                {"id": v.id, "place": v.place, "failed": self.failed.get(v.id, "")}
+                for v in self.variants
             ],
             "refused": [
                 {name: getattr(row, name) for name in REFUSED} for row in self.plan.refused

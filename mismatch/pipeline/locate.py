@@ -71,21 +71,21 @@ def locate(
     """
     asked, spec = asked or Asked(), load_spec(run_dir)
     with at_work(run_dir, "locate", spec, command):
-        found = locate_in(run_dir, spec, narrator, asked)
-        store.save_document(run_dir, FILE, to_document(found), schema=SCHEMA)
-    return found
+        location = locate_in(run_dir, spec, narrator, asked)
+        store.save_document(run_dir, FILE, to_document(location), schema=SCHEMA)
+    return location
 
 
 def locate_in(run_dir: Path, spec: CheckSpec, narrator: Narrator, asked: Asked) -> Location:
     """The same within a command that holds the run already; nothing is left in it."""
-    start, place = time.monotonic(), run_dir / PLACE
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir()
+    start, recordings = time.monotonic(), run_dir / PLACE
+    shutil.rmtree(recordings, ignore_errors=True)
+    recordings.mkdir()
     try:
-        found = _Locating(run_dir, spec, narrator, asked).found()
+        location = _Locating(run_dir, spec, narrator, asked).found()
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-    return replace(found, seconds=round(time.monotonic() - start, 2))
+        shutil.rmtree(recordings, ignore_errors=True)
+    return replace(location, seconds=round(time.monotonic() - start, 2))
 
 
 class _Locating:
@@ -103,7 +103,7 @@ class _Locating:
         self.not_tested: list[NotTested] = []
 
     def found(self) -> Location:
-        tokens = sum(one.tokens for one in self.sequences)
+        tokens = sum(sequence.tokens for sequence in self.sequences)
         train = self.spec.train
         config = find_config(train.model, train.revision).model
         require_disk(config, tokens, MOST_SIDES, shutil.disk_usage(self.run_dir).free)
@@ -169,7 +169,7 @@ class _Locating:
         dtypes = {side["dtype"] for side in sides}
         passes = passes_of(train, dtypes)  # type: ignore[arg-type]
         job = self._job(PASSES) | {
-            "passes": [{"name": one.name, "spec": to_dict(one.spec)} for one in passes],
+            "passes": [{"name": pass_.name, "spec": to_dict(pass_.spec)} for pass_ in passes],
             "plain": [{"dtype": dtype} for dtype in sorted(dtypes - {"fp32"})],
             "sides": sides,
             "seconds": self.asked.seconds,

@@ -60,11 +60,13 @@ def run_loop(
     with at_work(run_dir, "loop", base.check, command):
         every = require_same_settings(base, arms, seeds, run_dir)
         try:
-            for number, one in enumerate(planned, 1):
-                place = run_dir / place_of(one.arm, one.seed)
-                title = f"{one.arm}, seed {one.seed} ({number} of {len(planned)})"
+            for number, loop in enumerate(planned, 1):
+                folder = run_dir / place_of(loop.arm, loop.seed)
+                title = f"{loop.arm}, seed {loop.seed} ({number} of {len(planned)})"
                 share = (until - time.monotonic()) / (len(planned) - number + 1)
-                failed = _one(one, place, run_dir / POOL, narrator, title, command, share) or failed
+                failed = (
+                    _one(loop, folder, run_dir / POOL, narrator, title, command, share) or failed
+                )
         finally:
             report = gather(base, run_dir, *every)
             if report.arms:
@@ -76,8 +78,8 @@ def run_loop(
 
 
 def _one(
-    one: LoopSpec,
-    place: Path,
+    loop: LoopSpec,
+    directory: Path,
     pool: Path,
     narrator: Narrator,
     title: str,
@@ -89,33 +91,33 @@ def _one(
     Raises:
         MismatchError: it failed before its first step.
     """
-    place.mkdir(parents=True, exist_ok=True)
-    done = resume_from(place)
-    (place / STOPPED).unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    done = resume_from(directory)
+    (directory / STOPPED).unlink(missing_ok=True)
     failed: MismatchError | None = None
     try:
         with narrator.stage(title + (f", from step {done}" if done else "")) as progress:
-            run_arm(place, one, pool, progress, most_s)
+            run_arm(directory, loop, pool, progress, most_s)
     except MismatchError as error:
-        if not rows_of(place):
+        if not rows_of(directory):
             raise
-        store.write_json(place / STOPPED, {"message": error.headline})
-        narrator.note(f"{one.arm}, seed {one.seed}, stopped: {error.headline}")
+        store.write_json(directory / STOPPED, {"message": error.headline})
+        narrator.note(f"{loop.arm}, seed {loop.seed}, stopped: {error.headline}")
         failed = error
-    if rows_of(place):
-        check_ends(place, one, narrator, command)
+    if rows_of(directory):
+        check_ends(directory, loop, narrator, command)
     return failed
 
 
-def check_ends(place: Path, one: LoopSpec, narrator: Narrator, command: str) -> None:
+def check_ends(directory: Path, loop: LoopSpec, narrator: Narrator, command: str) -> None:
     """The check of the first and the last step's tokens, each a run directory of its own."""
-    for folder in ends(place):
+    for folder in ends(directory):
         if (folder / VERDICT).exists():
             continue
-        check = check_of(one, place, int(folder.name))
+        check = check_of(loop, directory, int(folder.name))
         with at_work(folder, "loop", check, command) as journal:
             if check.noise_floor:
-                narrator.note(f"{one.arm}, seed {one.seed}, the check of step {int(folder.name)}")
+                narrator.note(f"{loop.arm}, seed {loop.seed}, the check of step {int(folder.name)}")
                 stages = Stages(check, folder, narrator, journal)
                 if wants_square(check):
                     score_in_float32(stages)
@@ -126,23 +128,23 @@ def check_ends(place: Path, one: LoopSpec, narrator: Narrator, command: str) -> 
         store.write_json(folder / VERDICT, verdict)
 
 
-def check_of(one: LoopSpec, place: Path, step: int) -> CheckSpec:
+def check_of(loop: LoopSpec, directory: Path, step: int) -> CheckSpec:
     """A check of the weights of this step; without other passes where they are gone."""
-    check = one.check
+    check = loop.check
     if step == 0:
         return check
-    if step != one.steps - 1:
+    if step != loop.steps - 1:
         return replace(check, noise_floor=False)
-    model = str(place / WEIGHTS)
+    model = str(directory / WEIGHTS)
     engine = replace(check.rollout.engine, model=model, revision=None)
     train = replace(check.train, model=model, revision=None)
     return replace(check, rollout=replace(check.rollout, engine=engine), train=train)
 
 
-def ends(place: Path) -> list[Path]:
+def ends(directory: Path) -> list[Path]:
     """Steps that were kept whole."""
-    found = sorted((place / "steps").glob("*"))
-    return [path for path in found if (path / "scores" / "fsdp.parquet").exists()]
+    steps = sorted((directory / "steps").glob("*"))
+    return [path for path in steps if (path / "scores" / "fsdp.parquet").exists()]
 
 
 def gather(base: LoopSpec, run_dir: Path, arms: Sequence[str], seeds: Sequence[int]) -> LoopReport:
@@ -159,11 +161,11 @@ def gather(base: LoopSpec, run_dir: Path, arms: Sequence[str], seeds: Sequence[i
     )
 
 
-def _run(place: Path, seed: int) -> SeedRun:
-    rows = rows_of(place)
-    verdicts = [_verdict(folder) for folder in ends(place) if (folder / VERDICT).exists()]
-    stopped = place / STOPPED
-    paths = [path for path in ends(place)[:1] if (path / "engine.json").exists()]
+def _run(directory: Path, seed: int) -> SeedRun:
+    rows = rows_of(directory)
+    verdicts = [_verdict(folder) for folder in ends(directory) if (folder / VERDICT).exists()]
+    stopped = directory / STOPPED
+    paths = [path for path in ends(directory)[:1] if (path / "engine.json").exists()]
     return SeedRun(
         seed=seed,
         curves={name: tuple(row.get(name) for row in rows) for name in COLUMNS},
@@ -175,9 +177,9 @@ def _run(place: Path, seed: int) -> SeedRun:
 
 
 def _verdict(folder: Path) -> StepVerdict:
-    found = store.read_json(folder / VERDICT)
-    place = Path(*folder.parts[-4:])  # in the run directory
-    return StepVerdict(int(folder.name), found["status"], found["reason"], str(place))
+    verdict = store.read_json(folder / VERDICT)
+    shown = Path(*folder.parts[-4:])  # in the run directory
+    return StepVerdict(int(folder.name), verdict["status"], verdict["reason"], str(shown))
 
 
 def require_same_settings(
@@ -216,7 +218,7 @@ def read_settings(run_dir: Path) -> tuple[LoopSpec, list[str], list[int]]:
     path = run_dir / SETTINGS
     if not path.exists():
         raise MismatchError(f"{run_dir} holds no loop", "a folder that `mismatch loop` made")
-    found = store.read_json(path)
+    settings = store.read_json(path)
     with refused(SCHEMA, command="mismatch loop", page="docs/loop.md"):
-        loop = from_json(LoopSpec, portable(found["loop"]))
-    return loop, found.get("arms", []), found.get("seeds", [])
+        loop = from_json(LoopSpec, portable(settings["loop"]))
+    return loop, settings.get("arms", []), settings.get("seeds", [])

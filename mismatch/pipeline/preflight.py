@@ -243,13 +243,13 @@ def require_interpreter(spec: EngineSpec, dataset: bool = False) -> None:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise MismatchError(f"{flag}{python} fails: {last}", install)
-    missing, found = json.loads(done.stdout.strip().splitlines()[-1])
-    if missing or found is None:
-        absent = ", ".join([*missing, *([] if found else ["mismatch"])])
+    missing, version = json.loads(done.stdout.strip().splitlines()[-1])
+    if missing or version is None:
+        absent = ", ".join([*missing, *([] if version else ["mismatch"])])
         raise MismatchError(f"{flag}{python}: {absent} not installed there", install)
-    if found != __version__:
+    if version != __version__:
         raise MismatchError(
-            f"{flag}{python} has mismatch {found}, this is {__version__}",
+            f"{flag}{python} has mismatch {version}, this is {__version__}",
             f"{install}=={__version__}",
         )
 

@@ -140,23 +140,23 @@ def load_all(folder: Path) -> tuple[list[SavedRun], list[tuple[Path, str]]]:
 # ---------------------------------------------------------------- tokens as metrics ask for them
 
 
-def same_tokens(one: SavedRun, other: SavedRun) -> bool:
+def same_tokens(first: SavedRun, second: SavedRun) -> bool:
     """Both hold the same tokens in the same places."""
-    a, b = one.tokens, other.tokens
+    a, b = first.tokens, second.tokens
     if a is None or b is None or len(a) != len(b):
         return False
     return all(np.array_equal(a[name], b[name]) for name in ("sequence", "position", "token_id"))
 
 
-def samples(one: SavedRun, other: SavedRun) -> tuple[Sample, Sample] | None:
+def samples(left: SavedRun, right: SavedRun) -> tuple[Sample, Sample] | None:
     """The tokens of two runs, prompts numbered alike; None without the tokens of either.
 
     Prompts whose texts the tables do not hold are taken as different.
     """
-    a, b = one.tokens, other.tokens
+    a, b = left.tokens, right.tokens
     if a is None or b is None:
         return None
-    if same_tokens(one, other):
+    if same_tokens(left, right):
         return _sample(a, _first_of_sequences(a, "prompt")), _sample(
             b, _first_of_sequences(a, "prompt")
         )
@@ -226,7 +226,7 @@ def recorded_spec(engine: EngineSpec, sampling: Sampling) -> CheckSpec:
 
 
 def keep_recorded(
-    spec: CheckSpec, run_dir: Path, file: Path, form: str, found: Recorded, command: str
+    spec: CheckSpec, run_dir: Path, file: Path, form: str, recorded: Recorded, command: str
 ) -> None:
     """Write rollout, texts of its tokens and the sampler's scoring into a new run.
 
@@ -235,8 +235,8 @@ def keep_recorded(
     """
     engine = spec.rollout.engine
     tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)
-    texts = sorted({token for row in found.sequences for token in row.token_ids})
-    responses = [int(np.sum(row.sampled)) for row in found.sequences]
+    texts = sorted({token for row in recorded.sequences for token in row.token_ids})
+    responses = [int(np.sum(row.sampled)) for row in recorded.sequences]
     sampling = replace(spec.rollout.sampling, max_tokens=max(responses), samples_per_prompt=1)
     fingerprint = {
         "engine": ENGINE,
@@ -251,10 +251,10 @@ def keep_recorded(
         "bos_token_id": tokenizer.bos_token_id,
         "not_tested": [
             *(f"{ENGINE}: {what}: the file does not have it" for what in NOT_IN_A_FILE),
-            *(f"{ENGINE}: {remark}: {count}" for remark, count in found.remarks.items()),
+            *(f"{ENGINE}: {remark}: {count}" for remark, count in recorded.remarks.items()),
         ],
     }
-    rollout, decode = as_rollout(found, sampling, fingerprint)
+    rollout, decode = as_rollout(recorded, sampling, fingerprint)
     prompts = PromptSpec(num_prompts=rollout.n_prompts)
     spec = replace(spec, rollout=replace(spec.rollout, prompts=prompts, sampling=sampling))
     with at_work(run_dir, "read-rollouts", spec, command):
@@ -368,8 +368,8 @@ def _points(runs: Sequence[SavedRun], metric: str, folder: Path) -> list[Point]:
 
 
 def _place(path: Path, folder: Path) -> str:
-    place = path.resolve().relative_to(folder.resolve())
-    return path.resolve().name if place == Path() else place.as_posix()
+    relative = path.resolve().relative_to(folder.resolve())
+    return path.resolve().name if relative == Path() else relative.as_posix()
 
 
 def _change(before: Estimate, after: Estimate) -> Estimate:

@@ -95,23 +95,25 @@ def build_pair(
     return report, token_table(left_run, rollout, left, right)
 
 
-def require_same_tokens(one: Rollout, other: Rollout, first: Path, second: Path) -> None:
+def require_same_tokens(ours: Rollout, theirs: Rollout, first: Path, second: Path) -> None:
     """Only scorings of the same tokens can be compared.
 
     Raises:
         MismatchError: it says where the two rollouts part.
     """
-    if one.n_sequences != other.n_sequences:
-        where = f"{one.n_sequences} and {other.n_sequences} sequences"
+    if ours.n_sequences != theirs.n_sequences:
+        where = f"{ours.n_sequences} and {theirs.n_sequences} sequences"
     else:
-        pairs = zip(one.sequences(), other.sequences(), strict=True)
+        pairs = zip(ours.sequences(), theirs.sequences(), strict=True)
         parted = [n for n, (a, b) in enumerate(pairs) if not np.array_equal(a, b)]
         if not parted:
-            if np.array_equal(one.action_mask, other.action_mask):
+            if np.array_equal(ours.action_mask, theirs.action_mask):
                 return
             where = "other tokens are marked as sampled"
         else:
-            where = f"{len(parted)} of {one.n_sequences} sequences differ, the first is {parted[0]}"
+            where = (
+                f"{len(parted)} of {ours.n_sequences} sequences differ, the first is {parted[0]}"
+            )
     raise MismatchError(
         f"two runs of different tokens: {first} and {second}: {where}",
         f"score one rollout twice: copy {first} and run `mismatch score COPY --name NAME`, or "
@@ -130,11 +132,11 @@ def measure_two(stages: Stages, passes: list[Pass]) -> None:
     Raises:
         MismatchError: an engine or the training world failed; what is there stays, to be resumed.
     """
-    stages.measure(passes, beside=SecondEngine(stages))
+    stages.measure(passes, extra=SecondEngine(stages))
 
 
 class SecondEngine:
-    """The second engine of a check; a :class:`mismatch.processes.stages.Beside`."""
+    """The second engine of a check; a :class:`mismatch.processes.stages.ExtraJobs`."""
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages

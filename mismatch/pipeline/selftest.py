@@ -71,9 +71,9 @@ class Planted:
         """Whether it is planted in a checkpoint of its own."""
         return self.record is None and self.of is None
 
-    def expected(self, known: frozenset[str]) -> tuple[str, ...]:
+    def expected(self, reading: frozenset[str]) -> tuple[str, ...]:
         """Causes that the data cannot tell apart, by the detectors that had something to read."""
-        return self.causes if self.stated in known else (*self.causes, *self.kin)
+        return self.causes if self.stated in reading else (*self.causes, *self.kin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +166,10 @@ def _shift(case: Case, size: float) -> Case:
 def _rows(case: Case, size: float) -> Case:
     """A share of the rows takes the next row's numbers."""
     right, rows = case.right.copy(), case.rows
-    for one, other in zip(rows, [*rows[1:], rows[0]], strict=True):
-        if rows.index(one) < size * len(rows):
-            length = min(one.stop - one.start, other.stop - other.start)
-            right[one.start : one.start + length] = case.right[other.start : other.start + length]
+    for row, after in zip(rows, [*rows[1:], rows[0]], strict=True):
+        if rows.index(row) < size * len(rows):
+            length = min(row.stop - row.start, after.stop - after.start)
+            right[row.start : row.start + length] = case.right[after.start : after.start + length]
     return _recorded(case, case.left, right)
 
 
@@ -317,16 +317,16 @@ def pass_name(fault: str, size: float) -> str:
     return f"{store.FIX_PREFIX}planted-{fault}-{size:g}"
 
 
-def _planted(spec: CheckSpec, place: Path, reasons: dict[str, str]) -> list[Pass]:
+def _planted(spec: CheckSpec, directory: Path, reasons: dict[str, str]) -> list[Pass]:
     """The passes of all planted checkpoints; what cannot be planted leaves its reason."""
-    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
     passes = []
     for fault in FAULTS:
         for size in fault.sizes if fault.checkpoint else ():
-            target = place / f"{fault.id}-{size:g}"
+            target = directory / f"{fault.id}-{size:g}"
             train = replace(spec.train, model=str(target), revision=None, routing=False)
             name = pass_name(fault.id, size)
-            if is_current(place.parent, store.scoring_file(name), spec_hash(train)):
+            if is_current(directory.parent, store.scoring_file(name), spec_hash(train)):
                 continue
             try:
                 plant(Path(spec.train.model), target, fault.id, size)
@@ -380,8 +380,8 @@ def faults_of(case: Case) -> list[Planted]:
 
 def stated_by(case: Case) -> frozenset[str]:
     """Detectors that find what they need in what both sides state."""
-    found = {"weights": weights(case), "configurations": configurations(case)}
-    return frozenset(id for id, look in found.items() if not isinstance(look, NotTested))
+    looks = {"weights": weights(case), "configurations": configurations(case)}
+    return frozenset(id for id, look in looks.items() if not isinstance(look, NotTested))
 
 
 def _recorded(clean: Case, left: Floats, right: Floats) -> Case:

@@ -144,13 +144,13 @@ def side_by_side(paths: Sequence[Path]) -> SideBySide:
             name,
             _low_is_bad(name, runs),
             tuple(run.values.get(name) for run in runs),
-            (None, *(found.get(name) for found in moves)),
+            (None, *(by_metric.get(name) for by_metric in moves)),
         )
         for name in names
     )
     return SideBySide(
         runs=tuple(_side(run, first) for run in runs),
-        outcomes=(None, *(_outcome(found) for found in moves)),
+        outcomes=(None, *(_outcome(by_metric) for by_metric in moves)),
         metrics=lines,
         facts=tuple(_facts(runs)),
         notes=(*_notes(runs), *_too_few(runs)),
@@ -199,12 +199,12 @@ def _moves(first: SavedRun, other: SavedRun, names: Sequence[str]) -> dict[str, 
             replace(sample, arrays={**sample.arrays, "differs": flips(run)})
             for run, sample in zip((first, other), tokens, strict=True)
         )
-    found = {}
+    moves = {}
     for name in names:
         if name in first.values and name in other.values:
             values = first.values[name], other.values[name]
-            found[name] = _raw(name, values, tokens, alike)
-    return found
+            moves[name] = _raw(name, values, tokens, alike)
+    return moves
 
 
 def _raw(
@@ -216,17 +216,17 @@ def _raw(
     metric = METRICS.get(name)
     if tokens is None or metric is None or not set(metric.needs) <= tokens[0].arrays.keys():
         return _Raw(_by_intervals(*values), values, None)
-    one, other = tokens
+    before, after = tokens
     try:
         if alike:
             change = paired(
-                metric, one.arrays, other.arrays, sequence=one.sequence, prompt=one.prompt
+                metric, before.arrays, after.arrays, sequence=before.sequence, prompt=before.prompt
             )
         else:
-            change = difference(metric, one, other)
+            change = difference(metric, before, after)
     except MismatchError:  # undefined on a side
         return _Raw(_by_intervals(*values), values, None)
-    shared = np.isin(one.prompt, other.prompt).any()
+    shared = np.isin(before.prompt, after.prompt).any()
     raw = None
     if name in DECIDING and shared:
         raw = exchange(*(per_prompt(name, sample) for sample in tokens))
@@ -244,22 +244,22 @@ def _by_intervals(first: Estimate, other: Estimate) -> Move:
     return Move(change, "intervals", None, None, bool(excludes_zero(change)))
 
 
-def _adjusted(found: Sequence[dict[str, _Raw]]) -> list[dict[str, Move]]:
+def _adjusted(runs: Sequence[dict[str, _Raw]]) -> list[dict[str, Move]]:
     """All tests of all runs together (Holm)."""
     keys = [
         (number, name)
-        for number, moves in enumerate(found)
+        for number, moves in enumerate(runs)
         for name, raw in moves.items()
         if raw.p_value is not None
     ]
-    pairs = [(number, name, found[number][name].p_value or 0.0) for number, name in keys]
+    pairs = [(number, name, runs[number][name].p_value or 0.0) for number, name in keys]
     adjusted = dict(zip(keys, holm([p for _, _, p in pairs]), strict=True))
-    made: list[dict[str, Move]] = []
-    for number, moves in enumerate(found):
-        made.append(
+    adjusted_moves: list[dict[str, Move]] = []
+    for number, moves in enumerate(runs):
+        adjusted_moves.append(
             {name: _judged(name, raw, adjusted.get((number, name))) for name, raw in moves.items()}
         )
-    return made
+    return adjusted_moves
 
 
 def _judged(name: str, raw: _Raw, p_value: float | None) -> Move:
@@ -267,8 +267,8 @@ def _judged(name: str, raw: _Raw, p_value: float | None) -> Move:
     if p_value is None or raw.p_value is None:
         if name not in DECIDING or excludes_zero(move.change) is None:
             return move
-        told: Outcome = "worse" if move.change.value > 0 else "better"
-        return replace(move, outcome=told if move.significant else "none")
+        direction: Outcome = "worse" if move.change.value > 0 else "better"
+        return replace(move, outcome=direction if move.significant else "none")
     row = AgainstRow(name, *raw.values, move.change)
     outcome = decided(row, p_value, raw.p_value, MARGIN).outcome
     significant = outcome in ("better", "worse")
@@ -285,14 +285,14 @@ def _outcome(moves: dict[str, Move]) -> Outcome:
 
 def _facts(runs: Sequence[SavedRun]) -> list[Fact]:
     """Engine first; what no run states, or all state alike, is left out."""
-    made = []
+    facts = []
     for where in ("engine", "trainer", "machine"):
         sides = [dict(flat_facts(run.facts[where])) for run in runs]
         for name in sorted({key for side in sides for key in side}, key=fact_order):
             values = tuple(side.get(name, ABSENT) for side in sides)
             if len(set(values)) > 1 and set(values) != {ABSENT, "null"}:
-                made.append(Fact(where, name, values))
-    return made
+                facts.append(Fact(where, name, values))
+    return facts
 
 
 def _notes(runs: Sequence[SavedRun]) -> list[str]:

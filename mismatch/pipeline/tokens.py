@@ -85,14 +85,14 @@ def _places(rollout: Rollout) -> dict[str, Any]:
     """Where each token stands, and the reward of its sequence."""
     actions = rollout.actions
     sequence = rollout.sequence_of_token[actions]
-    place = {
+    columns = {
         "sequence": sequence,
         "prompt": rollout.prompt_index[sequence],
         "sample": _sample_index(rollout.prompt_index)[sequence],
         "position": actions - rollout.offsets[sequence],
         "turn": rollout.turn[actions],
     }
-    return place if rollout.rewards is None else place | {"reward": rollout.rewards[sequence]}
+    return columns if rollout.rewards is None else columns | {"reward": rollout.rewards[sequence]}
 
 
 def _sample_index(prompts: Ints) -> Ints:
@@ -131,14 +131,14 @@ def _routes(rollout: Rollout, decode: Scoring, train: Scoring) -> dict[str, Any]
     if routes is None:
         return {"routing_flips": nothing}
     layers, offsets = flipped_layers(routes)
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "routing_flips": pd.array(routes.flips, dtype="Int16"),
         "routing_flipped_layers": arrow_lists(layers.astype(np.int16), offsets),
     }
     margin = routes.arrays.get("margin")
     if margin is not None:
-        found["routing_margin"] = margin.min(axis=1)
-    return found
+        columns["routing_margin"] = margin.min(axis=1)
+    return columns
 
 
 def _contexts(rollout: Rollout, texts: dict[int, str]) -> tuple[Any, Ints]:
@@ -165,9 +165,9 @@ def _likeliest(decode: Scoring, train: Scoring, texts: dict[int, str], size: int
         return {}
     places = sorted(rows)
     counts = np.zeros(size, np.int64)
-    counts[places] = [len(rows[place][0]) for place in places]
+    counts[places] = [len(rows[position][0]) for position in places]
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    parts = zip(*(rows[place] for place in places), strict=True)
+    parts = zip(*(rows[position] for position in places), strict=True)
     ids, first, second = (np.concatenate(part) for part in parts)
     return {
         "top_ids": arrow_lists(ids, offsets),
@@ -186,12 +186,12 @@ def _of_distributions(decode: Scoring, train: Scoring) -> dict[int, Outcomes]:
     if left is None or right is None or why_incomparable(left, right):
         return {}
     rows: dict[int, Outcomes] = {}
-    for index, place in enumerate(left.positions.tolist()):
+    for index, position in enumerate(left.positions.tolist()):
         sides = left.logprobs[index], right.logprobs[index]
         columns = np.unique(np.concatenate([np.argsort(-side)[:LIKELIEST] for side in sides]))
         columns = columns[np.argsort(-np.maximum(*sides)[columns], kind="stable")]
         ids = columns if left.ids is None else left.ids[index][columns]
-        rows[place] = ids, *(side[columns].astype(np.float64) for side in sides)
+        rows[position] = ids, *(side[columns].astype(np.float64) for side in sides)
     return rows
 
 
@@ -207,13 +207,13 @@ def _of_worst(decode: Scoring, train: Scoring) -> dict[int, Outcomes]:
 
 def _outcomes(row: int, *sides: tuple[Scoring, Likeliest]) -> Outcomes:
     sampled = int(sides[0][0].token_ids[row])
-    said = [
+    logs = [
         dict(zip(top.ids[row].tolist(), top.logprobs[row].tolist(), strict=True))
         | {sampled: float(scoring.logprobs[row])}
         for scoring, top in sides
     ]
-    ids = sorted(set().union(*said), key=lambda i: -max(side.get(i, -np.inf) for side in said))
-    first, second = ([side.get(i, np.nan) for i in ids] for side in said)
+    ids = sorted(set().union(*logs), key=lambda i: -max(side.get(i, -np.inf) for side in logs))
+    first, second = ([side.get(i, np.nan) for i in ids] for side in logs)
     return np.asarray(ids, np.int64), np.asarray(first), np.asarray(second)
 
 

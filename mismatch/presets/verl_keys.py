@@ -62,8 +62,8 @@ def _other_than(*values: Any) -> Callable[[Any], bool]:
 
 def _to(key: str, kind: str, *places: str, **options: Any) -> Rule:
     """A rule for places in the spec; each parameter has the name of its place unless ``:NAME``."""
-    pairs = (place.partition(":") for place in places)
-    targets = tuple((place, name or place.partition(".")[2]) for place, _, name in pairs)
+    pairs = (target.partition(":") for target in places)
+    targets = tuple((target, name or target.partition(".")[2]) for target, _, name in pairs)
     return Rule(key, kind, targets, **options)
 
 
@@ -86,8 +86,8 @@ RULES: tuple[Rule, ...] = (
     _to(f"{_MODEL}.override_config.attn_implementation", "text", "train.attention"),
     _to(f"{_FSDP}.model_dtype", "dtype", "train.master_dtype"),
     *(  # the actor's own key is the older one; above 1 it wins, as in verl
-        _to(f"{place}.ulysses_sequence_parallel_size", "count", "train.sequence_parallel", skip=1)
-        for place in (_FSDP, _ACTOR)
+        _to(f"{section}.ulysses_sequence_parallel_size", "count", "train.sequence_parallel", skip=1)
+        for section in (_FSDP, _ACTOR)
     ),
     # The old worker computes and autocasts in `dtype`; the engine takes both from param_dtype.
     _to(f"{_FSDP}.dtype", "dtype", _DTYPE, _AUTOCAST, only="verl-legacy"),

@@ -62,8 +62,8 @@ def probe(
     transposed = transposed_names(expected[0], held_by(engine, names, [])[0])
     prints, reasons = held_by(engine, names, transposed)
     held = [prints]
-    known = [name for name in prints if name in first]
-    if not any(prints[name].cells == expected[0][name].cells for name in known):
+    shared = [name for name in prints if name in first]
+    if not any(prints[name].cells == expected[0][name].cells for name in shared):
         raise MismatchError(
             "the engine holds none of these parameters' values before any push",
             "sync once first, and give the parameters under the checkpoint's names",

@@ -59,8 +59,8 @@ def interpreter_environment(python: str | None) -> dict[str, str]:
     """What another interpreter needs to find this package where it runs from a checkout."""
     if python is None or ROOT.name in ("site-packages", "dist-packages"):
         return {}
-    known = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *([known] if known else [])])}
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])])}
 
 
 def engine_python(spec: EngineSpec) -> str:
@@ -348,14 +348,14 @@ def _tagged(tag: str) -> list[psutil.Process]:
     """Processes started under this worker, also those whose parent is already gone."""
     import psutil
 
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(TAG) == tag:
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 def _quietly(action: Callable[[], object]) -> None:

@@ -69,7 +69,7 @@ def launched() -> Launched | None:
         ) from error
 
 
-def score(run_dir: Path, passes: list[Pass], place: Launched, note: Callable[[str], None]) -> None:
+def score(run_dir: Path, passes: list[Pass], world: Launched, note: Callable[[str], None]) -> None:
     """This rank's part in the passes that the run does not hold yet; all ranks must call it.
 
     Args:
@@ -84,19 +84,19 @@ def score(run_dir: Path, passes: list[Pass], place: Launched, note: Callable[[st
     if not missing:
         note("score: there already")
         return
-    jobs = by_load([Job(run_dir, one, side=one.name != passes[0].name) for one in missing])
+    jobs = by_load([Job(run_dir, pass_, side=pass_.name != passes[0].name) for pass_ in missing])
     entries = [job.entry(run_dir) for job in jobs]
     job = {"run_dir": str(run_dir), "passes": entries, "same_on_all_ranks": True}
-    if place.rank == 0:
+    if world.rank == 0:
         clear_errors(run_dir, "train")
-        for one in missing:
-            error_path(run_dir, pass_label(one.name)).unlink(missing_ok=True)
+        for pass_ in missing:
+            error_path(run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
         store.write_json(run_dir / "jobs" / "train.json", job)
-        note(f"score: {place.size} ranks, {len(jobs)} passes")
+        note(f"score: {world.size} ranks, {len(jobs)} passes")
     try:
         run(job)
     except RuntimeError as error:
         raise MismatchError(
-            f"rank {place.rank} lost the others: {first_line(error)}",
+            f"rank {world.rank} lost the others: {first_line(error)}",
             "the rank that failed first says why; the same command goes on with what is missing",
         ) from error

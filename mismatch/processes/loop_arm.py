@@ -21,38 +21,38 @@ Progress = Callable[[str], None]
 
 
 def run_arm(
-    place: Path, loop: LoopSpec, pool: Path, progress: Progress, most_s: float = math.inf
+    directory: Path, loop: LoopSpec, pool: Path, progress: Progress, most_s: float = math.inf
 ) -> list[Row]:
     """Every step that is not there yet; what was measured is saved however it ends.
 
     Args:
         most_s: seconds after which no further step is waited for; a later run goes on.
-        place: the folder of this arm and seed.
+        directory: the folder of this arm and seed.
         pool: file of the prompts, which the first arm writes and all others read.
 
     Raises:
         MismatchError: engine or trainer failed, with its own reason; the last checkpoint stays.
     """
-    start = resume_from(place)
+    start = resume_from(directory)
     if start >= loop.steps:
-        return rows_of(place)
+        return rows_of(directory)
     where = placement(loop.check, local_gpus())
-    job = {"run_dir": str(place), "loop": to_json(loop), "start": start, "pool": str(pool)}
+    job = {"run_dir": str(directory), "loop": to_json(loop), "start": start, "pool": str(pool)}
     job["shares"] = shares(loop.check, where)
-    (place / ASLEEP).unlink(missing_ok=True)
-    path = write_json(place / "jobs" / "loop.json", job)
+    (directory / ASLEEP).unlink(missing_ok=True)
+    path = write_json(directory / "jobs" / "loop.json", job)
     engine_start, engine_env = engine_command(loop.check.rollout.engine, where, "loop_engine", path)
     world_start, world_env = world_command(loop.check, where, "loop_trainer", path)
     try:
         with (
-            started(ENGINE, engine_start, place, progress, engine_env) as engine,
-            started(TRAINER, world_start, place, progress, world_env) as trainer,
+            started(ENGINE, engine_start, directory, progress, engine_env) as engine,
+            started(TRAINER, world_start, directory, progress, world_env) as trainer,
         ):
             finish_both(engine, trainer, most_s=most_s)
     finally:
-        rows = rows_of(place)
+        rows = rows_of(directory)
         if rows:
-            save_history(place, rows, header_of(loop))
+            save_history(directory, rows, header_of(loop))
     return rows
 
 
@@ -80,9 +80,9 @@ def finish_both(*workers: Worker, most_s: float = math.inf) -> None:
         time.sleep(POLL_S)
 
 
-def resume_from(place: Path) -> int:
+def resume_from(directory: Path) -> int:
     """Steps that the last whole checkpoint holds; 0 without one."""
-    whole = [path.name for path in (place / CHECKPOINTS).glob("*") if path.name.isdecimal()]
+    whole = [path.name for path in (directory / CHECKPOINTS).glob("*") if path.name.isdecimal()]
     return max(map(int, whole), default=0)
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # What containers set to have TF32 in place of float32 (NVIDIA's NGC images).
 EXACT = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
-GO = "jobs/train.go"  # appears when the engine is done; the training world waits for it
+START_SIGNAL = "jobs/train.go"  # appears when the engine is done; the training world waits for it
 # What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
 # with a copy on its way; and what two Python processes with torch take by themselves.
 EARLY_FACTOR, EARLY_BYTES = 8, 6 * 2**30
@@ -57,7 +57,7 @@ class Narrator(Protocol):
         """One line between stages."""
 
 
-class Beside(Protocol):
+class ExtraJobs(Protocol):
     """What shares a training world with a check.
 
     Attributes:
@@ -91,7 +91,7 @@ class Stages:
         return placement(self.spec, local_gpus())
 
     def measure(
-        self, passes: list[Pass], sample: bool = True, beside: Beside | None = None
+        self, passes: list[Pass], sample: bool = True, extra: ExtraJobs | None = None
     ) -> None:
         """Sample and rescore in the engine, then score ``passes`` in one training world.
 
@@ -101,44 +101,44 @@ class Stages:
 
         Args:
             sample: False leaves the rollout as it is, wherever it was made.
-            beside: further passes for the same world, and what has to be done before it scores.
+            extra: further passes for the same world, and what has to be done before it scores.
         """
         wanted = passes
         sampled = not sample or resume.rollout_done(self.run_dir, self.spec.rollout)
         if sampled:
             passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
         main = wanted[0].name if wanted else ""
-        jobs = [Job(self.run_dir, one, side=one.name != main) for one in passes]
-        for one in passes:  # what kept it out before is forgotten
-            error_path(self.run_dir, pass_label(one.name)).unlink(missing_ok=True)
-        jobs = by_load([*jobs, *(beside.jobs if beside else [])])
-        if beside is not None:
-            beside.jobs = [job for job in jobs if job.optional]  # in the order they will run in
-        (self.run_dir / GO).unlink(missing_ok=True)
+        jobs = [Job(self.run_dir, pass_, side=pass_.name != main) for pass_ in passes]
+        for pass_ in passes:  # what kept it out before is forgotten
+            error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
+        jobs = by_load([*jobs, *(extra.jobs if extra else [])])
+        if extra is not None:
+            extra.jobs = [job for job in jobs if job.optional]  # in the order they will run in
+        (self.run_dir / START_SIGNAL).unlink(missing_ok=True)
         plan = self._gradients_to_take(jobs)
         with ExitStack() as stack:
             train = stack.enter_context(self._world(jobs, plan)) if jobs or plan else None
             with_train = [train] if train else []
-            at_once = self.placement.overlap and train is not None and beside is None
+            at_once = self.placement.overlap and train is not None and extra is None
             if sample and not (sampled and self._rescored()):
                 with self.engine(self.spec.rollout) as engine:
                     name = self.spec.rollout.engine.engine
                     title, until = f"rollout: {name} samples", SAMPLED if at_once else ""
                     self.wait(engine, "rollout", title, *with_train, until=until)
                     if at_once:
-                        store.write_json(self.run_dir / GO, {})
+                        store.write_json(self.run_dir / START_SIGNAL, {})
                         title = f"rollout: {name} rescores, the trainer scores meanwhile"
                         self.wait(engine, "rescore", title, *with_train)
             elif sample:
                 self.narrator.note("rollout: there already")
             if at_once:
-                store.write_json(self.run_dir / GO, {})
+                store.write_json(self.run_dir / START_SIGNAL, {})
             if sample and self.square:
                 score_in_float32(self, *with_train)
-            go = {} if beside is None else beside.prepare(*with_train)
+            go = {} if extra is None else extra.prepare(*with_train)
             if train is not None:
                 if not at_once:
-                    store.write_json(self.run_dir / GO, go)
+                    store.write_json(self.run_dir / START_SIGNAL, go)
                 self._score(train, len(jobs), plan)
             elif wanted:
                 self.narrator.note("score: there already")
@@ -177,11 +177,11 @@ class Stages:
             also: run directories whose tokens it rescores as well.
         """
         spec = self.spec.rollout
-        also = [place for place in also if not resume.rescored(place, self.run_dir, spec)]
+        also = [other for other in also if not resume.rescored(other, self.run_dir, spec)]
         done = resume.rollout_done(self.run_dir, spec) and self._rescored()
         if done and not also:
             return
-        job = {"also": [str(place) for place in also]} if also else {}
+        job = {"also": [str(other) for other in also]} if also else {}
         with self.engine(spec, job=job) as engine:
             verb = "rescores" if done else "samples"
             title = f"rollout: {spec.engine.engine} {verb}, {self.run_dir.name}"
@@ -222,7 +222,7 @@ class Stages:
     def _world(self, jobs: list[Job], plan: GradientPlan | None) -> Iterator[Worker]:
         job = {
             "run_dir": str(self.run_dir),
-            "wait_for": str(self.run_dir / GO),
+            "wait_for": str(self.run_dir / START_SIGNAL),
             "load_first": bool(self.placement.trainer) or may_load_early(self.spec.train),
             "passes": [job.entry(self.run_dir) for job in jobs],
         }
@@ -259,7 +259,7 @@ def world_command(
     """How a training world is started that runs one of processes/workers, and its environment."""
     world = spec.nproc_per_node
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", *meeting_point()),
+        *(sys.executable, "-m", "torch.distributed.run", *rendezvous_args()),
         *("--nproc-per-node", str(world), "-m", f"mismatch.processes.workers.{worker}", str(job)),
     ]
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
@@ -303,7 +303,7 @@ def weight_bytes(model: str, *patterns: str) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def meeting_point() -> list[str]:
+def rendezvous_args() -> list[str]:
     """How the ranks of one machine find each other."""
     port = os.environ.get("MASTER_PORT")
     if port is None:
@@ -317,13 +317,13 @@ FACTOR, RESERVE = 5, 3 << 30  # float32 beside bf16 files, and what the process 
 
 def score_in_float32(stages: Stages, *beside: Worker) -> None:
     """Leave ``<engine>:fp32``, or the reason why there is none."""
-    place = stages.run_dir
+    run_dir = stages.run_dir
     try:
         spec = float32_engine(stages.spec.rollout)
         name = f"{stages.spec.rollout.engine.engine}:{FLOAT32}"
-        if spec is None or manifest.is_current(place, store.scoring_file(name), spec_hash(spec)):
+        if spec is None or manifest.is_current(run_dir, store.scoring_file(name), spec_hash(spec)):
             return
-        error_path(place, LABEL).unlink(missing_ok=True)
+        error_path(run_dir, LABEL).unlink(missing_ok=True)
         require_memory(spec)
         job = {"label": LABEL, "score": name}
         title = f"rollout: {spec.engine.engine} in float32 scores the same tokens"
@@ -332,7 +332,7 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
     except MismatchError as error:
         for worker in beside:
             worker.ended()  # raises if it was that one that failed
-        write_error(place, LABEL, error)
+        write_error(run_dir, LABEL, error)
         stages.narrator.note(f"the engine in float32: {error.message}")
 
 

@@ -202,5 +202,5 @@ def reward(response: str, answer: int) -> float:
     A response without a readable last answer scores 0.0; nothing in it can raise.
     """
     tail = response.rfind("Answer:")
-    found = _ANSWER.match(response, tail) if tail >= 0 else None
-    return float(found is not None and int(found.group(1)) == answer)
+    match = _ANSWER.match(response, tail) if tail >= 0 else None
+    return float(match is not None and int(match.group(1)) == answer)

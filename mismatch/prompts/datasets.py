@@ -65,13 +65,13 @@ def prompt_column(columns: list[str], spec: PromptSpec) -> str:
     if spec.prompt_column is not None:
         _require_column(spec.prompt_column, columns, "--prompt-column")
         return spec.prompt_column
-    found = [name for name in columns if name.lower() in COLUMNS]
-    if len(found) == 1:
-        return found[0]
-    what = f"several could be the prompt ({', '.join(found)})" if found else "none has a usual name"
+    usual = [name for name in columns if name.lower() in COLUMNS]
+    if len(usual) == 1:
+        return usual[0]
+    what = f"several could be the prompt ({', '.join(usual)})" if usual else "none has a usual name"
     raise MismatchError(
         f"{_named(spec)}: of the columns {', '.join(columns)}, {what}",
-        f"name it: --prompt-column {found[0] if found else columns[0]}",
+        f"name it: --prompt-column {usual[0] if usual else columns[0]}",
     )
 
 
@@ -139,14 +139,14 @@ def _file(datasets: Any, path: Path, spec: PromptSpec) -> Any:
 def _directory(datasets: Any, path: Path, spec: PromptSpec) -> Any:
     """What ``save_to_disk`` wrote: one split, or several by name."""
     try:
-        found = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path))
     except FileNotFoundError:
         return _plain_directory(datasets, path, spec)
     except Exception as error:
         raise MismatchError(
             f"{_named(spec)}: cannot be read: {_reason(error)}", "write it with save_to_disk again"
         ) from error
-    return _split(found, spec) if isinstance(found, datasets.DatasetDict) else found
+    return _split(loaded, spec) if isinstance(loaded, datasets.DatasetDict) else loaded
 
 
 def _plain_directory(datasets: Any, path: Path, spec: PromptSpec) -> Any:
@@ -160,13 +160,13 @@ def _plain_directory(datasets: Any, path: Path, spec: PromptSpec) -> Any:
     return _hub(datasets, str(path), spec)
 
 
-def _split(found: Any, spec: PromptSpec) -> Any:
-    if spec.dataset_split not in found:
+def _split(splits: Any, spec: PromptSpec) -> Any:
+    if spec.dataset_split not in splits:
         raise MismatchError(
             f"{_named(spec)} has no split {spec.dataset_split}",
-            f"--dataset-split, one of {', '.join(found)}",
+            f"--dataset-split, one of {', '.join(splits)}",
         )
-    return found[spec.dataset_split]
+    return splits[spec.dataset_split]
 
 
 def _hub(datasets: Any, name: str, spec: PromptSpec) -> Any:

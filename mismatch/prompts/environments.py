@@ -218,8 +218,8 @@ def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> 
             f"the chat template refuses the environment's message: {named_line(error)}",
             "see which roles it knows: mismatch template --model MODEL",
         ) from error
-    _, found, tail = text.rpartition(ANSWER)
-    if not found:
+    _, mark, tail = text.rpartition(ANSWER)
+    if not mark:
         raise MismatchError(
             "the chat template drops the answer before an observation",
             "see what it keeps: mismatch template --model MODEL",
@@ -227,8 +227,8 @@ def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> 
     ends = [tokenizer.decode([token]) for token in stop_ids]
     places = [(tail.index(end), end) for end in ends if end and end in tail]
     if places:
-        place, end = min(places)
-        tail = tail[place + len(end) :]
+        start, end = min(places)
+        tail = tail[start + len(end) :]
     return encoded(tokenizer, tail)
 
 

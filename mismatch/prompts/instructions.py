@@ -69,7 +69,7 @@ def starting_with(text: str, pattern: str) -> int:
 
 def numbered(text: str, n: int) -> bool:
     """Whether the numbered lines are 1. to n., in order."""
-    numbers = [int(found[1]) for line in lines(text) if (found := re.match(r"(\d{1,4})\. ", line))]
+    numbers = [int(match[1]) for line in lines(text) if (match := re.match(r"(\d{1,4})\. ", line))]
     return numbers == list(range(1, n + 1))
 
 

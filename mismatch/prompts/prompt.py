@@ -65,8 +65,8 @@ def numeric_answer(value: Any) -> int | None:
         return int(value) if math.isfinite(value) and value == int(value) else None
     text = str(value)
     for pattern in _MARKED:
-        if found := pattern.findall(text):
-            return _whole(found[-1])
+        if numbers := pattern.findall(text):
+            return _whole(numbers[-1])
     return _whole(text) if _NUMBER.fullmatch(text.strip()) else None
 
 
@@ -80,18 +80,18 @@ def numeric_reward(response: str, answer: int) -> float:
     (1.0, 0.0)
     """
     for pattern in (*_MARKED, _SAID):
-        if found := pattern.findall(response):
-            return float(_whole(found[-1]) == answer)
+        if numbers := pattern.findall(response):
+            return float(_whole(numbers[-1]) == answer)
     numbers = _NUMBER.findall(response)
     return float(bool(numbers) and _whole(numbers[-1]) == answer)
 
 
 def _whole(text: str) -> int | None:
     """The first number of a text, if it is whole and of a sane size."""
-    found = _NUMBER.search(text)
-    if found is None:
+    match = _NUMBER.search(text)
+    if match is None:
         return None
-    digits, _, decimals = found[0].replace(",", "").replace("$", "").partition(".")
+    digits, _, decimals = match[0].replace(",", "").replace("$", "").partition(".")
     if decimals.strip("0") or len(digits) > _MOST_DIGITS:
         return None
     return int(digits)

@@ -82,8 +82,8 @@ def run_code(code: str, limits: Limits = DEFAULTS) -> str:
 
     Its output is data: the caller must not read control tokens in it.
     """
-    with _place() as place:
-        output, reason = _run(code, place, limits, holder())
+    with _place() as folder:
+        output, reason = _run(code, folder, limits, holder())
     text = output[: limits.output_bytes].decode("utf-8", "replace")
     if reason:
         text += f"{'' if not text or text.endswith(chr(10)) else chr(10)}error: {reason}"
@@ -96,8 +96,8 @@ def holder() -> str:
     for name in ("bwrap", "unshare"):
         if shutil.which(name) is None:
             continue
-        with _place() as place:
-            output, _ = _run("print('started')", place, Limits(STARTED_S), name)
+        with _place() as folder:
+            output, _ = _run("print('started')", folder, Limits(STARTED_S), name)
         if output == b"started\n":
             return name
     return ""
@@ -106,41 +106,41 @@ def holder() -> str:
 @cache
 def unheld() -> tuple[str, ...]:
     """What this machine does not keep from the code: tried once, with code that tries it."""
-    with _place() as place, tempfile.TemporaryDirectory() as other:
+    with _place() as folder, tempfile.TemporaryDirectory() as other:
         target = Path(other) / "file"
         target.write_text("a file of the user")
-        output, _ = _run(f"PLACE = {str(target)!r}\n{PROBE}", place, Limits(STARTED_S), holder())
+        output, _ = _run(f"PLACE = {str(target)!r}\n{PROBE}", folder, Limits(STARTED_S), holder())
     return tuple(output.decode("utf-8", "replace").splitlines())
 
 
 @contextlib.contextmanager
 def _place() -> Iterator[str]:
-    place = tempfile.mkdtemp(prefix="mismatch-code-")
+    folder = tempfile.mkdtemp(prefix="mismatch-code-")
     try:
-        yield place
+        yield folder
     finally:
         try:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         except RecursionError:  # folders in folders
-            subprocess.run(["rm", "-rf", "--", place], check=False)
+            subprocess.run(["rm", "-rf", "--", folder], check=False)
 
 
-def _run(code: str, place: str, limits: Limits, by: str) -> tuple[bytes, str]:
+def _run(code: str, folder: str, limits: Limits, by: str) -> tuple[bytes, str]:
     """Output, and what ended it before its time ("": it ended by itself)."""
     with tempfile.TemporaryFile() as program:
         program.write(code.encode("utf-8", "replace"))
         program.seek(0)
         process = subprocess.Popen(
-            _command(place, limits, by),
+            _command(folder, limits, by),
             stdin=program,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd=place,
-            env=ENVIRONMENT | {"HOME": place, "TMPDIR": place, TAG: os.environ.get(TAG, "")},
+            cwd=folder,
+            env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder, TAG: os.environ.get(TAG, "")},
             start_new_session=True,
         )
         try:
-            output, reason = _collected(process, place, limits)
+            output, reason = _collected(process, folder, limits)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -152,7 +152,7 @@ def _run(code: str, place: str, limits: Limits, by: str) -> tuple[bytes, str]:
     return output, reason
 
 
-def _command(place: str, limits: Limits, by: str) -> list[str]:
+def _command(folder: str, limits: Limits, by: str) -> list[str]:
     given = {
         "memory_bytes": limits.memory_bytes,
         "file_bytes": limits.file_bytes,
@@ -165,7 +165,7 @@ def _command(place: str, limits: Limits, by: str) -> list[str]:
         "bwrap": [
             *("--unshare-all", "--die-with-parent", "--ro-bind", "/", "/"),
             *("--dev", "/dev", "--proc", "/proc", "--size", str(limits.disk_bytes)),
-            *("--tmpfs", place, "--chdir", place),
+            *("--tmpfs", folder, "--chdir", folder),
         ],
         "unshare": [
             *("--user", "--map-root-user", "--mount", "--net", "--ipc", "--pid"),
@@ -176,7 +176,7 @@ def _command(place: str, limits: Limits, by: str) -> list[str]:
     return [*outer, *options, sys.executable, "-I", "-S", str(GUARD), json.dumps(given)]
 
 
-def _collected(process: subprocess.Popen[bytes], place: str, limits: Limits) -> tuple[bytes, str]:
+def _collected(process: subprocess.Popen[bytes], folder: str, limits: Limits) -> tuple[bytes, str]:
     """What it writes until it ends or passes a limit, and which."""
     assert process.stdout is not None
     output, deadline = bytearray(), time.monotonic() + limits.time_s
@@ -195,11 +195,11 @@ def _collected(process: subprocess.Popen[bytes], place: str, limits: Limits) -> 
                     return bytes(output), f"stopped after {limits.output_bytes:,} bytes of output"
             elif process.poll() is not None:
                 return bytes(output), ""
-            if _size(place, process) > limits.disk_bytes:
+            if _size(folder, process) > limits.disk_bytes:
                 return bytes(output), f"stopped after {limits.disk_bytes >> 20} MiB of files"
 
 
-def _size(place: str, process: subprocess.Popen[bytes]) -> int:
+def _size(folder: str, process: subprocess.Popen[bytes]) -> int:
     """Bytes of the files below a directory; every file and folder counts as one block at least.
 
     A holder mounts a file system of its own there, which bounds bytes and not the number of
@@ -208,12 +208,12 @@ def _size(place: str, process: subprocess.Popen[bytes]) -> int:
     total = 0
     with contextlib.suppress(OSError, psutil.Error):  # ended since
         for child in psutil.Process(process.pid).children(recursive=True)[-1:]:
-            inside = f"/proc/{child.pid}/root{place}"
-            if os.stat(inside).st_dev != os.stat(place).st_dev:
+            inside = f"/proc/{child.pid}/root{folder}"
+            if os.stat(inside).st_dev != os.stat(folder).st_dev:
                 mounted = os.statvfs(inside)
                 total = (mounted.f_files - mounted.f_ffree) * SMALLEST_FILE
     try:
-        for root, folders, names in os.walk(place):
+        for root, folders, names in os.walk(folder):
             for name in names + folders:
                 with contextlib.suppress(OSError):  # gone since
                     total += max(os.lstat(Path(root) / name).st_blocks * 512, SMALLEST_FILE)

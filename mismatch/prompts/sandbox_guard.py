@@ -55,8 +55,8 @@ def limit(limits: dict[str, Any]) -> None:
             resource.setrlimit(kind, (value, value))
 
 
-def mount_read_only(place: str, size: int) -> None:
-    """All of the tree read-only and without devices, but for a small file system at ``place``."""
+def mount_read_only(path: str, size: int) -> None:
+    """All of the tree read-only and without devices, but for a small file system at ``path``."""
     attributes = (ctypes.c_uint64 * 4)(RDONLY | NOSUID | NODEV, 0, 0, 0)
     root = ctypes.c_char_p(b"/")
     if LIBC.syscall(MOUNT_SETATTR, -100, root, AT_RECURSIVE, attributes, 32):
@@ -64,9 +64,9 @@ def mount_read_only(place: str, size: int) -> None:
     if LIBC.mount(b"proc", b"/proc", b"proc", NOSUID | NODEV, None):
         LIBC.mount(b"none", b"/proc", b"tmpfs", RDONLY, None)
     LIBC.mount(
-        b"none", place.encode(), b"tmpfs", NOSUID | NODEV, f"size={size},nr_inodes={FILES}".encode()
+        b"none", path.encode(), b"tmpfs", NOSUID | NODEV, f"size={size},nr_inodes={FILES}".encode()
     )
-    os.chdir(place)
+    os.chdir(path)
 
 
 def refuse_files(trees: list[str]) -> bool:
@@ -86,10 +86,10 @@ def refuse_files(trees: list[str]) -> bool:
     allowed += [(path, FILE_READ) for path in SYSTEM_FILES]
     for path, access in allowed:
         with contextlib.suppress(OSError):  # not on this machine
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            rule = ctypes.create_string_buffer(struct.pack("=Qi", access, place))
+            tree = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", access, tree))
             LIBC.syscall(ADD_RULE, rules, 1, rule, 0)
-            os.close(place)
+            os.close(tree)
     return bool(LIBC.syscall(RESTRICT_SELF, rules, 0) == 0)
 
 

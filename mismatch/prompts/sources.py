@@ -97,8 +97,8 @@ def _parse(raw: bytes, origin: str) -> Prompt:
         raise _bad(origin, f"a JSON {type(entry).__name__}, not an object")
     present = [kind for kind in KINDS if kind in entry]
     if len(present) != 1:
-        found = " and ".join(present) if present else f"none (keys: {', '.join(entry) or 'none'})"
-        raise _bad(origin, f"needs exactly one of {', '.join(KINDS)}, found {found}")
+        keys = " and ".join(present) if present else f"none (keys: {', '.join(entry) or 'none'})"
+        raise _bad(origin, f"needs exactly one of {', '.join(KINDS)}, found {keys}")
     value = entry[present[0]]
     if present[0] == "prompt":
         return Prompt(origin, text=_text(value, origin))

@@ -180,7 +180,7 @@ class Renderer:
     def sampled(self, prompt: Sequence[int], answered: Sequence[int]) -> list[int]:
         """What the engine samples of a rendered answer: up to the id at which it stops."""
         answer = list(answered[len(prompt) :])
-        ends = [place for place, token in enumerate(answer) if token in self.stop_ids]
+        ends = [index for index, token in enumerate(answer) if token in self.stop_ids]
         return answer[: ends[0] + 1] if ends else answer
 
 
@@ -322,22 +322,22 @@ def loss_mask(render: Renderer) -> Iterator[TemplateCheck]:
         yield TemplateCheck("loss-mask", "not_tested", reason=why)
         return
     asked, messages = _dialogue(1), _dialogue(2)[:2]
-    found = render.tokenizer.apply_chat_template(
+    encoded = render.tokenizer.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     prompt = render.ids(asked, ask=True)
-    sampled = len(render.sampled(prompt, found["input_ids"]))
+    sampled = len(render.sampled(prompt, encoded["input_ids"]))
     wanted = [
-        len(prompt) <= place < len(prompt) + sampled for place in range(len(found["input_ids"]))
+        len(prompt) <= index < len(prompt) + sampled for index in range(len(encoded["input_ids"]))
     ]
-    marked = [bool(each) for each in found["assistant_masks"]]
+    marked = [bool(each) for each in encoded["assistant_masks"]]
     if marked == wanted:
         yield TemplateCheck("loss-mask", "passed")
         return
-    ids = np.asarray(found["input_ids"])
+    ids = np.asarray(encoded["input_ids"])
     old, new = (ids[mask].tolist() for mask in (wanted, marked))
-    place = next(n for n, pair in enumerate(zip(wanted, marked, strict=True)) if len({*pair}) > 1)
-    change = Change(1, place, old, new, render.text(old), render.text(new))
+    first = next(n for n, pair in enumerate(zip(wanted, marked, strict=True)) if len({*pair}) > 1)
+    change = Change(1, first, old, new, render.text(old), render.text(new))
     yield TemplateCheck("loss-mask", "failed", change=change)
 
 
@@ -380,7 +380,7 @@ def examine(model: str, tokenizer: Any, stop_ids: Sequence[int] = ()) -> Templat
             f"{model}: the chat template refuses a question and its answer: {error}",
             "look at its roles; --chat-template FILE tries another",
         ) from error
-    checks = [found for name in CHECKS for found in _checked(name, render)]
+    checks = [check for name in CHECKS for check in _checked(name, render)]
     changed, example = _pairs(render)
     return TemplateReport(model, sorted(stop_ids), checks, turns, PAIRS, changed, example)
 

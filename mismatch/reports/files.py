@@ -28,8 +28,6 @@ REPORT = "report.json"
 
 def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
     """Write report.html, report.md, and last report.json: where that is, the rest is."""
-    from mismatch.reports.summary import next_steps
-
     write_rendered(run_dir, report, tokens)
     store.save_document(
         run_dir,
@@ -76,12 +74,15 @@ def write_rendered(
         framework: whose names (and values by its conventions) the tables show; None: everybody's
             names in the HTML report, nobody's in Markdown.
     """
-    from mismatch.reports.framework_values import Elsewhere
+    from mismatch.reports.framework_values import FrameworkValues
     from mismatch.reports.html import to_html
     from mismatch.reports.markdown import to_markdown
 
     for name, text in (
-        ("report.md", to_markdown(report, Elsewhere(tokens, framework) if framework else None)),
+        (
+            "report.md",
+            to_markdown(report, FrameworkValues(tokens, framework) if framework else None),
+        ),
         ("report.html", to_html(report, tokens, framework)),
     ):
         store.write_text(run_dir / name, text)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import tomllib
 import unicodedata
 from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import resources
 from typing import Any, Literal
 
 from mismatch.types import Estimate
@@ -26,6 +29,19 @@ TONES: dict[str, Tone] = {
     "failed": "critical",
 }
 MARKS = {"healthy": "✓", "warn": "!", "critical": "✕"}  # of tones, so that colour is not needed
+
+
+@cache
+def packaged(name: str) -> str:
+    """A template, style sheet or table that ships with the package."""
+    return resources.files("mismatch.reports").joinpath("templates", name).read_text("utf-8")
+
+
+@cache
+def wording(table: str) -> dict[str, Any]:
+    """Words by key, of a table of templates/words.toml."""
+    words: dict[str, Any] = tomllib.loads(packaged("words.toml"))[table]
+    return words
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -21,7 +21,7 @@ COLUMNS = {"rollout_logprob": "rollout", "train_logprob": "train", "delta": "del
 
 
 @dataclass(frozen=True, slots=True)
-class Other:
+class FrameworkValue:
     """One metric in one framework.
 
     Attributes:
@@ -41,7 +41,7 @@ class Other:
         return f"{self.label}{value}" + (f" ({self.remark})" if self.remark else "")
 
 
-class Elsewhere:
+class FrameworkValues:
     """Names and values elsewhere of the headline comparison's metrics.
 
     Args:
@@ -68,13 +68,13 @@ class Elsewhere:
         """The framework, as it writes itself."""
         return "" if self.framework is None else framework_names.FRAMEWORKS[self.framework]
 
-    def of(self, metric: str, values: bool = True) -> list[Other]:
+    def of(self, metric: str, values: bool = True) -> list[FrameworkValue]:
         """What a metric is called; without ``values`` (another comparison's) only that."""
         if metric not in METRICS:
             return []
         reduction = METRICS[metric].reduction
         return [
-            Other(
+            FrameworkValue(
                 alias.label,
                 alias.name,
                 alias.remark(reduction),
@@ -83,7 +83,7 @@ class Elsewhere:
             for alias in framework_names.of(metric, self.framework)
         ]
 
-    def rows(self, report: Report) -> list[tuple[summary.Row, Other]]:
+    def rows(self, report: Report) -> list[tuple[summary.Row, FrameworkValue]]:
         """Every metric of the headline comparison that has a name there, in our order."""
         found = summary.all_rows(summary.headline(report))
         return [(row, other) for row in found for other in self.of(row.metric)]

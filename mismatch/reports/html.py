@@ -12,8 +12,8 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from mismatch.reports.formatting import MARKS, line
-from mismatch.reports.framework_values import Elsewhere
+from mismatch.reports.formatting import MARKS, line, packaged
+from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Page, Section, Widget, cell_interval, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Report
@@ -33,7 +33,7 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         tokens: one row per action token, as in tokens.parquet.
         framework: whose names the metrics have in the column of aliases; None: everybody's.
     """
-    return show_page(page(report, tokens, Elsewhere(tokens, framework)))
+    return show_page(page(report, tokens, FrameworkValues(tokens, framework)))
 
 
 def show_page(shown: Page) -> str:
@@ -105,8 +105,3 @@ def batched(text: str, size: int) -> list[str]:
 def _unbroken(value: Any) -> Any:
     """No line break between a number and its percent sign. Keeps markup what it is."""
     return value.replace(" %", "\u00a0%") if isinstance(value, str) else value
-
-
-def packaged(name: str) -> str:
-    """A template or style sheet that ships with the package."""
-    return resources.files("mismatch.reports").joinpath("templates", name).read_text("utf-8")

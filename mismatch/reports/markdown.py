@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from html import escape
 
 from mismatch.reports.formatting import MARKS, badge, line, visible
-from mismatch.reports.framework_values import Elsewhere
+from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import (
     Answer,
     Block,
@@ -16,7 +16,6 @@ from mismatch.reports.section import (
     Page,
     Section,
     Table,
-    cell_interval,
     cell_text,
 )
 from mismatch.reports.sections import page
@@ -26,7 +25,9 @@ from mismatch.types import Report
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
 
 
-def to_markdown(report: Report, elsewhere: Elsewhere | None = None, details: bool = False) -> str:
+def to_markdown(
+    report: Report, elsewhere: FrameworkValues | None = None, details: bool = False
+) -> str:
     """GitHub-flavoured Markdown; foreign text is escaped, so that it stays text.
 
     Args:
@@ -116,29 +117,16 @@ def _block(block: Block) -> str:
 
 def show_table(item: Table) -> str:
     """All columns; an estimate's interval stands in a column of its own."""
-    titles = []
-    for column in item.columns:
-        right = "" if column.left else ":"
-        titles.append(plain(column.title) + right)
-        if column.interval is not None:
-            titles.append("95 % interval:")
-    rows = [
-        [
-            text
-            for cell, column in zip(row, item.columns, strict=True)
-            for text in _cell(cell, column)
-        ]
-        for row in item.cells()
-    ]
-    return table(titles, rows)
+    columns = item.spread()
+    titles = [plain(column.title) + ("" if column.left else ":") for column, _, _ in columns]
+    shown = [[_cell(cell, column) for cell in cells] for column, cells, _ in columns]
+    return table(titles, zip(*shown, strict=True))
 
 
-def _cell(cell: Cell, column: Column) -> Iterable[str]:
+def _cell(cell: Cell, column: Column) -> str:
     value = cell_text(cell, column)
     shown = _code(value) if cell.tone == "code" and value else plain(badge(cell.tone) + value)
-    yield f"{shown} ({plain(cell.note)})" if cell.note else shown
-    if column.interval is not None:
-        yield plain(cell_interval(cell, column))
+    return f"{shown} ({plain(cell.note)})" if cell.note else shown
 
 
 def _folded(title: str, body: str) -> str:

@@ -9,7 +9,7 @@ from mismatch.types import SidePair
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class MetricLabel:
     """How one metric is introduced to a stranger.
 
     Attributes:
@@ -48,37 +48,39 @@ ROUTING = (
 )
 
 
-def words_for(name: str, *, sampled_by_left: bool = True) -> Words:
+def metric_label(name: str, *, sampled_by_left: bool = True) -> MetricLabel:
     """The words of a metric; one that this page does not know keeps its own name.
 
     Where neither side sampled the tokens, the KL estimators estimate no KL and are called scores.
     """
     metric = METRICS.get(name)
-    words = Words(name, "")
+    words = MetricLabel(name, "")
     if metric is not None:
-        words = Words(metric.label, metric.meaning, share=metric.unit == "share")
+        words = MetricLabel(metric.label, metric.meaning, share=metric.unit == "share")
     if sampled_by_left or "KL" not in words.label or name.startswith("exact_"):
         return words
-    return Words(
+    return MetricLabel(
         words.label.replace("KL", "divergence score"),
         "the KL formula on tokens that neither side sampled: a score, no estimate of a KL",
     )
 
 
-def noise_words(pair: SidePair) -> Words:
+def noise_label(pair: SidePair) -> MetricLabel:
     """What a pair of the noise floor compares, from the scorings' names."""
     left, right = pair.left, pair.right
     kinds = {_kind(left), _kind(right)}
     if kinds == {"decode", "prefill"}:
-        return Words("engine: prefill / decode", "the engine reads back the tokens it sampled")
+        return MetricLabel(
+            "engine: prefill / decode", "the engine reads back the tokens it sampled"
+        )
     if "reference" in kinds and kinds & {"decode", "prefill"}:
-        return Words("engine vs float32", "what the engine's precision and kernels cost")
+        return MetricLabel("engine vs float32", "what the engine's precision and kernels cost")
     if "reference" in kinds:
-        return Words("trainer vs float32", "what the trainer's precision and kernels cost")
+        return MetricLabel("trainer vs float32", "what the trainer's precision and kernels cost")
     for kind, words in _TRAINER.items():
         if kind in kinds:
             return words
-    return Words(f"{left} vs {right}", "two passes that should agree")
+    return MetricLabel(f"{left} vs {right}", "two passes that should agree")
 
 
 def _kind(scoring: str) -> str:
@@ -87,8 +89,10 @@ def _kind(scoring: str) -> str:
 
 
 _TRAINER = {
-    "regrouped": Words("trainer: regrouped", "the same tokens in other micro-batches"),
-    "grad": Words("trainer: gradients on", "the training forward against the scoring forward"),
-    "repeat": Words("trainer: repeated", "the same pass once more"),
-    "repeated": Words("trainer: repeated", "the same pass once more"),
+    "regrouped": MetricLabel("trainer: regrouped", "the same tokens in other micro-batches"),
+    "grad": MetricLabel(
+        "trainer: gradients on", "the training forward against the scoring forward"
+    ),
+    "repeat": MetricLabel("trainer: repeated", "the same pass once more"),
+    "repeated": MetricLabel("trainer: repeated", "the same pass once more"),
 }

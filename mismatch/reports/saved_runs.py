@@ -1,8 +1,8 @@
-"""Pages of several saved runs: side by side, and one metric over time."""
+"""Pages of several saved runs: a new one against an old one, side by side, one metric over time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mismatch.experiments.regression.run_comparison import DECIDING
-from mismatch.experiments.regression.types import ABSENT
+from mismatch.experiments.regression.types import ABSENT, Against, AgainstRow, RunSide
 from mismatch.metrics import METRICS
 from mismatch.pipeline.saved_runs import History, Point
 from mismatch.pipeline.side_by_side import Line, Move, Side, SideBySide
@@ -19,7 +19,9 @@ from mismatch.reports.formatting import (
     Format,
     alike,
     bound,
+    capital,
     chance,
+    count,
     line,
     number,
     plural,
@@ -27,7 +29,7 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.metric_labels import words_for
+from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import (
     Cell,
     Cells,
@@ -39,7 +41,7 @@ from mismatch.reports.section import (
     Tone,
     status_cell,
 )
-from mismatch.reports.sections.regression import WORDS
+from mismatch.reports.sections.square import standing_cell
 from mismatch.reports.summary import Row
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, segments
 from mismatch.types import Estimate
@@ -47,7 +49,137 @@ from mismatch.types import Estimate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LEAD = (
+NO_CHANGE = {"none": "no significant difference"}  # other outcomes are words as they are
+TONE_OF: dict[str | None, Tone] = {
+    "worse": "warn", "mixed": "warn", "undecided": "warn", "better": "healthy",
+}  # fmt: skip
+SAID = "Versions, settings and kernels as the runs themselves say."
+WHERE_WHAT = Column("where", text, of="where"), Column("what", text, of="name", tone="code")
+
+
+def _change(metric: str) -> Format:
+    return points if metric_label(metric).share else signed
+
+
+# ---------------------------------------------------------------- a new run against an old one
+
+AGAINST_LEAD = (
+    "Each run compares its own engine with its own trainer. The change is new minus old, in nats "
+    "unless it is a share. For the metrics that decide, below 0 is better."
+)
+RESULTS = {"undecided": "larger, but undecided", "none": "not significant", None: ""}
+MOVED = (
+    Column("metric", text),
+    Column("name", text, 9),
+    Column("old", interval=8),
+    Column("new", interval=8),
+    Column("change", signed, interval=1),
+    Column("p", chance, 2),
+    Column("result", text),
+)
+SQUARE = (
+    Column("scoring", text, of="scoring"),
+    Column("what", text, of="evidence"),
+    Column("old", interval=8, of=lambda row: Cell(row.old, format=number)),
+    Column("new", interval=8, of=lambda row: Cell(row.new, format=number)),
+    Column("the new one", text, of=lambda row: standing_cell(row.after) if row.after else ""),
+)
+FACTS = (*WHERE_WHAT, Column("old", text, of="old"), Column("new", text, of="new"))
+
+
+def against_page(result: Against) -> Page:
+    """What moved, deciding metrics first, and what has changed between the runs."""
+    old, new, outcome = result.old, result.new, result.outcome
+    tone: Tone = "warn" if outcome in ("worse", "mixed") else "healthy"
+    moved = sorted(result.rows, key=lambda row: row.p_value is None)
+    sections = (
+        Section(
+            "moved",
+            "What moved",
+            AGAINST_LEAD,
+            sentences=[*_rests_on(result)],
+            tables=[Table(MOVED, [_moved(row) for row in moved])],
+            notes=[f"{result.method} Margin: {result.margin_text}."],
+            folded=False,
+        ),
+        Section(
+            "square",
+            "Rounding or fault",
+            "Excess over a plain forward's rounding, and gaps in float32 (nats), in each run.",
+            tables=[Table.of(SQUARE, result.square)],
+            folded=False,
+        ),
+        Section(
+            "changed",
+            "What changed",
+            SAID if result.changed else "Nothing of what both runs say of themselves.",
+            tables=[Table.of(FACTS, result.changed)],
+            folded=False,
+        ),
+    )
+    return Page(
+        kind="a new run against an old one" + (f" · {new.created}" if new.created else ""),
+        word=NO_CHANGE.get(outcome, outcome),
+        tone="critical" if result.fails else tone,
+        reason=result.reason,
+        title=new.model,
+        facts=(f"{new.run} (new) against {old.run} (old)", _run_side(old), _run_side(new)),
+        sections=tuple(each for each in sections if each.id != "square" or each.holds),
+        file="against",
+    )
+
+
+def _moved(row: AgainstRow) -> Cells:
+    words = metric_label(row.metric)
+    write = Row(row.metric, words, row.new).write
+    tone: Tone = "critical" if row.beyond else TONE_OF.get(row.outcome, "dim")
+    return (
+        Cell(words.label, note=words.meaning),
+        Cell(row.metric, "code"),
+        Cell(row.old, format=write),
+        Cell(row.new, format=write),
+        Cell(row.change, "strong", format=_change(row.metric)),
+        "" if row.p_value is None else row.p_value,
+        Cell(_outcome(row), tone),
+    )
+
+
+def _outcome(row: AgainstRow) -> str:
+    within = ", within the margin" if row.outcome == "worse" and not row.beyond else ""
+    return RESULTS.get(row.outcome, row.outcome or "") + within
+
+
+def _run_side(run: RunSide) -> str:
+    size = f"{plural(run.tokens, 'token')}, {plural(run.sequences, 'sequence')}"
+    own = run.verdict.status if run.verdict else "not judged"
+    return f"{run.run}: {run.engine} {run.version}".rstrip() + f", {size}, by itself {own}"
+
+
+def _rests_on(result: Against) -> Iterator[str]:
+    """What the numbers rest on."""
+    for row in result.rows:
+        if row.p_value is not None:
+            yield f"{metric_label(row.metric).label}: {_outcome(row)}, p {chance(row.p_value)}."
+    if result.same_tokens:
+        yield "Both runs hold the same tokens: every change is of the same tokens."
+    else:
+        yield (
+            f"{count(result.same_sequences)} of {plural(result.old.sequences, 'sequence')} are the "
+            "same in both runs; the engines sampled tokens of their own, so changes are by prompt."
+        )
+    if result.engines is not None:
+        values: dict[str, Estimate] = result.engines.metrics
+        mean, most = values["logprob_abs_diff_mean"].value, values["logprob_abs_diff_max"].value
+        yield (
+            f"New engine against old engine on these tokens: mean |delta| {number(mean)}, "
+            f"largest {number(most)}."
+        )
+    yield from (f"{capital(line(note))}." for note in result.notes)
+
+
+# ---------------------------------------------------------------- side by side
+
+BESIDE_LEAD = (
     "Each run compares its own engine with its own trainer. Every other run is held against the "
     "first: ! is significantly worse than it, ✓ significantly better."
 )
@@ -61,30 +193,36 @@ METHOD = (
     "for all runs and metrics (Holm), at 5 %; without p, and for all other metrics, a change is "
     "marked where its own 95 % interval leaves 0 out, not adjusted."
 )
-NEWEST = 12  # runs of a history that a terminal shows
-TONE_OF: dict[str | None, Tone] = {
-    "worse": "warn", "mixed": "warn", "undecided": "warn", "better": "healthy",
-}  # fmt: skip
-
-
-# ---------------------------------------------------------------- side by side
+CHANGES = (
+    Column("metric", text),
+    Column("run", text),
+    Column("change", signed, interval=1),
+    Column("p", chance, 2),
+    Column("result", text),
+    Column("told by", text, 3),
+)
 
 
 def beside_page(result: SideBySide) -> Page:
     """A column a run; the first is what the others are held against."""
     first, *others = result.runs
     outcomes = [outcome for outcome in result.outcomes if outcome]
-    worse = sum(TONE_OF[outcome] == "warn" for outcome in outcomes if outcome in TONE_OF)
-    told = [f"{side.run} {WORDS[outcome]}" for side, outcome in zip(others, outcomes, strict=True)]
+    worse = sum(TONE_OF.get(outcome) == "warn" for outcome in outcomes)
+    words = [NO_CHANGE.get(outcome, outcome) for outcome in outcomes]
+    against = [f"{side.run} {word}" for side, word in zip(others, words, strict=True)]
+    table = _values(result)
+    metrics = Section(
+        "side-by-side", "Side by side", BESIDE_LEAD, tables=[table], notes=[METHOD], folded=False
+    )
     return Page(
         kind=f"{len(result.runs)} runs side by side",
         word=f"{worse} of {len(others)} worse" if worse else "none worse",
         tone="warn" if worse else "healthy",
-        reason=f"against {first.run}: {', '.join(told)}",
+        reason=f"against {first.run}: {', '.join(against)}",
         title=_model(first.model),
-        facts=(*(_side(side) for side in result.runs), *(f"{line(n)}" for n in result.notes)),
-        sections=(_metrics(result), _changes(result), _facts(result)),
-        table=_table(result),
+        facts=(*map(_side, result.runs), *map(line, result.notes)),
+        sections=(metrics, _changes(result), _facts(result)),
+        table=table,
         file="side-by-side",
     )
 
@@ -100,29 +238,15 @@ def _side(side: Side) -> str:
     return f"{side.run}: {side.engine or 'unknown engine'}{date}, {tokens}, {side.status}"
 
 
-def _table(result: SideBySide) -> Table:
-    columns = (
-        Column("metric", text),
-        *(Column(side.run, interval=index + 1) for index, side in enumerate(result.runs)),
-    )
+def _values(result: SideBySide) -> Table:
+    runs = (Column(side.run, interval=index + 1) for index, side in enumerate(result.runs))
     rows: list[Cells] = [("verdict", *(status_cell(side.status) for side in result.runs))]
     for item in result.metrics:
         write = metric_format(item.metric, item.values)
         pairs = zip(item.values, item.moves, strict=True)
         cells = (Cell(value, _tone(item, move), format=write) for value, move in pairs)
-        rows.append((words_for(item.metric).label, *cells))
-    return Table(columns, rows)
-
-
-def _metrics(result: SideBySide) -> Section:
-    return Section(
-        id="side-by-side",
-        title="Side by side",
-        lead=LEAD,
-        tables=(_table(result),),
-        notes=(METHOD,),
-        folded=False,
-    )
+        rows.append((metric_label(item.metric).label, *cells))
+    return Table((Column("metric", text), *runs), rows)
 
 
 def metric_format(metric: str, estimates: Sequence[Estimate | None]) -> Format:
@@ -130,7 +254,7 @@ def metric_format(metric: str, estimates: Sequence[Estimate | None]) -> Format:
     values = [value for value in estimates if value is not None]
     if not values:
         return number
-    row = Row(metric, words_for(metric), values[0])
+    row = Row(metric, metric_label(metric), values[0])
     return alike((value.value for value in values), row.write)
 
 
@@ -144,150 +268,137 @@ def _tone(item: Line, move: Move | None) -> Tone:
 
 def _changes(result: SideBySide) -> Section:
     """Every change with interval and p."""
-    columns = (
-        Column("metric", text),
-        Column("run", text),
-        Column("change", signed, interval=1),
-        Column("p", chance, 2),
-        Column("result", text),
-        Column("told by", text, 3),
-    )
     deciding: list[Cells] = []
     moved: list[Cells] = []
     for item in result.metrics:
-        rows = deciding if item.metric in DECIDING else moved
-        words = words_for(item.metric)
-        write = points if words.share else signed
+        decides = item.metric in DECIDING
         for side, move in zip(result.runs, item.moves, strict=True):
-            if move is not None and (item.metric in DECIDING or move.significant):
-                told = WORDS[move.outcome] if move.outcome else "moved" if move.significant else ""
-                outcome = Cell(told, TONE_OF.get(move.outcome, "dim"))
-                change = Cell(move.change, "strong", format=write)
-                rows.append(
-                    (words.label, side.run, change, move.p_value, outcome, BASIS[move.basis])
+            if move is not None and (decides or move.significant):
+                word = "moved" if move.significant else ""
+                word = NO_CHANGE.get(move.outcome, move.outcome) if move.outcome else word
+                row = (
+                    metric_label(item.metric).label,
+                    side.run,
+                    Cell(move.change, "strong", format=_change(item.metric)),
+                    move.p_value,
+                    Cell(word, TONE_OF.get(move.outcome, "dim")),
+                    BASIS[move.basis],
                 )
+                (deciding if decides else moved).append(row)
     other = Section(
-        id="other-changes",
-        title="Other metrics",
-        short=f"{plural(len(moved), 'significant change')}",
-        tables=(Table(columns, moved),),
+        "other-changes",
+        "Other metrics",
+        tables=[Table(CHANGES, moved)],
+        short=plural(len(moved), "significant change"),
     )
     return Section(
-        id="changes",
-        title=f"Changes from {result.runs[0].run}",
-        lead="The metrics that decide.",
-        tables=(Table(columns, deciding),),
-        parts=(other,) if moved else (),
+        "changes",
+        f"Changes from {result.runs[0].run}",
+        "The metrics that decide.",
+        tables=[Table(CHANGES, deciding)],
+        parts=[other],
         folded=False,
     )
 
 
 def _facts(result: SideBySide) -> Section:
-    runs = (Column(side.run, text) for side in result.runs)
-    columns = (Column("where", text), Column("what", text), *runs)
-    known: list[Cells] = []
-    partly: list[Cells] = []
-    for it in result.facts:
-        unset = it.name.startswith("environment.")
-        rows = partly if ABSENT in it.values and not unset else known
-        rows.append((it.where, Cell(it.name, "code"), *it.values))
+    runs = (
+        Column(side.run, text, of=partial(lambda at, fact: fact.values[at], place))
+        for place, side in enumerate(result.runs)
+    )
+    columns = (*WHERE_WHAT, *runs)
+    partly = [
+        fact
+        for fact in result.facts
+        if ABSENT in fact.values and not fact.name.startswith("environment.")
+    ]
+    known = [fact for fact in result.facts if fact not in partly]
     other = Section(
-        id="partly-known",
-        title="Said by some of the runs alone",
+        "partly-known",
+        "Said by some of the runs alone",
+        tables=[Table.of(columns, partly)],
         short=f"{plural(len(partly), 'fact')}: other versions of mismatch record other facts",
-        tables=(Table(columns, partly),),
     )
     return Section(
-        id="facts",
-        title="What differs",
-        lead="Versions, settings and kernels as the runs themselves say.",
-        tables=(Table(columns, known),) if known else (),
-        sentences=() if known else ("No version, setting or kernel that all runs name differs.",),
-        parts=(other,) if partly else (),
+        "facts",
+        "What differs",
+        SAID,
+        tables=[Table.of(columns, known)],
+        sentences=() if known else ["No version, setting or kernel that all runs name differs."],
+        parts=[other],
         folded=False,
     )
 
 
 # ---------------------------------------------------------------- over time
 
+NEWEST = 12  # runs of a history that a terminal shows
+SIGNIFICANT = (
+    "A change is from the run of the same model before it. It is called significant where "
+    "its 95 % interval, of two independent runs, leaves 0 out; not adjusted for their "
+    "number. mismatch report A B compares two of them token by token."
+)
+
 
 def history_page(result: History) -> Page:
     """A metric over the runs of a folder, a picture for every model."""
-    words = words_for(result.metric)
+    words = metric_label(result.metric)
     latest = result.points[-1] if result.points else None
     moved = [point.place for point in result.points if point.moved][-4:]
     by = f"moved significantly by {', '.join(moved)}" if moved else "no run moved it significantly"
     reason = f"{plural(len(result.points), 'run')}; {by}"
-    finding = ""
-    if latest is not None:
-        finding = f"The newest run, {latest.place}, is {latest.status}"
-        finding += (
-            f"; {words.label} moved with {moved[-1]}." if moved else f"; {words.label} is steady."
-        )
+    how = f"moved with {moved[-1]}" if moved else "is steady"
     models = dict.fromkeys(point.model for point in result.points if point.value is not None)
     over_time = Section(
-        id="history",
-        title=f"{words.label} over time",
-        lead=words.meaning,
+        "history",
+        f"{words.label} over time",
+        words.meaning,
         figures=[_figure(place, model, result) for place, model in enumerate(models)],
         folded=False,
     )
-    why = Column("directory", text), Column("why", text)
-    unreadable = Section(
-        "unreadable", "Not readable", tables=(Table(why, result.unreadable),), folded=False
+    runs = Section(
+        "runs", "Runs", tables=[_runs(result, result.points)], notes=[SIGNIFICANT], folded=False
     )
+    why = Table((Column("directory", text), Column("why", text)), result.unreadable)
+    unreadable = Section("unreadable", "Not readable", tables=[why], folded=False)
     return Page(
         kind="history",
         word=latest.status if latest else "no run",
         tone=TONES[latest.status] if latest else "warn",
-        lead=finding,
+        lead=f"The newest run, {latest.place}, is {latest.status}; {words.label} {how}."
+        if latest
+        else "",
         reason=f"{latest.place}: {latest.reason}" if latest else reason,
         title=result.folder,
         facts=(f"{words.label} over {reason}",),
-        sections=(over_time, _listed(result), *([unreadable] if result.unreadable else [])),
+        sections=(over_time, runs, *([unreadable] if result.unreadable else [])),
         table=_runs(result, result.points[-NEWEST:]),
         file="history",
     )
 
 
-def _runs(result: History, points_shown: Sequence[Point]) -> Table:
+def _runs(result: History, shown: Sequence[Point]) -> Table:
     write = metric_format(result.metric, [point.value for point in result.points])
-    words = words_for(result.metric)
-    change = points if words.share else signed
+
+    def change(point: Point) -> Cell:
+        tone: Tone = "strong" if point.moved else "dim"
+        note = "significant" if point.moved else ""
+        return Cell(point.change, tone, note, _change(result.metric))
+
     columns = (
         Column("date", text, of=lambda point: point.created[:16].replace("T", " ")),
         Column("run", text, of="place"),
         Column("model", text, 4, of=lambda point: _model(point.model)),
         Column("engine", text, 2, of="engine"),
         Column("verdict", text, of=lambda point: status_cell(point.status)),
-        Column(words.label, interval=1, of=lambda point: Cell(point.value, format=write)),
         Column(
-            "change",
-            signed,
-            3,
-            interval=5,
-            of=lambda point: (
-                Cell(point.change, "strong", "significant", change)
-                if point.moved
-                else Cell(point.change, "dim", format=change)
-            ),
+            metric_label(result.metric).label,
+            interval=1,
+            of=lambda point: Cell(point.value, format=write),
         ),
+        Column("change", signed, 3, interval=5, of=change),
     )
-    return Table.of(columns, points_shown)
-
-
-def _listed(result: History) -> Section:
-    return Section(
-        id="runs",
-        title="Runs",
-        tables=(_runs(result, result.points),),
-        notes=(
-            "A change is from the run of the same model before it. It is called significant where "
-            "its 95 % interval, of two independent runs, leaves 0 out; not adjusted for their "
-            "number. mismatch report A B compares two of them token by token.",
-        ),
-        folded=False,
-    )
+    return Table.of(columns, shown)
 
 
 def _figure(place: int, model: str, result: History) -> Figure:
@@ -328,8 +439,8 @@ def _draw(
     step = max(1, -(-len(shown) // 6))
     labels = [f"{p.created[:10]}\n{p.engine}" for p in shown]
     axes.set_xticks(x[::step], labels[::step])
-    axes.set_xlim(-0.5, len(x) - 0.5)
-    axes.set_ylabel(METRICS[metric].unit if metric in METRICS else "")
+    unit = METRICS[metric].unit if metric in METRICS else ""
+    axes.set(xlim=(-0.5, len(x) - 0.5), ylabel=unit)
     axes.yaxis.set_major_formatter(lambda value, _: bound(value))
     pairs = zip(shown, y, strict=True)
     return f"{title}: {', '.join(f'{p.created[:10]} {p.engine} {number(v)}' for p, v in pairs)}"

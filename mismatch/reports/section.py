@@ -6,7 +6,7 @@ rendering. Strings may be foreign (names, errors, tokens): renderers make them s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,7 @@ class Cell:
 
 
 Cells = tuple[Cell | Value, ...]
-Lines = tuple[str, ...] | list[str]
+Lines = Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,42 +115,56 @@ class Table:
 
     def __post_init__(self) -> None:
         """The plain numbers of a column are written alike."""
+        rows = self.cells()
         columns = list(self.columns)
-        rows = [list(row) for row in self.rows]
         for at, column in enumerate(self.columns):
-            numbers = list(self._numbers(at))
-            styles: dict[Format, Format] = {write: alike(numbers, write) for write in NUMBERS}
+            cells = [row[at] for row in rows]
+            numbers = [each for cell in cells for each in _numbers(cell, column)]
+            styles: dict[Format, Format] = {each: alike(numbers, each) for each in NUMBERS}
             columns[at] = replace(column, format=styles.get(column.format, column.format))
             for row in rows:
-                cell = row[at] if at < len(row) else None
-                if isinstance(cell, Cell) and cell.format in styles:
-                    row[at] = replace(cell, format=styles[cell.format])
+                if (own := row[at].format) is not None:
+                    row[at] = replace(row[at], format=styles.get(own, own))
         object.__setattr__(self, "columns", tuple(columns))
         object.__setattr__(self, "rows", tuple(map(tuple, rows)))
 
-    def _numbers(self, at: int) -> Iterator[float]:
-        """What is shown in a column as plain numbers, ends of intervals too."""
-        for row in self.rows:
-            cell = row[at] if at < len(row) else None
-            if not isinstance(cell, Cell):
-                cell = Cell(cell)
-            value = cell.value
-            if (cell.format or self.columns[at].format) not in NUMBERS:
-                continue
-            if isinstance(value, Estimate):
-                yield value.value
-                if self.columns[at].interval is not None:
-                    yield from (end for end in (value.low, value.high) if end is not None)
-            elif isinstance(value, int | float):
-                yield value
-
     def cells(self) -> list[list[Cell]]:
-        """Every row as cells, as many as there are columns."""
+        """Every row as cells.
+
+        Raises:
+            ValueError: a row has not as many cells as there are columns.
+        """
         rows = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in self.rows]
         for row in rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"{len(row)} cells for {len(self.columns)} columns")
         return rows
+
+    def spread(self) -> list[tuple[Column, list[Cell], Column | None]]:
+        """Each column with its cells, and after it the intervals of its estimates as a column.
+
+        The third of such a column is the one whose intervals they are.
+        """
+        rows = self.cells()
+        shown: list[tuple[Column, list[Cell], Column | None]] = []
+        for at, column in enumerate(self.columns):
+            cells = [row[at] for row in rows]
+            shown.append((column, cells, None))
+            if column.interval is not None:
+                ends = [Cell(cell_interval(cell, column)) for cell in cells]
+                shown.append((Column("95 % interval", priority=column.interval), ends, column))
+        return shown
+
+
+def _numbers(cell: Cell, column: Column) -> list[float]:
+    """What a cell shows as plain numbers, the ends of its interval too."""
+    value = cell.value
+    if (cell.format or column.format) not in NUMBERS:
+        return []
+    if isinstance(value, Estimate):
+        ends = () if column.interval is None else (value.low, value.high)
+        return [value.value, *(end for end in ends if end is not None)]
+    return [value] if isinstance(value, int | float) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +210,7 @@ class Widget:
 
     name: str
     data: str
-    still: tuple[Table, ...] = ()
+    still: Sequence[Table] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +235,11 @@ class Section:
     lead: str = ""
     warnings: Lines = ()
     sentences: Lines = ()
-    tables: tuple[Table, ...] = ()
-    figures: tuple[Figure, ...] | list[Figure] = ()
-    blocks: tuple[Block, ...] = ()
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    blocks: Sequence[Block] = ()
     notes: Lines = ()
-    parts: tuple[Section, ...] | list[Section] = ()
+    parts: Sequence[Section] = ()
     widget: Widget | None = None
     folded: bool = True
     page_only: bool = False
@@ -233,13 +247,10 @@ class Section:
 
     def __post_init__(self) -> None:
         """What is empty is not shown: a sentence "", a table without rows, a part of only those."""
-        kept = {
-            "warnings": filter(None, self.warnings),
-            "sentences": filter(None, self.sentences),
-            "tables": (table for table in self.tables if table.rows),
-            "figures": self.figures,
-            "notes": filter(None, self.notes),
-            "parts": (part for part in self.parts if part.holds),
+        kept: dict[str, Iterable[Any]] = {
+            "tables": [table for table in self.tables if table.rows],
+            "parts": [part for part in self.parts if part.holds],
+            **{name: filter(None, getattr(self, name)) for name in _LISTS},
         }
         for name, items in kept.items():
             object.__setattr__(self, name, tuple(items))
@@ -247,8 +258,11 @@ class Section:
     @property
     def holds(self) -> bool:
         """Whether there is anything below the lead."""
-        lists = self.warnings, self.sentences, self.tables, self.figures, self.blocks, self.notes
-        return any(lists) or any(self.parts) or self.widget is not None
+        lists = (getattr(self, name) for name in ("tables", "parts", *_LISTS))
+        return any(lists) or self.widget is not None
+
+
+_LISTS = ("warnings", "sentences", "figures", "blocks", "notes")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from mismatch.errors import MismatchError
 from mismatch.pipeline.saved_runs import History, find_runs, history
 from mismatch.pipeline.side_by_side import side_by_side
 from mismatch.reports import html
-from mismatch.reports.formatting import TONES, line
-from mismatch.reports.metric_labels import words_for
+from mismatch.reports.formatting import TONES, line, packaged
+from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.saved_runs import beside_page, history_page, metric_format
 from mismatch.reports.section import Cell, Column
 
@@ -95,7 +95,7 @@ class Site:
     def _index(self) -> Answer:
         found: History = history(self.folder, self.metric)
         known, newest = self.runs(), found.points[::-1]
-        label = words_for(self.metric).label
+        label = metric_label(self.metric).label
         shown = html.template("serve.html").render(
             page=history_page(found),
             points=newest,
@@ -108,7 +108,7 @@ class Site:
                 for name, path in known.items()
                 if (path / PAGE).is_file()
             },
-            css=html.packaged("report.css") + html.packaged("serve.css"),
+            css=packaged("report.css") + packaged("serve.css"),
         )
         return Answer(HTTPStatus.OK, shown)
 

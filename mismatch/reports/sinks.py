@@ -23,7 +23,7 @@ from mismatch.run.provenance import redact
 from mismatch.types import Report
 
 if TYPE_CHECKING:
-    from mismatch.reports.framework_values import Elsewhere
+    from mismatch.reports.framework_values import FrameworkValues
 
 PROJECT = "mismatch"  # where the client's environment names none
 PACKAGE = "train-infer-mismatch"
@@ -127,7 +127,7 @@ def require_clients(trackers: Iterable[str]) -> None:
 
 
 def send(
-    trackers: Iterable[str], report: Report, run_dir: Path | None, elsewhere: Elsewhere | None
+    trackers: Iterable[str], report: Report, run_dir: Path | None, elsewhere: FrameworkValues | None
 ) -> list[str]:
     """Send a report to trackers; what went wrong, one sentence each: the report is made already."""
     record = record_of(report, run_dir, elsewhere)
@@ -140,7 +140,7 @@ def send(
     return failed
 
 
-def record_of(report: Report, run_dir: Path | None, elsewhere: Elsewhere | None) -> Record:
+def record_of(report: Report, run_dir: Path | None, elsewhere: FrameworkValues | None) -> Record:
     """The headline comparison as numbers by name, and what was measured as texts."""
     place = Path.cwd() if run_dir is None else run_dir.resolve()
     first, flat = headline(report), headline_of(report)
@@ -158,7 +158,7 @@ def record_of(report: Report, run_dir: Path | None, elsewhere: Elsewhere | None)
     return Record(name, place, texts, _numbers(report, elsewhere))
 
 
-def _numbers(report: Report, elsewhere: Elsewhere | None) -> dict[str, float]:
+def _numbers(report: Report, elsewhere: FrameworkValues | None) -> dict[str, float]:
     """Finite ones alone: trackers differ in what they make of the others."""
     first = headline(report)
     numbers: dict[str, Any] = {"mismatch/exit_code": headline_of(report).exit_code}

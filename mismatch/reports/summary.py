@@ -17,8 +17,9 @@ from mismatch.reports.formatting import (
     plural,
     text,
     times,
+    wording,
 )
-from mismatch.reports.metric_labels import ROUTING, Words, noise_words, words_for
+from mismatch.reports.metric_labels import ROUTING, MetricLabel, metric_label, noise_label
 from mismatch.reports.section import Cell, Column, Table
 from mismatch.run.store import REFERENCE
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report
@@ -32,7 +33,7 @@ class Row:
     """One metric as a line of a table, with its level where it has one."""
 
     metric: str
-    words: Words
+    words: MetricLabel
     estimate: Estimate
     judgement: Judgement | None = None
 
@@ -58,15 +59,7 @@ class Row:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader has to know before trusting the number."""
-        known = {
-            "heavy-tail": "heavy-tailed, a few tokens carry it",
-            "heavy-prompts": "a few prompts carry it",
-            "few-prompts": "few prompts, so the interval may be too narrow",
-            "one-prompt": "one prompt only, hence no interval",
-            "few-tokens": "too few tokens for an interval",
-            "no-events": "no such token was seen: the upper end is a one-sided bound",
-            "overflow": "too large for a number",
-        }
+        known = wording("flags")
         notes = [known.get(flag, line(flag)) for flag in self.estimate.flags]
         judgement = self.judgement
         if judgement and judgement.inconclusive:
@@ -163,7 +156,7 @@ def routing_rows(report: Report) -> list[Row]:
 
 def _row(comparison: Comparison, name: str, judgement: Judgement | None = None) -> Row:
     estimate = comparison.metrics.get(name) or comparison.routing[name]
-    words = words_for(name, sampled_by_left=comparison.sampled_by_left)
+    words = metric_label(name, sampled_by_left=comparison.sampled_by_left)
     return Row(name, words, estimate, judgement)
 
 
@@ -238,7 +231,7 @@ class Noise:
         agree: whether the two should agree: one side with itself, not a side with float32.
     """
 
-    words: Words
+    words: MetricLabel
     pair: str
     agree: bool
     mean: Estimate | None
@@ -270,7 +263,7 @@ def noise_rows(report: Report) -> list[Noise]:
         share = mean.value / whole.value if mean and whole and whole.value > 0 else None
         rows.append(
             Noise(
-                noise_words(pair),
+                noise_label(pair),
                 f"{pair.left} / {pair.right}",
                 REFERENCE not in (pair.left, pair.right),
                 mean,

@@ -6,19 +6,19 @@ Nothing but text where the output is no terminal: no colour, no boxes, 80 column
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mismatch.reports.formatting import badge, line, visible
-from mismatch.reports.section import Page, Section, Table, cell_interval, cell_text
+from mismatch.reports.section import Cell, Column, Page, Section, Table, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mismatch.reports.framework_values import Elsewhere
+    from mismatch.reports.framework_values import FrameworkValues
 
 STEPS = 3  # next steps that are printed
 WRAP = 28  # characters of a column of text
@@ -31,7 +31,7 @@ def print_report(
     report: Report,
     console: Console,
     run_dir: Path | str | None = None,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: FrameworkValues | None = None,
     details: bool = True,
 ) -> None:
     """Print a report of a run.
@@ -197,26 +197,25 @@ def _contents(section: Section, console: Console, details: bool) -> None:
         _contents(part, console, details)
 
 
-@dataclass(frozen=True, slots=True)
 class _Texts:
-    """One column as it is printed.
+    """One column as it is printed; names to be copied do not wrap."""
 
-    Attributes:
-        of: title of the column whose intervals these are; "" for values.
-        wraps: names to be copied do not.
-    """
-
-    title: str
-    of: str
-    left: bool
-    wraps: bool
-    priority: int
-    texts: list[str]
-    styles: list[str]
+    def __init__(self, column: Column, cells: list[Cell], of: Column | None) -> None:
+        self.of, self.left, self.priority = of and _title(of), column.left, column.priority
+        self.title = _title(column)
+        self.wraps = column.left and not all(cell.tone == "code" for cell in cells)
+        self.texts = [(badge(cell.tone) + cell_text(cell, column)).rstrip() for cell in cells]
+        self.styles = [TONES.get(cell.tone, "") for cell in cells]
 
     @property
     def width(self) -> int:
-        return max(map(len, [*self.title.split("\n"), *self.texts]), default=0)
+        """Characters, were text to wrap beyond ``WRAP``."""
+        width = max(map(len, [*self.title.split("\n"), *self.texts]))
+        return min(width, WRAP) if self.wraps else width
+
+
+def _title(column: Column) -> str:
+    return column.narrow or line(column.title)
 
 
 def print_table(table: Table, console: Console) -> None:
@@ -225,19 +224,20 @@ def print_table(table: Table, console: Console) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    columns = _columns(table)
-    while _width(columns) > console.width and any(c.priority for c in columns):
+    columns = [_Texts(*column) for column in table.spread()]
+    while 1 + sum(c.width + 1 for c in columns) > console.width:
+        if not any(c.priority for c in columns):
+            break
         columns.remove(max(reversed(columns), key=lambda c: c.priority))
         kept = {column.title for column in columns}
-        columns = [
-            replace(c, title=f"{c.of}, 95 %") if c.of and c.of not in kept else c for c in columns
-        ]
+        for column in columns:
+            if column.of and column.of not in kept:
+                column.title = f"{column.of}, 95 %"
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for column in columns:
-        justify: Literal["left", "right"] = "left" if column.left else "right"
         shown.add_column(
             column.title,
-            justify=justify,
+            justify="left" if column.left else "right",
             no_wrap=not column.wraps,
             overflow="fold",
         )
@@ -245,27 +245,3 @@ def print_table(table: Table, console: Console) -> None:
         shown.add_row(*(Text(column.texts[row], column.styles[row]) for column in columns))
     indented = Padding(shown, (0, 0, 0, 2), expand=False)
     console.print(indented, highlight=False, markup=False)
-
-
-def _columns(table: Table) -> list[_Texts]:
-    rows, columns = table.cells(), []
-    for index, column in enumerate(table.columns):
-        cells = [row[index] for row in rows]
-        styles = [TONES.get(cell.tone, "") for cell in cells]
-        texts = [(badge(cell.tone) + cell_text(cell, column)).rstrip() for cell in cells]
-        title = column.narrow or line(column.title)
-        wraps = column.left and not all(cell.tone == "code" for cell in cells)
-        columns.append(_Texts(title, "", column.left, wraps, column.priority, texts, styles))
-        if column.interval is not None:
-            texts = [cell_interval(cell, column) for cell in cells]
-            plain = [""] * len(texts)
-            columns.append(
-                _Texts("95 % interval", title, False, False, column.interval, texts, plain)
-            )
-    return columns
-
-
-def _width(columns: list[_Texts]) -> int:
-    """Characters of a line, were text to wrap beyond ``WRAP``."""
-    widths = [min(c.width, WRAP) if c.wraps else c.width for c in columns]
-    return 2 + sum(widths) + len(columns) - 1

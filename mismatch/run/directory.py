@@ -50,9 +50,9 @@ class Journal:
         }
         self.seconds: dict[str, float] = {}
         self.timings: dict[str, dict[str, float]] = {}
-        for one in self.earlier:
-            self.seconds |= one.get("seconds", {})
-            self.timings |= one.get("timings", {})
+        for invocation in self.earlier:
+            self.seconds |= invocation.get("seconds", {})
+            self.timings |= invocation.get("timings", {})
 
     def save(self) -> None:
         entry = {**self.entry, "seconds": self.seconds, "timings": self.timings}
@@ -103,16 +103,16 @@ def open_run(
     """
     if resume is None:
         return new_directory(out, model), False
-    found = Path(resume)
+    run_dir = Path(resume)
     if resume == NEWEST:
         here = out if out is not None and (out / SPEC).exists() else None
         newest = newest_unfinished(DEFAULT_PARENT, verb, spec) if out is None else here
         if newest is None:
             return new_directory(out, model), False
-        found = newest
-    require_same_spec(found, spec)
-    require_same_prompts(found, spec)
-    return found, True
+        run_dir = newest
+    require_same_spec(run_dir, spec)
+    require_same_prompts(run_dir, spec)
+    return run_dir, True
 
 
 def new_directory(out: Path | None, model: str) -> Path:
@@ -200,10 +200,10 @@ def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
     Raises:
         MismatchError: it names every setting that differs.
     """
-    found = load_spec(run_dir)
+    recorded = load_spec(run_dir)
     # Fixes, experiments and gradients add to a run; what is there stays what it is.
-    found = replace(
-        found,
+    recorded = replace(
+        recorded,
         fixes=spec.fixes,
         budget_minutes=spec.budget_minutes,
         verdict=spec.verdict,
@@ -211,9 +211,9 @@ def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
         gradients=spec.gradients,
         gradient_prompts=spec.gradient_prompts,
     )
-    if spec_hash(found) == spec_hash(spec):
+    if spec_hash(recorded) == spec_hash(spec):
         return
-    lines = differences(portable(to_dict(found)), portable(to_dict(spec)))
+    lines = differences(portable(to_dict(recorded)), portable(to_dict(spec)))
     raise MismatchError(
         f"{run_dir} was made with other settings:\n    " + "\n    ".join(lines),
         "resume with the same flags (or with none: --resume RUN), or start a new run without "
@@ -228,8 +228,8 @@ def require_same_prompts(run_dir: Path, spec: CheckSpec) -> None:
         MismatchError: its content is not what the run began with.
     """
     path = spec.rollout.prompts.path
-    known = [one["prompts_sha256"] for one in invocations(run_dir) if "prompts_sha256" in one]
-    if path is not None and known and sha256(Path(path)) != known[-1]:
+    sums = [entry["prompts_sha256"] for entry in invocations(run_dir) if "prompts_sha256" in entry]
+    if path is not None and sums and sha256(Path(path)) != sums[-1]:
         raise MismatchError(
             f"{path} has changed since {run_dir} was begun",
             "put the old file back, or start a new run without --resume",
@@ -268,8 +268,8 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
             "read the run with the version of mismatch that made it",
         )
     with damage_named(run_dir / RUN):
-        found: list[dict[str, Any]] = list(document["invocations"])
-        for entry in found:
+        kept: list[dict[str, Any]] = list(document["invocations"])
+        for entry in kept:
             needed = [entry["verb"], entry["spec_hash"], entry["command"]]
             needed += [entry["prompts_sha256"]] if "prompts_sha256" in entry else []
             parts = (entry.get("seconds", {}), entry.get("timings", {}))
@@ -279,7 +279,7 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
                 raise TypeError("finished")
             if not all(isinstance(part, dict) for part in parts):
                 raise TypeError("seconds")
-    return found
+    return kept
 
 
 @contextmanager

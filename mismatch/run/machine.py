@@ -113,7 +113,7 @@ def visible_as(places: tuple[int, ...]) -> dict[str, str]:
     if not places:
         return {}
     names = visible_gpus() or [str(number) for number in range(local_gpus())]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[place] for place in places)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in places)}
 
 
 def in_words(places: tuple[int, ...]) -> str:

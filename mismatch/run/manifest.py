@@ -137,8 +137,8 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
             f"{path} has schema {schema}, this version reads {SCHEMA}",
             "read the run with the version of mismatch that made it",
         )
-    found: dict[str, Entry] = artefacts
-    return found
+    recorded: dict[str, Entry] = artefacts
+    return recorded
 
 
 def _require_entries(artefacts: Any) -> None:
@@ -168,16 +168,16 @@ def record(
     """
     run_dir = Path(run_dir)
     with _locked(run_dir):
-        known = entries(run_dir)
-        known[name] = {
+        recorded = entries(run_dir)
+        recorded[name] = {
             "sha256": sha256(run_dir / name),
             "bytes": (run_dir / name).stat().st_size,
             "schema": schema,
             "made_by": made_by,
-            "inputs": {one: known[one]["sha256"] for one in inputs if one in known},
+            "inputs": {s: recorded[s]["sha256"] for s in inputs if s in recorded},
             **({"made_with": made_with} if made_with else {}),
         }
-        _save(run_dir, known)
+        _save(run_dir, recorded)
 
 
 def verify(run_dir: Path | str, name: str) -> None:
@@ -200,14 +200,14 @@ def verify(run_dir: Path | str, name: str) -> None:
 def is_current(run_dir: Path | str, name: str, made_by: str) -> bool:
     """Whether an artefact is whole, was made by this spec, and from what is there now."""
     run_dir = Path(run_dir)
-    known = entries(run_dir)
-    entry = known.get(name)
+    recorded = entries(run_dir)
+    entry = recorded.get(name)
     if entry is None or entry["made_by"] != made_by or not _intact(run_dir, name, entry):
         return False
     return all(
-        source in known
-        and known[source]["sha256"] == checksum
-        and _intact(run_dir, source, known[source])
+        source in recorded
+        and recorded[source]["sha256"] == checksum
+        and _intact(run_dir, source, recorded[source])
         for source, checksum in entry["inputs"].items()
     )
 
@@ -220,8 +220,8 @@ def made_with(run_dir: Path | str, name: str) -> dict[str, str]:
 
 def made_from(run_dir: Path | str, name: str, inputs: Iterable[str]) -> bool:
     """Whether an artefact was made from exactly these recorded artefacts."""
-    known = entries(run_dir)
-    return name in known and set(known[name]["inputs"]) == {one for one in inputs if one in known}
+    kept = entries(run_dir)
+    return name in kept and set(kept[name]["inputs"]) == {s for s in inputs if s in kept}
 
 
 def sha256(path: Path) -> str:
@@ -245,8 +245,8 @@ def _refuse(path: Path, what: str) -> None:
     )
 
 
-def _save(run_dir: Path, known: dict[str, Entry]) -> None:
-    document = {"schema": SCHEMA, "artefacts": dict(sorted(known.items()))}
+def _save(run_dir: Path, recorded: dict[str, Entry]) -> None:
+    document = {"schema": SCHEMA, "artefacts": dict(sorted(recorded.items()))}
     text = json.dumps(document, indent=1) + "\n"
     write_atomic(run_dir / NAME, lambda target: target.write_text(text, encoding="utf-8"))
 

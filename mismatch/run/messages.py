@@ -72,7 +72,7 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def leave(code: int) -> NoReturn:
+def exit_worker(code: int) -> NoReturn:
     """Called by a worker at its end: all is saved, and tearing torch down takes seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -97,9 +97,9 @@ def clear_errors(run_dir: Path, label: str) -> None:
 def error_in(text: str) -> MismatchError | None:
     """The error that :func:`write_error` put there; None if it was cut short, or is not one."""
     try:
-        said = json.loads(text)
-        kind = OutOfMemory if said.get("kind") == MEMORY else MismatchError
-        return kind(str(said["message"]), str(said["fix"]))
+        fields = json.loads(text)
+        kind = OutOfMemory if fields.get("kind") == MEMORY else MismatchError
+        return kind(str(fields["message"]), str(fields["fix"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 

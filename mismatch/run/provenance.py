@@ -67,19 +67,19 @@ def now() -> str:
 
 def versions() -> dict[str, str]:
     """Of Python and of every distribution that numbers depend on, where installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 @lru_cache(1)
 def numeric_versions() -> dict[str, str]:
     """Of what numbers of this process depend on."""
-    return {name: found for name, found in versions().items() if name in NUMERIC}
+    return {name: installed for name, installed in versions().items() if name in NUMERIC}
 
 
 def checkpoint_digest(model: str, revision: str | None) -> str:
@@ -172,8 +172,8 @@ def redact(text: str) -> str:
     return SHAPES.sub(HIDDEN, text)
 
 
-def _parameter(found: re.Match[str]) -> str:
-    return f"{found[1]}={HIDDEN}" if NAME.search(found[1].replace("\\", "")) else found[0]
+def _parameter(match: re.Match[str]) -> str:
+    return f"{match[1]}={HIDDEN}" if NAME.search(match[1].replace("\\", "")) else match[0]
 
 
 def _environment() -> list[str]:

@@ -58,7 +58,7 @@ class Recorded:
 # ---------------------------------------------------------------- formats
 
 
-def generic(entry: Entry, found: Recorded) -> None:
+def generic(entry: Entry, recorded: Recorded) -> None:
     """``prompt_token_ids``, ``response_token_ids``, ``logprobs``; or ``token_ids`` with an
     ``action_mask`` and the logprobs of the tokens that it marks. Optional: ``prompt_id``,
     ``reward``, ``finish_reason``."""
@@ -71,7 +71,7 @@ def generic(entry: Entry, found: Recorded) -> None:
         prompt, response = _ids(entry, "prompt_token_ids"), _ids(entry, "response_token_ids")
         ids = prompt + response
         sampled = [False] * len(prompt) + [True] * len(response)
-    found.sequences.append(
+    recorded.sequences.append(
         Row(
             *(ids, sampled, turns_of(sampled), _numbers(entry, "logprobs")),
             prompt=entry.get("prompt_id"),
@@ -81,17 +81,17 @@ def generic(entry: Entry, found: Recorded) -> None:
     )
 
 
-def open_instruct(entry: Entry, found: Recorded) -> None:
+def open_instruct(entry: Entry, read: Recorded) -> None:
     """open-instruct's ``*_rollouts_*.jsonl``; a sequence that called a tool is left out: the file
     does not say which of its response's tokens were sampled."""
     if any((entry.get("request_info") or {}).get(name) for name in ("num_calls", "tool_calleds")):
-        found.remarks["left out: it called a tool, and no mask says which tokens were sampled"] += 1
+        read.remarks["left out: it called a tool, and no mask says which tokens were sampled"] += 1
         return
     if entry.get("logprobs") is None:
         raise ValueError("no logprobs")
     prompt, response = _ids(entry, "prompt_tokens"), _ids(entry, "response_tokens")
     sampled = [False] * len(prompt) + [True] * len(response)
-    found.sequences.append(
+    read.sequences.append(
         Row(
             *(prompt + response, sampled, turns_of(sampled), _numbers(entry, "logprobs")),
             prompt=(entry.get("step"), entry.get("prompt_idx")),
@@ -101,7 +101,7 @@ def open_instruct(entry: Entry, found: Recorded) -> None:
     )
 
 
-def torchtitan(entry: Entry, found: Recorded) -> None:
+def torchtitan(entry: Entry, recorded: Recorded) -> None:
     """torchtitan's ``rollout_samples.jsonl``, written with ``log_tensors`` and ``log_logprobs``.
 
     Turns become one sequence as long as each turn's prompt begins with the ids before it; a turn
@@ -118,13 +118,13 @@ def torchtitan(entry: Entry, found: Recorded) -> None:
         context, ids = _ids(turn, "prompt_token_ids"), _ids(turn, "completion_token_ids")
         logprobs = _numbers(turn, "completion_logprobs")
         if turn.get("min_policy_version") != turn.get("max_policy_version"):
-            found.remarks["turns that were sampled by more than one version of the weights"] += 1
+            recorded.remarks["turns that were sampled by more than one version of the weights"] += 1
         grows = now is not None and context[: len(now.token_ids)] == now.token_ids
         if now is None or not grows:
             if now is not None:
-                found.remarks["turns whose prompt has other ids than the turns before"] += 1
+                recorded.remarks["turns whose prompt has other ids than the turns before"] += 1
             now = Row([], [], [], [], entry.get("group_id"), _reward(entry.get("reward")))
-            found.sequences.append(now)
+            recorded.sequences.append(now)
         new = len(context) - len(now.token_ids)
         now.token_ids = context + ids
         now.sampled += [False] * new + [True] * len(ids)
@@ -139,7 +139,7 @@ def verl(path: Path) -> Recorded:
         MismatchError: see :func:`verl_dump.read_dump`; or a row is wrong (named).
     """
     fields, prompts = verl_dump.read_dump(path)
-    found = Recorded()
+    recorded = Recorded()
     for number in range(len(fields["responses"])):
         try:
             row = {name: fields[name][number] for name in VERL if name in fields}
@@ -148,15 +148,15 @@ def verl(path: Path) -> Recorded:
             )
             if any(sequence.sampled):
                 _require_whole(sequence)
-                found.sequences.append(sequence)
+                recorded.sequences.append(sequence)
             else:
-                found.remarks["left out: no token of it was sampled"] += 1
+                recorded.remarks["left out: no token of it was sampled"] += 1
         except (ValueError, IndexError, TypeError, AttributeError) as error:
             what = f"{path}, row {number}: {error}"
             raise MismatchError(what, "docs/recorded-rollouts.md lists what is read") from error
-    if not found.sequences:
+    if not recorded.sequences:
         raise MismatchError(f"{path} has no sequence that can be scored")
-    return found
+    return recorded
 
 
 def _padded(row: dict[str, Any], prompt: str | None, jagged: bool) -> Row:
@@ -233,14 +233,14 @@ def read_recorded(path: Path, form: Form | None = None) -> tuple[Form, Recorded]
         path = next((path / name for name in names if (path / name).exists()), path / names[0])
     if form == "verl" or (form is None and path.suffix in (".dp", ".pt")):
         return "verl", verl(path)
-    found = Recorded()
+    recorded = Recorded()
     for number, entry in _entries(path):
         where = f"{path}:{number}"
         form = form or _form_of(entry, where)
         try:
-            before = len(found.sequences)
-            LINES[form][1](entry, found)
-            for sequence in found.sequences[before:]:
+            before = len(recorded.sequences)
+            LINES[form][1](entry, recorded)
+            for sequence in recorded.sequences[before:]:
                 _require_whole(sequence)
         except (ValueError, TypeError, AttributeError) as error:
             raise MismatchError(
@@ -249,10 +249,10 @@ def read_recorded(path: Path, form: Form | None = None) -> tuple[Form, Recorded]
             ) from error
     if form is None:
         raise MismatchError(f"{path} is empty", "give a file with one JSON object per line")
-    if not found.sequences:
-        left = "; ".join(found.remarks) or "no line has a sampled token"
+    if not recorded.sequences:
+        left = "; ".join(recorded.remarks) or "no line has a sampled token"
         raise MismatchError(f"{path} has no sequence that can be scored: {left}")
-    return form, found
+    return form, recorded
 
 
 def _entries(path: Path) -> Iterator[tuple[int, Entry]]:
@@ -331,14 +331,14 @@ def _reward(value: Any) -> float | None:
 
 
 def as_rollout(
-    found: Recorded, sampling: Sampling, fingerprint: Fingerprint
+    recorded: Recorded, sampling: Sampling, fingerprint: Fingerprint
 ) -> tuple[Rollout, Scoring]:
     """The sequences of one prompt next to each other, and their sampler's scoring."""
     groups: dict[Any, int] = {}
-    for number, sequence in enumerate(found.sequences):
+    for number, sequence in enumerate(recorded.sequences):
         key = ("alone", number) if sequence.prompt is None else ("shared", str(sequence.prompt))
         sequence.prompt = groups.setdefault(key, len(groups))
-    ordered = sorted(found.sequences, key=lambda sequence: sequence.prompt)
+    ordered = sorted(recorded.sequences, key=lambda sequence: sequence.prompt)
     rewards = [sequence.reward for sequence in ordered]
     given = [reward for reward in rewards if reward is not None]
     rollout = Rollout(

@@ -30,13 +30,13 @@ def rollout_done(run_dir: Path, spec: RolloutSpec) -> bool:
     )
 
 
-def rescored(place: Path, home: Path, spec: RolloutSpec) -> bool:
-    """Whether the engine of the run ``home`` has rescored ``place``'s tokens, or never will.
+def rescored(run_dir: Path, home: Path, spec: RolloutSpec) -> bool:
+    """Whether the engine of the run ``home`` has rescored ``run_dir``'s tokens, or never will.
 
     An engine that cannot rescore has said so when it sampled: nothing is gained by starting it.
     """
     decode = f"{spec.engine.engine}:decode"
-    if _done(place, scoring_file(f"{spec.engine.engine}:prefill"), spec):
+    if _done(run_dir, scoring_file(f"{spec.engine.engine}:prefill"), spec):
         return True
     if not _done(home, scoring_file(decode), spec):
         return False
@@ -77,15 +77,15 @@ def _same_process(spec: RolloutSpec) -> bool:
     return engine not in SEPARABLE or find_spec(engine) is not None
 
 
-def differences(found: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(recorded: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> list[str]:
     """What two specs (as dicts) differ in, one line per setting.
 
     >>> differences({"train": {"dtype": "bf16"}}, {"train": {"dtype": "fp32"}})
     ["train.dtype: 'bf16' there, 'fp32' asked"]
     """
     lines = []
-    for key in sorted({*found, *asked}):
-        old, new = found.get(key, ABSENT), asked.get(key, ABSENT)
+    for key in sorted({*recorded, *asked}):
+        old, new = recorded.get(key, ABSENT), asked.get(key, ABSENT)
         if isinstance(old, dict) and isinstance(new, dict):
             lines += differences(old, new, f"{prefix}{key}.")
         elif old != new:

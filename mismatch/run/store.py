@@ -376,8 +376,8 @@ def load_tokens(run_dir: Path | str) -> pd.DataFrame:
     schema = TOKENS_BEFORE if schema_of(path) == TOKENS_BEFORE else TOKENS_SCHEMA
     table, _ = read_table(path, schema, REQUIRED_COLUMNS[TOKENS_SCHEMA])
     if schema == TOKENS_BEFORE and "routing_flipped_layers" in table.column_names:
-        place = table.column_names.index("routing_flipped_layers")
-        table = table.set_column(place, "routing_flipped_layers", layers_of(table.column(place)))
+        index = table.column_names.index("routing_flipped_layers")
+        table = table.set_column(index, "routing_flipped_layers", layers_of(table.column(index)))
     frame: pd.DataFrame = table.to_pandas(
         types_mapper=lambda kind: pd.ArrowDtype(kind) if pa.types.is_large_list(kind) else None
     )

@@ -150,10 +150,10 @@ def missing_fix(path: Path) -> str:
     return "make it: mismatch check --model MODEL"
 
 
-def require_schema(path: Path, found: str | None, wanted: str) -> None:
-    if found != wanted:
+def require_schema(path: Path, schema: str | None, wanted: str) -> None:
+    if schema != wanted:
         raise MismatchError(
-            f"{path} has schema {found or 'none'}, this version reads {wanted}",
+            f"{path} has schema {schema or 'none'}, this version reads {wanted}",
             "make it again with this version of mismatch",
         )
 

@@ -95,9 +95,9 @@ class Saved(Outer):
     listed: ClassVar[dict[str, Any]]
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
-        (place,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        self.archive, self.root = archive, place.removesuffix("data.pkl")
-        super().__init__(io.BytesIO(self._stored(place)))
+        (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        self.archive, self.root = archive, name.removesuffix("data.pkl")
+        super().__init__(io.BytesIO(self._stored(name)))
 
     def _stored(self, name: str) -> bytes:
         if self.archive.getinfo(name).compress_type != zipfile.ZIP_STORED:  # torch never does
@@ -137,12 +137,12 @@ def _tensor(
 
 def _leaves(metadata: dict[str, Any], storage: np.ndarray) -> dict[str, np.ndarray]:
     """The tensors of a consolidated TensorDict: name -> (dtype, shape, start, stop, padding)."""
-    found = {}
+    leaves = {}
     for name, (kind, shape, start, stop, *_) in metadata["leaves"].items():
         part = storage[start:stop].tobytes()
         values = _bf16(part) if kind == "torch.bfloat16" else np.frombuffer(part, KINDS[kind])
-        found[name] = values[: math.prod(shape)].reshape(shape)
-    return found
+        leaves[name] = values[: math.prod(shape)].reshape(shape)
+    return leaves
 
 
 def _jagged(state: dict[str, Any]) -> list[np.ndarray]:
@@ -177,7 +177,7 @@ class Queue(Saved):
 
     listed: ClassVar[dict[str, Any]] = Inner.listed | {
         "tensordict._reductions._make_td": lambda kind, state: state["_tensordict"],
-        "torch._tensor._rebuild_from_type_v2": lambda made, kind, given, state: made(*given),
+        "torch._tensor._rebuild_from_type_v2": lambda rebuild, kind, given, state: rebuild(*given),
         "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
         "torch._utils._rebuild_nested_tensor": _strided,
         "torch._utils._rebuild_tensor_v3": Inert,  # dtypes that no field read here has

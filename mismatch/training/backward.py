@@ -46,18 +46,18 @@ class Backward:
         world: World,
         loaded: LoadedModel,
         rollout: Rollout,
-        one: Pass,
+        pass_: Pass,
         options: ForwardOptions,
         coefficients: Coefficients,
         source: ReplaySource | None = None,
     ) -> None:
         self.world, self.loaded, self.rollout = world, loaded, rollout
-        self.spec, self.coefficients, self.source = one.spec, coefficients, source
+        self.spec, self.coefficients, self.source = pass_.spec, coefficients, source
         self.options = replace(options, routing=False)
-        self.parallel = SequenceParallel.of(world, one.spec.sequence_parallel)
+        self.parallel = SequenceParallel.of(world, pass_.spec.sequence_parallel)
         self.action = np.full(len(rollout.token_ids), -1)  # token -> index among the actions
         self.action[rollout.actions] = np.arange(rollout.n_actions)
-        self.scale = LOSS_SCALE if one.spec.dtype == "fp16" else 1.0
+        self.scale = LOSS_SCALE if pass_.spec.dtype == "fp16" else 1.0
         # Ranks run different samples: an expert module that only one of them uses must be reduced
         # by all.
         loaded.scorer.set_reduce_scatter_unused_params(world.size > 1)  # type: ignore[operator]

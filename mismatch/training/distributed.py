@@ -191,14 +191,14 @@ class World:
         """Wait for all ranks."""
         dist.barrier(group=self.control)
 
-    def meet(self, place: str) -> None:
+    def meet(self, name: str) -> None:
         """A barrier with a name and a timeout.
 
         It uses the store, whose waits can time out: an ordinary barrier would also be matched by a
         rank in another collective, or hang.
 
         Args:
-            place: name of the barrier, unique per call.
+            name: name of the barrier, unique per call.
 
         Raises:
             RuntimeError: a rank did not arrive in time: it failed, or is elsewhere.
@@ -206,8 +206,8 @@ class World:
         if self.size == 1:
             return
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"{place}/{self.rank}", "here")
-        store.wait([f"{place}/{rank}" for rank in range(self.size)], MEET_TIMEOUT)
+        store.set(f"{name}/{self.rank}", "here")
+        store.wait([f"{name}/{rank}" for rank in range(self.size)], MEET_TIMEOUT)
 
     def close(self) -> None:
         """Destroy the process groups; for the regular end, not after an error."""

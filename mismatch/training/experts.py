@@ -254,11 +254,11 @@ class _Expert:
         """Add the gradients of one expert's linear layer to its slice of the buffers."""
         if grad_weight is not None:
             left, right = (rows.t(), grad) if self.transposed else (grad.t(), rows)
-            place = grad_weight[span.expert]
+            buffer = grad_weight[span.expert]
             autocast = torch.is_autocast_enabled(rows.device.type)
-            if span.last and left.dtype == right.dtype == place.dtype and not autocast:
-                torch.mm(left, right, out=place)
+            if span.last and left.dtype == right.dtype == buffer.dtype and not autocast:
+                torch.mm(left, right, out=buffer)
             else:
-                place.add_(left @ right)
+                buffer.add_(left @ right)
         if grad_bias is not None:
             grad_bias[span.expert].add_(grad.sum(0))

@@ -28,7 +28,7 @@ from mismatch.training.logprobs import (
 from mismatch.training.packing import Batch
 from mismatch.training.routing.capture import LayerRoutes, moe_layers, recording
 from mismatch.training.routing.interventions import (
-    Intervention,
+    RouterIntervention,
     intervening,
 )
 
@@ -52,7 +52,7 @@ class ForwardOptions:
     head_dtype: torch.dtype | None = None
     routing: bool = False
     rounding: Rounding = field(default_factory=Rounding)
-    interventions: tuple[Intervention, ...] = ()
+    interventions: tuple[RouterIntervention, ...] = ()
     capture: DistributionCapture | None = None
     likeliest: int = 0
 

@@ -82,13 +82,13 @@ def model_directory(spec: TrainSpec) -> Path | None:
 
     if Path(spec.model).is_dir():
         return Path(spec.model)
-    found = cached_file(
+    path = cached_file(
         spec.model,
         "config.json",
         revision=spec.revision,
         _raise_exceptions_for_missing_entries=False,
     )
-    return Path(found).parent if found else None
+    return Path(path).parent if path else None
 
 
 def require_tokenizer(directory: Path) -> None:
@@ -165,7 +165,7 @@ def _file(files: TrainSpec, name: str) -> Path | None:
     if Path(files.model).is_dir():
         path = Path(files.model) / name
         return path if path.is_file() else None
-    found = cached_file(
+    cached = cached_file(
         files.model, name, revision=files.revision, _raise_exceptions_for_missing_entries=False
     )
-    return Path(found) if found else None
+    return Path(cached) if cached else None

@@ -25,7 +25,7 @@ from mismatch.experiments.loop.types import LoopSpec
 from mismatch.pipeline import loop as pipeline
 from mismatch.processes.loop_arm import header_of, resume_from
 from mismatch.processes.workers import loop_engine, loop_trainer
-from mismatch.processes.workers.engine import ready_for
+from mismatch.processes.workers.sampling import ready_for
 from mismatch.run.store import read_json
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.training.distributed import World

@@ -13,7 +13,7 @@ import mismatch.processes.workers.kernel_audit as worker
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.processes.kernels.isolation import AuditSpec, Step
-from mismatch.run.messages import leave
+from mismatch.run.messages import exit_worker
 from tests.kernels_fixture import make_audit_report
 
 
@@ -70,4 +70,4 @@ def act(name: str) -> None:
 
 if __name__ == "__main__":
     worker.Work = MadeUp  # type: ignore[misc, assignment]
-    leave(worker.main(sys.argv[1:]))
+    exit_worker(worker.main(sys.argv[1:]))

@@ -23,7 +23,7 @@ from mismatch.experiments.regression.run_comparison import against
 from mismatch.experiments.regression.types import Against, against_to_json, schema
 from mismatch.reports import html, markdown
 from mismatch.reports.files import against_to_github, against_to_junit, write_page
-from mismatch.reports.sections.regression import page
+from mismatch.reports.saved_runs import against_page as page
 from mismatch.reports.terminal import print_page
 from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict

@@ -16,7 +16,7 @@ from mismatch.analysis.breakdowns import (
     special_ids,
     token_class,
 )
-from mismatch.reports.sections import breakdowns as section
+from mismatch.reports.sections import patterns as section
 from mismatch.types import CACHED, Comparison, Pair, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report
 
@@ -271,18 +271,18 @@ def report_with(breakdowns: dict):
 def test_groups_of_few_tokens_are_blank():
     table = {"turn": [1, 2, 3], "mean_abs_delta": [0.1, 0.2, 9.0], "mean_delta": [0.0, 0.0, 9.0],
              "k3_share": [0.2, 0.2, 0.6], "count": [20, 500, 19]}  # fmt: skip
-    (turns,) = section.of_report(report_with({"by_turn": table})).parts
+    (turns,) = section.breakdowns(report_with({"by_turn": table})).parts
     assert [row[1].value for row in turns.tables[0].cells()] == [0.1, 0.2, None]
     assert [row[5].value for row in turns.tables[0].cells()] == [0.5, 1.0, None]
     alone = table | {"count": [19, 500, 19]}
-    assert section.of_report(report_with({"by_turn": alone})) is None
+    assert section.breakdowns(report_with({"by_turn": alone})) is None
 
 
 def test_the_section_shows_tables_that_say_something(monkeypatch):
     monkeypatch.setattr(section, "LEAST", 1)
     off = ROLLOUT.turn[ROLLOUT.actions] == 2
     report = report_with(tables(off, block_size=4))
-    shown = {part.title: part for part in section.of_report(report).parts}
+    shown = {part.title: part for part in section.breakdowns(report).parts}
     turns = shown["Turn"].tables[0].cells()
     assert [row[0].value for row in turns] == ["1", "2"]
     assert [row[5].value for row in turns] == [0.0, 1.0]
@@ -295,9 +295,9 @@ def test_the_section_shows_tables_that_say_something(monkeypatch):
 
 def test_a_report_of_an_earlier_version_has_no_section():
     assert (
-        section.of_report(report_with({"by_probability": {"low": [0.0, 0.5], "count": [1, 2]}}))
+        section.breakdowns(report_with({"by_probability": {"low": [0.0, 0.5], "count": [1, 2]}}))
         is None
     )
     assert section.carriers(report_with({})) == ""
     empty = Comparison("a", "b", False, {})
-    assert section.of_report(replace(make_report(), comparisons=(empty,))) is None
+    assert section.breakdowns(replace(make_report(), comparisons=(empty,))) is None

@@ -12,7 +12,7 @@ from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.budget import Budget, error_budget
 from mismatch.pipeline.build import build_report
 from mismatch.reports.section import cell_text
-from mismatch.reports.sections import budget as shown
+from mismatch.reports.sections import passes as shown
 from mismatch.run import store
 from mismatch.specs import CheckSpec
 from tests.made_run import make_run, rollout, scoring, spec
@@ -233,7 +233,7 @@ def test_a_cut_law_is_noted(tmp_path: Path) -> None:
 
 def test_rows_and_sentence_name_the_largest_step() -> None:
     report = make_report()
-    told = shown.section(report.result("budget"), report)
+    told = shown.budget(report.result("budget"), report)
     (chain,) = told.tables
     rows = chain.cells()
     assert [row[0].value for row in rows] == [
@@ -263,7 +263,7 @@ def test_a_step_that_few_tokens_carry_is_cautioned() -> None:
 def test_a_chain_of_one_step_has_no_picture_and_no_largest_step() -> None:
     whole = budget_of(make_tokens())
     step = replace(whole, steps=(replace(whole.steps[0], right="fsdp"),))
-    told = shown.section(step, make_report())
+    told = shown.budget(step, make_report())
     assert told.figures == ()
     assert told.sentences == ()
     assert told.short

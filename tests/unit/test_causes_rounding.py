@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.types import Scoring
+from mismatch.run.store import REFERENCE
+from mismatch.types import Bools, Scoring
 from tests import drawn_pair as drawn
 from tests.diagnosed import causes, first, healthy, stating
 
@@ -207,6 +208,61 @@ def test_rows_of_a_pack_that_see_each_other_are_named(seed: int) -> None:
     assert "packing-leak" not in {cause.id for cause in causes(changed(case, None, right)).ranked}
 
 
+def rolled(case: Case, by: int) -> Case:
+    """The trainer's numbers of every row are those of ``by`` tokens further on."""
+    return changed(case, None, np.concatenate([np.roll(case.right[row], -by) for row in case.rows]))
+
+
+@pytest.mark.parametrize("by", [1, -2])
+def test_a_shift_of_rows_that_see_each_other_is_seen_in_the_rows_that_open_packs(by: int) -> None:
+    found = {cause.id: cause for cause in causes(rolled(leaking(0, 1200), by)).ranked}
+    assert set(found) == {"packing-leak", "misalignment"}
+    assert found["packing-leak"].side == "trainer"
+    assert ("best lag", -by) in [(each.what, each.value) for each in found["misalignment"].evidence]
+
+
+def test_rows_that_are_paired_and_rows_of_others_show_no_lag() -> None:
+    for case in (leaking(0, 1200), leaking(1, 1200), drawn.swapped_rows(0, 128)):
+        assert "misalignment" not in {cause.id for cause in causes(case).ranked}
+
+
+def test_a_lag_with_few_partners_is_not_taken_before_one_with_many() -> None:
+    """Rolled rows of one length fit at their length minus one as well, in one token each."""
+    made = drawn.draw(3)
+    count, length = len(made.logits) // 100 * 2, 50
+    for name in ("logits", "engine", "trainer", "position"):
+        setattr(made, name, getattr(made, name)[: count * length])
+    made.lengths, made.prompt = np.full(count, length), np.repeat(np.arange(count // 2), 2)
+    confident = np.exp(drawn.log_law(made.logits)).max(axis=1, keepdims=True) ** 3
+    made.trainer = made.trainer + confident * made.rng.standard_normal(made.logits.shape)
+    ranked = causes(rolled(made.case(), 1)).ranked
+    assert [cause.id for cause in ranked] == ["misalignment", "function-differs"]
+    assert ("best lag", -1) in [(each.what, each.value) for each in ranked[0].evidence]
+
+
+def moved(case: Case, where: Bools, times: float) -> Case:
+    """The engine's rounding so many times as large in some tokens."""
+    reference = case.others[REFERENCE].logprobs
+    left = np.where(where, reference + (case.left - reference) * times, case.left)
+    return changed(case, np.minimum(left, -1e-6))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tokens_that_open_blocks_are_not_scattered_and_no_onset(seed: int) -> None:
+    case = healthy(seed, rounding=0.12, length=60)
+    for times in (8, 30):
+        (only,) = causes(moved(case, (case.position - 1) % 16 == 0, times)).ranked
+        assert (only.id, only.side) == ("kv-block", "engine"), times
+        assert ("block length that fits best", 16) in [(e.what, e.value) for e in only.evidence]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_onset_has_the_side_that_is_off_behind_it(seed: int) -> None:
+    case = healthy(seed, rounding=0.08, length=60)
+    leading = first(moved(case, case.position >= 70, 5))
+    assert (leading.id, leading.side) == ("onset", "engine")
+
+
 def test_a_decode_that_flipped_in_a_few_prompts_is_no_path_of_its_own() -> None:
     case = healthy(6)
     for rows, named in ((case.prompt < 4, []), (case.prompt % 2 == 0, ["decode-vs-prefill"])):
@@ -263,3 +319,57 @@ def test_a_side_that_is_off_everywhere_is_not_off_at_its_first_tokens() -> None:
     leading = first(made.case())
     assert leading.id != "first-token"
     assert leading.side == "trainer"
+
+
+def noisier(seed: int, side: str, times: float, rounding: float = 0.02) -> Case:
+    """A run on a CPU of which one side has so many times the rounding that it should have."""
+    made = drawn.draw(seed, prompts=96, rounding=rounding)
+    more = drawn.rounded(made.rng, made.logits, rounding * np.sqrt(times**2 - 1))
+    setattr(made, side, getattr(made, side) + more)
+    return stating(made.case(), {"device": "cpu"}, {"device": "cpu"})
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_a_side_that_rounds_a_third_more_than_both_yardsticks_is_named(side: str) -> None:
+    (only,) = causes(noisier(0, side, 1.35)).ranked
+    assert (only.id, only.side) == ("side-off", side)
+    assert only.effect is not None
+    assert only.effect.value < 0.4  # what goes with a plain forward in its place
+    assert {"quantised-rollout", "weights-differ", "function-differs"} <= set(only.alike)
+
+
+def test_a_side_is_not_off_by_one_of_the_two_yardsticks() -> None:
+    """Kernels that round more than a plain forward on both sides, or less on one, are none."""
+    case = noisier(1, "engine", 1.8)
+    exact = case.others[REFERENCE].logprobs
+    assert causes(changed(case, None, exact + 1.8 * (case.right - exact))).ranked == ()
+    finer = noisier(1, "engine", 1.0)
+    exact = finer.others[REFERENCE].logprobs
+    assert causes(changed(finer, None, exact + 0.75 * (finer.right - exact))).ranked == ()
+
+
+def test_without_levels_of_the_device_a_little_more_rounding_is_not_judged() -> None:
+    case = stating(noisier(0, "trainer", 1.35), {"device": "gpu x"}, {"device": "gpu x"})
+    found = causes(case)
+    assert found.ranked == ()
+    assert "beyond a plain forward's" in " ".join(each.what for each in found.not_tested)
+
+
+def test_a_small_softcap_keeps_its_name_on_a_side_that_is_a_little_off() -> None:
+    case = stating(drawn.softcapped(0, 15.0), {"device": "cpu"}, {"device": "cpu"})
+    (only,) = causes(case).ranked
+    assert (only.id, only.side) == ("function-differs", "trainer")
+    assert only.effect is not None  # of the distance: that it follows its own law has no share
+    assert "logit-softcap" in only.alike
+
+
+def test_an_engine_that_is_nearer_to_float32_than_the_trainer_has_cut_no_law() -> None:
+    """A trainer whose law is lower where it is open looks as if the engine's had been cut."""
+    case = healthy(2)
+    assert case.entropy is not None
+    case = changed(case, None, case.right - 0.2 * case.entropy)
+    found = [cause.id for cause in causes(case).ranked]
+    assert found
+    assert "sampling-truncation" not in found
+    assert first(replace(case, others={})).id == "sampling-truncation"
+    assert first(drawn.top_k(2, 8)).id == "sampling-truncation"

@@ -18,7 +18,7 @@ from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.analysis.displaced import LEVELS, displaced, sign_test
 from mismatch.analysis.levels import verdict
-from mismatch.analysis.plugins import Measured
+from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.square import measure, sides_at_fault
 from mismatch.analysis.square_checks import square_checks
 from mismatch.reports.sections import square as section
@@ -29,8 +29,8 @@ CPU = LEVELS["cpu"]
 
 
 def with_fault(
-    fault: str | Callable[[Tokens], Floats], side: str, run: Measured | None = None
-) -> Measured:
+    fault: str | Callable[[Tokens], Floats], side: str, run: RunArtefacts | None = None
+) -> RunArtefacts:
     """A run with a fault of benchmarks/planted_arrays.py, or another one, in one side."""
     run = run or run_of()
     sequence = run.rollout.sequence_of_token[run.rollout.actions]

@@ -15,10 +15,10 @@ from mismatch.engines.base import Capabilities, ExpertLayout, Sample
 from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info, require_model
 from mismatch.engines.turns import starting
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.processes.workers.engine import (
+from mismatch.processes.workers.engine import main
+from mismatch.processes.workers.sampling import (
     REASONS,
     Reporter,
-    main,
     not_tested,
     require_complete,
     require_context,

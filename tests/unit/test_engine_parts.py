@@ -12,7 +12,7 @@ import torch
 from mismatch.engines import registry
 from mismatch.engines.base import sample_seed
 from mismatch.engines.distribution_capture import join_steps, keep_mask, law_logprobs, pack, unpack
-from mismatch.engines.transformers.engine import Row, draw
+from mismatch.engines.transformers.engine import SequenceState, draw
 from mismatch.errors import MismatchError
 from mismatch.types import Sampling
 
@@ -103,7 +103,7 @@ def test_the_law_is_normalised_over_what_is_kept() -> None:
 
 
 def test_draws_follow_the_law_and_report_it() -> None:
-    rows = [Row.seeded(0, (prompt, 0)) for prompt in range(4000)]
+    rows = [SequenceState.seeded(0, (prompt, 0)) for prompt in range(4000)]
     draw(rows, PROBS.log().expand(4000, 4), greedy=False)
     share = np.bincount([row.ids[0] for row in rows], minlength=4) / 4000
     # Four standard errors of a share are at most 0.032 here.
@@ -114,7 +114,7 @@ def test_draws_follow_the_law_and_report_it() -> None:
 
 
 def test_what_the_law_excludes_is_never_drawn() -> None:
-    rows = [Row.seeded(1, (prompt, 0)) for prompt in range(500)]
+    rows = [SequenceState.seeded(1, (prompt, 0)) for prompt in range(500)]
     draw(rows, law_logprobs(PROBS.log(), Sampling(top_k=1)).expand(500, 4), greedy=False)
     assert {row.ids[0] for row in rows} == {0}
 

@@ -15,6 +15,7 @@ from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import CorruptCapture
 from mismatch.processes.stages import Stages
 from mismatch.processes.workers import engine as worker
+from mismatch.processes.workers import sampling
 from mismatch.prompts.prompt import Prompt
 from mismatch.run import resume, store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
@@ -84,6 +85,7 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> type[Stub]:
     class Fresh(Stub):
         pass
 
+    monkeypatch.setattr(worker, "engine_class", lambda _: Fresh)
     for name, value in {
         "engine_class": Fresh,
         "read_prompts": [Prompt("p:1"), Prompt("p:2")],
@@ -91,7 +93,7 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> type[Stub]:
         "load_tokenizer": Tokenizer(),
         "render_prompts": PROMPTS,
     }.items():
-        monkeypatch.setattr(worker, name, lambda *_, value=value: value)
+        monkeypatch.setattr(sampling, name, lambda *_, value=value: value)
     return Fresh
 
 

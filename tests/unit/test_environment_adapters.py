@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.processes.workers.engine import environment_class
+from mismatch.processes.workers.sampling import environment_class
 from mismatch.prompts import adapters
 from mismatch.prompts.adapters import adapted
 from mismatch.prompts.prompt import Prompt

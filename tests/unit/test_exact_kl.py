@@ -22,7 +22,7 @@ from mismatch.analysis.exact_kl import exact_checks, exact_estimates, exact_reas
 from mismatch.captures import Distributions, priority, why_incomparable
 from mismatch.engines.distribution_capture import (
     CaptureRequest,
-    Watcher,
+    DistributionRecorder,
     build_distributions,
     kept_columns,
     law_logprobs,
@@ -212,14 +212,14 @@ def test_damaged_artefacts_are_refused(rng: np.random.Generator, tmp_path: Path)
 def test_the_choice_made_while_sampling_is_the_one_made_afterwards() -> None:
     """Sequences of many lengths, decoded side by side, some forwarded twice, one step too far."""
     lengths = np.random.default_rng(0).integers(1, 60, 40)
-    watcher = Watcher(CaptureRequest(100, 4, seed=3, law=Sampling()))
+    recorder = DistributionRecorder(CaptureRequest(100, 4, seed=3, law=Sampling()))
     logits = torch.zeros(len(lengths), 8)
     for step in range(60):
         running = np.flatnonzero(lengths > step)
-        watcher.take(running, np.full(len(running), step), logits[: len(running)])
+        recorder.take(running, np.full(len(running), step), logits[: len(running)])
         if step == 20:  # preempted, forwarded again
-            watcher.take(running, np.full(len(running), step - 1), logits[: len(running)])
-    keys = [tuple(key) for key in watcher.collected()["keys"].tolist()]
+            recorder.take(running, np.full(len(running), step - 1), logits[: len(running)])
+    keys = [tuple(key) for key in recorder.collected()["keys"].tolist()]
     tokens = [(n, t) for n, length in enumerate(lengths) for t in range(length)]
     numbers = priority(3, *np.array(tokens).T)
     smallest = sorted(tokens[i] for i in np.argsort(numbers)[:100])
@@ -228,11 +228,11 @@ def test_the_choice_made_while_sampling_is_the_one_made_afterwards() -> None:
 
 
 def test_one_crowded_step_keeps_the_smallest_of_it() -> None:
-    watcher = Watcher(CaptureRequest(10, 4, seed=1, law=Sampling()))
+    recorder = DistributionRecorder(CaptureRequest(10, 4, seed=1, law=Sampling()))
     sequence, index = np.arange(300), np.zeros(300, np.int64)
     rows = torch.arange(300.0)[:, None] * torch.tensor([0.0, 0.01])
-    watcher.take(sequence, index, rows)
-    found = watcher.collected()
+    recorder.take(sequence, index, rows)
+    found = recorder.collected()
     smallest = np.sort(np.argsort(priority(1, sequence, index))[:10])
     assert found["keys"][:, 0].tolist() == smallest.tolist()
     # Each with its own row: the second outcome's odds tell which.
@@ -251,10 +251,10 @@ def test_the_choice_depends_on_the_seed_and_is_even() -> None:
 
 
 def test_fewer_tokens_than_positions_are_all_taken() -> None:
-    watcher = Watcher(CaptureRequest(512, 4, seed=0, law=Sampling()))
-    watcher.take(np.array([0, 1, 2]), np.array([0, -1, 0]), torch.zeros(3, 8))
-    assert watcher.collected()["keys"].tolist() == [[0, 0], [2, 0]]  # -1: still in its prompt
-    assert Watcher(watcher.wanted).collected() == {}
+    recorder = DistributionRecorder(CaptureRequest(512, 4, seed=0, law=Sampling()))
+    recorder.take(np.array([0, 1, 2]), np.array([0, -1, 0]), torch.zeros(3, 8))
+    assert recorder.collected()["keys"].tolist() == [[0, 0], [2, 0]]  # -1: still in its prompt
+    assert DistributionRecorder(recorder.wanted).collected() == {}
 
 
 # ---------------------------------------------------------------- an engine's side

@@ -42,7 +42,7 @@ from mismatch.experiments.scoring_passes import (
     to_locate,
 )
 from mismatch.pipeline import explain
-from mismatch.reports.sections.explain import section
+from mismatch.reports.sections.causes import explain as section
 from mismatch.run.directory import load_spec, require_same_spec
 from mismatch.run.store import load_document
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec

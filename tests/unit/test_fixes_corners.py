@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mismatch.analysis.levels import judge, verdict
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.experiments.fixes.results import Corners
 from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
@@ -26,10 +26,10 @@ def corners_of(directory: Path, spec: CheckSpec = SPEC, without: str = "") -> Co
     return Corners(directory, spec)
 
 
-def sides_of(factor: float) -> Sides:
+def sides_of(factor: float) -> ScoredRollout:
     """The run's own tokens, scored by a trainer with a fix."""
     mended = run_of({"fsdp": factor})
-    return Sides(rollout(), mended.decode, mended.train)
+    return ScoredRollout(rollout(), mended.decode, mended.train)
 
 
 @pytest.mark.parametrize(("factor", "status"), [(1.0, "passed"), (3.0, "failed")])

@@ -10,7 +10,7 @@ import pytest
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.fixes.base import FixOutcome, FixTable
 from mismatch.experiments.fixes.significance import (
-    Measured,
+    TokenDeltas,
     Tried,
     best_of,
     change_of,
@@ -27,10 +27,10 @@ from mismatch.types import Estimate
 ABS, K3 = "logprob_abs_diff_mean", "k3_kl"
 
 
-def measured(delta: np.ndarray, per_prompt: int = 10) -> Measured:
+def measured(delta: np.ndarray, per_prompt: int = 10) -> TokenDeltas:
     """One sequence per prompt."""
     sequence = np.arange(len(delta)) // per_prompt
-    return Measured(np.asarray(delta, np.float64), sequence, np.arange(sequence[-1] + 1))
+    return TokenDeltas(np.asarray(delta, np.float64), sequence, np.arange(sequence[-1] + 1))
 
 
 def row(name: str, k3: float, change: float, absolute: float = 1.0) -> FixOutcome:
@@ -124,12 +124,12 @@ def test_by_chance_a_false_claim_is_as_rare_as_promised() -> None:
 def test_runs_without_a_common_prompt_are_refused() -> None:
     one = measured(np.ones(20))
     with pytest.raises(MismatchError, match="no prompt"):
-        p_value(ABS, one, Measured(one.delta, one.sequence, one.prompt + 5))
+        p_value(ABS, one, TokenDeltas(one.delta, one.sequence, one.prompt + 5))
 
 
 def test_nothing_measured_is_an_error() -> None:
     one = measured(np.ones(20))
-    empty = Measured(np.empty(0), np.empty(0, np.int64), one.prompt)
+    empty = TokenDeltas(np.empty(0), np.empty(0, np.int64), one.prompt)
     with pytest.raises(EmptyComparison):
         p_value(ABS, one, empty)
 
@@ -178,7 +178,7 @@ def test_what_a_change_means(
     assert made.significant is (outcome != "none")
 
 
-def pair(before: np.ndarray, after: np.ndarray) -> tuple[Measured, Measured]:
+def pair(before: np.ndarray, after: np.ndarray) -> tuple[TokenDeltas, TokenDeltas]:
     return measured(before), measured(after)
 
 

@@ -57,29 +57,29 @@ class Pretend(Stages):
     slow: frozenset[str] = frozenset()
     worlds: list[list[str]]
 
-    def measure(self, passes: list[Pass], sample: bool = True, beside: Any = None) -> None:
-        told = beside.prepare()
-        if not beside.jobs:
+    def measure(self, passes: list[Pass], sample: bool = True, extra: Any = None) -> None:
+        told = extra.prepare()
+        if not extra.jobs:
             return
         first = [Job(self.run_dir, Pass(TRAIN, self.spec.train))]  # kernels of the check first
-        beside.jobs = [job for job in by_load([*first, *beside.jobs]) if job.optional]
-        self.worlds.append([job.one.name for job in beside.jobs])
-        for job in beside.jobs:
-            name = job.one.name.removeprefix("fix:")
+        extra.jobs = [job for job in by_load([*first, *extra.jobs]) if job.optional]
+        self.worlds.append([job.pass_.name for job in extra.jobs])
+        for job in extra.jobs:
+            name = job.pass_.name.removeprefix("fix:")
             if f"!{name}" in self.broken:
                 raise MismatchError("the train process was killed", log="    line")
             if name in self.broken:
-                write_error(self.run_dir, pass_label(job.one.name), MismatchError("cannot run"))
-            elif not (job.place / store.ROLLOUT).exists() or told.get("optional_s", 1) <= 0:
+                write_error(self.run_dir, pass_label(job.pass_.name), MismatchError("cannot run"))
+            elif not (job.run_dir / store.ROLLOUT).exists() or told.get("optional_s", 1) <= 0:
                 continue
             else:
                 self.score(job, SHIFTS.get(name, 0.001))
 
     def score(self, job: Job, shift: float) -> None:
-        rollout = store.load_rollout(job.place)
-        made = made_run.scoring(job.one.name, rollout, shift)
+        rollout = store.load_rollout(job.run_dir)
+        made = made_run.scoring(job.pass_.name, rollout, shift)
         made = replace(made, fingerprint=made.fingerprint | {"seconds": 2.0, "peak_bytes": [5, 7]})
-        store.save_scoring(job.place, made, rollout, made_by=job.one.spec)
+        store.save_scoring(job.run_dir, made, rollout, made_by=job.pass_.spec)
 
 
 def sampled(self: Stages, *beside: Any) -> None:
@@ -140,7 +140,7 @@ def test_loads_come_once_each_and_the_check_first() -> None:
     low, high = spec.train, replace(spec.train, dtype="fp32")
     names = {"fix:a": low, "fix:b": high, "fsdp": low, "reference:fp32": high, "fix:c": low}
     jobs = [Job(Path(), Pass(n, t), n.startswith("fix:")) for n, t in names.items()]
-    order = [job.one.name for job in by_load(sorted(jobs, key=lambda job: job.optional))]
+    order = [job.pass_.name for job in by_load(sorted(jobs, key=lambda job: job.optional))]
     assert order == ["fsdp", "fix:a", "fix:c", "reference:fp32", "fix:b"]
 
 

@@ -55,11 +55,11 @@ class Ranks:
 def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[_Passes, Job]:
     made: Any = _Passes(world, {"run_dir": str(run_dir)})  # type: ignore[arg-type]
 
-    def one(item: Job) -> None:
+    def run_pass(item: Job) -> None:
         if fails:
             raise RuntimeError("out of memory\nmore")
 
-    made.one = one
+    made.run_pass = run_pass
     return made, Job(run_dir, Pass("fix:fp32", TrainSpec()), optional=True)
 
 
@@ -90,12 +90,12 @@ def test_a_side_pass_may_lack_memory_and_nothing_else(
     made.loaded = object()  # type: ignore[assignment]
     scored = []
 
-    def one(item: Job) -> None:
-        if item.one.name == "reference:fp32":
+    def run_pass(item: Job) -> None:
+        if item.pass_.name == "reference:fp32":
             raise error
-        scored.append(item.one.name)
+        scored.append(item.pass_.name)
 
-    made.one = one  # type: ignore[method-assign]
+    made.run_pass = run_pass  # type: ignore[method-assign]
     made.load = lambda one: None  # type: ignore[method-assign]
     names = ("fsdp", "reference:fp32", "fsdp:grad")
     items = [Job(tmp_path, Pass(n, TrainSpec()), side=n != "fsdp") for n in names]

@@ -15,7 +15,7 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.autocovariance import below, capped_ess
 from mismatch.metrics.forecast import Forecast, grid, length_forecast
 from mismatch.pipeline.document import report_from_json, report_to_json
-from mismatch.reports.sections import forecast as shown
+from mismatch.reports.sections import corrections as shown
 from tests.conftest import grid as cases
 from tests.made_run import make_run
 from tests.reports_fixture import make_report
@@ -152,7 +152,7 @@ def test_a_sample_never_shows_less_than_one_sequence() -> None:
     assert got.floor == floor
     assert got.rows[-1].ess_untruncated.value == floor
     assert got.rows[-1].ess_untruncated.low == floor
-    said = " ".join(shown.sentences(got))
+    said = " ".join(shown.forecast_sentences(got))
     assert "ESS floor: 1/256 (0.39 %)" in said
 
 
@@ -173,7 +173,7 @@ def test_late_positions_that_are_worse_fail_the_check() -> None:
     got = forecast(delta)
     assert "check-failed" in got.flags
     assert got.check.error.high < -0.3
-    said = " ".join(shown.sentences(got))
+    said = " ".join(shown.forecast_sentences(got))
     assert "does not predict the second" in said
 
 
@@ -198,7 +198,7 @@ def test_heavy_tails_are_flagged_and_light_ones_are_not() -> None:
     for delta in (heavy, lone):
         got = forecast(delta)
         assert "heavy-tail" in got.flags
-        said = " ".join(shown.sentences(got))
+        said = " ".join(shown.forecast_sentences(got))
         assert "the tail of delta is heavy" in said
     light = forecast(ar1(0, 0.0))
     assert "heavy-tail" not in light.flags
@@ -209,10 +209,10 @@ def test_the_reach_beyond_the_data_is_said() -> None:
     far, near = forecast(ar1(0, 0.0)), forecast(ar1(0, 0.0), target=200)
     assert "beyond-check" in far.flags
     assert "beyond-check" not in near.flags
-    said = " ".join(shown.sentences(far))
+    said = " ".join(shown.forecast_sentences(far))
     assert "the target is 128×" in said
     inside = forecast(ar1(0, 0.0), target=64)
-    assert "within the data" in " ".join(shown.sentences(inside))
+    assert "within the data" in " ".join(shown.forecast_sentences(inside))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_too_little_is_not_enough(shape: tuple[int, int], samples: int) -> None:
     assert got.rows == ()
     assert got.missing.startswith("not enough")
     report = make_report().with_analyses(forecast=got)
-    part = shown.section(got, report)
+    part = shown.forecast(got, report)
     assert part.sentences[0].startswith("No forecast: not enough")
     assert part.tables == part.figures == ()
     assert report_from_json(report_to_json(report)).result("forecast") == got
@@ -285,7 +285,7 @@ def test_budget_and_forecast_survive_the_json(tmp_path: Path) -> None:
 
 def test_the_pictures_show_forecast_and_data() -> None:
     report = make_report()
-    (kept,) = (f.draw() for f in shown.section(report.result("forecast"), report).figures)
+    (kept,) = (f.draw() for f in shown.forecast(report.result("forecast"), report).figures)
     assert "geometric bounds" in kept
     assert "4,096" in kept
 

@@ -8,7 +8,7 @@ import pytest
 
 from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.gradients.coefficients import Vectors
-from mismatch.experiments.gradients.planning import GradientPlan, items_of, plan_gradients
+from mismatch.experiments.gradients.planning import GradientPlan, plan_gradients, scheduled
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 SPEC = CheckSpec(
@@ -62,7 +62,7 @@ def test_ppo_needs_two_passes_and_takes_the_noisy_one() -> None:
     assert noisy.passes[-1].trainer.kind == "ratio"
     assert noisy.passes[-1].spec.inject == (("router-noise", 0.1),)
     coefficients = {
-        (item.planned.trainer.name, item.coefficients) for item in items_of(noisy, Vectors())
+        (item.planned.trainer.name, item.coefficients) for item in scheduled(noisy, Vectors())
     }
     assert ("fsdp:new", "token:ppo-ratio") in coefficients
     assert ("fsdp:new", "token") not in coefficients
@@ -73,13 +73,13 @@ def test_equal_settings_and_equal_coefficients_are_taken_once() -> None:
     vectors = Vectors(same_as={"token:icepop": "token:tis-token"})
     items = {
         (item.planned.trainer.name, item.coefficients): item.same_as
-        for item in items_of(planned(SPEC), vectors)
+        for item in scheduled(planned(SPEC), vectors)
     }
     assert items["fix:fp32", "token"] == ("reference:fp32", "token")
     assert items["fsdp", "token:icepop"] == ("fsdp", "token:tis-token")
     assert items["fsdp", "token:tis-token"] is None
     assert items["fix:fp16", "token"] is None
-    first = [item.planned.trainer.name for item in items_of(planned(SPEC), vectors)]
+    first = [item.planned.trainer.name for item in scheduled(planned(SPEC), vectors)]
     assert first[0] == "reference:fp32"
     assert first.index("fix:fp32") < first.index("fsdp")  # its weights are the reference's
 

@@ -14,11 +14,10 @@ import pandas as pd
 import pytest
 
 from mismatch.pipeline.tokens import arrow_lists
-from mismatch.reports import packing
 from mismatch.reports.contrasts import comparable
 from mismatch.reports.html import to_html
-from mismatch.reports.packing import EXACT, LONGEST, Packed, pack
-from mismatch.reports.sections.explorer import notes, of_tokens
+from mismatch.reports.sections import explorer
+from mismatch.reports.sections.explorer import EXACT, LONGEST, Packed, notes, pack, section
 from mismatch.run.provenance import redact
 from tests.explorer_fixture import many
 from tests.reports_fixture import HOSTILE, make_empty_report, make_report, make_tokens
@@ -39,7 +38,7 @@ def unpacked(packed: Packed) -> dict[str, Any]:
 def test_every_value_comes_back_within_its_step(
     monkeypatch: pytest.MonkeyPatch, fine: int, step: float
 ) -> None:
-    monkeypatch.setattr(packing, "FINE", fine)
+    monkeypatch.setattr(explorer, "FINE", fine)
     table = many()
     found = unpacked(pack(table, {}))
     rows = len(table)
@@ -156,7 +155,7 @@ def test_a_table_of_version_one_is_packed_too() -> None:
     assert len(found["delta"]) == len(tokens)
     assert "reference" not in found
     assert found["contexts"]["at"] == []
-    assert of_tokens(*make_empty_report()) is None
+    assert section(*make_empty_report()) is None
 
 
 @pytest.mark.parametrize("text", [*HOSTILE, "\ud83d", "a" * 100_000, "\u200d" * 90, ""])

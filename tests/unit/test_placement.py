@@ -24,7 +24,7 @@ from mismatch.engines.replicas import blocks, replica_environment
 from mismatch.errors import MismatchError
 from mismatch.pipeline.preflight import require_replicas
 from mismatch.processes.launch import started
-from mismatch.processes.stages import GO, Stages
+from mismatch.processes.stages import START_SIGNAL, Stages
 from mismatch.run.machine import Placement, placement
 from mismatch.specs import (
     CheckSpec,
@@ -196,7 +196,7 @@ class Scripts(Stages):
     def scripts(self, engine: str, trainer: str) -> Scripts:
         run = str(self.run_dir)
         self.engine_script = ENGINE.format(run=run, then=engine)
-        self.trainer_script = TRAINER.format(run=run, go=GO, then=trainer)
+        self.trainer_script = TRAINER.format(run=run, go=START_SIGNAL, then=trainer)
         self.workers: list[Any] = []
         return self
 

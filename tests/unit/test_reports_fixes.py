@@ -117,7 +117,8 @@ def test_what_worsens_and_what_fails_is_said():
     assert "fp32-router makes it worse." in said
     assert any("Failed" in text and "fp16" in text for text in said)
     others = part(TRIED, "fixes-others")
-    assert dict(others.tables[0].rows)["batch-invariant"] == "only on a GPU, and there is none"
+    reasons = {row[0].value: row[1].value for row in others.tables[0].cells()}
+    assert reasons["batch-invariant"] == "only on a GPU, and there is none"
     assert others.notes == make_table().left_out
     assert part(TRIED, "fixes-numbers").notes == (make_table().method,)
 
@@ -235,7 +236,7 @@ def test_what_was_not_measured_is_no_number():
     table = replace(make_table(), outcomes=(bare,), best=None, best_together=None)
     section = fixes.section(table, TRIED)
     assert section.tables == ()
-    assert [row[0] for row in section.parts[-1].tables[0].rows] == [bare.id]
+    assert [row[0].value for row in section.parts[-1].tables[0].cells()] == [bare.id]
 
 
 def test_the_verdict_after_fixes_says_so():

@@ -8,7 +8,8 @@ import pytest
 
 from mismatch.reports.contrasts import comparable
 from mismatch.reports.section import Cell, Excerpt
-from mismatch.reports.sections.patterns import of_tokens, worst_tokens
+from mismatch.reports.sections.patterns import section as section_of
+from mismatch.reports.sections.patterns import worst_tokens
 from tests.reports_fixture import make_empty_report, make_report, make_tokens
 from tests.tables import values
 
@@ -38,7 +39,7 @@ def planted() -> pd.DataFrame:
 
 def test_the_planted_text_prompt_and_place_carry_most() -> None:
     tokens = planted()
-    section = of_tokens(make_report(), tokens)
+    section = section_of(make_report(), tokens)
     assert section is not None
     texts, prompts, places = (values(part.tables[0]) for part in section.parts)
     k3 = np.expm1(tokens["delta"]) - tokens["delta"]
@@ -63,7 +64,7 @@ def test_the_planted_text_prompt_and_place_carry_most() -> None:
 
 def test_small_groups_have_no_direction_and_few_groups_no_sentence() -> None:
     tokens = planted().iloc[:60]
-    section = of_tokens(make_report(), tokens)
+    section = section_of(make_report(), tokens)
     assert section is not None
     few = [row for row in values(section.parts[0].tables[0]) if row["tokens"] < 20]
     assert few
@@ -72,10 +73,10 @@ def test_small_groups_have_no_direction_and_few_groups_no_sentence() -> None:
 
 
 def test_nothing_to_group() -> None:
-    assert of_tokens(*make_empty_report()) is None
+    assert section_of(*make_empty_report()) is None
     same = make_tokens().assign(delta=0.0)
-    assert of_tokens(make_report(), same) is None
-    parts = of_tokens(make_report(), make_tokens()).parts  # a table of version 1 has no prompts
+    assert section_of(make_report(), same) is None
+    parts = section_of(make_report(), make_tokens()).parts  # a table of version 1 has no prompts
     assert [part.id for part in parts] == ["by-text", "by-place"]
 
 

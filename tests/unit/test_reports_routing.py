@@ -41,7 +41,7 @@ def report() -> Report:
 
 
 def shown(comparison: Comparison) -> Section:
-    section = routing.of_report(replace(report(), comparisons=(comparison,)))
+    section = routing.section(replace(report(), comparisons=(comparison,)))
     assert section is not None
     return section
 
@@ -159,7 +159,7 @@ def test_reports_of_earlier_versions_still_render() -> None:
     assert pictures(section) == ()
     assert len(rows(section, "layers")) == 2
     dense = replace(earlier, breakdowns={}, routing={})
-    assert routing.of_report(replace(report(), comparisons=(dense,))) is None
+    assert routing.section(replace(report(), comparisons=(dense,))) is None
 
 
 def test_the_core_and_the_rest_are_all_rows() -> None:

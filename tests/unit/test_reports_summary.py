@@ -11,10 +11,10 @@ import pytest
 from mismatch.analysis.thresholds import Reference
 from mismatch.metrics import METRICS as DECLARED
 from mismatch.reports import summary
-from mismatch.reports.framework_values import Elsewhere
-from mismatch.reports.metric_labels import ROUTING, words_for
+from mismatch.reports.framework_values import FrameworkValues
+from mismatch.reports.metric_labels import ROUTING, metric_label
 from mismatch.reports.section import Section, cell_interval, cell_text
-from mismatch.reports.sections import checks, headline, published_values, ran, sections
+from mismatch.reports.sections import headline, published_values, ran, sections
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report, Verdict
 from tests.reports_fixture import (
     estimate,
@@ -29,19 +29,19 @@ from tests.unit.test_goldens import MAKERS
 
 def row(value: float, healthy: float, unfit: float, metric: str = "k3_kl") -> summary.Row:
     judgement = Judgement(metric, "tolerable", value, healthy, unfit, "source")
-    return summary.Row(metric, words_for(metric), estimate(value), judgement)
+    return summary.Row(metric, metric_label(metric), estimate(value), judgement)
 
 
 def test_every_declared_metric_has_words_that_fit_the_table() -> None:
-    known = [words_for(name) for name in DECLARED]
+    known = [metric_label(name) for name in DECLARED]
     assert all(item.meaning and len(item.label) <= 24 for item in known)
     assert set(ROUTING) <= set(DECLARED)
 
 
 def test_without_the_sampling_law_there_is_no_kl() -> None:
-    assert words_for("k3_kl", sampled_by_left=True).label.startswith("k3 KL")
-    assert "divergence score" in words_for("k3_kl", sampled_by_left=False).label
-    assert words_for("probs_pearson", sampled_by_left=False) == words_for("probs_pearson")
+    assert metric_label("k3_kl", sampled_by_left=True).label.startswith("k3 KL")
+    assert "divergence score" in metric_label("k3_kl", sampled_by_left=False).label
+    assert metric_label("probs_pearson", sampled_by_left=False) == metric_label("probs_pearson")
 
 
 def test_bounds_point_the_way_that_is_bad() -> None:
@@ -56,12 +56,12 @@ def test_bounds_point_the_way_that_is_bad() -> None:
 
 def test_the_table_has_value_interval_level_and_status() -> None:
     report = make_report()
-    shown = headline.of_names(report, None)
+    shown = headline.section(report, None)
     assert shown is not None
     every = shown.parts[0].tables[0]  # six of them are open
     rows = {item["metric"]: item for item in values(every)}
     for judgement in report.verdict.judgements:
-        item = rows[words_for(judgement.metric).label]
+        item = rows[metric_label(judgement.metric).label]
         assert item["value"] == report.comparisons[0].metrics[judgement.metric]
         assert (item["healthy"], item["unfit"]) == (judgement.healthy, judgement.unfit)
         assert item["level"] == judgement.status
@@ -74,16 +74,16 @@ def test_a_note_that_concerns_every_metric_is_said_once() -> None:
     report = make_report()
     first = report.comparisons[0]
     flagged = {k: replace(v, flags=("few-prompts",)) for k, v in first.metrics.items()}
-    shown = headline.of_names(replace(report, comparisons=(replace(first, metrics=flagged),)), None)
+    shown = headline.section(replace(report, comparisons=(replace(first, metrics=flagged),)), None)
     assert shown is not None
     (note,) = shown.parts[0].notes
     assert note.startswith("all: few prompts")
-    (tail,) = headline.of_names(report, None).parts[0].notes  # type: ignore[union-attr]
+    (tail,) = headline.section(report, None).parts[0].notes  # type: ignore[union-attr]
     assert tail.startswith("k3 KL: heavy-tailed")
 
 
 def test_a_frameworks_names_are_a_table_with_its_values() -> None:
-    shown = headline.of_names(make_report(), Elsewhere(make_tokens(), "miles"))
+    shown = headline.section(make_report(), FrameworkValues(make_tokens(), "miles"))
     assert shown is not None
     (names,) = [part for part in shown.parts if part.id == "names"]
     by_name = {item["name there"]: item for item in values(names.tables[0])}
@@ -91,7 +91,7 @@ def test_a_frameworks_names_are_a_table_with_its_values() -> None:
         by_name["train_rollout_kl"]["ours"], rel=0.2
     )
     assert any("train_rollout_kl" in note for note in names.notes)
-    assert headline.of_names(make_report(), None).parts[0].id == "judged"  # type: ignore[union-attr]
+    assert headline.section(make_report(), None).parts[0].id == "judged"  # type: ignore[union-attr]
 
 
 def test_an_inconclusive_metric_says_how_many_prompts_decide() -> None:
@@ -176,7 +176,7 @@ def test_a_side_against_float32_is_no_pass_that_should_agree_with_it() -> None:
     )
     rows = summary.noise_rows(replace(report, noise_floor=pairs))
     assert [row.agree for row in rows] == [True, False, False]
-    noise = published_values.of_report(replace(report, noise_floor=pairs))[1]
+    noise = published_values.section(replace(report, noise_floor=pairs))[1]
     assert noise.short.startswith("At most 25 %")
     assert "trainer: regrouped" in noise.short
     assert noise.sentences[0].endswith("the trainer is 20× as far off.")
@@ -233,7 +233,7 @@ def test_what_ran_is_what_the_fingerprints_resolved() -> None:
 
 
 def test_differing_settings_come_first() -> None:
-    resolved = ran.of_names(make_report(), None)[0]
+    resolved = ran.section(make_report(), None)[0]
     for table in (resolved.tables[0], resolved.parts[0].tables[0]):
         marks = [cells[1].value for cells in table.cells()]
         assert marks == sorted(marks, reverse=True)
@@ -254,7 +254,7 @@ def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPa
         Reference("m", "s", summary.HEADLINE, value, "bf16 MoE", "src") for value in (1.0, 1e-9)
     )
     monkeypatch.setattr("mismatch.analysis.thresholds.REFERENCES", known)
-    section, noise = published_values.of_report(make_report())
+    section, noise = published_values.section(make_report())
     assert [item["source"] for item in values(section.tables[0])] == ["src", None, "src"]
     ours = section.tables[0].cells()[1]
     assert [cell.tone for cell in ours] == ["strong", "strong", ""]
@@ -264,13 +264,13 @@ def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPa
 def test_a_class_of_stack_without_references_says_so() -> None:
     report = make_report()
     other = replace(report, verdict=replace(report.verdict, levels="fp64"), noise_floor=())
-    (section, *_) = published_values.of_report(other)
+    (section, *_) = published_values.section(other)
     assert (section.tables, section.notes) == ((), ())
     assert "fp64" in section.short
 
 
 def test_failed_checks_come_first_with_their_fix() -> None:
-    checked, passed, unseen = checks.of_report(make_failing_report()[0])
+    checked, passed, unseen = headline.checks(make_failing_report()[0])
     results = [item["result"] for item in values(checked.tables[0])]
     assert results == ["failed", "warning"]
     assert checked.tables[0].cells()[0][1].tone == "critical"
@@ -282,7 +282,7 @@ def test_failed_checks_come_first_with_their_fix() -> None:
 
 def test_everything_measured_has_numbers_and_shares_apart() -> None:
     report = make_report()
-    _, everything = ran.of_names(report, Elsewhere(None))
+    _, everything = ran.section(report, FrameworkValues(None))
     assert len(everything.parts) == len(report.comparisons)
     numbers, shares = everything.parts[0].tables
     first = report.comparisons[0]
@@ -291,7 +291,7 @@ def test_everything_measured_has_numbers_and_shares_apart() -> None:
     written = [cell_text(row[2], shares.columns[2]) for row in shares.cells()]
     assert all(text.endswith(" %") for text in written)
     assert not any(cell_text(row[2], numbers.columns[2])[-1] == "%" for row in numbers.cells())
-    resolved = ran.of_names(report, None)[0]
+    resolved = ran.section(report, None)[0]
     facts = dict(
         tuple(item.value for item in cells) for cells in resolved.parts[-1].tables[0].cells()
     )

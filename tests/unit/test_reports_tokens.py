@@ -8,16 +8,16 @@ import pytest
 
 from mismatch.reports.contrasts import comparable, late, unlikely
 from mismatch.reports.sections import tokens as figures
-from mismatch.reports.sections.tokens import of_tokens, places
+from mismatch.reports.sections.tokens import places, section
 from tests.reports_fixture import make_empty_report, make_report, make_tokens
 
 
 def test_every_figure_is_drawn_once_where_there_are_tokens() -> None:
-    drawn = [figure.draw() for figure in of_tokens(make_report(), make_tokens()).figures]
+    drawn = [figure.draw() for figure in section(make_report(), make_tokens()).figures]
     assert len(drawn) == len(set(drawn)) == 2
     assert all(svg.startswith("<svg") for svg in drawn)
     empty, tokens = make_empty_report()
-    nothing = of_tokens(empty, tokens)
+    nothing = section(empty, tokens)
     assert nothing.figures == ()
 
 
@@ -58,7 +58,7 @@ def test_titles_are_findings_of_this_runs_data() -> None:
     tokens = make_tokens()
 
     def titles() -> dict[str, str]:
-        return {each.name: each.title for each in of_tokens(make_report(), tokens).figures}
+        return {each.name: each.title for each in section(make_report(), tokens).figures}
 
     tokens["delta"] = 0.1
     assert titles()["histogram"].startswith("No token of 5,142")
@@ -99,15 +99,15 @@ def test_the_histogram_tells_before_and_after_the_best_fix() -> None:
     tokens = make_tokens()
     tokens["delta"] = np.where(np.arange(len(tokens)) % 4 == 0, -1.0, 0.0)
     tokens["train_logprob"] = tokens["rollout_logprob"] + tokens["delta"]
-    before = of_tokens(make_report(), tokens).figures[0]
+    before = section(make_report(), tokens).figures[0]
     assert "with the best fix" not in before.draw()
     fixed = tokens.assign(fix="attention-sinks", fix_logprob=tokens["rollout_logprob"] + 0.01)
-    after = of_tokens(make_report(), fixed).figures[0]
+    after = section(make_report(), fixed).figures[0]
     assert after.title == before.title + "; with attention-sinks none"
     assert "with the best fix" in after.draw()
     assert "median |delta| 0.0100, largest 0.0100" in after.draw()
     half = fixed.assign(fix_logprob=fixed["rollout_logprob"] + np.arange(len(tokens)) % 2)
-    assert of_tokens(make_report(), half).figures[0].title.endswith("with attention-sinks 50 %")
+    assert section(make_report(), half).figures[0].title.endswith("with attention-sinks 50 %")
 
 
 def test_the_noise_floor_is_drawn_where_passes_that_should_agree_end() -> None:
@@ -115,7 +115,7 @@ def test_the_noise_floor_is_drawn_where_passes_that_should_agree_end() -> None:
     assert "noise floor" in figures.histogram(tokens, 0.05).draw()
     assert "noise floor" not in figures.histogram(tokens, 0.0).draw()
     assert "noise floor" not in figures.histogram(tokens, None).draw()
-    assert "noise floor" in of_tokens(make_report(), make_tokens()).figures[0].draw()
+    assert "noise floor" in section(make_report(), make_tokens()).figures[0].draw()
 
 
 def test_the_scatter_says_how_far_sure_and_unlikely_tokens_are_off() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mismatch.reports.section import Cell
-from mismatch.reports.sections import variants
+from mismatch.reports.sections import passes
 from mismatch.types import Comparison, Estimate, Report
 from tests.reports_fixture import make_report
 
@@ -25,7 +25,7 @@ def _beside(report: Report, name: str, experts: float | None, **facts: object) -
 
 
 def _rows(report: Report) -> list[list[Cell]]:
-    section = variants.of_report(report)
+    section = passes.variants(report)
     assert section is not None
     return section.tables[0].cells()
 
@@ -63,4 +63,4 @@ def test_nothing_beside_the_headline_is_no_section() -> None:
         comparisons=(headline, prefill),
         fingerprints={**report.fingerprints, "vllm:prefill": {"mode": "prefill"}},
     )
-    assert variants.of_report(report) is None
+    assert passes.variants(report) is None

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mismatch.reports.sections.glossary import WORDS
+from mismatch.reports.formatting import wording
 from tests.unit.test_goldens import GOLDENS, ROOT
 
 BANNED = (
@@ -43,5 +43,5 @@ def test_no_rendering_has_a_banned_phrase(path) -> None:  # type: ignore[no-unty
 
 def test_the_glossary_is_in_the_docs() -> None:
     page = (ROOT / "docs" / "reading-a-report.md").read_text("utf-8")
-    for word, meaning in WORDS:
+    for word, meaning in wording("glossary").items():
         assert f"| {word} | {meaning} |" in page

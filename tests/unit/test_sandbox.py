@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mismatch.processes.workers.engine import environment_class
+from mismatch.processes.workers.sampling import environment_class
 from mismatch.prompts import sandbox
 from mismatch.prompts.environments import Python, Replies, Retool, offered
 from mismatch.prompts.prompt import Prompt

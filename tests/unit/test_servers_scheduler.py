@@ -13,9 +13,9 @@ import pytest
 from mismatch.engines.servers import http, scheduler
 from mismatch.engines.servers.http import Refused, Unavailable, backoff_s
 from mismatch.engines.servers.scheduler import (
-    Changed,
-    NobodyLeft,
+    NoServerLeft,
     Scheduler,
+    ServerChanged,
     ServerState,
     Work,
 )
@@ -209,7 +209,7 @@ def test_without_any_server_left_it_ends() -> None:
     fakes = Fake("a", dies(2)), Fake("b", dies(3))
     for fake in fakes:
         fake.verify_with = lambda fake=fake: fake.act(-1)  # type: ignore[misc]
-    with pytest.raises(NobodyLeft, match="a: connection refused; b: connection refused"):
+    with pytest.raises(NoServerLeft, match="a: connection refused; b: connection refused"):
         Bench(*fakes).run(30)
 
 
@@ -252,7 +252,7 @@ def swapped(fake: Fake, after: int) -> None:
 
     def verify() -> None:
         if state["other"]:
-            raise Changed("other weights")
+            raise ServerChanged("other weights")
 
     fake.act, fake.verify_with = act, verify
 
@@ -269,7 +269,7 @@ def test_a_server_restarted_with_other_weights_is_caught_and_its_work_redone() -
 
 def test_weights_changed_without_any_loss_are_caught_at_the_end() -> None:
     bad, good = Fake("bad"), Fake("good")
-    bad.verify_with = lambda: (_ for _ in ()).throw(Changed("other weights"))  # type: ignore[assignment]
+    bad.verify_with = lambda: (_ for _ in ()).throw(ServerChanged("other weights"))  # type: ignore[assignment]
     bench = Bench(bad, good).run(30)
     assert set(bench.got.values()) == {"good"}
     assert sorted(bench.counted.elements()) == sorted([*range(30), *bench.voided])
@@ -278,7 +278,7 @@ def test_weights_changed_without_any_loss_are_caught_at_the_end() -> None:
 def test_weights_changed_everywhere_are_an_error() -> None:
     fake = Fake("a")
     swapped(fake, after=3)
-    with pytest.raises(NobodyLeft, match="other weights"):
+    with pytest.raises(NoServerLeft, match="other weights"):
         Bench(fake).run(10)
 
 
@@ -294,7 +294,7 @@ def test_a_server_that_answers_as_another_is_dropped_at_once() -> None:
 
     def act(job: int) -> None:
         if len(other.asked) > 3:
-            raise Changed("it answers as x, not y")
+            raise ServerChanged("it answers as x, not y")
 
     other.act = act  # looking at it would tell nothing
     bench = Bench(other, Fake("good"), concurrency=1).run(20)

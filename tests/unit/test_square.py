@@ -17,7 +17,7 @@ import pytest
 
 from mismatch.analysis.displaced import LEVELS, excess_terms
 from mismatch.analysis.levels import verdict
-from mismatch.analysis.plugins import Measured
+from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.square import Square, judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
@@ -67,7 +67,7 @@ def rollout() -> Rollout:
 
 def run_of(
     size: dict[str, float] | None = None, facts: dict[str, dict[str, Any]] | None = None
-) -> Measured:
+) -> RunArtefacts:
     """A run whose scorings are float32 plus rounding of one size; bf16 sides share half of it.
 
     Args:
@@ -85,10 +85,10 @@ def run_of(
         given = COMMON | fingerprint | (facts or {}).get(name, {})
         scorings[name] = Scoring(name, made.token_ids[made.actions], exact + noise, given)
     decode, train = scorings["vllm:decode"], scorings["fsdp"]
-    return Measured(made, decode, train, None, scorings, {})  # type: ignore[arg-type]
+    return RunArtefacts(made, decode, train, None, scorings, {})  # type: ignore[arg-type]
 
 
-def square(run: Measured, spec: CheckSpec = SPEC) -> Square:
+def square(run: RunArtefacts, spec: CheckSpec = SPEC) -> Square:
     found = measure(run, spec)
     assert isinstance(found, Square)
     return found
@@ -183,7 +183,7 @@ def test_a_gap_names_the_engine_only_where_both_sides_hold_the_same_weights(
     assert (gap.side, gap.standing) == (side, "beyond")
 
 
-def with_second_engine(size: float | None, **facts: Any) -> tuple[Measured, CheckSpec]:
+def with_second_engine(size: float | None, **facts: Any) -> tuple[RunArtefacts, CheckSpec]:
     """A run whose tokens a second engine has scored too, with this much rounding."""
     run, spec = run_of(), replace(SPEC, other_engine=EngineSpec(engine="sglang", model="m"))
     if size is not None:

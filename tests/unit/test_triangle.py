@@ -27,9 +27,9 @@ from mismatch.experiments.engine_pair import (
     TRAINER,
     Contrast,
     Triangle,
-    odd_one,
     other_place,
     other_spec,
+    outlier,
     triangle,
 )
 from mismatch.metrics import METRICS
@@ -148,7 +148,7 @@ def decided(factor: float, low: float, low_of_last: float) -> str | None:
             (TRAINER, A, low), (TRAINER, B, -1.0),
         )
     ]  # fmt: skip
-    return odd_one(found, {A: edges})[0]
+    return outlier(found, {A: edges})[0]
 
 
 def test_both_edges_have_to_be_longer_by_more_than_chance_and_by_a_tenth() -> None:
@@ -357,9 +357,9 @@ class Pretend(Stages):
     seen: list[tuple[str, str, list[str]]]
     broken = ""
 
-    def measure(self, passes: Any, sample: bool = True, beside: Any = None) -> None:
-        Pretend.seen.append(("jobs", "", [job.place.name for job in beside.jobs]))
-        beside.prepare()
+    def measure(self, passes: Any, sample: bool = True, extra: Any = None) -> None:
+        Pretend.seen.append(("jobs", "", [job.run_dir.name for job in extra.jobs]))
+        extra.prepare()
 
 
 def noted(self: Stages, *beside: Any, also: Sequence[Path] = ()) -> None:

@@ -16,10 +16,10 @@ from mismatch.captures import priority
 from mismatch.engines import replicas
 from mismatch.engines.artefacts import build_rollout, decode_scoring, prefill_scoring
 from mismatch.engines.base import Capabilities, Sample, requests_of, sample_seed
-from mismatch.engines.distribution_capture import CaptureRequest, Watcher
-from mismatch.engines.turns import Trajectory, WatchedTurns, joined, play, starting
+from mismatch.engines.distribution_capture import CaptureRequest, DistributionRecorder
+from mismatch.engines.turns import Trajectory, TurnDistributions, joined, play, starting
 from mismatch.errors import MismatchError
-from mismatch.processes.workers.engine import Ready, further_turns, untested_turns
+from mismatch.processes.workers.sampling import Ready, further_turns, untested_turns
 from mismatch.prompts import environments
 from mismatch.prompts.environments import Replies, Retry, between_turns, built_in
 from mismatch.prompts.prompt import Prompt
@@ -69,7 +69,7 @@ def played(
     reply: Any,
     engine: Any = None,
     trajectories: list[Trajectory] | None = None,
-    watched: WatchedTurns | None = None,
+    captured: TurnDistributions | None = None,
     *,
     first: Sample | None = None,
     **limits: int,
@@ -78,7 +78,7 @@ def played(
     if trajectories is None:
         trajectories = starting([[1, 2], [3]], [[first or sample(9)], [sample(8, 9)]])
     limits = {"most_turns": 3, "longest": 100, "max_tokens": 4} | limits
-    play(engine, trajectories, reply, progress=quiet, watched=watched, **limits)
+    play(engine, trajectories, reply, progress=quiet, captured=captured, **limits)
     return trajectories, engine
 
 
@@ -365,11 +365,11 @@ class Looking(Scripted):
 
     vocabulary = 120
 
-    def watch(self, wanted: CaptureRequest) -> None:
-        self.watcher = Watcher(wanted)
+    def capture_distributions(self, wanted: CaptureRequest) -> None:
+        self.recorder = DistributionRecorder(wanted)
 
-    def watched(self) -> dict[str, Any]:
-        return self.watcher.collected()
+    def captured_distributions(self) -> dict[str, Any]:
+        return self.recorder.collected()
 
     def generate(self, prompts: Sequence[list[int]], progress: Any, turn: int = 1) -> Any:
         answers = super().generate(prompts, progress, turn)
@@ -377,7 +377,7 @@ class Looking(Scripted):
             logits = torch.zeros(len(prompts), self.vocabulary)
             logits[:, token] = 5.0
             requests = np.arange(len(prompts))
-            self.watcher.take(requests, np.full(len(prompts), index), logits)
+            self.recorder.take(requests, np.full(len(prompts), index), logits)
         return answers
 
 
@@ -385,12 +385,12 @@ class Looking(Scripted):
 def test_whole_distributions_are_of_every_turn_s_own_tokens(positions: int) -> None:
     engine: Any = Looking()
     wanted = CaptureRequest(positions, 64, 3, Sampling())
-    watched = WatchedTurns(engine, wanted)
+    captured = TurnDistributions(engine, wanted)
     first = engine.generate([[1, 2], [3], [4]], quiet)
     trajectories = starting([[1, 2], [3], [4]], first)
-    watched.end(enumerate(trajectories))
-    played(lambda number, _: None if number == 1 else [50], engine, trajectories, watched)
-    taken = watched.collected()
+    captured.end(enumerate(trajectories))
+    played(lambda number, _: None if number == 1 else [50], engine, trajectories, captured)
+    taken = captured.collected()
     every = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (2, 2)]
     numbers = priority(3, *np.asarray(every).T)
     chosen = {every[place] for place in np.argsort(numbers)[:positions]}
@@ -401,10 +401,10 @@ def test_whole_distributions_are_of_every_turn_s_own_tokens(positions: int) -> N
 
 def test_a_turn_that_could_not_be_watched_leaves_none() -> None:
     engine: Any = Looking()
-    watched = WatchedTurns(engine, CaptureRequest(8, 64, 0, Sampling()))
+    captured = TurnDistributions(engine, CaptureRequest(8, 64, 0, Sampling()))
     trajectories = starting([[1]], engine.generate([[1]], quiet))
-    watched.end(enumerate(trajectories))
-    assert len(watched.collected()["keys"]) == 1
-    watched.begin(enumerate(trajectories))
-    watched.end(enumerate(trajectories))
-    assert watched.collected() == {}
+    captured.end(enumerate(trajectories))
+    assert len(captured.collected()["keys"]) == 1
+    captured.begin(enumerate(trajectories))
+    captured.end(enumerate(trajectories))
+    assert captured.collected() == {}

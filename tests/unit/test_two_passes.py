@@ -22,7 +22,7 @@ from mismatch.processes.workers.gradient_check import replay_source
 from mismatch.processes.workers.train import left_out
 from mismatch.reports.section import cell_text
 from mismatch.reports.sections import page
-from mismatch.reports.sections import two_passes as section
+from mismatch.reports.sections import passes as section
 from mismatch.run.store import (
     NEW,
     NEW_REPLAYED,
@@ -299,7 +299,7 @@ def _report(**injected: Any) -> Report:
 
 def test_the_section_holds_every_variant_and_warns_of_noise() -> None:
     report = _report(**NOISY)
-    shown = section.section(report.result("two_passes"), report)
+    shown = section.two_passes(report.result("two_passes"), report)
     (table,) = shown.tables
     plain, replayed, override = table.cells()
     assert [row[0].value for row in (plain, replayed, override)] == [
@@ -320,7 +320,7 @@ def test_a_warning_is_read_first() -> None:
 
 def test_a_run_without_noise_says_nothing_of_injections() -> None:
     report = _report()
-    assert section.section(report.result("two_passes"), report).warnings == ()
+    assert section.two_passes(report.result("two_passes"), report).warnings == ()
     without = report.with_analyses(two_passes=None)
     assert "two_passes" not in [
         shown.id for chapter in page(without).sections for shown in chapter.parts
@@ -331,7 +331,7 @@ def test_passes_that_agree_bit_for_bit_need_no_remedy() -> None:
     scorings = {name: _scoring(name, 0.0) for name in (TRAIN, REGROUPED)}
     made = two_passes(CheckSpec(), ROLLOUT, scorings)
     assert made is not None
-    said = section.sentences(made)
+    said = section.passes_sentences(made)
     assert said == [
         "Every ratio is exactly 1: the two passes agree bit for bit.",
         "No routing flip in the new pass.",

@@ -89,15 +89,15 @@ def preview(
     estimator = Estimator(np.arange(len(present)), pair.prompt[present], seed=seed)
     bench = Bench(ratios, estimator, advantage, batch)
     settings = settings or Settings()
-    made = bench.previews(settings, lawful=sampled_by_left)
-    favoured, best, reason = choose(made, target, batch) if sampled_by_left else (None, None, "")
+    tried = bench.previews(settings, lawful=sampled_by_left)
+    favoured, best, reason = choose(tried, target, batch) if sampled_by_left else (None, None, "")
     return Corrections(
         rollout=left.name,
         train=right.name,
         target=target,
         batch=batch,
         settings=settings,
-        previews=made,
+        previews=tried,
         favoured=favoured,
         best=best,
         reason=reason or NOT_LAWFUL,
@@ -167,35 +167,41 @@ class Bench:
         metric = Metric(
             "correction", lambda terms: terms, "ratio", "1", combine=combine, bounds=bounds
         )
-        found = self.estimator.one(metric, {"terms": np.stack(columns, axis=1)})
-        return None if found is None else replace(found, n_tokens=len(self.ratios.token))
+        estimate = self.estimator.one(metric, {"terms": np.stack(columns, axis=1)})
+        return None if estimate is None else replace(estimate, n_tokens=len(self.ratios.token))
 
     def previews(self, settings: Settings, lawful: bool) -> tuple[Preview, ...]:
         """Every correction, in order; the ranks filled in where ``lawful``."""
-        weights = {one.id: one.weights(self.ratios, settings) for one in CORRECTIONS}
-        made: list[Preview] = []
-        for one in CORRECTIONS:
-            twin = next((p for p in made if np.array_equal(weights[p.id], weights[one.id])), None)
+        weights = {
+            correction.id: correction.weights(self.ratios, settings) for correction in CORRECTIONS
+        }
+        previews: list[Preview] = []
+        for correction in CORRECTIONS:
+            twin = next(
+                (p for p in previews if np.array_equal(weights[p.id], weights[correction.id])), None
+            )
             if twin is None:
-                made.append(self._preview(one, weights[one.id], settings, lawful))
+                previews.append(self._preview(correction, weights[correction.id], settings, lawful))
             else:
-                made.append(self._twin(one, twin, weights[one.id], settings))
+                previews.append(self._twin(correction, twin, weights[correction.id], settings))
         if lawful:
             for target in TARGETS:
-                made = self._ranked(made, weights, target)
-        return tuple(made)
+                previews = self._ranked(previews, weights, target)
+        return tuple(previews)
 
-    def _preview(self, one: Correction, w: Floats, settings: Settings, lawful: bool) -> Preview:
+    def _preview(
+        self, correction: Correction, w: Floats, settings: Settings, lawful: bool
+    ) -> Preview:
         kept = w > 0.0
         against = {target: self._against(w, target) if lawful else None for target in TARGETS}
         return Preview(
-            id=one.id,
-            label=one.label,
-            level=one.level,
-            setting=one.setting(settings),
+            id=correction.id,
+            label=correction.label,
+            level=correction.level,
+            setting=correction.setting(settings),
             kept_tokens=float(kept.mean()),
             kept_sequences=float((self.total(kept.astype(np.float64)) > 0.0).mean()),
-            ess=self._ess(one, w) if kept.any() else None,
+            ess=self._ess(correction, w) if kept.any() else None,
             weight_mean=float(w.mean()),
             weight_std=float(w.std()),
             weight_max=float(w.max()),
@@ -204,21 +210,23 @@ class Bench:
             sequence=against["sequence"],
         )
 
-    def _twin(self, one: Correction, known: Preview, w: Floats, settings: Settings) -> Preview:
+    def _twin(
+        self, correction: Correction, equal: Preview, w: Floats, settings: Settings
+    ) -> Preview:
         """The figures of equal weights; only the effective size depends on what shares them."""
-        again = one.level != known.level and known.ess is not None
+        again = correction.level != equal.level and equal.ess is not None
         return replace(
-            known,
-            id=one.id,
-            label=one.label,
-            level=one.level,
-            setting=one.setting(settings),
-            ess=self._ess(one, w) if again else known.ess,
-            same_as=known.id,
+            equal,
+            id=correction.id,
+            label=correction.label,
+            level=correction.level,
+            setting=correction.setting(settings),
+            ess=self._ess(correction, w) if again else equal.ess,
+            same_as=equal.id,
         )
 
-    def _ess(self, one: Correction, w: Floats) -> Estimate | None:
-        if one.level == "token":
+    def _ess(self, correction: Correction, w: Floats) -> Estimate | None:
+        if correction.level == "token":
             return self.estimate([self.total(w), self.total(w**2), self.tokens], _effective, SHARE)
         shared = self.total(w) / self.tokens
         units = np.ones_like(shared)
@@ -231,36 +239,36 @@ class Bench:
         distance = self.estimate([self.gap(w, target), self.sizes], quotient, POSITIVE)
         assert bias is not None  # there are tokens …
         assert distance is not None  # … and where advantages are used, one that is not 0
-        mine = self.square(w)
-        second = mine.sum() / self.powers.sum()
+        own = self.square(w)
+        second = own.sum() / self.powers.sum()
         cosine = norm = None
         if self.advantage is not None:
             theirs = self.square(exact)
-            norm = self.estimate([mine, theirs], _norm_ratio, POSITIVE)
-            if mine.any():  # a vector of zeros has no direction
+            norm = self.estimate([own, theirs], _norm_ratio, POSITIVE)
+            if own.any():  # a vector of zeros has no direction
                 both = self.total(w * exact * self.power)
-                cosine = self.estimate([both, mine, theirs], _cosine, SHARE)
+                cosine = self.estimate([both, own, theirs], _cosine, SHARE)
         error = math.sqrt(distance.value**2 + second / self.batch)
         return Against(bias, distance, error, None, False, cosine, norm)
 
     def _ranked(
-        self, made: list[Preview], weights: dict[str, Floats], target: Level
+        self, previews: list[Preview], weights: dict[str, Floats], target: Level
     ) -> list[Preview]:
         """The previews with ranks by error, equal errors sharing one, and ties with the best."""
-        ranked = {one.id for one in CORRECTIONS if one.ranked}
-        figures = {one.id: against for one in made if (against := one.against(target))}
+        ranked = {correction.id for correction in CORRECTIONS if correction.ranked}
+        figures = {shown.id: against for shown in previews if (against := shown.against(target))}
         errors = {id: against.error for id, against in figures.items() if id in ranked}
         first = min(errors, key=lambda id: errors[id])
         out = []
-        for one in made:
-            against = replace(figures[one.id], rank=None, tied=False)
-            if one.id in errors:
-                lower = sum(error < errors[one.id] * (1.0 - EQUAL) for error in errors.values())
-                near = errors[one.id] <= errors[first] * NEAR
-                tied = near or self._tied(weights[one.id], weights[first], target)
+        for shown in previews:
+            against = replace(figures[shown.id], rank=None, tied=False)
+            if shown.id in errors:
+                lower = sum(error < errors[shown.id] * (1.0 - EQUAL) for error in errors.values())
+                near = errors[shown.id] <= errors[first] * NEAR
+                tied = near or self._tied(weights[shown.id], weights[first], target)
                 against = replace(against, rank=1 + lower, tied=tied)
-            placed = replace(one, token=against) if target == "token" else one
-            out.append(replace(one, sequence=against) if target == "sequence" else placed)
+            placed = replace(shown, token=against) if target == "token" else shown
+            out.append(replace(shown, sequence=against) if target == "sequence" else placed)
         return out
 
     def _tied(self, w: Floats, best: Floats, target: Level) -> bool:
@@ -279,10 +287,10 @@ class Bench:
             self.sizes,
             self.powers,
         ]
-        found = self.estimate(columns, difference, REAL)
-        if found is None or found.low is None or found.high is None:
+        change = self.estimate(columns, difference, REAL)
+        if change is None or change.low is None or change.high is None:
             return False  # one prompt: nothing is known of the difference
-        return found.low <= 0.0 <= found.high
+        return change.low <= 0.0 <= change.high
 
 
 TARGET_WORDS: dict[Level, str] = {"token": "token ratio", "sequence": "sequence ratio"}
@@ -304,16 +312,16 @@ def choose(
     least error wins; of those that are as good, the one that interferes least. The override
     never does: it is not ranked. Nothing is favoured where no interval tells it from chance.
     """
-    found = {one.id: figures for one in previews if (figures := one.against(target))}
+    by_id = {shown.id: figures for shown in previews if (figures := shown.against(target))}
     # previews come in the order of interference: the first of those tied interferes least
-    real = [id for id in found if id not in (NONE, OVERRIDE)]
-    leader = min(real, key=lambda id: found[id].rank or len(found))
-    best = next((id for id in real if found[id].tied and found[leader].tied), leader)
-    bare, noise = found[NONE], 1.0 / math.sqrt(batch)
+    real = [id for id in by_id if id not in (NONE, OVERRIDE)]
+    leader = min(real, key=lambda id: by_id[id].rank or len(by_id))
+    best = next((id for id in real if by_id[id].tied and by_id[leader].tied), leader)
+    bare, noise = by_id[NONE], 1.0 / math.sqrt(batch)
     if bare.distance.high is None and bare.distance.value > 0.0:
         return None, best, ONE_PROMPT
     worst = _upper(bare)
-    names = {one.id: one.label for one in previews}
+    names = {shown.id: shown.label for shown in previews}
     if worst <= NEGLIGIBLE * noise:
         return NONE, best, _needless(worst, noise, batch)
     sizes = (
@@ -327,7 +335,7 @@ def choose(
         )  # fmt: skip
     return best, best, (
         f"{names[best]}: {sizes}; with the correction the error falls from {bare.error:.2g} to "
-        f"{found[best].error:.2g}{_company(previews, target, best)}"
+        f"{by_id[best].error:.2g}{_company(previews, target, best)}"
     )  # fmt: skip
 
 
@@ -351,8 +359,8 @@ def _needless(worst: float, noise: float, batch: int) -> str:
 def _company(previews: Sequence[Preview], target: Level, best: str) -> str:
     """Who is as good."""
     others = [
-        one.label
-        for one in previews
-        if one.id not in (best, NONE) and (figures := one.against(target)) and figures.tied
+        shown.label
+        for shown in previews
+        if shown.id not in (best, NONE) and (figures := shown.against(target)) and figures.tied
     ]
     return f"; as good: {', '.join(others)}" if others else ""

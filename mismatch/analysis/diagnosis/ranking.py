@@ -28,7 +28,7 @@ KINDS = ("function-differs", "weights-differ", "side-off")  # of cause, where no
 MARKS = (*KINDS, "onset", "grows-with-position", "first-token")  # what a stated fact explains
 FUNCTION = 50  # detectors from here on ask only how far a side is off
 # What these see is wrong, however little it costs.
-SURE = ("padding", "ends", "scattered", "constant", "implementation", "unsampled")
+SURE = ("padding", "ends", "scattered", "constant", "implementation", "unsampled", "lag")
 TURNS = "turns that it moves"
 SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
 
@@ -129,7 +129,8 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
     facts = [f for look in first.values() if isinstance(look, Look) for f in look.findings]
     stated = [fact for fact in facts if fact.effect is None] if whole > NEGLIGIBLE else []
     if causes:  # a kind without a share is only said where nothing better is
-        stated = [fact for fact in stated if fact.cause not in KINDS]
+        open_ = {each for cause in causes if cause.id == "side-off" for each in cause.alike}
+        stated = [fact for fact in stated if fact.cause not in KINDS or fact.cause in open_]
     causes = _joined(causes, stated)
     causes.sort(
         key=lambda cause: -1.0 if cause.effect is None else cause.effect.value, reverse=True

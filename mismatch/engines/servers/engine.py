@@ -34,7 +34,13 @@ from mismatch.engines.servers.probing import (
     mean_abs_diff,
     verify,
 )
-from mismatch.engines.servers.scheduler import Changed, NobodyLeft, Scheduler, ServerState, Work
+from mismatch.engines.servers.scheduler import (
+    NoServerLeft,
+    Scheduler,
+    ServerChanged,
+    ServerState,
+    Work,
+)
 from mismatch.engines.servers.server_api import Answer
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
@@ -155,7 +161,9 @@ class ServerEngine:
             layout = self.group.layout if server.routes else None
             answer = server.api.generate(ids, settings, seed, layout, self.likeliest)
             if answer.identity != server.facts.configuration:
-                raise Changed(f"it answers as {answer.identity}, not {server.facts.configuration}")
+                raise ServerChanged(
+                    f"it answers as {answer.identity}, not {server.facts.configuration}"
+                )
             self._require_whole(answer.sample, server)
             return answer
 
@@ -262,7 +270,7 @@ class ServerEngine:
             kept = len(self._journal.samples) if self._journal else 0
             if kept:
                 error.message += f"; {kept} finished sequences are kept"
-            if kept or isinstance(error, NobodyLeft):
+            if kept or isinstance(error, NoServerLeft):
                 error.fix += "; then go on where it stopped: --resume"
             raise
 

@@ -147,7 +147,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     data = path.read_bytes()
-    found, end = [], 0
+    lines, end = [], 0
     for number, raw in enumerate(data.splitlines(keepends=True), start=1):
         if not raw.endswith(b"\n"):
             break
@@ -160,11 +160,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
                 f"{path}:{number} is damaged",
                 "copy the run directory again, or delete this file: its sequences are sampled anew",
             )
-        found.append(line)
+        lines.append(line)
         end += len(raw)
     if end < len(data):
         os.truncate(path, end)
-    return found
+    return lines
 
 
 def _packed(array: NDArray[Any] | None) -> list[Any] | None:

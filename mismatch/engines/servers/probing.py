@@ -17,7 +17,7 @@ from mismatch.captures import ABSENT_LOGPROB
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.servers.http import Refused, Unavailable
-from mismatch.engines.servers.scheduler import Changed
+from mismatch.engines.servers.scheduler import ServerChanged
 from mismatch.engines.servers.server_api import ServerAPI, ServerFacts
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
@@ -277,25 +277,25 @@ def verify(server: Server, probes: Probes, notes: dict[str, Any]) -> None:
         notes: about it: ``restarts``, ``drift``; updated.
 
     Raises:
-        Changed: it is not.
+        ServerChanged: it is not.
         Unavailable: it does not answer.
     """
     try:
         facts = server.api.describe(server.api.client, server.facts.model)
         if facts is None:
-            raise Changed("another program answers at its address")
+            raise ServerChanged("another program answers at its address")
         for name in ("version", "model", "max_model_len", "dtype", "weight_version"):
             before, now = getattr(server.facts, name), getattr(facts, name)
             if before != now:
-                raise Changed(f"its {name.replace('_', ' ')} was {before} and is {now}")
+                raise ServerChanged(f"its {name.replace('_', ' ')} was {before} and is {now}")
         drift = mean_abs_diff(server.probe, probe_logprobs(server, probes))
     except Refused as error:
-        raise Changed(f"it refuses a probe that it answered before ({error})") from error
+        raise ServerChanged(f"it refuses a probe that it answered before ({error})") from error
     notes["drift"] = max(drift, notes["drift"])
     if facts.started != server.facts.started and facts.started not in notes["restarts"]:
         notes["restarts"].append(facts.started)
     if drift > allowed_drift(server.noise):
-        raise Changed(
+        raise ServerChanged(
             f"its probe logprobs moved by {drift:.3g} on average (noise {server.noise:.2g}): other "
             "weights or settings"
         )

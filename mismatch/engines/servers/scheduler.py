@@ -35,11 +35,11 @@ VERIFY_EVERY_S = 60.0
 COUNTS = ("answers", "failures", "timeouts", "busy", "void")
 
 
-class Changed(Exception):
+class ServerChanged(Exception):
     """A server is not what it was: other weights, version or settings. Its text is one phrase."""
 
 
-class NobodyLeft(MismatchError):
+class NoServerLeft(MismatchError):
     """Every server was dropped."""
 
 
@@ -93,7 +93,7 @@ class Scheduler:
     """Runs jobs on servers.
 
     Args:
-        verify: raises ``Changed`` where a server is not what it was, ``Unavailable`` where it
+        verify: raises ``ServerChanged`` where a server is not what it was, ``Unavailable`` where it
             cannot say.
         concurrency: requests at a time, per server.
         log: one line for the user.
@@ -115,7 +115,7 @@ class Scheduler:
         """Until every job has an answer of a server that was the same before and after it.
 
         Raises:
-            NobodyLeft: all servers were dropped.
+            NoServerLeft: all servers were dropped.
             MismatchError: a job failed on ``ATTEMPTS`` tries, or was refused.
         """
         self._work = work
@@ -126,7 +126,7 @@ class Scheduler:
         while self._open or any(s.unconfirmed or s.verifying for s in self._alive()):
             if self._open and not self._alive():
                 reasons = "; ".join(f"{state.name}: {state.dropped}" for state in self.states)
-                raise NobodyLeft(f"no server is left ({reasons})", "start the servers again")
+                raise NoServerLeft(f"no server is left ({reasons})", "start the servers again")
             for state in self._alive():
                 self._assign(state)
             now = time.monotonic()
@@ -206,7 +206,7 @@ class Scheduler:
                 del state.unconfirmed[:seen]
                 state.needs_verification, state.failures, state.busy = False, 0, 0
                 state.last_verified = time.monotonic()
-            case Changed():
+            case ServerChanged():
                 self._replace(state, str(error))
             case Unavailable():
                 self._failed(state, error, started)
@@ -229,7 +229,7 @@ class Scheduler:
             case Unavailable():
                 self._queue_again(state, job, None if error.kind == "busy" else error.reason)
                 self._failed(state, error, started)
-            case Changed():
+            case ServerChanged():
                 self._queue_again(state, job)
                 self._replace(state, str(error))
             case Refused():

@@ -62,12 +62,12 @@ class SglangAPI(ServerAPI):
                 "give the address of a server for generation",
             )
         names = (model.get("served_model_name"), model["model_path"], info.get("model_path"))
-        known = tuple(dict.fromkeys(str(name) for name in names if name))
+        served_names = tuple(dict.fromkeys(str(name) for name in names if name))
         return ServerFacts(
             kind=cls.kind,
             version=str(info["version"]),
-            model=known[0],
-            names=known,
+            model=served_names[0],
+            names=served_names,
             max_model_len=_context(client, info),
             spare=SPARE_TOKENS,
             dtype=_dtype(info.get("dtype")),
@@ -140,19 +140,19 @@ def _again_elsewhere() -> Iterator[None]:
 
 def _one(answer: Any) -> dict[str, Any]:
     """The answer to one request: a dictionary, or a list of one."""
-    found = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
-    if not isinstance(found, dict):
+    entry = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+    if not isinstance(entry, dict):
         raise Unavailable("an answer that is no sample")
-    return found
+    return entry
 
 
 def _context(client: Client, info: dict[str, Any]) -> int | None:
     """Tokens of the longest sequence; /v1/models says it, whatever the flags were."""
     try:
-        found = client.get("/v1/models", DESCRIBE_S)["data"][0].get("max_model_len")
+        length = client.get("/v1/models", DESCRIBE_S)["data"][0].get("max_model_len")
     except (Refused, Unavailable, KeyError, IndexError):
-        found = info.get("context_length")
-    return context_length(found)
+        length = info.get("context_length")
+    return context_length(length)
 
 
 def _dtype(name: Any) -> str | None:

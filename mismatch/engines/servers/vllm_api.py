@@ -55,16 +55,16 @@ class VllmAPI(ServerAPI):
         if any(card.get("owned_by") != "vllm" for card in cards):
             return None
         base = [card for card in cards if not card.get("parent")] or cards
-        card = next((one for one in cards if one["id"] == served), base[0])
-        said = _server_info(client)
-        model, parallel = said.get("model_config") or {}, said.get("parallel_config") or {}
+        card = next((candidate for candidate in cards if candidate["id"] == served), base[0])
+        info = _server_info(client)
+        model, parallel = info.get("model_config") or {}, info.get("parallel_config") or {}
         metrics = _metrics(client)
         started = STARTED.search(metrics)
         details = _cache(metrics) | {
             "logprobs_mode": model.get("logprobs_mode"),
             "quantization": model.get("quantization"),
             "tensor_parallel_size": parallel.get("tensor_parallel_size"),
-            "device": (said.get("device_config") or {}).get("device_type"),
+            "device": (info.get("device_config") or {}).get("device_type"),
         }
         return ServerFacts(
             kind=cls.kind,
@@ -197,8 +197,8 @@ def _choice(answer: Any, ids: Sequence[int]) -> dict[str, Any]:
 
 def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Ids and logprobs of what was sampled; ids also from a server that only names them."""
-    said = choice.get("logprobs") or {}
-    names, logprobs = said.get("tokens") or [], said.get("token_logprobs") or []
+    logs = choice.get("logprobs") or {}
+    names, logprobs = logs.get("tokens") or [], logs.get("token_logprobs") or []
     tokens = choice.get("token_ids")
     if tokens is None:
         if not names or not all(str(name).startswith(ID_TEXT) for name in names):
@@ -266,8 +266,8 @@ def _metrics(client: Client) -> str:
 
 
 def _cache(metrics: str) -> dict[str, Any]:
-    found = CACHE.search(metrics)
-    labels = dict(LABEL.findall(found[1])) if found else {}
+    match = CACHE.search(metrics)
+    labels = dict(LABEL.findall(match[1])) if match else {}
     caching = {"True": True, "False": False}
     return {
         "kv_cache_dtype": labels.get("cache_dtype"),

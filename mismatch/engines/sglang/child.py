@@ -218,13 +218,13 @@ def _facts(runner: Any) -> dict[str, Any]:
 
 def moe_layers(model: Any) -> list[tuple[int, Any]]:
     """(decoder layer, module that holds its experts) of every MoE layer, in order."""
-    found: dict[int, Any] = {}
+    layers: dict[int, Any] = {}
     for name, module in model.named_modules():
         if hasattr(module, "w13_weight") and hasattr(module, "w2_weight"):
             numbers = [part for part in name.split(".") if part.isdigit()]
             if numbers:
-                found[int(numbers[0])] = module
-    return sorted(found.items())
+                layers[int(numbers[0])] = module
+    return sorted(layers.items())
 
 
 def on_failure(number: int, frame: Any) -> None:
@@ -247,8 +247,8 @@ def offline() -> Any:
 
         def mismatch_called(self, method: str, *args: Any) -> Any:
             """What a call beside the model answers, of the first rank; see ``child.call``."""
-            with tempfile.TemporaryDirectory(prefix="mismatch-sglang-") as place:
-                answer = Path(place) / "answer.json"
+            with tempfile.TemporaryDirectory(prefix="mismatch-sglang-") as folder:
+                answer = Path(folder) / "answer.json"
                 try:
                     self.collective_rpc(
                         "mismatch_call", name=method, args=list(args), answer=str(answer)

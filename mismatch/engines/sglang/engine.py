@@ -98,11 +98,11 @@ class SglangEngine:
         try:
             self.engine = offline()(custom_sigquit_handler=on_failure, **self._arguments)
         except Exception as error:
-            said = " ".join((self._said() or str(error) or type(error).__name__).split())
+            reason = " ".join((self._said() or str(error) or type(error).__name__).split())
             self._forget()
-            shown = textwrap.shorten(said, 400, placeholder=" …")
+            shown = textwrap.shorten(reason, 400, placeholder=" …")
             raise MismatchError(
-                f"SGLang cannot load {self.spec.model}: {shown}", load_fix(RuntimeError(said))
+                f"SGLang cannot load {self.spec.model}: {shown}", load_fix(RuntimeError(reason))
             ) from error
         self.engine.tokenizer_manager.signal_handler_class = self._signals
         infos = self.engine._scheduler_init_result.scheduler_infos
@@ -218,7 +218,7 @@ class SglangEngine:
     ) -> list[Continued]:
         bodies = [wire.greedy_request(ids, max_tokens, read_cache) for ids in contexts]
         answers = self._run(bodies, progress)
-        return [wire.parse_continued(one, f"context {n}") for n, one in enumerate(answers)]
+        return [wire.parse_continued(answer, f"context {n}") for n, answer in enumerate(answers)]
 
     # ------------------------------------------------------------ what ran
 
@@ -238,15 +238,15 @@ class SglangEngine:
 
     def fingerprint(self, mode: Mode) -> Fingerprint:
         """See the protocol; from SGLang's own server information."""
-        found = self._server
+        info = self._server
         raw = raw_logprobs() or mode == "prefill"
         temperature = 1.0 if raw else (self.sampling.temperature or 1.0)
         substitutes = self._facts["substitutes"]
-        backend = str(found.get("attention_backend"))
+        backend = str(info.get("attention_backend"))
         facts = model_facts(self.spec) | {
             "mode": mode,
             "engine": self.name,
-            "version": str(found.get("version")),
+            "version": str(info.get("version")),
             "dtype": short_dtype(self._facts["dtype"]),
             "kv_cache_dtype": short_dtype(self._facts["kv_cache_dtype"]),
             "logprobs_mode": "input_token_logprobs" if mode == "prefill" else "output_logprobs",
@@ -259,11 +259,11 @@ class SglangEngine:
             "device": self._facts["device"],
             "model_class": self._facts["model_class"],
             "config": self._facts["config"],
-            "enforce_eager": bool(found.get("disable_cuda_graph")),
-            "prefix_caching": not found.get("disable_radix_cache"),
+            "enforce_eager": bool(info.get("disable_cuda_graph")),
+            "prefix_caching": not info.get("disable_radix_cache"),
             "tensor_parallel_size": self.spec.tensor_parallel_size,
             "max_model_len": self._arguments["context_length"],
-            "seed": found.get("random_seed"),
+            "seed": info.get("random_seed"),
             "seeding": "per sample" if self._seeded else "engine",
             "generation_config": None,
             "sampling": {"max_tokens": self.sampling.max_tokens, "top_k": self.sampling.top_k}
@@ -272,7 +272,7 @@ class SglangEngine:
         }
         if self.spec.tensor_parallel_size > 1:
             facts["weights_not_comparable"] = "SGLang's weights are digested on one device only"
-        return facts | {name: found.get(name) for name in SETTINGS if name not in facts}
+        return facts | {name: info.get(name) for name in SETTINGS if name not in facts}
 
     def _moe_backend(self) -> str | None:
         methods = "+".join(self._facts["moe_methods"])
@@ -290,10 +290,10 @@ class SglangEngine:
 
     def _fail(self) -> None:
         if self._failed is not None and not self._failed.done():
-            said = self._said()
+            reason = self._said()
             error = MismatchError(
-                f"SGLang failed: {said or 'one of its processes was ended'}",
-                wire.LOG_FIX if said else OUT_OF_MEMORY,
+                f"SGLang failed: {reason or 'one of its processes was ended'}",
+                wire.LOG_FIX if reason else OUT_OF_MEMORY,
             )
             self._failed.set_exception(error)
 

@@ -137,9 +137,9 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
         return {}
     from sglang.srt.server_args import ServerArgs
 
-    known = set(ServerArgs.__struct_fields__)
+    names = set(ServerArgs.__struct_fields__)
     help_command = "python -m sglang.launch_server --help"
-    return checked_arguments(spec, "SGLang", known, OWN_OPTIONS, KEPT, help_command)
+    return checked_arguments(spec, "SGLang", names, OWN_OPTIONS, KEPT, help_command)
 
 
 LOG_FIX = "look into the engine's log for the reason"
@@ -266,8 +266,8 @@ def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | N
     given = facts.get("output_token_logprobs") or []
     reason = dict(facts.get("finish_reason") or {})
     if reason.get("type") not in ("stop", "length"):
-        said = reason.get("message") or reason.get("type") or "no reason"
-        raise MismatchError(f"SGLang ended {where}: {said}", LOG_FIX)
+        why = reason.get("message") or reason.get("type") or "no reason"
+        raise MismatchError(f"SGLang ended {where}: {why}", LOG_FIX)
     if not ids or [entry[1] for entry in given] != ids:
         raise MismatchError(
             f"SGLang gave {len(given)} logprobs for {len(ids)} tokens ({where})", LOG_FIX
@@ -342,15 +342,15 @@ def parse_routes(
     return experts
 
 
-def _same_ids(said: Sequence[int], asked: Sequence[int], largest: int) -> bool:
+def _same_ids(given: Sequence[int], asked: Sequence[int], largest: int) -> bool:
     """Whether an answer is about the ids that were asked for.
 
     SGLang 0.5.23 names the last id of the vocabulary 0 in ``input_token_logprobs``, and scores the
     right one: such an id is the largest of the sequence.
     """
-    if len(said) != len(asked):
+    if len(given) != len(asked):
         return False
-    pairs = zip(said, asked, strict=True)
+    pairs = zip(given, asked, strict=True)
     return all(got == want or (got == 0 and want == largest) for got, want in pairs)
 
 

@@ -27,7 +27,7 @@ from mismatch.engines.base import (
     require_starts,
     sample_seed,
 )
-from mismatch.engines.distribution_capture import CaptureRequest, Watcher, law_logprobs
+from mismatch.engines.distribution_capture import CaptureRequest, DistributionRecorder, law_logprobs
 from mismatch.engines.model_info import ModelInfo, load_fix, load_tokenizer, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.errors import MismatchError, first_line
@@ -47,7 +47,7 @@ EXPERT = np.dtype([("id", np.uint16), ("weight", np.float32)])
 
 
 @dataclass
-class Row:
+class SequenceState:
     """One sequence, with the generator that all its draws come from.
 
     Attributes:
@@ -93,7 +93,7 @@ def experts_of(layers: Sequence[LayerRoutes]) -> NDArray[Any]:
     return experts
 
 
-def draw(rows: Sequence[Row], logprobs: torch.Tensor, greedy: bool) -> None:
+def draw(rows: Sequence[SequenceState], logprobs: torch.Tensor, greedy: bool) -> None:
     """Append one token to every row: argmax of p / q with exponential q, which samples p.
 
     Args:
@@ -133,7 +133,7 @@ class TransformersEngine:
         self.options = _options(spec)
         self._prefill_temperature = 1.0
         self._stop: tuple[str, ...] = ()
-        self._watcher: Watcher | None = None
+        self._recorder: DistributionRecorder | None = None
         self._places: dict[tuple[int, int], int] = {}  # of jobs among those of this generate
 
     @classmethod
@@ -205,7 +205,7 @@ class TransformersEngine:
         import torch
 
         jobs = requests_of(len(prompts), self.sampling, turn)
-        self._places = {job: place for place, job in enumerate(jobs)}
+        self._places = {job: index for index, job in enumerate(jobs)}
         samples = [sample for context, sample in jobs if context == 0]
         done: dict[tuple[int, int], Sample] = {}
         tokens = 0
@@ -240,7 +240,7 @@ class TransformersEngine:
         logits, routed = self._forward(torch.tensor(prompts, device=self.device), cache)
         cache.batch_repeat_interleave(count)
         logits = logits.repeat_interleave(count, dim=0)
-        rows = [Row.seeded(self.sampling.seed, job, self.first_prompt) for job in jobs]
+        rows = [SequenceState.seeded(self.sampling.seed, job, self.first_prompt) for job in jobs]
         if routed is not None:
             routed = routed.repeat(count, axis=0)
         while True:
@@ -252,8 +252,8 @@ class TransformersEngine:
             draw(rows, law, self.sampling.temperature == 0)
             if self.likeliest:
                 top = law.topk(min(self.likeliest, law.shape[-1]), dim=-1)
-                found = zip(top.indices.cpu().numpy(), top.values.cpu().numpy(), strict=True)
-                for row, pair in zip(rows, found, strict=True):
+                pairs = zip(top.indices.cpu().numpy(), top.values.cpu().numpy(), strict=True)
+                for row, pair in zip(rows, pairs, strict=True):
                     row.likeliest.append(pair)
             keep = []
             for index, row in enumerate(rows):
@@ -282,18 +282,18 @@ class TransformersEngine:
         text = self._tokenizer.decode(tail, skip_special_tokens=False)
         return any(each in text for each in self._stop)
 
-    def watch(self, wanted: CaptureRequest | None) -> None:
-        self._watcher = None if wanted is None else Watcher(wanted)
+    def capture_distributions(self, wanted: CaptureRequest | None) -> None:
+        self._recorder = None if wanted is None else DistributionRecorder(wanted)
 
-    def watched(self) -> dict[str, NDArray[Any]]:
-        return self._watcher.collected() if self._watcher else {}
+    def captured_distributions(self) -> dict[str, NDArray[Any]]:
+        return self._recorder.collected() if self._recorder else {}
 
-    def _look(self, rows: list[Row], logits: torch.Tensor) -> None:
-        if self._watcher is None:
+    def _look(self, rows: list[SequenceState], logits: torch.Tensor) -> None:
+        if self._recorder is None:
             return
         sequence = [self._places[row.job] for row in rows]
         index = [len(row.ids) for row in rows]
-        self._watcher.take(np.asarray(sequence), np.asarray(index), logits)
+        self._recorder.take(np.asarray(sequence), np.asarray(index), logits)
 
     def _forward(self, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, NDArray[Any] | None]:
         """Logits after the last token, [B, V], and the experts of all tokens, [B, tokens, L, K]."""

@@ -221,8 +221,8 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     """
     from vllm import EngineArgs
 
-    known = set(EngineArgs.__dataclass_fields__) | {"kv_transfer_config", "disable_log_stats"}
-    arguments = checked_arguments(spec, "vLLM", known, OWN_OPTIONS, KEPT, "vllm serve --help")
+    names = set(EngineArgs.__dataclass_fields__) | {"kv_transfer_config", "disable_log_stats"}
+    arguments = checked_arguments(spec, "vLLM", names, OWN_OPTIONS, KEPT, "vllm serve --help")
     if arguments.get("logprobs_mode", LOGPROB_MODES[0]) not in LOGPROB_MODES:
         raise MismatchError(
             f"--engine-arg logprobs_mode={arguments['logprobs_mode']}: not logprobs",

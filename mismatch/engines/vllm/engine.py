@@ -64,7 +64,7 @@ class VllmEngine:
         self._next_id = 0
         self._stop: tuple[str, ...] = ()
         self._wanted: CaptureRequest | None = None
-        self._watched: dict[str, NDArray[Any]] = {}
+        self._distributions: dict[str, NDArray[Any]] = {}
         self.adapter: Any = None  # vLLM's LoRARequest of every request
 
     @classmethod
@@ -122,9 +122,9 @@ class VllmEngine:
         on_cpu = self._capture and is_cpu_build()
         if on_cpu:
             self._start_capture()
-        self._start_watch([len(prompts[p]) for p, _ in jobs])
+        self._start_distributions([len(prompts[p]) for p, _ in jobs])
         outputs = self._run([prompts[p] for p, _ in jobs], params, progress)
-        self._stop_watch()
+        self._stop_distributions()
         rows = self._captured(outputs) if on_cpu else [None] * len(jobs)
         samples = [
             self._sample(request, output, routed, job)
@@ -246,25 +246,25 @@ class VllmEngine:
 
     # ------------------------------------------------------------ whole distributions
 
-    def watch(self, wanted: CaptureRequest | None) -> None:
+    def capture_distributions(self, wanted: CaptureRequest | None) -> None:
         self._wanted = wanted
 
-    def watched(self) -> dict[str, NDArray[Any]]:
-        return self._watched
+    def captured_distributions(self) -> dict[str, NDArray[Any]]:
+        return self._distributions
 
-    def _start_watch(self, prompts: list[int]) -> None:
+    def _start_distributions(self, prompts: list[int]) -> None:
         if self._wanted is not None:
-            self._watched = {}
-            self._call("mismatch_start_watch", asdict(self._wanted), self._next_id, prompts)
+            self._distributions = {}
+            self._call("mismatch_start_distributions", asdict(self._wanted), self._next_id, prompts)
 
-    def _stop_watch(self) -> None:
+    def _stop_distributions(self) -> None:
         if self._wanted is None:
             return
-        for packed, failed in self._call("mismatch_stop_watch"):
+        for packed, failed in self._call("mismatch_stop_distributions"):
             if failed:
                 print(f"distributions could not be taken: {failed}", file=sys.stderr)
-            if packed and not self._watched:  # tensor-parallel ranks have the same, or none
-                self._watched = {name: unpack(array) for name, array in packed.items()}
+            if packed and not self._distributions:  # tensor-parallel ranks have the same, or none
+                self._distributions = {name: unpack(array) for name, array in packed.items()}
 
     # ------------------------------------------------------------ prefill
 
@@ -337,8 +337,8 @@ class VllmEngine:
         for digests, unknown in self._call("mismatch_digests"):
             unmapped.update(unknown)
             for name, digest in digests.items():
-                known = renamed.get(name, name)
-                total[known] = combine([total[known], digest]) if known in total else digest
+                named = renamed.get(name, name)
+                total[named] = combine([total[named], digest]) if named in total else digest
         return LoadedWeights(total, tuple(sorted(unmapped)))
 
     def fingerprint(self, mode: Mode) -> Fingerprint:

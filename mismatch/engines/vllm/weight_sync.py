@@ -267,13 +267,13 @@ class _Experts:
                 name = f"{prefix}.{expert}.{part}.weight"
                 yield name, self._writer((expert, half), len(parts))
 
-    def _writer(self, place: tuple[int, int], halves: int) -> Write:
+    def _writer(self, slot: tuple[int, int], halves: int) -> Write:
         def write(tensor: torch.Tensor) -> None:
-            self.given[place] = tensor
+            self.given[slot] = tensor
             if len(self.given) == len(self.own) * halves:
                 import torch
 
-                rows = [self.given[place] for place in sorted(self.given)]
+                rows = [self.given[slot] for slot in sorted(self.given)]
                 self.given = {}
                 whole = torch.cat(rows).view_as(self.own).to(self.own.dtype)
                 self.own.copy_(_packed(self.module, whole))

@@ -24,8 +24,8 @@ from mismatch.captures import narrowest
 from mismatch.engines import sync_drivers
 from mismatch.engines.distribution_capture import (
     CaptureRequest,
+    DistributionRecorder,
     Packed,
-    Watcher,
     join_steps,
     pack,
     stable_top_k,
@@ -39,8 +39,8 @@ from mismatch.types import Ints, Sampling
 Rows = tuple[Ints, Ints]  # of a batch: sequence in the rollout, index among its action tokens
 
 
-class RunnerWatch:
-    """Watches one model runner between :meth:`start` and :meth:`stop`.
+class RunnerCapture:
+    """Records distributions of one model runner between :meth:`start` and :meth:`stop`.
 
     Args:
         first: vLLM's number of the request that is sequence 0 of the rollout.
@@ -48,9 +48,14 @@ class RunnerWatch:
     """
 
     def __init__(
-        self, runner: Any, model: Any, watcher: Watcher, first: int, prompts: Sequence[int]
+        self,
+        runner: Any,
+        model: Any,
+        recorder: DistributionRecorder,
+        first: int,
+        prompts: Sequence[int],
     ) -> None:
-        self.runner, self.model, self.watcher = runner, model, watcher
+        self.runner, self.model, self.recorder = runner, model, recorder
         self.first, self.prompts = first, np.asarray(prompts, np.int64)
         self.failed: str = ""
         self._rows: Rows | None = None  # of the logits that the model makes next
@@ -77,13 +82,13 @@ class RunnerWatch:
         vars(self.model)["compute_logits"] = compute_logits
 
     def stop(self) -> dict[str, Any]:
-        """Everything that was taken; see :meth:`Watcher.collected`."""
+        """Everything that was taken; see :meth:`DistributionRecorder.collected`."""
         vars(self.runner).pop("sample_tokens", None)
         vars(self.model).pop("compute_logits", None)
-        return {} if self.failed else self.watcher.collected()
+        return {} if self.failed else self.recorder.collected()
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """What is watched must never cost what is sampled: a failure ends the watching."""
+        """A failure ends the recording, never the sampling."""
         if self.failed:
             return
         try:
@@ -115,14 +120,14 @@ class RunnerWatch:
         numbers = [int(request.split("-", 1)[0]) - self.first for request in requests]
         sequence = np.asarray(numbers, np.int64)
         position = np.asarray(computed[:size], np.int64) + np.asarray(counts[:size], np.int64)
-        known = (sequence >= 0) & (sequence < len(self.prompts))
-        index = position - self.prompts[np.where(known, sequence, 0)]
-        return sequence, np.where(known, index, -1)
+        inside = (sequence >= 0) & (sequence < len(self.prompts))
+        index = position - self.prompts[np.where(inside, sequence, 0)]
+        return sequence, np.where(inside, index, -1)
 
     def _take(self, rows: Rows, logits: Any) -> None:
         if len(logits) != len(rows[0]):
             raise ValueError(f"{len(logits)} rows of logits for {len(rows[0])} requests")
-        self.watcher.take(*rows, logits)
+        self.recorder.take(*rows, logits)
 
 
 TRITON_MODULE = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
@@ -289,18 +294,20 @@ class WorkerExtension(WeightSync, ModuleCalls):
 
     # ------------------------------------------------------------ whole distributions
 
-    def mismatch_start_watch(self, wanted: dict[str, Any], first: int, prompts: list[int]) -> None:
+    def mismatch_start_distributions(
+        self, wanted: dict[str, Any], first: int, prompts: list[int]
+    ) -> None:
         """Take whole distributions at the wanted positions from now on."""
         law = Sampling(**wanted["law"])
-        watcher = Watcher(CaptureRequest(**{**wanted, "law": law}))
+        recorder = DistributionRecorder(CaptureRequest(**{**wanted, "law": law}))
         model = self._mismatch_model()
-        self._mismatch_watch = RunnerWatch(self.model_runner, model, watcher, first, prompts)
-        self._mismatch_watch.start()
+        self._mismatch_recording = RunnerCapture(self.model_runner, model, recorder, first, prompts)
+        self._mismatch_recording.start()
 
-    def mismatch_stop_watch(self) -> tuple[dict[str, Packed], str]:
+    def mismatch_stop_distributions(self) -> tuple[dict[str, Packed], str]:
         """Stop it. What was taken (nothing on ranks without logits), and what went wrong."""
-        taken = self._mismatch_watch.stop()
-        return {name: pack(array) for name, array in taken.items()}, self._mismatch_watch.failed
+        taken = self._mismatch_recording.stop()
+        return {name: pack(array) for name, array in taken.items()}, self._mismatch_recording.failed
 
     # ------------------------------------------------------------ routed experts
 
@@ -350,18 +357,18 @@ class WorkerExtension(WeightSync, ModuleCalls):
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
         modules = self._mismatch_model().modules()
-        found = [(m.layer_id, m) for m in modules if isinstance(m, MoERunner)]
-        return sorted(found, key=lambda pair: pair[0])
+        layers = [(m.layer_id, m) for m in modules if isinstance(m, MoERunner)]
+        return sorted(layers, key=lambda pair: pair[0])
 
 
 def _recorder(current: dict[int, np.ndarray], layer: int, router: Any) -> Callable[[Any], None]:
     small = narrowest(router.global_num_experts)
 
     def record(ids: Any) -> None:
-        found = ids.detach().cpu().numpy()
+        experts = ids.detach().cpu().numpy()
         # What cannot be an expert must stay visible until it is refused, once all is saved.
-        possible = found.min(initial=0) == 0 and found.max(initial=0) <= np.iinfo(small).max
-        current[layer] = found.astype(small if possible else np.uint16)
+        possible = experts.min(initial=0) == 0 and experts.max(initial=0) <= np.iinfo(small).max
+        current[layer] = experts.astype(small if possible else np.uint16)
 
     return record
 

@@ -131,9 +131,9 @@ def check_command(parts: Iterable[Flags]) -> str:
     'mismatch check … --dtype fp32, without --autocast'
     """
     flags = list(parts)
-    settings = [text for one in flags for text in one.settings]
-    arguments = [text for one in flags for text in one.arguments]
-    dropped = [flag for one in flags for flag in one.unset]
+    settings = [text for part in flags for text in part.settings]
+    arguments = [text for part in flags for text in part.arguments]
+    dropped = [flag for part in flags for flag in part.unset]
     command = " ".join([*settings, "mismatch check …", *arguments])
     return f"{command}, without {' and '.join(dropped)}" if dropped else command
 

@@ -76,8 +76,8 @@ GENERATION = ("generation_config", "override_generation_config")
 
 def _head_in_fp32(spec: CheckSpec, value: str) -> CheckSpec:
     overrides = engine_argument(spec, "hf_overrides")
-    known = dict(overrides) if isinstance(overrides, dict) else {}
-    return with_argument("hf_overrides", known | {"head_dtype": "float32"})(spec, value)
+    given = dict(overrides) if isinstance(overrides, dict) else {}
+    return with_argument("hf_overrides", given | {"head_dtype": "float32"})(spec, value)
 
 
 def _head(context: Context) -> str:
@@ -124,9 +124,9 @@ def _no_prefix_cache(context: Context) -> str:
 
 
 def _no_cascade(context: Context) -> str:
-    known = context.machine.vllm
-    if not _vllm(context) and known is not None and known >= CASCADE_GONE:
-        return f"vLLM {known[0]}.{known[1]} has no cascade attention any more"
+    version = context.machine.vllm
+    if not _vllm(context) and version is not None and version >= CASCADE_GONE:
+        return f"vLLM {version[0]}.{version[1]} has no cascade attention any more"
     return _on_gpu("cascade attention exists")(context)
 
 

@@ -63,16 +63,16 @@ def guide_of(name: str) -> Guide:
     Raises:
         MismatchError: there is none.
     """
-    found = guides().get(name)
-    if found is None:
+    guide = guides().get(name)
+    if guide is None:
         raise MismatchError(f"no guide to the fix {name!r}", f"one of: {', '.join(guides())}")
-    return found
+    return guide
 
 
 def settings_of(name: str) -> tuple[Recipe, ...]:
     """How frameworks set a fix; empty where nothing is known of it."""
-    found = guides().get(name)
-    return found.settings if found else ()
+    guide = guides().get(name)
+    return guide.settings if guide else ()
 
 
 @cache
@@ -89,12 +89,12 @@ def _source(framework: str, source: str) -> str:
 def _guide(id: str, entry: dict[str, Any]) -> Guide:
     settings = [
         Recipe(
-            one["framework"],
-            tuple(one.get("lines", "").strip("\n").splitlines()),
-            one.get("remark", ""),
-            _source(one["framework"], one["source"]),
+            setting["framework"],
+            tuple(setting.get("lines", "").strip("\n").splitlines()),
+            setting.get("remark", ""),
+            _source(setting["framework"], setting["source"]),
         )
-        for one in entry.get("settings", ())
+        for setting in entry.get("settings", ())
     ]
     if correction := entry.get("correction"):
         settings = [*recipes(correction, Settings()), *settings]
@@ -103,7 +103,7 @@ def _guide(id: str, entry: dict[str, Any]) -> Guide:
         " ".join(entry["changes"].split()),
         " ".join(entry["worse"].split()),
         tuple(settings),
-        tuple(Evidence(**one) for one in entry["evidence"]),
+        tuple(Evidence(**evidence) for evidence in entry["evidence"]),
     )
 
 

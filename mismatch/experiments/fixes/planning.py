@@ -42,11 +42,11 @@ class Variant:
 
     @property
     def id(self) -> str:
-        return "+".join(one.label for one in self.chosen)
+        return "+".join(item.label for item in self.chosen)
 
     @property
     def side(self) -> str:
-        sides = {one.fix.side for one in self.chosen}
+        sides = {item.fix.side for item in self.chosen}
         return sides.pop() if len(sides) == 1 else "both"
 
     @property
@@ -59,8 +59,8 @@ class Variant:
         return FixOutcome(
             id=self.id,
             side=self.side,
-            summary="; ".join(one.fix.summary for one in self.chosen),
-            flags=" ".join(str(one.flags) for one in self.chosen),
+            summary="; ".join(item.fix.summary for item in self.chosen),
+            flags=" ".join(str(item.flags) for item in self.chosen),
             applies=applies,
             reason=reason,
         )
@@ -99,15 +99,15 @@ class FixPlan:
             f"{_count(len(self.variants), 'pass', 'passes')} of the trainer in the check's own "
             f"world, {_count(engines, 'further start')} of the engine"
         )
-        said = [text]
+        lines = [text]
         if self.variants:
-            said.append(f"  {', '.join(variant.id for variant in self.variants)}")
-        said += [f"  not tried: {row.id}: {row.reason}" for row in self.refused]
+            lines.append(f"  {', '.join(variant.id for variant in self.variants)}")
+        lines += [f"  not tried: {row.id}: {row.reason}" for row in self.refused]
         if self.pairs:
-            said.append(f"  then pairs of the best {PAIRED_SINGLES} that help significantly")
+            lines.append(f"  then pairs of the best {PAIRED_SINGLES} that help significantly")
         if budget_minutes is not None:
-            said.append(f"  at most {budget_minutes:g} minutes beyond the check itself")
-        return said
+            lines.append(f"  at most {budget_minutes:g} minutes beyond the check itself")
+        return lines
 
 
 def parse_requests(texts: Iterable[str]) -> tuple[str, ...]:
@@ -120,19 +120,19 @@ def parse_requests(texts: Iterable[str]) -> tuple[str, ...]:
         MismatchError: no such fix, a value that means nothing or for a fix that takes none, an
             estimator fix combined.
     """
-    found = [part.strip() for text in texts for part in text.split(",") if part.strip()]
-    for one in found:
-        if one not in (ALL, *SIDES):
-            chosen = chosen_of(one)
+    requests = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    for request in requests:
+        if request not in (ALL, *SIDES):
+            chosen = chosen_of(request)
             for item in chosen:
                 item.apply(CheckSpec())  # a value that means nothing is refused before a run exists
             sides = [item.fix.side for item in chosen]
             if len(chosen) > 1 and "estimator" in sides:
                 raise MismatchError(
-                    f"--fix {one}: a fix of the estimator changes no log-probability",
+                    f"--fix {request}: a fix of the estimator changes no log-probability",
                     "ask for it by itself",
                 )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(requests))
 
 
 def chosen_of(request: str) -> tuple[Chosen, ...]:
@@ -141,14 +141,14 @@ def chosen_of(request: str) -> tuple[Chosen, ...]:
     Raises:
         MismatchError: see :func:`parse_requests`.
     """
-    made = []
+    chosen = []
     for part in labels(request):
         name, equals, value = part.strip().partition("=")
         fix = fix_named(name)
         if equals and not fix.values:
             raise MismatchError(f"--fix {part}: {name} takes no value", f"--fix {name}")
-        made.append(Chosen(fix, value or (fix.values[0] if fix.values else "")))
-    return tuple(made)
+        chosen.append(Chosen(fix, value or (fix.values[0] if fix.values else "")))
+    return tuple(chosen)
 
 
 def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:
@@ -177,23 +177,23 @@ def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:
 
 
 def plan_pairs(
-    spec: CheckSpec, context: Context, made: Sequence[Variant], best: Sequence[str]
+    spec: CheckSpec, context: Context, variants: Sequence[Variant], best: Sequence[str]
 ) -> tuple[list[Variant], list[str]]:
     """Pairs of the fixes that help, best first, and what is left out.
 
     Args:
-        made: what was measured already.
+        variants: what was measured already.
         best: ids of the single fixes that help significantly, best first.
     """
-    builder = Builder(spec, context, list(made))
-    singles = {variant.id: variant for variant in made if len(variant.chosen) == 1}
+    builder = Builder(spec, context, list(variants))
+    singles = {variant.id: variant for variant in variants if len(variant.chosen) == 1}
     used, more = best[:PAIRED_SINGLES], best[PAIRED_SINGLES:]
-    for one, other in combinations(used, 2):
-        chosen = (*singles[one].chosen, *singles[other].chosen)
+    for first, second in combinations(used, 2):
+        chosen = (*singles[first].chosen, *singles[second].chosen)
         if chosen[0].fix.id != chosen[1].fix.id:
             builder.add(chosen)
     left = [f"pairs with {', '.join(more)}: only the best {PAIRED_SINGLES} are paired"]
-    return builder.variants[len(made) :], left if more else []
+    return builder.variants[len(variants) :], left if more else []
 
 
 class Builder:
@@ -210,30 +210,30 @@ class Builder:
     def add(self, chosen: tuple[Chosen, ...]) -> None:
         """Make a variant of these fixes, or a row that says why not."""
         changed = self.base
-        reason = next((text for one in chosen if (text := self._unfit(one, len(chosen)))), "")
+        reason = next((text for item in chosen if (text := self._unfit(item, len(chosen)))), "")
         if not reason:
-            for one in chosen:
-                changed = one.apply(changed)
+            for item in chosen:
+                changed = item.apply(changed)
             reason = self._pointless(changed, chosen)
         variant = Variant(chosen, changed, self._place(changed, chosen))
-        if variant.id in [one.id for one in self.variants]:
+        if variant.id in [earlier.id for earlier in self.variants]:
             return
         if reason:
             self.refused.append(variant.outcome(reason, applies=False))
         else:
             self.variants.append(variant)
 
-    def _unfit(self, one: Chosen, of: int) -> str:
-        reason = one.fix.applies(self.context)
-        return f"{one.label}: {reason}" if reason and of > 1 else reason
+    def _unfit(self, item: Chosen, of: int) -> str:
+        reason = item.fix.applies(self.context)
+        return f"{item.label}: {reason}" if reason and of > 1 else reason
 
     def _pointless(self, changed: CheckSpec, chosen: tuple[Chosen, ...]) -> str:
         if changed == self.base:
             return "this is how the check runs already"
         if len(chosen) > 1 and conflict(self.base, chosen):
             return "these set the same thing to different values"
-        same = next((one.id for one in self.variants if one.spec == changed), None)
-        if same is not None and same != "+".join(one.label for one in chosen):
+        same = next((variant.id for variant in self.variants if variant.spec == changed), None)
+        if same is not None and same != "+".join(item.label for item in chosen):
             return f"the same as {same}"
         try:
             require_routes(changed)
@@ -244,10 +244,10 @@ class Builder:
     def _place(self, changed: CheckSpec, chosen: tuple[Chosen, ...]) -> str:
         if changed.rollout == self.base.rollout:
             return ""
-        for one in self.variants:
-            if one.spec.rollout == changed.rollout:
-                return one.place
-        label = "+".join(one.label for one in chosen if one.fix.side == "engine")
+        for variant in self.variants:
+            if variant.spec.rollout == changed.rollout:
+                return variant.place
+        label = "+".join(item.label for item in chosen if item.fix.side == "engine")
         return f"{DIRECTORY}/{re.sub(r'[^A-Za-z0-9.=+-]', '_', label)}"
 
 
@@ -258,12 +258,12 @@ def bare(spec: CheckSpec) -> CheckSpec:
 
 def conflict(spec: CheckSpec, chosen: tuple[Chosen, ...]) -> bool:
     """Whether the order of these fixes makes a difference: they set the same thing."""
-    one = other = bare(spec)
+    forward = backward = bare(spec)
     for item in chosen:
-        one = item.apply(one)
+        forward = item.apply(forward)
     for item in reversed(chosen):
-        other = item.apply(other)
-    return one != other
+        backward = item.apply(backward)
+    return forward != backward
 
 
 def _expanded(request: str) -> list[tuple[Chosen, ...]]:

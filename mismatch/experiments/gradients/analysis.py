@@ -38,13 +38,13 @@ RATIO_LABELS = {
     PPO_OVERRIDE: "PPO, ratio 1 (override)",
 }
 KINDS = ("baseline", "fix", "correction", "ratio")
-_WEIGHTS = [*(one.id for one in CORRECTIONS), PPO_RATIO, PPO_OVERRIDE]
+_WEIGHTS = [*(correction.id for correction in CORRECTIONS), PPO_RATIO, PPO_OVERRIDE]
 
 
 def trainer_of(own: Gradients, batch: GradientBatch) -> Trainer:
     """The pass that it was taken of."""
-    found = next((one for one in batch.trainers if one.name == own.name), None)
-    return found or Trainer(own.name, own.name, "fix", own.name)
+    trainer = next((candidate for candidate in batch.trainers if candidate.name == own.name), None)
+    return trainer or Trainer(own.name, own.name, "fix", own.name)
 
 
 def row_id(own: Gradients, batch: GradientBatch) -> str:
@@ -71,18 +71,18 @@ def label(own: Gradients, batch: GradientBatch) -> str:
     return RATIO_LABELS.get(own.weight, own.weight)
 
 
-def same_as(own: Gradients, known: Iterable[Gradients], batch: GradientBatch) -> str:
+def same_as(own: Gradients, gradients: Iterable[Gradients], batch: GradientBatch) -> str:
     """Id of the row whose gradient it is by construction, "reference", or ""."""
     if not own.same_as:
         return ""
     name, _, coefficients = own.same_as.partition(" ")
-    source = [one for one in known if (one.name, one.coefficients) == (name, coefficients)]
+    source = [g for g in gradients if (g.name, g.coefficients) == (name, coefficients)]
     return row_id(source[0], batch) if source else "reference"
 
 
-def place(own: Gradients, batch: GradientBatch) -> tuple[int, int, int]:
+def row_order(own: Gradients, batch: GradientBatch) -> tuple[int, int, int]:
     """Sorts rows: baseline, fixes and corrections in their own order, PPO last."""
-    names = [one.name for one in batch.trainers]
+    names = [trainer.name for trainer in batch.trainers]
     return (
         KINDS.index(kind(own, batch)) if kind(own, batch) in KINDS else len(KINDS),
         names.index(own.name) if own.name in names else len(names),
@@ -93,11 +93,11 @@ def place(own: Gradients, batch: GradientBatch) -> tuple[int, int, int]:
 EXACT = 1e-10  # |g - ref|² / |ref|² below which float64 squares have lost it to cancellation
 
 
-def check_gradients(found: Sequence[Gradients], batch: GradientBatch) -> GradientCheck:
+def check_gradients(gradients: Sequence[Gradients], batch: GradientBatch) -> GradientCheck:
     """Every gradient beside the reference's of the same loss.
 
     Args:
-        found: as they were taken; the reference's without weight among them, for every loss.
+        gradients: as they were taken; the reference's without weight among them, for every loss.
         batch: what they were taken of, with the trainers' labels.
 
     Raises:
@@ -105,21 +105,21 @@ def check_gradients(found: Sequence[Gradients], batch: GradientBatch) -> Gradien
             are equal.
         MismatchError: gradients of other prompts or groups than the reference's.
     """
-    reference = next(one.name for one in batch.trainers if one.kind == "reference")
-    first = {one.loss: one for one in found if one.name == reference and not one.weight}
-    known = [one for one in found if one.name != reference]
-    if not first or not known:
+    reference = next(trainer.name for trainer in batch.trainers if trainer.kind == "reference")
+    first = {g.loss: g for g in gradients if g.name == reference and not g.weight}
+    others = [g for g in gradients if g.name != reference]
+    if not first or not others:
         why = "; ".join(batch.failed.values()) or "their passes did not come to an end"
         raise EmptyComparison(f"gradients: nothing to compare: {why}", "mismatch check --gradients")
     missing = [*batch.not_tested, *(f"gradients of {k}: {v}" for k, v in batch.failed.items())]
     rows: list[GradientRow] = []
     for loss in LOSSES:
-        mine = sorted((g for g in known if g.loss == loss), key=lambda g: place(g, batch))
-        if mine and loss in first:
-            rows += _of_loss(loss, mine, first[loss], batch, missing)
+        of_loss = sorted((g for g in others if g.loss == loss), key=lambda g: row_order(g, batch))
+        if of_loss and loss in first:
+            rows += _of_loss(loss, of_loss, first[loss], batch, missing)
     if not rows:
         raise EmptyComparison("gradients: no finite one to compare", "see the reasons beside it")
-    made = GradientCheck(
+    check = GradientCheck(
         reference=reference,
         prompts=len(batch.prompts),
         deciding=batch.deciding,
@@ -133,7 +133,7 @@ def check_gradients(found: Sequence[Gradients], batch: GradientBatch) -> Gradien
         summary=(),
         not_tested=tuple(missing),
     )
-    return replace(made, summary=summary(made))
+    return replace(check, summary=summary(check))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,26 +179,26 @@ class _Measure:
 
 def _of_loss(
     loss: Loss,
-    known: Sequence[Gradients],
+    gradients: Sequence[Gradients],
     reference: Gradients,
     batch: GradientBatch,
     missing: list[str],
 ) -> list[GradientRow]:
     measure = _Measure.of(loss, reference, batch)
-    finite = [one for one in known if np.isfinite(one.squared_norm).all()]
+    finite = [g for g in gradients if np.isfinite(g.squared_norm).all()]
     missing += [
-        f"gradients of {one.name}, {one.coefficients}: not finite"
-        for one in known
-        if not np.isfinite(one.squared_norm).all()
+        f"gradients of {g.name}, {g.coefficients}: not finite"
+        for g in gradients
+        if not np.isfinite(g.squared_norm).all()
     ]
-    baseline = next((one for one in finite if row_id(one, batch) == "baseline"), None)
+    baseline = next((g for g in finite if row_id(g, batch) == "baseline"), None)
     rows: list[GradientRow] = []
     for own in finite:
         _same_batch(own, reference)
         row = _row(measure, own)
         if baseline is not None and own is not baseline:
             row = _beside(measure, row, own, baseline)
-        rows.append(replace(row, same_as=same_as(own, known, batch)))
+        rows.append(replace(row, same_as=same_as(own, gradients, batch)))
     return rows
 
 
@@ -224,14 +224,14 @@ def _beside(
     measure: _Measure, row: GradientRow, own: Gradients, baseline: Gradients
 ) -> GradientRow:
     """The row with its error and noise over the baseline's, prompt by prompt."""
-    mine, base = (measure.sketched(one, slice(None)) for one in (own, baseline))
-    weights = mine.weights
-    errors = [one.log_error(weights) for one in (mine, base)]
+    sketch, base = (measure.sketched(gradient, slice(None)) for gradient in (own, baseline))
+    weights = sketch.weights
+    errors = [side.log_error(weights) for side in (sketch, base)]
     exact = [
-        _log(_relative(measure, one, slice(None), float(logs[0])))
-        for one, logs in zip((own, baseline), errors, strict=True)
+        _log(_relative(measure, gradient, slice(None), float(logs[0])))
+        for gradient, logs in zip((own, baseline), errors, strict=True)
     ]
-    spreads = [one.log_spread(weights) for one in (mine, base)]
+    spreads = [side.log_spread(weights) for side in (sketch, base)]
     return replace(
         row,
         error_ratio=_ratio(measure, errors[0], errors[1], exact[0], exact[1]),
@@ -242,12 +242,12 @@ def _beside(
 
 
 def _ratio(
-    measure: _Measure, mine: Floats, base: Floats, value: float, below: float
+    measure: _Measure, logs: Floats, base: Floats, value: float, below: float
 ) -> Estimate | None:
     if not math.isfinite(below) or math.isnan(value):
         return None
     with np.errstate(invalid="ignore"):
-        moved = mine - base
+        moved = logs - base
     return measure.estimate(math.exp(value - below), jackknife(moved, value - below, exp))
 
 

@@ -76,7 +76,7 @@ class Sketched:
 
     def gap(self, weights: Floats) -> Floats:
         """1 - cosine of a and b, [R]; accurate where that is tiny. NaN where one is 0."""
-        a, b = (np.sqrt(_size(one, weights)) for one in (self.own, self.reference))
+        a, b = (np.sqrt(_size(sums, weights)) for sums in (self.own, self.reference))
         with np.errstate(all="ignore"):
             stretch = _form(self.longer, weights) / (a + b)  # |a| - |b|
             gap = (_size(self.apart, weights) - stretch**2) / (2.0 * a * b)
@@ -168,9 +168,9 @@ class Vectors:
 
     def add(self, name: str, coefficients: Floats) -> None:
         """Keep a vector, or the name of the one that it equals."""
-        for known, values in self.values.items():
+        for earlier, values in self.values.items():
             if np.array_equal(values, coefficients):
-                self.same_as[name] = known
+                self.same_as[name] = earlier
                 return
         self.values[name] = coefficients
 
@@ -194,7 +194,7 @@ def choose_batch(rollout: Rollout, prompts: int, seed: int) -> Batch:
         raise EmptyComparison("gradients: the rollout has no action token")
     if prompts < 1:
         raise MismatchError(f"--gradient-prompts {prompts} is no batch", "give 1 or more")
-    advantage, made = _advantages(rollout, seed)
+    advantage, source = _advantages(rollout, seed)
     order = np.random.default_rng(seed).permutation(np.unique(rollout.prompt_index))
     decides = np.isin(order, rollout.prompt_index[advantage != 0.0])
     chosen = order[np.argsort(~decides, kind="stable")][:prompts]
@@ -205,7 +205,7 @@ def choose_batch(rollout: Rollout, prompts: int, seed: int) -> Batch:
         deciding=int(min(decides.sum(), len(chosen))),
         advantage=np.where(inside, advantage, 0.0),
         member=inside[sequence],
-        made=made,
+        made=source,
     )
 
 
@@ -249,30 +249,30 @@ def normalised(batch: Batch, sequence: Ints, loss: Loss) -> Floats:
 def plain_vectors(rollout: Rollout, batch: Batch) -> Vectors:
     """Both losses without any weight."""
     sequence = rollout.sequence_of_token[rollout.actions]
-    made = Vectors()
+    vectors = Vectors()
     for loss in LOSSES:
-        made.values[loss] = normalised(batch, sequence, loss)
-    return made
+        vectors.values[loss] = normalised(batch, sequence, loss)
+    return vectors
 
 
-def add_corrections(made: Vectors, rollout: Rollout, left: Scoring, right: Scoring) -> None:
+def add_corrections(vectors: Vectors, rollout: Rollout, left: Scoring, right: Scoring) -> None:
     """Both losses with the weights of every correction; the override is PPO's, not one of these.
 
     Raises:
         MismatchError: scorings that cannot be paired, see :meth:`mismatch.types.Pair.of`.
     """
     pair = Pair.of(rollout, left, right)
-    found = Ratios.of(pair.delta, pair.sequence, pair.train)
+    of_tokens = Ratios.of(pair.delta, pair.sequence, pair.train)
     for correction in CORRECTIONS:
         if correction.id in (NONE, OVERRIDE):
             continue
-        weights = correction.weights(found, Settings())
+        weights = correction.weights(of_tokens, Settings())
         for loss in LOSSES:
-            made.add(f"{loss}:{correction.id}", made.values[loss] * weights)
+            vectors.add(f"{loss}:{correction.id}", vectors.values[loss] * weights)
 
 
 def add_ratio(
-    made: Vectors, rollout: Rollout, old: Scoring, new: Scoring, clip: float = CLIP
+    vectors: Vectors, rollout: Rollout, old: Scoring, new: Scoring, clip: float = CLIP
 ) -> float:
     """Both losses with PPO's ratio of two passes, and with the ratio set to 1.
 
@@ -286,10 +286,10 @@ def add_ratio(
     ratio = ratios(pair.rollout, pair.train)
     removed = 0.0
     for loss in LOSSES:
-        plain = made.values[loss]
+        plain = vectors.values[loss]
         active = unclipped(ratio, plain, clip)
-        made.add(f"{loss}:{PPO_RATIO}", np.where(active, plain * ratio, 0.0))
-        made.add(f"{loss}:{PPO_OVERRIDE}", plain)
+        vectors.add(f"{loss}:{PPO_RATIO}", np.where(active, plain * ratio, 0.0))
+        vectors.add(f"{loss}:{PPO_OVERRIDE}", plain)
         counted = plain != 0.0
         removed = float(1.0 - active[counted].mean()) if counted.any() else 0.0
     return removed

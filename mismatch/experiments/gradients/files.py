@@ -38,15 +38,15 @@ def check_of_run(
         batch = load_batch(run_dir)
         if batch is None:
             reasons = gradient_failures(run_dir, [ALL_PASSES])
-            said = [f"gradients: {reason}" for reason in reasons.values()]
+            sentences = [f"gradients: {reason}" for reason in reasons.values()]
             none = ["gradients: none were taken (mismatch check --gradients --resume)"]
-            return None, said or (none if asked else [])
-        made = check_gradients(load_gradients(run_dir), batch)
+            return None, sentences or (none if asked else [])
+        check = check_gradients(load_gradients(run_dir), batch)
     except MismatchError as error:
         text = error.message
         text = text if text.startswith("gradients") else f"gradients: {text}"
         return None, [f"{text} ({error.fix})" if error.fix else text]
-    return made, list(made.not_tested)
+    return check, list(check.not_tested)
 
 
 BATCH = "gradients/batch.json"
@@ -174,7 +174,7 @@ def load_gradients(run_dir: Path | str) -> list[Gradients]:
     run_dir = Path(run_dir)
     if not (run_dir / BATCH).exists():
         return []
-    found: list[Gradients] = []
+    gradients: list[Gradients] = []
     work = _document(run_dir)["work"]
     there = {
         (entry["name"], entry["coefficients"])
@@ -189,8 +189,8 @@ def load_gradients(run_dir: Path | str) -> list[Gradients]:
         taken = read_gradients(run_dir, source, vector)
         if (source, vector) != (name, coefficients):
             taken = _alias(taken, name, coefficients)
-        found.append(taken)
-    return found
+        gradients.append(taken)
+    return gradients
 
 
 def gradient_failures(run_dir: Path | str, names: list[str]) -> dict[str, str]:

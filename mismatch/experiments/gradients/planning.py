@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Item:
+class ScheduledGradient:
     """One gradient to take, or the earlier one that it equals by construction."""
 
     planned: Planned
@@ -51,7 +51,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Work:
+class GradientSchedule:
     """All gradients of a plan, with their coefficients.
 
     Attributes:
@@ -62,11 +62,11 @@ class Work:
     batch: Batch
     vectors: Vectors
     clipped: float | None
-    items: tuple[Item, ...]
+    items: tuple[ScheduledGradient, ...]
     inputs: tuple[str, ...]
 
     @classmethod
-    def of(cls, run_dir: Path, rollout: Rollout, plan: GradientPlan) -> Work:
+    def of(cls, run_dir: Path, rollout: Rollout, plan: GradientPlan) -> GradientSchedule:
         """Of the scorings that lie in a run directory.
 
         Raises:
@@ -82,22 +82,22 @@ class Work:
             clipped = add_ratio(vectors, rollout, right, new, plan.clip)
         names = [plan.left, plan.right, *([plan.new] if plan.new else [])]
         inputs = (store.ROLLOUT, *(store.scoring_file(name) for name in names))
-        return cls(batch, vectors, clipped, tuple(items_of(plan, vectors)), inputs)
+        return cls(batch, vectors, clipped, tuple(scheduled(plan, vectors)), inputs)
 
 
-def items_of(plan: GradientPlan, vectors: Vectors) -> list[Item]:
+def scheduled(plan: GradientPlan, vectors: Vectors) -> list[ScheduledGradient]:
     """Every gradient of a plan, in the order that they are taken in; the reference's first."""
     first: dict[Any, int] = {}
     for number, planned in enumerate(plan.passes):
         first.setdefault(weights_key(planned.spec), number)
     taken: dict[Any, tuple[str, str]] = {}
     items = []
-    for planned in sorted(plan.passes, key=lambda one: first[weights_key(one.spec)]):
+    for planned in sorted(plan.passes, key=lambda other: first[weights_key(other.spec)]):
         for name in _coefficients(planned, plan):
             vector = vectors.same_as.get(name, name)
-            place = (planned.trainer.name, name)
-            known = taken.setdefault((planned.spec, vector), place)
-            items.append(Item(planned, name, vector, None if known == place else known))
+            key = (planned.trainer.name, name)
+            held = taken.setdefault((planned.spec, vector), key)
+            items.append(ScheduledGradient(planned, name, vector, None if held == key else held))
     return items
 
 
@@ -108,7 +108,7 @@ def _coefficients(planned: Planned, plan: GradientPlan) -> list[str]:
     if kind == "ratio":
         weights = ratio
     elif kind == "baseline":
-        corrections = [one.id for one in CORRECTIONS if one.id not in (NONE, OVERRIDE)]
+        corrections = [c.id for c in CORRECTIONS if c.id not in (NONE, OVERRIDE)]
         weights = ["", *corrections, *([] if noisy else ratio)]
     else:
         weights = [""]
@@ -131,7 +131,7 @@ class Planned:
         return cls(Trainer(name, id, kind, label), _with_gradients(spec))
 
     @property
-    def one(self) -> Pass:
+    def pass_(self) -> Pass:
         """The pass as the training world runs it: train mode, nothing recorded."""
         return Pass(self.trainer.name, self.spec)
 
@@ -166,8 +166,8 @@ class GradientPlan:
 
     def lines(self) -> list[str]:
         """The plan in words."""
-        names = ", ".join(one.trainer.id for one in self.passes)
-        noisy = any(one.trainer.kind == "ratio" for one in self.passes)
+        names = ", ".join(planned.trainer.id for planned in self.passes)
+        noisy = any(planned.trainer.kind == "ratio" for planned in self.passes)
         ratio = "" if self.new is None or noisy else " and with PPO's ratio of two passes"
         return [
             f"gradients: of one batch of at most {self.prompts} prompts, both losses, in the "
@@ -194,7 +194,7 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
     from mismatch.experiments.scoring_passes import reference_of, training_passes
     from mismatch.run.store import NEW, REFERENCE, REGROUPED, TRAIN
 
-    made = {one.name: one.spec for one in training_passes(spec)}
+    specs = {pass_.name: pass_.spec for pass_ in training_passes(spec)}
     # The plain kernels keep every score for the backward pass.
     reference = replace(reference_of(spec.train), attention="auto", experts="auto")
     variants, missing = _variants(spec, context)
@@ -206,13 +206,13 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
             for fix in variants
         ),
     ]
-    new = next((name for name in (NEW, REGROUPED) if name in made), None)
+    new = next((name for name in (NEW, REGROUPED) if name in specs), None)
     if new is None or spec.two_passes is False:
         new = None
         missing.append("gradient of PPO's ratio: needs two forward passes: --two-passes")
     elif new == NEW:
         label = "PPO's new pass, with injected noise"
-        passes.append(Planned.of(NEW, "ppo", "ratio", label, made[NEW]))
+        passes.append(Planned.of(NEW, "ppo", "ratio", label, specs[NEW]))
     return GradientPlan(
         passes=tuple(passes),
         prompts=spec.gradient_prompts,
@@ -229,9 +229,9 @@ def memory_line(spec: CheckSpec) -> str:
     from mismatch.models.config import find_config
     from mismatch.run.machine import gib
 
-    found = find_config(spec.train.model, spec.train.revision)
-    one = 4.0 * found.model.require_counts().parameters
-    rank, host = gib(2.0 * one / spec.nproc_per_node), gib(len(LOSSES) * one)
+    config = find_config(spec.train.model, spec.train.revision)
+    size = 4.0 * config.model.require_counts().parameters
+    rank, host = gib(2.0 * size / spec.nproc_per_node), gib(len(LOSSES) * size)
     return (
         f"  memory beside the passes': {rank} per rank (a prompt's gradient and the batch's), "
         f"{host} of the host's (the reference's)"
@@ -245,8 +245,8 @@ def _variants(spec: CheckSpec, context: Context | None) -> tuple[list[Variant], 
 
     asked = spec if spec.fixes else replace(spec, fixes=NATURAL)
     planned = plan_fixes(asked, context or context_of(spec))
-    here = [one for one in planned.variants if not one.place]
-    there = [one.id for one in planned.variants if one.place]
+    here = [variant for variant in planned.variants if not variant.place]
+    there = [variant.id for variant in planned.variants if variant.place]
     missing = []
     if there:
         missing.append(

@@ -37,15 +37,15 @@ def summary(check: GradientCheck) -> tuple[str, ...]:
     baseline = check.row("baseline", loss)
     if baseline is None:
         return ("The trainer's own gradient could not be taken, so nothing is said about it.",)
-    rows = [one for one in check.rows if one.loss == loss]
-    said = [
+    rows = [row for row in check.rows if row.loss == loss]
+    sentences = [
         _baseline(check, baseline),
         _groups(baseline),
-        _fixes([one for one in rows if one.kind == "fix"], baseline),
-        _corrections([one for one in rows if one.kind == "correction"], baseline),
+        _fixes([row for row in rows if row.kind == "fix"], baseline),
+        _corrections([row for row in rows if row.kind == "correction"], baseline),
         _ppo(check, loss),
     ]
-    return tuple(sentence for sentence in said if sentence)
+    return tuple(sentence for sentence in sentences if sentence)
 
 
 def gradient_checks(check: GradientCheck | None) -> list[Check]:
@@ -57,7 +57,7 @@ def gradient_checks(check: GradientCheck | None) -> list[Check]:
     baseline = None if check is None else check.row("baseline", main_loss(check))
     if baseline is None:
         return []
-    dead = [one.group for one in baseline.groups[1:] if silent(one)]
+    dead = [group.group for group in baseline.groups[1:] if silent(group)]
     if not dead:
         return [Check(CHECK, "passed", "no group of parameters is without one")]
     words = joined([GROUP_WORDS.get(group, group) for group in dead])
@@ -68,7 +68,7 @@ def gradient_checks(check: GradientCheck | None) -> list[Check]:
 
 def main_loss(check: GradientCheck) -> Loss:
     """The loss that sentences speak of: the token-level one, where it was taken."""
-    return next(loss for loss in LOSSES if any(one.loss == loss for one in check.rows))
+    return next(loss for loss in LOSSES if any(row.loss == loss for row in check.rows))
 
 
 def better(row: GradientRow) -> bool:
@@ -147,7 +147,7 @@ def _baseline(check: GradientCheck, row: GradientRow) -> str:
             f"The trainer's policy gradient is that of the float32 reference but for "
             f"{share(error.value)} of its size ({off.partition(' off')[0]} in direction)."
         )
-    other = next((one for one in check.rows if one.id == row.id and one.loss != row.loss), None)
+    other = next((r for r in check.rows if r.id == row.id and r.loss != row.loss), None)
     beside = ""
     if other is not None and other.whole.cosine is not None:
         beside = f"; {degrees(other.whole.cosine.value)} with the {other.loss}-level one"
@@ -173,17 +173,17 @@ def _length(ratio: Estimate | None) -> str:
 
 
 def _groups(row: GradientRow) -> str:
-    parts = [one for one in row.groups[1:] if one.relative_error is not None]
-    none = [one for one in parts if silent(one)]
+    parts = [part for part in row.groups[1:] if part.relative_error is not None]
+    none = [part for part in parts if silent(part)]
     if none:
-        words = joined([GROUP_WORDS.get(one.group, one.group) for one in none])
+        words = joined([GROUP_WORDS.get(part.group, part.group) for part in none])
         verb = "get" if len(none) > 1 or words.endswith("s") else "gets"
         return f"{words[:1].upper()}{words[1:]} {verb} no gradient at all."
     whole = row.whole.relative_error
-    known = [(one, one.relative_error) for one in parts if one.relative_error is not None]
-    if whole is None or not known or row.same_as:
+    measured = [(part, part.relative_error) for part in parts if part.relative_error is not None]
+    if whole is None or not measured or row.same_as:
         return ""
-    worst, error = max(known, key=lambda pair: pair[1].value)
+    worst, error = max(measured, key=lambda pair: pair[1].value)
     clear = error.low is not None and error.low > 1.5 * whole.value and error.value >= SMALL
     if not clear:
         return ""
@@ -196,66 +196,66 @@ def _fixes(rows: Sequence[GradientRow], baseline: GradientRow) -> str:
     if not rows or baseline.same_as == "reference":
         return ""
     # A fix that makes the trainer the reference is right by construction: nothing was found out.
-    trivial = [one.id for one in rows if one.same_as == "reference"]
-    real = [one for one in rows if one.same_as != "reference"]
-    helpful = sorted((one for one in real if better(one)), key=_error)
-    said = []
+    trivial = [row.id for row in rows if row.same_as == "reference"]
+    real = [row for row in rows if row.same_as != "reference"]
+    helpful = sorted((row for row in real if better(row)), key=_error)
+    parts = []
     if helpful:
-        said.append(_best(helpful))
+        parts.append(_best(helpful))
     elif real:
         fixes = (
             "no fix brings" if len(real) > 1 else f"the fix tried, {real[0].id}, has not brought"
         )
-        said.append(f"{fixes} it measurably nearer to the reference")
+        parts.append(f"{fixes} it measurably nearer to the reference")
     if trivial:
-        said.append(f"{joined(trivial)} {_be(trivial)} the reference itself")
-    if bad := [one for one in real if worse(one)]:
-        named = joined([f"{one.id} ({_off(one)})" for one in bad])
-        said.append(f"further off with {named}")
-    return _sentence(said)
+        parts.append(f"{joined(trivial)} {_be(trivial)} the reference itself")
+    if bad := [row for row in real if worse(row)]:
+        named = joined([f"{row.id} ({_off(row)})" for row in bad])
+        parts.append(f"further off with {named}")
+    return _sentence(parts)
 
 
 def _best(helpful: Sequence[GradientRow]) -> str:
     first = helpful[0]
     assert first.error_ratio is not None
     left = f"{_off(first)}, {_times(first.error_ratio)} the relative error"
-    said = f"of the fixes, {first.id} brings it nearest: {left}"
+    sentence = f"of the fixes, {first.id} brings it nearest: {left}"
     most = first.error_ratio.high or first.error_ratio.value
     tied = [
-        one.id
-        for one in helpful[1:]
-        if one.error_ratio is not None
-        and (one.error_ratio.low if one.error_ratio.low is not None else math.inf) <= most
+        row.id
+        for row in helpful[1:]
+        if row.error_ratio is not None
+        and (row.error_ratio.low if row.error_ratio.low is not None else math.inf) <= most
     ]
     if tied:
-        said += f"; {joined(tied)} {_be(tied)} as near, within chance"
-    return said
+        sentence += f"; {joined(tied)} {_be(tied)} as near, within chance"
+    return sentence
 
 
 def _corrections(rows: Sequence[GradientRow], baseline: GradientRow) -> str:
-    changed = [one for one in rows if not one.same_as]
+    changed = [row for row in rows if not row.same_as]
     if not rows:
         return ""
     if not changed:
         return "No correction of the loss changes the gradient of these tokens."
-    said = []
-    near = sorted((one for one in changed if better(one)), key=_error)
+    parts = []
+    near = sorted((row for row in changed if better(row)), key=_error)
     if near:
         best = near[0]
         assert best.error_ratio is not None
         left = f"{_off(best)}, {_times(best.error_ratio)} the relative error"
-        said.append(f"of the corrections, {best.id} comes nearest to the reference: {left}")
+        parts.append(f"of the corrections, {best.id} comes nearest to the reference: {left}")
     else:
-        said.append("no correction brings the gradient measurably nearer to the reference")
-    quiet = sorted((one for one in changed if quieter(one, baseline)), key=_noise)
+        parts.append("no correction brings the gradient measurably nearer to the reference")
+    quiet = sorted((row for row in changed if quieter(row, baseline)), key=_noise)
     if quiet:
         ratio = quiet[0].variance_ratio
         assert ratio is not None
         who = "it" if near and near[0] is quiet[0] else quiet[0].id
-        said.append(f"{who} leaves {_times(ratio)} the variance between prompts")
+        parts.append(f"{who} leaves {_times(ratio)} the variance between prompts")
     else:
-        said.append("none measurably lowers the noise between prompts but by being shorter")
-    return _sentence(said)
+        parts.append("none measurably lowers the noise between prompts but by being shorter")
+    return _sentence(parts)
 
 
 def _ppo(check: GradientCheck, loss: Loss) -> str:

@@ -201,4 +201,4 @@ class GradientCheck:
 
     def row(self, id: str, loss: Loss) -> GradientRow | None:
         """One row, or None where it was not measured."""
-        return next((one for one in self.rows if one.id == id and one.loss == loss), None)
+        return next((row for row in self.rows if row.id == id and row.loss == loss), None)

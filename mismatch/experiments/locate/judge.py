@@ -36,17 +36,17 @@ def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]
 
     Their effects are not measured yet: NaN.
     """
-    sources = sorted((one for one in sites if one.role == "source"), key=lambda o: o.place.order())
-    names = {one.site for one in sources}
+    sources = sorted((s for s in sites if s.role == "source"), key=lambda o: o.place.order())
+    names = {s.site for s in sources}
     named: dict[str, list[SiteError]] = {}
-    for one in sources:
-        named.setdefault(module_of(one.site, names), []).append(one)
+    for s in sources:
+        named.setdefault(module_of(s.site, names), []).append(s)
     groups = []
-    for name, found in named.items():
-        layers = tuple(dict.fromkeys(one.layer for one in found if one.layer is not None))
-        excess = max(one.excess for one in found)
+    for name, errors in named.items():
+        layers = tuple(dict.fromkeys(error.layer for error in errors if error.layer is not None))
+        excess = max(error.excess for error in errors)
         groups.append(
-            (Group(name, layers, excess, np.nan, np.nan), tuple(one.place for one in found))
+            (Group(name, layers, excess, np.nan, np.nan), tuple(error.place for error in errors))
         )
     return groups
 
@@ -62,9 +62,9 @@ def module_of(site: str, sources: Collection[str]) -> str:
 
 def sites_in(side: SideLocation, group: Group) -> tuple[Site, ...]:
     """The sites of one of a side's groups."""
-    sources = [one for one in side.sites if one.role == "source"]
-    names = {one.site for one in sources}
-    return tuple(one.place for one in sources if module_of(one.site, names) == group.site)
+    sources = [site for site in side.sites if site.role == "source"]
+    names = {site.site for site in sources}
+    return tuple(site.place for site in sources if module_of(site.site, names) == group.site)
 
 
 def explained(end: Floats, alone: Floats) -> float:
@@ -96,7 +96,7 @@ def removed(end: Floats, without: Floats) -> float:
 def with_first(side: SideLocation) -> SideLocation:
     """The side with its first source: the earliest that does anything to the end."""
     first = next(
-        (place for place, group in enumerate(side.groups) if does_anything(group)),
+        (index for index, group in enumerate(side.groups) if does_anything(group)),
         None,
     )
     together = max(side.explained or 0.0, side.removed or 0.0)
@@ -130,35 +130,37 @@ class Verdict:
         return f"verdict: {self.status} – {self.reason}"
 
 
-def judge(found: Location) -> Verdict:
+def judge(location: Location) -> Verdict:
     """Located as soon as one side has a source that explains something.
 
     Raises:
         MismatchError: no side was recorded.
     """
-    if not found.sides:
+    if not location.sides:
         raise MismatchError("no side was recorded", "see what was not tested, and why")
-    named = [side for side in found.sides if side.source is not None]
+    named = [side for side in location.sides if side.source is not None]
     if named:
         return Verdict("located", "; ".join(sentence(side) for side in named), 1)
-    other = [side for side in found.sides if is_other(side)]
+    other = [side for side in location.sides if is_other(side)]
     if other:
         return Verdict("unlocated", "; ".join(other_than_the_run(side) for side in other), 1)
-    far = [side for side in found.sides if is_far(found, side)]
+    far = [side for side in location.sides if is_far(location, side)]
     if far:
         names = ", ".join(side.name for side in far)
         reason = f"{names} is off beyond its precision, and no module that was recorded says why"
         return Verdict("unlocated", reason, 1)
-    idle = [f"{side.name} at the {place_of(side.groups[0])}" for side in found.sides if side.groups]
+    idle = [
+        f"{side.name} at the {place_of(side.groups[0])}" for side in location.sides if side.groups
+    ]
     if idle:
         reason = f"{' and '.join(idle)} errs beyond its precision, which does nothing to the end"
         return Verdict("none", reason, 0)
-    names = " and ".join(side.name for side in found.sides)
+    names = " and ".join(side.name for side in location.sides)
     reason = f"no module of {names} errs beyond what its precision costs"
     return Verdict("none", reason, 0)
 
 
-def is_far(found: Location, side: SideLocation) -> bool:
+def is_far(location: Location, side: SideLocation) -> bool:
     """Whether a side is further from float32 than the plain forward in its dtype.
 
     Told from the sequences that were drawn at random, whichever of them is left out: the worst ones
@@ -168,8 +170,8 @@ def is_far(found: Location, side: SideLocation) -> bool:
         return False
     drawn = [
         pair
-        for one, *pair in zip(found.sequences, side.distances, side.plain_distances, strict=False)
-        if one.why == "random"
+        for s, *pair in zip(location.sequences, side.distances, side.plain_distances, strict=False)
+        if s.why == "random"
     ]
     if not drawn:
         return side.distance > FAR * side.plain_distance > 0
@@ -204,7 +206,7 @@ def sentence(side: SideLocation) -> str:
         return f"{side.name} gives values that are no numbers at the {place_of(group)}"
     more = len(side.groups) - 1
     others = f", with {more} more {'source' if more == 1 else 'sources'}" if more else ""
-    layers = {layer for one in side.groups for layer in one.layers or (None,)}
+    layers = {layer for source in side.groups for layer in source.layers or (None,)}
     if more and len(layers) == 1 and None not in layers:
         others += f", all in layer {group.layers[0]}"
     share = (side.explained if more else group.explains) or 0.0
@@ -236,11 +238,11 @@ SCHEMA, FILE = "mismatch.locate/1", "locate.json"
 COMMAND, PAGE = "mismatch locate", "docs/locate.md"
 
 
-def to_document(found: Location) -> dict[str, Any]:
+def to_document(location: Location) -> dict[str, Any]:
     """As JSON data, with the verdict."""
-    verdict = judge(found)
+    verdict = judge(location)
     head = {"status": verdict.status, "reason": verdict.reason}
-    return {"schema": SCHEMA, "verdict": head, **to_json(found)}
+    return {"schema": SCHEMA, "verdict": head, **to_json(location)}
 
 
 def from_document(document: Any) -> Location:

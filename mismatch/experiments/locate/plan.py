@@ -70,7 +70,7 @@ def part_of(rollout: Rollout, sequences: Several[Sequence]) -> Rollout:
     """
     spans = [(int(rollout.offsets[s.index]), s.tokens) for s in sequences]
     rows = np.concatenate([np.arange(start, start + size) for start, size in spans])
-    index = np.asarray([one.index for one in sequences])
+    index = np.asarray([sequence.index for sequence in sequences])
     return replace(
         rollout,
         token_ids=rollout.token_ids[rows],
@@ -79,17 +79,17 @@ def part_of(rollout: Rollout, sequences: Several[Sequence]) -> Rollout:
         action_mask=rollout.action_mask[rows],
         turn=rollout.turn[rows],
         prompt_index=rollout.prompt_index[index],
-        finish_reason=tuple(rollout.finish_reason[one] for one in index),
+        finish_reason=tuple(rollout.finish_reason[number] for number in index),
         rewards=None if rollout.rewards is None else rollout.rewards[index],
     )
 
 
 def actions_of(rollout: Rollout, sequences: Several[Sequence]) -> Ints:
     """Places among the rollout's action tokens [A] of those in :func:`part_of`, in its order."""
-    place = np.cumsum(rollout.action_mask) - 1
+    action = np.cumsum(rollout.action_mask) - 1
     spans = [(int(rollout.offsets[s.index]), s.tokens) for s in sequences]
     rows = np.concatenate([np.arange(start, start + size) for start, size in spans])
-    places: Ints = place[rows[rollout.action_mask[rows]]]
+    places: Ints = action[rows[rollout.action_mask[rows]]]
     return places
 
 
@@ -237,8 +237,8 @@ BySite = Mapping[Site, Several[Sums]]  # one entry a sequence, in one order
 def total(sums: Several[Sums]) -> Sums:
     """Over sequences."""
     result = Sums()
-    for one in sums:
-        result = result + one
+    for part in sums:
+        result = result + part
     return result
 
 
@@ -321,9 +321,9 @@ def _lowest_excess(side: Several[Sums], plain: Several[Sums] | None, rounding: f
 def _gain(site: Site, totals: Mapping[Site, Sums], layers: int, rounding: float) -> float | None:
     """Relative error that leaves the reference's module over the largest that enters it."""
     entering = [
-        ratio(totals[one].error, totals[one].reference)
-        for one in site.inputs(layers)
-        if one in totals
+        ratio(totals[source].error, totals[source].reference)
+        for source in site.inputs(layers)
+        if source in totals
     ]
     if not entering or max(entering) < SPREADS * rounding:
         return None

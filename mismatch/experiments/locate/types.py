@@ -106,8 +106,8 @@ class Site(NamedTuple):
     def order(self) -> tuple[float, int]:
         """Sorts sites as a forward pass meets them."""
         if self.layer is None:
-            place = -1.0 if self.name == "embedding" else float("inf")
-            return place, OUTER_SITES.index(self.name)
+            layer = -1.0 if self.name == "embedding" else float("inf")
+            return layer, OUTER_SITES.index(self.name)
         return float(self.layer), LAYER_SITES.index(self.name)
 
     def inputs(self, layers: int) -> tuple[Site, ...]:

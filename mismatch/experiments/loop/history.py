@@ -104,27 +104,27 @@ def _mean(values: Floats | None) -> float | None:
     return None if values is None else float(np.mean(values))
 
 
-def save_row(place: Path, row: Row) -> None:
+def save_row(folder: Path, row: Row) -> None:
     """One step's numbers, at once: what was measured outlives the process."""
-    write_json(place / ROWS / f"{int(row['step'] or 0):06d}.json", row)
+    write_json(folder / ROWS / f"{int(row['step'] or 0):06d}.json", row)
 
 
-def rows_of(place: Path) -> list[Row]:
+def rows_of(folder: Path) -> list[Row]:
     """All steps so far, in order."""
-    return [read_json(path) for path in sorted((place / ROWS).glob("*.json"))]
+    return [read_json(path) for path in sorted((folder / ROWS).glob("*.json"))]
 
 
-def forget_from(place: Path, step: int) -> None:
+def forget_from(folder: Path, step: int) -> None:
     """Drop rows of this step and later ones, which are made again."""
-    for path in (place / ROWS).glob("*.json"):
+    for path in (folder / ROWS).glob("*.json"):
         if int(path.stem) >= step:
             path.unlink()
 
 
-def save_history(place: Path, rows: Sequence[Row], header: Mapping[str, Any]) -> Path:
+def save_history(folder: Path, rows: Sequence[Row], header: Mapping[str, Any]) -> Path:
     """Write all steps as one table; what was not measured is null."""
     columns = {name: [_number(row.get(name)) for row in rows] for name in COLUMNS}
-    return write_table(place / FILE, columns, SCHEMA, dict(header))
+    return write_table(folder / FILE, columns, SCHEMA, dict(header))
 
 
 def _number(value: float | None) -> float | None:

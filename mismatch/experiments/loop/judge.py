@@ -145,8 +145,8 @@ def fired(run: SeedRun) -> dict[str, int | None]:
 
 
 def _first(values: Floats, warning: Rule) -> int | None:
-    known = values[np.isfinite(values)]
-    if not len(known):
+    finite = values[np.isfinite(values)]
+    if not len(finite):
         return None
     over = np.zeros(len(values), np.bool_)
     if warning.above is not None:

@@ -70,9 +70,9 @@ def plain_coefficients(
     advantage = np.where(inside, group_advantages(rollout.rewards, rollout.prompt_index), 0.0)
     batch = Batch(prompts, 0, advantage, inside[sequence], REWARDS)
     plain = normalised(batch, sequence, loop.loss)
-    found = Ratios.of(train - engine, sequence, train)
+    of_tokens = Ratios.of(train - engine, sequence, train)
     for id in loop.corrections:
-        plain = plain * BY_ID[id].weights(found, Settings())
+        plain = plain * BY_ID[id].weights(of_tokens, Settings())
     return np.asarray(plain, np.float64)
 
 

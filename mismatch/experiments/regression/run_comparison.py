@@ -12,8 +12,8 @@ import numpy as np
 from mismatch.analysis.comparison import compare, inputs, is_sampling_law, paired_routing
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness, pass_checks
 from mismatch.analysis.levels import default_thresholds, exit_code
-from mismatch.analysis.plugins import Measured
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.plugins import RunArtefacts
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.analysis.square import Evidence, Finding, Square, measure
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OtherPasses:
     """What the other passes of one run say.
 
     Attributes:
@@ -57,18 +57,20 @@ class Beside:
     reason: str
 
     @classmethod
-    def of(cls, run: Path, sides: Sides, made: Comparison) -> Beside:
+    def of(cls, run: Path, sides: ScoredRollout, comparison: Comparison) -> OtherPasses:
         """Read and judge them.
 
         Raises:
             MismatchError: a scoring is damaged.
         """
-        known = {sides.decode.name: sides.decode, sides.train.name: sides.train}
+        headline = {sides.decode.name: sides.decode, sides.train.name: sides.train}
         names = [n for n in store.scoring_names(run) if not n.startswith(store.FIX_PREFIX)]
-        scorings = known | {n: store.load_scoring(run, n) for n in names if n not in known}
+        scorings = headline | {n: store.load_scoring(run, n) for n in names if n not in headline}
         usable, refused = by_finiteness(scorings)
         checks = pass_checks(sides.rollout, sides.decode, sides.train, scorings)
-        measured = Measured(sides.rollout, sides.decode, sides.train, made, usable, refused)
+        measured = RunArtefacts(
+            sides.rollout, sides.decode, sides.train, comparison, usable, refused
+        )
         try:
             square = measure(measured, load_spec(run))
         except MismatchError:
@@ -81,7 +83,7 @@ class Beside:
 def square_rows(old: Square | None, new: Square | None) -> tuple[SquareRow, ...]:
     """Every excess and gap of either run, the new run's first."""
     sides: list[dict[tuple[Evidence, str], Finding]] = [
-        {(one.evidence, one.scoring): one for one in square.findings} if square else {}
+        {(f.evidence, f.scoring): f for f in square.findings} if square else {}
         for square in (old, new)
     ]
     rows = []
@@ -100,12 +102,12 @@ def square_rows(old: Square | None, new: Square | None) -> tuple[SquareRow, ...]
     return tuple(rows)
 
 
-def square_notes(old: Beside, new: Beside) -> list[str]:
+def square_notes(old: OtherPasses, new: OtherPasses) -> list[str]:
     """What of the two squares cannot be compared, one sentence each."""
     return [
-        f"the square of the {name} run: not compared, {one.reason}"
-        for name, one in (("old", old), ("new", new))
-        if one.square is None
+        f"the square of the {name} run: not compared, {passes.reason}"
+        for name, passes in (("old", old), ("new", new))
+        if passes.square is None
     ]
 
 
@@ -131,24 +133,26 @@ class MeasuredRun:
     """
 
     path: Path
-    sides: Sides
-    made: Comparison
+    sides: ScoredRollout
+    comparison: Comparison
     sample: Sample
-    beside: Beside
+    beside: OtherPasses
 
     @classmethod
-    def of(cls, path: Path, sides: Sides, prompt: Ints, names: list[str], seed: int) -> MeasuredRun:
+    def of(
+        cls, path: Path, sides: ScoredRollout, prompt: Ints, names: list[str], seed: int
+    ) -> MeasuredRun:
         pair = sides.pair
         arrays = inputs(pair, sides.decode, sides.train)
         replayed = sides.train.fingerprint.get("replay")
         routes = None if replayed else paired_routing(sides.rollout, sides.decode, sides.train)
         sample = Sample(arrays | (routes.arrays if routes else {}), pair.sequence, prompt)
-        made = sides.comparison(names, seed)
-        return cls(path, sides, made, sample, Beside.of(path, sides, made))
+        comparison = sides.comparison(names, seed)
+        return cls(path, sides, comparison, sample, OtherPasses.of(path, sides, comparison))
 
     @property
     def values(self) -> dict[str, Estimate]:
-        return self.made.metrics | self.made.routing
+        return self.comparison.metrics | self.comparison.routing
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """What the fingerprints and the journal say of engine, trainer and machine."""
@@ -170,7 +174,7 @@ class MeasuredRun:
             version=str(facts.get("version", "")),
             created=str(_provenance(self.path).get("created", "")),
             verdict=self.sides.verdict(
-                self.made, thresholds, self.beside.checks, self.beside.reason
+                self.comparison, thresholds, self.beside.checks, self.beside.reason
             ),
             tokens=self.sides.rollout.n_actions,
             sequences=self.sides.rollout.n_sequences,
@@ -208,8 +212,8 @@ def against(
     rows = judged(_rows(names, old, new, same, seed), (old.sample, new.sample), margin, seed)
     facts = old.facts(), new.facts()
     notes += unknown_machine(*facts)
-    found = changed(*facts)
-    made = Against(
+    changes = changed(*facts)
+    regression = Against(
         old=old.side(thresholds),
         new=new.side(thresholds),
         prompts=len(np.unique(prompts[0])),
@@ -217,7 +221,7 @@ def against(
         same_sequences=same_sequences(old.sides.rollout, new.sides.rollout),
         rows=rows,
         square=square_rows(old.beside.square, new.beside.square),
-        changed=found,
+        changed=changes,
         engines=_engines(old.sides, new.sides, seed) if same else None,
         outcome=outcome_of(rows),
         margin=margin,
@@ -227,20 +231,20 @@ def against(
             *notes,
             *_one_sided(names, old, new),
             *square_notes(old.beside, new.beside),
-            *_notes(found),
+            *_notes(changes),
         ),
         method=METHOD,
     )
-    return concluded(made, fail_on)
+    return concluded(regression, fail_on)
 
 
-def load_sides(run: Path) -> Sides:
+def load_sides(run: Path) -> ScoredRollout:
     """A run's tokens with what its engine and its trainer say of them; the artefacts alone."""
     rollout = store.load_rollout(run)
     engine = rollout.fingerprint.get("engine")
     if engine is None:
         raise MismatchError(f"{run}: its rollout does not say which engine sampled", "sample again")
-    return Sides.load(run, str(engine), TRAIN)
+    return ScoredRollout.load(run, str(engine), TRAIN)
 
 
 def same_tokens(old: Rollout, new: Rollout) -> bool:
@@ -255,7 +259,7 @@ def same_tokens(old: Rollout, new: Rollout) -> bool:
 def same_sequences(old: Rollout, new: Rollout) -> int:
     """Sequences that are the same, place by place."""
     pairs = zip(old.sequences(), new.sequences(), strict=False)  # of unequal numbers: the first
-    return sum(np.array_equal(one, other) for one, other in pairs)
+    return sum(np.array_equal(before, after) for before, after in pairs)
 
 
 def judged(
@@ -291,38 +295,38 @@ def decided(row: AgainstRow, p_value: float, raw: float, margin: float) -> Again
 
 def outcome_of(rows: Sequence[AgainstRow]) -> Outcome:
     """Of all rows that decide."""
-    told = {row.outcome for row in rows if row.outcome not in (None, "none", "undecided")}
-    if not told:
+    outcomes = {row.outcome for row in rows if row.outcome not in (None, "none", "undecided")}
+    if not outcomes:
         return "undecided" if any(row.outcome == "undecided" for row in rows) else "none"
-    return "mixed" if len(told) > 1 else "worse" if "worse" in told else "better"
+    return "mixed" if len(outcomes) > 1 else "worse" if "worse" in outcomes else "better"
 
 
-def concluded(made: Against, fail_on: str) -> Against:
+def concluded(regression: Against, fail_on: str) -> Against:
     """With the verdict: what fails, and why, in one line."""
-    own = made.new.verdict
+    own = regression.new.verdict
     failing = own is not None and exit_code(own, fail_on) != 0
-    beyond = [row for row in made.rows if row.beyond]
-    worse = [row for row in made.rows if row.outcome == "worse"]
-    better = [row for row in made.rows if row.outcome == "better"]
-    undecided = [row for row in made.rows if row.outcome == "undecided"]
+    beyond = [row for row in regression.rows if row.beyond]
+    worse = [row for row in regression.rows if row.outcome == "worse"]
+    better = [row for row in regression.rows if row.outcome == "better"]
+    undecided = [row for row in regression.rows if row.outcome == "undecided"]
     if beyond:
-        text = f"{_moves(beyond)}; more than the margin of {made.margin_text}"
+        text = f"{_moves(beyond)}; more than the margin of {regression.margin_text}"
     elif worse:
-        text = f"{_moves(worse)}; within the margin of {made.margin_text}"
+        text = f"{_moves(worse)}; within the margin of {regression.margin_text}"
     elif better:
         text = _moves(better)
     elif undecided:
         text = f"{_moves(undecided)}; chance alone may do that: measure both runs with more prompts"
     else:
-        text = f"no deciding metric moved by more than chance, {made.prompts} prompts"
+        text = f"no deciding metric moved by more than chance, {regression.prompts} prompts"
     if worse and better:
         text += f"; better: {_moves(better)}"
     if own is not None and failing:
-        before = made.old.verdict
+        before = regression.old.verdict
         alike = before is not None and before.status == own.status
         also = ", as the old one is" if alike else ""
         text += f"; the new run by itself is {own.status}{also}: {own.reason}"
-    return replace(made, fails=bool(beyond) or bool(undecided) or failing, reason=text)
+    return replace(regression, fails=bool(beyond) or bool(undecided) or failing, reason=text)
 
 
 def _moves(rows: Sequence[AgainstRow]) -> str:
@@ -358,11 +362,11 @@ def _one_sided(names: list[str], old: MeasuredRun, new: MeasuredRun) -> list[str
 
 
 def _change(metric: Metric, samples: tuple[Sample, Sample], same: bool, seed: int) -> Estimate:
-    one, other = samples
+    old, new = samples
     if not same:
-        return difference(metric, one, other, seed=seed)
+        return difference(metric, old, new, seed=seed)
     return paired(
-        metric, one.arrays, other.arrays, sequence=one.sequence, prompt=one.prompt, seed=seed
+        metric, old.arrays, new.arrays, sequence=old.sequence, prompt=old.prompt, seed=seed
     )
 
 
@@ -375,18 +379,18 @@ def _provenance(run: Path) -> dict[str, Any]:
     return past[0] if past else {}
 
 
-def _notes(found: Sequence[Changed]) -> list[str]:
-    trainer = [one.name for one in found if one.where == "trainer"]
+def _notes(changes: Sequence[Changed]) -> list[str]:
+    trainer = [change.name for change in changes if change.where == "trainer"]
     notes = []
     if trainer:
         named = ", ".join(trainer[:4]) + (" …" if len(trainer) > 4 else "")
         notes.append(f"the trainer has changed as well ({named}): not all of it is the engine's")
-    if not any(one.where == "engine" for one in found):
+    if not any(change.where == "engine" for change in changes):
         notes.append("nothing that the engine says of itself has changed")
     return notes
 
 
-def _engines(old: Sides, new: Sides, seed: int) -> Comparison:
+def _engines(old: ScoredRollout, new: ScoredRollout, seed: int) -> Comparison:
     """Old engine against new engine, token by token."""
     return compare(
         old.rollout,

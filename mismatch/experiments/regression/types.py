@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.analysis.displaced import Standing
-from mismatch.analysis.scored_rollout import Sides
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.analysis.square import Evidence
 from mismatch.codec import object_schema, to_json
 from mismatch.errors import MismatchError
@@ -44,9 +44,9 @@ def schema() -> dict[str, Any]:
     }
 
 
-def against_to_json(made: Against) -> dict[str, Any]:
+def against_to_json(regression: Against) -> dict[str, Any]:
     """All of it, rows by metric; numbers are finite or null."""
-    fields = to_json(made)
+    fields = to_json(regression)
     rows = {row.pop("metric"): row for row in fields["rows"]}
     if fields["engines"] is not None:
         del fields["engines"]["breakdowns"]  # few metrics only, and none of them broken down
@@ -192,8 +192,8 @@ def changed(
     Args:
         old, new: "engine", "trainer", "machine" -> fingerprint or provenance.
     """
-    known = not unknown_machine(old, new)
-    places: tuple[Where, ...] = ("engine", "trainer", *(("machine",) if known else ()))
+    comparable = not unknown_machine(old, new)
+    places: tuple[Where, ...] = ("engine", "trainer", *(("machine",) if comparable else ()))
     return tuple(
         Changed(where, name, before, after)
         for where in places
@@ -241,7 +241,9 @@ LAW = ("temperature", "top_p", "top_k", "max_tokens")
 NAMED = 4  # parameters or files that an error names
 
 
-def require_comparable(old: Sides, new: Sides, prompts: tuple[Ints, Ints]) -> list[str]:
+def require_comparable(
+    old: ScoredRollout, new: ScoredRollout, prompts: tuple[Ints, Ints]
+) -> list[str]:
     """What stays uncertain, one sentence each.
 
     Args:

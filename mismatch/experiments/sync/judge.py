@@ -91,8 +91,8 @@ def _part(label: str, now: Prints, earlier: Sequence[Prints], held: Prints) -> t
     return "altered", ""
 
 
-def _same(one: Digest, other: Digest) -> bool:
-    return all(a == b for a, b in zip(one, other, strict=False))
+def _same(ours: Digest, theirs: Digest) -> bool:
+    return all(a == b for a, b in zip(ours, theirs, strict=False))
 
 
 def _whole(push: int, now: Prints, earlier: Sequence[Prints], held: Prints) -> Outcome | None:
@@ -334,15 +334,15 @@ WORDS: dict[Status, str] = {
 }
 
 
-def _group(status: Status, found: Sequence[Parameter]) -> str:
-    if not found:
+def _group(status: Status, parameters: Sequence[Parameter]) -> str:
+    if not parameters:
         return ""
-    return f"{len(found)} {WORDS[status]}: {_kinds(found)}"
+    return f"{len(parameters)} {WORDS[status]}: {_kinds(parameters)}"
 
 
-def _kinds(found: Sequence[Parameter]) -> str:
+def _kinds(parameters: Sequence[Parameter]) -> str:
     """Modules and how many parameters of each; a page has the parameters."""
-    counted = Counter(MODULE.sub("", kind_of(p.name)) for p in found)
+    counted = Counter(MODULE.sub("", kind_of(p.name)) for p in parameters)
     named = [f"{name} ({count})" for name, count in counted.items()]
     return ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
 

@@ -236,8 +236,8 @@ class ExportReport:
         if not self.wrong:
             return f"verdict: healthy – all {self.compared} names and shapes are the checkpoint's"
         counts = {kind: sum(r.difference == kind for r in self.wrong) for kind in WORST}
-        told = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        return f"verdict: broken – of {self.compared} tensors {told}: {self.wrong[0].name}"
+        summary = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        return f"verdict: broken – of {self.compared} tensors {summary}: {self.wrong[0].name}"
 
 
 def headers(directory: Path) -> dict[str, Header]:
@@ -248,20 +248,20 @@ def headers(directory: Path) -> dict[str, Header]:
     """
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, Header] = {}
+    tensors: dict[str, Header] = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     part = file.get_slice(name)
-                    found[name] = tuple(part.get_shape()), str(part.get_dtype())
+                    tensors[name] = tuple(part.get_shape()), str(part.get_dtype())
         except (OSError, SafetensorError) as error:
             raise MismatchError(f"{path} cannot be read: {error}", "export it again") from error
-    if not found:
+    if not tensors:
         raise MismatchError(
             f"{directory} holds no *.safetensors", "export the weights as safetensors files"
         )
-    return found
+    return tensors
 
 
 def compare(

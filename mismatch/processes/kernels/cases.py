@@ -72,8 +72,8 @@ def names_here(
             f"there is no attention implementation {unknown[0]!r} here",
             f"one of {', '.join(available)}, {PLANTED}",
         )
-    place = torch.device(device)
-    chosen = resolve_for("auto", geometry.bare, place, torch.bfloat16).implementation
+    target = torch.device(device)
+    chosen = resolve_for("auto", geometry.bare, target, torch.bfloat16).implementation
     candidates = [_candidate(geometry, name, chosen, device) for name in (names or available)]
     return candidates + [_user_kernel(text) for text in users]
 

@@ -91,11 +91,11 @@ def config_of(model: str, revision: str | None, trust_remote_code: bool) -> tupl
     from mismatch.training.source import read_config
 
     try:
-        found = find_config(model, revision)
+        config = find_config(model, revision)
     except MismatchError:  # perhaps the hub has it
-        found = None
-    if found is not None and found.source == SHIPPED:
-        return AutoConfig.for_model(**found.values), True
+        config = None
+    if config is not None and config.source == SHIPPED:
+        return AutoConfig.for_model(**config.values), True
     return read_config(TrainSpec(model, revision, trust_remote_code=trust_remote_code)), False
 
 

@@ -84,25 +84,23 @@ class Step:
         return f"{self.number:03d}-{self.what}.json"
 
 
-def run_audit(
-    spec: AuditSpec, place: Path, progress: Progress, worker: str = WORKER
-) -> AuditReport:
+def run_audit(spec: AuditSpec, out: Path, progress: Progress, worker: str = WORKER) -> AuditReport:
     """Audit everything that ``spec`` asks for.
 
     Args:
-        place: an empty or new directory for jobs, logs and results of the steps.
+        out: an empty or new directory for jobs, logs and results of the steps.
         worker: module of the child process.
 
     Raises:
         MismatchError: planning failed: unknown model, a function that cannot be imported …
     """
-    folder = place / LABEL
+    folder = out / LABEL
     folder.mkdir(parents=True, exist_ok=True)
-    job = write_json(place / "jobs" / f"{LABEL}.json", {"place": str(place), "spec": asdict(spec)})
+    job = write_json(out / "jobs" / f"{LABEL}.json", {"place": str(out), "spec": asdict(spec)})
     command = [sys.executable, "-m", worker, str(job)]
     while not (folder / DONE).exists():
         (folder / NOW).unlink(missing_ok=True)
-        with started(LABEL, command, place, progress) as process:
+        with started(LABEL, command, out, progress) as process:
             fate = _wait(process, folder, spec.limit_s)
         if fate:
             write_json(folder / _current(folder).file, {"failed": fate})

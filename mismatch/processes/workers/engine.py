@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,53 +26,30 @@ import numpy as np
 from mismatch.captures import LIKELIEST
 from mismatch.codec import to_json
 from mismatch.engines import artefacts
-from mismatch.engines.artefacts import (
-    build_rollout,
-    decode_fingerprint,
-    decode_routing,
-    decode_scoring,
-    prefill_scoring,
-    response_rewards,
-)
-from mismatch.engines.base import (
-    CacheReading,
-    Capabilities,
-    CapturesDistributions,
-    Engine,
-    Journaling,
-    Sample,
-    Stopping,
-)
-from mismatch.engines.distribution_capture import CaptureRequest, build_distributions, reported_law
-from mismatch.engines.model_info import CauseInLog, ModelInfo, load_tokenizer, read_model_info
+from mismatch.engines.artefacts import prefill_scoring
+from mismatch.engines.base import CacheReading, Capabilities, Engine, Journaling, Stopping
+from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class
 from mismatch.engines.replicas import make_engine
-from mismatch.engines.turns import Trajectory, WatchedTurns, play, starting
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
-from mismatch.models.resolved import token_texts
-from mismatch.prompts.adapters import adapted
-from mismatch.prompts.environments import Environment, Replies, built_in
-from mismatch.prompts.prompt import Prompt
-from mismatch.prompts.sources import read_prompts, render_prompts
-from mismatch.run import resume, store
-from mismatch.run.messages import (
-    SAMPLED,
-    leave,
-    report_ready,
-    report_timing,
-    say,
-    write_error,
+from mismatch.processes.workers.sampling import (
+    Ready,
+    Reporter,
+    ready_for,
+    sampled,
+    save_texts,
+    timed,
+    wants_prefill,
+    with_routes,
 )
+from mismatch.run import resume, store
+from mismatch.run.messages import SAMPLED, exit_worker, report_ready, report_timing, write_error
 from mismatch.specs import RolloutSpec, from_dict, spec_hash
-from mismatch.types import Floats, Ints, Rollout, Scoring
+from mismatch.types import Rollout, Scoring
 
 CACHE_SCHEMA = "mismatch.cache/1"
-NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
-LIKELY = 8  # outcomes of a position whose texts are kept
 LOG_DELAY_S = 1.0  # for the lines on their way to the log
-PROGRESS_INTERVAL_S = 0.5
-REASONS = {"distributions": "exact KL: it gives no whole distributions"}  # where it gives no other
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "score" in job or "cache" in job:
             score(run_dir, spec, job.get("score"), job.get("cache"))
         else:
-            run(run_dir, spec, [Path(place) for place in job.get("also", ())])
+            run(run_dir, spec, [Path(other) for other in job.get("also", ())])
 
     return reported(run_dir, label, work)
 
@@ -126,36 +103,6 @@ def own_log(run_dir: Path, label: str) -> str:
     return path.read_text("utf-8", "replace") if path.exists() else ""
 
 
-@dataclass(frozen=True)
-class Ready:
-    """What is known before the engine starts."""
-
-    prompts: list[Prompt]
-    ids: list[list[int]]
-    tokenizer: Any
-    info: ModelInfo
-    capabilities: Capabilities
-    longest: int
-    environment: Callable[[Prompt], Environment] | None
-
-
-def ready_for(spec: RolloutSpec) -> Ready:
-    """Read model, tokenizer and prompts.
-
-    Raises:
-        MismatchError: one of them cannot be read, or a prompt exceeds the context.
-    """
-    kind = engine_class(spec.engine.engine)
-    getattr(kind, "prepare", lambda: None)()
-    capabilities = kind.capabilities(spec.engine, spec.sampling)
-    prompts = read_prompts(spec.prompts)
-    info, tokenizer = read_model_info(spec.engine), load_tokenizer(spec.engine)
-    require_vocabulary(tokenizer, info, spec.engine.model)
-    ids = render_prompts(prompts, tokenizer, info.vocab_size)
-    longest = require_context(spec, prompts, ids, info)
-    return Ready(prompts, ids, tokenizer, info, capabilities, longest, environment_class(spec))
-
-
 def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
     """Sample, rescore, and write every artefact of the rollout stage that is not there yet.
 
@@ -176,9 +123,9 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
             return
         if not resume.rescored(run_dir, run_dir, spec):
             rescore(run_dir, spec, engine)
-        for place in also:
-            if not resume.rescored(place, run_dir, spec):
-                rescore(place, spec, engine)
+        for other in also:
+            if not resume.rescored(other, run_dir, spec):
+                rescore(other, spec, engine)
 
 
 def stop_at(engine: Engine, ready: Ready) -> None:
@@ -224,8 +171,8 @@ def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None 
                 scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
             facts = scoring.fingerprint
             if facts["dtype"] != spec.engine.dtype:
-                found = facts["dtype"]
-                raise MismatchError(f"{engine.name} runs in {found}, not in {spec.engine.dtype}")
+                dtype = facts["dtype"]
+                raise MismatchError(f"{engine.name} runs in {dtype}, not in {spec.engine.dtype}")
             facts |= {"model": spec.engine.model, "seconds": round(time.monotonic() - start, 3)}
             store.save_scoring(run_dir, replace(scoring, name=name), rollout, made_by=spec)
         if cache is not None:
@@ -274,13 +221,13 @@ def journalled(engine: Engine, ready: Ready, run_dir: Path, spec: RolloutSpec) -
     keeping.discard_journal()
 
 
-def rescore(place: Path, spec: RolloutSpec, engine: Engine) -> None:
+def rescore(run_dir: Path, spec: RolloutSpec, engine: Engine) -> None:
     """Score the tokens of a run, whoever sampled them, by prefill."""
-    rollout = store.load_rollout(place)
+    rollout = store.load_rollout(run_dir)
     with timed("prefill"):
         scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
     scoring.fingerprint["model"] = spec.engine.model
-    store.save_scoring(place, scoring, rollout, made_by=spec)
+    store.save_scoring(run_dir, scoring, rollout, made_by=spec)
 
 
 def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> None:
@@ -301,159 +248,6 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     store.save_scoring(run_dir, decode, rollout, made_by=spec)
 
 
-def sampled(
-    spec: RolloutSpec, engine: Engine, ready: Ready, progress: Any, pushed: str = ""
-) -> tuple[Rollout, list[Trajectory], Scoring]:
-    """All turns of all sequences with their rewards, and the decode scoring without routes.
-
-    Args:
-        pushed: why the engine's weights are none of a checkpoint.
-    """
-    watched = watch(engine, spec) if ready.capabilities.distributions else None
-    with timed("generate"):
-        samples = engine.generate(ready.ids, progress)
-        require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
-        trajectories = starting(ready.ids, samples)
-        if watched is not None:
-            watched.end(enumerate(trajectories))
-        replies, rewards = further_turns(engine, spec, trajectories, ready, watched)
-    fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info, pushed)
-    fingerprint["not_tested"] = [
-        *fingerprint.get("not_tested", ()),
-        *not_tested(spec, ready.capabilities),
-        *([] if replies is None else untested_turns(spec, replies)),
-    ]
-    fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
-    rollout = build_rollout(trajectories, spec, fingerprint)
-    if rewards is None:
-        rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)
-    rollout = replace(rollout, rewards=rewards)
-    decode = decode_scoring(engine, trajectories, rollout, fingerprint)
-    if watched is not None:
-        decode = with_distributions(watched, decode, rollout, ready.info.vocab_size)
-        watched.engine.watch(None)
-    return rollout, trajectories, decode
-
-
-def save_texts(run_dir: Path, rollout: Rollout, decode: Scoring, ready: Ready) -> None:
-    """Texts of all tokens that a report may show."""
-    ids = known_ids(rollout, decode, ready.info.vocab_size)
-    store.save_vocabulary(run_dir, token_texts(ready.tokenizer, ids.tolist()))
-
-
-def environment_class(spec: RolloutSpec) -> Callable[[Prompt], Environment] | None:
-    """What makes a sequence's environment; None: every sequence has one turn.
-
-    Raises:
-        MismatchError: no environment of that name, or a class that cannot be imported.
-    """
-    name = spec.prompts.environment
-    if name is None:
-        return None
-    known = built_in(name) or adapted(name)
-    if known is not None:
-        return known
-    from mismatch.training.user_kernels import load_function
-
-    return load_function(name)[0]
-
-
-def further_turns(
-    engine: Engine,
-    spec: RolloutSpec,
-    trajectories: Sequence[Trajectory],
-    ready: Ready,
-    watched: WatchedTurns | None = None,
-) -> tuple[Replies | None, Floats | None]:
-    """Let the environment reply and the engine answer: what it did, and its rewards, if it has any.
-
-    The trajectories grow in place. Environments are closed, whatever happens.
-    """
-    if ready.environment is None:
-        return None, None
-    replies = Replies(
-        ready.environment,
-        [ready.prompts[trajectory.prompt] for trajectory in trajectories],
-        ready.tokenizer,
-        ready.info.stop_ids,
-        ready.info.vocab_size,
-        spec.prompts.max_observation_tokens,
-    )
-    try:
-        play(
-            engine,
-            trajectories,
-            lambda number, responses: replies(number, responses[-1].token_ids),
-            most_turns=spec.prompts.max_turns,
-            longest=ready.longest,
-            max_tokens=spec.sampling.max_tokens,
-            progress=Reporter("rollout"),
-            watched=watched,
-        )
-        return replies, replies.rewards()
-    finally:
-        replies.close()
-
-
-def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[str]:
-    """What is missing where an environment replies, one sentence each."""
-    name = spec.prompts.environment
-    for reason, count in replies.ended.items():
-        yield f"{name}: the rest of {count} sequences: the environment failed ({reason})"
-    if replies.no_rewards:
-        yield f"{name}: its rewards: the environment failed ({replies.no_rewards})"
-    for what in getattr(replies.kind, "unheld", tuple)():
-        yield f"{name}: its code in isolation: nothing here keeps {what} from it"
-    if replies.cut:
-        most = spec.prompts.max_observation_tokens
-        yield f"{name}: whole replies: {replies.cut} were cut to --max-observation-tokens {most}"
-
-
-def watch(engine: Engine, spec: RolloutSpec) -> WatchedTurns | None:
-    """Have the engine take whole distributions while it samples, where that is asked for."""
-    if spec.exact_kl < 1:
-        return None
-    law = reported_law(engine.fingerprint("decode"), spec.sampling)
-    wanted = CaptureRequest(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
-    return WatchedTurns(cast(CapturesDistributions, engine), wanted)
-
-
-def with_distributions(
-    watched: WatchedTurns, decode: Scoring, rollout: Rollout, vocabulary: int
-) -> Scoring:
-    """The scoring with what the engine took, or with the reason why it cannot be used."""
-    taken = watched.collected()
-    try:
-        made = build_distributions(taken, rollout, decode.logprobs, vocabulary)
-    except CorruptCapture as error:
-        facts = decode.fingerprint
-        missing = [*facts["not_tested"], f"{watched.engine.name}: exact KL: {error.message}"]
-        return replace(decode, fingerprint=facts | {"not_tested": missing})
-    return replace(decode, distributions=made)
-
-
-def with_routes(
-    engine: Engine, trajectories: Sequence[Trajectory], decode: Scoring, rollout: Rollout
-) -> Scoring:
-    """The scoring with its routed experts, or with the reason why the engine has none.
-
-    Raises:
-        CorruptCapture: as :func:`decode_routing`.
-    """
-    if not never_written(trajectories):
-        return replace(decode, routing=decode_routing(engine, trajectories, rollout))
-    reason = f"{engine.name}: routed experts: {NEVER_WRITTEN}"
-    missing = [*decode.fingerprint["not_tested"], reason]
-    return replace(decode, fingerprint=decode.fingerprint | {"not_tested": missing})
-
-
-def never_written(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether every id of every sequence is 0: a buffer that the MoE kernel does not fill."""
-    routed = [sample.routed for trajectory in trajectories for sample in trajectory.responses]
-    several = any(rows is not None and rows.shape[-1] > 1 for rows in routed)
-    return several and all(rows is not None and not rows.any() for rows in routed)
-
-
 def keep_without_routes(
     run_dir: Path, decode: Scoring, rollout: Rollout, error: CorruptCapture
 ) -> CorruptCapture:
@@ -472,142 +266,5 @@ def keep_without_routes(
     )
 
 
-def known_ids(rollout: Rollout, decode: Scoring, vocabulary: int) -> Ints:
-    """The ids whose texts are kept, sorted: those of the rollout, and what the engine thought
-    likeliest in their places."""
-    parts = [rollout.token_ids]
-    if decode.likeliest is not None:
-        parts.append(np.unique(decode.likeliest.ids).astype(np.int64))
-    if (law := decode.distributions) is not None:
-        columns = np.argsort(-law.logprobs, axis=1)[:, :LIKELY]
-        parts.append(columns if law.ids is None else np.take_along_axis(law.ids, columns, axis=1))
-    ids = np.unique(np.concatenate([part.reshape(-1) for part in parts]))
-    known: Ints = ids[ids < vocabulary]
-    return known
-
-
-@contextmanager
-def timed(name: str) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    report_timing(name, time.monotonic() - start)
-
-
-def wants_prefill(spec: RolloutSpec, capabilities: Capabilities) -> bool:
-    tempered = spec.sampling.temperature not in (0.0, 1.0)
-    able = capabilities.prefill and (capabilities.prefill_tempered or not tempered)
-    return spec.engine.prefill and able
-
-
-def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[str]:
-    """What was asked for and this engine cannot do, one sentence each."""
-    wanted = {
-        "prefill": spec.engine.prefill,
-        "prefill_tempered": spec.engine.prefill and spec.sampling.temperature not in (0.0, 1.0),
-        "routed_experts": spec.engine.routing,
-        "deterministic": True,
-        "distributions": spec.exact_kl > 0,
-    }
-    return [
-        f"{spec.engine.engine}: {capabilities.reasons.get(name, REASONS.get(name, f'no {name}'))}"
-        for name, asked in wanted.items()
-        if asked and not getattr(capabilities, name)
-    ]
-
-
-# ---------------------------------------------------------------- checks
-
-
-def require_context(
-    spec: RolloutSpec, prompts: Sequence[Prompt], ids: Sequence[list[int]], info: ModelInfo
-) -> int:
-    """Length of the longest sequence that may come, in tokens.
-
-    Turns that would exceed the context are not played.
-
-    Raises:
-        MismatchError: a prompt (named), or it and its first response, exceed the context.
-    """
-    index = max(range(len(ids)), key=lambda i: len(ids[i]))
-    prompt, origin = len(ids[index]), prompts[index].origin
-    longest, all_turns = prompt + spec.sampling.max_tokens, prompt + spec.most_after_prompt
-    limit = spec.engine.max_model_len or info.context
-    if limit is None:
-        return all_turns
-    # Rescoring asks the engine to sample one token more than the sequence has.
-    room = limit - (1 if spec.engine.prefill else 0)
-    if prompt >= room:
-        raise MismatchError(
-            f"{origin} has {prompt} tokens, the context is {limit}",
-            "shorten or drop the prompt, or raise --max-model-len if the model allows it",
-        )
-    if longest > room:
-        raise MismatchError(
-            f"{origin} has {prompt} tokens; with --max-tokens {spec.sampling.max_tokens} "
-            f"it exceeds the context of {limit}",
-            f"use --max-tokens {room - prompt} or fewer, or raise --max-model-len",
-        )
-    return min(all_turns, room)
-
-
-def require_vocabulary(tokenizer: Any, info: ModelInfo, model: str) -> None:
-    """A tokenizer of another model is found out before anything is sampled.
-
-    Raises:
-        MismatchError: its own vocabulary is larger than the model's (padding above it is usual).
-    """
-    if tokenizer.vocab_size > info.vocab_size:
-        raise MismatchError(
-            f"tokenizer/model vocabulary mismatch: the tokenizer of {model} knows "
-            f"{tokenizer.vocab_size} tokens, the model {info.vocab_size}",
-            "save the model's own tokenizer beside the weights: tokenizer.save_pretrained(DIR)",
-        )
-
-
-def require_complete(
-    samples: Sequence[Sequence[Sample]], prompts: int, per_prompt: int, engine: str
-) -> None:
-    """Every prompt has all its samples, and every sample a logprob per token.
-
-    Raises:
-        MismatchError: the engine gave fewer, or tokens without logprobs.
-    """
-    got = sum(len(group) for group in samples)
-    if len(samples) != prompts or any(len(group) != per_prompt for group in samples):
-        raise MismatchError(
-            f"{engine} returned {got} samples, asked for {prompts} x {per_prompt}",
-            "look into logs/engine.log for requests that were dropped",
-        )
-    for index, group in enumerate(samples):
-        for sample in group:
-            if not sample.token_ids or len(sample.token_ids) != len(sample.logprobs):
-                raise MismatchError(
-                    f"{engine}: {len(sample.token_ids)} tokens but {len(sample.logprobs)} logprobs "
-                    f"in a sample of prompt {index}",
-                    "look into logs/engine.log for aborted requests",
-                )
-
-
-class Reporter:
-    """Writes ``progress`` lines for the parent, a few per second."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.start = time.monotonic()
-        self.last = 0.0
-
-    def __call__(self, done: int, total: int, tokens: int) -> None:
-        now = time.monotonic()
-        if now - self.last < PROGRESS_INTERVAL_S and done < total:
-            return
-        self.last = now
-        elapsed = max(now - self.start, 1e-9)
-        eta = elapsed * (total - done) / max(done, 1)
-        say(
-            f"progress {self.what} {done}/{total} sequences, {tokens} tokens, "
-            f"{tokens / elapsed:.0f} tok/s, eta {eta:.0f} s"
-        )
-
-
 if __name__ == "__main__":
-    leave(main())
+    exit_worker(main())

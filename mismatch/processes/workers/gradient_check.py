@@ -21,7 +21,12 @@ from mismatch.experiments.gradients.files import (
     save_batch,
     save_gradients,
 )
-from mismatch.experiments.gradients.planning import GradientPlan, Item, Planned, Work
+from mismatch.experiments.gradients.planning import (
+    GradientPlan,
+    GradientSchedule,
+    Planned,
+    ScheduledGradient,
+)
 from mismatch.experiments.gradients.types import LOSSES, GradientBatch, Gradients
 from mismatch.run import store
 from mismatch.run.manifest import is_current
@@ -64,7 +69,7 @@ class Passes(Protocol):
     loaded: LoadedModel | None
     seconds: list[float]
 
-    def load(self, one: Pass) -> None:
+    def load(self, pass_: Pass) -> None:
         """Make ``loaded`` the model of this pass."""
 
     def late(self) -> bool:
@@ -81,7 +86,7 @@ def take_gradients(passes: Passes, plan: GradientPlan) -> None:
     passes.world.barrier()  # rank 0 has saved the scorings
     try:
         rollout = store.load_rollout(run_dir)
-        work = Work.of(run_dir, rollout, plan)
+        work = GradientSchedule.of(run_dir, rollout, plan)
     except MismatchError as error:
         if passes.world.rank == 0:
             write_error(run_dir, failure_label(ALL_PASSES), error)
@@ -93,7 +98,12 @@ class _Taking:
     """Works through the items of a plan."""
 
     def __init__(
-        self, passes: Passes, plan: GradientPlan, run_dir: Path, rollout: Rollout, work: Work
+        self,
+        passes: Passes,
+        plan: GradientPlan,
+        run_dir: Path,
+        rollout: Rollout,
+        work: GradientSchedule,
     ) -> None:
         self.passes, self.plan, self.run_dir = passes, plan, run_dir
         self.rollout, self.work, self.world = rollout, work, passes.world
@@ -111,12 +121,12 @@ class _Taking:
             return
         order = list(dict.fromkeys(item.planned.trainer.name for item in pending))
         for name in order:
-            mine = [item for item in pending if item.planned.trainer.name == name]
-            if mine[0].planned is not self.reference:
-                self.attempt(mine[0].planned, mine)
+            own = [item for item in pending if item.planned.trainer.name == name]
+            if own[0].planned is not self.reference:
+                self.attempt(own[0].planned, own)
         self.note(finished=not self.failed)
 
-    def pending(self) -> list[Item]:
+    def pending(self) -> list[ScheduledGradient]:
         """What is not there yet; rank 0 looks, so that all ranks do the same."""
         import torch
 
@@ -128,14 +138,14 @@ class _Taking:
                 missing[number] = not is_current(self.run_dir, file, self.made_by(item))
         return [i for i, m in zip(todo, self.world.sum(missing).tolist(), strict=True) if m]
 
-    def made_by(self, item: Item) -> str:
+    def made_by(self, item: ScheduledGradient) -> str:
         values = self.work.vectors.values[item.vector]
         specs = [spec_hash(item.planned.spec), spec_hash(self.reference.spec)]
         parts = [text.encode() for text in specs]
         parts += [values.tobytes(), self.work.batch.prompts.tobytes()]
         return hashlib.sha256(b"/".join(parts)).hexdigest()[:12]
 
-    def attempt(self, planned: Planned, items: list[Item], room: bool = False) -> bool:
+    def attempt(self, planned: Planned, items: list[ScheduledGradient], room: bool = False) -> bool:
         """One pass with all its vectors. Where ranks fail at different places the world ends."""
         start, name, failed = time.monotonic(), planned.trainer.name, None
         budget = planned.trainer.kind == "fix"
@@ -160,10 +170,10 @@ class _Taking:
             report_timing(f"gradient:{name}", time.monotonic() - start)
         return failed is None
 
-    def run(self, planned: Planned, items: list[Item], room: bool) -> None:
+    def run(self, planned: Planned, items: list[ScheduledGradient], room: bool) -> None:
         from mismatch.training.gradients import GradientJob, batch_gradient, require_memory
 
-        self.passes.load(planned.one)
+        self.passes.load(planned.pass_)
         loaded = self.passes.loaded
         assert loaded is not None
         if room:
@@ -171,13 +181,13 @@ class _Taking:
         source = replay_source(self.run_dir, self.rollout, planned.spec)
         for item in items:
             values, prompts = self.work.vectors.values[item.vector], self.work.batch.prompts
-            job = GradientJob(item.coefficients, values, prompts, planned.one, source)
+            job = GradientJob(item.coefficients, values, prompts, planned.pass_, source)
             loss = item.coefficients.partition(":")[0]
             result = batch_gradient(self.world, loaded, self.rollout, job, self.totals.get(loss))
             if planned is self.reference:
                 self.totals[loss] = result.total.on_host()
             gradients = Gradients(
-                name=planned.one.name,
+                name=planned.pass_.name,
                 coefficients=item.coefficients,
                 groups=result.groups,
                 squared_norm=result.squared_norm,

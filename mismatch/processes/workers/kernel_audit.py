@@ -28,7 +28,7 @@ from mismatch.experiments.kernels import Audit, Kind, Origin, answered
 from mismatch.processes.kernels.cases import PLANTED, Candidate, names_here
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
 from mismatch.processes.kernels.isolation import DONE, HARM, LABEL, NOW, PLAN, AuditSpec, Step
-from mismatch.run.messages import PROGRESS, leave, report_ready, say, write_error
+from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, write_error
 from mismatch.run.store import read_json, write_json
 
 DTYPES = {"cpu": ("fp64", "fp32", "bf16"), "cuda": ("fp64", "fp32", "bf16", "fp16")}
@@ -125,8 +125,8 @@ class Work:
         from mismatch.training.attention.resolve import resolve_for
 
         device = self.options.device
-        place = torch.device(device)
-        chosen = resolve_for("auto", self.geometry.bare, place, torch.bfloat16).implementation
+        target = torch.device(device)
+        chosen = resolve_for("auto", self.geometry.bare, target, torch.bfloat16).implementation
         source = ImpactSource(self.spec, device)
         packed = any(finding.column == "packing" for finding in from_json(Audit, result).failed)
         harm = measure_impact(source, self._candidate(step.name), chosen, packed)
@@ -297,4 +297,4 @@ def _do(step: Step, folder: Path, work: Callable[[], Any]) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_worker(main(sys.argv[1:]))

@@ -28,7 +28,7 @@ from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.locate.plan import part_of
 from mismatch.experiments.locate.types import Sequence, SideLocation
 from mismatch.run import store
-from mismatch.run.messages import PROGRESS, leave, report_ready, say, write_error
+from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, write_error
 from mismatch.specs import Pass, RolloutSpec, TrainSpec, from_dict
 from mismatch.types import NotTested, Rollout
 
@@ -57,9 +57,9 @@ def part_in(job: dict[str, Any]) -> Rollout:
     return part_of(store.load_rollout(job["run_dir"]), sequences)
 
 
-def side_folder(place: Path | str, name: str) -> Path:
+def side_folder(directory: Path | str, name: str) -> Path:
     """Where a side leaves what it recorded."""
-    folder = Path(place) / name.replace(":", "-")
+    folder = Path(directory) / name.replace(":", "-")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -131,20 +131,20 @@ def run_passes(job: dict[str, Any]) -> None:
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    rollout, place = part_in(job), Path(job["place"])
+    rollout, directory = part_in(job), Path(job["place"])
     passes = [Pass(e["name"], from_dict(TrainSpec, e["spec"])) for e in job["passes"]]
     world = World.start()
     end = time.monotonic() + job["seconds"]
     not_tested: list[NotTested] = []
-    for one in passes[:-1]:
-        say(f"{PROGRESS}{one.name}")
-        with_model = Forward(world, one, rollout)
-        with_model.record(side_folder(place, one.name))
+    for pass_ in passes[:-1]:
+        say(f"{PROGRESS}{pass_.name}")
+        with_model = Forward(world, pass_, rollout)
+        with_model.record(side_folder(directory, pass_.name))
         del with_model
         gc.collect()
     say(f"{PROGRESS}{passes[-1].name}")
     forward = Forward(world, passes[-1], rollout)
-    reference = Reference(forward, place, end)
+    reference = Reference(forward, directory, end)
     report_ready()
     plain = {e["dtype"]: reference.replayed(f"plain:{e['dtype']}") for e in job["plain"]}
     sides: list[SideLocation] = []
@@ -154,11 +154,11 @@ def run_passes(job: dict[str, Any]) -> None:
     sides = [with_revert(side, reference, world, passes, rollout) for side in sides]
     not_tested += reference.not_tested
     store.write_json(
-        place / "sides.json",
+        directory / "sides.json",
         {"sides": to_json(sides), "not_tested": to_json(not_tested), "layers": reference.layers},
     )
     world.close()
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_worker(main(sys.argv[1:]))

@@ -61,11 +61,11 @@ class Forward:
         MismatchError: a model that cannot be loaded, or whose modules cannot be told apart.
     """
 
-    def __init__(self, world: Any, one: Pass, rollout: Rollout) -> None:
-        self.world, self.spec, self.rollout = world, one.spec, rollout
-        self.loaded = load(one.spec, world.mesh, world.device)
+    def __init__(self, world: Any, pass_: Pass, rollout: Rollout) -> None:
+        self.world, self.spec, self.rollout = world, pass_.spec, rollout
+        self.loaded = load(pass_.spec, world.mesh, world.device)
         require_known(self.loaded.scorer.decoder)
-        self.options = prepare_pass(world, self.loaded, rollout, one.spec, None)[0]
+        self.options = prepare_pass(world, self.loaded, rollout, pass_.spec, None)[0]
 
     @property
     def count(self) -> int:
@@ -111,8 +111,8 @@ class Reference:
         not_tested: modules that a side did not show.
     """
 
-    def __init__(self, forward: Forward, place: Path, end: float) -> None:
-        self.forward, self.place, self.end = forward, place, end
+    def __init__(self, forward: Forward, directory: Path, end: float) -> None:
+        self.forward, self.directory, self.end = forward, directory, end
         decoder: Any = forward.loaded.scorer.decoder
         self.layers = len(decoder.layers)
         config = forward.loaded.scorer.decoder_config
@@ -136,7 +136,7 @@ class Reference:
         self.not_tested += unseen(recorder.values, self.layers, self.routers)
 
     def _folder(self, name: str) -> Path:
-        folder = self.place / name.replace(":", "-")
+        folder = self.directory / name.replace(":", "-")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -149,8 +149,8 @@ class Reference:
         hidden: set[str] = set()
         for number in range(self.count):
             replay = self._replay(side, number)
-            for site, one in replay.sums.items():
-                sums.setdefault(site, []).append(one)
+            for site, part in replay.sums.items():
+                sums.setdefault(site, []).append(part)
             save_file(replay.news, news / f"{number}.safetensors")
             hidden |= replay.hidden
         names = sorted({Site.of(key).title for key in hidden})
@@ -193,8 +193,8 @@ class Reference:
             held=None,
             sites=tuple(sites),
         )
-        found = groups_of(sites)
-        return with_first(self._with_effects(side, end, found)) if found else side
+        groups = groups_of(sites)
+        return with_first(self._with_effects(side, end, groups)) if groups else side
 
     def drop(self) -> None:
         """Give back the model: nothing is replayed any more."""
@@ -243,16 +243,16 @@ class Reference:
         return [np.load(folder / f"{n}.npy") - self.own[n] for n in range(self.count)]
 
     def _with_effects(
-        self, side: SideLocation, end: Floats, found: list[tuple[Group, tuple[Site, ...]]]
+        self, side: SideLocation, end: Floats, candidates: list[tuple[Group, tuple[Site, ...]]]
     ) -> SideLocation:
-        keys = [frozenset(site.key for site in sites) for _, sites in found]
-        everything = frozenset(one.place.key for one in side.sites)
+        keys = [frozenset(site.key for site in sites) for _, sites in candidates]
+        everything = frozenset(site.place.key for site in side.sites)
         sources: frozenset[str] = frozenset().union(*keys)
         groups = []
-        for place, (group, _) in enumerate(found):
-            if place < TESTED:
-                alone = self._with_new(side.name, keys[place])
-                without = self._with_new(side.name, everything - keys[place])
+        for index, (group, _) in enumerate(candidates):
+            if index < TESTED:
+                alone = self._with_new(side.name, keys[index])
+                without = self._with_new(side.name, everything - keys[index])
                 group = replace(
                     group,
                     explains=explained(end, alone),
@@ -376,11 +376,11 @@ class Replay:
     def _with_flips(self, sums: Sums, own: torch.Tensor, natural: torch.Tensor) -> Sums:
         if not 0 < self.top_k < own.shape[-1]:
             return sums
-        mine, theirs = (
+        ours, theirs = (
             torch.topk(logits, self.top_k, dim=-1).indices.sort(-1).values
             for logits in (own, natural)
         )
-        flips = float((mine != theirs).any(-1).sum())
+        flips = float((ours != theirs).any(-1).sum())
         return replace(sums, flips=flips, tokens=float(len(own)))
 
 

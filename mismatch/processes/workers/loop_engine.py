@@ -29,22 +29,20 @@ from mismatch.experiments.sync.types import SyncReport, SyncSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Checkpoint
-from mismatch.processes.workers.engine import (
+from mismatch.processes.workers.engine import reported, rescore, stop_at
+from mismatch.processes.workers.probe_side import Probe, tokens
+from mismatch.processes.workers.sampling import (
     Ready,
     Reporter,
     ready_for,
-    reported,
-    rescore,
     sampled,
     save_texts,
-    stop_at,
     with_routes,
 )
-from mismatch.processes.workers.probe_side import Probe, tokens
 from mismatch.processes.workers.train import wait_for
 from mismatch.prompts.prompt import Prompt
 from mismatch.run import store
-from mismatch.run.messages import leave, report_ready, say
+from mismatch.run.messages import exit_worker, report_ready, say
 from mismatch.types import Floats, Rollout, Scoring
 
 LABEL = "loop-engine"
@@ -60,12 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Sample every step; 0, or 1 with the error left for the parent."""
     (path,) = sys.argv[1:] if arguments is None else arguments
     job = store.read_json(Path(path))
-    place, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
+    run_dir, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
     start, pool, shares = int(job["start"]), Path(job["pool"]), bool(job["shares"])
-    return reported(place, LABEL, lambda: run(place, loop, start, pool, shares))
+    return reported(run_dir, LABEL, lambda: run(run_dir, loop, start, pool, shares))
 
 
-def run(place: Path, loop: LoopSpec, start: int, pool: Path, shares: bool) -> None:
+def run(run_dir: Path, loop: LoopSpec, start: int, pool: Path, shares: bool) -> None:
     """From the engine's start to the last sample.
 
     Args:
@@ -87,14 +85,14 @@ def run(place: Path, loop: LoopSpec, start: int, pool: Path, shares: bool) -> No
     with engine_class(spec.engine.engine)(started, spec.sampling, longest) as engine:
         report_ready()
         stop_at(engine, ready)
-        side = EngineSide(place, loop, engine, ready, base, shares)
+        side = EngineSide(run_dir, loop, engine, ready, base, shares)
         side.choose_path(sync)
         side.choose_pool(pool)
         if shares:
             side.driver(base).sleep()
-            store.write_json(place / ASLEEP, {})
+            store.write_json(run_dir / ASLEEP, {})
         for step in range(start, loop.steps):
-            wait_for(place / GO / f"{step:06d}.json")
+            wait_for(run_dir / GO / f"{step:06d}.json")
             side.step(step)
 
 
@@ -102,7 +100,7 @@ def run(place: Path, loop: LoopSpec, start: int, pool: Path, shares: bool) -> No
 class EngineSide:
     """A running engine and what it is asked, step by step."""
 
-    place: Path
+    run_dir: Path
     loop: LoopSpec
     engine: Any
     ready: Ready
@@ -119,20 +117,20 @@ class EngineSide:
             MismatchError: none is; with the parameters of the last.
         """
         name = self.loop.check.rollout.engine.engine
-        known = PATHS.get(name, ())
-        candidates = known if self.loop.path == AUTO else (self.loop.path,)
+        paths = PATHS.get(name, ())
+        candidates = paths if self.loop.path == AUTO else (self.loop.path,)
         if not candidates or not set(candidates) <= set(engine_info(name).weight_paths):
             raise MismatchError(
                 f"--path {self.loop.path}: {name} has no such path",
-                f"one of {', '.join((AUTO, *known))}",
+                f"one of {', '.join((AUTO, *paths))}",
             )
         report: SyncReport | None = None
         for path in candidates:
             probed = replace(sync, path=path)
             rows = tokens(probed, self.ready.info.vocab_size, self.ready.info.context)
             checkpoint = Checkpoint(self.base, sync.seed)
-            report = Probe.of(self.engine, probed, checkpoint, rows, self.place).report()
-            store.write_json(self.place / f"sync-{path}.json", sync_to_json(report))
+            report = Probe.of(self.engine, probed, checkpoint, rows, self.run_dir).report()
+            store.write_json(self.run_dir / f"sync-{path}.json", sync_to_json(report))
             if not report.faults and not report.push_failed:
                 self.path = path
                 return
@@ -180,14 +178,14 @@ class EngineSide:
 
     def step(self, step: int) -> None:
         """Take the weights, verify them, sample."""
-        told = store.read_json(self.place / GO / f"{step:06d}.json")
+        order = store.read_json(self.run_dir / GO / f"{step:06d}.json")
         began = time.monotonic()
-        driver = self.driver(self.place / WEIGHTS)
+        driver = self.driver(self.run_dir / WEIGHTS)
         if self.shares:
             driver.wake("weights")
         driver.push(self.path, 0)
         pushed = time.monotonic()
-        verified, skipped = self.verify(step, driver, driver.checkpoint, told["digests"])
+        verified, skipped = self.verify(step, driver, driver.checkpoint, order["digests"])
         if self.shares:
             driver.wake("kv_cache")
         driver.drop_caches()
@@ -195,14 +193,14 @@ class EngineSide:
         chosen = self.chosen(step)
         count = self.loop.check.rollout.sampling.samples_per_prompt
         seed = seed_of(self.loop.seed, step)
-        whole, progress = bool(told["whole"]), Reporter(f"step {step}")
+        whole, progress = bool(order["whole"]), Reporter(f"step {step}")
         rollout, trajectories, decode = self.sample(chosen, count, seed, progress, whole)
         generated = time.monotonic()
         pushed_by = {"path": self.path, "verified": verified, "not_compared": skipped}
         facts = decode.fingerprint | {"synchronised": pushed_by}
         decode = replace(decode, fingerprint=facts)
         rollout = replace(rollout, rewards=self.rewards(rollout, chosen, f"of step {step}"))
-        folder = self.place / STEPS / f"{step:06d}"
+        folder = self.run_dir / STEPS / f"{step:06d}"
         self.save(folder, rollout, trajectories, decode, whole)
         if self.shares:
             driver.sleep()
@@ -221,7 +219,7 @@ class EngineSide:
     def driver(self, weights: Path) -> Any:
         """What brings these weights into the engine."""
         kind: Any = driver_class(self.loop.check.rollout.engine.engine)
-        return kind(self.engine, Checkpoint(weights, 0), self.place / "scratch")
+        return kind(self.engine, Checkpoint(weights, 0), self.run_dir / "scratch")
 
     def verify(
         self, step: int, driver: Any, weights: Checkpoint, digests: dict[str, list[int]]
@@ -379,4 +377,4 @@ def in_list(names: Sequence[str], most: int = 3) -> str:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_worker(main())

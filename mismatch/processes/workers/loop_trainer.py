@@ -40,7 +40,7 @@ from mismatch.processes.workers.engine import reported
 from mismatch.processes.workers.gradient_check import replay_source
 from mismatch.processes.workers.train import engine_distributions, free_memory, wait_for
 from mismatch.run import store
-from mismatch.run.messages import leave, report_ready, say
+from mismatch.run.messages import exit_worker, report_ready, say
 from mismatch.run.store import TRAIN
 from mismatch.specs import Pass
 from mismatch.types import Floats, Rollout, Scoring
@@ -55,13 +55,13 @@ MINI_STREAM = 104729  # the order of mini-batches, apart from the choice of prom
 def main(arguments: list[str]) -> int:
     """All steps; 0, or 1 with the error left for the parent."""
     job = store.read_json(Path(arguments[0]))
-    place, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
+    run_dir, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
     rank, start = os.environ.get("RANK", "0"), int(job["start"])
-    work = partial(run, place, loop, start, bool(job["shares"]))
-    return reported(place, LABEL, work, rank, "trainer")
+    work = partial(run, run_dir, loop, start, bool(job["shares"]))
+    return reported(run_dir, LABEL, work, rank, "trainer")
 
 
-def run(place: Path, loop: LoopSpec, start: int, shares: bool) -> None:
+def run(run_dir: Path, loop: LoopSpec, start: int, shares: bool) -> None:
     """Every step from ``start``; all ranks call it.
 
     Args:
@@ -71,7 +71,7 @@ def run(place: Path, loop: LoopSpec, start: int, shares: bool) -> None:
         MismatchError: see the trainer's side of each step; also out of memory.
     """
     if shares:
-        wait_for(place / ASLEEP)
+        wait_for(run_dir / ASLEEP)
 
     import torch
     import transformers
@@ -86,7 +86,7 @@ def run(place: Path, loop: LoopSpec, start: int, shares: bool) -> None:
     torch.manual_seed(loop.seed)
     try:
         loaded = load(loop.check.train, world.mesh, world.device)
-        side = TrainerSide(world, loaded, loop, place)
+        side = TrainerSide(world, loaded, loop, run_dir)
         side.begin(start)
         for step in range(start, loop.steps):
             side.step(step)
@@ -101,10 +101,10 @@ def run(place: Path, loop: LoopSpec, start: int, shares: bool) -> None:
 class TrainerSide:
     """A sharded model, its optimiser, and the steps."""
 
-    def __init__(self, world: Any, loaded: Any, loop: LoopSpec, place: Path) -> None:
+    def __init__(self, world: Any, loaded: Any, loop: LoopSpec, run_dir: Path) -> None:
         from mismatch.training.policy import PolicyOptimiser
 
-        self.world, self.loaded, self.loop, self.place = world, loaded, loop, place
+        self.world, self.loaded, self.loop, self.run_dir = world, loaded, loop, run_dir
         self.recent: list[Row] = []  # of the last steps, for the time that is left
         self.optimiser = PolicyOptimiser(
             world, loaded, loop.learning_rate, loop.max_norm, loop.frozen
@@ -113,11 +113,11 @@ class TrainerSide:
     def begin(self, start: int) -> None:
         """Go back to the checkpoint of a step, and give the engine its first weights."""
         if start:
-            self.optimiser.load(self.place / CHECKPOINTS / f"{start:06d}")
+            self.optimiser.load(self.run_dir / CHECKPOINTS / f"{start:06d}")
         if self.world.rank == 0:
-            forget_from(self.place, start)
+            forget_from(self.run_dir, start)
             for folder in (GO, STEPS):
-                for path in (self.place / folder).glob("*"):
+                for path in (self.run_dir / folder).glob("*"):
                     if int(path.stem) >= start:
                         path.unlink() if path.is_file() else shutil.rmtree(path)
             report_ready()
@@ -135,14 +135,14 @@ class TrainerSide:
             return 0.0
         digests = weights_changed(self.world, self.loaded)
         dtype = torch_dtype(self.loop.check.rollout.engine.dtype)
-        export(self.world, self.loaded, self.loaded.directory, self.place / WEIGHTS, dtype)
-        if (self.place / ASLEEP).exists():
+        export(self.world, self.loaded, self.loaded.directory, self.run_dir / WEIGHTS, dtype)
+        if (self.run_dir / ASLEEP).exists():
             free_memory()  # for the engine, which wakes up
         if self.world.rank == 0:
             self.plant(step)
             whole = step in (0, self.loop.steps - 1)
-            told = {"digests": {n: list(d) for n, d in digests.items()}, "whole": whole}
-            store.write_json(self.place / GO / f"{step:06d}.json", told)
+            order = {"digests": {n: list(d) for n, d in digests.items()}, "whole": whole}
+            store.write_json(self.run_dir / GO / f"{step:06d}.json", order)
         return time.monotonic() - began
 
     def plant(self, step: int) -> None:
@@ -152,7 +152,7 @@ class TrainerSide:
             if kind == "lost" and int(at) == step:
                 from safetensors.torch import load_file, save_file
 
-                for file in (self.place / WEIGHTS).glob("*.safetensors"):
+                for file in (self.run_dir / WEIGHTS).glob("*.safetensors"):
                     tensors = load_file(file)
                     if name in tensors:
                         tensors[name] = tensors[name].roll(1, 0)
@@ -162,7 +162,7 @@ class TrainerSide:
 
     def step(self, step: int) -> None:
         """Score, update, measure, hand on."""
-        folder = self.place / STEPS / f"{step:06d}"
+        folder = self.run_dir / STEPS / f"{step:06d}"
         wait_for(folder / DONE)
         began = time.monotonic()
         engine = store.read_json(folder / DONE)
@@ -193,14 +193,14 @@ class TrainerSide:
         parts = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s")
         first = self.world.rank == 0
         if first:
-            save_row(self.place, row)
+            save_row(self.run_dir, row)
         done = step + 1
         if done % self.loop.checkpoint_every == 0 or done == self.loop.steps:
             self.checkpoint(done)
         row["export_s"] = self.let_go(done)
         row["seconds"] = sum(row[part] or 0.0 for part in parts)
         if first:
-            save_row(self.place, row)
+            save_row(self.run_dir, row)
             self.recent = [*self.recent[1 - PACE :], row]
             say(f"progress {in_words(self.recent, self.loop.steps)}")
 
@@ -254,7 +254,7 @@ class TrainerSide:
                 raise MismatchError(
                     f"step {step}, mini-batch {len(losses)}: the loss or its gradient is not "
                     f"finite; the largest ratio was {policy.largest:.3g}",
-                    f"history and the last checkpoint are in {self.place}; a smaller "
+                    f"history and the last checkpoint are in {self.run_dir}; a smaller "
                     "--learning-rate, or another --train-dtype",
                 )
             losses.append(taken[0])
@@ -273,7 +273,7 @@ class TrainerSide:
 
     def checkpoint(self, done: int) -> None:
         """After ``done`` steps; the one before goes when this one is whole."""
-        folder = self.place / CHECKPOINTS
+        folder = self.run_dir / CHECKPOINTS
         self.optimiser.save(folder / f"{done:06d}")
         if self.world.rank == 0:
             for older in folder.iterdir():
@@ -292,4 +292,4 @@ def require_finite(step: int, what: str, values: Floats) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_worker(main(sys.argv[1:]))

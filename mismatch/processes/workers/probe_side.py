@@ -28,7 +28,7 @@ from mismatch.experiments.sync.judge import cache_row, of_adapters, parameters, 
 from mismatch.experiments.sync.types import CacheRow, SyncReport, SyncSpec
 from mismatch.models.weight_states import PUSHES, SIZE, Adapters, Checkpoint, Prints, state_of
 from mismatch.processes.workers.engine import reported
-from mismatch.run.messages import leave, report_ready, report_timing, say
+from mismatch.run.messages import exit_worker, report_ready, report_timing, say
 from mismatch.run.store import read_json, write_json
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, NotTested, Sampling
@@ -284,4 +284,4 @@ def trainer_side(run_dir: Path, spec: SyncSpec) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_worker(main())

@@ -46,7 +46,7 @@ from mismatch.experiments.scoring_passes import Job
 from mismatch.processes.workers.gradient_check import replay_source, routes_from
 from mismatch.run.messages import (
     SCORED,
-    leave,
+    exit_worker,
     pass_label,
     report_ready,
     report_timing,
@@ -177,20 +177,20 @@ class _Passes:
     def score(self, items: list[Job]) -> None:
         first = items[0] if items else None
         if first is not None and not (first.optional or first.side):
-            self.load(first.one)
+            self.load(first.pass_)
         if self.world.rank == 0:
             report_ready()
         if "wait_for" in self.job:
             wait_for(Path(self.job["wait_for"]))
-            told = Path(self.job["wait_for"]).read_text()
-            self.job = self.job | (json.loads(told) if told.strip() else {})
+            signal = Path(self.job["wait_for"]).read_text()
+            self.job = self.job | (json.loads(signal) if signal.strip() else {})
             self.began = time.monotonic()
         for item in items:
             if item.side:
                 self.attempt(item)
             elif not item.optional:
-                self.one(item)
-            elif (item.place / ROLLOUT).exists() and not self.late():
+                self.run_pass(item)
+            elif (item.run_dir / ROLLOUT).exists() and not self.late():
                 self.attempt(item)
 
     def attempt(self, item: Job) -> None:
@@ -203,7 +203,7 @@ class _Passes:
         self.attempts += 1
         failed: Exception | None = None
         try:
-            self.one(item)
+            self.run_pass(item)
         except Exception as error:
             if item.side and not is_out_of_memory(error):
                 raise
@@ -213,12 +213,12 @@ class _Passes:
             if is_out_of_memory(error):
                 self.drop(error)
         try:
-            self.world.meet(f"{self.attempts}:{item.one.name}")
+            self.world.meet(f"{self.attempts}:{item.pass_.name}")
         except RuntimeError as lost:
             if failed is not None:
                 leave_out(self.job, item, failed, any_rank=True)
             raise MismatchError(
-                f"the ranks parted in the pass {item.one.name}", "see logs/train.log"
+                f"the ranks parted in the pass {item.pass_.name}", "see logs/train.log"
             ) from lost
         if item.optional:
             self.seconds.append(time.monotonic() - start)
@@ -241,49 +241,49 @@ class _Passes:
         over = self.world.rank == 0 and expected > allowed
         return bool(self.world.sum(torch.tensor(int(over))))
 
-    def load(self, one: Pass) -> None:
+    def load(self, pass_: Pass) -> None:
         from mismatch.training.load import switched
 
-        if self.loaded is not None and load_key(self.loaded.spec) == load_key(one.spec):
+        if self.loaded is not None and load_key(self.loaded.spec) == load_key(pass_.spec):
             return
         held, self.loaded = self.loaded, None  # what fails half way is loaded anew
-        self.loaded = None if held is None else switched(held, one.spec)
+        self.loaded = None if held is None else switched(held, pass_.spec)
         if self.loaded is not None:
             return
         del held
         free_memory()  # the old weights must be gone before the new ones come
-        self.loaded = _load(self.world, one, self.job)
+        self.loaded = _load(self.world, pass_, self.job)
 
-    def one(self, item: Job) -> None:
+    def run_pass(self, item: Job) -> None:
         from mismatch.training.score import score_pass
 
-        world, one = self.world, item.one
-        self.load(one)
+        world, pass_ = self.world, item.pass_
+        self.load(pass_)
         assert self.loaded is not None
         rollout = self.rollout(item)
         # Fixes are compared by their log-ratios alone.
         asked = None if item.optional else engine_distributions(self.job, rollout)
         start = time.monotonic()
-        if one.spec.replay_routing is not None:
+        if pass_.spec.replay_routing is not None:
             world.barrier()  # the routes may come from an earlier pass, which rank 0 saves
-        if left_out(item.place, rollout, one):
+        if left_out(item.run_dir, rollout, pass_):
             return
-        source = replay_source(item.place, rollout, one.spec)
-        likeliest = LIKELIEST if one.name == TRAIN and not item.optional else 0
-        scoring = score_pass(world, self.loaded, rollout, one, source, asked, likeliest)
+        source = replay_source(item.run_dir, rollout, pass_.spec)
+        likeliest = LIKELIEST if pass_.name == TRAIN and not item.optional else 0
+        scoring = score_pass(world, self.loaded, rollout, pass_, source, asked, likeliest)
         seconds = time.monotonic() - start
         if scoring is None:
             return
-        report_timing(one.name, seconds)
+        report_timing(pass_.name, seconds)
         also = () if source is None else (routing_file(source.name),)
         if scoring.likeliest is not None:  # first: a pass whose scoring is there is not made again
-            name_likeliest(item.place, scoring.likeliest, one.spec)
-        save_scoring(item.place, scoring, rollout, made_by=one.spec, also_from=also)
+            name_likeliest(item.run_dir, scoring.likeliest, pass_.spec)
+        save_scoring(item.run_dir, scoring, rollout, made_by=pass_.spec, also_from=also)
 
     def rollout(self, item: Job) -> Rollout:
-        if item.place not in self.rollouts:
-            self.rollouts[item.place] = load_rollout(item.place)
-        return self.rollouts[item.place]
+        if item.run_dir not in self.rollouts:
+            self.rollouts[item.run_dir] = load_rollout(item.run_dir)
+        return self.rollouts[item.run_dir]
 
 
 def runnable(items: list[Job], job: dict[str, Any]) -> list[Job]:
@@ -292,12 +292,12 @@ def runnable(items: list[Job], job: dict[str, Any]) -> list[Job]:
     Raises:
         MismatchError: see :func:`validate`, of one that is not optional.
     """
-    validate([item.one for item in items if not item.optional])
+    validate([item.pass_ for item in items if not item.optional])
     kept = []
     for item in items:
         try:
             if item.optional:
-                validate([item.one])
+                validate([item.pass_])
             kept.append(item)
         except MismatchError as error:
             leave_out(job, item, error)
@@ -310,25 +310,25 @@ def leave_out(job: dict[str, Any], item: Job, error: Exception, *, any_rank: boo
         return
     if not isinstance(error, MismatchError):
         error = MismatchError(named_line(error), "see logs/train.log")
-    write_error(job["run_dir"], pass_label(item.one.name), error)
+    write_error(job["run_dir"], pass_label(item.pass_.name), error)
 
 
-def _load(world: World, one: Pass, job: dict[str, Any]) -> LoadedModel:
+def _load(world: World, pass_: Pass, job: dict[str, Any]) -> LoadedModel:
     import torch
 
     from mismatch.training.load import load
 
     start = time.monotonic()
     try:
-        loaded = load(one.spec, world.mesh, world.device, bool(job.get("resident_report")))
+        loaded = load(pass_.spec, world.mesh, world.device, bool(job.get("resident_report")))
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
-            f"rank {world.rank} is out of GPU memory while it loads the weights of {one.name}: "
+            f"rank {world.rank} is out of GPU memory while it loads the weights of {pass_.name}: "
             f"{first_line(error)}",
             "--master-dtype auto, --offload, or more GPUs: --nproc-per-node",
         ) from error
     if world.rank == 0:
-        report_timing(f"load:{one.name}", time.monotonic() - start)
+        report_timing(f"load:{pass_.name}", time.monotonic() - start)
     return loaded
 
 
@@ -348,21 +348,21 @@ def validate(passes: list[Pass]) -> None:
     from mismatch.training.load import require_runnable
 
     seen = set()
-    for one in passes:
-        key = (*load_key(one.spec), one.spec.replay_routing, bool(one.spec.inject))
+    for pass_ in passes:
+        key = (*load_key(pass_.spec), pass_.spec.replay_routing, bool(pass_.spec.inject))
         if key not in seen:
             seen.add(key)
-            require_runnable(one.spec)
+            require_runnable(pass_.spec)
 
 
-def left_out(run_dir: Path | str, rollout: Rollout, one: Pass) -> bool:
+def left_out(run_dir: Path | str, rollout: Rollout, pass_: Pass) -> bool:
     """Whether a side pass has no routes to replay, because nobody could capture them.
 
     The report says so; a pass that was asked for by ``--replay-routing`` is refused instead.
     """
-    if one.name not in (NEW_REPLAYED, REPLAYED):
+    if pass_.name not in (NEW_REPLAYED, REPLAYED):
         return False
-    return not scoring_header(run_dir, routes_from(rollout, one.spec)).get("routing")
+    return not scoring_header(run_dir, routes_from(rollout, pass_.spec)).get("routing")
 
 
 def wait_for(path: Path) -> None:
@@ -387,13 +387,13 @@ def name_likeliest(run_dir: Path, likeliest: Likeliest, spec: TrainSpec) -> None
     """Add the texts of ids that the trainer thinks likeliest, and the engine nowhere."""
     from mismatch.models.resolved import load_tokenizer, token_texts
 
-    known = load_vocabulary(run_dir)
-    unnamed = sorted(set(np.unique(likeliest.ids).tolist()) - known.keys())
-    if not known or not unnamed:
+    texts = load_vocabulary(run_dir)
+    unnamed = sorted(set(np.unique(likeliest.ids).tolist()) - texts.keys())
+    if not texts or not unnamed:
         return
     with contextlib.suppress(MismatchError):  # a checkpoint without a tokenizer: the ids will do
         tokenizer = load_tokenizer(spec.model, spec.revision, spec.trust_remote_code)
-        save_vocabulary(run_dir, known | token_texts(tokenizer, unnamed))
+        save_vocabulary(run_dir, texts | token_texts(tokenizer, unnamed))
 
 
 def free_memory() -> None:
@@ -406,4 +406,4 @@ def free_memory() -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_worker(main(sys.argv[1:]))

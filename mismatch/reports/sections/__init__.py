@@ -1,13 +1,15 @@
-"""The sections of a report, in their order: one module each; an analysis's has its id as name.
+"""The sections of a report, in their order.
 
-A module that tells of an analysis has ``section(result, report)``; one that tells of the report
-itself has ``of_report(report)``, ``of_tokens(report, tokens)`` or ``of_names(report, names)``. They
-give one section, several, or None.
+``section(result, report)`` in the module of an analysis's id shows its result; one in
+:data:`CHAPTERS` says ``module:function`` where several share a module. Those that show the report
+itself ask by the names of their parameters for ``report``, ``tokens`` or ``names``. They give one
+section, several, or None.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from mismatch.analysis import plugins
@@ -15,38 +17,35 @@ from mismatch.reports import summary
 from mismatch.reports.formatting import TONES
 from mismatch.reports.section import Page, Section
 from mismatch.reports.sections import headline
-from mismatch.reports.sections.first import answers, lead
 from mismatch.types import Report
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.reports.framework_values import Elsewhere
+    from mismatch.reports.framework_values import FrameworkValues
 
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
     (
         "normal-or-not",
         "Is this normal?",
-        ("headline", "published_values", "two_passes", "exact", "forecast"),
+        ("headline", "published_values", "passes:two_passes", "passes:exact",
+         "corrections:forecast"),
     ),
-    ("place", "Where does it sit?", ("tokens", "patterns", "breakdowns")),
-    (
-        "why",
-        "Why?",
-        ("causes", "square", "explain", "engines", "locate", "budget", "variants", "kernels"),
-    ),
+    ("place", "Where does it sit?", ("tokens", "patterns", "patterns:breakdowns")),
+    ("why", "Why?", ("causes", "square", "causes:explain", "engines", "locate", "passes:budget",
+                     "passes:variants", "kernels")),
     ("helps", "What helps?", ("fixes", "corrections", "gradients")),
     ("token-by-token", "Token by token", ("explorer",)),
     ("experts", "Expert routing", ("routing",)),
-    ("unseen", "Checks, and what was not tested", ("checks",)),
-    ("reproduce", "Reproduce", ("ran", "glossary")),
-)
+    ("unseen", "Checks, and what was not tested", ("headline:checks",)),
+    ("reproduce", "Reproduce", ("ran", "ran:glossary")),
+)  # fmt: skip
 Sections = Section | tuple[Section, ...] | None
 
 
 def page(
-    report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
+    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
 ) -> Page:
     """The report as every renderer shows it.
 
@@ -69,8 +68,8 @@ def page(
             f"{summary.size(report)}; levels for {report.verdict.levels}",
         ),
         sections=tuple(shown),
-        lead=lead(report),
-        answers=answers(report, warnings),
+        lead=headline.lead(report),
+        answers=headline.answers(report, warnings),
         table=headline.table(summary.most_telling(report)),
         asked=headline.names_there(report, names),
         steps=tuple(summary.next_steps(report)),
@@ -79,10 +78,10 @@ def page(
 
 
 def chapters(
-    report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
+    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
 ) -> list[Section]:
     """Every section of this report in its chapter; analyses without a place come last."""
-    placed = {section for _, _, ids in CHAPTERS for section in ids}
+    placed = {place.rpartition(":")[2] for _, _, places in CHAPTERS for place in places}
     rest = ("more", "Also measured", tuple(id for id in report.analyses if id not in placed))
     shown = []
     for id, title, ids in (*CHAPTERS, rest):
@@ -93,24 +92,24 @@ def chapters(
 
 
 def sections(
-    report: Report, tokens: pd.DataFrame | None = None, names: Elsewhere | None = None
+    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
 ) -> list[Section]:
     """The same without chapters."""
     return [part for chapter in chapters(report, tokens, names) for part in chapter.parts]
 
 
 def _sections(
-    id: str, report: Report, tokens: pd.DataFrame | None, names: Elsewhere | None
+    place: str, report: Report, tokens: pd.DataFrame | None, names: FrameworkValues | None
 ) -> tuple[Section, ...]:
-    place, _, name = plugins.section_of(id).partition(":")
-    module = import_module(place)
+    module, _, id = place.rpartition(":")
+    ours = f"{__name__}.{module or id}:{id if module else 'section'}"
+    home, _, name = (plugins.section_of(id) or ours).partition(":")
+    make = getattr(import_module(home), name)
     shown: Sections = None
-    if not name and hasattr(module, "of_report"):
-        shown = module.of_report(report)
-    elif not name and hasattr(module, "of_names"):
-        shown = module.of_names(report, names)
-    elif not name and hasattr(module, "of_tokens"):
-        shown = None if tokens is None else module.of_tokens(report, tokens)
-    elif (result := report.result(id)) is not None:
-        shown = getattr(module, name or "section")(result, report)
+    if (result := report.result(id)) is not None:
+        shown = make(result, report)
+    elif "result" not in (wanted := signature(make).parameters):
+        given = {"report": report, "tokens": tokens, "names": names}
+        if tokens is not None or "tokens" not in wanted:
+            shown = make(*(given[name] for name in wanted))
     return shown if isinstance(shown, tuple) else (shown,) if shown else ()

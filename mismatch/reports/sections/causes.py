@@ -1,4 +1,4 @@
-"""Why the two sides differ: the leading cause, what speaks for it, and what was ruled out."""
+"""Why the two sides differ: the causes, what speaks for each, and the experiments that tell."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.analysis.diagnosis.detector import Evidence
 from mismatch.analysis.diagnosis.ranking import Cause, Causes
+from mismatch.experiments.explanation import GONE, STAYS, Experiment, Explanation
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.types import Report
@@ -21,59 +22,49 @@ SIDES = {"engine": "the engine's side", "trainer": "the trainer's side", "either
 RANKED = (
     Column("cause", text, of=lambda cause: title_of(cause.id)),
     Column("id", text, 4, of="id", tone="code"),
-    Column("", text, detail="how sure", of=lambda cause: _status(cause.status)),
+    Column("", text, detail="how sure", of=lambda cause: _outcome(cause.status)),
     Column("side", text, 1, of="side"),
     Column("share", percent, interval=2, detail="of mean |delta|", of="effect"),
 )
 EVIDENCE = (Column("measured", text), Column("value", number), Column("normal", text, 1))
 
 
-def _status(status: str) -> Cell:
-    return Cell(status, "strong" if status == "confirmed" else "")
-
-
 def section(result: Causes, report: Report) -> Section:
     """The leading cause first, then every other, then what was looked for and not there."""
-    evidence = _evidence((cause.id, cause.evidence) for cause in result.ranked)
-    looked = _evidence((each.detector, each.evidence) for each in result.ruled_out)
+    evidence = _evidence("cause", ((cause.id, cause.evidence) for cause in result.ranked))
+    looked = _evidence("looked for", ((each.detector, each.evidence) for each in result.ruled_out))
+    missing = [line(str(reason)) for reason in result.not_tested]
     several = result.ranked if len(result.ranked) > 1 else ()
+    about = f"What each cause looks like, and how it is confirmed: {PAGE}."
     return Section(
-        id="causes",
-        title="Causes",
-        warnings=tuple(
+        "causes",
+        "Causes",
+        warnings=[
             f"The detector {line(failure.detector)} failed ({line(failure.error)}): its causes "
             "were not looked for."
             for failure in result.failures
-        ),
+        ],
         sentences=sentences(result) if result.ranked else (),
-        parts=(
+        parts=[
             Section(
-                "causes-evidence",
-                "Evidence",
-                tables=(Table((Column("cause", text, 3), *EVIDENCE), evidence),),
-                folded=len(evidence) > SHOWN,
+                "causes-evidence", "Evidence", tables=[evidence], folded=len(evidence.rows) > SHOWN
             ),
             Section(
                 "causes-ruled-out",
                 "Looked for and not there",
-                lead=f"What each cause looks like, and how it is confirmed: {PAGE}.",
-                tables=(Table((Column("looked for", text, 3), *EVIDENCE), looked),),
-                parts=(
-                    Section(
-                        "causes-not-tested",
-                        "Causes not tested",
-                        notes=[line(str(missing)) for missing in result.not_tested],
-                        folded=False,
-                    ),
-                ),
+                about,
+                tables=[looked],
+                parts=[
+                    Section("causes-not-tested", "Causes not tested", notes=missing, folded=False)
+                ],
             ),
             Section(
                 "causes-ranked",
                 f"{plural(len(result.ranked), 'cause')}, with shares",
                 LEAD,
-                tables=(Table.of(RANKED, several),),
+                tables=[Table.of(RANKED, several)],
             ),
-        ),
+        ],
         folded=not result.ranked,
         short="" if result.ranked else sentences(result)[0],
     )
@@ -82,7 +73,7 @@ def section(result: Causes, report: Report) -> Section:
 def sentences(result: Causes) -> list[str]:
     """One paragraph a cause, with one action each; consequences get no advice."""
     if result.ranked:
-        return [_told(cause, place) for place, cause in enumerate(result.ranked)]
+        return [_paragraph(cause, place) for place, cause in enumerate(result.ranked)]
     rest = f", {plural(len(result.not_tested), 'detector')} lacked data"
     return [
         f"None found: {plural(len(result.ruled_out), 'detector')} saw what a healthy pair has"
@@ -90,30 +81,99 @@ def sentences(result: Causes) -> list[str]:
     ]
 
 
-def _told(cause: Cause, place: int) -> str:
+def _paragraph(cause: Cause, place: int) -> str:
     entry = catalogue().get(cause.id)
-    lead = "Leading cause" if place == 0 else "Also"
-    words = [f"{lead}: {line(title_of(cause.id))} ({cause.status}, {SIDES[cause.side]})"]
+    share = "; its share was not measured"
     if cause.effect is not None:
-        words[0] += f", {percent(cause.effect.value)} of mean |delta|"
-    else:
-        words[0] += "; its share was not measured"
-    if cause.alike:
-        others = ", ".join(title_of(id).lower() for id in cause.alike[:4])
-        words.append(f"These data cannot tell it from: {others}")
-    if cause.consequences:
-        gone = ", ".join(title_of(id).lower() for id in cause.consequences)
-        words.append(f"Gone with it: {gone}")
+        share = f", {percent(cause.effect.value)} of mean |delta|"
+    lead = f"{'Also' if place else 'Leading cause'}: {line(title_of(cause.id))}"
+    parts = [f"{lead} ({cause.status}, {SIDES[cause.side]}){share}"]
+    for words, ids in (
+        ("These data cannot tell it from", cause.alike[:4]),
+        ("Gone with it", cause.consequences),
+    ):
+        parts += [f"{words}: {', '.join(title_of(id).lower() for id in ids)}"] if ids else []
     if entry is not None:
-        words += [] if cause.status == "confirmed" else [f"To confirm: {entry.confirm}"]
-        words.append(f"Do: {entry.mend}")
-    return ". ".join(word.rstrip(".") for word in words) + "."
+        parts += [] if cause.status == "confirmed" else [f"To confirm: {entry.confirm}"]
+        parts.append(f"Do: {entry.mend}")
+    return ". ".join(part.rstrip(".") for part in parts) + "."
 
 
-def _evidence(groups: Iterable[tuple[str, tuple[Evidence, ...]]]) -> list[Cells]:
+def _evidence(title: str, groups: Iterable[tuple[str, tuple[Evidence, ...]]]) -> Table:
     """A row for each, the name of its group in the first."""
-    return [
-        (name if place == 0 else "", each.what, each.value, each.normal)
+    rows: list[Cells] = [
+        ("" if place else name, each.what, each.value, each.normal)
         for name, evidence in groups
         for place, each in enumerate(evidence)
     ]
+    return Table((Column(title, text, 3), *EVIDENCE), rows)
+
+
+# ---------------------------------------------------------------- experiments
+
+EXPLAIN_LEAD = (
+    "Each experiment takes some causes out. Where mean |delta| goes with it, one of them is at "
+    f"work (more than {percent(GONE)} of it, by the whole interval): confirmed, if the experiment "
+    f"tells it from the others; where it stays (less than {percent(STAYS)}, and less than the "
+    "cause would take along), they are ruled out. Fixes of --fix come first, then those of "
+    "--explain by the information expected per second."
+)
+EXPERIMENTS = (
+    Column(
+        "experiment",
+        text,
+        of=lambda each: Cell(each.id, "code", "" if each.same_tokens else "sampled anew"),
+    ),
+    Column(
+        "", text, detail="what it says", of=lambda each: _outcome(each.outcome, _measured(each))
+    ),
+    Column("side", text, 2, detail="at fault, if it confirms", of="side"),
+    Column("gone", percent, interval=1, detail="share of mean |delta|", of="gone"),
+    Column("seconds", number, 2, of="seconds"),
+    Column("causes", text, 3, detail="that it takes out", of=lambda each: ", ".join(each.tests)),
+)
+
+
+def explain(result: Explanation, report: Report) -> Section:
+    """What was confirmed, what was ruled out, then every experiment."""
+    said = explained(result)
+    table = Table.of(EXPERIMENTS, result.experiments)
+    return Section(
+        "explain", "Experiments", EXPLAIN_LEAD, sentences=said, tables=[table], short=" ".join(said)
+    )
+
+
+def explained(result: Explanation) -> list[str]:
+    """One sentence each for what was confirmed, what was ruled out and what could not be made."""
+    if not result.experiments:
+        return ["No experiment was made: no suspected cause has one that could tell it apart."]
+    made = len([each for each in result.experiments if each.seconds is not None])
+    confirmed = "No cause was confirmed"
+    if result.confirmed:
+        confirmed = f"Confirmed: {_names(result.confirmed)}"
+    return [
+        f"{confirmed} ({plural(made, 'experiment')}, {result.seconds:.0f} s).",
+        *([f"Ruled out: {_names(result.ruled_out)}."] if result.ruled_out else ()),
+        *(
+            f"{line(each.id)} was not measured: {line(each.reason)}."
+            for each in result.experiments
+            if each.reason
+        ),
+    ]
+
+
+def _names(ids: tuple[str, ...]) -> str:
+    return "; ".join(f"{line(title_of(id)).rstrip('.').lower()} ({id})" for id in ids)
+
+
+def _measured(experiment: Experiment) -> str:
+    """Why it was not made, or what it measured beside the share that is gone."""
+    return line(experiment.reason) or "; ".join(
+        f"{item.what}: {text(item.value) if isinstance(item.value, str) else number(item.value)}"
+        f" ({item.normal})"
+        for item in experiment.evidence
+    )
+
+
+def _outcome(outcome: str, note: str = "") -> Cell:
+    return Cell(outcome, "strong" if outcome == "confirmed" else "", note)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mismatch.experiments.engine_pair import FLOOR_TEXT, TRAINER, Edge, Triangle
-from mismatch.reports.formatting import MARKS, TONES, line, number, percent, signed, text
-from mismatch.reports.metric_labels import words_for
+from mismatch.reports.formatting import MARKS, TONES, capital, line, number, percent, signed, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
-from mismatch.types import Report
+from mismatch.types import Estimate, Report
 
 LEAD = (
     "Both engines sampled from the same prompts, and each scored what the other had sampled, by "
     "prefill. On one set of tokens the three parties are the corners of a triangle and mean "
     "|delta| is the length of its edges. Both scored what is “given”; of what is “sampled”, the "
-    "left side is as it sampled."
+    "left side is as it sampled: there k3 estimates a KL, elsewhere it is a divergence score."
 )
 CONTRASTS = (
     "Mean |delta| of the first edge minus that of the second, paired on the same tokens. A party "
@@ -20,18 +21,7 @@ CONTRASTS = (
     "chance and by a tenth. Where every edge is shorter than {floor} nats, all three agree and "
     "none is odd."
 )
-MEAN, K3, MOST = "logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max"
-ROUTES = "routing_disagree_layer"
 KINDS = {"prefill": "given", "decode": "sampled"}
-EDGES = (
-    Column("left / right", text),
-    Column("tokens of", text),
-    Column("left", text),
-    Column("mean |delta|", number, interval=1, detail="nats"),
-    Column("k3", number, 2),
-    Column("largest |delta|", number, 4),
-    Column("routing flips", percent, 3, detail="of (token, layer)"),
-)
 COMPARED = (
     Column("first edge", text),
     Column("second edge", text),
@@ -40,89 +30,89 @@ COMPARED = (
 )
 
 
+def _value(name: str) -> Callable[[Edge], Estimate | None]:
+    def value(edge: Edge) -> Estimate | None:
+        known = edge.comparison
+        return None if known is None else (known.metrics | known.routing).get(name)
+
+    return value
+
+
+def _pair(edge: Edge) -> Cell:
+    pair = " / ".join(map(party, edge.parties))
+    return Cell(pair, note=f"not tested: {edge.reason}" if edge.reason else "")
+
+
+EDGES = (
+    Column("left / right", text, of=_pair),
+    Column("tokens of", text, of="tokens"),
+    Column("left", text, of=lambda edge: KINDS[edge.kind]),
+    Column("mean |delta|", interval=1, detail="nats", of=_value("logprob_abs_diff_mean")),
+    Column("k3", number, 2, detail="nats per token", of=_value("k3_kl")),
+    Column("largest |delta|", number, 4, of=_value("logprob_abs_diff_max")),
+    Column(
+        "routing flips", percent, 3, detail="of (token, layer)", of=_value("routing_disagree_layer")
+    ),
+)
+
+
 def section(result: Triangle, report: Report) -> Section:
     """Every edge, those between three parties that scored alike first; always in full."""
-    edges = sorted(result.edges, key=lambda edge: edge.kind != "prefill")
     decided = Section(
-        id="engines-contrasts",
-        title="What the odd one out is decided by",
-        lead=CONTRASTS.format(floor=FLOOR_TEXT),
-        tables=(Table(COMPARED, _contrasts(result)),),
+        "engines-contrasts",
+        "What the odd one out is decided by",
+        CONTRASTS.format(floor=FLOOR_TEXT),
+        tables=[Table(COMPARED, _contrasts(result))],
         page_only=True,
     )
+    edges = sorted(result.edges, key=lambda edge: edge.kind != "prefill")
     return Section(
-        id="engines",
-        title="Engines",
-        lead=LEAD,
+        "engines",
+        "Engines",
+        LEAD,
         sentences=sentences(result, report),
-        tables=(Table(EDGES, [_edge(edge) for edge in edges]),),
+        tables=[Table.of(EDGES, edges)],
         notes=[f"not tested: {missing}" for missing in result.not_tested],
-        parts=(decided,),
+        parts=[decided],
         folded=False,
     )
 
 
 def sentences(result: Triangle, report: Report) -> list[str]:
     """What follows, most useful first."""
-    said = [_capital(f"{line(result.reason)}.")]
-    for one in result.sides:
-        name = f"{line(one.engine)} {line(one.version)}".strip()
-        facts = report.fingerprints.get(f"{one.engine}:decode", {})
+    reason = f"{line(result.reason)}."
+    if reason.startswith(("all ", "none", "not", "the ")):  # names of engines keep their own case
+        reason = capital(reason)
+    said = [reason]
+    for side in result.sides:
+        name = f"{line(side.engine)} {line(side.version)}".strip()
+        facts = report.fingerprints.get(f"{side.engine}:decode", {})
         if facts.get("attention"):
             name += f", attention {line(facts['attention'])},"
-        if one.verdict is None:
-            said.append(f"{name} against the trainer, on its own tokens: no level applies.")
-        else:
-            mark = MARKS[TONES[one.verdict.status]]
-            said.append(
-                f"{name} against the trainer, on its own tokens: {mark} {one.verdict.status}, "
-                f"{line(one.verdict.reason)}."
-            )
-    first = line(result.sides[0].engine)
-    said.append(
-        f"The verdict is that of the worse engine; all other parts of this report are of {first}."
-    )
-    return said
-
-
-def _edge(edge: Edge) -> Cells:
-    known = edge.comparison
-    values = {} if known is None else known.metrics | known.routing
-    words = words_for(K3, sampled_by_left=known is not None and known.sampled_by_left)
-    pair = f"{party(edge.parties[0])} / {party(edge.parties[1])}"
-    return (
-        Cell(pair, note=f"not tested: {edge.reason}" if edge.reason else ""),
-        edge.tokens,
-        KINDS[edge.kind],
-        values.get(MEAN),
-        Cell(values.get(K3), note="" if known is None else words.label),
-        values.get(MOST),
-        values.get(ROUTES),
-    )
+        level = "no level applies"
+        if side.verdict is not None:
+            mark = MARKS[TONES[side.verdict.status]]
+            level = f"{mark} {side.verdict.status}, {line(side.verdict.reason)}"
+        said.append(f"{name} against the trainer, on its own tokens: {level}.")
+    return [
+        *said,
+        "The verdict is that of the worse engine; all other parts of this report are of "
+        f"{line(result.sides[0].engine)}.",
+    ]
 
 
 def _contrasts(result: Triangle) -> list[Cells]:
     """One edge at a party beside the edge that the party has no part in; each pair once."""
-    rows: list[Cells] = []
-    seen = set()
+    rows: dict[object, Cells] = {}
     for contrast in result.contrasts:
         (third,) = set(result.parties) - {contrast.party, contrast.edge}
-        edges = frozenset((contrast.party, contrast.edge)), frozenset((contrast.edge, third))
-        key = contrast.tokens, frozenset(edges)
-        if key in seen:
-            continue
-        seen.add(key)
-        first = f"{party(contrast.party)} / {party(contrast.edge)}"
-        second = f"{party(contrast.edge)} / {party(third)}"
-        rows.append((first, second, contrast.tokens, contrast.difference))
-    return rows
+        edges = (contrast.party, contrast.edge), (contrast.edge, third)
+        names = (" / ".join(map(party, edge)) for edge in edges)
+        key = contrast.tokens, frozenset(map(frozenset, edges))
+        rows.setdefault(key, (*names, contrast.tokens, contrast.difference))
+    return [*rows.values()]
 
 
 def party(name: str) -> str:
     """An engine by its name, or the trainer."""
     return "trainer" if name == TRAINER else line(name)
-
-
-def _capital(text: str) -> str:
-    """Names of engines keep their own case."""
-    return text[0].upper() + text[1:] if text.startswith(("all ", "none", "not", "the ")) else text

@@ -1,113 +1,303 @@
-"""The numbers of the verdict beside their levels, and what a framework calls them."""
+"""What is read first: questions with their answers, the verdict's numbers, the checks."""
 
 from __future__ import annotations
 
-from mismatch.reports.formatting import number, text
-from mismatch.reports.framework_values import Elsewhere
-from mismatch.reports.section import Cell, Column, Section, Table, Value, status_cell
-from mismatch.reports.summary import (
-    Row,
-    cautions,
-    headline,
-    in_plain_words,
-    judged_rows,
-    most_telling,
+from collections.abc import Iterable, Iterator, Sequence
+
+from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
+from mismatch.analysis.square import sides_at_fault
+from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
+from mismatch.experiments.fixes.catalogue import labels
+from mismatch.experiments.fixes.guides import settings_of
+from mismatch.metrics.forecast import Forecast
+from mismatch.reports import summary
+from mismatch.reports.formatting import (
+    alike,
+    bound,
+    capital,
+    count,
+    interval,
+    line,
+    percent,
+    plural,
+    text,
+    times,
 )
-from mismatch.types import Report
+from mismatch.reports.framework_values import FrameworkValues
+from mismatch.reports.section import Answer, Block, Cell, Column, Section, Table, status_cell
+from mismatch.reports.sections import published_values, square
+from mismatch.reports.summary import Row
+from mismatch.types import NotTested, Report
+
+K3, MEAN = RANKED_BY
+FRAMEWORKS = ("verl", "TRL", "NeMo-RL", "prime-rl")
+NAMED = 6  # detectors, or reasons, that are named; the rest is counted
+WRONG = ("failed", "inconclusive", "warning")
+
+
+def lead(report: Report) -> str:
+    """What is wrong, or how far apart the two sides are, in one sentence."""
+    causes, failed = report.result("causes"), summary.checks(report, "failed")
+    if causes and causes.ranked:
+        return f"{line(title_of(causes.ranked[0].id)).rstrip('.')}."
+    if failed:
+        return capital(f"{line(failed[0].detail).rstrip('.')}.")
+    if report.verdict.status == "healthy":
+        return "Engine and trainer agree within the healthy bounds."
+    return summary.in_plain_words(report)
+
+
+def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
+    """The fix or what was ruled out, side, effect on training, how sure, what was not tested.
+
+    Args:
+        warnings: of all sections: what has to be known before numbers are believed.
+    """
+    result = report.result("square")
+    texts = {
+        "Careful": line(" ".join(warnings)),
+        "Cause": _cause(report),
+        "Ruled out": _ruled_out(report),
+        "Side at fault" if result and sides_at_fault(result) else "Each side": (
+            square.sentences(result)[0] if result else "".join(published_values.float32(report))
+        ),
+        "In training": _sentence(_training(report)),
+        "How sure": _sure(report),
+        "Checks": _sentence(
+            f"{status}: {', '.join(line(check.id) for check in checked)}"
+            for status in WRONG
+            if (checked := summary.checks(report, status))
+        ),
+        "Not tested": _some([NotTested.fields_of(why)[0] for why in summary.untested(report)], "."),
+    }
+    fix = _fix(report)
+    others = [Answer(question, answer) for question, answer in texts.items() if answer]
+    return (fix, *others) if fix else tuple(others)
+
+
+def _sentence(parts: Iterable[str]) -> str:
+    said = capital("; ".join(parts))
+    return f"{said}." if said else ""
+
+
+def _some(names: list[str], end: str = "") -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}{end}" if names else ""
+
+
+def _fix(report: Report) -> Answer | None:
+    """The best measured fix; else the repair of the leading cause, where there is one."""
+    fixes: FixTable | None = report.result("fixes")
+    if fixes is not None and fixes.best_together is not None:
+        best = fixes.outcome(fixes.best_together)
+        return Answer("Best fix", effect(best, report), best.flags, _settings(best))
+    if report.verdict.status == "healthy":
+        return None
+    causes = report.result("causes")
+    entry = catalogue().get(causes.ranked[0].id) if causes and causes.ranked else None
+    if fixes is not None and fixes.outcomes:
+        return Answer("Best fix", "None of the fixes that were measured helps significantly.")
+    return Answer("Fix, not measured", line(entry.mend), "--fix all") if entry else None
+
+
+def effect(best: FixOutcome, report: Report) -> str:
+    """A fix by its k3 before and after, and the verdict with it."""
+    parts = [best.id]
+    if K3 in best.before and K3 in best.after:
+        before, after = best.before[K3].value, best.after[K3].value
+        less = f" ({times(before / after)} less)" if 0 < after < before / 1.1 else ""
+        write = alike((before, after))
+        parts.append(f"k3 {write(before)} → {write(after)}{less}")
+    if best.verdict_after is not None:
+        now = report.result("fixes").verdict_as_is or report.verdict
+        parts.append(f"verdict {now.status.upper()} → {best.verdict_after.status.upper()}")
+    return "; ".join(parts)
+
+
+def _settings(best: FixOutcome) -> tuple[Block, ...]:
+    """How each framework is told; what is known of none says so."""
+    known = [settings_of(label.partition("=")[0]) for label in labels(best.id)]
+    return tuple(
+        Block(
+            name,
+            tuple(
+                each
+                for items in known
+                for item in items
+                if item.framework == name
+                for each in item.lines
+                if each
+            ),
+        )
+        for name in FRAMEWORKS
+    )
+
+
+def _cause(report: Report) -> str:
+    """How much the leading cause explains, and whether an experiment confirmed it."""
+    causes = report.result("causes")
+    if not causes or not causes.ranked:
+        return ""
+    cause = causes.ranked[0]
+    share = "share not measured"
+    if cause.effect is not None:
+        share = f"{percent(cause.effect.value)} of mean |delta| goes with it"
+    how = "suspected, --explain confirms or rules it out"
+    if cause.status == "confirmed":
+        how = "confirmed by experiment"
+    return f"{line(cause.id)}: {share}; {how}."
+
+
+def _ruled_out(report: Report) -> str:
+    """What detectors looked for and did not see; said where no cause is."""
+    causes = report.result("causes")
+    if not causes or causes.ranked:
+        return ""
+    ids = dict.fromkeys(line(id) for each in causes.ruled_out for id in each.causes)
+    missing = f"; {plural(len(causes.not_tested), 'detector')} lacked data"
+    looked = f"{plural(len(causes.ruled_out), 'detector')}{missing if causes.not_tested else ''}"
+    return _some([*ids], f" ({looked}).")
+
+
+def _training(report: Report) -> Iterator[str]:
+    """What the first step would clip, and what sequence weights would keep, here and at length."""
+    metrics = summary.headline(report).metrics
+    if "clip_fraction" in metrics:
+        yield f"PPO clips {percent(metrics['clip_fraction'].value)} of tokens at step 0"
+    if "ess_seq" in metrics:
+        yield f"sequence ESS {percent(metrics['ess_seq'].value)}"
+    forecast: Forecast | None = report.result("forecast")
+    if forecast is not None and forecast.missing:
+        yield f"no forecast: {line(forecast.missing)}"
+    elif forecast is not None:
+        last = forecast.rows[-1]
+        kept = percent(last.ess_untruncated.value)
+        kept = f"below {percent(forecast.floor)}" if forecast.at_floor(last) else kept
+        yield f"forecast at {count(last.length)} tokens: {kept}"
+
+
+def _sure(report: Report) -> str:
+    """k3 with its interval beside its level, by how many prompts; the fix on held-out ones."""
+    row = next((row for row in summary.judged_rows(report) if row.metric == K3), None)
+    if row is None or row.judgement is None:
+        return ""
+    write = alike((row.estimate.value, row.judgement.healthy))
+    parts = [
+        f"k3 {write(row.estimate.value)} ({interval(row.estimate, write, to=' to ')}), "
+        f"healthy up to {bound(row.judgement.healthy)}, unfit beyond {bound(row.judgement.unfit)}; "
+        f"{plural(row.estimate.n_prompts, 'prompt')}"
+    ]
+    fixes = report.result("fixes")
+    if fixes is not None and fixes.held_out is not None and fixes.held_out.confirmed:
+        parts.append("the fix is confirmed on held-out prompts")
+    if "heavy-tail" in row.estimate.flags:
+        parts.append("heavy-tailed: a few tokens carry k3")
+    return "; ".join(parts) + "."
+
+
+# ---------------------------------------------------------------- numbers beside their levels
 
 LEAD = "delta = train − rollout, nats; 95 % intervals by prompt."
 SCORES = " Neither side sampled these tokens: the KL formulas are scores here."
 COLUMNS = (
-    Column("metric", text),
-    Column("value", interval=1),
-    Column("healthy", number),
-    Column("unfit", number),
-    Column("level", text),
+    Column("metric", text, of="words.label"),
+    Column("value", interval=1, of="cell"),
+    Column("healthy", of=lambda row: _level(row, "healthy")),
+    Column("unfit", of=lambda row: _level(row, "unfit")),
+    Column(
+        "level", text, of=lambda row: status_cell(row.judgement.status) if row.judgement else ""
+    ),
 )
 NAMES = (
-    Column("metric", text),
-    Column("ours", priority=1),
-    Column("name there", text),
-    Column("there", detail="where its convention differs"),
+    Column("metric", text, of=lambda pair: pair[0].words.label),
+    Column("ours", priority=1, of=lambda pair: Cell(pair[0].estimate.value, format=pair[0].write)),
+    Column("name there", text, of=lambda pair: Cell(pair[1].name, "code")),
+    Column(
+        "there",
+        detail="where its convention differs",
+        of=lambda pair: Cell(pair[1].value, format=pair[0].write),
+    ),
 )
 
 
-def of_names(report: Report, names: Elsewhere | None) -> Section | None:
+def section(report: Report, names: FrameworkValues | None) -> Section | None:
     """The judged metrics beside their levels; None where nothing was judged.
 
     Args:
         names: a framework's names are a table of their own.
     """
-    rows = judged_rows(report)
+    rows = summary.judged_rows(report)
     if not rows:
         return None
-    shown = most_telling(report)
+    shown = summary.most_telling(report)
     return Section(
-        id="headline",
-        title="How far apart",
-        lead=LEAD + ("" if headline(report).sampled_by_left else SCORES),
-        sentences=(in_plain_words(report),),
-        tables=(table(shown),),
-        parts=(
+        "headline",
+        "How far apart",
+        LEAD + ("" if summary.headline(report).sampled_by_left else SCORES),
+        sentences=[summary.in_plain_words(report)],
+        tables=[table(shown)],
+        parts=[
             Section(
                 "judged",
                 f"All {len(rows)} judged metrics, and where their levels come from",
-                tables=(table(rows) if len(shown) < len(rows) else Table(COLUMNS, ()),),
-                sentences=tuple(
-                    f"{row.words.label}: {row.judgement.source}" for row in rows if row.judgement
-                ),
-                notes=tuple(cautions(rows)),
+                tables=[table(rows if len(shown) < len(rows) else [])],
+                sentences=[f"{r.words.label}: {r.judgement.source}" for r in rows if r.judgement],
+                notes=summary.cautions(rows),
             ),
             *names_there(report, names),
-        ),
+        ],
         folded=False,
     )
 
 
 def table(rows: list[Row]) -> Table:
     """Metrics beside their levels; shares in percent."""
-    return Table(COLUMNS, tuple(map(_row, rows)))
+    return Table.of(COLUMNS, rows)
 
 
-def _row(row: Row) -> tuple[Cell | Value, ...]:
-    judgement = row.judgement
-    return (
-        row.words.label,
-        row.cell,
-        Cell(judgement.healthy if judgement else None, format=row.healthy),
-        Cell(judgement.unfit if judgement else None, format=row.unfit),
-        status_cell(judgement.status) if judgement else "",
-    )
+def _level(row: Row, name: str) -> Cell:
+    return Cell(getattr(row.judgement, name, None), format=getattr(row, name))
 
 
-def names_there(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
+def names_there(report: Report, names: FrameworkValues | None) -> tuple[Section, ...]:
     """The metrics under a framework's names, where one was asked for."""
     if names is None or names.framework is None:
         return ()
     rows = names.rows(report)
-    table = Table(
-        NAMES,
-        tuple(
-            (
-                row.words.label,
-                Cell(row.estimate.value, format=row.write),
-                Cell(other.name, "code"),
-                Cell(other.value, format=row.write),
-            )
-            for row, other in rows
-        ),
-    )
     remarks: dict[str, list[str]] = {}
     for _, other in rows:
         if other.remark:
             remarks.setdefault(other.remark, []).append(other.name)
     return (
         Section(
-            id="names",
-            title=f"In {names.called}",
-            lead="" if rows else "None of these metrics is known to have a name there.",
-            tables=(table,) if rows else (),
-            notes=tuple(f"{', '.join(concerned)}: {text}" for text, concerned in remarks.items()),
+            "names",
+            f"In {names.called}",
+            "" if rows else "None of these metrics is known to have a name there.",
+            tables=[Table.of(NAMES, rows)],
+            notes=[f"{', '.join(concerned)}: {remark}" for remark, concerned in remarks.items()],
             folded=False,
         ),
     )
+
+
+# ---------------------------------------------------------------- checks
+
+CHECKS = (
+    Column("check", text, of="id"),
+    Column("result", text, of=lambda check: status_cell(check.status)),
+    Column("found", text, of="detail"),
+    Column("fix", text, 1, of="fix"),
+)
+
+
+def checks(report: Report) -> tuple[Section, ...]:
+    """Failed ones with their fix, passed ones folded; then what was not tested."""
+    wrong, passed = summary.checks(report, *WRONG), summary.checks(report, "passed")
+    ids, title = ", ".join(check.id for check in passed), f"{plural(len(passed), 'check')} passed"
+    shown = (
+        Section("checks", "Checks", tables=[Table.of(CHECKS, wrong)], folded=False),
+        Section("passed", title, tables=[Table.of(CHECKS[:-1], passed)], short=ids),
+        Section("untested", "Not tested", sentences=summary.untested(report), folded=False),
+    )
+    return tuple(section for section in shown if section.holds)

@@ -31,6 +31,7 @@ from mismatch.reports.formatting import (
     seconds,
     text,
     times,
+    wording,
 )
 from mismatch.reports.section import (
     Cell,
@@ -58,22 +59,7 @@ KINDS: dict[Kind, tuple[str, tuple[str, ...]]] = {
     "experts": ("Experts", EXPERT_COLUMNS),
 }
 ORIGINS = {"ours": "mismatch", "transformers": "transformers", "yours": "yours"}
-# Column -> its name, and its name in lines of at most six characters, for a terminal.
-WORDS = {
-    "accepts": ("accepts", "fits"),
-    "sinks": ("sinks", "sinks"),
-    "window": ("window", "win-\ndow"),
-    "packing": ("packing", "pack-\ning"),
-    "offsets": ("offsets", "off-\nsets"),
-    "grouped_queries": ("grouped queries", "GQA"),
-    "scaling": ("scaling", "sca-\nling"),
-    "forward": ("output", "out-\nput"),
-    "gradient": ("gradient", "grad"),
-    "sink_gradient": ("sinks' gradient", "sink\ngrad"),
-    "router_gradient": ("router's gradient", "rout\ngrad"),
-    "repeats": ("repeats", "re-\npeat"),
-    "batches": ("batches", "bat-\nches"),
-}
+WORDS = wording("kernels")  # column -> its name, and in short lines for a terminal
 LEGEND = (
     "✓ right, ✕ wrong, ! differs and is only reported, · not tested. Repeats: the same bits twice; "
     "batches: the same bits whatever else is in the batch."
@@ -83,25 +69,27 @@ ON_MODEL = (
     "tokens. The gradient is that of the mean log-probability. The last row is the same model with "
     "the kernel that the trainer takes by itself."
 )
+NAME = Column("implementation", text)
 HARM_COLUMNS = (
-    Column("implementation", text),
+    NAME,
     Column("tokens", count, 1),
-    Column("mean |delta|", number, detail="nats"),
-    Column("k3", number, detail="nats"),
+    Column("mean |delta|", detail="nats"),
+    Column("k3", detail="nats"),
     Column("gradient off", percent, detail="relative error"),
     Column("cosine", partial(number, digits=4), detail="of the gradient"),
     Column("sinks off", percent, detail="relative error of their gradient"),
 )
+TO_THE_BEST = Column("to the best", times)
 COST_COLUMNS = (
-    Column("implementation", text),
+    NAME,
     Column("tokens", count),
     Column("time", seconds),
-    Column("to the best", times),
+    TO_THE_BEST,
     Column("memory", memory),
-    Column("to the best", times),
+    TO_THE_BEST,
 )
 FINDING_COLUMNS = (
-    Column("implementation", text),
+    NAME,
     Column("check", text),
     Column("result", text),
     Column("value", scientific, 1),
@@ -117,18 +105,17 @@ def section(result: AuditReport, report: Report | None = None) -> Section:
     Raises:
         MismatchError: nothing was audited.
     """
-    verdict, said = judge(result), sentences(result)
+    verdict, said, shape = judge(result), sentences(result), _shape(result)
     about = f"{verdict.status}: {verdict.reason}"
-    shape = _shape(result)
-    shapes = f" Shapes of {result.model}: {shape};" if shape else f" Model: {result.model};"
+    model = f"Shapes of {result.model}: {shape}" if shape else f"Model: {result.model}"
     return Section(
-        id="kernels",
-        title="Kernels",
-        lead=f"{LEAD}{shapes} on {result.device}.",
-        warnings=(f"kernels: {about}" if verdict.code else "",),
+        "kernels",
+        "Kernels",
+        f"{LEAD} {model}; on {result.device}.",
+        warnings=[f"kernels: {about}" if verdict.code else ""],
         sentences=said,
         notes=not_tested(result.not_tested),
-        parts=(*map(partial(_kind, result), KINDS), _harm(result)),
+        parts=[*(_kind(result, kind) for kind in KINDS), _harm(result)],
         short=said[0] if verdict.code else about,
     )
 
@@ -139,9 +126,17 @@ def page(result: AuditReport) -> Page:
     Raises:
         MismatchError: nothing was audited.
     """
+
+    def fact(value: Any) -> str:
+        if isinstance(value, dict):
+            value = [f"{name} {of}" for name, of in value.items()]
+        if isinstance(value, list | tuple):
+            return ", ".join(map(str, value)) or "none"
+        return str(value)
+
     verdict = judge(result)
     created = result.facts.get("created", "")
-    facts = named((name, _fact(value)) for name, value in result.facts.items())
+    facts = named((name, fact(value)) for name, value in result.facts.items())
     return Page(
         kind="audit of kernels" + (f" · {created}" if created else ""),
         word="wrong" if verdict.code else "sound",
@@ -149,15 +144,9 @@ def page(result: AuditReport) -> Page:
         reason=verdict.reason,
         title=result.model,
         facts=(f"{_shape(result)}; on {result.device}",),
-        sections=(section(result), Section("audit", "This audit", tables=(facts,))),
+        sections=(section(result), Section("audit", "This audit", tables=[facts])),
         file="kernels",
     )
-
-
-def _fact(value: Any) -> str:
-    if isinstance(value, dict):
-        value = [f"{name} {of}" for name, of in value.items()]
-    return (", ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value)
 
 
 def sentences(report: AuditReport) -> list[str]:
@@ -181,23 +170,25 @@ def sentences(report: AuditReport) -> list[str]:
 
 def _fault(audit: Audit) -> str:
     """One implementation that is wrong: how, and what that does to the model."""
-    causes = causes_of(audit.failed)
+    causes, harm = causes_of(audit.failed), audit.harm
     others = [WORDS[each.column][0] for each in audit.failed if each not in causes]
     wrong = "; ".join(f"{WORDS[each.column][0]}: {each.detail}" for each in causes)
-    said = f"{audit.name} is wrong: {wrong}{'; also ' + ', '.join(others) if others else ''}."
-    harm = audit.harm
+    sentence = f"{audit.name} is wrong: {wrong}{'; also ' + ', '.join(others) if others else ''}."
     if harm is not None:
-        said += f" On the model: mean |delta| {number(harm.mean_abs_delta)} nats"
-        if harm.baseline is not None:
-            said += f" (what auto takes: {number(harm.baseline.mean_abs_delta)})"
-        if harm.gradient_error is not None:
-            said += f", gradient off by {percent(harm.gradient_error)}"
-        if harm.sink_gradient_error is not None:
-            said += f", that of the sinks by {percent(harm.sink_gradient_error)}"
-        said += "."
+        usual = "" if harm.baseline is None else number(harm.baseline.mean_abs_delta)
+        sentence += (
+            f" On the model: mean |delta| {number(harm.mean_abs_delta)} nats"
+            f"{usual and f' (what auto takes: {usual})'}"
+        )
+        for whose, off in (
+            (", gradient off", harm.gradient_error),
+            (", that of the sinks", harm.sink_gradient_error),
+        ):
+            sentence += "" if off is None else f"{whose} by {percent(off)}"
+        sentence += "."
     if audit.verdict == "unusable":
-        said += f" It cannot be taken here: {audit.reason}."
-    return said
+        sentence += f" It cannot be taken here: {audit.reason}."
+    return sentence
 
 
 def _shape(report: AuditReport) -> str:
@@ -222,19 +213,22 @@ def _kind(report: AuditReport, kind: Kind) -> Section:
     ran = [audit for audit in audits if answered(audit)]
     others = [audit for audit in audits if not answered(audit)]
     unusable = [a.name for a in others if a.origin != "yours" and not ended(a)]
-    columns = [
-        Column(WORDS[name][0], text, narrow=WORDS[name][1], of=partial(mark, name))
-        for name in names
-    ]
+    columns = (
+        Column("implementation", text, of=_name),
+        *(
+            Column(WORDS[name][0], text, narrow=WORDS[name][1], of=partial(mark, name))
+            for name in names
+        ),
+    )
     return Section(
         f"kernels-{kind}",
         title,
-        tables=(Table.of((Column("implementation", text, of=_name), *columns), ran),),
+        tables=[Table.of(columns, ran)],
         figures=_figures(kind, ran[:MOST]),
-        notes=(
+        notes=[
             LEGEND if ran else "",
             f"Not usable here: {', '.join(unusable)}." if unusable else "",
-        ),
+        ],
         parts=_details(kind, title, ran, others),
         folded=False,
     )
@@ -265,7 +259,7 @@ def mark(column: str, audit: Audit) -> Cell:
 def _details(kind: Kind, title: str, ran: list[Audit], others: list[Audit]) -> list[Section]:
     """Tables that stay folded away."""
     failed = {True: Cell("wrong", "critical"), False: Cell("differs", "warn")}
-    findings = [
+    findings: list[Cells] = [
         (short(audit), WORDS[each.column][0],
          failed[each.critical] if each.outcome == "failed" else Cell("not tested", "dim"),
          each.value, each.limit, each.detail)
@@ -278,32 +272,21 @@ def _details(kind: Kind, title: str, ran: list[Audit], others: list[Audit]) -> l
         if cost.note
     ]
     why = Column("implementation", text, of="name"), Column("why", text, of="reason")
+    floor = (
+        "Relative, in the 2-norm, against float64. The floor is what rounding inputs and output "
+        "alone gives."
+    )
+    layer = "One layer, forward and backward, one sequence."
     return [
-        Section(
-            f"kernels-{kind}-findings",
-            f"{title}: what differs, and what was not tested",
-            tables=(Table(FINDING_COLUMNS, findings),),
-        ),
-        Section(
-            f"kernels-{kind}-errors",
-            f"{title}: errors per dtype",
-            "Relative, in the 2-norm, against float64. The floor is what rounding inputs and "
-            "output alone gives.",
-            tables=(_errors(ran),),
-        ),
-        Section(
-            f"kernels-{kind}-costs",
-            f"{title}: time and memory",
-            "One layer, forward and backward, one sequence.",
-            tables=(_costs(ran),),
-            notes=notes,
-        ),
-        Section(
-            f"kernels-{kind}-others",
-            f"{title}: not run here, or not to the end",
-            tables=(Table.of(why, others),),
-        ),
-    ]
+        Section(f"kernels-{kind}-{id}", f"{title}: {words}", lead, tables=[table], notes=said)
+        for id, words, lead, table, said in (
+            ("findings", "what differs, and what was not tested", "",
+             Table(FINDING_COLUMNS, findings), []),
+            ("errors", "errors per dtype", floor, _errors(ran), []),
+            ("costs", "time and memory", layer, _costs(ran), notes),
+            ("others", "not run here, or not to the end", "", Table.of(why, others), []),
+        )
+    ]  # fmt: skip
 
 
 def _errors(ran: list[Audit]) -> Table:
@@ -318,7 +301,7 @@ def _errors(ran: list[Audit]) -> Table:
             *(error.gradients.get(name) for name in names), error.floor,
         ))  # fmt: skip
     columns = (
-        Column("implementation", text), Column("dtype", text), Column("output", scientific),
+        NAME, Column("dtype", text), Column("output", scientific),
         Column("largest gradient", scientific), Column("of", text),
         *(Column(name, scientific, 1, detail="gradient") for name in names),
         Column("floor", scientific),
@@ -381,26 +364,21 @@ def _figures(kind: Kind, ran: list[Audit]) -> list[Figure]:
         for error in audit.errors
         if any((error.forward, *error.gradients.values()))
     }
-    figures = []
-    if worst:
-        dtypes = list(dict.fromkeys(error.dtype for audit in ran for error in audit.errors))
-        figures.append(
-            Figure(
-                f"{kind}-errors",
-                "Errors per dtype",
-                "The largest relative error of output and gradients. Bars of one dtype should be "
-                "alike: that is its rounding. 1 (the line): nothing of it is right, or no gradient "
-                "arrives.",
-                partial(_bars, kind, ran, dtypes, worst),
-                (6.0, 0.9 + 0.3 * len(ran) * len(dtypes)),
-            )
-        )
-    caption = "Forward and backward of one layer."
-    if kind == "attention":
-        caption += (
-            " Four times the tokens at 16 times the cost: a kernel that holds a number for every "
-            "pair of tokens."
-        )
+    dtypes = list(dict.fromkeys(error.dtype for audit in ran for error in audit.errors))
+    errors = Figure(
+        f"{kind}-errors",
+        "Errors per dtype",
+        "The largest relative error of output and gradients. Bars of one dtype should be "
+        "alike: that is its rounding. 1 (the line): nothing of it is right, or no gradient "
+        "arrives.",
+        partial(_bars, kind, ran, dtypes, worst),
+        (6.0, 0.9 + 0.3 * len(ran) * len(dtypes)),
+    )
+    caption = "Forward and backward of one layer." + (kind == "attention") * (
+        " Four times the tokens at 16 times the cost: a kernel that holds a number for every "
+        "pair of tokens."
+    )
+    figures = [errors] if worst else []
     for what in ("time", "memory"):
         lines = [(_label(audit), _points(audit.costs, what)) for audit in ran]
         lines = [(label, points) for label, points in lines if len(points) > 1]
@@ -428,11 +406,11 @@ def _bars(
             label=dtype,
         )
     axes.axvline(1.0, color=INK, linewidth=0.8)
-    axes.set(xscale="log", xlim=(lowest, max(2.0, 2 * max(worst.values()))))
+    axes.set(xscale="log", xlim=(lowest, max(2.0, 2 * max(worst.values()))),
+             xlabel="largest relative error against float64 (log)")  # fmt: skip
     axes.xaxis.set_major_formatter(lambda value, _: bound(value))
     axes.minorticks_off()
     rows_of(axes, [_label(audit) for audit in ran])
-    axes.set_xlabel("largest relative error against float64 (log)")
     legend_above(axes, len(dtypes), 0.4)
     told = [f"{_label(a)} {d} {bound(worst[a.name, d])}" for a in ran for d in dtypes
             if (a.name, d) in worst]  # fmt: skip
@@ -453,11 +431,10 @@ def _lines(kind: Kind, what: str, lines: list[tuple[str, Points]], axes: Axes) -
         x, y = zip(*points, strict=True)
         axes.plot(x, y, color=colour, linestyle=style, marker="o", markersize=4, label=label)
     lengths = sorted({tokens for _, points in lines for tokens, _ in points})
-    axes.set(xscale="log", yscale="log")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence (log)")
     axes.set_xticks(lengths, [count(tokens) for tokens in lengths])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("tokens of the sequence (log)")
     axes.set_ylabel(f"{'seconds' if what == 'time' else 'MiB'}, one layer (log)")
     legend_above(axes, min(3, len(lines)))
     unit = "s" if what == "time" else "MiB"

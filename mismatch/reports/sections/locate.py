@@ -15,7 +15,7 @@ from mismatch.experiments.locate.judge import (
 )
 from mismatch.experiments.locate.types import TITLES, Group, Location, SideLocation, SiteError
 from mismatch.reports.formatting import line, number, percent, plural, text
-from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, Value
+from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone, not_tested
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above, ticks
 from mismatch.types import Report
 
@@ -30,43 +30,65 @@ LEAD = (
     "plain forward in the same dtype does there. What it explains is measured: its new error alone "
     "is put into the reference; then all others are, and it is left out."
 )
+
+
+def _tone(site: SiteError) -> Tone:
+    return "critical" if site.role == "source" else "warn" if site.role == "amplifier" else ""
+
+
+def _source(row: tuple[SideLocation, Group]) -> Cell:
+    side, group = row
+    return Cell(place_of(group), "critical" if side.source is group else "")
+
+
 GROUPS = (
-    Column("side", text),
-    Column("source", text),
-    Column("excess", number, 1, detail="new error over what the precision costs there"),
-    Column("explains", percent, detail="of the side's squared distance from float32"),
-    Column("moves", percent, 2, detail="the end by itself, over that distance"),
-    Column("goes with it", percent, 1, detail="of its mean distance"),
-)
+    Column("side", text, of=lambda row: row[0].name),
+    Column("source", text, of=_source),
+    Column(
+        "excess", number, 1, detail="new error over what the precision costs there",
+        of=lambda row: row[1].excess,
+    ),
+    Column(
+        "explains", percent, detail="of the side's squared distance from float32",
+        of=lambda row: row[1].explains,
+    ),
+    Column(
+        "moves", percent, 2, detail="the end by itself, over that distance",
+        of=lambda row: row[1].moves,
+    ),
+    Column(
+        "goes with it", percent, 1, detail="of its mean distance", of=lambda row: row[1].removed
+    ),
+)  # fmt: skip
 SITES = (
-    Column("layer", text),
-    Column("module", text),
-    Column("error", number, detail="of its output, relative"),
-    Column("new", number, detail="on the same input"),
-    Column("cost", number, 2, detail="new in a plain forward of the dtype"),
-    Column("excess", number, 1),
-    Column("gain", number, 2, detail="of errors that enter"),
-    Column("cosine", number, 3),
-    Column("routing flips", percent, 3, detail="share of tokens"),
-    Column("", text, 1),
+    Column("layer", text, of=lambda site: "" if site.layer is None else str(site.layer)),
+    Column("module", text, of=lambda site: TITLES[site.site]),
+    Column("error", detail="of its output, relative", of="error"),
+    Column("new", detail="on the same input", of="new"),
+    Column("cost", number, 2, detail="new in a plain forward of the dtype", of="cost"),
+    Column("excess", number, 1, of="excess"),
+    Column("gain", number, 2, detail="of errors that enter", of="gain"),
+    Column("cosine", number, 3, of="cosine"),
+    Column("routing flips", percent, 3, detail="share of tokens", of="other_experts"),
+    Column("", text, 1, of=lambda site: Cell(site.role, _tone(site))),
 )
 PICTURED = ("attention", "router", "mlp", "residual")
+COLOURS = (ACCENT, SECOND, FAINT, INK)
 STYLES = {"attention": "--", "router": ":", "mlp": "-.", "residual": "-"}
 
 
 def section(result: Location, report: Report | None = None) -> Section:
     """Sources and what they explain, then a part for each side."""
-    told = tuple(sentences(result))
-    rows = tuple(_row(side, group) for side in result.sides for group in side.groups)
+    groups = [(side, group) for side in result.sides for group in side.groups]
     return Section(
-        id="locate",
-        title="Module by module",
-        lead=LEAD,
-        sentences=told,
-        tables=(Table(GROUPS, rows),),
-        figures=tuple(_figures(result)),
-        notes=tuple(f"Not tested: {line(str(one))}" for one in result.not_tested),
-        parts=tuple(_part(side) for side in result.sides),
+        "locate",
+        "Module by module",
+        LEAD,
+        sentences=[*sentences(result)],
+        tables=[Table.of(GROUPS, groups)],
+        figures=[*_figures(result)],
+        notes=not_tested(result.not_tested),
+        parts=[_part(side) for side in result.sides],
         short=judge(result).reason,
     )
 
@@ -77,14 +99,11 @@ def sentences(result: Location) -> Iterator[str]:
         if side.source is not None:
             yield f"{line(sentence(side))}."
         else:
+            plain = side.plain_distance
             yield (
                 f"{line(side.name)}: no module errs beyond what {side.dtype} costs; mean distance "
                 f"{number(side.distance)} nats"
-                + (
-                    f", a plain forward {number(side.plain_distance)}."
-                    if side.plain_distance is not None
-                    else "."
-                )
+                f"{'' if plain is None else f', a plain forward {number(plain)}'}."
             )
         if is_other(side):
             yield f"{line(other_than_the_run(side))}."
@@ -106,40 +125,22 @@ def sentences(result: Location) -> Iterator[str]:
     )
 
 
-def _row(side: SideLocation, group: Group) -> tuple[Cell | Value, ...]:
-    tone: Tone = "critical" if side.source is group else ""
-    place = Cell(place_of(group), tone)
-    return side.name, place, group.excess, group.explains, group.moves, group.removed
-
-
 def _part(side: SideLocation) -> Section:
-    held = (
-        f"On these tokens it gives what the run recorded within {number(side.held)} nats (mean)."
-        if side.held is not None
-        else "The run has no scoring of this side to hold it against."
-    )
+    held = "The run has no scoring of this side to hold it against."
+    if side.held is not None:
+        held = (
+            "On these tokens it gives what the run recorded within "
+            f"{number(side.held)} nats (mean)."
+        )
+    first = max(side.sites, key=lambda site: site.excess, default=None)
+    largest = "none" if first is None else first.place.key
     return Section(
         f"locate-{side.role}",
         f"Modules of {line(side.name)}",
-        sentences=(held,),
-        tables=(Table(SITES, tuple(_site(one) for one in side.sites)),),
-        short=f"{plural(len(side.sites), 'module')}, largest excess first in "
-        f"{_largest(side.sites)}",
+        sentences=[held],
+        tables=[Table.of(SITES, side.sites)],
+        short=f"{plural(len(side.sites), 'module')}, largest excess first in {largest}",
     )
-
-
-def _largest(sites: Sequence[SiteError]) -> str:
-    first = max(sites, key=lambda one: one.excess, default=None)
-    return "none" if first is None else first.place.key
-
-
-def _site(one: SiteError) -> tuple[Cell | Value, ...]:
-    tone: Tone = "critical" if one.role == "source" else "warn" if one.role == "amplifier" else ""
-    layer = "" if one.layer is None else str(one.layer)
-    return (
-        layer, TITLES[one.site], one.error, one.new, one.cost, one.excess, one.gain, one.cosine,
-        one.other_experts, Cell(one.role, tone),
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- figures
@@ -172,20 +173,13 @@ def _drawn(sides: Sequence[SideLocation], axes: Axes) -> str:
                 label = f"{line(side.name)}: {TITLES[name]}"
                 ends = [f"{number(e)} at layer {at}" for at, e in (points[0], points[-1])]
                 told.append(f"{label} {' to '.join(ends)}")
-                axes.plot(
-                    *zip(*points, strict=True),
-                    color=(ACCENT, SECOND, FAINT, INK)[index % 4],
-                    linestyle=STYLES[name],
-                    marker="o",
-                    markersize=3,
-                    label=label,
-                )
-    axes.set_yscale("log")
+                x, y = zip(*points, strict=True)
+                colour, style = COLOURS[index % 4], STYLES[name]
+                axes.plot(x, y, color=colour, ls=style, marker="o", ms=3, label=label)
+    axes.set(yscale="log", xlabel="layer", ylabel="relative error (log)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
     layers = [one.layer for side in sides for one in side.sites if one.layer is not None]
     ticks(axes.xaxis, range(1 + max(layers)))
-    axes.set_xlabel("layer")
-    axes.set_ylabel("relative error (log)")
     legend_above(axes, 2)
     return f"Errors of modules over the layers: {'; '.join(told)}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,8 @@ from mismatch.experiments.loop.judge import (
     lead_time,
     reward_fall,
 )
-from mismatch.reports.formatting import count, number, plural, text
-from mismatch.reports.section import Cell, Column, Figure, Page, Section, Table, status_cell
+from mismatch.reports.formatting import capital, count, number, plural, text
+from mismatch.reports.section import Cell, Cells, Column, Figure, Page, Section, Table, status_cell
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above
 from mismatch.types import Report
 
@@ -43,100 +44,112 @@ PANELS = (
     ("log_ppl_diff_max", True),
     ("ratio_max", True),
 )
-STYLES: tuple[tuple[str, Any], ...] = (
-    *((colour, "-") for colour in (ACCENT, SECOND, INK, FAINT)),
-    *((colour, (0, (4, 2))) for colour in (ACCENT, SECOND, INK, FAINT)),
-    *((colour, (0, (1, 1))) for colour in (ACCENT, SECOND, INK, FAINT)),
-)
+STYLES: list[tuple[str, Any]] = [
+    (colour, dashes)
+    for dashes in ("-", (0, (4, 2)), (0, (1, 1)))
+    for colour in (ACCENT, SECOND, INK, FAINT)
+]
 TIMES = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s", "seconds")
-ENDS = ("reward", "k3_kl", "entropy", "grad_norm")
 NEVER = "never"
 OVER = {"end": f"last {WINDOW} steps", "run": "all steps"}
 BETTER = {"end": "ends with a higher reward than", "run": "has more reward over all steps than"}
-Row = tuple[Cell | str | int | float | None, ...]
-ARM_COLUMNS = (
-    Column("arm", text),
-    Column("seed", count),
-    Column("steps", count, 1),
-    Column("check at step 0", text),
-    Column("reward", text, detail="first and last 5 steps"),
-    Column("k3 KL", text, 1, detail="nats"),
-    Column("entropy", text, 1, detail="nats"),
-    Column("gradient norm", text, 2),
-    Column("reward falls", text, detail="at step"),
-    Column("lead time", text, 1, detail="steps"),
+Trained = tuple[Arm, SeedRun]  # a row
+ARM, SEED = (
+    Column("arm", text, of=lambda row: row[0].name, tone="code"),
+    Column("seed", count, of=lambda row: row[1].seed),
 )
 
 
-def section(result: LoopReport, report: Report | None = None) -> Section:
-    """Arms and seeds, the pictures, warnings and times below."""
-    rows = [_row(arm, run) for arm in result.arms for run in arm.runs]
-    fires: tuple[Row, ...] = tuple(
-        (Cell(arm.name, "code"), run.seed, *(_step(at) for at in fired(run).values()))
-        for arm in result.arms
-        for run in arm.runs
-    )
-    titles = (COLUMNS.get(warning.column) for warning in WARNINGS)
-    columns = [Column(title.label if title else "sequence ESS lost", text) for title in titles]
-    warned = Table((Column("arm", text), Column("seed", count), *columns), fires)
-    times: tuple[Row, ...] = tuple(
-        (Cell(arm.name, "code"), run.seed, *(_median(run, name) for name in TIMES))
-        for arm in result.arms
-        for run in arm.runs
-    )
-    shown = [Column(COLUMNS[name].label, number) for name in TIMES]
-    timed = Table((Column("arm", text), Column("seed", count), *shown), times)
-    return Section(
-        id="loop",
-        title="Training loop",
-        lead=LEAD,
-        warnings=tuple(_stopped(result)),
-        sentences=tuple(_claims(result)),
-        tables=(Table(ARM_COLUMNS, tuple(rows)),),
-        figures=tuple(_figure(result, name, log) for name, log in PANELS),
-        notes=(
-            f"The reward falls where the mean of {WINDOW} steps lies {FALL:g} below the best one "
-            "so far. Bands reach from the lowest to the highest seed.",
-        ),
-        parts=(
-            Section("loop-claims", "Every two arms", tables=(_all_claims(result),)),
-            Section("loop-warnings", "First step of each warning", tables=(warned,)),
-            Section(
-                "loop-times",
-                "Seconds of a step",
-                tables=(timed,),
-                notes=("Medians over the steps.",),
-            ),
-        ),
-    )
+def _ends(name: str) -> Callable[[Trained], str]:
+    """A column's mean over the first and over the last steps."""
+    return lambda row: f"{number(at_end(row[1], name, WINDOW))} → {number(at_end(row[1], name))}"
 
 
-def _row(arm: Arm, run: SeedRun) -> Row:
-    ends = [f"{number(_start(run, name))} → {number(at_end(run, name))}" for name in ENDS]
-    first = Cell("–") if run.first is None else status_cell(run.first.status)
-    falls, lead = reward_fall(run), lead_time(run)
-    return (Cell(arm.name, "code"), run.seed, run.steps, first, *ends, _step(falls), _step(lead))
+def _median(name: str) -> Callable[[Trained], float | None]:
+    def median(row: Trained) -> float | None:
+        values = row[1].curve(name)
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else None
 
-
-def _start(run: SeedRun, name: str) -> float:
-    return at_end(run, name, WINDOW)
+    return median
 
 
 def _step(at: int | None) -> str:
     return NEVER if at is None else str(at)
 
 
-def _median(run: SeedRun, name: str) -> float | None:
-    values = run.curve(name)
-    values = values[np.isfinite(values)]
-    return float(np.median(values)) if len(values) else None
+def _first(row: Trained) -> Cell:
+    return Cell("–") if row[1].first is None else status_cell(row[1].first.status)
 
 
-def _stopped(result: LoopReport) -> Iterator[str]:
-    for arm in result.arms:
-        for run in arm.runs:
-            if run.stopped:
-                yield f"{arm.name}, seed {run.seed}, stopped: {run.stopped}"
+ARMS = (
+    ARM,
+    SEED,
+    Column("steps", count, 1, of=lambda row: row[1].steps),
+    Column("check at step 0", text, of=_first),
+    Column("reward", text, detail="first and last 5 steps", of=_ends("reward")),
+    Column("k3 KL", text, 1, detail="nats", of=_ends("k3_kl")),
+    Column("entropy", text, 1, detail="nats", of=_ends("entropy")),
+    Column("gradient norm", text, 2, of=_ends("grad_norm")),
+    Column("reward falls", text, detail="at step", of=lambda row: _step(reward_fall(row[1]))),
+    Column("lead time", text, 1, detail="steps", of=lambda row: _step(lead_time(row[1]))),
+)
+CLAIMS = (
+    Column("higher", text, of="better", tone="code"),
+    Column("lower", text, of="worse", tone="code"),
+    Column("over", text, of=lambda claim: OVER[claim.over]),
+    Column(
+        "difference of reward by seed, ± standard error",
+        text,
+        of=lambda claim: ", ".join(
+            f"{number(gap)} ± {number(error)}"
+            for gap, error in zip(claim.differences, claim.errors, strict=True)
+        ),
+    ),
+    Column("claimed", text, of=lambda claim: "yes" if claim.agree else "no"),
+)
+TIMED = (ARM, SEED, *(Column(COLUMNS[name].label, of=_median(name)) for name in TIMES))
+
+
+def section(result: LoopReport, report: Report | None = None) -> Section:
+    """Arms and seeds, the pictures, warnings and times below."""
+    rows = [(arm, run) for arm in result.arms for run in arm.runs]
+    titles = (COLUMNS.get(warning.column) for warning in WARNINGS)
+    columns = [Column(title.label if title else "sequence ESS lost", text) for title in titles]
+    fires: list[Cells] = [
+        (Cell(arm.name, "code"), run.seed, *map(_step, fired(run).values())) for arm, run in rows
+    ]
+    return Section(
+        "loop",
+        "Training loop",
+        LEAD,
+        warnings=[
+            f"{arm.name}, seed {run.seed}, stopped: {run.stopped}"
+            for arm, run in rows
+            if run.stopped
+        ],
+        sentences=[*_claims(result)],
+        tables=[Table.of(ARMS, rows)],
+        figures=[_figure(result, name, log) for name, log in PANELS],
+        notes=[
+            f"The reward falls where the mean of {WINDOW} steps lies {FALL:g} below the best one "
+            "so far. Bands reach from the lowest to the highest seed."
+        ],
+        parts=[
+            Section("loop-claims", "Every two arms", tables=[Table.of(CLAIMS, claims(result))]),
+            Section(
+                "loop-warnings",
+                "First step of each warning",
+                tables=[Table((ARM, SEED, *columns), fires)],
+            ),
+            Section(
+                "loop-times",
+                "Seconds of a step",
+                tables=[Table.of(TIMED, rows)],
+                notes=["Medians over the steps."],
+            ),
+        ],
+    )
 
 
 def _claims(result: LoopReport) -> Iterator[str]:
@@ -155,25 +168,6 @@ def _claims(result: LoopReport) -> Iterator[str]:
         )
 
 
-def _all_claims(result: LoopReport) -> Table:
-    rows: list[Row] = [
-        (
-            Cell(claim.better, "code"),
-            Cell(claim.worse, "code"),
-            OVER[claim.over],
-            ", ".join(
-                f"{number(gap)} ± {number(error)}"
-                for gap, error in zip(claim.differences, claim.errors, strict=True)
-            ),
-            "yes" if claim.agree else "no",
-        )
-        for claim in claims(result)
-    ]
-    gap = "difference of reward by seed, ± standard error"
-    titles = ("higher", "lower", "over", gap, "claimed")
-    return Table(tuple(Column(title, text) for title in titles), tuple(rows))
-
-
 # ---------------------------------------------------------------- pictures
 
 
@@ -187,7 +181,7 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
     ranked = sorted(
         (arm for arm, value in means.items() if np.isfinite(value)), key=means.__getitem__
     )
-    title = column.label[0].upper() + column.label[1:]
+    title = capital(column.label)
     if ranked:
         shown = dict.fromkeys((ranked[-1], ranked[0]))
         title += " ends at " + ", ".join(f"{number(means[arm])} in {arm}" for arm in shown)
@@ -202,7 +196,7 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
 def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
     """Curves and bands of every arm; a logarithmic axis leaves out what is 0."""
     told = []
-    for arm, (colour, dashes) in zip(result.arms, _styles(len(result.arms)), strict=True):
+    for arm, (colour, dashes) in zip(result.arms, cycle(STYLES), strict=False):
         steps, *bounds = _band(arm, name)
         if not len(steps):
             continue
@@ -215,15 +209,9 @@ def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> st
         axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
+    axes.set(xlabel="step", ylabel=label)
     legend_above(axes, 3)
     return f"{COLUMNS[name].label}: {'; '.join(told)}"
-
-
-def _styles(arms: int) -> list[tuple[str, Any]]:
-    """Of so many arms, by their order alone."""
-    return [STYLES[index % len(STYLES)] for index in range(arms)]
 
 
 def _band(arm: Arm, name: str) -> tuple[Any, Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""What the large differences have in common: their texts, prompts, places and direction.
+"""What the large differences have in common: texts, prompts, places, kinds of token, direction.
 
 Shares are of k3, whose mean over all tokens is the headline: exp(delta) - 1 - delta of each token.
 """
@@ -6,23 +6,28 @@ Shares are of k3, whose mean over all tokens is the headline: exp(delta) - 1 - d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mismatch.reports.contrasts import LEAST, comparable, rank_in_response
 from mismatch.reports.formatting import (
+    bound,
+    capital,
     count,
+    line,
     number,
     percent,
+    plural,
     signed,
     text,
     times,
     token_text,
     visible,
 )
-from mismatch.reports.section import Cell, Column, Excerpt, Section, Table, Value
+from mismatch.reports.section import Cell, Cells, Column, Excerpt, Section, Table, Value
+from mismatch.reports.summary import headline
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -55,7 +60,7 @@ LEAD = (
 )
 
 
-def of_tokens(report: Report, tokens: pd.DataFrame) -> Section | None:
+def section(report: Report, tokens: pd.DataFrame) -> Section | None:
     """Patterns of the tokens table; None where nothing differs.
 
     Args:
@@ -65,24 +70,23 @@ def of_tokens(report: Report, tokens: pd.DataFrame) -> Section | None:
     groups = Groups(tokens)
     if tokens.empty or not groups.total > 0.0:
         return None
+    texts, prompts = groups.of_texts(), groups.of_prompts()
     parts = [
-        ("by-text", "By token text", groups.of_texts(), "token"),
-        ("by-prompt", "By prompt", groups.of_prompts(), "prompt"),
+        ("by-text", "By token text", texts, "token"),
+        ("by-prompt", "By prompt", prompts, "prompt"),
         ("by-place", "By place in the response", groups.of_places(), "sampled token"),
     ]
+    sentences = [groups.concentrated(texts, "text"), groups.concentrated(prompts, "prompt")]
     return Section(
-        id="patterns",
-        title="Patterns",
-        sentences=(
-            groups.concentrated(parts[0][2], "text"),
-            groups.concentrated(parts[1][2], "prompt"),
-        ),
-        parts=tuple(
-            Section(id, title, tables=(Table((Column(what, text), *GROUP), rows[:MOST]),))
+        "patterns",
+        "Patterns",
+        sentences=sentences,
+        parts=[
+            Section(id, title, tables=[Table((Column(what, text), *GROUP), rows[:MOST])])
             for id, title, rows, what in parts
-        ),
+        ],
         page_only=True,
-        short=groups.concentrated(parts[0][2], "text"),
+        short=sentences[0],
     )
 
 
@@ -95,32 +99,31 @@ class Groups:
         self.k3 = np.expm1(np.minimum(self.delta, 700.0)) - self.delta
         self.total = float(self.k3.sum())
 
-    def of_texts(self) -> tuple[tuple[Value, ...], ...]:
+    def of_texts(self) -> list[tuple[Value, ...]]:
         names = self.tokens["token"].to_numpy(object)
         return self._rows(names, lambda name: token_text(str(name), 40))
 
-    def of_prompts(self) -> tuple[tuple[Value, ...], ...]:
+    def of_prompts(self) -> list[tuple[Value, ...]]:
         """None where the table is of version 1, which does not say whose prompt is whose."""
         if "prompt" not in self.tokens or self.tokens["prompt"].nunique() < 2:
-            return ()
+            return []
         return self._rows(self.tokens["prompt"].to_numpy(), str)
 
-    def of_places(self) -> tuple[tuple[Value, ...], ...]:
+    def of_places(self) -> list[tuple[Value, ...]]:
         """Places that double: the first token, the next two, the next four …, in their order."""
         doubled = np.log2(rank_in_response(self.tokens) + 1).astype(np.int64)
         return self._rows(doubled, _doubled, ranked=False)
 
-    def _rows(self, keys: Any, label: Any, ranked: bool = True) -> tuple[tuple[Value, ...], ...]:
+    def _rows(self, keys: Any, label: Any, ranked: bool = True) -> list[tuple[Value, ...]]:
         import pandas as pd
 
         which, names = pd.factorize(keys, sort=not ranked)
-        size = len(names)
-        n = np.bincount(which, minlength=size)
-        share = np.bincount(which, self.k3, size) / self.total
-        mean = np.bincount(which, np.abs(self.delta), size) / n
-        lower = np.bincount(which, self.delta < 0, size) / n
-        order = np.argsort(-share, kind="stable") if ranked else np.arange(size)
-        return tuple(
+        n = np.bincount(which, minlength=len(names))
+        share = np.bincount(which, self.k3, len(names)) / self.total
+        mean = np.bincount(which, np.abs(self.delta), len(names)) / n
+        lower = np.bincount(which, self.delta < 0, len(names)) / n
+        order = np.argsort(-share, kind="stable")[:MOST] if ranked else np.arange(len(names))
+        return [
             (
                 label(names[i]),
                 int(n[i]),
@@ -128,16 +131,15 @@ class Groups:
                 float(mean[i]),
                 float(lower[i]) if n[i] >= LEAST else None,
             )
-            for i in order[: MOST if ranked else None]
-        )
+            for i in order
+        ]
 
-    def concentrated(self, rows: Sequence[tuple[Value, ...]], noun: str) -> str:
+    def concentrated(self, rows: Sequence[tuple[Any, ...]], noun: str) -> str:
         """What the first few groups carry, beside their share of the tokens."""
         few = rows[:FEW]
         if len(few) < FEW:
             return ""
-        tokens = sum(int(row[1]) for row in few if isinstance(row[1], int))
-        carried = sum(float(row[2]) for row in few if isinstance(row[2], float))
+        tokens, carried = sum(row[1] for row in few), sum(row[2] for row in few)
         names = ", ".join(f"“{row[0]}”" if noun == "text" else str(row[0]) for row in few)
         return (
             f"Five {noun}s ({names}), {percent(tokens / len(self.delta))} of the tokens, carry "
@@ -186,7 +188,7 @@ def merged(tokens: pd.DataFrame, order: Iterable[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _row(table: pd.DataFrame, group: list[int], reach: int) -> tuple[Cell | Value, ...]:
+def _row(table: pd.DataFrame, group: list[int], reach: int) -> Cells:
     row = group[0]
     entry = table.iloc[row]
     flips = entry["routing_flips"]
@@ -251,3 +253,127 @@ def _context(table: pd.DataFrame, start: int, stop: int, of: int) -> str:
     if stop <= of and len(rows) and rows["position"].iloc[-1] != table["position"].iloc[of] - 1:
         parts.append(GAP)
     return "".join(parts)
+
+
+# ---------------------------------------------------------------- groups that the report holds
+
+Breakdown = dict[str, list[Any]]
+Group = tuple[str, float, float | None, float | None, int]  # columns without the last, a bar
+GROUPS_LEAD = (
+    "Groups of tokens. “Mean delta” is signed: away from 0 it is a systematic difference, not "
+    f"noise. The share is of the whole k3. Groups of fewer than {LEAST} tokens are blank."
+)
+GROUPS = (
+    Column("tokens", text),
+    Column("mean |delta|", number),
+    Column("mean delta", number),
+    Column("share of k3", percent),
+    Column("count", count),
+    Column("of the largest", percent, detail="mean |delta|"),
+)
+
+
+def breakdowns(report: Report) -> Section | None:
+    """Where and when the two sides differ; tables with one bucket only are left out."""
+    tables = headline(report).breakdowns
+    parts = [
+        _group(tables[name], title, remark, label, folded=name.endswith("position"))
+        for name, title, remark, label in TABLES
+        if name in tables and len(tables[name]["count"]) > 1 and "k3_share" in tables[name]
+    ]
+    blocks = tables.get("by_block", {"size": []})
+    parts += [_block(blocks, row) for row in range(len(blocks["size"]))]
+    parts = sorted((part for part in parts if part.holds), key=lambda part: part.folded)
+    if not parts:
+        return None
+    return Section(
+        "where",
+        "Groups of tokens",
+        GROUPS_LEAD,
+        short=carriers(report),
+        parts=parts,
+        page_only=True,
+    )
+
+
+def carriers(report: Report) -> str:
+    """How much of the KL its largest tokens carry; "" where that is not known."""
+    shares = headline(report).breakdowns.get("top_tokens", {}).get("k3_share", [])
+    if not shares or None in shares:
+        return ""
+    return (
+        f"The token of the largest k3 term carries {percent(shares[0])} of k3; the "
+        f"{plural(len(shares), 'token')} of the largest: {percent(min(sum(shares), 1.0))}."
+    )
+
+
+def _span(table: Breakdown, row: int) -> str:
+    return f"{count(table['start'][row])} to {count(table['end'][row] - 1)}"
+
+
+def _value(table: Breakdown, row: int) -> str:
+    low, high = table["low"][row], table["high"][row]
+    return f"{bound(low)} and above" if high is None else f"{bound(low)} to {bound(high)}"
+
+
+def _of(column: str) -> Callable[[Breakdown, int], str]:
+    return lambda table, row: line(table[column][row])
+
+
+def _length(table: Breakdown, row: int) -> str:
+    return f"{_span(table, row)} ({plural(table['sequences'][row], 'sequence')})"
+
+
+def _cached(table: Breakdown, row: int) -> str:
+    mean = table["mean_cached"][row]
+    return f"{table['turns'][row]}" + (f" ({count(round(mean))} tokens)" if mean else "")
+
+
+TABLES = (
+    ("by_turn", "Turn", "of the assistant", _of("turn")),
+    ("by_edge", "First and last token", "of a turn", _of("edge")),
+    ("by_cache", "Prefix cache", "turns whose context was read from it, or computed", _cached),
+    ("by_token_class", "Kind of token", "by its text", _of("token_class")),
+    ("by_probability", "Probability", "that the rollout side gave", _value),
+    ("by_entropy", "Entropy", "of the train side, nats", _value),
+    ("by_length", "Length of the response", "tokens sampled", _length),
+    ("by_position", "Place in the response", "tokens from its start", _span),
+    ("by_absolute_position", "Place in the sequence", "prompt included", _span),
+)
+BLOCKS = {
+    "KV block": "tokens whose forward opens a block of the KV cache",
+    "prefill chunk": "tokens whose forward opens a chunk of the prefill",
+    "beyond sliding window": "tokens with more context than the window holds",
+}
+
+
+def _group(
+    table: Breakdown, title: str, remark: str, label: Callable[[Breakdown, int], str], folded: bool
+) -> Section:
+    names = "mean_abs_delta", "mean_delta", "k3_share", "count"
+    values = enumerate(zip(*(table[name] for name in names), strict=True))
+    rows = [(label(table, i), mean, signed, share, n) for i, (mean, signed, share, n) in values]
+    return _part(title, remark, rows, folded)
+
+
+def _block(table: Breakdown, row: int) -> Section:
+    name, size = table["boundary"][row], table["size"][row]
+    rows: list[Group] = [
+        (label, table[column][row], None, None, table[f"{column}_count"][row])
+        for label, column in (("there", "at"), ("all others", "elsewhere"))
+    ]
+    return _part(f"{capital(name)}, {count(size)}", BLOCKS.get(name, ""), rows)
+
+
+def _part(title: str, remark: str, rows: list[Group], folded: bool = False) -> Section:
+    """Of the groups that are large enough; nothing where there are not two of them."""
+    seen = [row for row in rows if row[4] >= LEAST]
+    largest = max((row[1] for row in seen), default=0.0) or 1.0
+    shown = [
+        (*row, Cell(row[1] / largest, "bar"))
+        if row in seen
+        else (row[0], *[None] * 3, row[4], None)
+        for row in rows
+    ]
+    table = Table(GROUPS, shown if len(seen) > 1 else ())
+    return Section(f"where-{title}", title, remark, tables=[table], folded=folded)

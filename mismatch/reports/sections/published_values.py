@@ -7,7 +7,7 @@ from statistics import median
 
 from mismatch.analysis.thresholds import Reference, references_for
 from mismatch.reports.formatting import line, number, percent, text, times
-from mismatch.reports.metric_labels import words_for
+from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import Cell, Column, Section, Table, Value
 from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows
 from mismatch.run.store import REFERENCE, TRAIN
@@ -27,7 +27,7 @@ PASSES = (
 )
 
 
-def of_report(report: Report) -> tuple[Section, ...]:
+def section(report: Report) -> tuple[Section, ...]:
     """Values published for stacks of this class; then passes beside the headline's."""
     ladders = [ladder for metric in COMPARED if (ladder := _ladder(report, metric))]
     normal = Section(
@@ -73,7 +73,7 @@ def _ladder(report: Report, metric: str) -> Table | None:
     rows.append((Cell(estimate.value, "strong"), ours, None))
     rows.sort(key=lambda row: -_number(row[0]))
     columns = (
-        Column(words_for(metric).label, number),
+        Column(metric_label(metric).label, number),
         Column("measured on", text),
         Column("source", text, 1),
     )

@@ -1,4 +1,4 @@
-"""What really ran on each side, and everything that was measured."""
+"""What really ran on each side, everything that was measured, and what the words mean."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from mismatch.models import moe
-from mismatch.reports.formatting import MISSING, bound, line, number, plural, text
-from mismatch.reports.framework_values import Elsewhere
+from mismatch.reports.formatting import MISSING, bound, line, number, plural, text, wording
+from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Cell, Cells, Column, Section, Table, named
 from mismatch.reports.summary import METRICS, all_rows, command, headline, metric_tables
 from mismatch.types import Comparison, Report
@@ -17,40 +17,41 @@ LEAD = "As each side resolved it while it ran (actual kernels and dtypes); diffe
 APART = ("weights", "weights_parameters", "source_files", "engine_args", "not_tested", "seconds")
 
 
-def of_names(report: Report, names: Elsewhere | None) -> tuple[Section, ...]:
+def section(report: Report, names: FrameworkValues | None) -> tuple[Section, ...]:
     """Both sides beside each other; then every number of the headline.
 
     Args:
         names: what others call the metrics; None: no such column.
     """
-    comparison = headline(report)
-    columns = (
-        Column("", text),
-        Column("", text),
-        Column(comparison.rollout, text),
-        Column(comparison.train, text),
-    )
-    aspects = what_ran(report)
+    comparison, aspects = headline(report), what_ran(report)
+    titles = ("", "", comparison.rollout, comparison.train)
+    columns = tuple(Column(title, text) for title in titles)
     differing = [name for name, left, right in aspects if _differ(left, right)]
     ran = Section(
-        id="ran",
-        title="Resolved configuration",
-        lead=LEAD,
-        tables=(Table(columns, _differing_first(aspects)),),
-        parts=(
+        "ran",
+        "Resolved configuration",
+        LEAD,
+        tables=[Table(columns, _differing_first(aspects))],
+        parts=[
             Section(
                 "settings",
                 "Every setting of both sides",
-                tables=(Table(columns, _differing_first(_settings(report))),),
+                tables=[Table(columns, _differing_first(_settings(report)))],
                 page_only=True,
             ),
             _this_run(report),
-        ),
+        ],
         short=f"differs in {', '.join(differing)}" if differing else "alike on both sides",
     )
-    parts = tuple(_everything(place, item, names) for place, item in enumerate(report.comparisons))
+    parts = [_everything(place, item, names) for place, item in enumerate(report.comparisons)]
     everything = Section("everything", "Everything measured", parts=parts, page_only=True)
     return (ran, everything) if parts else (ran,)
+
+
+def glossary(report: Report) -> Section:
+    """The words of a report, the same for every one."""
+    table = Table((Column("word", text), Column("meaning", text)), [*wording("glossary").items()])
+    return Section("glossary", "Glossary", tables=[table], page_only=True)
 
 
 def _differing_first(rows: list[tuple[str, str, str]]) -> list[Cells]:
@@ -83,7 +84,7 @@ def _setting(side: dict[str, Any], key: str) -> str:
     return shown if len(shown) <= LONG else f"{shown[: LONG - 1]}…"
 
 
-def _everything(place: int, item: Comparison, names: Elsewhere | None) -> Section:
+def _everything(place: int, item: Comparison, names: FrameworkValues | None) -> Section:
     """Every metric of a comparison; values by others' conventions are the headline's alone."""
     rows = all_rows(item)
     known = [] if names is None else [names.of(row.metric, values=not place) for row in rows]
@@ -95,17 +96,18 @@ def _everything(place: int, item: Comparison, names: Elsewhere | None) -> Sectio
     title = () if names is None else (Column(names.title, text, of=lambda row: told[row.metric]),)
     lead = "" if item.sampled_by_left else "{} is not the law that sampled: its KL are scores."
     return Section(
-        id=f"everything-{place}",
-        title=f"All {len(rows)} numbers of {item.rollout} against {item.train}",
-        lead=lead.format(item.rollout),
+        f"everything-{place}",
+        f"All {len(rows)} numbers of {item.rollout} against {item.train}",
+        lead.format(item.rollout),
         tables=metric_tables(rows, (*columns, *title)),
     )
 
 
 def _this_run(report: Report) -> Section:
-    seconds, versions = report.run.get("seconds"), report.run.get("versions")
-    times = seconds.items() if isinstance(seconds, dict) else ()
-    packages = versions.items() if isinstance(versions, dict) else ()
+    times, packages = (
+        found.items() if isinstance(found := report.run.get(name), dict) else ()
+        for name in ("seconds", "versions")
+    )
     facts = {
         "command": command(report),
         "time": ", ".join(f"{stage} {number(float(value))} s" for stage, value in times),

@@ -81,7 +81,7 @@ LOST = (
 )
 
 
-def of_report(report: Report) -> Section | None:
+def section(report: Report) -> Section | None:
     """Of the headline comparison; None for a dense model."""
     comparison = headline(report)
     rows = {row.metric: row for row in routing_rows(report)}

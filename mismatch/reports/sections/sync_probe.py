@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from mismatch.experiments.sync.judge import WORDS, judge, kept_caches, kind_of
 from mismatch.experiments.sync.types import (
     BACK,
     ExportReport,
-    ExportRow,
-    Outcome,
     Parameter,
     Status,
     SyncReport,
     Word,
 )
 from mismatch.reports.formatting import Tone, count, number, text
-from mismatch.reports.section import Cell, Column, Page, Section, Table
+from mismatch.reports.section import Cell, Column, Page, Section, Table, named, not_tested
 from mismatch.types import Report
 
 LEAD = (
@@ -27,56 +26,68 @@ LEAD = (
 TONES: dict[Word, Tone] = {"healthy": "healthy", "inconclusive": "warn", "broken": "critical"}
 STATES = {0: "before", 1: "push 1", 2: "push 2", BACK: "back"}
 MOST_PARTS = 3  # that are named in a cell
+Group = tuple[str, Sequence[Parameter]]  # a name, and the parameters that it stands for
+
+
+def _push(push: int, group: Group) -> Cell:
+    """What became of the parameters in a push."""
+    outcomes = [each for one in group[1] for each in one.outcomes if each.push == push]
+    statuses: list[Status] = list(dict.fromkeys(each.status for each in outcomes))
+    if not statuses:
+        missing = group[1][0].status == "not_compared"
+        return Cell(WORDS["not_compared"] if missing else "–", "warn")
+    words = [WORDS[status] for status in statuses]
+    words += [f"x {number(each.factor)}" for each in outcomes if each.factor is not None][:1]
+    words += ["rounded"] if any(each.rounded for each in outcomes) else []
+    return Cell(", ".join(words), "healthy" if statuses == ["arrived"] else "critical")
+
+
 KIND_COLUMNS = (
-    Column("parameters", text),
-    Column("how many", count),
-    Column("push 1", text),
-    Column("push 2", text),
-    Column("back", text, 1),
-    Column("where", text, 1),
+    Column("parameters", text, of=lambda group: group[0], tone="code"),
+    Column("how many", count, of=lambda group: len(group[1])),
+    *(
+        Column(STATES[push], text, int(push == BACK), of=partial(_push, push))
+        for push in (1, 2, BACK)
+    ),
+    Column("where", text, 1, of=lambda group: _where(group[1])),
 )
 SCORE_COLUMNS = (
-    Column("state", text),
-    Column("tokens", count, 1),
-    Column("engine to trainer", number, detail="mean |delta|, nats"),
-    Column("trainer moved", number, detail="nats"),
-    Column("engine moved", number, detail="nats"),
+    Column("state", text, of=lambda row: STATES[row.push]),
+    Column("tokens", count, 1, of="tokens"),
+    Column("engine to trainer", number, detail="mean |delta|, nats", of="apart"),
+    Column("trainer moved", number, detail="nats", of="trainer_moved"),
+    Column("engine moved", number, detail="nats", of="engine_moved"),
 )
 CACHE_COLUMNS = (
-    Column("after", text),
-    Column("prompts", count),
-    Column("answered otherwise", count),
-    Column("largest difference", number, detail="nats"),
+    Column("after", text, of=lambda row: STATES[row.push]),
+    Column("prompts", count, of="prompts"),
+    Column("answered otherwise", count, of="differ"),
+    Column("largest difference", number, detail="nats", of="largest"),
 )
 
 
 def section(result: SyncReport, report: Report | None = None) -> Section:
     """Faults by kind of parameter; every parameter, scores and caches below."""
     verdict = judge(result)
-    scores = Table(
-        SCORE_COLUMNS,
-        tuple(
-            (STATES[r.push], r.tokens, r.apart, r.trainer_moved, r.engine_moved)
-            for r in result.scores
-        ),
-    )
-    caches = Table(
-        CACHE_COLUMNS,
-        tuple((STATES[r.push], r.prompts, r.differ, r.largest) for r in result.caches),
-    )
-    every = Table(KIND_COLUMNS, tuple(_row(p.name, [p]) for p in result.parameters))
+    kinds: dict[tuple[str, Status], list[Parameter]] = {}  # gathered over layers and experts
+    for each in (*result.faults, *result.of_status("not_compared")):
+        kinds.setdefault((kind_of(each.name), each.status), []).append(each)
+    every = [(each.name, [each]) for each in result.parameters]
     return Section(
-        id="sync-probe",
-        title="Weight sync",
-        lead=f"{LEAD} Engine {result.engine}, path {result.path}.",
-        sentences=tuple(_sentences(result)),
-        tables=(_kinds(result),),
-        notes=tuple(f"Not tested: {entry}" for entry in result.not_tested),
-        parts=(
-            Section("sync-scores", "Both sides on the same tokens", tables=(scores,)),
-            Section("sync-caches", "The same prompts, warm and cold", tables=(caches,)),
-            Section("sync-parameters", "Every parameter", tables=(every,), page_only=True),
-        ),
+        "sync-probe",
+        "Weight sync",
+        f"{LEAD} Engine {result.engine}, path {result.path}.",
+        sentences=[*_sentences(result)],
+        tables=[Table.of(KIND_COLUMNS, ((name, group) for (name, _), group in kinds.items()))],
+        notes=not_tested(result.not_tested),
+        parts=[
+            Section(f"sync-{id}", title, tables=[Table.of(columns, rows)], page_only=wide)
+            for id, title, columns, rows, wide in (
+                ("scores", "Both sides on the same tokens", SCORE_COLUMNS, result.scores, False),
+                ("caches", "The same prompts, warm and cold", CACHE_COLUMNS, result.caches, False),
+                ("parameters", "Every parameter", KIND_COLUMNS, every, True),
+            )
+        ],
         short=f"{verdict.word}: {verdict.reason}",
     )
 
@@ -99,34 +110,6 @@ def _sentences(result: SyncReport) -> Iterator[str]:
         yield f"{STATES[push]} failed: {why}"
 
 
-def _kinds(result: SyncReport) -> Table:
-    """What did not arrive, gathered over layers and experts."""
-    groups: dict[tuple[str, Status], list[Parameter]] = {}
-    for parameter in (*result.faults, *result.of_status("not_compared")):
-        groups.setdefault((kind_of(parameter.name), parameter.status), []).append(parameter)
-    return Table(KIND_COLUMNS, tuple(_row(name, found) for (name, _), found in groups.items()))
-
-
-def _row(name: str, found: Sequence[Parameter]) -> tuple[Cell | str | int, ...]:
-    outcomes = {push: [o for p in found for o in p.outcomes if o.push == push] for push in STATES}
-    where = _where(found)
-    cells = [_cell(outcomes[push], found) for push in (1, 2, BACK)]
-    return (Cell(name, "code"), len(found), *cells, where)
-
-
-def _cell(outcomes: Sequence[Outcome], found: Sequence[Parameter]) -> Cell:
-    statuses: list[Status] = list(dict.fromkeys(o.status for o in outcomes))
-    if not statuses:
-        return Cell(WORDS["not_compared"] if found[0].status == "not_compared" else "–", "warn")
-    words = [WORDS[status] for status in statuses]
-    factors = [o.factor for o in outcomes if o.factor is not None]
-    if factors:
-        words.append(f"x {number(factors[0])}")
-    if any(o.rounded for o in outcomes):
-        words.append("rounded")
-    return Cell(", ".join(words), "healthy" if statuses == ["arrived"] else "critical")
-
-
 def _where(found: Sequence[Parameter]) -> str:
     """Experts and blocks of the first parameter that has any, or why it was not compared."""
     for parameter in found:
@@ -134,25 +117,23 @@ def _where(found: Sequence[Parameter]) -> str:
             return parameter.reason
         for outcome in parameter.outcomes:
             if outcome.parts:
-                return "; ".join(_labels(*item) for item in outcome.parts.items())
+                return "; ".join(
+                    f"{status}: {', '.join(labels[:MOST_PARTS])}"
+                    + (f" and {len(labels) - MOST_PARTS} more" if len(labels) > MOST_PARTS else "")
+                    for status, labels in outcome.parts.items()
+                )
     return ""
-
-
-def _labels(status: str, labels: Sequence[str]) -> str:
-    more = f" and {len(labels) - MOST_PARTS} more" if len(labels) > MOST_PARTS else ""
-    return f"{status}: {', '.join(labels[:MOST_PARTS])}{more}"
 
 
 def page(result: SyncReport) -> Page:
     """The probe as a page of its own."""
     verdict = judge(result)
-    rows = tuple(
+    facts = named(
         (f"{name}: {key}" if key else name, str(each))
         for name, value in result.facts.items()
         for key, each in (value if isinstance(value, dict) else {"": value}).items()
         if each is not None
     )
-    facts = Table((Column("", text), Column("", text)), rows)
     size = f"updates of {number(result.size)} of each parameter's size, seed {result.seed}"
     return Page(
         kind="probe of the weight sync",
@@ -166,11 +147,17 @@ def page(result: SyncReport) -> Page:
     )
 
 
-EXPORTED_COLUMNS = (
-    Column("tensor", text),
-    Column("difference", text),
-    Column("checkpoint", text),
-    Column("exported", text),
+EXPORTED = (
+    Column("tensor", text, of="name", tone="code"),
+    Column(
+        "difference",
+        text,
+        of=lambda row: Cell(
+            row.detail or row.difference, "warn" if row.difference == "dtype" else "critical"
+        ),
+    ),
+    Column("checkpoint", text, of=lambda row: _shape(row.expected)),
+    Column("exported", text, of=lambda row: _shape(row.exported)),
 )
 
 
@@ -178,24 +165,14 @@ def exported_section(result: ExportReport) -> Section:
     """The first rows that differ, worst first."""
     more = len(result.rows) - 12  # on a screen
     return Section(
-        id="exported-weights",
-        title="Exported weights",
-        lead=f"{result.folder} beside {result.compared} tensors of {result.model}.",
-        tables=(Table(EXPORTED_COLUMNS, [_exported_row(row) for row in result.rows[:12]]),),
-        notes=(f"and {more} more: --json has all of them" if more > 0 else "",),
+        "exported-weights",
+        "Exported weights",
+        f"{result.folder} beside {result.compared} tensors of {result.model}.",
+        tables=[Table.of(EXPORTED, result.rows[:12])],
+        notes=[f"and {more} more: --json has all of them" if more > 0 else ""],
         short=result.line,
     )
 
 
-def _exported_row(row: ExportRow) -> tuple[Cell | str, ...]:
-    tone: Tone = "warn" if row.difference == "dtype" else "critical"
-    return (
-        Cell(row.name, "code"),
-        Cell(row.detail or row.difference, tone),
-        _exported_shape(row.expected),
-        _exported_shape(row.exported),
-    )
-
-
-def _exported_shape(shape: tuple[int, ...] | None) -> str:
+def _shape(shape: tuple[int, ...] | None) -> str:
     return "–" if shape is None else " × ".join(map(str, shape))

@@ -45,7 +45,7 @@ NEAREST = 6.0  # and at least: every guide is on it
 DEEPEST = -12.0  # log-probability at the edge of the scatter, nats
 
 
-def of_tokens(report: Report, tokens: pd.DataFrame) -> Section:
+def section(report: Report, tokens: pd.DataFrame) -> Section:
     """Contrasts between groups of tokens, and their pictures.
 
     Args:

@@ -1,5 +1,5 @@
-// The token explorer of a report: unpacks what mismatch/reports/packing.py packed, draws what is on
-// the screen. Every text of a run enters the page as textContent; there is no markup from data.
+// The token explorer of a report: unpacks what mismatch/reports/sections/explorer.py packed, and draws
+// what is on the screen. Every text of a run enters the page as textContent; there is no markup from data.
 (() => {
 "use strict";
 const root = document.getElementById("explorer"), packed = [...document.querySelectorAll("[data-of=explorer]")];

@@ -89,11 +89,11 @@ def resolve_for(
     """
     register_kernels()
     sinks = has_sinks(model)
-    place = None if device is None or dtype is None else (device, dtype)
+    target = None if device is None or dtype is None else (device, dtype)
     if name == "auto":
-        return _automatic(model, sinks, place)
+        return _automatic(model, sinks, target)
     if is_user_kernel(name):
-        return _user_kernel(name, model, sinks, place)
+        return _user_kernel(name, model, sinks, target)
     if name == "transformers":  # what from_pretrained takes when nobody names a kernel
         name = "sdpa" if model._supports_sdpa else "eager"
     if name in YARDSTICKS:
@@ -107,7 +107,7 @@ def resolve_for(
         _require_masks_passed_through(name, model)
         if name == "sink-flex":
             _require_gpu(device)
-            return _tried(name, OUR_KERNELS[name], model, sinks, place)
+            return _tried(name, OUR_KERNELS[name], model, sinks, target)
         return ResolvedAttention(name, OUR_KERNELS[name], name == "sink-sdpa")
     if sinks and name == "sdpa":
         raise MismatchError(
@@ -122,11 +122,11 @@ def resolve_for(
             "use --attention auto, eager or sink-sdpa",
         )
     if sinks and implementation != "eager":
-        return _tried(name, implementation, model, sinks, place)
+        return _tried(name, implementation, model, sinks, target)
     return ResolvedAttention(name, implementation, True if sinks else None)
 
 
-def _automatic(model: PreTrainedModel, sinks: bool, place: Place | None) -> ResolvedAttention:
+def _automatic(model: PreTrainedModel, sinks: bool, target: Place | None) -> ResolvedAttention:
     """One kernel for all lengths: a pass must not mix two (docs/decisions, number 4).
 
     On a GPU it is tried first; which others are faster there is not measured yet (decision 7).
@@ -137,9 +137,9 @@ def _automatic(model: PreTrainedModel, sinks: bool, place: Place | None) -> Reso
         return ResolvedAttention("auto", "eager", True)
     # Until others were measured on GPUs: right forward and backward, in bounded memory.
     kernel = OUR_KERNELS["sink-sdpa"]
-    if place is None or place[0].type != "cuda":
+    if target is None or target[0].type != "cuda":
         return ResolvedAttention("auto", kernel, True)
-    return replace(_tried("sink-sdpa", kernel, model, sinks, place), requested="auto")
+    return replace(_tried("sink-sdpa", kernel, model, sinks, target), requested="auto")
 
 
 def _yardstick(name: str, model: PreTrainedModel, sinks: bool) -> ResolvedAttention:
@@ -158,24 +158,24 @@ def _yardstick(name: str, model: PreTrainedModel, sinks: bool) -> ResolvedAttent
 
 
 def _user_kernel(
-    name: str, model: PreTrainedModel, sinks: bool, place: Place | None
+    name: str, model: PreTrainedModel, sinks: bool, target: Place | None
 ) -> ResolvedAttention:
     _require_masks_passed_through(name, model)
-    return _tried(name, register_attention(name), model, sinks, place)
+    return _tried(name, register_attention(name), model, sinks, target)
 
 
 def _tried(
-    name: str, implementation: str, model: PreTrainedModel, sinks: bool, place: Place | None
+    name: str, implementation: str, model: PreTrainedModel, sinks: bool, target: Place | None
 ) -> ResolvedAttention:
     """A kernel that the user named, if its output passes a trial.
 
     Wrong gradients are recorded, not refused: their effect can be measured.
     """
-    if place is None:
+    if target is None:
         return ResolvedAttention(name, implementation, True if sinks else None)
     from mismatch.training.attention.trial import geometry_of, try_kernel
 
-    trial = try_kernel(implementation, geometry_of(model, sinks), *place)
+    trial = try_kernel(implementation, geometry_of(model, sinks), *target)
     if trial.fault:
         without = " (the model has attention sinks: are they used?)" if sinks else ""
         raise MismatchError(

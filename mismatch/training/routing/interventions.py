@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,25 +32,12 @@ from mismatch.types import Bools, Ints, Rollout
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
 
 
-class Intervention(Protocol):
-    """One change of the routers of a forward pass."""
-
-    def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context manager around the part of a block that runs before its experts."""
-
-    def before_experts(self, layer: MoeLayer, arguments: CallArguments) -> CallArguments:
-        """The arguments of the experts, changed or not."""
-
-    def finish(self) -> None:
-        """After the forward pass: raise MismatchError unless every layer was reached."""
-
-
 @dataclass
 class Installed:
     """Interventions and the blocks they belong to; hooks exist only inside :meth:`hooks`."""
 
     blocks: list[tuple[MoeLayer, torch.nn.Module]]
-    interventions: tuple[Intervention, ...]
+    interventions: tuple[RouterIntervention, ...]
     depth: int = 0
     _open: ExitStack = field(default_factory=ExitStack)
 
@@ -101,7 +88,9 @@ _current: ContextVar[Installed | None] = ContextVar("interventions", default=Non
 
 @contextmanager
 def intervening(
-    decoder: torch.nn.Module, layers: Sequence[MoeLayer], interventions: Sequence[Intervention]
+    decoder: torch.nn.Module,
+    layers: Sequence[MoeLayer],
+    interventions: Sequence[RouterIntervention],
 ) -> Iterator[None]:
     """Apply interventions to the forward passes inside the block (and their recomputation).
 
@@ -154,7 +143,7 @@ def blocks_of(
 
 
 class RouterIntervention:
-    """An intervention that fails unless it took effect in every MoE layer that was run.
+    """One change of the routers of a forward pass; fails unless it reached every MoE layer.
 
     Attributes:
         unreached: message (with ``{where}`` for the layer) and fix of that error.
@@ -167,6 +156,7 @@ class RouterIntervention:
         self._reached: set[int] = set()
 
     def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context manager around the part of a block that runs before its experts."""
         self._entered.add(layer.index)
         return self.override_mode(layer, block)
 
@@ -175,6 +165,7 @@ class RouterIntervention:
         raise NotImplementedError
 
     def before_experts(self, layer: MoeLayer, arguments: CallArguments) -> CallArguments:
+        """The arguments of the experts, changed or not."""
         return arguments
 
     def reached(self, layer: MoeLayer) -> None:
@@ -182,6 +173,7 @@ class RouterIntervention:
         self._reached.add(layer.index)
 
     def finish(self) -> None:
+        """After the forward pass: raise MismatchError unless every layer was reached."""
         missing = sorted(self._entered - self._reached)
         if missing or not self._reached:
             what, fix = self.unreached

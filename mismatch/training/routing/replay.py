@@ -379,7 +379,7 @@ class _ReachedError(Exception):
     """The experts are about to run: the router has been observed."""
 
 
-class _Stop:
+class _Stop(RouterIntervention):
     """An intervention that ends the forward pass before the experts."""
 
     def mode(self, layer: MoeLayer, block: torch.nn.Module) -> Any:

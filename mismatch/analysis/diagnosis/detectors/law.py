@@ -170,6 +170,12 @@ def truncation(case: Case) -> Look | NotTested:
     direct = _cut_entries(case.engine.distributions)
     if direct is not None:
         evidence.append(Evidence("entries of the engine's law that are exactly 0", direct, "0"))
+    exact = case.reference
+    if exact is not None:
+        nearer = case.ratio(np.abs(case.left - exact), np.abs(case.right - exact))
+        evidence.append(Evidence("distance from float32, engine over trainer", nearer.value))
+        if below(nearer, 1.0):  # a law that was cut is not the one that is near
+            return Look(tuple(evidence))
     if not (above(mass, 1e-3) and above(sided, 0.35)) or correlation(case) < SAME_LAW:
         return Look(tuple(evidence))
     features = hats(case.entropy if case.entropy is not None else case.right)

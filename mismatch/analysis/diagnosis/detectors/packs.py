@@ -10,7 +10,8 @@ from mismatch.types import NotTested
 
 WHAT = "rows that open a pack"
 MIN_ROWS = 12
-CALM = 0.2  # times the median row's mean |delta|
+CALM = 2.0  # times the other side's distance from float32; of 384 clean rows 3 lie beyond
+LEAST = 6  # tokens of a row that says something
 MOST = 0.25  # of the rows, that open packs
 EVEN = 0.7  # the smallest of the packs over the largest, the last one aside: they are filled
 WORTH = 0.3  # of mean |delta|, that goes with the side that is off
@@ -22,10 +23,15 @@ def packs(case: Case) -> Look | NotTested:
     Packs are filled with rows in their order up to a number of tokens; their first rows see nothing
     of others. A trainer that sorts or deals out its rows first leaves another mark.
     """
-    if case.reference is None or len(case.rows) < MIN_ROWS or not case.kept.all():
+    if case.reference is None or len(case.rows) < MIN_ROWS:
         return NotTested(WHAT, f"needs float32 and {MIN_ROWS} rows")
-    size = np.array([np.abs(case.delta[row]).mean() for row in case.rows])
-    calm = size < CALM * float(np.median(size))
+    legs = [np.abs(side - case.reference) for side in (case.left, case.right)]
+    engine_off = legs[0][case.kept].mean() > legs[1][case.kept].mean()
+    off, other = legs if engine_off else legs[::-1]
+    rows = [np.flatnonzero(case.kept[row]) + row.start for row in case.rows]
+    far, near = (np.array([leg[row].mean() if len(row) >= LEAST else np.nan for row in rows])
+                 for leg in (off, other))  # fmt: skip
+    calm = far < CALM * np.maximum(near, np.nanmean(near))
     starts = case.rollout.offsets[:-1][np.unique(case.sequence)][calm]
     tokens = np.diff(starts)
     evidence = (
@@ -35,8 +41,7 @@ def packs(case: Case) -> Look | NotTested:
     even = len(tokens) > 1 and tokens.min() >= EVEN * tokens.max()
     if not calm[0] or not even or calm.mean() > MOST or not case.beyond_rounding(case.kept):
         return Look(evidence)
-    legs = [np.abs(side - case.reference).mean() for side in (case.left, case.right)]
-    side: Side = "engine" if legs[0] > legs[1] else "trainer"
+    side: Side = "engine" if engine_off else "trainer"
     exact = (case.reference, case.right) if side == "engine" else (case.left, case.reference)
     effect = case.share(exact[1] - exact[0])
     if not above(effect, WORTH):
@@ -46,5 +51,5 @@ def packs(case: Case) -> Look | NotTested:
 
 
 DETECTORS = (
-    Detector("packs", "pairing", ("packing-leak",), packs, "float32 of both sides' tokens", 7),
+    Detector("packs", "pairing", ("packing-leak",), packs, "float32 of both sides' tokens", 10),
 )

@@ -10,6 +10,8 @@ from mismatch.types import Floats, NotTested
 
 MAX_LAG = 64
 MIN_TOKENS = 32
+PARTNERS = 0.5  # share of the tokens with a partner, of lags that are tried first
+UNLIKE = 0.9  # correlation at lag 0, below which rows are held against other lags
 MARGIN = 0.15  # of correlation, that another lag must win by
 HEAD = 32  # tokens by which rows are compared
 MIN_HEAD = 6
@@ -31,20 +33,28 @@ def lag(case: Case) -> Look | NotTested:
     """Cross-correlation of the two sides inside rows, by FFT, at lags up to ±64."""
     if case.kept.sum() < MIN_TOKENS:
         return NotTested("lag", f"needs {MIN_TOKENS} tokens")
-    correlations = _correlations(case)
-    best = int(np.nanargmax(correlations)) - MAX_LAG
-    at_zero, at_best = float(correlations[MAX_LAG]), float(correlations[best + MAX_LAG])
-    evidence = (
+    correlations, partners = _correlations(case)
+    at_zero = float(correlations[MAX_LAG])
+    elsewhere = _heads_elsewhere(case) if at_zero < UNLIKE else None
+    best = int(np.nanargmax(np.where(partners >= PARTNERS, correlations, np.nan))) - MAX_LAG
+    if elsewhere is not None:
+        best = elsewhere[0]
+    elif correlations[best + MAX_LAG] < at_zero + MARGIN:  # perhaps by most of a row
+        best = int(np.nanargmax(correlations)) - MAX_LAG
+    at_best = float(correlations[best + MAX_LAG])
+    evidence: tuple[Evidence, ...] = (
         Evidence("best lag", best, "0"),
         Evidence("correlation there", at_best),
         Evidence("correlation at lag 0", at_zero, "> 0.9"),
     )
-    if best == 0 or at_best < at_zero + MARGIN or at_best < 0.5:
+    if elsewhere is not None:
+        evidence += (Evidence("rows whose first tokens fit there alone", elsewhere[1], "0"),)
+    elif best == 0 or at_best < at_zero + MARGIN or at_best < 0.5:
         return Look(evidence)
     right, kept = _shifted(case, best)
     repaired = case.repaired(case.left, right, kept)
     effect = repaired.share(repaired.delta, case.delta)
-    if not above(effect, CLEAR):
+    if elsewhere is None and not above(effect, CLEAR):
         return Look(evidence)
     repair = Repair(case.left, right, kept)
     return Look(
@@ -53,8 +63,10 @@ def lag(case: Case) -> Look | NotTested:
     )
 
 
-def _correlations(case: Case) -> Floats:
-    """Pearson correlation of left[t] with right[t + lag] over all rows, [2 * MAX_LAG + 1]."""
+def _correlations(case: Case) -> tuple[Floats, Floats]:
+    """Pearson correlation of left[t] with right[t + lag] over all rows, [2 * MAX_LAG + 1], and the
+    share of the tokens that have a partner there.
+    """
     left, right = np.clip(case.left, LOWEST, 0.0), np.clip(case.right, LOWEST, 0.0)
     left, right = left - left.mean(), right - right.mean()
     longest = max(row.stop - row.start for row in case.rows)
@@ -80,7 +92,46 @@ def _correlations(case: Case) -> Floats:
         values = (ab - a1 * b1 / n) / np.sqrt(spread)
     values[(n < MIN_TOKENS - 0.5) | ~(spread > 1e-12)] = np.nan
     values[MAX_LAG] = np.nan_to_num(values[MAX_LAG])
-    return np.asarray(values)
+    return np.asarray(values), np.asarray(n / n[MAX_LAG])
+
+
+def _heads_elsewhere(case: Case) -> tuple[int, int] | None:
+    """A lag at which rows' first tokens fit and none do at 0, and how many rows; None: there is
+    none.
+
+    Behind a shift a second fault may spoil most rows, so that no correlation is left: the rows
+    that it spares tell the shift, each by its first tokens alone.
+    """
+    long_enough = [row for row in case.rows if row.stop - row.start >= HEAD // 2][:SUSPECTS]
+    heads = np.full((2, len(long_enough), MAX_LAG + HEAD), np.nan)
+    for side, values in enumerate((case.left, case.right)):
+        for line, row in enumerate(long_enough):
+            head = np.clip(values[row][: MAX_LAG + HEAD], LOWEST, 0.0)
+            heads[side, line, : len(head)] = head
+    own = _gaps(heads, 0)[0]
+    telling = np.abs(heads[0] - np.nanmean(heads[0], axis=1, keepdims=True))
+    telling = np.nanmean(telling, axis=1) > APART  # else any tokens fit
+    if not len(own) or (telling & (own <= APART)).any():
+        return None
+    fits = {}
+    for lag in range(-MAX_LAG, MAX_LAG + 1):
+        whole, first = _gaps(heads, lag)
+        fits[lag] = int((telling & (whole < BETTER * own) & (first < BETTER * own)).sum())
+    second, best = sorted(fits, key=lambda lag: fits[lag])[-2:]
+    return (best, fits[best]) if fits[best] >= max(2, 2 * fits[second] + 1) else None
+
+
+def _gaps(heads: Floats, lag: int) -> tuple[Floats, Floats]:
+    """Mean |left[t] - right[t + lag]| of each row's first HEAD and MIN_HEAD tokens, [R] each;
+    infinite where fewer than half of HEAD have a partner.
+    """
+    left, right = heads[0, :, max(0, -lag) :], heads[1, :, max(0, lag) :]
+    width = min(HEAD, left.shape[1], right.shape[1])
+    gap = np.abs(left[:, :width] - right[:, :width])
+    count = np.isfinite(gap).sum(axis=1)
+    mean = np.nansum(gap, axis=1) / np.maximum(count, 1)
+    few = count < HEAD // 2
+    return np.where(few, np.inf, mean), np.where(few, np.inf, gap[:, :MIN_HEAD].mean(axis=1))
 
 
 def _shifted(case: Case, shift: int) -> tuple[Floats, np.ndarray]:

@@ -75,12 +75,30 @@ def onset(case: Case) -> Look | NotTested:
         return Look(evidence, (finding,))
     if case.reference is not None and case.beyond_rounding(~later):
         return Look(evidence)  # what begins somewhere leaves nothing before it
+    if _opens_blocks(case):
+        return Look(evidence)
     cause, known = _boundary(case, at)
     evidence += known
     alike = ("fp8-kv-tile", "sliding-window", "chunked-prefill")
-    finding = Finding(cause, "either", effect, evidence, repair=repair,
+    finding = Finding(cause, _side(case, later), effect, evidence, repair=repair,
                       alike=tuple(name for name in alike if name != cause))  # fmt: skip
     return Look(evidence, (finding,))
+
+
+def _side(case: Case, where: Bools) -> Side:
+    """The side that is farther from float32 in these tokens, by its whole interval."""
+    if (legs := legs_of(case)) is None:
+        return "either"
+    engine, trainer = (np.where(where, np.abs(leg), 0.0) for leg in legs)
+    if above(case.ratio(engine, trainer), CALM):
+        return "engine"
+    return "trainer" if above(case.ratio(trainer, engine), CALM) else "either"
+
+
+def _opens_blocks(case: Case) -> bool:
+    """Whether float32 shows that tokens which open a block are off, and no others."""
+    look = blocks(case) if legs_of(case) is not None else None
+    return isinstance(look, Look) and bool(look.findings)
 
 
 def change(case: Case, u: Floats, place: np.ndarray) -> tuple[int, float, float, float] | None:
@@ -163,24 +181,27 @@ def blocks(case: Case) -> Look | NotTested:
         return NotTested("block boundaries", f"needs {MIN_TOKENS} tokens")
     u = size(case)
     forward = case.position - 1  # the forward that predicts a token is that of the one before
-    best: tuple[float, int] | None = None
+    found: list[tuple[float, float, int]] = []
     for length in BLOCKS:
         opens = (forward % length == 0) & case.kept
         if opens.sum() < 24:
             continue
         ratio = case.ratio(np.where(opens, u, 0.0), opens + 1e-12)
-        if ratio.low is not None and (best is None or ratio.low > best[0] * 1.1):
-            best = ratio.low, length
-    if best is None:
+        if ratio.low is not None:
+            scaled = np.where(opens, case.delta / max(ratio.low, 1.0), case.delta)
+            found.append((case.share(scaled).value, ratio.low, length))
+    if not found:
         return NotTested("block boundaries", "too few tokens open a block")
+    # Of a length and its multiples, all of which may stand out, the one that explains most.
+    _, times, length = max(found, key=lambda one: (one[1] >= OPENS, one[0], one[1]))
     evidence = (
-        Evidence("block length that fits best", best[1]),
-        Evidence("|delta| of tokens that open one, at least", best[0], "1"),
+        Evidence("block length that fits best", length),
+        Evidence("|delta| of tokens that open one, at least", times, "1"),
     )
-    opens = forward % best[1] == 0
-    if best[0] < OPENS or not case.beyond_rounding(opens) or _far(case, ~opens):
+    opens = forward % length == 0
+    if times < OPENS or not case.beyond_rounding(opens) or _far(case, ~opens):
         return Look(evidence)
-    scale = np.where(opens, 1 / best[0], 1.0)
+    scale = np.where(opens, 1 / times, 1.0)
     effect = case.share(case.delta * scale)
     if not above(effect, 0.05):
         return Look(evidence)
@@ -214,6 +235,9 @@ def scattered(case: Case) -> Look | NotTested:
     chance = 4 * np.sqrt(counts[1 - n] + 1)
     one_sided = counts[n] > counts[1 - n] + chance and counts[n] >= 3 * counts[1 - n]
     if not one_sided or counts[n] > MOST_SPIKES * case.kept.sum() or calm > CALM:
+        return Look(evidence)
+    place = onset(case)
+    if _opens_blocks(case) or (isinstance(place, Look) and place.findings):  # not scattered
         return Look(evidence)
     repair = Repair(case.left, case.right, ~far[n])
     effect = case.share(np.where(far[n], 0.0, case.delta))

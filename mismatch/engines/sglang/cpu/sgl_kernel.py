@@ -54,9 +54,9 @@ def attend(
     return (weights.to(v.dtype) @ v).transpose(0, 1)
 
 
-def visible_tokens(known: int, total: int, window: int | None) -> torch.Tensor:
-    """[total - known, total] bool: new tokens see themselves and ``window`` tokens before them."""
-    new = torch.arange(known, total).unsqueeze(1)
+def visible_tokens(computed: int, total: int, window: int | None) -> torch.Tensor:
+    """[total - computed, total]: new tokens see themselves and ``window`` tokens before them."""
+    new = torch.arange(computed, total).unsqueeze(1)
     token = torch.arange(total).unsqueeze(0)
     seen = token <= new
     return seen if window is None else seen & (token >= new - window)
@@ -74,14 +74,14 @@ def backend_class() -> Any:
         def forward_extend(
             self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *rest: Any, **more: Any
         ) -> Any:
-            known = [int(count) for count in forward_batch.extend_prefix_lens]
-            return self._forward(q, k, v, layer, forward_batch, known, *rest, **more)
+            computed = [int(count) for count in forward_batch.extend_prefix_lens]
+            return self._forward(q, k, v, layer, forward_batch, computed, *rest, **more)
 
         def forward_decode(
             self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *rest: Any, **more: Any
         ) -> Any:
-            known = [int(count) - 1 for count in forward_batch.seq_lens]
-            return self._forward(q, k, v, layer, forward_batch, known, *rest, **more)
+            computed = [int(count) - 1 for count in forward_batch.seq_lens]
+            return self._forward(q, k, v, layer, forward_batch, computed, *rest, **more)
 
         def _forward(
             self,
@@ -90,7 +90,7 @@ def backend_class() -> Any:
             v: Any,
             layer: Any,
             batch: Any,
-            known: list[int],
+            computed: list[int],
             save_kv_cache: bool = True,
             sinks: Any = None,
             **more: Any,
@@ -105,7 +105,7 @@ def backend_class() -> Any:
             window = window if window is not None and window > -1 else None
             out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
             done = 0
-            for row, before in enumerate(known):
+            for row, before in enumerate(computed):
                 total = int(batch.seq_lens[row])
                 slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices[row], :total]
                 if window is not None and self.use_sliding_window_kv_pool:

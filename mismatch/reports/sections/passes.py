@@ -1,0 +1,303 @@
+"""The same tokens scored in other ways: exact divergences, two passes, steps, other settings."""
+
+from __future__ import annotations
+
+from mismatch.analysis.exact_kl import KL, KL_TOPK, LAW_GAP
+from mismatch.analysis.two_passes import replay_phrase
+from mismatch.metrics.budget import Budget, Step
+from mismatch.metrics.ppo_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
+from mismatch.reports.formatting import interval, line, number, percent, plural, tenths, text, times
+from mismatch.reports.section import Cell, Cells, Column, Section, Table
+from mismatch.reports.summary import all_rows, headline, metric_tables
+from mismatch.specs import AS_STORED
+from mismatch.types import Comparison, Report
+
+# ---------------------------------------------------------------- exact divergences
+
+EXACT_LEAD = (
+    "k1 and k3 look at the token that was sampled. At a random sample of tokens both sides also "
+    "gave {}, so that the divergence there is a sum and no estimate{}."
+)
+GIVEN = {
+    KL: ("the whole distribution over the vocabulary", ""),
+    KL_TOPK: ("the probabilities of the likeliest tokens and of all others together",
+              ": a lower bound"),
+}  # fmt: skip
+ORDER = ("", "_p50", "_p90", "_p95", "_p99", "_p999", "_max")
+OTHERS = ("exact_reverse_kl", "exact_js", "exact_tv")
+
+
+def exact(report: Report) -> Section | None:
+    """Of the headline comparison, beside what the estimators say; None where it has none."""
+    comparison = headline(report)
+    name = next((name for name in GIVEN if name in comparison.metrics), None)
+    if name is None:
+        return None
+    names = [f"{name}{tail}" for tail in ORDER]
+    names += [f"{other}{name.removeprefix(KL)}" for other in OTHERS]
+    names += ["exact_argmax_agree", "kl_at_exact", "k3_kl_at_exact"]
+    known = {row.metric: row for row in all_rows(comparison)}
+    sentences = exact_sentences(report, name)
+    return Section(
+        "exact",
+        "Exact KL",
+        EXACT_LEAD.format(*GIVEN[name]),
+        sentences=sentences,
+        tables=metric_tables([known[each] for each in names if each in known]),
+        short=sentences[0],
+    )
+
+
+def exact_sentences(report: Report, name: str) -> list[str]:
+    """What the exact value adds to the estimators', and how much of it is the trainer's noise."""
+    metrics = headline(report).metrics
+    value, k3, gap = metrics[name], metrics["k3_kl_at_exact"], metrics.get(LAW_GAP)
+    what = "exact KL" if name == KL else "KL over the likeliest tokens, a lower bound"
+    sentences = [
+        f"{what}: {number(value.value)} nats per token ({plural(value.n_tokens, 'position')} of "
+        f"{plural(value.n_prompts, 'prompt')}); k3 on the same positions: {number(k3.value)}"
+    ]
+    widths = [0.0 if e.low is None or e.high is None else e.high - e.low for e in (value, k3)]
+    if 0 < widths[0] < widths[1]:
+        sentences.append(f"its interval is {times(widths[1] / widths[0])} narrower than k3's there")
+    if gap is not None and gap.value > 1:
+        sentences.append("the sampled tokens do not fit these distributions: see the checks")
+    for pair in report.noise_floor:
+        if pair.right.endswith(":regrouped") and name in pair.metrics and value.value > 0:
+            noise = pair.metrics[name].value
+            return [
+                *sentences,
+                f"the trainer against itself in other micro-batches: {number(noise)} "
+                f"({percent(noise / value.value)} of it)",
+            ]
+    return sentences
+
+
+# ---------------------------------------------------------------- two forward passes
+
+PASSES_LEAD = (
+    "PPO divides the probabilities of a new forward pass by those of an old one. Both are the "
+    "trainer's, with the same weights: on-policy every ratio should be 1."
+)
+LABELS = {
+    AS_RUN: "as it runs",
+    REPLAY: "with router replay",
+    OVERRIDE: "on-policy override",
+}
+PASSES = (
+    Column("new pass", text),
+    Column("ratio ≠ 1", percent, interval=4, detail="of the tokens"),
+    Column("mean |ratio - 1|", number, interval=4),
+    Column("largest", number, 3),
+    Column("clipped", percent, 1, detail=f"beyond {CLIP}"),
+    Column("routing flips", percent, 1, detail="of (token, layer)"),
+    Column("mean |new - old|", number, 2, detail="nats"),
+)
+
+
+def two_passes(result: TwoPasses, report: Report) -> Section:
+    """PPO's ratio of two passes with the same weights, which should be 1; a row a variant."""
+    sentences = passes_sentences(result)
+    injected = result.injected and (
+        f"Injected on purpose, in the new pass only: {line(result.injected)}. These numbers show "
+        "what such noise does; they are no measurement of this machine."
+    )
+    return Section(
+        "two_passes",
+        "Two forward passes",
+        PASSES_LEAD,
+        warnings=[injected],
+        sentences=sentences,
+        tables=[Table(PASSES, [_variant(result, variant) for variant in result.variants])],
+        notes=[f"Not run: {note}" for note in result.notes],
+        short=sentences[0],
+    )
+
+
+def passes_sentences(result: TwoPasses) -> list[str]:
+    """What the numbers say, in plain words."""
+    plain, replayed = result.named(AS_RUN), result.named(REPLAY)
+    assert plain is not None
+    share, off = _value(plain, "ratio_not_one"), _value(plain, "ratio_off_mean")
+    clipped = _value(plain, "ratio_clipped")
+    sentences = [
+        f"{percent(share)} of the ratios are not exactly 1 (mean |ratio - 1| {number(off)}, "
+        f"largest {number(_value(plain, 'ratio_off_max'))}); "
+        f"{'none' if clipped == 0 else percent(clipped)} lie beyond PPO's usual clip range of "
+        f"{CLIP}."
+        if share
+        else "Every ratio is exactly 1: the two passes agree bit for bit."
+    ]
+    if plain.routing:
+        sentences.append(_flips(result, plain))
+    if replayed is not None and off == 0:
+        sentences.append("Router replay has nothing to mend here.")
+    elif replayed is not None:
+        after = _value(replayed, "ratio_off_mean")
+        sentences.append(
+            "With the old pass's experts replayed in the new one, their experts agree by "
+            f"construction; mean |ratio - 1| {'falls' if after < off else 'rises'} by "
+            f"{percent(abs(1 - after / off))}, to {number(after)}. What is left comes from the "
+            "weights of the experts and from the rest of the network."
+        )
+    left = number(_value(plain, "logprob_abs_diff_mean"))
+    override = (
+        "The on-policy override (old := new, detached) sets every ratio to 1 by construction. It "
+        f"hides the difference: the passes stay {left} nats apart."
+    )
+    return [*sentences, override] if share else sentences
+
+
+def _flips(result: TwoPasses, plain: Variant) -> str:
+    if result.replayed:
+        return f"Both passes replay {line(result.replayed)}: their experts agree by construction."
+    layer = plain.routing["routing_disagree_layer"].value
+    if layer == 0:
+        return "No routing flip in the new pass."
+    return (
+        f"{percent(plain.routing['routing_disagree_any'].value)} of tokens have a routing flip in "
+        f"some layer ({percent(layer)} of (token, layer))."
+    )
+
+
+def _variant(result: TwoPasses, variant: Variant) -> Cells:
+    if variant.scoring is None:
+        plain = result.named(AS_RUN)
+        left = None if plain is None else plain.metrics["logprob_abs_diff_mean"].value
+        label = Cell(LABELS[variant.id], note="set to 1, not measured")
+        return label, None, None, None, None, None, left
+    metrics, flips = variant.metrics, variant.routing.get("routing_disagree_layer")
+    given = variant.id == REPLAY or bool(result.replayed)
+    return (
+        Cell(LABELS[variant.id], note=f"{result.old} / {variant.scoring}"),
+        Cell(metrics["ratio_not_one"], "strong"),
+        *map(metrics.get, ("ratio_off_mean", "ratio_off_max", "ratio_clipped")),
+        "replayed" if flips is not None and given and flips.value == 0 else flips,
+        metrics["logprob_abs_diff_mean"],
+    )
+
+
+def _value(variant: Variant, name: str) -> float:
+    return variant.metrics[name].value
+
+
+# ---------------------------------------------------------------- the error budget
+
+BUDGET_LEAD = (
+    "Each step from the engine to the trainer, on the same tokens. Mean delta adds up exactly; the "
+    "shares of its spread add up to 100 %, and one may be negative. Mean |delta| does not add up."
+)
+STEPS = (
+    Column("step", text, of=lambda step: Cell(_label(step), note=f"{step.left} / {step.right}")),
+    Column("mean delta", number, interval=2, of="mean", tone="strong"),
+    Column("mean |delta|", number, 3, of="size"),
+    Column("of the spread", tenths, interval=1, of="share", tone="strong"),
+)
+KINDS = {"decode": "engine decode", "prefill": "engine prefill", "train": "trainer",
+         "reference": "float32"}  # fmt: skip
+
+
+def budget(result: Budget, report: Report) -> Section:
+    """The chain in order, what it adds up to, and what was measured beside it."""
+    together = (
+        Cell("together", note=f"{result.left} / {result.right}"),
+        Cell(result.mean, "strong"),
+        None,
+        Cell(1.0 if result.spread.value > 0 else None, "strong"),
+    )
+    steps = (tuple(column.cell(step) for column in STEPS) for step in result.steps)
+    largest = largest_step(result)
+    return Section(
+        "budget",
+        "Error budget",
+        BUDGET_LEAD,
+        sentences=[largest],
+        tables=[Table(STEPS, [*steps, together])],
+        notes=remarks(result),
+        short=largest or "One step only: what the headline compares.",
+    )
+
+
+def remarks(result: Budget) -> list[str]:
+    """What was not run and why, and what else a reader must know; one sentence each."""
+    gaps = [f"{line(gap.step)}: not run, because {line(gap.reason)}" for gap in result.gaps]
+    carried = [
+        f"{_label(step)}: heavy-tailed, a few tokens carry its share"
+        for step in result.steps
+        if step.share is not None and "heavy-tail" in step.share.flags
+    ]
+    return gaps + carried + [line(note) for note in result.notes]
+
+
+def largest_step(result: Budget) -> str:
+    """Which step carries most of the spread, as a sentence; empty without a choice."""
+    if len(result.steps) < 2:
+        return ""
+    shares = [(step.share, step) for step in result.steps if step.share is not None]
+    if not shares:
+        return "Every step is exactly 0."
+    share, step = max(shares, key=lambda pair: pair[0].value)
+    return (
+        f"{_label(step)} carries {tenths(share.value)} of the spread of delta "
+        f"({interval(share, tenths)})."
+    )
+
+
+def _label(step: Step) -> str:
+    left, right = (_kind(name) for name in (step.left, step.right))
+    if (left, right) == ("decode", "prefill"):
+        return "engine: decode → prefill"
+    if left in KINDS and right in KINDS:
+        return f"{KINDS[left]} → {KINDS[right]}"
+    return f"{line(step.left)} → {line(step.right)}"
+
+
+def _kind(name: str) -> str:
+    engine, _, variant = name.partition(":")
+    return "reference" if engine == "reference" else variant or "train"
+
+
+# ---------------------------------------------------------------- other settings
+
+VARIANTS_LEAD = (
+    "Other settings of the trainer, beside the one under test; report.json has all their numbers."
+)
+VARIANTS = (
+    Column("left / right", text),
+    Column("mean |delta|", number),
+    Column("k3 KL", number),
+    Column("routing flips", percent, detail="of (token, layer)"),
+)
+
+
+def variants(report: Report) -> Section | None:
+    """Replayed experts, weights in another form, what `mismatch score --name` has added.
+
+    The headline stands first, for comparison; None where there is nothing beside it. The engine's
+    prefill against the trainer is left out: the noise and the budget show it.
+    """
+    others = [
+        comparison
+        for comparison in report.comparisons[1:]
+        if report.fingerprints.get(comparison.rollout, {}).get("mode") != "prefill"
+    ]
+    rows = [_setting(report, each) for each in (*report.comparisons[:1], *others)]
+    table = Table(VARIANTS, rows)
+    return (
+        Section("beside", "On the same tokens", VARIANTS_LEAD, tables=[table]) if others else None
+    )
+
+
+def _setting(report: Report, comparison: Comparison) -> Cells:
+    facts = report.fingerprints.get(comparison.train, {})
+    form, given = facts.get("weights_form", AS_STORED), replay_phrase(facts)
+    flips = comparison.routing.get("routing_disagree_layer")
+    constructed = bool(given) and flips is not None and flips.value == 0
+    meaning = [f"replays the {line(given)}"] if given else []
+    meaning += [f"experts {line(form)}"] if form != AS_STORED else []
+    return (
+        Cell(f"{comparison.rollout} / {comparison.train}", note="; ".join(meaning)),
+        comparison.metrics.get("logprob_abs_diff_mean"),
+        comparison.metrics.get("k3_kl"),
+        "replayed" if constructed else flips,
+    )
