@@ -190,7 +190,8 @@ def test_good_and_bad_kernels_are_told_apart_and_a_crash_stops_nothing(audited):
 def test_the_last_line_is_the_verdict_and_the_page_is_there(audited):
     done, out = audited
     last = done.stdout.strip().splitlines()[-1]
-    assert last.startswith("verdict: wrong – my_kernels:dies: crashed")
+    assert last.startswith("verdict: wrong")
+    assert "my_kernels:dies: crashed" in last
     assert "my_kernels:sinkless: sinks, output" in last
     assert max(len(row) for row in done.stdout.splitlines()[:-1]) <= 80
     assert "✕ Wrong" in (out / "kernels.html").read_text()
