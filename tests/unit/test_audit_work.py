@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels import Finding
+from mismatch.experiments.kernel_audit import Finding
 from mismatch.models import EMBEDDED
 from mismatch.processes.kernels.geometry import geometry_of
 from mismatch.processes.kernels.isolation import AuditSpec, Step
@@ -67,7 +67,7 @@ def test_names_and_only_choose(work):
     ("changes", "said"),
     [
         ({"kernels": ("nowhere.at.all:f",)}, "cannot import nowhere"),
-        ({"kernels": ("mismatch.experiments.kernels:ATTENTION_COLUMNS",)}, "is no function"),
+        ({"kernels": ("mismatch.experiments.kernel_audit:ATTENTION_COLUMNS",)}, "is no function"),
         (
             {"kernels": ("tests.planted_attention:no_sinks@wrong",)},
             "there is no mask 'wrong'",

@@ -23,12 +23,12 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.loop import history
 from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
 from mismatch.experiments.loop.types import AS_IS, LoopSpec, arm_of, place_of, read_seeds
-from mismatch.metrics.corrections import group_advantages
+from mismatch.metrics.importance_weights import group_advantages
 from mismatch.models import resolve_model
 from mismatch.models.config import find_config
 from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Prints
-from mismatch.pipeline.loop import require_same_settings
+from mismatch.pipeline.training_loop import require_same_settings
 from mismatch.processes.launch import started
 from mismatch.processes.loop_arm import finish_both, resume_from, shares
 from mismatch.processes.workers import loop_trainer

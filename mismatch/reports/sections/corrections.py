@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from mismatch.analysis.corrections.preview import TARGET_WORDS
 from mismatch.analysis.corrections.recipes import Against, Corrections, Preview, Recipe, recipes
-from mismatch.metrics.corrections import NONE, OVERRIDE, Level
 from mismatch.metrics.forecast import Forecast
+from mismatch.metrics.importance_weights import NONE, OVERRIDE, Level
 from mismatch.reports.formatting import (
     MISSING,
     brief,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mismatch.experiments.kernels import (
+from mismatch.experiments.kernel_audit import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     Audit,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mismatch.metrics.corrections import Settings
+from mismatch.metrics.importance_weights import Settings
 from mismatch.metrics.ppo_passes import CLIP
 from mismatch.reports.contrasts import (
     LEAST,
