@@ -106,7 +106,7 @@ def loop(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.experiments.loop.judge import loop_to_json
     from mismatch.experiments.loop.types import arm_of
-    from mismatch.pipeline.loop import run_loop
+    from mismatch.pipeline.training_loop import run_loop
     from mismatch.reports.sections.loop import section
     from mismatch.reports.terminal import print_section, say
 
@@ -140,7 +140,7 @@ def asked(flags: Flags) -> tuple[LoopSpec, tuple[str, ...], tuple[int, ...]]:
         MismatchError: flags that a loop cannot honour, no such run, or one that names code.
     """
     from mismatch.experiments.loop.types import read_arms, read_seeds
-    from mismatch.pipeline.loop import read_settings
+    from mismatch.pipeline.training_loop import read_settings
     from mismatch.run.directory import NEWEST, require_trust
 
     run = flags["resume"]
@@ -190,11 +190,11 @@ def plan(
         gpus: in place of this machine's own, e.g. "8xH100-80GB".
     """
     from mismatch.doctor.loop_cost import memory_of_loop, seconds_of_step
-    from mismatch.doctor.machine import look, machine_with, parse_kind
+    from mismatch.doctor.machine import inspect_machine, machine_with, parse_kind
     from mismatch.experiments.loop.types import arm_of
     from mismatch.reports.formatting import memory, number
 
-    machine = look(try_imports=False)
+    machine = inspect_machine(try_imports=False)
     if gpus:
         machine = machine_with(machine, *parse_kind(gpus))
     samples = base.check.rollout.sampling.samples_per_prompt

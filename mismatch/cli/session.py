@@ -188,7 +188,7 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
         for line in two_engines(spec):
             say(line)
     if spec.fixes:
-        from mismatch.pipeline.fixes import dry_run_lines
+        from mismatch.pipeline.fix_trials import dry_run_lines
 
         for line in dry_run_lines(spec):
             say(line)
@@ -216,10 +216,10 @@ def placed(spec: CheckSpec, resumed: bool = False) -> CheckSpec:
         spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
     if gpus < 2:
         return spec
-    from mismatch.doctor.machine import look
+    from mismatch.doctor.machine import inspect_machine
     from mismatch.doctor.plan import placed as on_machine
 
-    return on_machine(spec, look(try_imports=False))
+    return on_machine(spec, inspect_machine(try_imports=False))
 
 
 def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 Both sides run in this process, in turns, with a real engine (transformers) and a real FSDP2 world
 of a model of some thousand parameters, so that a run takes a second. Writes are counted by the
-hooks of tests/write_faults.py: opening, rename, new directory, write and fsync.
+hooks of tests/write_hooks.py: opening, rename, new directory, write and fsync.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.loop import history
 from mismatch.experiments.loop.judge import FILE
 from mismatch.experiments.loop.types import LoopSpec
-from mismatch.pipeline import loop as pipeline
+from mismatch.pipeline import training_loop as pipeline
 from mismatch.processes.loop_arm import header_of, resume_from
 from mismatch.processes.workers import loop_engine, loop_trainer
 from mismatch.processes.workers.sampling import ready_for
@@ -33,7 +33,7 @@ from mismatch.training.load import load
 from mismatch.training.policy import PolicyOptimiser
 from tests.checkpoints import make
 from tests.integration.test_loop import Silent, numbers
-from tests.write_faults import HOOKS
+from tests.write_hooks import HOOKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.grid]
 STEPS = 3

@@ -11,7 +11,7 @@ import torch
 
 import mismatch.models
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels import ATTENTION_COLUMNS, CONSEQUENCES, Audit
+from mismatch.experiments.kernel_audit import ATTENTION_COLUMNS, CONSEQUENCES, Audit
 from mismatch.processes.kernels.attention import COLUMNS, audit_attention
 from mismatch.processes.kernels.cases import NO_BACKWARD, PAGED, Candidate, names_here
 from mismatch.processes.kernels.costs import Runner, costs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels import EXPERT_COLUMNS, Audit
+from mismatch.experiments.kernel_audit import EXPERT_COLUMNS, Audit
 from mismatch.processes.kernels import expert_layer
 from mismatch.processes.kernels.expert_layer import Sizes
 from mismatch.processes.kernels.experts import audit_experts

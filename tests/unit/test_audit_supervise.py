@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels import ended
+from mismatch.experiments.kernel_audit import ended
 from mismatch.processes.kernels import isolation as supervise
 from mismatch.processes.kernels.isolation import AuditSpec, run_audit
 from tests.texts import numbers

@@ -142,11 +142,25 @@ def test_every_form_of_the_report_says_so(tmp_path: Path) -> None:
         assert "suspected, --explain" not in told_there
 
 
-def test_a_fix_that_leaves_the_mismatch_rules_its_cause_out(tmp_path: Path) -> None:
-    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.99})
-    report = reported(run)
-    named = [cause.id for cause in report.result("causes").ranked]
-    assert "attention-sinks" not in named
+def test_a_stated_cause_has_the_share_of_its_fix_and_something_else_has_the_rest(
+    tmp_path: Path,
+) -> None:
+    """The kernel does ignore the sinks, and the mismatch comes from elsewhere."""
+    report = reported(saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.99}))
+    seen, stated = report.result("causes").ranked
+    assert (seen.id, seen.status, seen.side) == ("function-differs", "suspected", "trainer")
+    assert seen.effect.value > 0.8
+    assert (stated.id, stated.status) == ("attention-sinks", "suspected")
+    assert stated.effect.value == pytest.approx(0.01)
+    assert told(report).ruled_out == told(report).confirmed == ()
+
+
+def test_a_fix_that_leaves_the_mismatch_rules_a_look_alike_out(tmp_path: Path) -> None:
+    case = without_sinks(attention="sdpa")  # it says nothing of sinks
+    report = reported(saved(tmp_path / "run", case, {"attention-sinks": 0.99}))
+    cause = first(report)
+    assert (cause.id, cause.status) == ("function-differs", "suspected")
+    assert "attention-sinks" not in cause.alike
     assert told(report).ruled_out == ("attention-sinks",)
 
 

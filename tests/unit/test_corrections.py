@@ -7,7 +7,7 @@ import pytest
 
 from mismatch.analysis.corrections.recipes import FRAMEWORKS, MISSING, recipes
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.corrections import (
+from mismatch.metrics.importance_weights import (
     BY_ID,
     CORRECTIONS,
     NONE,

@@ -11,7 +11,13 @@ from mismatch.analysis.corrections.preview import EQUAL_REWARDS, NO_REWARDS, NOT
 from mismatch.analysis.corrections.recipes import Corrections
 from mismatch.codec import from_json, to_json
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.corrections import CORRECTIONS, NONE, OVERRIDE, Settings, group_advantages
+from mismatch.metrics.importance_weights import (
+    CORRECTIONS,
+    NONE,
+    OVERRIDE,
+    Settings,
+    group_advantages,
+)
 from mismatch.reports.sections import corrections as words
 from mismatch.types import Rollout, Sampling, Scoring
 from tests.tables import values

@@ -137,7 +137,7 @@ def test_estimators_change_nothing() -> None:
 
 
 def test_every_correction_named_by_a_fix_exists() -> None:
-    from mismatch.metrics.corrections import BY_ID
+    from mismatch.metrics.importance_weights import BY_ID
 
     assert {fix.corrects for fix in FIXES if fix.corrects} <= BY_ID.keys()
 

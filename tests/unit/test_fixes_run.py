@@ -19,7 +19,7 @@ from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
 from mismatch.experiments.fixes.trainer_fixes import NOT_PACKED
 from mismatch.experiments.scoring_passes import Job, by_load
 from mismatch.pipeline.build import build_report
-from mismatch.pipeline.fixes import FixRun, sampling_spec
+from mismatch.pipeline.fix_trials import FixRun, sampling_spec
 from mismatch.processes.stages import Stages
 from mismatch.reports.sections.fixes import ONLY_OF_THE_LOSS, sentences
 from mismatch.run import store

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels import (
+from mismatch.experiments.kernel_audit import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     SCHEMA,

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.reports.serve import Server, Site, allowed, is_loopback
+from mismatch.reports.run_server import Server, Site, allowed, is_loopback
 from tests.command import mismatch
 from tests.unit.test_side_by_side import save
 

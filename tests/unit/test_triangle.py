@@ -39,7 +39,7 @@ from mismatch.pipeline.scoring_pair import SecondEngine, dry_run_lines
 from mismatch.processes.stages import Stages
 from mismatch.reports.html import to_html
 from mismatch.reports.section import Section, cell_text
-from mismatch.reports.sections import engines
+from mismatch.reports.sections import square
 from mismatch.reports.terminal import print_section
 from mismatch.run import store
 from mismatch.run.directory import at_work
@@ -259,7 +259,7 @@ def test_the_document_is_strict_and_reads_back(tmp_path: Path, unable: str) -> N
 
 
 def section(report: Report) -> Section:
-    return engines.section(report.result("engines"), report)
+    return square.engines(report.result("engines"), report)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.kernels import Error, Finding
+from mismatch.experiments.kernel_audit import Error, Finding
 from mismatch.processes.kernels.cases import DTYPES, Inputs
 from mismatch.training.attention.trial import definition
 from mismatch.training.attention.trial import relative_error as relative_error

@@ -120,12 +120,12 @@ def float32(report: Report) -> list[str]:
     if len(sides) < 2:
         return []
     near, far = sorted(sides, key=lambda side: sides[side].value)
-    said = (
+    sentence = (
         f"Against float32 the trainer is off by {number(sides['trainer'].value)} nats, the engine "
         f"by {number(sides['engine'].value)}"
     )
     low, high = sides[far].low, sides[near].high
     if low is None or high is None or low <= high:
-        return [f"{said}: {NEITHER}."]
+        return [f"{sentence}: {NEITHER}."]
     ratio = sides[far].value / sides[near].value if sides[near].value > 0 else math.inf
-    return [f"{said}: the {far} is {times(ratio)} as far off."]
+    return [f"{sentence}: the {far} is {times(ratio)} as far off."]

@@ -158,31 +158,31 @@ def sentences(comparison: Comparison) -> list[str]:
     routing = comparison.routing
     if "routing_disagree_any" not in routing:
         return []
-    said = []
+    texts = []
     given = ", ".join(_facts(comparison, "replayed"))
     if given:
-        said.append(
+        texts.append(
             f"Replayed: {given}. Where its experts agree with those it replays, they do so by "
             "construction, and say nothing about its router."
         )
     any_layer = routing["routing_disagree_any"]
     if any_layer.value > 0.0:
-        said += _harm(routing)
+        texts += _harm(routing)
         ties, source = routing.get("routing_near_tie_flipped"), _facts(comparison, "noise")
         if ties is not None and source:
             where = f"measured against {source[0]}"
             if source[0] == "rounding":
                 where = "rounding of the trainer's dtype, assumed because no other pass moved a "
                 where += "margin"
-            said.append(
+            texts.append(
                 f"{percent(ties.value)}{_between(ties)} of flips are near-ties: their margin lies "
                 f"within the router's own noise ({where})."
             )
     elif any_layer.value == 0.0 and not given:
         tokens = plural(any_layer.n_tokens, "token")
-        said.append(f"{NO_FLIP} of {tokens}: there is no harm to measure.")
-    said += [f"Left out: {fact}." for fact in _facts(comparison, "layers left out")]
-    return said + [f"Not measured: {fact}." for fact in _facts(comparison, "not measured")]
+        texts.append(f"{NO_FLIP} of {tokens}: there is no harm to measure.")
+    texts += [f"Left out: {fact}." for fact in _facts(comparison, "layers left out")]
+    return texts + [f"Not measured: {fact}." for fact in _facts(comparison, "not measured")]
 
 
 def _harm(routing: dict[str, Estimate]) -> list[str]:
@@ -193,12 +193,12 @@ def _harm(routing: dict[str, Estimate]) -> list[str]:
         return []
     if share == 1.0:
         return [EVERY_TOKEN]
-    said = (
+    sentence = (
         f"{percent(share)} of tokens have a flip in at least one layer; they carry "
         f"{percent(carried.value)}{_between(carried)} of all delta²"
     )
     if factor is not None:
-        said += f", and their error is {times(factor.value)} that of the rest"
+        sentence += f", and their error is {times(factor.value)} that of the rest"
     if carried.low is None or carried.high is None:
         meaning = NO_INTERVAL
     elif carried.low > share:
@@ -207,7 +207,7 @@ def _harm(routing: dict[str, Estimate]) -> list[str]:
         meaning = TOO_WIDE
     else:
         meaning = HARMLESS
-    return [f"{said}. {meaning}"]
+    return [f"{sentence}. {meaning}"]
 
 
 def _between(estimate: Estimate) -> str:
@@ -314,5 +314,5 @@ def _margins(table: Table, axes: Axes) -> str:
     words = "router margin over its noise, from", "flips, % of choices"
     colours = [ACCENT if start < 1.0 else SECOND for start in table["from"]]
     labels = [f"{start:g}" for start in table["from"]]
-    told = bars(axes, labels, words, *ends, colours=colours, counts=table["count"])
-    return f"Flip rate by router margin; {words[1]}: {told}"
+    heights = bars(axes, labels, words, *ends, colours=colours, counts=table["count"])
+    return f"Flip rate by router margin; {words[1]}: {heights}"
