@@ -31,8 +31,8 @@ from mismatch.experiments.locate.judge import judge
 from mismatch.experiments.locate.types import Location
 from mismatch.models import resolve_model
 from mismatch.models.planted import plant
-from mismatch.pipeline import locate as pipeline
-from mismatch.pipeline.locate import Asked, locate
+from mismatch.pipeline import locate_run as pipeline
+from mismatch.pipeline.locate_run import Asked, locate
 from mismatch.run import store
 from mismatch.specs import to_dict
 

@@ -31,6 +31,7 @@ Bools = NDArray[np.bool_]
 WHOLE_VOCABULARY = 4096  # entries up to which all of them are kept: 16 KiB per position
 OFF_BY = 1e-3  # nats that the sum of a float32 distribution may be away from 1
 AGAIN = "make the run again, or without it: --exact-kl 0"
+WHOLE_AND_PART = "one side holds whole distributions, the other a part of each"
 ENTRIES = 1 << 22  # ids that are validated at a time
 FEW_ROWS = 64  # rows that may share their experts by chance
 LIKELIEST = 5  # outcomes of every sampled token that either side keeps
@@ -204,7 +205,7 @@ def why_incomparable(left: Distributions, right: Distributions) -> str:
     if not np.array_equal(left.positions, right.positions):
         return "the two sides hold distributions of different positions"
     if left.whole != right.whole:
-        return "one side holds whole distributions, the other a part of each"
+        return WHOLE_AND_PART
     if left.ids is None or right.ids is None:
         if left.vocabulary != right.vocabulary:
             return f"vocabularies of {left.vocabulary} and {right.vocabulary} entries"

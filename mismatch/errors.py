@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 
 
 class MismatchError(Exception):
@@ -43,6 +44,18 @@ class OutOfMemory(MismatchError):
 
 class CorruptCapture(MismatchError):
     """Routed experts that cannot be true: wrong shape, ids out of range, missing rows."""
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 2, cutoff: float = 0.5) -> str:
+    """The known names that are nearest, as the beginning of a fix; "" where none is near.
+
+    >>> did_you_mean("vLM", ["vllm", "sglang"])
+    'did you mean vllm? '
+    """
+    from difflib import get_close_matches
+
+    near = get_close_matches(name.lower(), list(known), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.experiments.kernels import (
+from mismatch.experiments.kernel_audit import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     Audit,

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from mismatch.processes.kernels.expert_layer import every_expert, weighed
 
 Experts = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+REFUSAL = "no kernel for this shape"
 
 
 def right(
@@ -116,7 +117,7 @@ def refuses(
     module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """It has no kernel for anything."""
-    raise NotImplementedError("no kernel for this shape")
+    raise NotImplementedError(REFUSAL)
 
 
 class _Gradient(torch.autograd.Function):

@@ -11,6 +11,7 @@ from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, NotTested, Report
 
 HOSTILE = "<script>alert(1)</script> | `a` *b* @team \x1b[31m\u202e [bold]x[/bold]"
+UNLUCKY = NotTested("toy", "the seed is 13", "take another")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Toy:
 
 def measure(run: RunArtefacts, spec: CheckSpec) -> Toy | NotTested:
     if spec.seed == 13:
-        return NotTested("toy", "the seed is 13", "take another")
+        return UNLUCKY
     deltas = run.train.logprobs - run.decode.logprobs
     n = len(deltas)
     return Toy(Estimate(float((deltas > 0).mean()), 0.25, 0.75, n, n, n))

@@ -7,6 +7,7 @@ from pathlib import Path
 from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.experiments.explanation import TESTS
+from mismatch.experiments.fixes.catalogue import FIXES
 from mismatch.experiments.fixes.guides import VERSIONS, settings_of
 from mismatch.experiments.scoring_passes import PROBES
 
@@ -84,6 +85,9 @@ How an experiment is judged, whether `--fix` or `--explain` asked for it:
 - A cause is **ruled out** where less than 10 % goes, and less than half of what this cause would
   take along: 1 - sqrt(1 - share²), since independent errors add in quadrature. A small cause under
   a large one is not ruled out by an experiment that could not have shown it.
+- What a side states for certain (a kernel that ignores sinks) is there, and is not ruled out: it
+  gets the share that went with its fix, and what the data see beside it keeps its place under the
+  name of its kind.
 - A fix that failed, several fixes at once, and corrections of the loss (TIS …) confirm nothing; nor
   does a fix that helps although it takes no suspected cause out, such as router replay where sinks
   are missing (40 % went in examples/tiny-gpt-oss-no-sinks).
@@ -150,7 +154,7 @@ def _page(entry: Entry) -> str:
         entry.why,
         "## Confirm",
         entry.confirm,
-        *_by_experiment([*fixes, *probes]),
+        *_by_experiment(entry, fixes, probes),
         "## Mend",
         entry.mend,
         *_settings(entry, fixes),
@@ -179,11 +183,26 @@ def _found(entry: Entry) -> list[str]:
     ]
 
 
-def _by_experiment(fixes: list[str]) -> list[str]:
-    if not fixes:
+def _by_experiment(entry: Entry, fixes: list[str], probes: list[str]) -> list[str]:
+    if not fixes and not probes:
         return []
-    names = ", ".join(f"`{id}`" for id in fixes)
-    return [f"`--explain` makes this experiment where it applies: {names}.", COMMAND]
+    alone = [id for id in fixes if entry.id in TESTS[id].own]
+    among = [id for id in fixes if entry.id in TESTS[id].wide]
+    made = _listed([*alone, *probes, *among])
+    known = [fix.id for fix in FIXES if fix.id in alone]
+    parts = [f"`--explain` makes this experiment where it applies: {made}."]
+    if known:
+        parts.append(f"Measured as a fix it says the same: `--fix {known[0]}`.")
+    if among:
+        parts.append(
+            f"Other causes go with {_listed(among)} too: this one is confirmed only where "
+            "experiments have ruled those out."
+        )
+    return [" ".join(parts), COMMAND]
+
+
+def _listed(ids: list[str]) -> str:
+    return ", ".join(f"`{id}`" for id in ids)
 
 
 def _settings(entry: Entry, fixes: list[str]) -> list[str]:

@@ -31,7 +31,7 @@ from mismatch.experiments.loop.judge import (
     running,
 )
 from mismatch.experiments.loop.types import LoopSpec, arm_of
-from mismatch.pipeline.loop import gather, read_settings
+from mismatch.pipeline.training_loop import gather, read_settings
 from mismatch.reports.formatting import number
 from mismatch.reports.markdown import show_table, table
 from mismatch.reports.sections.loop import PANELS, draw, section

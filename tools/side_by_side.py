@@ -17,7 +17,7 @@ from mismatch.experiments.engine_pair import TRAINER, Triangle
 from mismatch.pipeline.document import report_from_json
 from mismatch.reports.formatting import number, percent, plural
 from mismatch.reports.markdown import plain, show_table, table
-from mismatch.reports.sections.engines import party, section, sentences
+from mismatch.reports.sections.square import engines, engines_sentences, party
 from mismatch.run import store
 from mismatch.types import Report
 
@@ -82,8 +82,8 @@ def part(title: str, report: Report) -> str:
                  "routing flips:", "verdict"],
                 [own_row(made, one.engine) for one in made.sides],
             ),
-            "\n".join(f"- {plain(sentence)}" for sentence in sentences(made, report)[:-1]),
-            show_table(section(made, report).tables[0]),
+            "\n".join(f"- {plain(sentence)}" for sentence in engines_sentences(made, report)[:-1]),
+            show_table(engines(made, report).tables[0]),
         ]
     ) + "\n"  # fmt: skip
 

@@ -30,6 +30,7 @@ from mismatch.types import Estimate, Floats, Ints, Pair, Rollout, Routing, Scori
 FLIP_EDGES = (0, 1, 2, 3, 4, 8, 16, 32)  # flipped layers of a token, from
 MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)  # times the router's noise, from
 LOAD_QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "most": 1.0}
+NOISE_UNKNOWN = "near-ties: the router's noise is unknown"
 MOST_EXPERTS = 1024  # rows of routing_by_expert
 POSITION_BUCKETS = 32
 EXPERT_INTERVALS = 32  # of them, those of largest difference, have intervals
@@ -114,7 +115,7 @@ def notes(left: Scoring, right: Scoring, routes: PairedRouting, noise: RouterNoi
     if right.routing.margin is None:
         rows.append(("not measured", f"margins and near-ties: no scores from {right.name}"))
     elif noise is None:
-        rows.append(("not measured", "near-ties: the router's noise is unknown"))
+        rows.append(("not measured", NOISE_UNKNOWN))
     else:
         rows.append(("noise", noise.source))
         if noise.source != "rounding":

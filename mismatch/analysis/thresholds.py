@@ -6,7 +6,6 @@ says where it comes from.
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.metrics import METRICS
 
 
@@ -147,8 +146,7 @@ def _cells(data: dict[str, Any], text: str, where: str, base: Thresholds) -> Thr
 def _known(name: str, names: Sequence[str], what: str, text: str, where: str) -> None:
     if name in names:
         return
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    guess = f"did you mean {near[0]!r}? " if near else ""
+    guess = did_you_mean(name, names, most=1)
     listed = ", ".join(names) if len(names) <= 8 else "docs/metrics.md lists them"
     raise MismatchError(
         f"{where}, line {_line(text, name)}: unknown {what}: {name!r}", f"{guess}known: {listed}"

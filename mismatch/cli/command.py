@@ -19,7 +19,7 @@ import typer
 
 from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import CHECK
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 Verb = Callable[[Flags], int]
@@ -115,10 +115,7 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
     for key, value in data.items():
         name = key.replace("-", "_")
         if name not in readable:
-            from difflib import get_close_matches
-
-            near = get_close_matches(name, readable, n=1, cutoff=0.5)
-            guess = f"did you mean {near[0]!r}? " if near else ""
+            guess = did_you_mean(name, readable, most=1)
             raise MismatchError(
                 f"config file {path}: unknown key {key!r}",
                 f"{guess}mismatch check --print-config lists all of them",

@@ -60,7 +60,7 @@ def corrections(flags: Flags) -> int:
     from mismatch.analysis.comparison import is_sampling_law
     from mismatch.analysis.corrections.preview import preview
     from mismatch.codec import to_json
-    from mismatch.metrics.corrections import Settings
+    from mismatch.metrics.importance_weights import Settings
     from mismatch.run import store
     from mismatch.run.directory import load_spec
 

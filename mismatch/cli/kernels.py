@@ -19,7 +19,7 @@ from mismatch.errors import MismatchError
 from mismatch.specs import MODEL, OUTPUT, SEEDS, WEEK_S
 
 if TYPE_CHECKING:
-    from mismatch.experiments.kernels import AuditReport
+    from mismatch.experiments.kernel_audit import AuditReport
     from mismatch.processes.kernels.isolation import AuditSpec
 
 AUDIT = "What to audit"
@@ -95,7 +95,7 @@ def kernels(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli.session import ConsoleNarrator
-    from mismatch.experiments.kernels import judge, kernels_to_json
+    from mismatch.experiments.kernel_audit import judge, kernels_to_json
     from mismatch.processes.kernels.isolation import run_audit
     from mismatch.reports.sections.kernels import section
     from mismatch.reports.terminal import print_alone
@@ -235,7 +235,7 @@ def _place(out: Path | None, model: str) -> Iterator[Path]:
 
 def save(report: AuditReport, out: Path) -> None:
     """Write kernels.json and kernels.html."""
-    from mismatch.experiments.kernels import FILE, kernels_to_json
+    from mismatch.experiments.kernel_audit import FILE, kernels_to_json
     from mismatch.reports.html import show_page
     from mismatch.reports.sections.kernels import page
     from mismatch.run import store
@@ -252,7 +252,7 @@ def save_in_run(report: AuditReport, run: Path) -> None:
     """
 
     from mismatch.cli.session import command
-    from mismatch.experiments.kernels import FILE, SCHEMA, kernels_to_json
+    from mismatch.experiments.kernel_audit import FILE, SCHEMA, kernels_to_json
     from mismatch.pipeline.document import report_from_json
     from mismatch.reports.files import write_report
     from mismatch.run import store

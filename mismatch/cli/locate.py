@@ -65,7 +65,7 @@ def locate(flags: Flags) -> int:
 
     from mismatch.cli import session
     from mismatch.experiments.locate.judge import judge, to_document
-    from mismatch.pipeline.locate import Asked, locate
+    from mismatch.pipeline.locate_run import Asked, locate
     from mismatch.reports.sections.locate import section
     from mismatch.reports.terminal import print_alone
     from mismatch.run.directory import load_spec, require_trust

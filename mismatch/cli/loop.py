@@ -106,7 +106,7 @@ def loop(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.experiments.loop.judge import loop_to_json
     from mismatch.experiments.loop.types import arm_of
-    from mismatch.pipeline.loop import run_loop
+    from mismatch.pipeline.training_loop import run_loop
     from mismatch.reports.sections.loop import section
     from mismatch.reports.terminal import print_section, say
 
@@ -140,7 +140,7 @@ def asked(flags: Flags) -> tuple[LoopSpec, tuple[str, ...], tuple[int, ...]]:
         MismatchError: flags that a loop cannot honour, no such run, or one that names code.
     """
     from mismatch.experiments.loop.types import read_arms, read_seeds
-    from mismatch.pipeline.loop import read_settings
+    from mismatch.pipeline.training_loop import read_settings
     from mismatch.run.directory import NEWEST, require_trust
 
     run = flags["resume"]

@@ -24,7 +24,7 @@ def serve(flags: Flags) -> int:
     """
     from mismatch.cli import session
     from mismatch.pipeline.saved_runs import history
-    from mismatch.reports.serve import Server, Site, is_loopback
+    from mismatch.reports.run_server import Server, Site, is_loopback
 
     history(flags["folder"], flags["metric"])  # what is wrong is said before anything listens
     server = Server(Site(flags["folder"], flags["metric"]), flags["host"], flags["port"])

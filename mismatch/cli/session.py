@@ -188,7 +188,7 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
         for line in two_engines(spec):
             say(line)
     if spec.fixes:
-        from mismatch.pipeline.fixes import dry_run_lines
+        from mismatch.pipeline.fix_trials import dry_run_lines
 
         for line in dry_run_lines(spec):
             say(line)

@@ -71,7 +71,7 @@ def _read(path: Path) -> str:
 def _print(reports: list[TemplateReport]) -> None:
     from rich.console import Console
 
-    from mismatch.reports.sections.template import shown
+    from mismatch.reports.sections.chat_template import shown
     from mismatch.reports.terminal import print_section
 
     for report in reports:

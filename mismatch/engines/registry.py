@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.specs import TORCH_NAMES, EngineSpec
 
 if TYPE_CHECKING:
@@ -123,10 +123,7 @@ def engine_info(name: str) -> EngineInfo:
                 return EngineInfo(point.value, install_hint=hint)
             declared: EngineInfo = _load(name, point.value, hint)
             return declared
-    import difflib
-
-    near = difflib.get_close_matches(name.lower(), engine_names(), n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = did_you_mean(name, engine_names())
     raise MismatchError(
         f"unknown engine {name!r}", f"{hint}known engines: {', '.join(engine_names())}"
     )

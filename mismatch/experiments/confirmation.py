@@ -107,6 +107,9 @@ def applied(
                 evidence=(*cause.evidence, *_evidence(experiment)),
                 alike=tuple(n for n in alike if n in left and n != name),
             ))  # fmt: skip
+        elif cause.stated and cause.id in gone_names:
+            ruled_out.discard(cause.id)  # it is there
+            kept += _of_little(cause, experiments)
         elif cause.id not in gone_names or cause.status == "confirmed":
             kept.append(_with_evidence(replace(cause, alike=alike), experiments))
         elif alike:  # what it could also be is what is left
@@ -196,6 +199,19 @@ def _confirming(
         return None
     _, _, experiment, name, left = min(fitting, key=lambda row: row[:2])
     return experiment, name, left
+
+
+def _of_little(cause: Cause, experiments: Sequence[Experiment]) -> list[Cause]:
+    """What a side states and an experiment finds of little weight, with the share that went; and
+    what the data see under another name, which is not it."""
+    tried = [e for e in experiments if cause.id in e.tests and e.outcome == "ruled out"]
+    tried = [e for e in tried if e.side in _sides(cause.side)]
+    narrow = min(tried, key=lambda e: len(e.tests))
+    stated = replace(
+        cause, effect=narrow.gone, evidence=(*cause.evidence, *_evidence(narrow)), kind=""
+    )
+    seen = replace(cause, id=cause.kind, alike=(), consequences=(), stated=False, kind="")
+    return [seen, stated] if cause.kind else [stated]
 
 
 def _with_evidence(cause: Cause, experiments: Sequence[Experiment]) -> Cause:

@@ -10,7 +10,7 @@ from mismatch.experiments.engine_pair import Triangle
 from mismatch.experiments.explanation import Explanation
 from mismatch.experiments.fixes.base import FixTable
 from mismatch.experiments.gradients.types import GradientCheck
-from mismatch.experiments.kernels import (
+from mismatch.experiments.kernel_audit import (
     AuditReport,
     kernels_from_json,
     kernels_schema,

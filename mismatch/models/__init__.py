@@ -9,14 +9,13 @@ count).
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 
 EMBEDDED = {name: Path(__file__).parent / name for name in ("tiny-gpt-oss", "tiny-gpt-oss-tools")}
 CONFIGS = Path(__file__).parent / "configs"
@@ -135,9 +134,7 @@ def _checkpoint(path: Path) -> str:
 
 
 def _suggestion(name: str) -> str:
-    names = [*EMBEDDED, *ALIASES]
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = did_you_mean(name, [*EMBEDDED, *ALIASES], most=3)
     embedded = ", ".join(EMBEDDED)
     return (
         f"{hint}use a local directory, a hub id (org/name), an embedded model ({embedded}) or a "

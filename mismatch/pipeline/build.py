@@ -22,7 +22,7 @@ from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.files import check_of_run
 from mismatch.experiments.gradients.sentences import gradient_checks
-from mismatch.experiments.kernels import of_run
+from mismatch.experiments.kernel_audit import of_run
 from mismatch.experiments.locate.judge import of_run as located
 from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise

@@ -59,7 +59,7 @@ def run_check(
 
             measure_two(stages, passes)
         if spec.fixes:
-            from mismatch.pipeline.fixes import measure_with_fixes
+            from mismatch.pipeline.fix_trials import measure_with_fixes
 
             measure_with_fixes(stages, passes)
         elif spec.other_engine is None:

@@ -53,8 +53,8 @@ from mismatch.experiments.scoring_passes import (
     wants_square,
 )
 from mismatch.pipeline.build import Artefacts
-from mismatch.pipeline.fixes import FixRun
-from mismatch.pipeline.locate import Asked, locate_in
+from mismatch.pipeline.fix_trials import FixRun
+from mismatch.pipeline.locate_run import Asked, locate_in
 from mismatch.processes.probes import ask_fresh_engine, cache_of
 from mismatch.processes.stages import Stages, score_in_float32
 from mismatch.run import store

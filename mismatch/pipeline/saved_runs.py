@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch.codec import to_json
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, excludes_zero
 from mismatch.metrics.inference import mover
@@ -319,10 +319,7 @@ def history(folder: Path, metric: str = "k3_kl") -> History:
         MismatchError: no such metric or folder, or no run in it.
     """
     if metric not in METRICS:
-        from difflib import get_close_matches
-
-        near = get_close_matches(metric, METRICS, n=1)
-        guess = f"did you mean {near[0]}? " if near else ""
+        guess = did_you_mean(metric, METRICS, most=1)
         raise MismatchError(f"no metric {metric!r}", f"{guess}mismatch metrics lists all of them")
     runs, unreadable = load_all(folder)
     if not runs and not unreadable:

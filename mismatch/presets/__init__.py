@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import difflib
-
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.presets.frameworks import (
     SKYRL,
     TRL,
@@ -46,8 +44,7 @@ def get_preset(name: str) -> Preset:
     """
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name.lower(), PRESETS, n=2, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = did_you_mean(name, PRESETS, cutoff=0.4)
     raise MismatchError(
         f"--trainer {name!r}: no such preset",
         f"{hint}use one of {', '.join(PRESETS)}; or describe your trainer with --train-dtype, "

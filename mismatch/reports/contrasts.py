@@ -56,21 +56,21 @@ def unlikely(tokens: pd.DataFrame) -> Contrast | None:
     if ratio is None:
         return None
     if ratio >= ALIKE[1]:
-        told = (
+        sentence = (
             f"Unlikely tokens (p < 0.1) have {times(ratio)} the error of confident ones "
             "(p ≥ 0.9), as rounding does."
         )
     elif ratio > ALIKE[0]:
-        told = (
+        sentence = (
             "Unlikely (p < 0.1) and confident (p ≥ 0.9) tokens have the same error; rounding would "
             "move the unlikely ones more."
         )
     else:
-        told = (
+        sentence = (
             f"Unusual: confident tokens (p ≥ 0.9) have {times(1 / ratio)} the error of unlikely "
             "ones (p < 0.1). Rounding does the opposite: suspect a kernel, a mask or weights."
         )
-    return Contrast(ratio, told)
+    return Contrast(ratio, sentence)
 
 
 def late(tokens: pd.DataFrame) -> Contrast | None:
@@ -81,8 +81,8 @@ def late(tokens: pd.DataFrame) -> Contrast | None:
     if ratio is None:
         return None
     grows = "Grows" if ratio >= ALIKE[1] else "No growth"
-    said = f"{grows} with position: the last third has {times(ratio)} the error of the first."
-    return Contrast(ratio, said)
+    sentence = f"{grows} with position: the last third has {times(ratio)} the error of the first."
+    return Contrast(ratio, sentence)
 
 
 def flipped(tokens: pd.DataFrame) -> Contrast | None:
@@ -115,14 +115,14 @@ def spread(tokens: pd.DataFrame) -> str:
     far = delta[np.abs(delta) > math.log(2)]
     if len(far) == 0:
         return f"No token of {len(delta):,} is off by over 2×"
-    said = f"{percent(len(far) / len(delta))} of {len(delta):,} tokens are off by over 2×"
+    sentence = f"{percent(len(far) / len(delta))} of {len(delta):,} tokens are off by over 2×"
     if len(far) < LEAST:
-        return said
+        return sentence
     lower = float((far < 0).mean())
     side = "less" if lower >= 0.5 else "more"
     share = percent(max(lower, 1.0 - lower))
     reading = "one-sided" if max(lower, 1.0 - lower) >= ONE_SIDED else "both ways, as noise is"
-    return f"{said}; {share} of these are {side} likely in training: {reading}"
+    return f"{sentence}; {share} of these are {side} likely in training: {reading}"
 
 
 def off_diagonal(tokens: pd.DataFrame) -> str:

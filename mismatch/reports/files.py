@@ -128,10 +128,10 @@ def to_github(report: Report, failing: bool) -> str:
     Args:
         failing: the command ends with exit code 1; then the verdict is an error.
     """
-    found = [(LEVELS[TONES[status]], name, text) for name, status, text in _faults(report)]
+    faults = [(LEVELS[TONES[status]], name, text) for name, status, text in _faults(report)]
     lines = [
         _annotation(level, f"mismatch {name}", text)
-        for level, name, text in sorted(found, key=lambda fault: fault[0])
+        for level, name, text in sorted(faults, key=lambda fault: fault[0])
     ]
     verdict = report.verdict
     level = "error" if failing else LEVELS.get(TONES[verdict.status], "notice")

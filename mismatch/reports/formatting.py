@@ -350,7 +350,9 @@ def visible(text: str) -> str:
 def _joins(text: str, at: int) -> bool:
     """Whether the joiner at a place stands between two pictures: a picture of its own."""
     before = text[max(0, at - 4) : at].rstrip(_ADDED)[-1:]
-    return all(unicodedata.category(one or " ") == "So" for one in (before, text[at + 1 : at + 2]))
+    return all(
+        unicodedata.category(each or " ") == "So" for each in (before, text[at + 1 : at + 2])
+    )
 
 
 def _visible_character(character: str) -> str:

@@ -85,8 +85,8 @@ class FrameworkValues:
 
     def rows(self, report: Report) -> list[tuple[summary.Row, FrameworkValue]]:
         """Every metric of the headline comparison that has a name there, in our order."""
-        found = summary.all_rows(summary.headline(report))
-        return [(row, other) for row in found for other in self.of(row.metric)]
+        rows = summary.all_rows(summary.headline(report))
+        return [(row, other) for row in rows for other in self.of(row.metric)]
 
     def _value(self, alias: framework_names.Alias) -> float | None:
         return value_of(alias.value, self._arrays) if alias.value and self._arrays else None
@@ -97,8 +97,8 @@ def _arrays(tokens: pd.DataFrame) -> dict[str, Any]:
     table = comparable(tokens)
     if table.empty:
         return {}
-    made: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         array: table[column].to_numpy(dtype=np.float64) for column, array in COLUMNS.items()
     }
-    made["sequence"] = table["sequence"].to_numpy(dtype=np.int64)
-    return made
+    arrays["sequence"] = table["sequence"].to_numpy(dtype=np.int64)
+    return arrays

@@ -202,15 +202,15 @@ def in_plain_words(report: Report) -> str:
     if mean.value == 0:
         return "Both sides give every token exactly the same probability."
     median, far = metrics.get(MEDIAN), metrics.get("ratio_outside_2")
-    said = []
+    parts = []
     if median is not None:
         same = median.value == 0
-        said.append(f"Median token: {'no difference' if same else _off_by(median.value)}")
-    said.append(f"mean |delta| {number(mean.value, 2)} nats")
+        parts.append(f"Median token: {'no difference' if same else _off_by(median.value)}")
+    parts.append(f"mean |delta| {number(mean.value, 2)} nats")
     if far is not None:
         share = "no token differs" if far.value == 0 else f"{percent(far.value)} of tokens differ"
-        said.append(f"{share} by more than 2×")
-    return f"{capital('; '.join(said))}."
+        parts.append(f"{share} by more than 2×")
+    return f"{capital('; '.join(parts))}."
 
 
 def _off_by(size: float) -> str:

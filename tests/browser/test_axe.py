@@ -13,8 +13,8 @@ import pytest
 from mismatch.pipeline.saved_runs import history
 from mismatch.pipeline.side_by_side import side_by_side
 from mismatch.reports.html import show_page, to_html
+from mismatch.reports.run_server import Site
 from mismatch.reports.saved_runs import beside_page, history_page
-from mismatch.reports.serve import Site
 from tests.browser.chromium import Browser
 from tests.unit.test_goldens import MAKERS
 

@@ -64,7 +64,7 @@ def test_one_file_serves_several_verbs(tmp_path):
 CASES = {
     "missing": (None, "absent.toml"),
     "not TOML": ("model = ", "not TOML"),
-    "typo": ('atention = "eager"', "did you mean 'attention'"),
+    "typo": ('atention = "eager"', "did you mean attention"),
     "key of no verb": ("zzzz = 1", "unknown key 'zzzz'"),
     "text for a number": ('num-prompts = "many"', "key 'num-prompts': 'many' is not a whole"),
     "fraction for a whole number": ("max_tokens = 1.5", "key 'max_tokens'"),

@@ -27,6 +27,7 @@ from mismatch.types import Sampling
 from tests.command import mismatch
 
 GIB = 1 << 30
+SCORED = "scored by the trainer at most"  # tokens of the plan
 
 
 def package(name: str, version: str | None = "1.0", works: bool = True, **facts) -> Package:
@@ -92,7 +93,7 @@ def test_the_plan_counts_what_the_run_would_do():
     longest = found.tokens["longest sequence"]
     assert longest > 100
     # the trainer, regrouped, repeated, with gradients, float32, and a plain bf16 forward
-    assert found.tokens["scored by the trainer at most"] == 8 * longest * 6
+    assert found.tokens[SCORED] == 8 * longest * 6
     assert [side.prediction.side for side in found.sides] == [
         "engine",
         "fsdp",
@@ -104,11 +105,11 @@ def test_the_plan_counts_what_the_run_would_do():
     ]
     assert [stage.name for stage in found.stages][:2] == ["rollout", "rollout in float32"]
     quick = plan(replace(spec(max_tokens=100), quick=True), machine())
-    assert quick.tokens["scored by the trainer at most"] == 8 * longest * 5
+    assert quick.tokens[SCORED] == 8 * longest * 5
     assert "rollout in float32" not in [stage.name for stage in quick.stages]
     assert any("--quick" in line for line in quick.not_measured)
     quick = plan(replace(spec(max_tokens=100), noise_floor=False), machine())
-    assert quick.tokens["scored by the trainer at most"] == 8 * longest
+    assert quick.tokens[SCORED] == 8 * longest
     assert any("--no-noise-floor" in line for line in quick.not_measured)
 
 
@@ -178,7 +179,8 @@ def test_passes_that_cannot_fit_are_left_out_and_the_check_goes_on():
     assert reference[0] not in refused(big.sides)
     only = replace(big, sides=(*[s for s in big.sides if s.level != "does not fit"], *reference))
     assert only.fits
-    assert "left out, for want of memory: reference:fp32" in text_of(print_plan, only)
+    (out,) = [line for line in text_of(print_plan, only).splitlines() if "left out" in line]
+    assert out.endswith(": reference:fp32")
 
 
 @pytest.mark.parametrize("gpus", ["8xH900", "0xH100", "A100", "", "x"])
@@ -315,7 +317,8 @@ def test_gpus_are_read_from_nvidia_smi():
     assert found[0].memory_bytes == 81559 << 20
     assert [gpu.name for gpu in parse_gpus(listing, ["1"])] == ["NVIDIA L4"]
     assert parse_gpus(listing, []) == ()
-    assert parse_gpus("No devices were found\n", None) == ()
+    nothing = "No devices were found\n"
+    assert parse_gpus(nothing, None) == ()
 
 
 def test_a_package_that_fails_to_import_says_why(tmp_path, monkeypatch):

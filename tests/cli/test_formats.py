@@ -115,10 +115,10 @@ def test_a_terminal_has_a_bar_and_a_pipe_plain_lines() -> None:
         with ConsoleNarrator(console).stage("rollout [x]") as show:
             show("12/64 sequences, 340 tokens, 85 tok/s, eta 9s \x1b[31m")
         texts.append(out.getvalue())
-        assert "rollout [x]: done in" in out.getvalue()
+        assert "rollout [x]: done" in out.getvalue()
         assert "\x1b[31m" not in out.getvalue().replace("\x1b[31m━", "")
     bar, plain = texts
-    assert "85 tok/s, eta 9s" in bar
+    assert "tok/s, eta 9s" in bar
     assert "━" in bar
     assert "\x1b" not in plain
     assert "━" not in plain

@@ -69,7 +69,8 @@ def test_the_plan_is_shown_without_running_it(monkeypatch, capsys):
     assert dry_run(asked) == 0
     shown = capsys.readouterr().out
     assert "16 prompts" in shown
-    assert "reference, baseline, attention-sinks, router-replay=ids" in shown
+    names = ("reference", "baseline", "attention-sinks", "router-replay=ids")
+    assert ", ".join(names) in shown
     # 2.2 million parameters, 4 bytes each: twice over two ranks; the reference's for two losses.
     assert "8 MiB" in shown
     assert "17 MiB" in shown

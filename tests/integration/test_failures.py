@@ -1,5 +1,6 @@
 """What goes wrong in the middle of a check: a clear error, exit code 2, no process left behind."""
 
+import errno
 import json
 import os
 import re
@@ -319,7 +320,8 @@ def test_a_disk_that_fills_up_under_a_worker(tmp_path, room_kib, whose):
     keep = ["sh", "-c", '"$@"; code=$?; cp -r disk/run kept; exit $code', "sh", *command]
     done = mounted(tmp_path / "disk", f"size={room_kib}k", keep, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert re.search(f"cannot write disk/run/.*({whose}).*No space left on device", done.stderr)
+    full = os.strerror(errno.ENOSPC)
+    assert re.search(f"cannot write disk/run/.*({whose}).*{full}", done.stderr)
     assert "fix:" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "kept").rglob("*.partial"))

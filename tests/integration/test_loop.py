@@ -17,7 +17,7 @@ from mismatch.experiments.loop.history import Row, load_history, rows_of
 from mismatch.experiments.loop.judge import LoopReport
 from mismatch.experiments.loop.types import LoopSpec
 from mismatch.models import resolve_model
-from mismatch.pipeline.loop import run_loop
+from mismatch.pipeline.training_loop import run_loop
 from mismatch.processes.loop_arm import resume_from, run_arm
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 

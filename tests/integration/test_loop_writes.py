@@ -22,7 +22,7 @@ from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.loop import history
 from mismatch.experiments.loop.judge import FILE
 from mismatch.experiments.loop.types import LoopSpec
-from mismatch.pipeline import loop as pipeline
+from mismatch.pipeline import training_loop as pipeline
 from mismatch.processes.loop_arm import header_of, resume_from
 from mismatch.processes.workers import loop_engine, loop_trainer
 from mismatch.processes.workers.sampling import ready_for

@@ -154,4 +154,4 @@ def test_layers_of_different_width_are_refused() -> None:
     from mismatch.training.routing.capture import why_unreadable
 
     config = families.configuration("hunyuan_v1_moe", moe_topk=[1, 2, 2, 2])
-    assert "moe_topk differs by layer" in (why_unreadable(config, torch.nn.Linear(1, 1)) or "")
+    assert "moe_topk" in (why_unreadable(config, torch.nn.Linear(1, 1)) or "")

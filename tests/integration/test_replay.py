@@ -241,4 +241,7 @@ def test_a_trainer_that_replays_says_so(tiny_run: Path, tmp_path: Path) -> None:
     assert report["comparisons"][0]["routing"]["routing_disagree_any"]["value"] == 0
     assert any("0 by construction" in reason for reason in report["not_tested"])
     page = (copy / "report.html").read_text().replace("\u00a0", " ")
-    assert "fsdp replays the ids of transformers:decode" in page
+    notes = report["comparisons"][0]["breakdowns"]["routing_notes"]
+    replayed = dict(zip(notes["fact"], notes["value"], strict=True))["replayed"]
+    assert all(name in replayed for name in ("fsdp", "ids", "transformers:decode"))
+    assert replayed in page

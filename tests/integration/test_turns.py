@@ -20,7 +20,8 @@ TURNS = (
     *("--model", "tiny-gpt-oss-tools", "--task", "calculator", "--max-turns", "3"),
     *("--num-prompts", "12", "--samples-per-prompt", "2", "--max-tokens", "120"),
 )
-GAME = """
+OVER = "the game is over"
+GAME = f"""
 class Game:
     def __init__(self, prompt):
         self.said = 0
@@ -28,8 +29,8 @@ class Game:
     def reply(self, response):
         self.said += 1
         if self.said == 2:
-            raise RuntimeError("the game is over")
-        return {"role": "user", "content": "And then?"}
+            raise RuntimeError({OVER!r})
+        return {{"role": "user", "content": "And then?"}}
 
     def reward(self):
         return float(self.said)
@@ -117,7 +118,7 @@ def test_an_environment_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rollout = store.load_rollout(run.directory)
     assert rollout.turn.max() == 2
     assert set(rollout.rewards.tolist()) == {0.0, 2.0} or rollout.rewards.max() == 2.0
-    assert "the game is over" in str(run.report["not_tested"])
+    assert OVER in str(run.report["not_tested"])
 
 
 @pytest.mark.grid

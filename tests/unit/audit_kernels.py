@@ -9,16 +9,19 @@ import torch
 from tests.planted_attention import right
 
 CALLS: list[int] = []
+RAISED = "no kernel for this head size"
+NOT_HALF = "bfloat16 is not supported"
+RAGGED = "queries and keys differ in length"
 
 
 def raises(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("no kernel for this head size")
+    raise RuntimeError(RAISED)
 
 
 def no_half(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
     """Right, but not for bfloat16."""
     if query.dtype == torch.bfloat16:
-        raise TypeError("bfloat16 is not supported")
+        raise TypeError(NOT_HALF)
     return right(module, query, *args, **kwargs)
 
 
@@ -47,7 +50,7 @@ def last_bit(*args: Any, **kwargs: Any) -> Any:
 def no_cache(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
     """Raises where there are fewer queries than keys."""
     if query.shape[2] != key.shape[2]:
-        raise ValueError("queries and keys differ in length")
+        raise ValueError(RAGGED)
     return right(module, query, key, *args, **kwargs)
 
 

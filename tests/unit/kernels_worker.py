@@ -16,6 +16,8 @@ from mismatch.processes.kernels.isolation import AuditSpec, Step
 from mismatch.run.messages import exit_worker
 from tests.kernels_fixture import make_audit_report
 
+NO_SHAPE = "no such shape"
+
 
 class MadeUp:
     """Does what the name of a step says."""
@@ -57,7 +59,7 @@ class MadeUp:
 def act(name: str) -> None:
     print(f"doing {name}", flush=True)
     if name == "raises":
-        raise ValueError("no such shape\nsecond line")
+        raise ValueError(f"{NO_SHAPE}\nsecond line")
     if name == "exits":
         sys.exit(3)
     if name == "leaves":

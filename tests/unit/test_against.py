@@ -30,6 +30,7 @@ from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dic
 from mismatch.types import Rollout, Routing, Sampling, Scoring
 from tests.command import mismatch
 from tests.tables import values
+from tests.texts import numbers
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 16, 4, 3, 24
 FACTS = {"engine": "vllm", "version": "1.0", "dtype": "bf16", "versions": {"vllm": "1.0"}}
@@ -152,8 +153,9 @@ def test_worse_within_the_margin_does_not_fail(tmp_path: Path) -> None:
     new = make_run(tmp_path / "new", spread=0.0052)  # k3 grows by 8 %
     made, strict = against(old, new, margin=0.1), against(old, new, margin=0.005)
     assert (made.outcome, made.fails) == ("worse", False)
-    assert made.reason.endswith("within the margin of 10 %")
-    assert strict.reason.endswith("more than the margin of 0.5 %")
+    assert not any(row.beyond for row in made.rows)
+    assert any(row.beyond for row in strict.rows)
+    assert (numbers(made.reason)[-1], numbers(strict.reason)[-1]) == (10, 0.5)
     moved = page(strict).sections[0]
     assert moved.notes[0].endswith("Margin: 0.5 %.")
     tones = [{item["name"]: cells[-1].tone for item, cells in
@@ -170,7 +172,9 @@ def test_a_critical_run_fails_even_where_nothing_moved(tmp_path: Path) -> None:
     made = against(old, new)
     assert made.outcome == "none"
     assert made.fails
-    assert "broken, as the old one is" in made.reason
+    assert made.new.verdict.status == made.old.verdict.status == "broken"
+    assert made.reason.endswith(f"{made.new.verdict.reason}")
+    assert "old one" in made.reason
 
 
 def test_a_run_that_only_warns_fails_where_that_is_asked(tmp_path: Path) -> None:
@@ -304,7 +308,8 @@ def test_a_metric_of_one_run_alone_is_said(tmp_path: Path) -> None:
     old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", tokens=2)
     routed = make_run(tmp_path / "routed", tokens=2, flips=0.1)
     said = [note for note in against(old, routed).notes if "run has it" in note]
-    assert "routing_disagree_layer: only the new run has it, so not compared" in said
+    said_of = dict(note.split(": ", 1) for note in said)
+    assert "new run" in said_of["routing_disagree_layer"]
     made = against(old, new)
     assert not any("run has it" in note for note in made.notes)
     assert "routing_disagree_layer" not in {one.metric for one in made.rows}
@@ -416,7 +421,8 @@ def test_exit_codes_and_what_is_written(tmp_path: Path) -> None:
     new = make_run(tmp_path / "new", tokens=2, spread=0.01)
     worse = command(str(new), "--against", str(old), "--out", str(tmp_path / "out"))
     assert worse.returncode == 1, worse.stderr
-    assert worse.stdout.splitlines()[-1].startswith("verdict: WORSE – k3_kl")
+    verdict, outcome, _, metric, *_ = worse.stdout.splitlines()[-1].split()
+    assert (verdict, outcome, metric.strip(",;")) == ("verdict:", "WORSE", "k3_kl")
     assert {path.name for path in (tmp_path / "out").glob("against.*")} == {
         *("against.html", "against.json", "against.md"),
     }
@@ -424,11 +430,11 @@ def test_exit_codes_and_what_is_written(tmp_path: Path) -> None:
     again = make_run(tmp_path / "again", tokens=1, spread=0.005)  # the same version and seed
     equal = command(str(again), "--against", str(old))
     assert equal.returncode == 0, equal.stderr
-    assert equal.stdout.splitlines()[-1].startswith("verdict: NO SIGNIFICANT DIFFERENCE")
+    assert "NO SIGNIFICANT DIFFERENCE" in equal.stdout.splitlines()[-1]
     other = make_run(tmp_path / "other", prompts=3)
     refused = command(str(other), "--against", str(old))
     assert refused.returncode == 2
-    assert "not comparable: other prompts" in refused.stderr
+    assert "other prompts" in refused.stderr
 
 
 # ---------------------------------------------------------------- the example workflow
@@ -494,7 +500,7 @@ def test_a_run_without_float32_passes_is_said_and_not_healthy(tmp_path: Path) ->
     old = with_square(tmp_path / "old", 1)
     made = against(old, make_run(tmp_path / "new", tokens=2))
     assert made.new.verdict.status == "inconclusive"
-    assert [note for note in made.notes if note.startswith("the square of the new run")]
+    assert [note for note in made.notes if "square" in note and "new run" in note]
     assert not made.fails  # --fail-on inconclusive asks for more
     assert against(old, tmp_path / "new", fail_on="inconclusive").fails
 

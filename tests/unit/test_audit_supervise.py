@@ -12,9 +12,11 @@ import psutil
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels import ended
+from mismatch.experiments.kernel_audit import ended
 from mismatch.processes.kernels import isolation as supervise
 from mismatch.processes.kernels.isolation import AuditSpec, run_audit
+from tests.texts import numbers
+from tests.unit.kernels_worker import NO_SHAPE
 
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.unit.kernels_worker"
@@ -40,11 +42,12 @@ def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
     assert [one.name for one in report.audits[1:]] == list(names)
     assert {name for name, one in found.items() if one.findings} == {"good", "last"}
     reasons = {name: found[name].reason for name in names}
-    assert reasons["SIGSEGV"] == "crashed: its process was ended by signal 11 (SIGSEGV)"
-    assert reasons["SIGKILL"].endswith("signal 9 (SIGKILL); often that is out of memory")
-    assert reasons["raises"] == "crashed: ValueError: no such shape"
+    assert "signal 11 (SIGSEGV)" in reasons["SIGSEGV"]
+    assert "signal 9 (SIGKILL)" in reasons["SIGKILL"]
+    assert ("memory" in reasons["SIGKILL"], "memory" in reasons["SIGSEGV"]) == (True, False)
+    assert reasons["raises"].endswith(f"ValueError: {NO_SHAPE}")
     assert reasons["exits"] == "crashed: SystemExit: 3"
-    assert reasons["leaves"] == "crashed: its process failed with exit code 0"
+    assert "exit code 0" in reasons["leaves"]
     assert all(ended(found[name]) for name in names[1:-1])
     assert not ended(found["good"])
     assert lines[0] == "1/7 good"
@@ -58,7 +61,8 @@ def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
 def test_one_that_hangs_is_ended_and_is_not_waited_for_twice(tmp_path):
     start = time.monotonic()
     found, _, _ = audited(tmp_path, "hangs", "good", limit_s=3.0)
-    assert found["hangs"].reason == "timed out: no end after 3 s"
+    assert ended(found["hangs"])
+    assert numbers(found["hangs"].reason) == [3.0]
     assert found["good"].findings
     assert time.monotonic() - start < 40
 
@@ -68,10 +72,9 @@ def test_what_a_crash_on_the_model_costs_is_the_harm_alone(tmp_path):
     found, report, _ = audited(tmp_path, "harm:SIGSEGV", "harm:fine", "good")
     assert found["harm:SIGSEGV"].findings
     assert found["harm:SIGSEGV"].harm is None
-    assert report.not_tested == (
-        "what harm:SIGSEGV does to the model: crashed: its process was ended by signal 11 "
-        "(SIGSEGV)",
-    )
+    (untested,) = report.not_tested
+    assert "harm:SIGSEGV" in untested
+    assert "signal 11 (SIGSEGV)" in untested
     harm = found["harm:fine"].harm
     assert harm is not None
     assert harm.baseline is not None

@@ -16,9 +16,11 @@ from mismatch.analysis.breakdowns import (
     special_ids,
     token_class,
 )
+from mismatch.reports.formatting import percent
 from mismatch.reports.sections import patterns as section
 from mismatch.types import CACHED, Comparison, Pair, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report
+from tests.texts import numbers
 
 # Two turns: a prompt of 3, a turn of 5 tokens, a tool's output of 2, a turn of 4.
 TURN = np.array([0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2])
@@ -283,14 +285,17 @@ def test_the_section_shows_tables_that_say_something(monkeypatch):
     off = ROLLOUT.turn[ROLLOUT.actions] == 2
     report = report_with(tables(off, block_size=4))
     shown = {part.title: part for part in section.breakdowns(report).parts}
+    titles = {name: title for name, title, *_ in section.TABLES}
     turns = shown["Turn"].tables[0].cells()
     assert [row[0].value for row in turns] == ["1", "2"]
     assert [row[5].value for row in turns] == [0.0, 1.0]
     assert turns[1][3].value == 1.0
     assert "KV block, 4" in shown
-    assert shown["Place in the response"].folded
-    assert "Length of the response" not in shown  # one bucket
-    assert section.carriers(report).startswith("The token of the largest k3 term carries 4.2 %")
+    assert shown[titles["by_position"]].folded
+    assert titles["by_length"] not in shown  # one bucket
+    largest = report.comparisons[0].breakdowns["top_tokens"]["k3_share"][0]
+    assert percent(largest) in section.carriers(report)
+    assert numbers(section.carriers(report))[0] == 4.2
 
 
 def test_a_report_of_an_earlier_version_has_no_section():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mismatch.run import store
 from mismatch.specs import CheckSpec
 from tests.made_run import make_run, rollout, scoring, spec
 from tests.reports_fixture import budget_of, make_report, make_tokens
+from tests.texts import numbers
 
 PROMPTS, TOKENS = 48, 50
 SEQUENCE, PROMPT = np.repeat(np.arange(PROMPTS), TOKENS), np.arange(PROMPTS)
@@ -191,7 +193,7 @@ def test_every_step_that_was_not_run_says_why(tmp_path: Path) -> None:
     assert "--no-prefill" in bare["step through transformers:prefill"]
     assert "--no-noise-floor" in bare["step through reference:fp32"]
     assert "--no-noise-floor" in bare["trainer regrouped"]
-    assert "replayed" in bare["trainer with replayed routing"]
+    assert any("replayed" in why for what, why in bare.items() if what.startswith("trainer"))
     assert links(budget_in(run, spec())) == ["transformers:decode", "fsdp"]
     fp32 = full_spec()
     fp32 = replace(fp32, train=replace(fp32.train, dtype="fp32", grad=True))
@@ -236,14 +238,15 @@ def test_rows_and_sentence_name_the_largest_step() -> None:
     told = shown.budget(report.result("budget"), report)
     (chain,) = told.tables
     rows = chain.cells()
-    assert [row[0].value for row in rows] == [
-        "engine: decode → prefill",
-        "engine prefill → float32",
-        "float32 → trainer",
-        "together",
+    assert [re.findall("decode|prefill|float32|trainer", row[0].value) for row in rows] == [
+        ["decode", "prefill"],
+        ["prefill", "float32"],
+        ["float32", "trainer"],
+        [],
     ]
     assert cell_text(rows[-1][3], chain.columns[3]) == "100.0 %"
-    assert told.short.startswith("float32 → trainer carries 60.0 % of the spread")
+    assert told.short.startswith(rows[2][0].value)
+    assert numbers(told.short)[0] == 60
     assert "replayed" in told.notes[0]
 
 

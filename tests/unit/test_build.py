@@ -17,6 +17,7 @@ from mismatch.reports.files import write_report
 from mismatch.run import store
 from mismatch.types import Report, Scoring
 from tests.made_run import make_run, rollout, scoring, spec
+from tests.texts import numbers
 
 NAMES = ("transformers:prefill", "fp32", "reference:fp32")
 
@@ -65,7 +66,8 @@ def test_a_scoring_beside_the_headline_that_is_not_finite_is_left_out_and_fails_
     assert checks[0]["passes-finite"] == "passed"
     assert checks[1]["passes-finite"] == "failed"
     (reason,) = mentioned(report, name)
-    assert reason.endswith("2 of 96 logprobs are not finite")
+    assert "logprobs" in reason
+    assert numbers(reason)[-2:] == [2, 96]
 
 
 def test_entropies_that_are_not_finite_are_no_reason_to_fail_either(tmp_path: Path) -> None:
@@ -74,7 +76,8 @@ def test_entropies_that_are_not_finite_are_no_reason_to_fail_either(tmp_path: Pa
     report = report_of(run)
     assert pairs(report) == [("transformers:decode", "fsdp")]
     (reason,) = mentioned(report, "fp16")
-    assert reason.endswith("96 of 96 entropies are not finite")
+    assert "entropies" in reason
+    assert numbers(reason)[-2:] == [96, 96]
 
 
 def printed(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -111,7 +114,7 @@ def test_the_report_of_a_run_that_cannot_be_written_is_printed(
     status = json.loads((run / "report.json").read_text())["verdict"]["status"]
     assert lines[-1].startswith(f"verdict: {status.upper()}")
     (note,) = [line for line in lines if line.startswith("note: ")]
-    assert "HTML and Markdown report could not be written" in note
+    assert all(form in note for form in ("HTML", "Markdown"))
     assert "Read-only file system" in note
     assert "Everything is in" not in output
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from mismatch.analysis.corrections.recipes import FRAMEWORKS, recipes
+from mismatch.analysis.corrections.recipes import FRAMEWORKS, MISSING, recipes
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.corrections import (
+from mismatch.metrics.importance_weights import (
     BY_ID,
     CORRECTIONS,
     NONE,
@@ -149,7 +149,7 @@ def test_every_ranked_correction_has_a_recipe_or_a_reason_in_every_framework():
         made = recipes(one.id, Settings())
         areal = ["AReaL"] if one.id == "cis" else []
         assert [r.framework for r in made] == ["verl", "TRL", "NeMo-RL", "prime-rl", *areal]
-        assert all(r.lines or "not in this version" in r.remark for r in made)
+        assert all(r.lines or r.remark == MISSING.get(r.framework) for r in made)
     assert {id for table in FRAMEWORKS.values() for id in table} <= set(BY_ID)
 
 

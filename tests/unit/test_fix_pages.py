@@ -9,7 +9,7 @@ from mismatch.analysis.corrections.recipes import recipes
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import FIXES
 from mismatch.experiments.fixes.guides import guide_of, guides, sentence, settings_of
-from mismatch.metrics.corrections import Settings
+from mismatch.metrics.importance_weights import Settings
 from tools.fix_pages import HEADINGS, pages
 
 FOLDER = Path(__file__).parents[2] / "docs" / "fixes"

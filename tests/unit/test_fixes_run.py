@@ -16,11 +16,12 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
+from mismatch.experiments.fixes.trainer_fixes import NOT_PACKED
 from mismatch.experiments.scoring_passes import Job, by_load
 from mismatch.pipeline.build import build_report
-from mismatch.pipeline.fixes import FixRun, sampling_spec
+from mismatch.pipeline.fix_trials import FixRun, sampling_spec
 from mismatch.processes.stages import Stages
-from mismatch.reports.sections.fixes import sentences
+from mismatch.reports.sections.fixes import ONLY_OF_THE_LOSS, sentences
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.run.messages import pass_label, write_error
@@ -28,6 +29,7 @@ from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, Pass
 from tests import made_run
 
+KILLED = "the train process was killed"
 SHIFTS = {"fp32": 0.001, "fp16": 0.01, "fp32-lm-head": 0.03}  # of the trainer; 0.01 is the check's
 
 
@@ -67,7 +69,7 @@ class Pretend(Stages):
         for job in extra.jobs:
             name = job.pass_.name.removeprefix("fix:")
             if f"!{name}" in self.broken:
-                raise MismatchError("the train process was killed", log="    line")
+                raise MismatchError(KILLED, log="    line")
             if name in self.broken:
                 write_error(self.run_dir, pass_label(job.pass_.name), MismatchError("cannot run"))
             elif not (job.run_dir / store.ROLLOUT).exists() or told.get("optional_s", 1) <= 0:
@@ -178,7 +180,7 @@ def test_a_fix_that_takes_the_world_down_is_dropped_and_the_world_started_again(
 ) -> None:
     run = fixed(run_dir, "fp16", "fp32", "fp32-lm-head", broken=frozenset({"!fp16"}))
     assert list(run.failed) == ["fp16"]
-    assert run.failed["fp16"] == "the train process was killed"
+    assert run.failed["fp16"] == KILLED
     assert len(run.stages.worlds) == 2
     assert "fix:fp16" not in run.stages.worlds[1]
 
@@ -218,9 +220,7 @@ def test_fixes_of_the_loss_alone_are_no_failure(run_dir: Path) -> None:
     fixed(run_dir, "tis")
     spec = spec_of("tis")
     made = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
-    assert sentences(made.result("fixes")) == [
-        "Only fixes of the loss were asked for: they change no log-probability."
-    ]
+    assert sentences(made.result("fixes")) == [ONLY_OF_THE_LOSS]
 
 
 def test_a_check_that_fails_is_an_error(run_dir: Path) -> None:
@@ -239,7 +239,9 @@ def test_what_the_budget_does_not_allow_is_named(run_dir: Path) -> None:
     told["invocations"][-1]["seconds"] = {"rollout": 60.0}  # the check's own engine took a minute
     run_json.write_text(json.dumps(told))
     run = fixed(run_dir, "fp32", "engine-fp16", minutes=1.5)
-    assert run.left_out == ["engine-fp16: not run, the engine's time in the budget is used up"]
+    (left_out,) = run.left_out
+    assert left_out.startswith("engine-fp16: ")
+    assert "budget" in left_out
     assert [variant.id for variant in run.variants] == ["fp32"]
     again = fixed(run_dir, "fp32", "engine-fp16", minutes=3.0)
     assert again.left_out == []
@@ -268,7 +270,7 @@ def test_the_table_finds_what_was_planted(run_dir: Path) -> None:
     assert best.difference is None
     assert (best.cost.seconds, best.cost.peak_bytes) == (2.0, 7)
     assert table.best == table.best_together == "fp32"
-    assert table.outcomes[-1].reason == "sequences are not packed"
+    assert table.outcomes[-1].reason == NOT_PACKED
     assert [(one.id, one.hides) for one in table.estimators] == [
         ("tis", False),
         ("on-policy-ratio", True),

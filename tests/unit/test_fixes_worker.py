@@ -17,6 +17,8 @@ from mismatch.processes.workers.train import _Passes
 from mismatch.run.messages import pass_label, read_error
 from mismatch.specs import Pass, TrainSpec
 
+NO_MEMORY = "out of memory"
+
 PARTED = """
 import os
 from datetime import timedelta
@@ -57,7 +59,7 @@ def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[_Passes, Job]:
 
     def run_pass(item: Job) -> None:
         if fails:
-            raise RuntimeError("out of memory\nmore")
+            raise RuntimeError(f"{NO_MEMORY}\nmore")
 
     made.run_pass = run_pass
     return made, Job(run_dir, Pass("fix:fp32", TrainSpec()), optional=True)
@@ -70,7 +72,7 @@ def test_a_failure_of_all_ranks_is_noted_and_the_world_goes_on(tmp_path: Path) -
     made.attempt(item)
     noted = read_error(tmp_path, pass_label("fix:fp32"))
     assert noted is not None
-    assert noted.message == "RuntimeError: out of memory"
+    assert noted.message == f"RuntimeError: {NO_MEMORY}"
     assert len(set(world.places)) == 2  # every meeting has a name of its own
 
 

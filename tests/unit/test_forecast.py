@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.autocovariance import below, capped_ess
 from mismatch.metrics.forecast import Forecast, grid, length_forecast
 from mismatch.pipeline.document import report_from_json, report_to_json
+from mismatch.reports.formatting import percent, times, wording
 from mismatch.reports.sections import corrections as shown
 from tests.conftest import grid as cases
 from tests.made_run import make_run
@@ -152,8 +154,7 @@ def test_a_sample_never_shows_less_than_one_sequence() -> None:
     assert got.floor == floor
     assert got.rows[-1].ess_untruncated.value == floor
     assert got.rows[-1].ess_untruncated.low == floor
-    said = " ".join(shown.forecast_sentences(got))
-    assert "ESS floor: 1/256 (0.39 %)" in said
+    assert f"1/{PROMPTS * SAMPLES} ({percent(floor)})" in " ".join(shown.forecast_sentences(got))
 
 
 def test_it_is_checked_on_positions_that_the_fit_did_not_see() -> None:
@@ -173,8 +174,7 @@ def test_late_positions_that_are_worse_fail_the_check() -> None:
     got = forecast(delta)
     assert "check-failed" in got.flags
     assert got.check.error.high < -0.3
-    said = " ".join(shown.forecast_sentences(got))
-    assert "does not predict the second" in said
+    assert f"Caution: {wording('cautions')['check-failed']}." in shown.forecast_sentences(got)
 
 
 def test_what_whole_responses_share_grows_with_the_length_itself() -> None:
@@ -198,8 +198,7 @@ def test_heavy_tails_are_flagged_and_light_ones_are_not() -> None:
     for delta in (heavy, lone):
         got = forecast(delta)
         assert "heavy-tail" in got.flags
-        said = " ".join(shown.forecast_sentences(got))
-        assert "the tail of delta is heavy" in said
+        assert f"Caution: {wording('cautions')['heavy-tail']}." in shown.forecast_sentences(got)
     light = forecast(ar1(0, 0.0))
     assert "heavy-tail" not in light.flags
     assert light.tail_index > forecast(heavy).tail_index
@@ -209,8 +208,8 @@ def test_the_reach_beyond_the_data_is_said() -> None:
     far, near = forecast(ar1(0, 0.0)), forecast(ar1(0, 0.0), target=200)
     assert "beyond-check" in far.flags
     assert "beyond-check" not in near.flags
-    said = " ".join(shown.forecast_sentences(far))
-    assert "the target is 128×" in said
+    assert far.reach == pytest.approx(128)
+    assert times(128) in " ".join(shown.forecast_sentences(far))
     inside = forecast(ar1(0, 0.0), target=64)
     assert "within the data" in " ".join(shown.forecast_sentences(inside))
 
@@ -226,7 +225,7 @@ def test_too_little_is_not_enough(shape: tuple[int, int], samples: int) -> None:
     assert got.missing.startswith("not enough")
     report = make_report().with_analyses(forecast=got)
     part = shown.forecast(got, report)
-    assert part.sentences[0].startswith("No forecast: not enough")
+    assert part.sentences[0] == f"No forecast: {got.missing}."
     assert part.tables == part.figures == ()
     assert report_from_json(report_to_json(report)).result("forecast") == got
 
@@ -295,14 +294,13 @@ def test_the_flag_sets_the_length_of_an_existing_run(
 ) -> None:
     run = make_run(tmp_path / "run")
 
-    def target() -> int:
-        forecast = json.loads((run / "report.json").read_text())["forecast"]
-        return int(forecast["target"])
+    def forecast() -> Any:
+        return json.loads((run / "report.json").read_text())["forecast"]
 
     assert app(["compare", str(run)], standalone_mode=False) == 1
-    assert target() == 16_384
+    assert forecast()["target"] == 16_384
     assert app(["compare", str(run), "--forecast-length", "512"], standalone_mode=False) == 1
-    assert target() == 512
-    assert "no forecast: not enough" in " ".join(capsys.readouterr().out.split())
+    assert forecast()["target"] == 512
+    assert forecast()["missing"] in " ".join(capsys.readouterr().out.split())
     with pytest.raises(MismatchError, match="--forecast-length"):
         app(["compare", str(run), "--forecast-length", "0"], standalone_mode=False)

@@ -44,7 +44,7 @@ def test_every_number_is_a_public_function_with_a_full_docstring(name):
 
 def test_the_formula_leaves_out_how_it_is_computed():
     assert "Terms hold" not in describe.formula(METRICS["ratio_mean"])
-    assert describe.formula(METRICS["k2_kl"]).startswith("k2: mean of delta²/2")
+    assert "delta²/2," in describe.formula(METRICS["k2_kl"])
 
 
 @pytest.mark.parametrize(("metric", "alias"), EVERY_ALIAS, ids=lambda x: getattr(x, "label", x))
@@ -87,12 +87,14 @@ def test_every_convention_belongs_to_an_alias():
 def test_names_of_one_framework():
     assert [alias.name for alias in framework_names.of("k3_kl", "verl")] == ["rollout_corr/k3_kl"]
     assert len(framework_names.of("k3_kl")) > 3
-    assert framework_names.of("k2_kl") == framework_names.of("a metric of tomorrow") == ()
+    assert framework_names.of("k2_kl") == framework_names.of("tomorrow_kl") == ()
 
 
 def test_how_it_differs_in_words():
     (areal,) = framework_names.of("kl", "areal")
-    assert areal.remark("token").startswith("opposite sign; only with rejection_sampling")
+    sign, condition, *_ = areal.remark("token").split("; ")
+    assert sign == "opposite sign"
+    assert "rejection_sampling" in condition
     (same,) = framework_names.of("chi2_token", "verl")
     assert same.remark("token") == ""
     (trl,) = framework_names.of("ratio_mean", "trl")

@@ -19,7 +19,7 @@ from mismatch.experiments.gradients.coefficients import (
     unclipped,
 )
 from mismatch.experiments.gradients.types import REWARDS
-from mismatch.metrics.corrections import CORRECTIONS
+from mismatch.metrics.importance_weights import CORRECTIONS
 from mismatch.training.gradients import GROUPS, group_of
 from mismatch.types import Rollout, Scoring
 from tests.checkpoints import rollout

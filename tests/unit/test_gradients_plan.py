@@ -38,7 +38,7 @@ def test_alone_it_takes_the_natural_fixes_that_change_something() -> None:
 def test_with_fixes_it_takes_theirs_and_says_what_samples_anew() -> None:
     plan = planned(replace(SPEC, fixes=("fp32-router", "fp16+engine-fp16", "tis")))
     assert ids(plan) == ["reference", "baseline", "fp32-router"]
-    assert plan.not_tested[0].startswith("gradient of fp16+engine-fp16: these sample tokens")
+    assert plan.not_tested[0].startswith("gradient of fp16+engine-fp16:")
 
 
 def test_every_pass_runs_with_gradients_and_records_nothing() -> None:
@@ -52,9 +52,10 @@ def test_every_pass_runs_with_gradients_and_records_nothing() -> None:
 
 def test_ppo_needs_two_passes_and_takes_the_noisy_one() -> None:
     assert planned(SPEC).new == "fsdp:regrouped"
-    assert planned(SPEC).lines()[1].endswith("each correction and with PPO's ratio of two passes")
+    assert "PPO's ratio" in planned(SPEC).lines()[1]
     bare = planned(replace(SPEC, noise_floor=False))
     assert bare.new is None
+    assert "PPO's ratio" not in bare.lines()[1]
     assert "--two-passes" in bare.not_tested[0]
     assert bare.lines()[1].endswith("each correction")
     noisy = planned(replace(SPEC, inject=(("router-noise", 0.1),)))

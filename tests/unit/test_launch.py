@@ -407,6 +407,7 @@ def test_an_error_file_keeps_the_kind_of_the_error(tmp_path):
 
 
 def test_the_headline_of_an_error_is_without_the_log():
-    error = MismatchError("the train process was killed", log="    one\n    two")
-    assert error.headline == "the train process was killed"
+    headline = "the train process was killed"
+    error = MismatchError(headline, log="    one\n    two")
+    assert error.headline == headline
     assert error.message.endswith("\n    one\n    two")

@@ -23,12 +23,12 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.loop import history
 from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
 from mismatch.experiments.loop.types import AS_IS, LoopSpec, arm_of, place_of, read_seeds
-from mismatch.metrics.corrections import group_advantages
+from mismatch.metrics.importance_weights import group_advantages
 from mismatch.models import resolve_model
 from mismatch.models.config import find_config
 from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Prints
-from mismatch.pipeline.loop import require_same_settings
+from mismatch.pipeline.training_loop import require_same_settings
 from mismatch.processes.launch import started
 from mismatch.processes.loop_arm import finish_both, resume_from, shares
 from mismatch.processes.workers import loop_trainer
@@ -39,6 +39,7 @@ from mismatch.run.store import write_json
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.types import Floats, Rollout, Scoring
 from tests.checkpoints import rollout
+from tests.texts import numbers
 
 BASE = LoopSpec(arm=AS_IS)
 ROLLOUT = replace(
@@ -143,7 +144,7 @@ def test_a_history_holds_what_was_measured_and_forgets_what_is_made_again(tmp_pa
     history.forget_from(tmp_path, 2)
     rows = history.rows_of(tmp_path)
     timed = [one | {"seconds": 30.0} for one in rows]
-    assert history.in_words(timed, steps=12).endswith("30.0 s; 5 min left")
+    assert numbers(history.in_words(timed, steps=12))[-2:] == [30, 5]  # s a step, min to its end
     path = history.save_history(tmp_path, rows, {"arm": AS_IS})
     columns, header = history.load_history(path)
     assert columns["step"].tolist() == [0.0, 1.0]
@@ -191,7 +192,7 @@ def test_a_parameter_that_a_sync_loses_is_named_with_the_place(tmp_path: Path) -
     with pytest.raises(MismatchError) as lost:
         side.verify(3, Held(stale), weights, digests)
     assert lost.value.message.startswith("step 3:")
-    assert lost.value.message.endswith("the path rpc lost b")
+    assert lost.value.message.endswith("rpc lost b")
     with pytest.raises(MismatchError) as lost:
         side.verify(3, Held(weights.own), weights, digests | {"a": [0] * 6})
     assert lost.value.message.endswith("export lost a")

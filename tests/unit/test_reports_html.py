@@ -20,8 +20,10 @@ from tests.reports_fixture import (
     make_report,
     make_tokens,
 )
+from tests.texts import numbers
 
 TOKEN_LINK = re.compile(r"#s\d+t\d+")  # of the explorer, whose script follows it
+TEMPLATE = "{{ 7 * 7 }}"  # of HOSTILE
 VOID = {"meta", "br", "img", "hr", "link", "input"}
 ALLOWED = {
     *(
@@ -138,7 +140,7 @@ def test_hostile_tokens_are_only_text(page: Page, document: str) -> None:
     assert page.tags.count("script") == 2  # the explorer's, and its data
     assert "<img src=x onerror=alert(1)>" in page.words  # seen, as text
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    assert "{{ 7 * 7 }}" in page.words
+    assert TEMPLATE in page.words
     assert "⟨202E⟩gnp.exe" in page.words
     for character in "\x00\x07\x1b\u202e\u202c":
         assert character not in document
@@ -238,7 +240,8 @@ def test_the_histograms_words_are_counts_of_its_ratios() -> None:
         assert wanted in said
     assert "beyond the axis" not in said
     far = figures.beyond(tokens.assign(delta=-9.0))
-    assert "beyond the axis 100 tokens" in far
+    assert numbers(far)[-1] == 100
+    assert "beyond the axis" in far
 
 
 def test_probability_grid_has_the_rollout_on_its_first_axis() -> None:
@@ -263,6 +266,4 @@ def test_failing_and_empty_reports_render(make) -> None:  # type: ignore[no-unty
 def test_identical_sides_render() -> None:
     tokens = make_tokens().assign(delta=0.0)
     tokens["train_logprob"] = tokens["rollout_logprob"]
-    assert (
-        "Nowhere: delta is exactly 0 for every token." in Page(to_html(make_report(), tokens)).words
-    )
+    assert figures.NOWHERE in Page(to_html(make_report(), tokens)).words

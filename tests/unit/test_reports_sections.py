@@ -25,7 +25,7 @@ from mismatch.reports.terminal import print_report, print_table
 from mismatch.types import Estimate, Report
 from tests.made_run import make_run, spec
 from tests.reports_fixture import make_report, make_tokens
-from tests.toy_analysis import TOY, Toy
+from tests.toy_analysis import TOY, UNLUCKY, Toy
 
 RESULT = Toy(Estimate(0.5, 0.25, 0.75, 8, 4, 2))
 
@@ -48,7 +48,7 @@ def test_an_analysis_from_outside_is_measured_and_shown(toy: Report, tmp_path: P
     assert isinstance(report.result("toy"), Toy)
     unlucky, _ = build_report(make_run(tmp_path / "other"), replace(spec(), seed=13))
     assert unlucky.result("toy") is None
-    assert "toy: the seed is 13; take another" in unlucky.not_tested
+    assert str(UNLUCKY) in unlucky.not_tested
 
 
 def test_it_is_in_json_and_its_schema(toy: Report) -> None:

@@ -6,10 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch.reports.contrasts import comparable, late, unlikely
+from mismatch.reports.contrasts import comparable, flipped, late, unlikely
+from mismatch.reports.formatting import number, times
 from mismatch.reports.sections import tokens as figures
 from mismatch.reports.sections.tokens import places, section
 from tests.reports_fixture import make_empty_report, make_report, make_tokens
+from tests.texts import numbers
 
 
 def test_every_figure_is_drawn_once_where_there_are_tokens() -> None:
@@ -23,10 +25,12 @@ def test_every_figure_is_drawn_once_where_there_are_tokens() -> None:
 
 def test_places_see_a_planted_contrast() -> None:
     tokens = make_tokens(scale=1.0)
-    flipped = tokens["routing_flips"].to_numpy() > 0
-    tokens["delta"] = np.where(flipped, 0.5, 0.01)
-    said = " ".join(places(comparable(tokens)))
-    assert "their error is 50× that of the rest" in said
+    tokens["delta"] = np.where(tokens["routing_flips"].to_numpy() > 0, 0.5, 0.01)
+    contrast = flipped(comparable(tokens))
+    assert contrast is not None
+    assert contrast.ratio == pytest.approx(50)
+    assert times(50) in contrast.sentence
+    assert contrast.sentence in places(comparable(tokens))
     assert not late(comparable(tokens)).sentence.startswith("Grows")  # type: ignore[union-attr]
     tokens["delta"] = np.where(tokens["position"] > 100, 0.5, 0.01)
     assert late(comparable(tokens)).sentence.startswith("Grows")  # type: ignore[union-attr]
@@ -34,9 +38,7 @@ def test_places_see_a_planted_contrast() -> None:
 
 def test_places_without_data_or_mismatch() -> None:
     assert places(comparable(make_empty_report()[1]))[0].startswith("Unknown")
-    assert places(make_tokens().assign(delta=0.0)) == [
-        "Nowhere: delta is exactly 0 for every token."
-    ]
+    assert places(make_tokens().assign(delta=0.0)) == [figures.NOWHERE]
 
 
 @pytest.mark.parametrize(
@@ -61,10 +63,12 @@ def test_titles_are_findings_of_this_runs_data() -> None:
         return {each.name: each.title for each in section(make_report(), tokens).figures}
 
     tokens["delta"] = 0.1
-    assert titles()["histogram"].startswith("No token of 5,142")
+    assert numbers(titles()["histogram"]) == [5_142, 2]  # tokens, and times off: none is
     after = tokens["position"] > tokens["position"].median()
     tokens["delta"] = np.where(after, -1.0, 0.01)
-    assert "100 % of these are less likely in training: one-sided" in titles()["histogram"]
+    assert numbers(titles()["histogram"]) == [round(100 * after.mean()), 5_142, 2, 100]
+    assert "less likely" in titles()["histogram"]
+    assert "one-sided" in titles()["histogram"]
     assert titles()["by-position"].startswith("Grows with position")
     tokens["delta"] *= np.where(np.arange(len(tokens)) % 2, 1.0, -1.0)
     assert "both ways" in titles()["histogram"]
@@ -80,8 +84,7 @@ def test_drift_adds_delta_up_along_each_sequence() -> None:
     assert table["n"].tolist() == [55] * 10 + [25] * 10
     for name in ("q5", "q50", "q95"):
         assert table[name] == pytest.approx(-0.25 * table["length"])
-    assert figures.drift_title(table).startswith("After 20 tokens the sequence log-ratio is −5.00")
-    assert "25 sequences" in figures.drift_title(table)
+    assert numbers(figures.drift_title(table)) == [20, -5, -5, -5, 25]
     assert figures.drift_table(tokens[tokens["sequence"] < figures.LEAST - 1]) is None
     svg = figures.drift(tokens)[0].draw()
     assert figures.drift_title(table).split(" (")[0] in svg
@@ -100,14 +103,15 @@ def test_the_histogram_tells_before_and_after_the_best_fix() -> None:
     tokens["delta"] = np.where(np.arange(len(tokens)) % 4 == 0, -1.0, 0.0)
     tokens["train_logprob"] = tokens["rollout_logprob"] + tokens["delta"]
     before = section(make_report(), tokens).figures[0]
-    assert "with the best fix" not in before.draw()
+    assert figures.OF_FIX not in before.draw()
     fixed = tokens.assign(fix="attention-sinks", fix_logprob=tokens["rollout_logprob"] + 0.01)
     after = section(make_report(), fixed).figures[0]
-    assert after.title == before.title + "; with attention-sinks none"
-    assert "with the best fix" in after.draw()
-    assert "median |delta| 0.0100, largest 0.0100" in after.draw()
+    assert after.title.startswith(before.title)
+    assert after.title.endswith("attention-sinks none")
+    assert figures.OF_FIX in after.draw()
+    assert f"{number(0.01)}, largest {number(0.01)}" in after.draw()
     half = fixed.assign(fix_logprob=fixed["rollout_logprob"] + np.arange(len(tokens)) % 2)
-    assert section(make_report(), half).figures[0].title.endswith("with attention-sinks 50 %")
+    assert section(make_report(), half).figures[0].title.endswith("attention-sinks 50 %")
 
 
 def test_the_noise_floor_is_drawn_where_passes_that_should_agree_end() -> None:
@@ -124,8 +128,6 @@ def test_the_scatter_says_how_far_sure_and_unlikely_tokens_are_off() -> None:
     tokens = pd.DataFrame({"rollout_logprob": rollout})
     tokens["delta"] = np.where(np.arange(n) % 2, 0.002, 0.3)
     tokens["train_logprob"] = rollout + tokens["delta"]
-    assert figures.off_by_class(tokens) == (
-        "Median |delta| 0.300 nats at p < 0.1, 0.00200 at p ≥ 0.9"
-    )
-    assert figures.off_by_class(tokens[:8]) == "Median |delta| 0.151 nats"
+    assert numbers(figures.off_by_class(tokens)) == [0.3, 0.1, 0.002, 0.9]
+    assert numbers(figures.off_by_class(tokens[:8])) == [0.151]
     assert "<svg" in figures.logprobs(tokens.assign(train_logprob=-99.0)).draw()

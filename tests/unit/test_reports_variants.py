@@ -39,7 +39,7 @@ def test_weights_in_another_form_and_replayed_experts_are_shown() -> None:
     assert headline[0].note == ""
     assert form[0].note == "experts mxfp4-rounded"
     assert (form[1].value, form[3].value) == (_estimate(0.0123), _estimate(0.07))
-    assert replayed[0].note == "replays the ids of vllm:decode"
+    assert replayed[0].note == f"replays the {given['mode']} of {given['source']}"
     assert replayed[3].value == "replayed"
     assert form[2].value == replayed[2].value == _estimate(4.56e-4)
 

@@ -19,7 +19,9 @@ from mismatch.prompts.sandbox import Limits, run_code
 from mismatch.prompts.sandbox_guard import CREATE_RULESET, LIBC
 from mismatch.specs import PromptSpec, RolloutSpec
 from tests.checkpoints import tokenizer
+from tests.texts import numbers
 
+EXITS = "import os; os._exit(3)"
 SMALL = Limits(time_s=20.0, output_bytes=2000, file_bytes=1 << 20, disk_bytes=2 << 20)
 FILES = "for i in range(40): open(f'f{i}', 'wb').write(b'0' * 500_000)\nimport time; time.sleep(60)"
 CHATML = (
@@ -81,14 +83,19 @@ def test_what_code_may_not_do(
 
 def test_code_that_goes_on_for_ever_is_stopped(place: Path) -> None:
     code = "import os\nos.close(0)\nos.setsid()\nwhile True: pass"
-    assert run_code(code, Limits(time_s=0.4)) == "error: stopped after 0.4 s"
+    stopped = run_code(code, Limits(time_s=0.4))
+    assert stopped.startswith("error: ")
+    assert numbers(stopped) == [0.4]
 
 
 def test_output_errors_and_silence_come_back(place: Path) -> None:
-    assert run_code("import math\nprint(math.comb(10, 3))") == "120\n"
+    choose = "import math\nprint(math.comb(10, 3))"
+    assert run_code(choose) == "120\n"
     assert "ZeroDivisionError" in run_code("1 / 0")
     assert run_code("x = 1") == "(no output)"
-    assert run_code("import os; os._exit(3)") == "error: it ended with status 3"
+    ended = run_code(EXITS)
+    assert ended.startswith("error: ")
+    assert numbers(ended) == [3]
 
 
 def test_what_is_not_held_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +103,8 @@ def test_what_is_not_held_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "holder", lambda: "")
     monkeypatch.setattr(sandbox, "LANDLOCK", False)
     found = sandbox.unheld.__wrapped__()
-    for what in ("the content", "changes", "the permissions"):
-        assert f"{what} of files outside its directory" in found
+    files = [line.partition(" of ")[0] for line in found if "files" in line]
+    assert files == ["the content", "changes", "the permissions"]
 
 
 @pytest.mark.skipif(LIBC.syscall(CREATE_RULESET, None, 0, 1) < 1, reason="no Landlock here")

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.reports.serve import Server, Site, allowed, is_loopback
+from mismatch.reports.run_server import Server, Site, allowed, is_loopback
 from tests.command import mismatch
 from tests.unit.test_side_by_side import save
 
@@ -84,7 +84,7 @@ def test_the_list_shows_every_run_and_links_those_with_a_report(server: Server) 
 def test_two_runs_are_compared(server: Server) -> None:
     reply = Reply(server, "/compare?run=first&run=team%2Fsecond")
     assert reply.status == 200
-    assert "2 runs side by side" in reply.text
+    assert "2 runs" in reply.text
     assert "against second: first" in reply.text  # the list is newest first: the oldest is held to
     assert Reply(server, "/compare?run=first").status == 400
     assert Reply(server, "/compare?" + "&".join(["run=first"] * 9)).status == 400

@@ -225,7 +225,7 @@ def test_routes_have_the_columns_of_the_moe_layers(
     discovery.discover.cache_clear()
     without = ServerEngine.capabilities(spec(make()), LAW)
     assert not without.routed_experts
-    assert f"{kind} server returns no routed experts" in without.reasons["routed_experts"]
+    assert f"{kind} server" in without.reasons["routed_experts"]
 
 
 def test_an_aborted_request_is_asked_again(sglang: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.servers_fixture import (
     serve,
     sglang,
 )
+from tests.texts import numbers
 
 __all__ = ["_light", "serve", "sglang"]  # fixtures
 
@@ -39,8 +41,10 @@ def test_a_passing_fault_costs_nothing(serve: Any, fault: str) -> None:
 def test_time_outs_are_said_because_they_favour_short_responses(serve: Any) -> None:
     server = serve(faults=lambda number, body: "hang:1.2" if number == 2 else None)
     _, engine = generate(server, server_timeout_s=0.6)
-    said = engine.fingerprint("decode")["not_tested"]
-    assert any("ran out of time" in line for line in said)
+    facts = engine.fingerprint("decode")
+    (record,) = facts["servers"]
+    assert record["timeouts"] > 0
+    assert any(f": {record['timeouts']} requests to " in line for line in facts["not_tested"])
 
 
 def test_a_truncated_response_is_refused(serve: Any) -> None:
@@ -77,7 +81,7 @@ def test_the_others_finish_what_a_dead_server_began(serve: Any) -> None:
     facts = engine.fingerprint("decode")
     assert [one["sequences"] for one in facts["servers"]] == [5, len(PROMPTS) - 5]
     assert facts["servers"][0]["unconfirmed"] == 5
-    assert any("before 5 of its answers" in line for line in facts["not_tested"])
+    assert any(5 in numbers(line) for line in facts["not_tested"])
 
 
 def test_a_server_restarted_with_other_weights_is_caught(serve: Any) -> None:
@@ -141,7 +145,7 @@ def test_another_version_after_a_restart_is_caught(serve: Any) -> None:
     samples, engine = generate(bad, serve(delay_s=0.01))
     require_true(samples)
     dropped = engine.fingerprint("decode")["servers"][0]["dropped"]
-    assert "version was 0.32.0 and is 0.33.0" in dropped
+    assert re.findall(r"\d+\.\d+\.\d+", dropped) == ["0.32.0", "0.33.0"]
 
 
 def test_an_answer_of_another_configuration_is_caught(serve: Any) -> None:
@@ -156,4 +160,4 @@ def test_an_answer_of_another_configuration_is_caught(serve: Any) -> None:
     samples, engine = generate(bad, serve(delay_s=0.01))
     require_true(samples)
     dropped = engine.fingerprint("decode")["servers"][0]["dropped"]
-    assert dropped == "it answers as vllm-0.32.0-xyz, not vllm-0.32.0-abc"
+    assert re.findall(r"vllm-[\w.-]+", dropped) == ["vllm-0.32.0-xyz", "vllm-0.32.0-abc"]

@@ -9,6 +9,7 @@ import pytest
 
 from mismatch.engines.servers.discovery import recognise
 from mismatch.engines.servers.engine import ServerEngine
+from mismatch.engines.servers.probing import SAME_WEIGHTS
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from tests.scripted_server import ScriptedServer
@@ -22,6 +23,7 @@ from tests.servers_fixture import (
     sglang,
     spec,
 )
+from tests.texts import numbers
 
 __all__ = ["_light", "serve", "sglang"]  # fixtures
 
@@ -139,19 +141,21 @@ def test_the_same_server_twice_is_refused(serve: Any) -> None:
 
 def test_an_address_with_two_models_behind_it_is_said(serve: Any) -> None:
     server = serve()
-    honest, numbers = server.completion, itertools.count()
+    honest, looks = server.completion, itertools.count()
 
     def either(body: dict[str, Any]) -> dict[str, Any]:
         if body.get("prompt_logprobs") is not None:  # as a balancer deals the requests
-            server.weights = next(numbers) // 3 % 2
+            server.weights = next(looks) // 3 % 2
         return honest(body)
 
     server.completion = either
     engine = ServerEngine(spec(server), LAW, longest=64)
     said = engine.fingerprint("decode")["not_tested"]
-    assert any("that one model answers at" in line for line in said)
+    differ = [line for line in said if "probe logprobs" in line]
+    assert len(differ) == 1
+    assert min(numbers(differ[0])) > SAME_WEIGHTS
     calm = ServerEngine(spec(serve()), LAW, longest=64).fingerprint("decode")["not_tested"]
-    assert not any("that one model answers at" in line for line in calm)
+    assert set(said) - set(calm) == set(differ)
 
 
 def test_probes_without_numbers_are_refused(serve: Any) -> None:

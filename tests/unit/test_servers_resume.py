@@ -56,7 +56,7 @@ def test_what_is_kept_is_said_whatever_ends_the_run(serve: Any, tmp_path: Path) 
     server = serve(faults=lambda number, body: "status:400" if number == 9 else None)
     with pytest.raises(MismatchError, match=r"HTTP 400.*finished sequences are kept") as caught:
         generate(server, run=tmp_path)
-    assert caught.value.fix.endswith("then go on where it stopped: --resume")
+    assert caught.value.fix.endswith(": --resume")
 
 
 def test_a_line_that_was_cut_short_is_dropped(serve: Any, tmp_path: Path) -> None:

@@ -178,7 +178,8 @@ def test_ending_well_takes_no_time(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- workers that stop working
 
-IDLE = "print('waiting for rank 1', flush=True); import time; time.sleep(60)"
+LAST_LINE = "waiting for rank 1"
+IDLE = f"print({LAST_LINE!r}, flush=True); import time; time.sleep(60)"
 
 
 def test_an_idle_worker_is_ended_and_named(tmp_path, monkeypatch):
@@ -190,7 +191,7 @@ def test_an_idle_worker_is_ended_and_named(tmp_path, monkeypatch):
     ):
         finish(train)
     assert time.monotonic() - start < 10
-    assert "waiting for rank 1" in caught.value.message
+    assert LAST_LINE in caught.value.message
     assert "MISMATCH_STALL_S" in caught.value.fix
     assert train._process.poll() is not None
 

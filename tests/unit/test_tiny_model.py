@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.models import EMBEDDED, resolve_model
 from mismatch.prompts.arithmetic import arithmetic_problems, reward
 
@@ -199,7 +199,7 @@ def test_a_model_name_becomes_a_path(tmp_path: Path) -> None:
 def test_a_misspelt_model_names_the_near_miss(name: str) -> None:
     with pytest.raises(MismatchError) as error:
         resolve_model(name)
-    assert "did you mean tiny-gpt-oss" in error.value.fix
+    assert error.value.fix.startswith(did_you_mean(name, ["tiny-gpt-oss"]).rstrip("? "))
 
 
 @pytest.mark.parametrize("name", ["", "qwen", "./missing/model", "/missing/model", "a/b/c"])

@@ -44,6 +44,7 @@ from mismatch.specs import (
 from mismatch.types import Report, Routing, Scoring, Verdict
 from tests.made_run import rollout
 from tests.reports_fixture import make_report, make_tokens
+from tests.texts import numbers
 
 ROLLOUT = rollout()
 ACTIONS = ROLLOUT.n_actions
@@ -188,10 +189,9 @@ def test_the_verdict_says_what_was_injected_and_where() -> None:
     clean = Verdict("healthy", "all within", "bf16 MoE", ())
     assert mark_injected(clean, _scorings()) == clean
     marked = mark_injected(clean, _scorings(**NOISY))
-    assert marked.reason == (
-        "all within; injected on purpose: router-noise=0.05 (seed 0) in fsdp:new and "
-        "fsdp:new-replayed only"
-    )
+    assert marked.reason.startswith(f"{clean.reason}; ")
+    assert "router-noise=0.05 (seed 0)" in marked.reason
+    assert "fsdp:new and fsdp:new-replayed" in marked.reason
     assert marked.status == "healthy"
 
 
@@ -310,7 +310,8 @@ def test_the_section_holds_every_variant_and_warns_of_noise() -> None:
     assert [cell.value for cell in override[1:6]] == [None] * 5  # 1 by construction
     assert cell_text(override[6], table.columns[6]) == cell_text(plain[6], table.columns[6])
     assert "router-noise=0.05 (seed 0)" in shown.warnings[0]
-    assert any("falls by 60 %" in sentence for sentence in shown.sentences)
+    (falls,) = [sentence for sentence in shown.sentences if "falls" in sentence]
+    assert 60 in numbers(falls)
 
 
 def test_a_warning_is_read_first() -> None:
@@ -332,10 +333,7 @@ def test_passes_that_agree_bit_for_bit_need_no_remedy() -> None:
     made = two_passes(CheckSpec(), ROLLOUT, scorings)
     assert made is not None
     said = section.passes_sentences(made)
-    assert said == [
-        "Every ratio is exactly 1: the two passes agree bit for bit.",
-        "No routing flip in the new pass.",
-    ]
+    assert said == [section.EQUAL, section.NO_FLIP]
 
 
 def test_the_document_keeps_them_and_fulfils_its_schema() -> None:

@@ -12,6 +12,7 @@ from mismatch.errors import MismatchError
 from mismatch.presets.config_file import read_config
 from mismatch.presets.verl_config import VerlApplied, read_verl_config
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
+from tests.texts import numbers
 
 FLASH = frozenset({"flash_attn"})
 # As verl prints it when it starts, shortened: interpolations still in place.
@@ -121,7 +122,7 @@ def test_every_key_is_accounted_for(tmp_path: Path) -> None:
     assert applied.spec.not_reproduced == applied.not_reproduced
     assert applied.spec.preset.startswith("verl 0.9")
     assert not any("FSDP1" in line for line in applied.not_reproduced)  # strategy is fsdp2
-    assert any("entropies are made of bf16" in line for line in applied.not_reproduced)
+    assert any("entropies" in line and "bf16" in line for line in applied.not_reproduced)
     assert applied.kept == ()
 
 
@@ -134,8 +135,8 @@ def test_flags_win_over_the_config_and_the_config_over_the_preset(tmp_path: Path
     assert dict(applied.spec.rollout.engine.args)["max_num_seqs"] == 2
     assert (applied.spec.train.layout, applied.spec.train.master_dtype) == ("padding", "auto")
     assert applied.spec.train.dtype == "fp16"
-    assert any("gives way to --temperature" in line for line in applied.kept)
-    assert any("gives way to --engine-arg max_num_seqs" in line for line in applied.kept)
+    assert any(line.endswith("--temperature") for line in applied.kept)
+    assert any(line.endswith("--engine-arg max_num_seqs") for line in applied.kept)
 
 
 def test_overrides_come_last(tmp_path: Path) -> None:
@@ -183,7 +184,8 @@ def test_without_a_flash_kernel_packed_rows_stay_short(tmp_path: Path) -> None:
     override = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",)
     applied = _applied(tmp_path, overrides=override)
     assert applied.spec.train.micro_batch_tokens == CheckSpec().train.micro_batch_tokens
-    assert any("32768 tokens; without flash_attn" in line for line in applied.not_reproduced)
+    (said,) = [line for line in applied.not_reproduced if "flash_attn" in line]
+    assert 32_768 in numbers(said)
     with_kernel = _applied(tmp_path, overrides=override, packages=FLASH)
     assert with_kernel.spec.train.micro_batch_tokens == 32768
 
@@ -211,7 +213,7 @@ def test_ulysses_splits_sequences_and_its_ranks_share_the_budget(
 def test_vllms_cpu_build_keeps_its_own_scheduler_options(tmp_path: Path) -> None:
     applied = _applied(tmp_path, cpu_engine=True)
     assert "max_num_batched_tokens" not in dict(applied.spec.rollout.engine.args)
-    assert any("max_num_batched_tokens = 16384: left out" in g for g in applied.not_reproduced)
+    assert any("max_num_batched_tokens = 16384" in line for line in applied.not_reproduced)
 
 
 def test_engine_kwargs_with_a_flag_of_their_own(tmp_path: Path) -> None:
@@ -222,13 +224,18 @@ def test_engine_kwargs_with_a_flag_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_worker_of_old_releases(tmp_path: Path) -> None:
-    text = PRINTED.replace("trainer:\n", "trainer:\n  use_legacy_worker_impl: auto\n")
-    text = text.replace("      dtype: bfloat16\n", "      dtype: float16\n")
+    text = PRINTED.replace("      dtype: bfloat16\n", "      dtype: float16\n")
     text = text.replace("        param_dtype: fp16\n", "        param_dtype: bf16\n")
-    applied = _applied(tmp_path, text)
+
+    def unread(applied: VerlApplied) -> bool:
+        return any("fsdp_config.dtype" in line for line in applied.not_reproduced)
+
+    assert unread(_applied(tmp_path, text))
+    old = text.replace("trainer:\n", "trainer:\n  use_legacy_worker_impl: auto\n")
+    applied = _applied(tmp_path, old)
     assert applied.spec.train.temperature_in == "logits"
     assert (applied.spec.train.dtype, applied.spec.train.autocast) == ("bf16", "fp16")
-    assert not any("does not read it" in line for line in applied.not_reproduced)
+    assert not unread(applied)
 
 
 def test_train_files_that_are_here_become_the_prompts(tmp_path: Path) -> None:
@@ -237,7 +244,7 @@ def test_train_files_that_are_here_become_the_prompts(tmp_path: Path) -> None:
     applied = _applied(tmp_path, overrides=overrides)
     prompts = applied.spec.rollout.prompts
     assert (prompts.dataset, prompts.prompt_column) == (f"{tmp_path}/train.parquet", "chat")
-    assert any("only the first of 2 files" in line for line in applied.not_reproduced)
+    assert [numbers(line) for line in applied.not_reproduced if "train_files" in line] == [[2]]
     mine = _applied(tmp_path, overrides=overrides, explicit={"prompts"})
     assert mine.spec.rollout.prompts.dataset is None
 
@@ -347,7 +354,7 @@ def test_a_group_can_be_chosen_by_an_override(tmp_path: Path) -> None:
 def test_a_default_that_is_elsewhere_is_said(tmp_path: Path) -> None:
     text = f"defaults:\n  - ppo_trainer\n  - _self_\n{PRINTED}"
     applied = _applied(tmp_path, text)
-    assert any("ppo_trainer is not beside it" in line for line in applied.not_reproduced)
+    assert any("ppo_trainer" in line for line in applied.not_reproduced)
     assert applied.spec.rollout.sampling.temperature == 0.7
 
 

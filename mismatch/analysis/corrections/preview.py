@@ -14,7 +14,8 @@ import numpy as np
 
 from mismatch.analysis.corrections.recipes import Against, Corrections, Preview, recipes
 from mismatch.errors import MismatchError
-from mismatch.metrics.corrections import (
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.importance_weights import (
     CORRECTIONS,
     NONE,
     OVERRIDE,
@@ -24,7 +25,6 @@ from mismatch.metrics.corrections import (
     Settings,
     group_advantages,
 )
-from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import (
     POSITIVE,
     REAL,

@@ -44,6 +44,8 @@ class Cause:
         effect: share of the run's mean |delta|; None where this run did not measure it.
         alike: causes that these data cannot tell from it.
         consequences: what other detectors saw and no longer see once this is taken out.
+        stated: a difference in what the sides state: it is there, whatever its share.
+        kind: what the data alone would call it, where such a statement gave it its name; else "".
     """
 
     id: str
@@ -53,6 +55,8 @@ class Cause:
     evidence: tuple[Evidence, ...]
     alike: tuple[str, ...] = ()
     consequences: tuple[str, ...] = ()
+    stated: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +270,9 @@ def _joined(causes: list[Cause], stated: list[Finding]) -> list[Cause]:
             place = next((n for n, cause in enumerate(joined) if _explains(fact, cause)), None)
             if place is None:
                 joined.append(
-                    Cause(fact.cause, "suspected", fact.side, None, fact.evidence, fact.alike)
-                )
+                    Cause(fact.cause, "suspected", fact.side, None, fact.evidence, fact.alike,
+                          stated=fact.stated)
+                )  # fmt: skip
             else:
                 joined[place] = _merged(joined[place], fact)
     return joined
@@ -293,5 +298,7 @@ def _merged(cause: Cause, fact: Finding) -> Cause:
         id = cause.id
     evidence = cause.evidence + tuple(e for e in fact.evidence if e not in cause.evidence)
     return replace(
-        cause, id=id, side=side, evidence=evidence, alike=tuple(a for a in alike if a != id)
-    )
+        cause, id=id, side=side, evidence=evidence, alike=tuple(a for a in alike if a != id),
+        stated=cause.stated or (fact.stated and fact.certain and id == fact.cause),
+        kind=cause.kind or (cause.id if id != cause.id else ""),
+    )  # fmt: skip

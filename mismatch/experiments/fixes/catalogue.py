@@ -7,7 +7,7 @@ from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
 from mismatch.experiments.fixes.engine_fixes import ENGINE_FIXES
 from mismatch.experiments.fixes.spec_edits import fix, guides
 from mismatch.experiments.fixes.trainer_fixes import PROBES, TRAIN_FIXES
-from mismatch.metrics.corrections import OVERRIDE
+from mismatch.metrics.importance_weights import OVERRIDE
 
 ESTIMATOR_FIXES = tuple(
     fix("estimator", id, corrects=guides()[id].get("correction", OVERRIDE))

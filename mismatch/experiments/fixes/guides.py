@@ -13,7 +13,7 @@ from mismatch.analysis.corrections.recipes import Recipe, recipes
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Fix
 from mismatch.experiments.fixes.spec_edits import guides as entries
-from mismatch.metrics.corrections import Settings
+from mismatch.metrics.importance_weights import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from mismatch.experiments.fixes.spec_edits import fix, train
 from mismatch.specs import CheckSpec
 
 NO_EXPERTS = "the model is dense: it has no experts"
+NOT_PACKED = "sequences are not packed"
 UNKNOWN = "not known without the model's config.json: hf download MODEL config.json"
 
 
@@ -129,9 +130,7 @@ TRAIN_FIXES = (
         "no-packing",
         Flags(set=(("--layout", "padding"),)),
         train(layout="padding"),
-        lambda context: (
-            "" if context.spec.train.layout == "packing" else "sequences are not packed"
-        ),
+        lambda context: "" if context.spec.train.layout == "packing" else NOT_PACKED,
     ),
     train_fix(
         "micro-batch", Flags(set=(("--micro-batch-tokens", VALUE),)), _micro_batch, values=("1024",)

@@ -29,7 +29,7 @@ from mismatch.experiments.gradients.types import (
     Loss,
     Trainer,
 )
-from mismatch.metrics.corrections import BY_ID, CORRECTIONS
+from mismatch.metrics.importance_weights import BY_ID, CORRECTIONS
 from mismatch.metrics.inference import FEW_PROMPTS, jackknife, jackknife_of_root
 from mismatch.types import Bools, Estimate, Floats
 

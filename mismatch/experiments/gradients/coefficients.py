@@ -7,7 +7,7 @@ The loss is ``-sum_t c_t · logprob_t``, with everything in c a constant to auto
 
 A_i is GRPO's advantage of sample i, (r - mean) / (std + 1e-6) within its prompt (Shao et al. 2024,
 arXiv 2402.03300, whose loss is the sequence-level one; the token-level one is DAPO's, arXiv
-2503.14476). w_t is 1, a correction's weight (mismatch/metrics/corrections.py), or PPO's: the
+2503.14476). w_t is 1, a correction's weight (mismatch/metrics/importance_weights.py), or PPO's: the
 gradient of ``min(ρ A, clip(ρ, 1 - ε, 1 + ε) A)`` is ``ρ A · ∇logprob`` where the first branch is
 the smaller, else 0 (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.gradients.types import LOSSES, PPO_OVERRIDE, PPO_RATIO, REWARDS, Loss
-from mismatch.metrics.corrections import (
+from mismatch.metrics.importance_weights import (
     CORRECTIONS,
     NONE,
     OVERRIDE,

@@ -22,7 +22,7 @@ from mismatch.experiments.gradients.coefficients import (
     plain_vectors,
 )
 from mismatch.experiments.gradients.types import LOSSES, PPO_OVERRIDE, PPO_RATIO, Trainer
-from mismatch.metrics.corrections import CORRECTIONS, NONE, OVERRIDE
+from mismatch.metrics.importance_weights import CORRECTIONS, NONE, OVERRIDE
 from mismatch.metrics.ppo_passes import CLIP
 from mismatch.run import store
 from mismatch.specs import CheckSpec, Pass, TrainSpec, weights_key

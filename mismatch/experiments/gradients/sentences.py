@@ -18,6 +18,7 @@ from mismatch.types import Check, Estimate
 
 CHECK = "gradients"
 SMALL = 0.01  # of the reference's size: under that an error is called small
+EQUAL = "The trainer's policy gradient equals the float32 reference's to the last bit."
 GROUP_WORDS = {
     "attention": "the attention",
     "sinks": "the attention sinks",
@@ -138,7 +139,7 @@ def _baseline(check: GradientCheck, row: GradientRow) -> str:
     if row.same_as == "reference":
         return "The trainer is the float32 reference itself, and so is its policy gradient."
     if error.value == 0.0:
-        return "The trainer's policy gradient equals the float32 reference's to the last bit."
+        return EQUAL
     if whole.cosine is None:
         return "The trainer's policy gradient is 0 where the float32 reference's is not."
     off = f"{degrees(whole.cosine.value)} off the float32 reference's"

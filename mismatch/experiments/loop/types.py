@@ -40,7 +40,7 @@ class LoopSpec:
         mini_batches: optimiser steps on one rollout; prompts are dealt out among them.
         old: whose log-probabilities PPO's ratio divides by: the trainer's own pass before the
             update, or the engine's.
-        corrections: ids of mismatch.metrics.corrections; their weights are multiplied.
+        corrections: ids of mismatch.metrics.importance_weights; their weights are multiplied.
         frozen: parts of names of parameters that are not trained.
         path: of the weight sync; "auto": the engine's own, else the worker extension's, whichever
             the probe finds whole.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mismatch.errors import named_line
-from mismatch.experiments.kernels import ATTENTION_COLUMNS, Audit, Finding, Verdict, causes_of
+from mismatch.experiments.kernel_audit import ATTENTION_COLUMNS, Audit, Finding, Verdict, causes_of
 from mismatch.processes.kernels import findings as shared
 from mismatch.processes.kernels import findings as truth
 from mismatch.processes.kernels.cases import (

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels import Origin
+from mismatch.experiments.kernel_audit import Origin
 from mismatch.processes.kernels.geometry import ModelGeometry
 
 PLANTED = "no-sinks"  # audited only where it is named: nobody takes it by accident

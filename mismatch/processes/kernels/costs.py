@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mismatch.errors import named_line
-from mismatch.experiments.kernels import Cost
+from mismatch.experiments.kernel_audit import Cost
 from mismatch.processes.kernels import expert_layer as layer
 from mismatch.processes.kernels.cases import DTYPES, Case, Inputs, full, inputs_of, positions_of
 from mismatch.processes.kernels.findings import leaves_of

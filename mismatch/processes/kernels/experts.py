@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.kernels import EXPERT_COLUMNS, Audit, Finding, Origin
+from mismatch.experiments.kernel_audit import EXPERT_COLUMNS, Audit, Finding, Origin
 from mismatch.processes.kernels import expert_layer as layer
 from mismatch.processes.kernels import findings as shared
 from mismatch.processes.kernels.cases import DTYPES

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.kernels import Error, Finding
+from mismatch.experiments.kernel_audit import Error, Finding
 from mismatch.processes.kernels.cases import DTYPES, Inputs
 from mismatch.training.attention.trial import definition
 from mismatch.training.attention.trial import relative_error as relative_error
@@ -23,6 +23,7 @@ HIGHEST = 0.5
 # in float64 the rounding may be float32's: most families' eager attention has its softmax there.
 STEPS = {torch.float64: 2e-3, torch.float32: 2e-2}
 DIFFERENCES = {torch.float64: 1e-3, torch.float32: 2e-2}
+OWN_GRADIENT = "; it is the gradient of its own output, which is wrong itself"
 
 
 def attention(
@@ -205,7 +206,7 @@ def _origin(errors: DtypeErrors, name: str) -> str:
     if gap is None:
         return ""
     if gap <= DIFFERENCES[DTYPES[errors.dtype]]:
-        return "; it is the gradient of its own output, which is wrong itself"
+        return OWN_GRADIENT
     return f"; and off by {percent(gap)} from finite differences of its own output"
 
 

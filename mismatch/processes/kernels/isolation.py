@@ -16,7 +16,7 @@ from typing import Literal
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels import Audit, AuditReport, Kind, ModelImpact
+from mismatch.experiments.kernel_audit import Audit, AuditReport, Kind, ModelImpact
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.run.store import read_json, write_json
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernels import ModelImpact
+from mismatch.experiments.kernel_audit import ModelImpact
 from mismatch.processes.kernels.cases import Candidate
 from mismatch.processes.kernels.isolation import AuditSpec
 from mismatch.training.packing import Batch

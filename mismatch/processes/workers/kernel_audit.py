@@ -24,7 +24,7 @@ import torch
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.kernels import Audit, Kind, Origin, answered
+from mismatch.experiments.kernel_audit import Audit, Kind, Origin, answered
 from mismatch.processes.kernels.cases import PLANTED, Candidate, names_here
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
 from mismatch.processes.kernels.isolation import DONE, HARM, LABEL, NOW, PLAN, AuditSpec, Step

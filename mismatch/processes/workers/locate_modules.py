@@ -1,6 +1,6 @@
 """Records what modules give, and holds it against the float32 reference.
 
-Started by :mod:`mismatch.pipeline.locate`, once for the engine and once for the rest::
+Started by :mod:`mismatch.pipeline.locate_run`, once for the engine and once for the rest::
 
     python -m mismatch.processes.workers.locate_modules JOB.json
 

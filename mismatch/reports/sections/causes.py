@@ -136,10 +136,15 @@ EXPERIMENTS = (
 
 def explain(result: Explanation, report: Report) -> Section:
     """What was confirmed, what was ruled out, then every experiment."""
-    said = explained(result)
+    texts = explained(result)
     table = Table.of(EXPERIMENTS, result.experiments)
     return Section(
-        "explain", "Experiments", EXPLAIN_LEAD, sentences=said, tables=[table], short=" ".join(said)
+        "explain",
+        "Experiments",
+        EXPLAIN_LEAD,
+        sentences=texts,
+        tables=[table],
+        short=" ".join(texts),
     )
 
 
@@ -147,12 +152,12 @@ def explained(result: Explanation) -> list[str]:
     """One sentence each for what was confirmed, what was ruled out and what could not be made."""
     if not result.experiments:
         return ["No experiment was made: no suspected cause has one that could tell it apart."]
-    made = len([each for each in result.experiments if each.seconds is not None])
+    measured = len([each for each in result.experiments if each.seconds is not None])
     confirmed = "No cause was confirmed"
     if result.confirmed:
         confirmed = f"Confirmed: {_names(result.confirmed)}"
     return [
-        f"{confirmed} ({plural(made, 'experiment')}, {result.seconds:.0f} s).",
+        f"{confirmed} ({plural(measured, 'experiment')}, {result.seconds:.0f} s).",
         *([f"Ruled out: {_names(result.ruled_out)}."] if result.ruled_out else ()),
         *(
             f"{line(each.id)} was not measured: {line(each.reason)}."

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from mismatch.analysis.corrections.preview import TARGET_WORDS
 from mismatch.analysis.corrections.recipes import Against, Corrections, Preview, Recipe, recipes
-from mismatch.metrics.corrections import NONE, OVERRIDE, Level
 from mismatch.metrics.forecast import Forecast
+from mismatch.metrics.importance_weights import NONE, OVERRIDE, Level
 from mismatch.reports.formatting import (
     MISSING,
     brief,
@@ -37,6 +37,7 @@ LEAD = (
     "What a correction in the trainer's loss would do to the tokens of {rollout} against {train}. "
     "It reweighs or drops them; it changes no delta and no verdict."
 )
+BESIDE = "Judged by the {}: {}."
 STATE_SHIFT = (
     "The token ratio ignores that the two policies would also have reached other states; the "
     "sequence ratio counts that, at the price of far more spread."
@@ -160,17 +161,17 @@ def headline(result: Corrections) -> str:
         for each in result.previews
         if (figures := each.against(result.target)) and figures.tied and each.id != result.best
     ]
-    said = f"Best correction: {best.label}"
+    sentence = f"Best correction: {best.label}"
     if result.favoured != result.best:
-        said = f"None is needed; the least error has {best.label}"
+        sentence = f"None is needed; the least error has {best.label}"
     if after is not None and after.error is not None:
-        said += f": error {brief(plain.error)} → {brief(after.error)}"
-    return f"{said}{'; as good: ' + ', '.join(tied) if tied else ''}."
+        sentence += f": error {brief(plain.error)} → {brief(after.error)}"
+    return f"{sentence}{'; as good: ' + ', '.join(tied) if tied else ''}."
 
 
 def remarks(result: Corrections) -> list[str]:
     """What has to be known before the table is believed."""
-    said = []
+    texts = []
     figures = result.named(NONE).against(result.target)
     if figures is not None:
         other = OTHER[result.target]
@@ -180,22 +181,22 @@ def remarks(result: Corrections) -> list[str]:
             if (against := preview.against(other)) and against.rank is not None
         ]
         first = min(ranked, key=lambda pair: pair[0])[1]
-        said += [f"Judged by the {TARGET_WORDS[other]}: {first}.", STATE_SHIFT]
+        texts += [BESIDE.format(TARGET_WORDS[other], first), STATE_SHIFT]
         if result.batch == figures.bias.n_sequences:
-            said.append(
+            texts.append(
                 f"The batch is taken to be as large as this run, {count(result.batch)} sequences; "
                 "for yours: mismatch corrections RUN --batch N."
             )
         if "few-prompts" in figures.bias.flags:
-            said.append("Few prompts: the intervals are rough.")
+            texts.append("Few prompts: the intervals are rough.")
     if result.heavy_tail:
-        said.append("Heavy-tailed ratios: with other prompts the order may change.")
+        texts.append("Heavy-tailed ratios: with other prompts the order may change.")
     if result.clamped:
-        said.append(
+        texts.append(
             f"{plural(result.clamped, 'log-ratio')} beyond ±20 (of tokens or sequences) "
             "clamped to ±20."
         )
-    return said + [f"Not tested: {line(reason)}." for reason in result.not_tested]
+    return texts + [f"Not tested: {line(reason)}." for reason in result.not_tested]
 
 
 def _settings(result: Corrections) -> tuple[Section, ...]:
@@ -301,7 +302,7 @@ def _kept(forecast: Forecast, axes: Axes) -> str:
     low = [100 * (row.ess.value if row.ess.low is None else row.ess.low) for row in rows]
     high = [100 * (row.ess.value if row.ess.high is None else row.ess.high) for row in rows]
     axes.fill_between(length, low, high, color=BAND, lw=0)
-    told = []
+    curves = []
     for label, color, style, estimates in (
         ("effective size, ratios capped at 2", ACCENT, "-", [row.ess for row in rows]),
         ("effective size, full ratios", INK, ":", [row.ess_untruncated for row in rows]),
@@ -311,7 +312,9 @@ def _kept(forecast: Forecast, axes: Axes) -> str:
         values = [100 * estimate.value for estimate in estimates]
         axes.plot(length, values, style, color=color, lw=1.8, label=label)
         ends = [(rows[at].length, estimates[at].value) for at in (0, -1)]
-        told.append(f"{label}: " + ", ".join(f"{percent(x)} at {count(n)} tokens" for n, x in ends))
+        curves.append(
+            f"{label}: " + ", ".join(f"{percent(x)} at {count(n)} tokens" for n, x in ends)
+        )
     axes.set(xscale="log", ylim=(-3, 130), ylabel="sequences, %")
     axes.set(xlabel="response length, tokens")
     axes.set_yticks([0, 25, 50, 75, 100])
@@ -322,4 +325,4 @@ def _kept(forecast: Forecast, axes: Axes) -> str:
     axes.set_xticks(ticks, [count(tick) for tick in ticks])
     axes.xaxis.set_minor_formatter(lambda value, _: "")
     axes.legend(loc="upper left", ncols=2)
-    return "; ".join(told)
+    return "; ".join(curves)

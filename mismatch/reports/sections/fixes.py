@@ -60,6 +60,8 @@ RESULTS: dict[str | None, tuple[str, Tone]] = {
     None: ("not measured", "dim"),
 }
 REMOVES_NOTHING = "it reweighs the loss and removes nothing"
+ONLY_OF_THE_LOSS = "Only fixes of the loss were asked for: they change no log-probability."
+NOT_AGAIN = " (whether a side is broken was not measured again; fit: {})"
 HIDES = "it hides the mismatch and does not remove it"
 TRIED = (
     Column("fix", text),
@@ -205,8 +207,10 @@ def _dots(rows: list[FixOutcome], report: Report, axes: Axes) -> str:
     rows_of(axes, [_name(row.id) for row in rows])
     axes.set_xlabel("k3, nats per token (log)")
     write = alike(value.value for row in rows for value in (row.before[K3], row.after[K3]))
-    told = [f"{_name(r.id)} {write(r.before[K3].value)} → {write(r.after[K3].value)}" for r in rows]
-    return f"k3 before and after: {'; '.join(told)}"
+    values = [
+        f"{_name(r.id)} {write(r.before[K3].value)} → {write(r.after[K3].value)}" for r in rows
+    ]
+    return f"k3 before and after: {'; '.join(values)}"
 
 
 def _losses(result: FixTable, corrections: Corrections | None) -> list[Cells]:
@@ -264,13 +268,13 @@ def _settings(result: FixTable) -> Section:
 
 def sentences(result: FixTable) -> list[str]:
     """What follows from the table, most useful first; never empty where fixes were tried."""
-    said = _best(result, [row for row in result.outcomes if row.measured])
+    texts = _best(result, [row for row in result.outcomes if row.measured])
     worse = [row.id for row in result.outcomes if row.outcome == "worse"]
     if worse:
-        said.append(f"{', '.join(worse)} {'makes' if len(worse) == 1 else 'make'} it worse.")
+        texts.append(f"{', '.join(worse)} {'makes' if len(worse) == 1 else 'make'} it worse.")
     before = result.verdict_as_is
     if result.verdict == "after-fixes" and before is not None:
-        said.append(
+        texts.append(
             f"The verdict of this report is that of a run with {result.best_together}. As it runs "
             f"now: {before.status.upper()} – {before.reason}"
         )
@@ -280,15 +284,15 @@ def sentences(result: FixTable) -> list[str]:
         if row.applies and row.reason and not row.measured and row.verdict_after is None
     ]
     if failed:
-        said.append(f"Failed while running, and so not measured: {', '.join(failed)}.")
-    return said
+        texts.append(f"Failed while running, and so not measured: {', '.join(failed)}.")
+    return texts
 
 
 def _best(result: FixTable, measured: list[FixOutcome]) -> list[str]:
     if not measured:
         ends = [f"{o.id} ({o.verdict_after.status})" for o in result.outcomes if o.verdict_after]
         if not result.outcomes and result.estimators:
-            return ["Only fixes of the loss were asked for: they change no log-probability."]
+            return [ONLY_OF_THE_LOSS]
         if not ends:
             return ["No fix could be measured; the reasons are below."]
         return [
@@ -301,15 +305,15 @@ def _best(result: FixTable, measured: list[FixOutcome]) -> list[str]:
         if many > 1:
             none = f"None of the {many} fixes that could be measured makes an"
         return [f"{none} improvement that can be told from chance.", *_too_few(measured)]
-    said = []
+    texts = []
     if result.best is not None:
-        said.append(f"Best single fix: {_effect(result.outcome(result.best))}")
+        texts.append(f"Best single fix: {_effect(result.outcome(result.best))}")
     if result.best_together not in (None, result.best):
-        said.append(f"Best combination: {_effect(result.outcome(str(result.best_together)))}")
+        texts.append(f"Best combination: {_effect(result.outcome(str(result.best_together)))}")
     several = next((row for row in measured if is_combination(row)), None)
     if result.best is not None and result.best == result.best_together and several is not None:
-        said.append(f"No combination does clearly better. Best of them: {_effect(several)}")
-    return [*said, *_confirmation(result)]
+        texts.append(f"No combination does clearly better. Best of them: {_effect(several)}")
+    return [*texts, *_confirmation(result)]
 
 
 def _confirmation(result: FixTable) -> list[str]:
@@ -366,7 +370,7 @@ def _effect(row: FixOutcome) -> str:
         parts.append(f"the verdict with it: {after.status}")
         side, fit = after.correctness, after.fitness  # of the two, fitness may be known
         if side and fit and side.status == after.status == "inconclusive":
-            parts[-1] += f" (whether a side is broken was not measured again; fit: {fit.status})"
+            parts[-1] += NOT_AGAIN.format(fit.status)
     return f"{row.id}. {'; '.join(parts)}."
 
 

@@ -94,41 +94,41 @@ def section(result: GradientCheck, report: Report) -> Section:
     )
 
 
-def batch(made: GradientCheck) -> str:
+def batch(check: GradientCheck) -> str:
     """What the gradients were taken of."""
-    size = f"{plural(made.prompts, 'prompt')}, {plural(made.sequences, 'sample')}"
-    given = made.advantages == REWARDS
-    advantages = "rewards, normalised within each prompt" if given else made.advantages
-    return f"{size}, {plural(made.tokens, 'action token')}; advantages: {advantages}"
+    size = f"{plural(check.prompts, 'prompt')}, {plural(check.sequences, 'sample')}"
+    given = check.advantages == REWARDS
+    advantages = "rewards, normalised within each prompt" if given else check.advantages
+    return f"{size}, {plural(check.tokens, 'action token')}; advantages: {advantages}"
 
 
-def notes(made: GradientCheck) -> list[str]:
+def notes(check: GradientCheck) -> list[str]:
     """What has to be known before the table is believed."""
-    said = []
-    if made.advantages != REWARDS:
-        said.append(
+    texts = []
+    if check.advantages != REWARDS:
+        texts.append(
             "No task steered this gradient: the rewards cannot, so signs stand in for advantages. "
             "How kernels and dtypes bend a gradient shows all the same."
         )
-    elif made.deciding < made.prompts:
-        said.append(
-            f"{count(made.deciding)} of {plural(made.prompts, 'prompt')} have samples of different "
-            "reward; the others have no gradient."
+    elif check.deciding < check.prompts:
+        texts.append(
+            f"{count(check.deciding)} of {plural(check.prompts, 'prompt')} have samples of "
+            "different reward; the others have no gradient."
         )
-    errors = [row.whole.relative_error for row in made.rows]
+    errors = [row.whole.relative_error for row in check.rows]
     flags = {flag for error in errors if error is not None for flag in error.flags}
     if "one-prompt" in flags:
-        said.append("One prompt only: nothing can be told from chance.")
+        texts.append("One prompt only: nothing can be told from chance.")
     elif "few-prompts" in flags:
-        said.append("Few prompts: the intervals are rough. More: --gradient-prompts.")
-    if any(row.kind == "correction" for row in made.rows):
-        said.append(AIM)
-    return [*said, JACKKNIFE]
+        texts.append("Few prompts: the intervals are rough. More: --gradient-prompts.")
+    if any(row.kind == "correction" for row in check.rows):
+        texts.append(AIM)
+    return [*texts, JACKKNIFE]
 
 
-def _part(made: GradientCheck, loss: Loss, folded: bool) -> Section:
-    rows = [row for row in made.rows if row.loss == loss]
-    baseline = made.row("baseline", loss)
+def _part(check: GradientCheck, loss: Loss, folded: bool) -> Section:
+    rows = [row for row in check.rows if row.loss == loss]
+    baseline = check.row("baseline", loss)
     own = [row for row in rows if not row.same_as]
     # A trainer that is the reference itself keeps its line: it is what the check is about.
     lines = [_row(row, baseline) for row in rows if row is baseline or not row.same_as]
@@ -165,18 +165,18 @@ def _part(made: GradientCheck, loss: Loss, folded: bool) -> Section:
 
 def _row(row: GradientRow, baseline: GradientRow | None) -> Cells:
     whole = row.whole
-    told = [f"{row.kind}: {row.label}"]
+    parts = [f"{row.kind}: {row.label}"]
     if row.same_as == "reference":
-        told.append("the reference itself: the same settings")
+        parts.append("the reference itself: the same settings")
     if row.seconds is not None:
-        told.append(seconds(row.seconds))
+        parts.append(seconds(row.seconds))
     if row.peak_bytes is not None:
-        told.append(memory(row.peak_bytes))
+        parts.append(memory(row.peak_bytes))
     tone, verdict = _verdict(row, baseline)
     arc = whole.cosine  # the wider the angle, the smaller its cosine
     off = None if arc is None else replace(arc, low=arc.high, high=arc.low)
     return (
-        Cell(row.id, "code", "; ".join(told)), Cell(verdict, tone), Cell(off, "strong"), arc,
+        Cell(row.id, "code", "; ".join(parts)), Cell(verdict, tone), Cell(off, "strong"), arc,
         whole.norm_ratio, whole.relative_error, row.error_ratio, row.bias, row.variance,
         row.variance_ratio,
     )  # fmt: skip
@@ -194,13 +194,13 @@ def _verdict(row: GradientRow, baseline: GradientRow | None) -> tuple[Tone, str]
     return "dim", "no clear change"
 
 
-def _group(one: GroupError) -> Cell:
-    if one.relative_error is None:
+def _group(error: GroupError) -> Cell:
+    if error.relative_error is None:
         return Cell(None)
-    if silent(one):
-        return Cell(one.relative_error, note="no gradient")
-    off = "" if one.cosine is None else f"{degrees(one.cosine.value)} off"
-    return Cell(one.relative_error, note=off)
+    if silent(error):
+        return Cell(error.relative_error, note="no gradient")
+    off = "" if error.cosine is None else f"{degrees(error.cosine.value)} off"
+    return Cell(error.relative_error, note=off)
 
 
 # ---------------------------------------------------------------- figures
@@ -213,10 +213,10 @@ LEAST = 1e-3  # degrees: what is nearer is drawn there
 TICKS = (1e-3, 1e-2, 0.1, 1.0, 10.0, 90.0)
 
 
-def _figures(made: GradientCheck) -> tuple[Figure, ...]:
+def _figures(check: GradientCheck) -> tuple[Figure, ...]:
     """Those that the rows of one loss allow."""
-    loss = main_loss(made)
-    rows = [row for row in made.rows if row.loss == loss and not row.same_as]
+    loss = main_loss(check)
+    rows = [row for row in check.rows if row.loss == loss and not row.same_as]
     if not rows:
         return ()
     return (
@@ -245,7 +245,7 @@ def chosen(rows: Sequence[GradientRow]) -> list[GradientRow]:
 
 
 def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
-    step, told = 0.6 / max(1, len(rows)), []
+    step, texts = 0.6 / max(1, len(rows)), []
     for index, row in enumerate(rows):
         shift = (index - (len(rows) - 1) / 2) * step
         colour, marker = COLOURS[index], MARKERS[index]
@@ -259,7 +259,7 @@ def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
         axes.plot(x, y, marker, color=colour, ms=5, label=line(row.id))
         named = zip(row.groups, placed, strict=True)
         degrees = [f"{g.group} {number(angle(a.value))}°" for g, (_, a) in named if a is not None]
-        told.append(f"{line(row.id)}: {', '.join(degrees)}")
+        texts.append(f"{line(row.id)}: {', '.join(degrees)}")
         crossed = [place + shift for place, each in enumerate(row.groups) if silent(each)]
         axes.plot([90.0] * len(crossed), crossed, "x", color=colour, ms=8, mew=2.2)
     axes.set_xscale("log")
@@ -269,4 +269,4 @@ def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
     rows_of(axes, [each.group for each in rows[0].groups])
     axes.set_xlabel("angle to the float32 reference's gradient (log)")
     legend_above(axes, 2, 0.4)
-    return f"Angle to the reference's gradient. {'; '.join(told)}"
+    return f"Angle to the reference's gradient. {'; '.join(texts)}"

@@ -76,8 +76,8 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
 
 
 def _sentence(parts: Iterable[str]) -> str:
-    said = capital("; ".join(parts))
-    return f"{said}." if said else ""
+    sentence = capital("; ".join(parts))
+    return f"{sentence}." if sentence else ""
 
 
 def _some(names: list[str], end: str = "") -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mismatch.experiments.kernels import (
+from mismatch.experiments.kernel_audit import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     Audit,
@@ -105,7 +105,7 @@ def section(result: AuditReport, report: Report | None = None) -> Section:
     Raises:
         MismatchError: nothing was audited.
     """
-    verdict, said, shape = judge(result), sentences(result), _shape(result)
+    verdict, texts, shape = judge(result), sentences(result), _shape(result)
     about = f"{verdict.status}: {verdict.reason}"
     model = f"Shapes of {result.model}: {shape}" if shape else f"Model: {result.model}"
     return Section(
@@ -113,10 +113,10 @@ def section(result: AuditReport, report: Report | None = None) -> Section:
         "Kernels",
         f"{LEAD} {model}; on {result.device}.",
         warnings=[f"kernels: {about}" if verdict.code else ""],
-        sentences=said,
+        sentences=texts,
         notes=not_tested(result.not_tested),
         parts=[*(_kind(result, kind) for kind in KINDS), _harm(result)],
-        short=said[0] if verdict.code else about,
+        short=texts[0] if verdict.code else about,
     )
 
 
@@ -151,8 +151,8 @@ def page(result: AuditReport) -> Page:
 
 def sentences(report: AuditReport) -> list[str]:
     """What the audit says, in plain words: first what is wrong."""
-    said = [_fault(audit) for audit in report.audits if answered(audit) and audit.failed]
-    said += [
+    texts = [_fault(audit) for audit in report.audits if answered(audit) and audit.failed]
+    texts += [
         f"{audit.name}: {audit.reason}."
         for audit in report.audits
         if was_run(audit) and not answered(audit)
@@ -160,8 +160,8 @@ def sentences(report: AuditReport) -> list[str]:
     for kind, (title, _) in KINDS.items():
         right = [a.name for a in report.audits if a.kind == kind and a.verdict == "sound"]
         if right:
-            said.append(f"{title}: nothing wrong with {', '.join(right)}.")
-    return said + [
+            texts.append(f"{title}: nothing wrong with {', '.join(right)}.")
+    return texts + [
         f"The trainer takes {audit.name} by itself ({audit.kind}): it is {audit.verdict}."
         for audit in report.audits
         if audit.chosen
@@ -200,10 +200,10 @@ def _shape(report: AuditReport) -> str:
         (("window",), "window {window:,}"),
         (("experts", "top_k"), "{top_k} of {experts} experts"),
     ]
-    said = [words.format(**known) for names, words in texts if all(known.get(n) for n in names)]
+    parts = [words.format(**known) for names, words in texts if all(known.get(n) for n in names)]
     if "sinks" in known:
-        said.append("with sinks" if known["sinks"] else "no sinks")
-    return ", ".join(said)
+        parts.append("with sinks" if known["sinks"] else "no sinks")
+    return ", ".join(parts)
 
 
 def _kind(report: AuditReport, kind: Kind) -> Section:
@@ -278,8 +278,8 @@ def _details(kind: Kind, title: str, ran: list[Audit], others: list[Audit]) -> l
     )
     layer = "One layer, forward and backward, one sequence."
     return [
-        Section(f"kernels-{kind}-{id}", f"{title}: {words}", lead, tables=[table], notes=said)
-        for id, words, lead, table, said in (
+        Section(f"kernels-{kind}-{id}", f"{title}: {words}", lead, tables=[table], notes=remarks)
+        for id, words, lead, table, remarks in (
             ("findings", "what differs, and what was not tested", "",
              Table(FINDING_COLUMNS, findings), []),
             ("errors", "errors per dtype", floor, _errors(ran), []),
@@ -412,9 +412,9 @@ def _bars(
     axes.minorticks_off()
     rows_of(axes, [_label(audit) for audit in ran])
     legend_above(axes, len(dtypes), 0.4)
-    told = [f"{_label(a)} {d} {bound(worst[a.name, d])}" for a in ran for d in dtypes
+    values = [f"{_label(a)} {d} {bound(worst[a.name, d])}" for a in ran for d in dtypes
             if (a.name, d) in worst]  # fmt: skip
-    return f"{kind}, largest error per dtype: {', '.join(told)}"
+    return f"{kind}, largest error per dtype: {', '.join(values)}"
 
 
 def _points(costs: Iterable[Cost], what: str) -> Points:
@@ -438,11 +438,11 @@ def _lines(kind: Kind, what: str, lines: list[tuple[str, Points]], axes: Axes) -
     axes.set_ylabel(f"{'seconds' if what == 'time' else 'MiB'}, one layer (log)")
     legend_above(axes, min(3, len(lines)))
     unit = "s" if what == "time" else "MiB"
-    told = []
+    curves = []
     for label, points in lines:
         ends = [f"{number(y)} {unit} at {count(x)}" for x, y in (points[0], points[-1])]
-        told.append(f"{label} {' to '.join(ends)}")
-    return f"{kind}, {what} against length: {'; '.join(told)}"
+        curves.append(f"{label} {' to '.join(ends)}")
+    return f"{kind}, {what} against length: {'; '.join(curves)}"
 
 
 def _label(audit: Audit) -> str:

@@ -147,7 +147,7 @@ def _part(side: SideLocation) -> Section:
 
 
 def _figures(result: Location) -> Iterable[Figure]:
-    sides = [side for side in result.sides if any(one.layer is not None for one in side.sites)]
+    sides = [side for side in result.sides if any(site.layer is not None for site in side.sites)]
     if sides and result.layers > 1:
         yield Figure(
             "locate-layers",
@@ -161,25 +161,25 @@ def _figures(result: Location) -> Iterable[Figure]:
 
 
 def _drawn(sides: Sequence[SideLocation], axes: Axes) -> str:
-    told = []
+    curves = []
     for index, side in enumerate(sides):
         for name in PICTURED:
             points = [
-                (one.layer, one.error)
-                for one in side.sites
-                if one.site == name and one.layer is not None and one.error > 0
+                (site.layer, site.error)
+                for site in side.sites
+                if site.site == name and site.layer is not None and site.error > 0
             ]
             if points:
                 label = f"{line(side.name)}: {TITLES[name]}"
                 ends = [f"{number(e)} at layer {at}" for at, e in (points[0], points[-1])]
-                told.append(f"{label} {' to '.join(ends)}")
+                curves.append(f"{label} {' to '.join(ends)}")
                 x, y = zip(*points, strict=True)
                 colour, style = COLOURS[index % 4], STYLES[name]
                 axes.plot(x, y, color=colour, ls=style, marker="o", ms=3, label=label)
     axes.set(yscale="log", xlabel="layer", ylabel="relative error (log)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    layers = [one.layer for side in sides for one in side.sites if one.layer is not None]
+    layers = [site.layer for side in sides for site in side.sites if site.layer is not None]
     ticks(axes.xaxis, range(1 + max(layers)))
     legend_above(axes, 2)
-    return f"Errors of modules over the layers: {'; '.join(told)}"
+    return f"Errors of modules over the layers: {'; '.join(curves)}"

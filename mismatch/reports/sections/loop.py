@@ -195,7 +195,7 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
 
 def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
     """Curves and bands of every arm; a logarithmic axis leaves out what is 0."""
-    told = []
+    curves = []
     for arm, (colour, dashes) in zip(result.arms, cycle(STYLES), strict=False):
         steps, *bounds = _band(arm, name)
         if not len(steps):
@@ -204,14 +204,14 @@ def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> st
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
         axes.plot(steps, middle, color=colour, ls=dashes, lw=1.5, label=arm.name)
         ends = [f"{number(float(middle[at]))} at step {int(steps[at])}" for at in (0, -1)]
-        told.append(f"{arm.name} {' to '.join(ends)}")
+        curves.append(f"{arm.name} {' to '.join(ends)}")
     if log and any((_band(arm, name)[1] > 0).any() for arm in result.arms):
         axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set(xlabel="step", ylabel=label)
     legend_above(axes, 3)
-    return f"{COLUMNS[name].label}: {'; '.join(told)}"
+    return f"{COLUMNS[name].label}: {'; '.join(curves)}"
 
 
 def _band(arm: Arm, name: str) -> tuple[Any, Any, Any, Any]:

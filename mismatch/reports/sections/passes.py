@@ -14,6 +14,8 @@ from mismatch.types import Comparison, Report
 
 # ---------------------------------------------------------------- exact divergences
 
+EQUAL = "Every ratio is exactly 1: the two passes agree bit for bit."
+NO_FLIP = "No routing flip in the new pass."
 EXACT_LEAD = (
     "k1 and k3 look at the token that was sampled. At a random sample of tokens both sides also "
     "gave {}, so that the divergence there is a sum and no estimate{}."
@@ -126,7 +128,7 @@ def passes_sentences(result: TwoPasses) -> list[str]:
         f"{'none' if clipped == 0 else percent(clipped)} lie beyond PPO's usual clip range of "
         f"{CLIP}."
         if share
-        else "Every ratio is exactly 1: the two passes agree bit for bit."
+        else EQUAL
     ]
     if plain.routing:
         sentences.append(_flips(result, plain))
@@ -153,7 +155,7 @@ def _flips(result: TwoPasses, plain: Variant) -> str:
         return f"Both passes replay {line(result.replayed)}: their experts agree by construction."
     layer = plain.routing["routing_disagree_layer"].value
     if layer == 0:
-        return "No routing flip in the new pass."
+        return NO_FLIP
     return (
         f"{percent(plain.routing['routing_disagree_any'].value)} of tokens have a routing flip in "
         f"some layer ({percent(layer)} of (token, layer))."

@@ -15,6 +15,7 @@ from mismatch.types import Report
 
 COMPARED = (HEADLINE, "k3_kl")
 ORDERS = "Other models, lengths and reductions: orders of magnitude, no levels."
+NEITHER = "neither side clearly more"
 NOISE = (
     "A side against itself, which should agree, and each side against float32, on the same tokens. "
     "Rows are independent comparisons; they do not sum."
@@ -119,12 +120,12 @@ def float32(report: Report) -> list[str]:
     if len(sides) < 2:
         return []
     near, far = sorted(sides, key=lambda side: sides[side].value)
-    said = (
+    sentence = (
         f"Against float32 the trainer is off by {number(sides['trainer'].value)} nats, the engine "
         f"by {number(sides['engine'].value)}"
     )
     low, high = sides[far].low, sides[near].high
     if low is None or high is None or low <= high:
-        return [f"{said}: neither side clearly more."]
+        return [f"{sentence}: {NEITHER}."]
     ratio = sides[far].value / sides[near].value if sides[near].value > 0 else math.inf
-    return [f"{said}: the {far} is {times(ratio)} as far off."]
+    return [f"{sentence}: the {far} is {times(ratio)} as far off."]

@@ -88,12 +88,14 @@ def _everything(place: int, item: Comparison, names: FrameworkValues | None) -> 
     """Every metric of a comparison; values by others' conventions are the headline's alone."""
     rows = all_rows(item)
     known = [] if names is None else [names.of(row.metric, values=not place) for row in rows]
-    told = {
+    aliases = {
         row.metric: "; ".join(other.told(row.write) for other in others)
         for row, others in zip(rows, known, strict=bool(known))
     }
     columns = (METRICS[0], Column("name", text, of="metric", tone="code"), METRICS[1])
-    title = () if names is None else (Column(names.title, text, of=lambda row: told[row.metric]),)
+    title = (
+        () if names is None else (Column(names.title, text, of=lambda row: aliases[row.metric]),)
+    )
     lead = "" if item.sampled_by_left else "{} is not the law that sampled: its KL are scores."
     return Section(
         f"everything-{place}",

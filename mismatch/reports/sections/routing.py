@@ -79,6 +79,13 @@ LOST = (
     "Share of the layer's choices. “Lost”: of the rollout side's choices of this expert, those "
     "that the trainer did not make."
 )
+NO_FLIP = "No flip in any layer"
+EVERY_TOKEN = "Every token has a flip in some layer: there are none without to compare with."
+# What the share of delta² that tokens with a flip carry means.
+NO_INTERVAL = "Without an interval it is open whether that is more than their share."
+HARMFUL = "Correlation only: --replay-routing ids measures the cause."
+TOO_WIDE = "The interval is too wide to tell that from their share: measure more prompts."
+HARMLESS = "That is no more than their share: no harm is seen."
 
 
 def section(report: Report) -> Section | None:
@@ -151,31 +158,31 @@ def sentences(comparison: Comparison) -> list[str]:
     routing = comparison.routing
     if "routing_disagree_any" not in routing:
         return []
-    said = []
+    texts = []
     given = ", ".join(_facts(comparison, "replayed"))
     if given:
-        said.append(
+        texts.append(
             f"Replayed: {given}. Where its experts agree with those it replays, they do so by "
             "construction, and say nothing about its router."
         )
     any_layer = routing["routing_disagree_any"]
     if any_layer.value > 0.0:
-        said += _harm(routing)
+        texts += _harm(routing)
         ties, source = routing.get("routing_near_tie_flipped"), _facts(comparison, "noise")
         if ties is not None and source:
             where = f"measured against {source[0]}"
             if source[0] == "rounding":
                 where = "rounding of the trainer's dtype, assumed because no other pass moved a "
                 where += "margin"
-            said.append(
+            texts.append(
                 f"{percent(ties.value)}{_between(ties)} of flips are near-ties: their margin lies "
                 f"within the router's own noise ({where})."
             )
     elif any_layer.value == 0.0 and not given:
         tokens = plural(any_layer.n_tokens, "token")
-        said.append(f"No flip in any layer of {tokens}: there is no harm to measure.")
-    said += [f"Left out: {fact}." for fact in _facts(comparison, "layers left out")]
-    return said + [f"Not measured: {fact}." for fact in _facts(comparison, "not measured")]
+        texts.append(f"{NO_FLIP} of {tokens}: there is no harm to measure.")
+    texts += [f"Left out: {fact}." for fact in _facts(comparison, "layers left out")]
+    return texts + [f"Not measured: {fact}." for fact in _facts(comparison, "not measured")]
 
 
 def _harm(routing: dict[str, Estimate]) -> list[str]:
@@ -185,22 +192,22 @@ def _harm(routing: dict[str, Estimate]) -> list[str]:
     if carried is None:
         return []
     if share == 1.0:
-        return ["Every token has a flip in some layer: there are none without to compare with."]
-    said = (
+        return [EVERY_TOKEN]
+    sentence = (
         f"{percent(share)} of tokens have a flip in at least one layer; they carry "
         f"{percent(carried.value)}{_between(carried)} of all delta²"
     )
     if factor is not None:
-        said += f", and their error is {times(factor.value)} that of the rest"
+        sentence += f", and their error is {times(factor.value)} that of the rest"
     if carried.low is None or carried.high is None:
-        meaning = "Without an interval it is open whether that is more than their share."
+        meaning = NO_INTERVAL
     elif carried.low > share:
-        meaning = "Correlation only: --replay-routing ids measures the cause."
+        meaning = HARMFUL
     elif carried.high > WIDE * share:
-        meaning = "The interval is too wide to tell that from their share: measure more prompts."
+        meaning = TOO_WIDE
     else:
-        meaning = "That is no more than their share: no harm is seen."
-    return [f"{said}. {meaning}"]
+        meaning = HARMLESS
+    return [f"{sentence}. {meaning}"]
 
 
 def _between(estimate: Estimate) -> str:
@@ -248,7 +255,7 @@ def figures(tables: dict[str, Table]) -> Iterable[Figure]:
 def _worst_layer(table: Table) -> str:
     """The layer of most flips."""
     if not any(table.get("disagree", ())):
-        return "No flip in any layer"
+        return NO_FLIP
     row = int(np.argmax(table["disagree"]))
     share = percent(table["disagree"][row])
     return f"Layer {table['layer'][row]} flips most: {share} of tokens"
@@ -307,5 +314,5 @@ def _margins(table: Table, axes: Axes) -> str:
     words = "router margin over its noise, from", "flips, % of choices"
     colours = [ACCENT if start < 1.0 else SECOND for start in table["from"]]
     labels = [f"{start:g}" for start in table["from"]]
-    told = bars(axes, labels, words, *ends, colours=colours, counts=table["count"])
-    return f"Flip rate by router margin; {words[1]}: {told}"
+    heights = bars(axes, labels, words, *ends, colours=colours, counts=table["count"])
+    return f"Flip rate by router margin; {words[1]}: {heights}"

@@ -1,17 +1,33 @@
-"""Rounding or fault: each side's distance from its own float32, and the two float32s apart."""
+"""Which side is off: each one's distance from float32, and two engines beside the trainer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from mismatch.analysis.displaced import Displaced, Standing
 from mismatch.analysis.square import Finding, Gap, Leg, Square, shared
 from mismatch.analysis.square_checks import displacement
-from mismatch.reports.formatting import bound, count, interval, line, number, plural, text, times
-from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone
+from mismatch.experiments.engine_pair import FLOOR_TEXT, TRAINER, Edge, Triangle
+from mismatch.reports.formatting import (
+    MARKS,
+    bound,
+    capital,
+    count,
+    interval,
+    line,
+    number,
+    percent,
+    plural,
+    signed,
+    text,
+    times,
+)
+from mismatch.reports.formatting import TONES as STATUS_TONES
+from mismatch.reports.section import Cell, Cells, Column, Figure, Section, Table, Tone
 from mismatch.reports.svg import ACCENT, INK, SECOND
-from mismatch.types import Report
+from mismatch.types import Estimate, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,21 +80,23 @@ def sentences(result: Square) -> list[str]:
     """Which side is off and by what evidence; whether the two sides round alike."""
     beyond = [finding for finding in result.findings if finding.standing == "beyond"]
     first = {(finding.side, finding.evidence): finding for finding in reversed(beyond)}
-    told = [_off(result, finding) for finding in beyond if finding in first.values()]
-    displaced = [one for one in result.displaced if one.standing == "beyond"]
-    told += [_displaced(one) for one in {one.side: one for one in reversed(displaced)}.values()]
-    if not told:
-        told.append(_clean(result))
-    elif any(shared(result, found) for found in beyond) or any(
-        shared(result, found) for found in displaced
+    texts = [_off(result, finding) for finding in beyond if finding in first.values()]
+    displaced = [each for each in result.displaced if each.standing == "beyond"]
+    texts += [
+        _displaced(each) for each in {each.side: each for each in reversed(displaced)}.values()
+    ]
+    if not texts:
+        texts.append(_clean(result))
+    elif any(shared(result, each) for each in beyond) or any(
+        shared(result, each) for each in displaced
     ):
-        told.append(SHARED)
+        texts.append(SHARED)
     if result.correlation is not None:
-        told.append(
+        texts.append(
             f"The roundings of the two sides correlate by {number(result.correlation.value, 2)} "
             f"({interval(result.correlation)}): where they round at the same places they cancel."
         )
-    return told
+    return texts
 
 
 def _off(result: Square, finding: Finding) -> str:
@@ -100,18 +118,18 @@ def _off(result: Square, finding: Finding) -> str:
     return f"{subject}: mean |delta| {number(value.value)} nats in float32{over}."
 
 
-def _displaced(found: Displaced) -> str:
+def _displaced(moved: Displaced) -> str:
     return (
-        f"{WHOSE.get(found.side, 'The trainer')} is off: {line(displacement(found))}, more than "
-        f"{times(found.factor)} as far as in a plain forward."
+        f"{WHOSE.get(moved.side, 'The trainer')} is off: {line(displacement(moved))}, more than "
+        f"{times(moved.factor)} as far as in a plain forward."
     )
 
 
 def _clean(result: Square) -> str:
     if not result.findings:
         return "Neither side could be told from a faulty one: see what was not tested."
-    standings = {one.standing for one in result.findings}
-    if "undecided" in standings | {one.standing for one in result.displaced}:
+    standings = {each.standing for each in result.findings}
+    if "undecided" in standings | {each.standing for each in result.displaced}:
         return "A value lies beyond its level, but its interval does not decide."
     if "wide" in standings:
         return "What was measured is within its level, but an interval reaches beyond it."
@@ -213,3 +231,118 @@ def _bars(result: Square, axes: Axes) -> str:
     axes.set_xlabel("excess over a plain forward")
     values = (f"{line(leg.scoring)} {times(leg.excess.value)}" for leg in result.legs)
     return f"Excess over rounding: {', '.join(values)}"
+
+
+# ---------------------------------------------------------------- two engines and the trainer
+
+ENGINES_LEAD = (
+    "Both engines sampled from the same prompts, and each scored what the other had sampled, by "
+    "prefill. On one set of tokens the three parties are the corners of a triangle and mean "
+    "|delta| is the length of its edges. Both scored what is “given”; of what is “sampled”, the "
+    "left side is as it sampled: there k3 estimates a KL, elsewhere it is a divergence score."
+)
+CONTRASTS = (
+    "Mean |delta| of the first edge minus that of the second, paired on the same tokens. A party "
+    "is odd where both its edges are longer than the third on every set of tokens, by more than "
+    "chance and by a tenth. Where every edge is shorter than {floor} nats, all three agree and "
+    "none is odd."
+)
+SCORED = {"prefill": "given", "decode": "sampled"}
+COMPARED = (
+    Column("first edge", text),
+    Column("second edge", text),
+    Column("tokens of", text),
+    Column("difference", signed, interval=1),
+)
+
+
+def _metric(name: str) -> Callable[[Edge], Estimate | None]:
+    def value(edge: Edge) -> Estimate | None:
+        known = edge.comparison
+        return None if known is None else (known.metrics | known.routing).get(name)
+
+    return value
+
+
+def _pair(edge: Edge) -> Cell:
+    pair = " / ".join(map(party, edge.parties))
+    return Cell(pair, note=f"not tested: {edge.reason}" if edge.reason else "")
+
+
+EDGES = (
+    Column("left / right", text, of=_pair),
+    Column("tokens of", text, of="tokens"),
+    Column("left", text, of=lambda edge: SCORED[edge.kind]),
+    Column("mean |delta|", interval=1, detail="nats", of=_metric("logprob_abs_diff_mean")),
+    Column("k3", number, 2, detail="nats per token", of=_metric("k3_kl")),
+    Column("largest |delta|", number, 4, of=_metric("logprob_abs_diff_max")),
+    Column(
+        "routing flips",
+        percent,
+        3,
+        detail="of (token, layer)",
+        of=_metric("routing_disagree_layer"),
+    ),
+)
+
+
+def engines(result: Triangle, report: Report) -> Section:
+    """Every edge, those between three parties that scored alike first; always in full."""
+    decided = Section(
+        "engines-contrasts",
+        "What the odd one out is decided by",
+        CONTRASTS.format(floor=FLOOR_TEXT),
+        tables=[Table(COMPARED, _contrasts(result))],
+        page_only=True,
+    )
+    edges = sorted(result.edges, key=lambda edge: edge.kind != "prefill")
+    return Section(
+        "engines",
+        "Engines",
+        ENGINES_LEAD,
+        sentences=engines_sentences(result, report),
+        tables=[Table.of(EDGES, edges)],
+        notes=[f"not tested: {missing}" for missing in result.not_tested],
+        parts=[decided],
+        folded=False,
+    )
+
+
+def engines_sentences(result: Triangle, report: Report) -> list[str]:
+    """What follows, most useful first."""
+    reason = f"{line(result.reason)}."
+    if reason.startswith(("all ", "none", "not", "the ")):  # names of engines keep their own case
+        reason = capital(reason)
+    texts = [reason]
+    for side in result.sides:
+        name = f"{line(side.engine)} {line(side.version)}".strip()
+        facts = report.fingerprints.get(f"{side.engine}:decode", {})
+        if facts.get("attention"):
+            name += f", attention {line(facts['attention'])},"
+        level = "no level applies"
+        if side.verdict is not None:
+            mark = MARKS[STATUS_TONES[side.verdict.status]]
+            level = f"{mark} {side.verdict.status}, {line(side.verdict.reason)}"
+        texts.append(f"{name} against the trainer, on its own tokens: {level}.")
+    return [
+        *texts,
+        "The verdict is that of the worse engine; all other parts of this report are of "
+        f"{line(result.sides[0].engine)}.",
+    ]
+
+
+def _contrasts(result: Triangle) -> list[Cells]:
+    """One edge at a party beside the edge that the party has no part in; each pair once."""
+    rows: dict[object, Cells] = {}
+    for contrast in result.contrasts:
+        (third,) = set(result.parties) - {contrast.party, contrast.edge}
+        edges = (contrast.party, contrast.edge), (contrast.edge, third)
+        names = (" / ".join(map(party, edge)) for edge in edges)
+        key = contrast.tokens, frozenset(map(frozenset, edges))
+        rows.setdefault(key, (*names, contrast.tokens, contrast.difference))
+    return [*rows.values()]
+
+
+def party(name: str) -> str:
+    """An engine by its name, or the trainer."""
+    return "trainer" if name == TRAINER else line(name)

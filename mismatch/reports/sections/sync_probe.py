@@ -31,7 +31,7 @@ Group = tuple[str, Sequence[Parameter]]  # a name, and the parameters that it st
 
 def _push(push: int, group: Group) -> Cell:
     """What became of the parameters in a push."""
-    outcomes = [each for one in group[1] for each in one.outcomes if each.push == push]
+    outcomes = [each for parameter in group[1] for each in parameter.outcomes if each.push == push]
     statuses: list[Status] = list(dict.fromkeys(each.status for each in outcomes))
     if not statuses:
         missing = group[1][0].status == "not_compared"
@@ -110,9 +110,9 @@ def _sentences(result: SyncReport) -> Iterator[str]:
         yield f"{STATES[push]} failed: {why}"
 
 
-def _where(found: Sequence[Parameter]) -> str:
+def _where(parameters: Sequence[Parameter]) -> str:
     """Experts and blocks of the first parameter that has any, or why it was not compared."""
-    for parameter in found:
+    for parameter in parameters:
         if parameter.reason and not parameter.outcomes:
             return parameter.reason
         for outcome in parameter.outcomes:

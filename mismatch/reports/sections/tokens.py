@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mismatch.metrics.corrections import Settings
+from mismatch.metrics.importance_weights import Settings
 from mismatch.metrics.ppo_passes import CLIP
 from mismatch.reports.contrasts import (
     LEAST,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 REACH = 1e3  # ratios that the axis reaches at most
 NEAREST = 6.0  # and at least: every guide is on it
 DEEPEST = -12.0  # log-probability at the edge of the scatter, nats
+NOWHERE = "Nowhere: delta is exactly 0 for every token."
+OF_FIX = "with the best fix"
 
 
 def section(report: Report, tokens: pd.DataFrame) -> Section:
@@ -81,9 +83,9 @@ def places(tokens: pd.DataFrame) -> list[str]:
         return ["Unknown: the two sides could not be compared token by token."]
     size = tokens["delta"].abs().to_numpy(dtype=np.float64)
     if not size.any():
-        return ["Nowhere: delta is exactly 0 for every token."]
-    found = (unlikely(tokens), flipped(tokens))  # early and late ones: the picture's title
-    ranked = sorted((each for each in found if each is not None), key=lambda each: -each.strength)
+        return [NOWHERE]
+    pair = (unlikely(tokens), flipped(tokens))  # early and late ones: the picture's title
+    ranked = sorted((each for each in pair if each is not None), key=lambda each: -each.strength)
     return [concentration(size), *(contrast.sentence for contrast in ranked)]
 
 
@@ -132,16 +134,16 @@ def fixed(tokens: pd.DataFrame) -> Array | None:
 
 def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, axes: Axes) -> str:
     """The best fix is an outline; the noise floor is where passes that should agree end."""
-    settings, told = Settings(), beyond(tokens)
+    settings, description = Settings(), beyond(tokens)
     counts, edges = ratio_histogram(tokens["delta"].to_numpy(dtype=np.float64))
     axes.axvspan(1 - CLIP, 1 + CLIP, color=BAND, lw=0, label=f"PPO clip, {CLIP:g}")
     axes.stairs(counts, edges, fill=True, color=ACCENT, linewidth=0)
     if after is not None:
         reach = np.log(edges[-1])
         fix, _ = np.histogram(np.clip(after, -reach, reach), bins=np.log(edges))
-        axes.stairs(fix, edges, color=INK, linewidth=1.2, label="with the best fix")
+        axes.stairs(fix, edges, color=INK, linewidth=1.2, label=OF_FIX)
         sizes = number(float(np.median(np.abs(after)))), number(float(np.abs(after).max()))
-        told += f" With the best fix: median |delta| {sizes[0]}, largest {sizes[1]}."
+        description += f" With the best fix: median |delta| {sizes[0]}, largest {sizes[1]}."
     if floor:
         far = float(np.exp(min(floor, 700.0)))
         for place, label in ((far, "noise floor"), (1 / far, None)):
@@ -162,7 +164,7 @@ def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, a
     axes.set_xlabel("probability ratio, train / rollout (log)")
     axes.set_ylabel("tokens (log)")
     legend_above(axes, 3, handlelength=1.4)
-    return told
+    return description
 
 
 def ratio_histogram(delta: Array, bins: int = 61) -> tuple[Array, Array]:

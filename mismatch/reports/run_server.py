@@ -93,11 +93,11 @@ class Site:
         return _refusal(HTTPStatus.NOT_FOUND, "no such page")
 
     def _index(self) -> Answer:
-        found: History = history(self.folder, self.metric)
-        known, newest = self.runs(), found.points[::-1]
+        past: History = history(self.folder, self.metric)
+        known, newest = self.runs(), past.points[::-1]
         label = metric_label(self.metric).label
         shown = html.template("serve.html").render(
-            page=history_page(found),
+            page=history_page(past),
             points=newest,
             cells=[Cell(point.value) for point in newest],
             column=Column(label, metric_format(self.metric, [p.value for p in newest]), interval=1),
